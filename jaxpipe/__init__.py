@@ -1,0 +1,63 @@
+"""DeepSpeed-style pipeline parallelism for JAX and Flax."""
+
+from jaxpipe import data as data
+from jaxpipe import errors as errors
+from jaxpipe import partition as partition
+from jaxpipe import schedules as schedules
+from jaxpipe import topology as topology
+from jaxpipe.config import TrainConfig as TrainConfig
+from jaxpipe.data import RepeatingLoader as RepeatingLoader
+from jaxpipe.engine import PipelineEngine as PipelineEngine
+from jaxpipe.engine import initialize as initialize
+from jaxpipe.layers import LayerSpec as LayerSpec
+from jaxpipe.layers import PipelineModule as PipelineModule
+from jaxpipe.layers import TiedLayerSpec as TiedLayerSpec
+from jaxpipe.runtime import Pipeline as Pipeline
+from jaxpipe.runtime import TrainState as TrainState
+from jaxpipe.runtime import describe_pipeline as describe_pipeline
+from jaxpipe.runtime import make_pipeline as make_pipeline
+from jaxpipe.runtime import mesh_for as mesh_for
+from jaxpipe.runtime import microbatch_key as microbatch_key
+from jaxpipe.schedules import DataParallelSchedule as DataParallelSchedule
+from jaxpipe.schedules import GPipeSchedule as GPipeSchedule
+from jaxpipe.schedules import InferenceSchedule as InferenceSchedule
+from jaxpipe.schedules import OneFOneBSchedule as OneFOneBSchedule
+from jaxpipe.schedules import PipeSchedule as PipeSchedule
+from jaxpipe.schedules import TrainSchedule as TrainSchedule
+from jaxpipe.topology import PipeDataParallelTopology as PipeDataParallelTopology
+from jaxpipe.topology import PipelineParallelGrid as PipelineParallelGrid
+from jaxpipe.topology import PipeModelDataParallelTopology as PipeModelDataParallelTopology
+from jaxpipe.topology import ProcessTopology as ProcessTopology
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "DataParallelSchedule",
+    "GPipeSchedule",
+    "InferenceSchedule",
+    "LayerSpec",
+    "OneFOneBSchedule",
+    "PipeDataParallelTopology",
+    "PipeModelDataParallelTopology",
+    "PipeSchedule",
+    "Pipeline",
+    "PipelineEngine",
+    "PipelineModule",
+    "PipelineParallelGrid",
+    "ProcessTopology",
+    "RepeatingLoader",
+    "TiedLayerSpec",
+    "TrainConfig",
+    "TrainSchedule",
+    "TrainState",
+    "data",
+    "describe_pipeline",
+    "errors",
+    "initialize",
+    "make_pipeline",
+    "mesh_for",
+    "microbatch_key",
+    "partition",
+    "schedules",
+    "topology",
+]

@@ -1,0 +1,172 @@
+"""Readers of single values.
+
+A reader takes a value and its JSON path, and returns what the configuration stores, or raises `ConfigError`.
+"""
+
+from collections.abc import Callable, Sequence
+from numbers import Integral
+from typing import cast
+
+from jaxpipe.errors import ConfigError
+
+Reader = Callable[[object, str], object]
+
+_SHOWN = 80
+
+
+def wrong_value(path: str, rule: str, value: object, repair: str) -> ConfigError:
+    """The error for a value that breaks a rule.
+
+    Args:
+        path: JSON path of the key.
+        rule: What the value must be.
+        value: What it is.
+        repair: What to do about it.
+
+    Returns:
+        The error, with the value cut to a line's length.
+    """
+    return ConfigError(f"{path} must be {rule}, but got {path}={shown(value)}. {repair}.")
+
+
+def shown(value: object) -> str:
+    """A value as text of at most a line.
+
+    Args:
+        value: Any value.
+
+    Returns:
+        Its `repr`, the end cut off where it is long.
+    """
+    text = repr(value)
+    return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
+
+
+def as_integer(value: object) -> int | None:
+    """A value as an integer if it is one.
+
+    Args:
+        value: Any value.
+
+    Returns:
+        The integer; None for a bool, a float, and all that is not an integer.
+    """
+    return int(value) if not isinstance(value, bool) and isinstance(value, Integral) else None
+
+
+def integer_of_at_least(minimum: int) -> Reader:
+    """A reader of integers.
+
+    Args:
+        minimum: The smallest that is accepted.
+
+    Returns:
+        The reader.
+    """
+
+    def read(value: object, path: str) -> int:
+        integer = as_integer(value)
+        if integer is None or integer < minimum:
+            raise wrong_value(path, f"an integer of at least {minimum}", value, f"Use for instance {max(minimum, 1)}")
+        return integer
+
+    return read
+
+
+def optional(reader: Reader) -> Reader:
+    """A reader that also accepts None, JSON's `null`.
+
+    Args:
+        reader: Reads all other values.
+
+    Returns:
+        The reader.
+    """
+
+    def read(value: object, path: str) -> object:
+        return None if value is None else reader(value, path)
+
+    return read
+
+
+def auto_or(reader: Reader) -> Reader:
+    """A reader that also accepts `'auto'`.
+
+    Args:
+        reader: Reads all other values.
+
+    Returns:
+        The reader.
+    """
+
+    def read(value: object, path: str) -> object:
+        if isinstance(value, str):
+            if value != "auto":
+                raise wrong_value(
+                    path, "'auto' or a value without quotes", value, "Use 'auto', or write the value without quotes"
+                )
+            return value
+        return reader(value, path)
+
+    return read
+
+
+def read_flag(value: object, path: str) -> bool:
+    """Read a truth value.
+
+    Args:
+        value: The value.
+        path: Its JSON path.
+
+    Returns:
+        The truth value.
+
+    Raises:
+        ConfigError: The value is something else.
+    """
+    if not isinstance(value, bool):
+        raise wrong_value(path, "true or false", value, "Use true or false without quotes")
+    return value
+
+
+def read_schedule(value: object, path: str) -> str | type:
+    """Read a schedule: its name, or a class; whether it is one is seen where schedules are known.
+
+    Args:
+        value: The value.
+        path: Its JSON path.
+
+    Returns:
+        The name or the class.
+
+    Raises:
+        ConfigError: The value is something else.
+    """
+    if isinstance(value, type) or (isinstance(value, str) and value):
+        return cast("str | type", value)
+    raise wrong_value(path, "the name of a schedule or a PipeSchedule class", value, "Use for instance '1f1b'")
+
+
+def read_partition(value: object, path: str) -> str | tuple[int, ...]:
+    """Read a partition method: its name, or layer boundaries.
+
+    Args:
+        value: The value.
+        path: Its JSON path.
+
+    Returns:
+        The name, or the boundaries as a tuple.
+
+    Raises:
+        ConfigError: The value is something else.
+    """
+    if isinstance(value, str) and value:
+        return value
+    boundaries: Sequence[object] = ()
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        boundaries = cast("Sequence[object]", value)
+    if not boundaries:
+        rule = "the name of a partition method or a list of boundaries"
+        raise wrong_value(path, rule, cast("object", value), "Use 'best', or boundaries such as [0, 3, 6]")
+    boundary = integer_of_at_least(0)
+    return tuple(cast("int", boundary(item, f"{path}[{index}]")) for index, item in enumerate(boundaries))

@@ -1,0 +1,164 @@
+"""Iterables of batches."""
+
+from collections.abc import Callable, Iterable, Iterator, Sized
+from numbers import Integral
+from typing import Any, Generic, Protocol, TypeVar
+
+import numpy as np
+
+from jaxpipe.errors import DataError
+
+from ._stack import stack_trees
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
+
+class Dataset(Protocol[T_co]):
+    """A sequence of samples: a length, and a sample for each index from 0."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> T_co: ...
+
+
+class RepeatingLoader(Generic[T]):
+    """An endless iterator over a loader that begins anew whenever it ends.
+
+    A loader that shuffles itself at each `iter()`, such as `BatchLoader`, gives a new order each time round.
+
+    Args:
+        loader: What to iterate. An iterator or generator can be gone through only once: to repeat, pass something
+            that returns a fresh iterator at each `iter()`.
+
+    Attributes:
+        loader: The loader.
+
+    Raises:
+        DataError: When asked for an item: the loader yields nothing, or nothing any more.
+    """
+
+    def __init__(self, loader: Iterable[T]) -> None:
+        self.loader = loader
+        self._iterator = iter(loader)
+        self._has_yielded = False
+
+    def __iter__(self) -> "RepeatingLoader[T]":
+        return self
+
+    def __next__(self) -> T:
+        for _ in range(2):
+            for item in self._iterator:
+                self._has_yielded = True
+                return item
+            self._iterator = iter(self.loader)
+        kind = type(self.loader).__name__
+        if self._has_yielded:
+            raise DataError(
+                f"A repeated loader must yield its items each time it is iterated, but got loader=<{kind}>, which is "
+                "exhausted. Pass a list or a loader rather than an iterator or generator."
+            )
+        raise DataError(
+            f"A repeated loader must yield at least one item, but got loader=<{kind}>, which yields none. "
+            "Check that the data set is not empty, and not smaller than a batch."
+        )
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __len__(self) -> int:
+        """The number of items until the loader begins anew.
+
+        Returns:
+            The loader's length.
+
+        Raises:
+            TypeError: The loader has no length.
+        """
+        if not isinstance(self.loader, Sized):
+            raise TypeError(f"object of type '{type(self.loader).__name__}' has no len()")
+        return len(self.loader)
+
+
+class BatchLoader(Generic[T]):
+    """Batches of samples, in a new order each epoch.
+
+    Each `iter()` begins an epoch. Its order is a function of the seed and the epoch's number alone, so that it does
+    not depend on what else draws random numbers, and any epoch can be repeated by setting `epoch`.
+
+    Args:
+        dataset: Anything with a length and indexing. Samples are pytrees of arrays and numbers, such as `(x, y)`, all
+            of the same structure, shapes and dtypes.
+        batch_size: Samples per batch.
+        seed: A non-negative integer.
+        shuffle: Whether to shuffle; else samples come in the order of the data set.
+        collate_fn: Makes a batch of a list of samples. Default: leaves are stacked along a new leading dim.
+        drop_last: Whether to leave out the last batch of an epoch if it is not full.
+
+    Attributes:
+        batch_size: Samples per batch.
+        epoch: Number of the epoch that the next `iter()` begins, from 0.
+
+    Raises:
+        DataError: The data set has no length, no indexing, or fewer samples than a batch; `batch_size` or `seed` is
+            not such an integer. When iterated: samples do not stack.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[T],
+        batch_size: int,
+        *,
+        seed: int,
+        shuffle: bool = True,
+        collate_fn: Callable[[list[T]], Any] | None = None,
+        drop_last: bool = True,
+    ) -> None:
+        if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+            raise DataError(
+                f"A data set must have a length and indexing, but got dataset=<{type(dataset).__name__}>. "
+                "Pass a sequence of samples; batches from an iterator go to train_batch directly."
+            )
+        for name, value, minimum in (("batch_size", batch_size, 1), ("seed", seed, 0)):
+            if isinstance(value, bool) or not isinstance(value, Integral) or value < minimum:
+                raise DataError(
+                    f"{name} must be an integer of at least {minimum}, but got {name}={value!r}. "
+                    f"Pass {minimum} or more."
+                )
+        if len(dataset) < batch_size:
+            raise DataError(
+                f"A data set must hold at least one batch, but got len(dataset)={len(dataset)} and "
+                f"batch_size={batch_size}. Add samples, or lower train_batch_size."
+            )
+        self.batch_size = int(batch_size)
+        self.epoch = 0
+        self._dataset = dataset
+        self._seed = int(seed)
+        self._shuffle = shuffle
+        self._collate = collate_fn or _stack_samples
+        self._drop_last = drop_last
+
+    def __len__(self) -> int:
+        """The number of batches in an epoch.
+
+        Returns:
+            The number, the last batch included if it is kept though not full.
+        """
+        full, rest = divmod(len(self._dataset), self.batch_size)
+        return full + (1 if rest and not self._drop_last else 0)
+
+    def __iter__(self) -> Iterator[Any]:
+        order = np.arange(len(self._dataset))
+        if self._shuffle:
+            np.random.default_rng((self._seed, self.epoch)).shuffle(order)
+        self.epoch += 1
+        return self._batches(order.tolist(), len(self))
+
+    def _batches(self, order: list[int], num_batches: int) -> Iterator[Any]:
+        for batch in range(num_batches):
+            indices = order[batch * self.batch_size : (batch + 1) * self.batch_size]
+            yield self._collate([self._dataset[index] for index in indices])
+
+
+def _stack_samples(samples: list[Any]) -> Any:
+    return stack_trees(samples, "sample", "sample")

@@ -1,0 +1,31 @@
+"""The model as layers: specs, the protocol that all kinds of layers share, and the sequential model."""
+
+from ._build import NamedLayer as NamedLayer
+from ._module import PipelineModule as PipelineModule
+from ._protocol import Layer as Layer
+from ._signature import layer_signatures as layer_signatures
+from ._spec import LayerSpec as LayerSpec
+from ._spec import TiedLayerSpec as TiedLayerSpec
+from ._trace import ModelTrace as ModelTrace
+from ._trace import format_struct as format_struct
+from ._trace import struct_of as struct_of
+from ._tree import ParamPaths as ParamPaths
+from ._tree import flatten_dict as flatten_dict
+from ._tree import merge_layers as merge_layers
+from ._tree import unflatten_dict as unflatten_dict
+
+__all__ = [
+    "Layer",
+    "LayerSpec",
+    "ModelTrace",
+    "NamedLayer",
+    "ParamPaths",
+    "PipelineModule",
+    "TiedLayerSpec",
+    "flatten_dict",
+    "format_struct",
+    "layer_signatures",
+    "merge_layers",
+    "struct_of",
+    "unflatten_dict",
+]

@@ -1,0 +1,42 @@
+"""Plain functions as layers: no parameters, no state."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+from jaxpipe._typing import PyTree
+
+from ._protocol import Applied, CallArguments, Layer, Rngs
+
+
+class FunctionLayer(Layer):
+    """A callable of its inputs, such as `jnp.tanh` or a lambda between two modules.
+
+    Args:
+        function: Called as `function(inputs)`, with the standard arguments its signature names.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        name = getattr(function, "__name__", type(function).__name__)
+        self.class_name = "lambda" if name == "<lambda>" else name
+        self._function = function
+        self._arguments = CallArguments(function, 1, f"layer {self.class_name}")
+
+    def init(self, key: jax.Array, inputs: PyTree, *, side: Mapping[str, PyTree]) -> tuple[PyTree, dict, dict]:
+        """See `Layer.init`; there are no variables."""
+        outputs, _, _ = self.apply({}, {}, inputs, rngs=None, train=False, side=side)
+        return outputs, {}, {}
+
+    def apply(
+        self,
+        params: PyTree,
+        collections: Mapping[str, PyTree],
+        inputs: PyTree,
+        *,
+        rngs: Rngs | None,
+        train: bool,
+        side: Mapping[str, PyTree],
+    ) -> Applied:
+        """See `Layer.apply`."""
+        return self._function(inputs, **self._arguments.select(rngs=rngs, train=train, side=side)), {}, {}

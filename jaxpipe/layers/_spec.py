@@ -1,0 +1,98 @@
+"""Layers described but not built: nothing is allocated until a stage needs its own."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jaxpipe.errors import LayerError
+
+
+class LayerSpec:
+    """A layer to be built later, from its class and arguments.
+
+    DeepSpeed's name. The class may be a Flax Linen module, a Flax NNX module (built with `rngs=`), or any callable
+    that returns a plain function.
+
+    Args:
+        typename: The class, or a callable that makes the layer.
+        *module_args: Positional arguments of the class.
+        **module_kwargs: Keyword arguments of the class.
+
+    Raises:
+        LayerError: `typename` is not callable, or is a built layer where its class belongs.
+
+    Example:
+        >>> import flax.linen as nn
+        >>> LayerSpec(nn.Dense, 4, use_bias=False)
+        Dense(4, use_bias=False)
+    """
+
+    def __init__(self, typename: Callable[..., Any], *module_args: Any, **module_kwargs: Any) -> None:
+        if not callable(typename):
+            raise LayerError(
+                f"LayerSpec must be given a class or a callable that makes a layer, but got typename={typename!r}. "
+                "Write LayerSpec(Class, arguments...), or put a built layer into the list as it is."
+            )
+        self.typename = typename
+        self.module_args = module_args
+        self.module_kwargs = module_kwargs
+
+    def build(self, **more: Any) -> Any:
+        """Make the layer.
+
+        Args:
+            **more: Keyword arguments beside the stored ones, such as `rngs` for an NNX module.
+
+        Returns:
+            What the class returns.
+        """
+        return self.typename(*self.module_args, **self.module_kwargs, **more)
+
+    def __repr__(self) -> str:
+        args = [repr(a) for a in self.module_args] + [f"{k}={v!r}" for k, v in self.module_kwargs.items()]
+        return f"{getattr(self.typename, '__name__', repr(self.typename))}({', '.join(args)})"
+
+
+class TiedLayerSpec(LayerSpec):
+    """A layer that shares parameters with every other layer of the same key.
+
+    The shared parameters exist once, under `tied/<key>` of the parameter tree, and their gradients are summed over
+    all uses. Unlike DeepSpeed's, the default shares the whole parameter tree of the layer, not one attribute.
+
+    Args:
+        key: Layers with equal keys share.
+        typename: As in `LayerSpec`.
+        *module_args: Positional arguments of the class.
+        forward_fn: `forward_fn(module, inputs)` in place of the layer's own call; `module` is the bound Linen module
+            or the NNX object.
+        tied_weight_attr: Dotted path, or paths, of the parameters to share, such as `"embedding"` or
+            `"token.embedding"`; a path that names a subtree shares all of it. None shares everything.
+        **module_kwargs: Keyword arguments of the class.
+
+    Raises:
+        LayerError: The key is not a non-empty string without a slash, or `forward_fn` is not callable.
+    """
+
+    def __init__(
+        self,
+        key: str,
+        typename: Callable[..., Any],
+        *module_args: Any,
+        forward_fn: Callable[..., Any] | None = None,
+        tied_weight_attr: str | Sequence[str] | None = None,
+        **module_kwargs: Any,
+    ) -> None:
+        super().__init__(typename, *module_args, **module_kwargs)
+        if not isinstance(key, str) or not key or "/" in key:
+            raise LayerError(
+                f"TiedLayerSpec must have a non-empty string without '/' as its key, but got key={key!r}. "
+                "The key names the shared parameters, as in tied/<key>."
+            )
+        if forward_fn is not None and not callable(forward_fn):
+            raise LayerError(
+                f"forward_fn must be callable as forward_fn(module, inputs), but got forward_fn={forward_fn!r}. "
+                "Leave it out to call the layer itself."
+            )
+        self.key = key
+        self.forward_fn = forward_fn
+        attrs = (tied_weight_attr,) if isinstance(tied_weight_attr, str) else tied_weight_attr
+        self.tied_weight_attr = None if attrs is None else tuple(attrs)

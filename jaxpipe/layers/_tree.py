@@ -1,0 +1,84 @@
+"""Where a layer's parameters lie in the model's one parameter tree.
+
+`layers/<index>_<name>/...` holds what belongs to one layer, `tied/<key>/...` what layers of one key share. The paths
+never depend on how the model is cut into stages.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxpipe._typing import Path, PyTree
+from jaxpipe.errors import LayerError
+
+from ._build import NamedLayer
+
+
+def flatten_dict(tree: Any, prefix: Path = ()) -> dict[Path, Any]:
+    """Leaves of a nest of dictionaries by path; a leaf is whatever is no mapping."""
+    if not isinstance(tree, Mapping):
+        return {prefix: tree}
+    flat: dict[Path, Any] = {}
+    for key, value in tree.items():
+        flat.update(flatten_dict(value, (*prefix, str(key))))
+    return flat
+
+
+def unflatten_dict(flat: Mapping[Path, Any]) -> dict[str, Any]:
+    """The nest of dictionaries whose leaves lie at the given paths."""
+    tree: dict[str, Any] = {}
+    for path, value in flat.items():
+        node = tree
+        for key in path[:-1]:
+            node = node.setdefault(key, {})
+        node[path[-1]] = value
+    return tree
+
+
+class ParamPaths:
+    """From the paths inside one layer to the paths in the model's tree.
+
+    Args:
+        named: The layer.
+        params: The layer's own parameters, abstract or not.
+
+    Raises:
+        LayerError: A path of `tied_weight_attr` names no parameter of the layer.
+    """
+
+    def __init__(self, named: NamedLayer, params: PyTree) -> None:
+        local = list(flatten_dict(params)) if params else []
+        shared = {path for path in local if named.tied_key is not None and named.tied_paths is None}
+        for attr in named.tied_paths or ():
+            wanted = tuple(attr.split("."))
+            found = {path for path in local if path[: len(wanted)] == wanted}
+            if not found:
+                known = ", ".join(".".join(path) for path in local) or "none"
+                raise LayerError(
+                    f"tied_weight_attr must name a parameter of layer {named.name}, but got {attr!r}. "
+                    f"Its parameters are: {known}."
+                )
+            shared |= found
+        tied_root: Path = ("tied", str(named.tied_key))
+        self.paths: dict[Path, Path] = {
+            path: (*(tied_root if path in shared else ("layers", named.name)), *path) for path in local
+        }
+
+    def view(self, tree: PyTree) -> PyTree:
+        """The layer's own parameters, picked out of the model's tree."""
+        return unflatten_dict({path: _get(tree, at) for path, at in self.paths.items()})
+
+
+def _get(tree: PyTree, path: Path) -> Any:
+    for key in path:
+        tree = tree[key]
+    return tree
+
+
+def merge_layers(all_paths: Sequence[ParamPaths], all_params: Sequence[PyTree]) -> PyTree:
+    """One tree from the parameters of single layers; where layers share, the first one's values stand."""
+    flat: dict[Path, Any] = {}
+    for paths, params in zip(all_paths, all_params, strict=True):
+        leaves = flatten_dict(params) if params else {}
+        for path, at in paths.paths.items():
+            flat.setdefault(at, leaves[path])
+    return unflatten_dict(flat)

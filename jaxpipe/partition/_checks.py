@@ -1,0 +1,87 @@
+"""Checks shared by the files of this room."""
+
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+from numbers import Integral, Rational, Real
+
+from jaxpipe.errors import PartitionError
+
+
+def checked_count(value: object, name: str) -> int:
+    """A positive integer.
+
+    Args:
+        value: What the caller gave.
+        name: The argument's name, for the message.
+
+    Returns:
+        The value as an `int`.
+
+    Raises:
+        PartitionError: The value is not an integer, is a bool, or is below 1.
+    """
+    if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < 1:
+        raise PartitionError(f"{name} must be a positive integer, but got {name}={value!r}. Pass 1 or more.")
+    return int(value)
+
+
+def checked_parts(num_items: int, num_parts: object, items: str) -> int:
+    """A number of parts that leaves none of them empty.
+
+    Args:
+        num_items: Number of items to distribute.
+        num_parts: What the caller gave.
+        items: What the items are called, for the message.
+
+    Returns:
+        The number of parts as an `int`.
+
+    Raises:
+        PartitionError: `num_parts` is not a positive integer, or is larger than `num_items`.
+    """
+    parts = checked_count(num_parts, "num_parts")
+    if parts > num_items:
+        raise PartitionError(
+            f"num_parts must be at most the number of {items} ({num_items}), so that no part is empty, but got "
+            f"num_parts={parts}. Ask for at most {num_items} parts, or give more {items}."
+        )
+    return parts
+
+
+def exact_weights(weights: Sequence[object]) -> list[int]:
+    """The weights as integers in a common unit, without rounding.
+
+    Integers stay what they are. With floats or fractions among them, all are multiplied by the one smallest factor
+    that makes every weight's exact value an integer, so sums and comparisons of sums are exact.
+
+    Args:
+        weights: Integers, floats or fractions, none of them negative.
+
+    Returns:
+        One non-negative integer per weight; their ratios are those of the weights.
+
+    Raises:
+        PartitionError: A weight is a bool, not a real number, not finite, or negative.
+    """
+    exact = [_exact(weight, index) for index, weight in enumerate(weights)]
+    unit = math.lcm(*(weight.denominator for weight in exact))
+    return [weight.numerator * (unit // weight.denominator) for weight in exact]
+
+
+def _exact(weight: object, index: int) -> Fraction:
+    value: Fraction | None = None
+    if isinstance(weight, bool):
+        value = None
+    elif isinstance(weight, Integral):
+        value = Fraction(int(weight))
+    elif isinstance(weight, Rational):
+        value = Fraction(int(weight.numerator), int(weight.denominator))
+    elif isinstance(weight, Real) and math.isfinite(weight):
+        value = Fraction(float(weight))
+    if value is None or value < 0:
+        raise PartitionError(
+            f"A weight must be a finite number of at least 0, but got weights[{index}]={weight!r}. "
+            "Give one non-negative int or float per layer."
+        )
+    return value

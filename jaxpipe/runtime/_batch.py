@@ -1,0 +1,77 @@
+"""Shapes of batches: what an iterator yields, and what a step takes."""
+
+from collections.abc import Sequence
+
+import jax
+
+from jaxpipe._typing import PyTree
+from jaxpipe.errors import DataError
+from jaxpipe.layers import format_struct, struct_of
+
+_PARTS = ("inputs", "labels", "side")
+
+
+def infer_microbatch_size(entry: Sequence[PyTree], num_replicas: int) -> int:
+    """Samples per microbatch and replica, from the leading size of an entry's first leaf."""
+    shapes = [leaf.shape for leaf in jax.tree.leaves(struct_of(tuple(entry)))]
+    return shapes[0][0] // num_replicas if shapes and shapes[0] else 0
+
+
+def entry_struct(entry: Sequence[PyTree], microbatch_size: int, num_replicas: int) -> tuple[PyTree, PyTree, PyTree]:
+    """Shapes of one entry of a data iterator.
+
+    Args:
+        entry: `(inputs, labels)` or `(inputs, labels, side)`, leaves `[microbatch_size * num_replicas, ...]`.
+        microbatch_size: Samples per microbatch and replica.
+        num_replicas: Length of the `data` axis.
+
+    Returns:
+        Shapes and dtypes of `(inputs, labels, side)`; `side` is empty where it is not given.
+
+    Raises:
+        DataError: The entry is not such a tuple, or a leaf has another leading size; the leaf is named.
+    """
+    if not isinstance(entry, (tuple, list)) or len(entry) not in (2, 3):
+        raise DataError(
+            f"a microbatch must be a tuple (inputs, labels) or (inputs, labels, side), but got {type(entry).__name__}. "
+            "Yield such tuples, or map them with set_batch_fn."
+        )
+    inputs, labels, side = (*entry, {})[:3]
+    struct = (struct_of(inputs), struct_of(labels), struct_of(dict(side or {})))
+    wanted = microbatch_size * num_replicas
+    for name, part in zip(_PARTS, struct, strict=True):
+        for path, leaf in jax.tree.leaves_with_path(part):
+            if leaf.shape[:1] != (wanted,):
+                raise DataError(
+                    f"every leaf of a microbatch must have train_micro_batch_size_per_gpu * data = {microbatch_size} * "
+                    f"{num_replicas} = {wanted} samples as its first dim, but got {name}{jax.tree_util.keystr(path)} = "
+                    f"{format_struct(leaf)}. Yield {wanted} samples per entry, or change the batch sizes in the config."
+                )
+    return struct
+
+
+def check_batch(batch: Sequence[PyTree], wanted: Sequence[PyTree], microbatch_size: int, num_replicas: int) -> None:
+    """Compare a batch with the one a step was built for.
+
+    Args:
+        batch: Shapes and dtypes of `(inputs, labels, side)`.
+        wanted: The same of the batch expected.
+        microbatch_size: Samples per microbatch and replica.
+        num_replicas: Length of the `data` axis.
+
+    Raises:
+        DataError: Structure, shapes or dtypes differ; the message names the leaf.
+    """
+    for name, given, like in zip(_PARTS, batch, wanted, strict=True):
+        if jax.tree.structure(given) != jax.tree.structure(like):
+            raise DataError(
+                f"the batch's {name} must have the structure {format_struct(like)}, but got {format_struct(given)}. "
+                "Give every batch the structure of the example batch."
+            )
+        for (path, x), leaf in zip(jax.tree.leaves_with_path(given), jax.tree.leaves(like), strict=True):
+            if (x.shape, x.dtype) != (leaf.shape, leaf.dtype):
+                raise DataError(
+                    f"the batch's {name}{jax.tree_util.keystr(path)} must be {format_struct(leaf)} "
+                    f"([num_microbatches={leaf.shape[0]}, microbatch_size * data={microbatch_size} * {num_replicas}, "
+                    f"...]), but got {format_struct(x)}. Give every batch the shapes and dtypes of the example batch."
+                )

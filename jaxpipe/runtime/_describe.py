@@ -1,0 +1,35 @@
+"""A pipeline as text, to print before training."""
+
+import jax
+
+from jaxpipe.partition import format_partition
+from jaxpipe.schedules import format_grid
+
+from ._pipeline import Pipeline
+
+
+def describe_pipeline(pipeline: Pipeline, max_width: int = 120) -> str:
+    """Show how a model is cut, what runs when, and how the step is compiled.
+
+    Args:
+        pipeline: The pipeline.
+        max_width: Characters a line of the schedule may have.
+
+    Returns:
+        The partition as a table, the schedule as a grid of stages and steps, and a line for the rest.
+    """
+    layers = pipeline.module.layers
+    names = [named.name for named in layers]
+    stages, replicas = pipeline.module.num_stages, pipeline.num_replicas
+    num_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((pipeline.state_struct.params,)))
+    trunk = len(pipeline.cuts[0].trunk)
+    lines = [
+        format_partition(pipeline.parts, names, pipeline.trace.num_params()),
+        "",
+        f"{pipeline.program.name}, {pipeline.num_microbatches} microbatches of {pipeline.microbatch_size} samples on "
+        f"{stages} stages x {replicas} replicas, at most {pipeline.program.peak_in_flight} in flight:",
+        format_grid(pipeline.schedule, pipeline.num_microbatches, stages, max_width=max_width, max_rows=8),
+        "",
+        f"trunk: {trunk} layers alike on every stage; parameters per device: {num_bytes / stages / 2**20:.1f} MiB",
+    ]
+    return "\n".join(lines)

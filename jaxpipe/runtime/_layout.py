@@ -1,0 +1,137 @@
+"""Where the arrays of all stages lie: one pytree of global arrays, each with the stage as its first dim.
+
+A leaf that every stage has alike is an array `[num_stages, ...]` of its own. What only some stages have lies in one
+buffer `[num_stages, size]` per dtype, padded to the stage that needs most. Both are sharded over the `stage` axis,
+so a stage's arrays are on its own devices alone.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpipe._typing import PyTree
+
+Storage = dict[str, dict[str, jax.Array]]
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A leaf inside a packed buffer."""
+
+    dtype: str
+    offset: int
+    shape: tuple[int, ...]
+
+    @property
+    def end(self) -> int:
+        return self.offset + math.prod(self.shape)
+
+
+class Layout:
+    """The places of named leaves, stage by stage.
+
+    Storage has two parts: `stacked[name]` of shape `[num_stages, ...]` for leaves that all stages have alike and
+    `packed[dtype]` of shape `[num_stages, size]` for the rest. Inside a stage's own program the first dim is absent.
+
+    Args:
+        stages: For each stage its leaves by name, as shapes and dtypes. The order is kept inside the buffers.
+    """
+
+    def __init__(self, stages: Sequence[Mapping[str, jax.ShapeDtypeStruct]]) -> None:
+        self.num_stages = len(stages)
+        first = stages[0]
+        self.stacked = {
+            name: jax.ShapeDtypeStruct(like.shape, like.dtype)
+            for name, like in first.items()
+            if all(name in other and _same(other[name], like) for other in stages)
+        }
+        self._places: list[dict[str, _Place]] = []
+        self._names = [tuple(stage) for stage in stages]
+        self.packed_sizes: dict[str, int] = {}
+        for stage in stages:
+            used: dict[str, int] = {}
+            places = {}
+            for name, like in stage.items():
+                if name not in self.stacked:
+                    dtype = like.dtype.name
+                    places[name] = _Place(dtype, used.get(dtype, 0), tuple(like.shape))
+                    used[dtype] = places[name].end
+            self._places.append(places)
+            for dtype, size in used.items():
+                self.packed_sizes[dtype] = max(size, self.packed_sizes.get(dtype, 0))
+
+    def names(self, stage: int) -> tuple[str, ...]:
+        """The leaves of a stage."""
+        return self._names[stage]
+
+    def struct(self) -> PyTree:
+        """Shapes and dtypes of one stage's storage, without the stage dim."""
+        packed = {dtype: jax.ShapeDtypeStruct((size,), dtype) for dtype, size in self.packed_sizes.items()}
+        return {"stacked": dict(self.stacked), "packed": packed}
+
+    def global_struct(self) -> PyTree:
+        """Shapes and dtypes of the global arrays, `[num_stages, ...]`."""
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct((self.num_stages, *x.shape), x.dtype), self.struct())
+
+    def zeros(self) -> PyTree:
+        """One stage's storage, all zeros."""
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.struct())
+
+    def place(self, stage: int, name: str) -> object:
+        """Where a leaf lies: equal for leaves that one program can read on different stages."""
+        return name if name in self.stacked else self._places[stage][name]
+
+    def get(self, stage: int, name: str, storage: PyTree) -> jax.Array:
+        """One leaf of a stage, from that stage's storage."""
+        if name in self.stacked:
+            return storage["stacked"][name]
+        place = self._places[stage][name]
+        return storage["packed"][place.dtype][place.offset : place.end].reshape(place.shape)
+
+    def unpack(self, stage: int, storage: PyTree) -> dict[str, jax.Array]:
+        """All leaves of a stage by name."""
+        return {name: self.get(stage, name, storage) for name in self._names[stage]}
+
+    def pack_own(self, stage: int, leaves: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+        """A stage's packed buffers; leaves that are not given are zero."""
+        buffers = {}
+        for dtype, size in self.packed_sizes.items():
+            parts, end = [], 0
+            for name, place in self._places[stage].items():
+                if place.dtype == dtype and name in leaves:
+                    parts += [jnp.zeros((place.offset - end,), dtype)] if place.offset > end else []
+                    parts.append(leaves[name].astype(dtype).reshape(-1))
+                    end = place.end
+            parts += [jnp.zeros((size - end,), dtype)] if size > end else []
+            buffers[dtype] = jnp.concatenate(parts) if len(parts) > 1 else parts[0]
+        return buffers
+
+    def pack(self, stage: int, leaves: Mapping[str, jax.Array]) -> PyTree:
+        """A stage's storage from all its leaves."""
+        return {"stacked": {name: leaves[name] for name in self.stacked}, "packed": self.pack_own(stage, leaves)}
+
+    def put(self, stage: int, storage: PyTree, changed: Mapping[str, jax.Array]) -> PyTree:
+        """A stage's storage with some leaves replaced."""
+        stacked, packed = dict(storage["stacked"]), dict(storage["packed"])
+        for name, value in changed.items():
+            if name in self.stacked:
+                stacked[name] = value
+            else:
+                place = self._places[stage][name]
+                packed[place.dtype] = packed[place.dtype].at[place.offset : place.end].set(value.reshape(-1))
+        return {"stacked": stacked, "packed": packed}
+
+    def host_row(self, stage: int, leaves: Mapping[str, np.ndarray]) -> dict[str, dict[str, np.ndarray]]:
+        """A stage's storage as numpy arrays."""
+        packed = {dtype: np.zeros((size,), jnp.dtype(dtype)) for dtype, size in self.packed_sizes.items()}
+        for name, place in self._places[stage].items():
+            packed[place.dtype][place.offset : place.end] = np.asarray(leaves[name]).reshape(-1)
+        return {"stacked": {name: np.asarray(leaves[name]) for name in self.stacked}, "packed": packed}
+
+
+def _same(a: jax.ShapeDtypeStruct, b: jax.ShapeDtypeStruct) -> bool:
+    return tuple(a.shape) == tuple(b.shape) and a.dtype == b.dtype

@@ -1,0 +1,102 @@
+"""The parameters of all stages: their names, their layout, and the way to and from the model's one tree."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxpipe._typing import Path, PyTree
+from jaxpipe.layers import ModelTrace, flatten_dict, unflatten_dict
+
+from ._cut import StageCut
+from ._layout import Layout
+
+
+@dataclass(frozen=True)
+class StageParams:
+    """Names of one stage's parameters in storage, each with its path in the model's tree.
+
+    Attributes:
+        own: Parameters of prologue and epilogue.
+        trunk: Parameters of the trunk; the names are the same on every stage.
+        layers: For each layer of the stage: paths inside the layer, to names.
+    """
+
+    own: Mapping[str, Path]
+    trunk: Mapping[str, Path]
+    layers: Mapping[int, Mapping[Path, str]]
+
+    def view(self, index: int, leaves: Mapping[str, jax.Array]) -> PyTree:
+        """One layer's parameters, with the paths inside the layer."""
+        return unflatten_dict({path: leaves[name] for path, name in self.layers[index].items()})
+
+    def names_of(self, indices: Sequence[int]) -> list[str]:
+        """Names of the parameters of some layers, in order, each once."""
+        return list(dict.fromkeys(name for i in indices for name in self.layers[i].values()))
+
+    @property
+    def paths(self) -> dict[str, Path]:
+        """All names of the stage."""
+        return {**self.own, **self.trunk}
+
+
+class ModelParams:
+    """Where the parameters of a model lie in storage.
+
+    Args:
+        trace: The model's shapes.
+        cuts: The stages.
+    """
+
+    def __init__(self, trace: ModelTrace, cuts: Sequence[StageCut]) -> None:
+        self.stages: tuple[StageParams, ...] = tuple(_stage_params(trace, cut) for cut in cuts)
+        struct = flatten_dict(trace.tree())
+        self.struct: Mapping[Path, jax.ShapeDtypeStruct] = struct
+        self.layout = Layout([{name: struct[path] for name, path in stage.paths.items()} for stage in self.stages])
+        self.trunk_names = tuple(self.stages[0].trunk)
+        self.common_names = tuple(name for name in self.layout.stacked if name not in self.stages[0].trunk)
+        """Parameters outside the trunk that every stage holds, such as a tied layer used by all."""
+        holders: dict[str, list[int]] = {}
+        for s, stage in enumerate(self.stages):
+            for name, path in stage.own.items():
+                if path[0] == "tied":
+                    holders.setdefault(name, []).append(s)
+        self.tied = {name: tuple(stages) for name, stages in holders.items() if len(stages) > 1}
+        """Shared parameters that several stages hold, each with those stages; the first one owns it."""
+
+    def rows(self, tree: PyTree) -> list[PyTree]:
+        """Storage of every stage as numpy arrays, from the model's tree."""
+        flat = flatten_dict(tree)
+        return [
+            self.layout.host_row(s, {name: np.asarray(flat[path]) for name, path in stage.paths.items()})
+            for s, stage in enumerate(self.stages)
+        ]
+
+    def tree(self, rows: Sequence[PyTree]) -> PyTree:
+        """The model's tree from the storage of every stage."""
+        flat: dict[Path, Any] = {}
+        for s, (stage, row) in enumerate(zip(self.stages, rows, strict=True)):
+            leaves = self.layout.unpack(s, row)
+            for name, path in stage.paths.items():
+                flat.setdefault(path, leaves[name])
+        return unflatten_dict({path: flat[path] for path in self.struct})
+
+
+def _stage_params(trace: ModelTrace, cut: StageCut) -> StageParams:
+    own: dict[str, Path] = {}
+    trunk: dict[str, Path] = {}
+    layers: dict[int, dict[Path, str]] = {}
+    for index in (*cut.prologue, *cut.trunk, *cut.epilogue):
+        names = {}
+        for local, path in trace.paths[index].paths.items():
+            if index in cut.trunk:
+                name = "/".join(("trunk", str(index - cut.trunk.start), *local))
+                trunk[name] = path
+            else:
+                name = "/".join(path)
+                own[name] = path
+            names[local] = name
+        layers[index] = names
+    return StageParams(own, trunk, layers)

@@ -1,0 +1,126 @@
+"""A function cut into a forward that returns what its backward needs, and the backward.
+
+What is kept are the arrays that depend on the function's inputs. Everything that follows from the parameters alone
+(the weights themselves, casts of them, causal masks) is taken again from the parameters when the backward runs, so
+weights are never kept per microbatch.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxpipe._typing import PyTree
+
+from ._dependence import output_dependence
+
+
+def differentiable(tree: PyTree) -> list[jax.Array]:
+    """The leaves that have a gradient: floating point and complex."""
+    return [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+
+
+def replace_differentiable(tree: PyTree, values: Sequence[jax.Array]) -> PyTree:
+    """The tree with its differentiable leaves replaced, in order."""
+    leaves, treedef = jax.tree.flatten(tree)
+    new = iter(values)
+    return jax.tree.unflatten(treedef, [next(new) if jnp.issubdtype(x.dtype, jnp.inexact) else x for x in leaves])
+
+
+class Residuals:
+    """Forward and backward of `function(params, inputs, context) -> outputs`.
+
+    Gradients are taken for the parameters and the differentiable leaves of the inputs; `context` (keys, side inputs,
+    labels) has none.
+
+    Args:
+        function: Any traceable function.
+        params: Shapes and dtypes of the parameters.
+        inputs: Shapes and dtypes of the inputs.
+        context: Shapes and dtypes of the context.
+    """
+
+    def __init__(self, function: Callable[..., PyTree], params: PyTree, inputs: PyTree, context: PyTree) -> None:
+        self._function = function
+        self._inputs, self._context = inputs, context
+
+        def trace(params: PyTree, inputs: PyTree, context: PyTree) -> list[jax.Array]:
+            return [_encode(leaf) for leaf in self._vjp(params, inputs, context)[1]]
+
+        closed = jax.make_jaxpr(trace)(params, inputs, context)
+        num_params = len(jax.tree.leaves(params))
+        bits = [0 if i < num_params else 1 for i in range(len(closed.jaxpr.invars))]
+        depends = output_dependence(closed.jaxpr, bits)
+        seen: dict[Any, int] = {}
+        self._source: list[int | None] = []
+        """Per leaf of the vjp its place among the kept ones, or None where the parameters alone give it."""
+        self.kept: list[jax.ShapeDtypeStruct] = []
+        """Shapes and dtypes of what `forward` returns beside the outputs."""
+        for var, dependent in zip(closed.jaxpr.outvars, depends, strict=True):
+            if not dependent:
+                self._source.append(None)
+                continue
+            if var not in seen:
+                seen[var] = len(self.kept)
+                self.kept.append(jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype))
+            self._source.append(seen[var])
+
+    def forward(self, params: PyTree, inputs: PyTree, context: PyTree) -> tuple[PyTree, list[jax.Array]]:
+        """Compute the outputs.
+
+        Returns:
+            `(outputs, kept)`.
+        """
+        outputs, leaves, _ = self._vjp(params, inputs, context)
+        kept: list[Any] = [None] * len(self.kept)
+        for leaf, source in zip(leaves, self._source, strict=True):
+            if source is not None:
+                kept[source] = _encode(leaf)
+        return outputs, kept
+
+    def backward(
+        self, params: PyTree, kept: Sequence[jax.Array], cotangents: Sequence[jax.Array]
+    ) -> tuple[PyTree, list[jax.Array]]:
+        """Compute the gradients.
+
+        Args:
+            params: The same parameters as in `forward`.
+            kept: As `forward` returned it.
+            cotangents: Gradients of the differentiable leaves of the outputs.
+
+        Returns:
+            `(gradients of the parameters, gradients of the differentiable leaves of the inputs)`.
+        """
+        zeros = jax.tree.map(_zeros, (self._inputs, self._context))
+        _, leaves, treedef = self._vjp(params, *zeros)
+        leaves = [
+            leaf if source is None else _decode(kept[source], leaf)
+            for leaf, source in zip(leaves, self._source, strict=True)
+        ]
+        return jax.tree.unflatten(treedef, leaves)(list(cotangents))
+
+    def _vjp(self, params: PyTree, inputs: PyTree, context: PyTree) -> tuple[PyTree, list[jax.Array], Any]:
+        def moving(params: PyTree, values: list[jax.Array]) -> tuple[list[jax.Array], PyTree]:
+            outputs = self._function(params, replace_differentiable(inputs, values), context)
+            return differentiable(outputs), outputs
+
+        _, pullback, outputs = jax.vjp(moving, params, differentiable(inputs), has_aux=True)
+        leaves, treedef = jax.tree.flatten(pullback)
+        return outputs, leaves, treedef
+
+
+def _is_key(leaf: Any) -> bool:
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _zeros(like: Any) -> jax.Array:
+    return jax.random.key(0) if _is_key(like) else jnp.zeros(like.shape, like.dtype)
+
+
+def _encode(leaf: Any) -> jax.Array:
+    return jax.random.key_data(leaf) if _is_key(leaf) else leaf
+
+
+def _decode(value: jax.Array, like: Any) -> jax.Array:
+    return jax.random.wrap_key_data(value, impl=jax.random.key_impl(like)) if _is_key(like) else value

@@ -1,0 +1,47 @@
+"""Rings: what waits between the tick that writes it and the tick that reads it, one slot per microbatch."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from jaxpipe._typing import PyTree
+
+
+def make_ring(struct: PyTree, num_slots: int) -> PyTree:
+    """Empty slots for trees of one shape, each leaf `[num_slots, ...]`."""
+    return jax.tree.map(lambda x: jnp.zeros((num_slots, *x.shape), x.dtype), struct)
+
+
+def read_ring(ring: PyTree, slot: jax.Array) -> PyTree:
+    """What a slot holds; slot -1 (idle) reads slot 0."""
+    at = jnp.maximum(slot, 0)
+    return jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, at, keepdims=False), ring)
+
+
+def write_ring(ring: PyTree, value: PyTree, slot: jax.Array) -> PyTree:
+    """Overwrite a slot; the caller makes sure that an idle write goes to a slot nobody reads."""
+    return jax.tree.map(lambda leaf, x: jax.lax.dynamic_update_index_in_dim(leaf, x, slot, 0), ring, value)
+
+
+def write_ring_if(ring: PyTree, value: PyTree, slot: jax.Array) -> PyTree:
+    """Overwrite a slot, or leave all slots as they are where the slot is -1."""
+    old = read_ring(ring, slot)
+    return write_ring(ring, select(slot >= 0, value, old), jnp.maximum(slot, 0))
+
+
+def select(predicate: jax.Array, a: PyTree, b: PyTree) -> PyTree:
+    """Leaf by leaf `a` where the predicate holds, else `b`; NaNs in the other do not leak."""
+    return jax.tree.map(lambda x, y: jnp.where(predicate, x, y), a, b)
+
+
+def guard(active: jax.Array, run: Callable[[], PyTree], *, skip: bool) -> PyTree:
+    """Run a cell, or give zeros where it is idle.
+
+    Args:
+        active: Whether the cell has work.
+        run: The cell.
+        skip: Branch around an idle cell; otherwise it computes on whatever is there and the result is replaced.
+    """
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(run))
+    return jax.lax.cond(active, run, lambda: zeros) if skip else select(active, run(), zeros)

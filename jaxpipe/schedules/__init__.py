@@ -1,0 +1,69 @@
+"""Pipeline schedules as data: instructions, a checker, a printer, and the lowering to tick programs. Plain Python."""
+
+from jaxpipe.schedules._base import PipeSchedule as PipeSchedule
+from jaxpipe.schedules._check import check_schedule as check_schedule
+from jaxpipe.schedules._cost import bubble_fraction as bubble_fraction
+from jaxpipe.schedules._cost import makespan as makespan
+from jaxpipe.schedules._data_parallel import DataParallelSchedule as DataParallelSchedule
+from jaxpipe.schedules._gpipe import GPipeSchedule as GPipeSchedule
+from jaxpipe.schedules._grid import format_grid as format_grid
+from jaxpipe.schedules._inference import InferenceSchedule as InferenceSchedule
+from jaxpipe.schedules._instructions import BackwardInput as BackwardInput
+from jaxpipe.schedules._instructions import BackwardPass as BackwardPass
+from jaxpipe.schedules._instructions import BackwardWeight as BackwardWeight
+from jaxpipe.schedules._instructions import BufferOpInstruction as BufferOpInstruction
+from jaxpipe.schedules._instructions import ForwardPass as ForwardPass
+from jaxpipe.schedules._instructions import LoadMicroBatch as LoadMicroBatch
+from jaxpipe.schedules._instructions import OptimizerStep as OptimizerStep
+from jaxpipe.schedules._instructions import PipeInstruction as PipeInstruction
+from jaxpipe.schedules._instructions import RecvActivation as RecvActivation
+from jaxpipe.schedules._instructions import RecvGrad as RecvGrad
+from jaxpipe.schedules._instructions import ReduceGrads as ReduceGrads
+from jaxpipe.schedules._instructions import ReduceTiedGrads as ReduceTiedGrads
+from jaxpipe.schedules._instructions import SendActivation as SendActivation
+from jaxpipe.schedules._instructions import SendGrad as SendGrad
+from jaxpipe.schedules._lowering import lower_schedule as lower_schedule
+from jaxpipe.schedules._one_f_one_b import OneFOneBSchedule as OneFOneBSchedule
+from jaxpipe.schedules._program import Table as Table
+from jaxpipe.schedules._program import TickProgram as TickProgram
+from jaxpipe.schedules._program import TickRun as TickRun
+from jaxpipe.schedules._resolve import resolve_schedule as resolve_schedule
+from jaxpipe.schedules._resolve import schedule_names as schedule_names
+from jaxpipe.schedules._runs import MAX_RUNS as MAX_RUNS
+from jaxpipe.schedules._timetable import TimetableSchedule as TimetableSchedule
+from jaxpipe.schedules._train import TrainSchedule as TrainSchedule
+
+__all__ = [
+    "MAX_RUNS",
+    "BackwardInput",
+    "BackwardPass",
+    "BackwardWeight",
+    "BufferOpInstruction",
+    "DataParallelSchedule",
+    "ForwardPass",
+    "GPipeSchedule",
+    "InferenceSchedule",
+    "LoadMicroBatch",
+    "OneFOneBSchedule",
+    "OptimizerStep",
+    "PipeInstruction",
+    "PipeSchedule",
+    "RecvActivation",
+    "RecvGrad",
+    "ReduceGrads",
+    "ReduceTiedGrads",
+    "SendActivation",
+    "SendGrad",
+    "Table",
+    "TickProgram",
+    "TickRun",
+    "TimetableSchedule",
+    "TrainSchedule",
+    "bubble_fraction",
+    "check_schedule",
+    "format_grid",
+    "lower_schedule",
+    "makespan",
+    "resolve_schedule",
+    "schedule_names",
+]

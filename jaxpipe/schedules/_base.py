@@ -1,0 +1,125 @@
+"""What every schedule is: a generator of instruction lists for one stage."""
+
+import operator
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import ClassVar, SupportsIndex
+
+from jaxpipe.errors import ScheduleError
+from jaxpipe.schedules._instructions import PipeInstruction
+
+
+class PipeSchedule(ABC):
+    """What one stage does with one batch, step by step.
+
+    A schedule is pure data: it holds no devices and may be printed, checked and simulated. All stages take the same
+    number of steps, and a barrier may stand between any two steps. In a step the exchanges come first and move only
+    values of earlier steps, then the stage computes in the listed order; a send and its receive stand in the same
+    step. Subclasses give `steps` and should give `num_pipe_buffers`. Schedules that put several model chunks on a
+    stage set `num_chunks` and, if the chunks do not lie on a ring, override `virtual_stage`.
+
+    Args:
+        micro_batches: Number of microbatches in a batch.
+        stages: Number of pipeline stages.
+        stage_id: The stage whose instructions these are, from 0 at the input.
+
+    Raises:
+        ScheduleError: A size is not a whole number or out of range.
+
+    Example:
+        >>> class OneStage(PipeSchedule):
+        ...     def steps(self):
+        ...         for microbatch in range(self.micro_batches):
+        ...             commands = [LoadMicroBatch(0), ForwardPass(0), BackwardPass(0)]
+        ...             if microbatch == self.micro_batches - 1:
+        ...                 commands += [ReduceGrads(), OptimizerStep()]
+        ...             yield commands
+        ...
+        ...     def num_pipe_buffers(self):
+        ...         return 1
+
+    Reference:
+        DeepSpeed's `PipeSchedule`.
+    """
+
+    num_chunks: ClassVar[int] = 1
+    """Model chunks on every stage."""
+
+    def __init__(self, micro_batches: int, stages: int, stage_id: int) -> None:
+        self.micro_batches = _size("micro_batches", micro_batches, "microbatches in a batch")
+        self.stages = _size("stages", stages, "pipeline stages")
+        self.stage_id = _whole("stage_id", stage_id)
+        if not 0 <= self.stage_id < self.stages:
+            raise ScheduleError(
+                f"stage_id must be in [0, stages={stages}), but got stage_id={stage_id}. Stages are counted from 0."
+            )
+
+    @abstractmethod
+    def steps(self) -> Iterator[Sequence[PipeInstruction]]:
+        """Yield the instructions of each step; every call starts anew.
+
+        Returns:
+            An iterator of instruction lists, one a step; an empty list is an idle step.
+        """
+
+    def num_pipe_buffers(self) -> int:
+        """Give the number of buffers this stage uses.
+
+        Returns:
+            `micro_batches`: one buffer for each, unless a subclass knows better.
+        """
+        return self.micro_batches
+
+    def virtual_stage(self, stage: int, chunk: int) -> int:
+        """Place the chunks: which part of the model, counted from the input, a chunk of a stage is.
+
+        Args:
+            stage: A stage, in `[0, num_stages)`; not only this schedule's own.
+            chunk: A chunk of that stage, in `[0, num_chunks)`.
+
+        Returns:
+            The place in the model, in `[0, num_stages * num_chunks)`: by default the ring `chunk * stages + stage`.
+        """
+        return chunk * self.stages + stage
+
+    @property
+    def stage(self) -> int:
+        """The stage whose instructions these are."""
+        return self.stage_id
+
+    @property
+    def num_stages(self) -> int:
+        """Number of pipeline stages."""
+        return self.stages
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Number of microbatches in a batch."""
+        return self.micro_batches
+
+    @property
+    def is_first_stage(self) -> bool:
+        """Whether this is stage 0."""
+        return self.stage_id == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this is stage `num_stages - 1`."""
+        return self.stage_id == self.stages - 1
+
+    def __iter__(self) -> Iterator[Sequence[PipeInstruction]]:
+        return iter(self.steps())
+
+
+def _whole(name: str, value: SupportsIndex) -> int:
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise ScheduleError(f"{name} must be a whole number, but got {name}={value!r}. Pass an int.") from None
+
+
+def _size(name: str, value: SupportsIndex, what: str) -> int:
+    size = _whole(name, value)
+    if size < 1:
+        raise ScheduleError(f"{name} must be at least 1, but got {name}={size}. Pass the number of {what}.")
+    return size

@@ -1,0 +1,138 @@
+"""Which microbatch lives in which buffer of a stage."""
+
+from jaxpipe.errors import ScheduleError
+from jaxpipe.schedules._base import PipeSchedule
+from jaxpipe.schedules._events import FORWARD, IDLE, Spot, first_lacking
+from jaxpipe.schedules._instructions import BufferOpInstruction
+
+
+class BufferBook:
+    """Follow the units that enter and leave the buffers of one stage.
+
+    Args:
+        schedule: The stage's schedule.
+        flags: What has happened to each unit; shared with the walk, which writes it.
+        done: For each chunk, what must have happened to a unit before its buffer is free.
+
+    Raises:
+        ScheduleError: The number of buffers is not a positive whole number.
+    """
+
+    def __init__(self, schedule: PipeSchedule, flags: list[int], done: list[int]) -> None:
+        count = schedule.num_pipe_buffers()
+        if type(count) is not int or count < 1:
+            raise ScheduleError(
+                f"num_pipe_buffers() must be a whole number of at least 1, but got num_pipe_buffers()={count!r} on "
+                f"stage={schedule.stage_id}. Return how many microbatches the stage holds at once."
+            )
+        self._living = dict.fromkeys(range(count), IDLE)
+        self._flags = flags
+        self._done = done
+        self._entered = bytearray(len(flags))
+        self._following = [0] * schedule.num_chunks
+        self._microbatches = schedule.micro_batches
+        self._stage = schedule.stage_id
+
+    def living(self, op: BufferOpInstruction, step: int) -> int:
+        """Give the unit that an instruction on a filled buffer means.
+
+        Args:
+            op: The instruction.
+            step: Its step.
+
+        Returns:
+            The unit.
+
+        Raises:
+            WalkError: The buffer does not exist, is empty, or holds another unit than the instruction names.
+        """
+        unit = self._living.get(op.buffer_id)
+        if unit is None or unit < 0:
+            self._require_buffer(op, step)
+            raise Spot(op, self._stage, step).refuse(
+                "work on a buffer that holds a microbatch",
+                f"an empty buffer_id={op.buffer_id}",
+                f"Put ForwardPass({op.buffer_id}) before it, or name another buffer.",
+            )
+        if op.micro_batch_id is not None or op.chunk_id is not None:
+            self._require_agreement(op, step, unit)
+        return unit
+
+    def entering(self, op: BufferOpInstruction, step: int, event: int) -> int:
+        """Give the unit that a load, receive or forward means, letting it into the buffer if it is not there yet.
+
+        Args:
+            op: The instruction.
+            step: Its step.
+            event: What the instruction makes happen.
+
+        Returns:
+            The unit.
+
+        Raises:
+            WalkError: The buffer does not exist or is in use, or the unit cannot enter.
+        """
+        held = self._living.get(op.buffer_id)
+        if held is None:
+            self._require_buffer(op, step)
+        elif held >= 0:
+            flags = self._flags[held]
+            if not flags & (event | FORWARD):
+                if op.micro_batch_id is not None or op.chunk_id is not None:
+                    self._require_agreement(op, step, held)
+                return held
+            chunk, microbatch = divmod(held, self._microbatches)
+            lacking = self._done[chunk] & ~flags
+            if lacking:
+                raise Spot(op, self._stage, step).refuse(
+                    "not overwrite a live buffer",
+                    f"micro_batch_id={microbatch} in it, which still needs {first_lacking(lacking, local=False)},",
+                    "Use another buffer and let num_pipe_buffers() count it, or finish with the old one first.",
+                )
+        unit = self._new_unit(op, step)
+        self._living[op.buffer_id] = unit
+        return unit
+
+    def _new_unit(self, op: BufferOpInstruction, step: int) -> int:
+        chunk, microbatch = op.chunk_id, op.micro_batch_id
+        if chunk is None and len(self._following) == 1:
+            chunk = 0
+        if chunk is None or chunk not in range(len(self._following)):
+            raise Spot(op, self._stage, step).refuse(
+                f"name a chunk in [0, num_chunks={len(self._following)})",
+                f"chunk_id={chunk}",
+                "Pass chunk_id=, counted from 0.",
+            )
+        if microbatch is None:
+            microbatch = self._following[chunk]
+        if microbatch not in range(self._microbatches):
+            raise Spot(op, self._stage, step).refuse(
+                f"work on a microbatch in [0, micro_batches={self._microbatches})",
+                f"micro_batch_id={microbatch}",
+                "Run each microbatch once; take the surplus instruction out.",
+            )
+        unit = chunk * self._microbatches + microbatch
+        if self._entered[unit]:
+            raise Spot(op, self._stage, step).refuse(
+                "run each microbatch once", f"micro_batch_id={microbatch} a second time", "Take one of the two out."
+            )
+        self._entered[unit] = 1
+        self._following[chunk] = microbatch + 1
+        return unit
+
+    def _require_buffer(self, op: BufferOpInstruction, step: int) -> None:
+        if self._living.get(op.buffer_id) is None:
+            raise Spot(op, self._stage, step).refuse(
+                f"name a buffer in [0, num_pipe_buffers()={len(self._living)})",
+                f"buffer_id={op.buffer_id!r}",
+                "Name another buffer, or let num_pipe_buffers() count this one.",
+            )
+
+    def _require_agreement(self, op: BufferOpInstruction, step: int, unit: int) -> None:
+        chunk, microbatch = divmod(unit, self._microbatches)
+        if op.micro_batch_id not in (None, microbatch) or op.chunk_id not in (None, chunk):
+            raise Spot(op, self._stage, step).refuse(
+                "mean the microbatch that lives in its buffer",
+                f"micro_batch_id={microbatch}, chunk_id={chunk} there",
+                "Name the buffer of the microbatch that is meant, or leave micro_batch_id and chunk_id out.",
+            )

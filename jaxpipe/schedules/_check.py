@@ -1,0 +1,173 @@
+"""The proof that a schedule is sound."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jaxpipe.schedules._base import PipeSchedule
+from jaxpipe.schedules._events import StageCells, WalkError
+from jaxpipe.schedules._fault import schedule_fault
+from jaxpipe.schedules._stages import Placement, placement_of, stage_schedules
+from jaxpipe.schedules._walk import StageWalk
+
+
+@dataclass(frozen=True)
+class CheckedSchedule:
+    """A sound schedule, with the microbatch of every instruction found.
+
+    Attributes:
+        schedules: The schedule object of every stage.
+        placement: Where the chunks lie.
+        stages: What each stage does.
+        training: Whether it has backwards.
+    """
+
+    schedules: tuple[PipeSchedule, ...]
+    placement: Placement
+    stages: tuple[StageCells, ...]
+    training: bool
+
+
+@dataclass(frozen=True)
+class _Link:
+    """One side of an exchange: an instruction and the one it must meet, up- or downstream."""
+
+    name: str
+    row: str
+    partner: str
+    partner_row: str
+    downstream: bool
+
+
+_LINKS = (
+    _Link("SendActivation", "act_send", "RecvActivation", "act_recv", downstream=True),
+    _Link("RecvActivation", "act_recv", "SendActivation", "act_send", downstream=False),
+    _Link("SendGrad", "grad_send", "RecvGrad", "grad_recv", downstream=False),
+    _Link("RecvGrad", "grad_recv", "SendGrad", "grad_send", downstream=True),
+)
+
+
+def check_schedule(
+    schedule: type[PipeSchedule] | Sequence[PipeSchedule],
+    num_microbatches: int | None = None,
+    num_stages: int | None = None,
+    *,
+    training: bool = True,
+) -> None:
+    """Prove that a schedule computes what it should and can be executed.
+
+    Shown for every stage: all stages take equally many steps; each microbatch runs its forward and (in training) its
+    backward once on each chunk, whole or as `BackwardInput` and `BackwardWeight`; every value is there before it is
+    used; the ends of the pipeline load their samples before the forward; a send moves a value of an earlier step and
+    meets its receive in the same step on the neighbouring stage, so a barrier between steps never deadlocks; no buffer
+    is overwritten while something in it is needed; a step holds at most one instruction of a kind; the reductions come
+    after the last backward, and one optimizer step ends the last step of every stage.
+
+    Microbatches that instructions do not name are found first in, first out: see `BufferOpInstruction`.
+
+    Args:
+        schedule: A schedule class, or the objects of all stages in order.
+        num_microbatches: Microbatches in a batch; needed with a class.
+        num_stages: Pipeline stages; needed with a class.
+        training: False for a schedule of forwards only, which must hold neither backwards nor an optimizer step.
+
+    Raises:
+        ScheduleError: The schedule is not sound. The message says where, and shows the grid with the cell in brackets.
+
+    Example:
+        >>> check_schedule(OneFOneBSchedule, num_microbatches=8, num_stages=4)
+    """
+    checked_schedule(schedule, num_microbatches, num_stages, training=training)
+
+
+def checked_schedule(
+    schedule: type[PipeSchedule] | Sequence[PipeSchedule],
+    num_microbatches: int | None = None,
+    num_stages: int | None = None,
+    *,
+    training: bool = True,
+) -> CheckedSchedule:
+    """Prove that a schedule is sound, as `check_schedule`, and keep what was found on the way.
+
+    Args:
+        schedule: A schedule class, or the objects of all stages in order.
+        num_microbatches: Microbatches in a batch; needed with a class.
+        num_stages: Pipeline stages; needed with a class.
+        training: False for a schedule of forwards only.
+
+    Returns:
+        The schedule with the microbatch of every instruction.
+
+    Raises:
+        ScheduleError: The schedule is not sound.
+    """
+    schedules = stage_schedules(schedule, num_microbatches, num_stages)
+    placement = placement_of(schedules)
+    stages: list[StageCells] = []
+    for one in schedules:
+        try:
+            stages.append(StageWalk(one, placement, training=training).run())
+        except WalkError as error:
+            raise schedule_fault(schedules, str(error), one.stage_id, error.step) from None
+    checked = CheckedSchedule(schedules, placement, tuple(stages), training)
+    _require_equal_steps(checked)
+    for link in _LINKS:
+        _require_partners(checked, link)
+    _require_one_tied_reduction(checked)
+    return checked
+
+
+def _require_equal_steps(checked: CheckedSchedule) -> None:
+    counts = [cells.num_steps for cells in checked.stages]
+    for stage, count in enumerate(counts):
+        if count != counts[0]:
+            raise schedule_fault(
+                checked.schedules,
+                f"All stages must take equally many steps, but got {counts[0]} steps on stage=0 and {count} on "
+                f"stage={stage}. Fill the shorter one with empty steps.",
+            )
+
+
+def _require_partners(checked: CheckedSchedule, link: _Link) -> None:
+    microbatches = checked.schedules[0].micro_batches
+    for stage, cells in enumerate(checked.stages):
+        places = [
+            checked.placement.after(stage, chunk) if link.downstream else checked.placement.before(stage, chunk)
+            for chunk in range(checked.placement.num_chunks)
+        ]
+        for step, unit in enumerate(cells.rows[link.row]):
+            if unit < 0:
+                continue
+            chunk, microbatch = divmod(unit, microbatches)
+            place = places[chunk]
+            if place is None or place[0] == stage:
+                raise schedule_fault(
+                    checked.schedules,
+                    f"{link.name} must have a partner on another stage, but got stage={stage}, step={step}, "
+                    f"micro_batch_id={microbatch}, chunk_id={chunk}, where no other stage takes part. Take it out.",
+                    stage,
+                    step,
+                )
+            found = checked.stages[place[0]].rows[link.partner_row][step]
+            if found != place[1] * microbatches + microbatch:
+                got = "none" if found < 0 else f"that of micro_batch_id={found % microbatches}"
+                raise schedule_fault(
+                    checked.schedules,
+                    f"{link.name} of micro_batch_id={microbatch} on stage={stage} must meet its {link.partner} in the "
+                    f"same step, but got {got} on stage={place[0]} at step={step}. Put {link.partner} of "
+                    f"micro_batch_id={microbatch}, chunk_id={place[1]} into step {step} of stage {place[0]}.",
+                    stage,
+                    step,
+                )
+
+
+def _require_one_tied_reduction(checked: CheckedSchedule) -> None:
+    steps = [cells.tied_reduction for cells in checked.stages]
+    for stage, step in enumerate(steps):
+        if step != steps[0]:
+            raise schedule_fault(
+                checked.schedules,
+                f"ReduceTiedGrads must stand in the same step on all stages, which wait for each other there, but got "
+                f"step={steps[0]} on stage=0 and step={step} on stage={stage}. Move it to the last step everywhere.",
+                stage,
+                step,
+            )

@@ -1,0 +1,35 @@
+"""Errors of a schedule that show where it goes wrong."""
+
+from collections.abc import Sequence
+
+from jaxpipe.errors import ScheduleError
+from jaxpipe.schedules._base import PipeSchedule
+from jaxpipe.schedules._grid import format_grid
+from jaxpipe.schedules._stages import listed_steps
+
+
+def schedule_fault(
+    schedules: Sequence[PipeSchedule], message: str, stage: int | None = None, step: int | None = None
+) -> ScheduleError:
+    """Make the error for an unsound schedule, with the grid and the bad cell marked.
+
+    Args:
+        schedules: The schedule object of every stage.
+        message: What is wrong, with the values and the repair.
+        stage: The stage that goes wrong, if it is one.
+        step: The step that goes wrong, if it is one.
+
+    Returns:
+        The error, to be raised.
+    """
+    lines = [message]
+    mark = None
+    if stage is not None and step is not None:
+        mark = (stage, step)
+        listed = listed_steps(schedules[stage])
+        if step < len(listed):
+            held = listed[step]
+            shown = ", ".join(map(repr, held)) if isinstance(held, (list, tuple)) else repr(held)
+            lines.append(f"Stage {stage} at step {step} holds: {shown or 'nothing'}.")
+    lines.append(format_grid(schedules, max_width=112, max_rows=16, mark=mark))
+    return ScheduleError("\n".join(lines))

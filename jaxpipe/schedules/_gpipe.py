@@ -1,0 +1,57 @@
+"""GPipe: all forwards, then all backwards."""
+
+from jaxpipe.schedules._timetable import TimetableSchedule
+
+
+class GPipeSchedule(TimetableSchedule):
+    """All forwards of the batch, then all its backwards: `"gpipe"`.
+
+    Stage s runs the forward of microbatch m at step `m + s` and its backward at step `(M + S - 1) + m + (S - 1 - s)`:
+    `2(M + S - 1)` steps, the first half forwards only, the second backwards only.
+
+    - Makespan: `(M + S - 1)(F + B)`; bubble time `(S - 1)(F + B)`, as `"1f1b"`.
+    - In flight on every stage: `M` microbatches.
+    - Use it for few microbatches, or to compare: no step mixes forwards and backwards.
+
+    Reference:
+        Huang et al. (2019), "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism".
+    """
+
+    def num_steps(self) -> int:
+        """Give the number of steps.
+
+        Returns:
+            `2(M + S - 1)`.
+        """
+        return 2 * (self.micro_batches + self.stages - 1)
+
+    def forward_at(self, step: int) -> int:
+        """Give the microbatch whose forward runs at a step.
+
+        Args:
+            step: A step.
+
+        Returns:
+            Its number; anything outside `[0, micro_batches)` means none.
+        """
+        return step - self.stage_id
+
+    def backward_at(self, step: int) -> int:
+        """Give the microbatch whose backward runs at a step.
+
+        Args:
+            step: A step.
+
+        Returns:
+            Its number; anything outside `[0, micro_batches)` means none.
+        """
+        first = (self.micro_batches + self.stages - 1) + (self.stages - 1 - self.stage_id)
+        return step - first
+
+    def num_pipe_buffers(self) -> int:
+        """Give the number of buffers: the microbatches in flight.
+
+        Returns:
+            `M`.
+        """
+        return self.micro_batches

@@ -1,0 +1,156 @@
+"""The stage x step grid of a schedule, as text."""
+
+from collections.abc import Callable, Iterable, Sequence
+
+from jaxpipe.schedules._base import PipeSchedule
+from jaxpipe.schedules._instructions import (
+    BackwardInput,
+    BackwardPass,
+    BackwardWeight,
+    BufferOpInstruction,
+    ForwardPass,
+    LoadMicroBatch,
+    PipeInstruction,
+    RecvActivation,
+)
+from jaxpipe.schedules._stages import listed_steps, stage_schedules
+
+Label = tuple[int | None, int | None]
+"""A chunk and a microbatch, where known."""
+
+
+def format_grid(
+    schedule: type[PipeSchedule] | Sequence[PipeSchedule],
+    num_microbatches: int | None = None,
+    num_stages: int | None = None,
+    *,
+    max_width: int | None = None,
+    max_rows: int | None = None,
+    mark: tuple[int, int] | None = None,
+) -> str:
+    """Draw which microbatch each stage works on in each step.
+
+    Rows are stages, columns steps. `F3` is the forward of microbatch 3, `B3` its backward, `I3` and `W3` the halves
+    of a split backward, `F3B1` both in one step, `.` an idle step. With several chunks a stage the number in front is
+    the part of the model, counted from the input: `5F3+2B1`. The schedule need not be sound.
+
+    Args:
+        schedule: A schedule class, or the objects of all stages in order.
+        num_microbatches: Microbatches in a batch; needed with a class.
+        num_stages: Pipeline stages; needed with a class.
+        max_width: Characters a line may have; steps in the middle, or far from `mark`, are left out. Default: all.
+        max_rows: Stages to show; those in the middle, or far from `mark`, are left out. Default: all.
+        mark: Stage and step of a cell to put in brackets; one outside the grid is passed over.
+
+    Returns:
+        Lines without trailing spaces, joined by newlines.
+
+    Raises:
+        ScheduleError: The class, the objects or the sizes do not make a schedule.
+
+    Example:
+        >>> print(format_grid(OneFOneBSchedule, 3, 2))
+        step     0   1     2     3     4
+        stage 0  F0  F1    F2B0  B1    B2
+        stage 1  .   F0B0  F1B1  F2B2  .
+    """
+    schedules = stage_schedules(schedule, num_microbatches, num_stages)
+    cells = [_stage_cells(one) for one in schedules]
+    num_steps = max(map(len, cells))
+    for row in cells:
+        row += ["."] * (num_steps - len(row))
+    if mark is not None and mark[0] < len(cells) and mark[1] < num_steps:
+        cells[mark[0]][mark[1]] = f"[{cells[mark[0]][mark[1]]}]"
+    names = [f"stage {stage}" for stage in range(len(cells))]
+    widths = [max(len(str(step)), *(len(row[step]) for row in cells)) for step in range(num_steps)]
+    label_width = max(map(len, names))
+    room = None if max_width is None else max_width - label_width
+    steps = _kept([width + 2 for width in widths], room, None if mark is None else mark[1], gap=5)
+    rows = _kept([1] * len(cells), max_rows, None if mark is None else mark[0], gap=1)
+    lines = [_line("step", label_width, steps, widths, str)]
+    for stage in rows:
+        if stage is None:
+            lines.append("...")
+        else:
+            lines.append(_line(names[stage], label_width, steps, widths, cells[stage].__getitem__))
+    return "\n".join(lines)
+
+
+def _line(
+    label: str, label_width: int, steps: Sequence[int | None], widths: Sequence[int], text: Callable[[int], str]
+) -> str:
+    parts = [label.ljust(label_width)]
+    parts += ["..." if step is None else text(step).ljust(widths[step]) for step in steps]
+    return "  ".join(parts).rstrip()
+
+
+def _kept(sizes: Sequence[int], room: int | None, centre: int | None, *, gap: int) -> list[int | None]:
+    """Choose what fits into `room`: around `centre`, or from both ends; None stands for what is left out."""
+    count = len(sizes)
+    if room is None or sum(sizes) <= room:
+        return list(range(count))
+    if centre is None:
+        order = sorted(range(count), key=lambda index: (min(index, count - 1 - index), index))
+    else:
+        order = sorted(range(count), key=lambda index: (abs(index - centre), index))
+    left = room - sizes[order[0]] - gap * (1 if centre is None else 2)
+    kept = {order[0]}
+    for index in order[1:]:
+        left -= sizes[index]
+        if left < 0:
+            break
+        kept.add(index)
+    shown: list[int | None] = []
+    for index in range(count):
+        if index in kept:
+            shown.append(index)
+        elif not shown or shown[-1] is not None:
+            shown.append(None)
+    return shown
+
+
+def _stage_cells(schedule: PipeSchedule) -> list[str]:
+    """Label the steps of one stage, following buffers as far as they make sense."""
+    living: dict[object, Label] = {}
+    entered: set[object] = set()
+    following: dict[int | None, int] = {}
+    letters = {ForwardPass: "F", BackwardPass: "B", BackwardInput: "I", BackwardWeight: "W"}
+    cells: list[str] = []
+    for commands in listed_steps(schedule):
+        cell: list[str] = []
+        for op in _buffer_ops(commands):
+            buffer = op.buffer_id
+            enters = isinstance(op, (LoadMicroBatch, RecvActivation, ForwardPass))
+            if enters and buffer not in entered:
+                chunk, microbatch = op.chunk_id, op.micro_batch_id
+                if microbatch is None:
+                    microbatch = following.get(chunk, 0)
+                following[chunk] = microbatch + 1
+                living[buffer] = (chunk, microbatch)
+                entered.add(buffer)
+            if isinstance(op, ForwardPass):
+                entered.discard(buffer)
+            letter = next((letters[base] for base in type(op).__mro__ if base in letters), None)
+            if letter is not None:
+                cell.append(_cell(schedule, letter, op, living.get(buffer, (None, None))))
+        cells.append(("" if schedule.num_chunks == 1 else "+").join(cell) or ".")
+    return cells
+
+
+def _buffer_ops(commands: object) -> list[BufferOpInstruction]:
+    if not isinstance(commands, Iterable):
+        return []
+    listed: list[PipeInstruction] = list(commands)  # pyright: ignore[reportUnknownArgumentType]
+    return [op for op in listed if isinstance(op, BufferOpInstruction)]
+
+
+def _cell(schedule: PipeSchedule, letter: str, op: BufferOpInstruction, living: Label) -> str:
+    chunk = living[0] if op.chunk_id is None else op.chunk_id
+    microbatch = living[1] if op.micro_batch_id is None else op.micro_batch_id
+    shown = "?" if microbatch is None else str(microbatch)
+    if schedule.num_chunks == 1:
+        return f"{letter}{shown}"
+    if chunk is None or chunk not in range(schedule.num_chunks):
+        return f"?{letter}{shown}"
+    part = schedule.virtual_stage(schedule.stage_id, chunk)
+    return f"{part}{letter}{shown}"

@@ -1,0 +1,60 @@
+"""DeepSpeed's forward-only schedule."""
+
+from collections.abc import Iterator
+
+from jaxpipe.schedules._base import PipeSchedule
+from jaxpipe.schedules._instructions import (
+    ForwardPass,
+    LoadMicroBatch,
+    PipeInstruction,
+    RecvActivation,
+    SendActivation,
+)
+
+
+class InferenceSchedule(PipeSchedule):
+    """Forward only, for evaluation and prediction; instruction for instruction as DeepSpeed's.
+
+    Stage s runs microbatch m at step `m + s`: `M + S - 1` steps. A stage receives into one buffer what it works on
+    and sends from the other what it made in the step before.
+
+    - Makespan: `(M + S - 1) F`; bubble `(S - 1) F`.
+    - Memory: two buffers, nothing kept.
+
+    Reference:
+        Huang et al. (2019), "GPipe", the forward half. DeepSpeed's `InferenceSchedule`.
+    """
+
+    def steps(self) -> Iterator[list[PipeInstruction]]:
+        """Yield the instructions of each of the `M + S - 1` steps.
+
+        Returns:
+            An iterator of instruction lists.
+        """
+        for step in range(self.micro_batches + self.stages - 1):
+            microbatch = step - self.stage_id
+            here = (step + self.stage_id) % 2
+            runs = 0 <= microbatch < self.micro_batches
+            sends = not self.is_last_stage and 0 <= microbatch - 1 < self.micro_batches
+            exchange: list[PipeInstruction] = []
+            if sends:
+                exchange.append(SendActivation(1 - here))
+            if runs and not self.is_first_stage:
+                exchange.append(RecvActivation(here))
+            if self.stage_id % 2 == 1:
+                exchange.reverse()
+            commands: list[PipeInstruction] = []
+            if runs and (self.is_first_stage or self.is_last_stage):
+                commands.append(LoadMicroBatch(here))
+            commands += exchange
+            if runs:
+                commands.append(ForwardPass(here))
+            yield commands
+
+    def num_pipe_buffers(self) -> int:
+        """Give the number of buffers.
+
+        Returns:
+            2: one to work on, one to send from.
+        """
+        return 2

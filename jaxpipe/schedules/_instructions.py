@@ -1,0 +1,164 @@
+"""The instructions a schedule is made of, free of devices and arrays."""
+
+from typing import Any
+
+
+class PipeInstruction:
+    """One thing a stage does in one step of a schedule.
+
+    Keyword arguments become attributes. Instructions are values: two of the same class with the same arguments are
+    equal and hash alike, and may be shared between steps; do not change one after it is made.
+
+    Args:
+        **kwargs: Whatever the instruction needs to know, kept as attributes.
+
+    Example:
+        >>> ForwardPass(buffer_id=3)
+        ForwardPass(buffer_id=3)
+        >>> ForwardPass(3, micro_batch_id=7).kwargs
+        {'buffer_id': 3, 'micro_batch_id': 7}
+    """
+
+    def __init__(self, **kwargs: Any) -> None:
+        self.__dict__.update(kwargs)
+
+    @property
+    def name(self) -> str:
+        """The class name, such as `ForwardPass`."""
+        return type(self).__name__
+
+    @property
+    def kwargs(self) -> dict[str, Any]:
+        """The arguments, as a new dictionary."""
+        return dict(self.__dict__)
+
+    def __repr__(self) -> str:
+        arguments = ", ".join(f"{key}={value!r}" for key, value in self.__dict__.items())
+        return f"{self.name}({arguments})"
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, PipeInstruction):
+            return NotImplemented
+        return type(self) is type(other) and self.__dict__ == other.__dict__
+
+    def __hash__(self) -> int:
+        return hash((type(self), frozenset(self.__dict__.items())))
+
+
+class OptimizerStep(PipeInstruction):
+    """Update the stage's parameters and clear its gradients: the last instruction of a batch on every stage."""
+
+
+class ReduceGrads(PipeInstruction):
+    """Sum the stage's gradients over the data replicas, once the stage's last backward is done."""
+
+
+class ReduceTiedGrads(PipeInstruction):
+    """Sum the gradients of tied layers over the stages that hold a copy.
+
+    Stages wait for each other here, so it stands in the same step on all of them.
+    """
+
+
+class BufferOpInstruction(PipeInstruction):
+    """An instruction that works on one buffer, that is on the microbatch living in it.
+
+    A microbatch enters a buffer with its first `LoadMicroBatch`, `RecvActivation` or `ForwardPass` and leaves it when
+    nothing of it is needed on this stage any more.
+
+    Args:
+        buffer_id: The buffer, in `[0, num_pipe_buffers())`.
+        **kwargs: `micro_batch_id` and `chunk_id` name the microbatch and the model chunk. Without them the
+            microbatches enter in order of their numbers, and later instructions on the buffer mean the one inside.
+            With several chunks a stage, the instruction that enters a buffer must name its chunk.
+    """
+
+    buffer_id: int
+    micro_batch_id: int | None = None
+    chunk_id: int | None = None
+
+    def __init__(self, buffer_id: int, **kwargs: Any) -> None:
+        self.buffer_id = buffer_id
+        if kwargs:
+            self.__dict__.update(kwargs)
+
+
+class LoadMicroBatch(BufferOpInstruction):
+    """Put the next microbatch of the batch into a buffer: inputs on the first stage, labels on the last.
+
+    Roughly:
+        inputs[buffer_id] = next(data_iter)
+    """
+
+
+class ForwardPass(BufferOpInstruction):
+    """Run the stage's layers on a buffer.
+
+    Roughly:
+        outputs[buffer_id], residuals[buffer_id] = forward(params, inputs[buffer_id])
+    """
+
+
+class BackwardPass(BufferOpInstruction):
+    """Run the whole backward of a buffer: the gradient of its input, and the weights' gradient added up.
+
+    Roughly:
+        weight_grad, input_grads[buffer_id] = backward(residuals[buffer_id], output_grads[buffer_id])
+        grads += weight_grad
+    """
+
+
+class BackwardInput(BufferOpInstruction):
+    """Run the half of a backward that the previous stage waits for; `BackwardWeight` completes it.
+
+    Roughly:
+        input_grads[buffer_id], pending[buffer_id] = backward_input(residuals[buffer_id], output_grads[buffer_id])
+    """
+
+
+class BackwardWeight(BufferOpInstruction):
+    """Run the half of a backward that `BackwardInput` left: the weights' gradient, added up.
+
+    Roughly:
+        grads += backward_weight(residuals[buffer_id], pending[buffer_id])
+    """
+
+
+class SendActivation(BufferOpInstruction):
+    """Send a buffer's output, computed in an earlier step, to the stage that runs the following layers.
+
+    Roughly:
+        send(outputs[buffer_id])
+
+    The matching `RecvActivation` stands in the same step.
+    """
+
+
+class RecvActivation(BufferOpInstruction):
+    """Receive a buffer's input from the stage that runs the preceding layers.
+
+    Roughly:
+        inputs[buffer_id] = recv()
+
+    The matching `SendActivation` stands in the same step.
+    """
+
+
+class SendGrad(BufferOpInstruction):
+    """Send the gradient of a buffer's input, computed in an earlier step, to the stage the input came from.
+
+    Roughly:
+        send(input_grads[buffer_id])
+
+    The matching `RecvGrad` stands in the same step. Integer and boolean leaves have no gradient and do not travel.
+    """
+
+
+class RecvGrad(BufferOpInstruction):
+    """Receive the gradient of a buffer's output from the stage the output went to.
+
+    Roughly:
+        output_grads[buffer_id] = recv()
+
+    The matching `SendGrad` stands in the same step.
+    """

@@ -1,0 +1,73 @@
+"""Buffer slots by lifetime."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+
+
+@dataclass(frozen=True)
+class Slots:
+    """Where the values of one buffer of one stage lie.
+
+    Attributes:
+        slot_of: For each unit its slot, -1 if it never enters; one more -1 at the end, so that index -1 (idle) is -1.
+        depth: Number of slots.
+        vacant: For each tick the lowest slot that no value uses in that tick; `depth` or less.
+    """
+
+    slot_of: tuple[int, ...]
+    depth: int
+    vacant: tuple[int, ...]
+
+    def row(self, units: Sequence[int]) -> tuple[int, ...]:
+        """Give the slot of each unit of a row.
+
+        Args:
+            units: Units, or -1, over ticks.
+
+        Returns:
+            Their slots, or -1.
+        """
+        slot_of = self.slot_of
+        return tuple([slot_of[unit] for unit in units])
+
+
+def assign_slots(
+    num_units: int, starts: Sequence[int], ends: Sequence[Sequence[int]], *, frees_first: bool = False
+) -> Slots:
+    """Give each value the lowest slot that is free while it lives.
+
+    Values are taken in the order in which they start to live, so the depth is the largest number alive at once.
+
+    Args:
+        num_units: Number of units.
+        starts: For each tick the unit whose value starts to live, or -1.
+        ends: Rows that hold, for each tick, the unit whose value is used last there, or -1.
+        frees_first: Whether a value that ends in a tick is gone before one that starts there is written (the
+            exchange sends before the stage computes). By default both live in that tick.
+
+    Returns:
+        The slots.
+    """
+    slot_of = [-1] * (num_units + 1)
+    free: list[int] = []
+    depth = 0
+    vacant: list[int] = []
+    for tick, start in enumerate(starts):
+        ending = [row[tick] for row in ends]
+        if frees_first:
+            for unit in ending:
+                if unit >= 0:
+                    heappush(free, slot_of[unit])
+        if start >= 0:
+            if free:
+                slot_of[start] = heappop(free)
+            else:
+                slot_of[start] = depth
+                depth += 1
+        vacant.append(free[0] if free else depth)
+        if not frees_first:
+            for unit in ending:
+                if unit >= 0:
+                    heappush(free, slot_of[unit])
+    return Slots(tuple(slot_of), depth, tuple(vacant))

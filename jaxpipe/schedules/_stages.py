@@ -1,0 +1,171 @@
+"""The schedules of all stages together, and where their chunks lie in the model."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+from jaxpipe.errors import ScheduleError
+from jaxpipe.schedules._base import PipeSchedule
+from jaxpipe.schedules._instructions import PipeInstruction
+from jaxpipe.schedules._resolve import concrete_schedule
+
+Place = tuple[int, int]
+"""A stage and a chunk of it."""
+
+
+def stage_schedules(
+    schedule: type[PipeSchedule] | Sequence[PipeSchedule],
+    num_microbatches: int | None = None,
+    num_stages: int | None = None,
+) -> tuple[PipeSchedule, ...]:
+    """Give one schedule object a stage, all of one batch.
+
+    Args:
+        schedule: A schedule class, or the objects of all stages in order.
+        num_microbatches: Microbatches in a batch; needed with a class.
+        num_stages: Pipeline stages; needed with a class.
+
+    Returns:
+        The objects, stage 0 first.
+
+    Raises:
+        ScheduleError: A class without the sizes, a size out of range, or objects that do not belong together.
+    """
+    if isinstance(schedule, type):
+        kind = concrete_schedule(schedule)
+        if num_microbatches is None or num_stages is None:
+            raise ScheduleError(
+                f"A schedule class must come with its sizes, but got num_microbatches={num_microbatches}, "
+                f"num_stages={num_stages}. Pass both, or pass the schedule object of every stage."
+            )
+        first = kind(num_microbatches, num_stages, 0)
+        schedules = (first, *(kind(num_microbatches, num_stages, stage) for stage in range(1, first.stages)))
+    else:
+        schedules = tuple(schedule)
+    if not schedules:
+        raise ScheduleError("A schedule must have at least one stage, but got stages=0. Pass one object a stage.")
+    _require_alike(schedules, num_microbatches, num_stages)
+    return schedules
+
+
+def listed_steps(schedule: PipeSchedule) -> list[Sequence[PipeInstruction]]:
+    """List the steps of a schedule.
+
+    Args:
+        schedule: The schedule of one stage.
+
+    Returns:
+        What `steps` yields.
+
+    Raises:
+        ScheduleError: The steps do not come to an end.
+    """
+    units = schedule.micro_batches * schedule.num_chunks
+    limit = 64 + 8 * (units + 1) * (schedule.stages + 1)
+    listed = list(islice(schedule.steps(), limit + 1))
+    if len(listed) > limit:
+        raise ScheduleError(
+            f"steps() must end, but got more than {limit} steps on stage={schedule.stage_id} with "
+            f"micro_batches={schedule.micro_batches}, stages={schedule.stages}. Stop after the OptimizerStep."
+        )
+    return listed
+
+
+def _require_alike(schedules: tuple[PipeSchedule, ...], num_microbatches: int | None, num_stages: int | None) -> None:
+    chunks = schedules[0].num_chunks
+    if type(chunks) is not int or chunks < 1:
+        raise ScheduleError(f"num_chunks must be at least 1, but got num_chunks={chunks!r}. Set it to 1 or more.")
+    microbatches = schedules[0].micro_batches if num_microbatches is None else num_microbatches
+    stages = len(schedules) if num_stages is None else num_stages
+    for stage, one in enumerate(schedules):
+        found = (one.micro_batches, one.stages, one.stage_id, one.num_chunks)
+        wanted = (microbatches, stages, stage, chunks)
+        for name, got, want in zip(("micro_batches", "stages", "stage_id", "num_chunks"), found, wanted, strict=True):
+            if got != want:
+                raise ScheduleError(
+                    f"The schedules of one batch must agree, but got {name}={got} at place {stage} of "
+                    f"{len(schedules)}. Build that one with {name}={want}."
+                )
+    if len(schedules) != stages:
+        raise ScheduleError(
+            f"There must be one schedule a stage, but got {len(schedules)} for stages={stages}. Pass all {stages}."
+        )
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Which part of the model each chunk of each stage is.
+
+    Attributes:
+        num_stages: Pipeline stages.
+        num_chunks: Chunks a stage.
+        virtual: `virtual[stage][chunk]`: the chunk's place in the model, counted from the input.
+        home: `home[virtual]`: the stage and chunk there.
+    """
+
+    num_stages: int
+    num_chunks: int
+    virtual: tuple[tuple[int, ...], ...]
+    home: tuple[Place, ...]
+
+    def before(self, stage: int, chunk: int) -> Place | None:
+        """Give the stage and chunk that feed a chunk.
+
+        Args:
+            stage: A stage.
+            chunk: A chunk of it.
+
+        Returns:
+            Its predecessor in the model, or None for the first.
+        """
+        virtual = self.virtual[stage][chunk]
+        return self.home[virtual - 1] if virtual > 0 else None
+
+    def after(self, stage: int, chunk: int) -> Place | None:
+        """Give the stage and chunk that a chunk feeds.
+
+        Args:
+            stage: A stage.
+            chunk: A chunk of it.
+
+        Returns:
+            Its successor in the model, or None for the last.
+        """
+        virtual = self.virtual[stage][chunk]
+        return self.home[virtual + 1] if virtual + 1 < len(self.home) else None
+
+
+def placement_of(schedules: Sequence[PipeSchedule]) -> Placement:
+    """Read the placement of a schedule's chunks.
+
+    Args:
+        schedules: The schedule object of every stage.
+
+    Returns:
+        The placement.
+
+    Raises:
+        ScheduleError: Two chunks share a place, a place lies outside the model, or two parts that follow each other
+            lie on stages that are not neighbours on the ring of stages.
+    """
+    one = schedules[0]
+    stages, chunks = one.stages, one.num_chunks
+    virtual = tuple(tuple(one.virtual_stage(stage, chunk) for chunk in range(chunks)) for stage in range(stages))
+    home: dict[int, Place] = {}
+    for stage, row in enumerate(virtual):
+        for chunk, place in enumerate(row):
+            if place not in range(stages * chunks) or place in home:
+                raise ScheduleError(
+                    f"virtual_stage must give every chunk a place of its own in [0, {stages * chunks}), but got "
+                    f"virtual_stage(stage={stage}, chunk={chunk})={place}. Return each place exactly once."
+                )
+            home[place] = (stage, chunk)
+    for place in range(1, stages * chunks):
+        source, target = home[place - 1][0], home[place][0]
+        if (target - source) % stages not in (0, 1, stages - 1):
+            raise ScheduleError(
+                f"Parts of the model that follow each other must lie on one stage or on neighbours, but got "
+                f"virtual stage {place - 1} on stage={source} and {place} on stage={target}. "
+                "Change virtual_stage so that each hop is at most one stage."
+            )
+    return Placement(stages, chunks, virtual, tuple(home[place] for place in range(stages * chunks)))

@@ -1,0 +1,21 @@
+"""Places in the machine: topologies, grids, and the mesh they stand for."""
+
+from ._grid import PipelineParallelGrid as PipelineParallelGrid
+from ._mesh import adopt_mesh as adopt_mesh
+from ._mesh import make_pipeline_mesh as make_pipeline_mesh
+from ._mesh import mesh_shape as mesh_shape
+from ._process import PipeDataParallelTopology as PipeDataParallelTopology
+from ._process import PipeModelDataParallelTopology as PipeModelDataParallelTopology
+from ._process import ProcessTopology as ProcessTopology
+from ._resolve import topology_for as topology_for
+
+__all__ = [
+    "PipeDataParallelTopology",
+    "PipeModelDataParallelTopology",
+    "PipelineParallelGrid",
+    "ProcessTopology",
+    "adopt_mesh",
+    "make_pipeline_mesh",
+    "mesh_shape",
+    "topology_for",
+]

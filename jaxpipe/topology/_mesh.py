@@ -1,0 +1,117 @@
+"""From a topology to JAX's mesh; the only file of this room that imports JAX."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh
+
+from jaxpipe.errors import TopologyError
+
+from ._process import ProcessTopology
+from ._resolve import check_places, pipeline_dims
+
+_MESH_AXES = {"pipe": "stage", "data": "data", "model": "model"}
+
+
+def make_pipeline_mesh(topology: ProcessTopology, devices: Sequence[Any] | None = None) -> Mesh:
+    """The mesh on which a topology's pipeline runs.
+
+    The device of rank r is the r-th in the order of devices, which puts the devices of one process side by side. So
+    the topology's own axis order says who is near whom: places that differ on its last axis are adjacent devices.
+    With the ready-made topologies this means, from the nearest to the farthest:
+
+    - `model`: shards of one layer exchange activations several times per layer and wait for each exchange, so they
+      sit side by side, inside a node as long as the node is wide enough;
+    - `data`: replicas of one stage reduce the gradients of all its parameters once a step, a volume that the fast
+      links inside a node take best;
+    - `stage`: neighbours exchange one boundary activation per tick, the smallest volume. A stage's devices are one
+      contiguous block, and the next stage's block follows it: neighbours share a node where two blocks fit into one,
+      and else sit on consecutive nodes, where all devices of a node send to their counterparts at once, each through
+      its own network port.
+
+    To have stages inside a node and replicas across nodes, pass `ProcessTopology(["data", "pipe"], [num_dp, num_pp])`.
+    Devices beyond the topology's places stay unused. `device.id` plays no part: it is not contiguous over processes.
+
+    Args:
+        topology: A topology with axes `pipe` and `data`, and possibly `model`.
+        devices: JAX devices in the order of ranks. Default: `jax.devices()`, those of process 0 first.
+
+    Returns:
+        A mesh with the axes `stage`, `data`, and `model` if the topology has it, in this order, all of type `Auto`.
+
+    Raises:
+        TopologyError: The topology's axes are not those of a pipeline, it has more places than there are devices, or
+            a device is named twice.
+
+    Reference:
+        Narayanan et al. (2021), Efficient large-scale language model training on GPU clusters using Megatron-LM,
+        section 3: tensor parallel inside a node, pipeline across nodes. DeepSpeed's `PipeDataParallelTopology` has
+        the same order.
+    """
+    dims = pipeline_dims(topology)
+    if devices is None:
+        source = "jax.device_count()"
+        devices = sorted(jax.devices(), key=lambda device: device.process_index)
+    else:
+        source = "len(devices)"
+        devices = list(devices)
+        if len(set(devices)) < len(devices):
+            raise TopologyError(f"devices must be distinct, but got devices={devices}. Name each device once.")
+    check_places(topology, len(devices), source)
+    places = np.empty(topology.world_size(), dtype=object)
+    places[:] = devices[: topology.world_size()]
+    grid = places.reshape(topology.dims).transpose([topology.axes.index(axis) for axis in dims])
+    return _auto_mesh(grid, tuple(_MESH_AXES[axis] for axis in dims))
+
+
+def mesh_shape(mesh: Mesh) -> dict[str, int]:
+    """The lengths of a pipeline mesh's axes.
+
+    Args:
+        mesh: A mesh that a user made.
+
+    Returns:
+        The lengths of `stage`, `data`, and of `model` if there is such an axis, in this order.
+
+    Raises:
+        TopologyError: The mesh has no axis `stage` or `data`, or an axis that a pipeline does not have.
+    """
+    names = tuple(_MESH_AXES.values())
+    missing = [axis for axis in names[:2] if axis not in mesh.axis_names]
+    unknown = [axis for axis in mesh.axis_names if axis not in names]
+    if missing or unknown:
+        axes = ", ".join(f"{axis}={length}" for axis, length in mesh.shape.items())
+        repair = (
+            f"Add the axis {' and '.join(map(repr, missing))}, of length 1 if it is not split"
+            if missing
+            else f"Remove the axis {unknown[0]!r}"
+        )
+        raise TopologyError(
+            "A pipeline's mesh must have the axes 'stage', 'data' and optionally 'model', but got "
+            f"mesh.shape=({axes}). {repair}."
+        )
+    return {axis: mesh.shape[axis] for axis in names if axis in mesh.axis_names}
+
+
+def adopt_mesh(mesh: Mesh) -> Mesh:
+    """A user's mesh in the form the pipeline runs on.
+
+    `jax.make_mesh` gives axes of type `Explicit` unless told otherwise, and users may name the axes in any order.
+
+    Args:
+        mesh: A mesh with the axes `stage`, `data` and possibly `model`.
+
+    Returns:
+        The same devices at the same coordinates, with the axes in this order and of type `Auto`.
+
+    Raises:
+        TopologyError: The mesh has no axis `stage` or `data`, or an axis that a pipeline does not have.
+    """
+    axes = tuple(mesh_shape(mesh))
+    return _auto_mesh(mesh.devices.transpose([mesh.axis_names.index(axis) for axis in axes]), axes)
+
+
+def _auto_mesh(devices: np.ndarray, axes: tuple[str, ...]) -> Mesh:
+    return Mesh(devices, axes, axis_types=(AxisType.Auto,) * len(axes))

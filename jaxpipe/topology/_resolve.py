@@ -1,0 +1,122 @@
+"""From the number of stages to a topology."""
+
+from numbers import Integral
+
+from jaxpipe.errors import TopologyError
+
+from ._process import PipeDataParallelTopology, PipeModelDataParallelTopology, ProcessTopology
+
+
+def topology_for(
+    num_stages: int | None, topology: ProcessTopology | None, num_devices: int, num_model: int = 1
+) -> ProcessTopology:
+    """The topology that `num_stages` or an explicit topology asks for.
+
+    With `num_stages` alone, the replicas take all devices: `num_data = num_devices // (num_stages * num_model)`. An
+    explicit topology is taken as it is; it may use fewer devices than there are.
+
+    Args:
+        num_stages: Number of stages; None where `topology` is given.
+        topology: A topology with axes `pipe` and `data`, and possibly `model`; None where `num_stages` is given.
+        num_devices: Number of devices at hand.
+        num_model: Number of devices over which the layers of a stage are split. With an explicit topology either 1 or
+            the length of its `model` axis.
+
+    Returns:
+        The explicit topology, or one over all devices: axes `pipe`, `data`, and `model` if `num_model` is above 1.
+
+    Raises:
+        TopologyError: Neither is given; they disagree; the stages do not divide the devices; the topology has no axis
+            `pipe` or `data`, an axis that a pipeline does not have, or more places than there are devices; a number is
+            not a positive integer.
+    """
+    for name, value in (("num_stages", num_stages), ("num_devices", num_devices), ("num_model", num_model)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, Integral) or value < 1):
+            raise TopologyError(f"{name} must be a positive integer, but got {name}={value!r}. Pass 1 or more.")
+    if topology is not None:
+        return _explicit(topology, num_stages, num_devices, num_model)
+    if num_stages is None:
+        raise TopologyError(
+            "A pipeline must be told its stages, but got num_stages=None and topology=None. "
+            "Pass num_stages=<number of stages>, or a topology such as PipeDataParallelTopology(num_pp=4, num_dp=2)."
+        )
+    num_data, remainder = divmod(num_devices, num_stages * num_model)
+    if remainder or not num_data:
+        raise TopologyError(_uneven(num_stages, num_devices, num_model))
+    if num_model == 1:
+        return PipeDataParallelTopology(num_pp=num_stages, num_dp=num_data)
+    return PipeModelDataParallelTopology(num_pp=num_stages, num_mp=num_model, num_dp=num_data)
+
+
+def pipeline_dims(topology: ProcessTopology) -> dict[str, int]:
+    """The lengths of a pipeline topology's axes.
+
+    Args:
+        topology: The topology.
+
+    Returns:
+        The lengths of `pipe`, `data`, and of `model` if there is such an axis, in this order.
+
+    Raises:
+        TopologyError: The topology has no axis `pipe` or `data`, or an axis that a pipeline does not have.
+    """
+    known = ("pipe", "data", "model")
+    missing = [axis for axis in known[:2] if axis not in topology.axes]
+    unknown = [axis for axis in topology.axes if axis not in known]
+    if missing or unknown:
+        repair = f"Add {missing[0]!r}, of length 1 if it is not split" if missing else f"Remove {unknown[0]!r}"
+        raise TopologyError(
+            "A pipeline's topology must have the axes 'pipe', 'data' and optionally 'model', but got "
+            f"{topology.describe()}. {repair}."
+        )
+    return {axis: topology.get_dim(axis) for axis in known if axis in topology.axes}
+
+
+def check_places(topology: ProcessTopology, num_devices: int, source: str) -> None:
+    """Refuse a topology that has more places than there are devices.
+
+    Args:
+        topology: The topology.
+        num_devices: Number of devices at hand.
+        source: How they were counted, for the message.
+
+    Raises:
+        TopologyError: There are too few devices.
+    """
+    places = topology.world_size()
+    if places > num_devices:
+        raise TopologyError(
+            f"The topology has {places} places ({topology.describe()}), but {source}={num_devices}. Ask for a topology "
+            f"whose axes multiply to {num_devices} or less, or start with {places} devices."
+        )
+
+
+def _explicit(topology: ProcessTopology, num_stages: int | None, num_devices: int, num_model: int) -> ProcessTopology:
+    dims = pipeline_dims(topology)
+    if num_stages is not None and num_stages != dims["pipe"]:
+        raise TopologyError(
+            f"num_stages must agree with the topology ({topology.describe()}), but got num_stages={num_stages}. "
+            f"Leave num_stages out, or pass num_stages={dims['pipe']}."
+        )
+    if num_model not in (1, dims.get("model", 1)):
+        raise TopologyError(
+            f"num_model must agree with the topology ({topology.describe()}), but got num_model={num_model}. "
+            f"Leave num_model out, or use PipeModelDataParallelTopology(num_pp={dims['pipe']}, num_mp={num_model}, "
+            f"num_dp={dims['data']})."
+        )
+    check_places(topology, num_devices, "jax.device_count()")
+    return topology
+
+
+def _uneven(num_stages: int, num_devices: int, num_model: int) -> str:
+    fitting = [n for n in range(1, num_devices + 1) if num_devices % (n * num_model) == 0]
+    fewer = [n for n in fitting if n < num_stages][-1:]
+    more = [n for n in fitting if n > num_stages][:1]
+    values = f"num_stages={num_stages}" + (f", num_model={num_model}" if num_model > 1 else "")
+    subject = "num_stages" if num_model == 1 else "num_stages x num_model"
+    repair = (
+        f"Use {' or '.join(map(str, fewer + more))} stages, or pass topology= to use fewer devices."
+        if fitting
+        else f"Use a num_model that divides {num_devices}."
+    )
+    return f"{subject} must divide the number of devices ({num_devices}), but got {values}. {repair}"

@@ -1,0 +1,289 @@
+import json
+import string
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxpipe.config import PipelineConfig, TrainConfig, load_config
+from jaxpipe.errors import ConfigError
+
+FULL: dict[str, Any] = {
+    "train_batch_size": 64,
+    "train_micro_batch_size_per_gpu": 4,
+    "gradient_accumulation_steps": 8,
+    "steps_per_print": 10,
+    "pipeline": {"stages": 4, "partition": [0, 3, 6], "schedule": "gpipe", "activation_checkpoint_interval": 2},
+}
+FULL_CONFIG = TrainConfig(64, 4, 8, 10, PipelineConfig(4, (0, 3, 6), "gpipe", 2))
+
+
+def _write(folder: Path, text: str) -> Path:
+    file = folder / "config.json"
+    file.write_text(text, encoding="utf-8")
+    return file
+
+
+def test_defaults() -> None:
+    config = load_config(None)
+    assert config == load_config({}) == load_config({"pipeline": {}}) == TrainConfig()
+    assert config.train_batch_size is None
+    assert config.steps_per_print is None
+    assert config.pipeline == PipelineConfig("auto", "best", "1f1b", 0)
+
+
+def test_every_key_from_a_dictionary() -> None:
+    assert load_config(FULL) == FULL_CONFIG
+    assert load_config(MappingProxyType(FULL)) == FULL_CONFIG
+    assert load_config(FULL_CONFIG) is FULL_CONFIG
+
+
+def test_every_key_from_a_file(tmp_path: Path) -> None:
+    file = _write(tmp_path, json.dumps(FULL))
+    assert load_config(file) == FULL_CONFIG
+    assert load_config(str(file)) == FULL_CONFIG
+
+
+def test_null_is_the_default_where_there_is_no_value() -> None:
+    assert load_config(dict.fromkeys(list(FULL)[:4])) == TrainConfig()
+
+
+def test_integers_of_numpy_are_integers() -> None:
+    config = load_config({"train_batch_size": np.int64(8)})
+    assert type(config.train_batch_size) is int
+
+
+def test_a_configuration_is_hashable_and_never_changes() -> None:
+    assert hash(FULL_CONFIG) == hash(load_config(FULL))
+    with pytest.raises(AttributeError):
+        FULL_CONFIG.train_batch_size = 3
+
+
+@pytest.mark.parametrize(
+    ("config", "match"),
+    [
+        ({"train_batchsize": 1}, r"train_batchsize is not a known key. Did you mean train_batch_size\?"),
+        ({"grandient_accumulation_steps": 1}, r"Did you mean gradient_accumulation_steps\?"),
+        (
+            {"pipeline": {"activation_checkpoint_intervall": 1}},
+            r"pipeline.activation_checkpoint_intervall is not a known key. "
+            r"Did you mean pipeline.activation_checkpoint_interval\?",
+        ),
+        ({"stages": 4}, r"^stages is not a known key. Did you mean pipeline.stages\?"),
+        ({"gradient_cliping": 1.0}, r"gradient_cliping is not a known key. Did you mean gradient_clipping\?"),
+        (
+            {"pipeline": {"seed_layer": 1}},
+            r"pipeline.seed_layer is not a known key. Did you mean pipeline.seed_layers\?",
+        ),
+        ({"zzz": 1}, r"zzz is not a known key. Remove it, or use one of train_batch_size, train_micro"),
+        ({"pipeline": {"zzz": 1}}, r"pipeline.zzz is not a known key. Remove it, or use one of pipeline.stages, "),
+        ({3: 1}, r"A key of the configuration must be a string, but got key=3. Write it in quotes"),
+        ({"pipeline": {None: 1}}, r"A key of pipeline must be a string, but got key=None"),
+    ],
+)
+def test_unknown_keys_name_the_nearest(config: Mapping[str, Any], match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        load_config(config)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "match"),
+    [
+        ("optimizer", {"type": "Adam"}, r"got optimizer=\{'type': 'Adam'\}. Pass optimizer= an optax transformation"),
+        ("scheduler", {"type": "WarmupLR"}, r"Build the optimizer with a schedule"),
+        ("fp16", {"enabled": True}, r"float16 with loss scaling is not supported, but got fp16=.*Remove the section"),
+        ("bf16", {"enabled": False}, r"bfloat16 with float32 masters is not supported.*Remove the section"),
+        ("zero_optimization", {"stage": 1}, r"not sharded over the replicas.*Remove the key"),
+        ("gradient_clipping", 1.0, r"got gradient_clipping=1.0. .*optax.clip_by_global_norm is no replacement"),
+        ("activation_checkpointing", {}, r"Use pipeline.activation_checkpoint_interval"),
+        ("dataloader_drop_last", False, r"batches that are not full are dropped"),
+    ],
+)
+def test_keys_that_only_deepspeed_reads_are_refused_with_the_alternative(key: str, value: object, match: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^{key} must not be set: .*{match}"):
+        load_config({key: value})
+
+
+@pytest.mark.parametrize("key", ["seed_layers", "num_chunks", "use_reentrant", "pipe_partitioned", "grad_partitioned"])
+def test_refused_keys_of_the_pipeline(key: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^pipeline.{key} must not be set: .*, but got pipeline.{key}=True"):
+        load_config({"pipeline": {key: True}})
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "steps_per_print"],
+)
+@pytest.mark.parametrize("value", [0, -1, True, 4.0, "4", "auto", [4], {}])
+def test_sizes_must_be_positive_integers(key: str, value: object) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"^{key} must be an integer of at least 1, but got {key}=.*Use for instance 1"
+    ):
+        load_config({key: value})
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "match"),
+    [
+        ("stages", 0, r"an integer of at least 1, but got pipeline.stages=0"),
+        ("stages", True, r"an integer of at least 1, but got pipeline.stages=True"),
+        ("stages", 2.0, r"an integer of at least 1, but got pipeline.stages=2.0"),
+        ("stages", "two", r"'auto' or an integer, but got pipeline.stages='two'. Use 'auto'"),
+        ("stages", None, r"an integer of at least 1, but got pipeline.stages=None"),
+        ("partition", 3, r"a partition method or a list of boundaries, but got pipeline.partition=3. Use 'best', or"),
+        ("partition", "", r"a partition method or a list of boundaries, but got pipeline.partition=''"),
+        ("partition", [], r"a partition method or a list of boundaries, but got pipeline.partition=\[\]"),
+        ("partition", {"a": 1}, r"a partition method or a list of boundaries, but got pipeline.partition=\{'a': 1\}"),
+        ("schedule", "", r"a string that is not empty, but got pipeline.schedule=''. Write a name in quotes"),
+        ("schedule", 1, r"a string that is not empty, but got pipeline.schedule=1"),
+        ("activation_checkpoint_interval", -1, r"at least 0, but got pipeline.activation_checkpoint_interval=-1"),
+        ("activation_checkpoint_interval", False, r"at least 0, but got pipeline.activation_checkpoint_interval=False"),
+    ],
+)
+def test_wrong_values_in_the_pipeline(key: str, value: object, match: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^pipeline.{key} must be .*{match}"):
+        load_config({"pipeline": {key: value}})
+    with pytest.raises(ConfigError, match=rf"^pipeline.{key} must be .*{match}"):
+        PipelineConfig(**{key: value})
+
+
+@pytest.mark.parametrize("boundary", [-1, True, 1.5, "3", None])
+def test_wrong_boundaries_are_named_by_index(boundary: object) -> None:
+    match = rf"pipeline.partition\[1\] must be an integer of at least 0, but got pipeline.partition\[1\]={boundary!r}"
+    with pytest.raises(ConfigError, match=match):
+        load_config({"pipeline": {"partition": [0, boundary]}})
+
+
+@pytest.mark.parametrize("value", [None, True, 3, "x", [1]])
+def test_the_pipeline_section_must_be_an_object(value: object) -> None:
+    with pytest.raises(
+        ConfigError, match=r"pipeline must be a JSON object, but got pipeline=.*any of the keys stages, "
+    ):
+        load_config({"pipeline": value})
+
+
+def test_long_values_are_cut() -> None:
+    with pytest.raises(ConfigError) as error:
+        load_config({"train_batch_size": list(range(10_000))})
+    assert len(str(error.value)) < 250
+
+
+def test_a_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"config='.*nowhere.json', which does not exist. Correct the path"):
+        load_config(tmp_path / "nowhere.json")
+
+
+def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"readable JSON file in UTF-8, but got config=.*Name a file that can be read"
+    ):
+        load_config(tmp_path)
+    (tmp_path / "latin.json").write_bytes(b'{"a": "\xff"}')
+    with pytest.raises(ConfigError, match=r"readable JSON file in UTF-8, but got config=.*latin.json"):
+        load_config(tmp_path / "latin.json")
+
+
+def test_invalid_json_names_the_line_and_the_column(tmp_path: Path) -> None:
+    file = _write(tmp_path, '{\n  "train_batch_size": 4,\n}')
+    with pytest.raises(
+        ConfigError, match=r"valid JSON, but got .* in .*config.json at line \d, column \d. Correct the"
+    ):
+        load_config(file)
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"train_batch_size": ' + "1" * 5000 + "}"])
+def test_json_that_python_will_not_read(tmp_path: Path, text: str) -> None:
+    with pytest.raises(ConfigError, match=r"valid JSON, but got .* in .*config.json. Correct the file"):
+        load_config(_write(tmp_path, text))
+
+
+@pytest.mark.parametrize("text", ["[]", "3", '"train_batch_size"', "null"])
+def test_json_that_is_not_an_object(tmp_path: Path, text: str) -> None:
+    with pytest.raises(ConfigError, match=r"a JSON object, but got .* in .*config.json. Write \{...\} there"):
+        load_config(_write(tmp_path, text))
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        (
+            '{"train_batch_size": 4, "train_batch_size": 8}',
+            r"^train_batch_size must be .*train_batch_size=4 and 8 in .*",
+        ),
+        ('{"pipeline": {"stages": 1, "stages": 1}}', r"^pipeline.stages must be .*pipeline.stages=1 and 1 in"),
+        ('{"pipeline": {"partition": [{"a": 1, "a": 2}]}}', r"^pipeline.partition\[0\].a must be given once"),
+    ],
+)
+def test_keys_given_twice(tmp_path: Path, text: str, match: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{match}.*Remove all but one"):
+        load_config(_write(tmp_path, text))
+
+
+def test_errors_in_a_file_name_the_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^pipeline.stages must be .*stages=0. .*\(Read from .*config.json.\)"):
+        load_config(_write(tmp_path, '{"pipeline": {"stages": 0}}'))
+
+
+def test_a_config_of_another_type() -> None:
+    with pytest.raises(ConfigError, match=r"dictionary or the path of a JSON file, but got config=3. Pass a dict"):
+        load_config(3)
+
+
+positive = st.integers(1, 2**40)
+pipelines = st.fixed_dictionaries(
+    {},
+    optional={
+        "stages": st.just("auto") | positive,
+        "partition": st.sampled_from(["best", "uniform", "type:x"]) | st.lists(st.integers(0, 99), min_size=1),
+        "schedule": st.sampled_from(["1f1b", "gpipe"]),
+        "activation_checkpoint_interval": st.integers(0, 9),
+    },
+)
+configs = st.fixed_dictionaries(
+    {},
+    optional={**{key: positive | st.none() for key in list(FULL)[:4]}, "pipeline": pipelines},
+)
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@given(configs)
+def test_every_valid_dictionary_is_read_as_it_stands(mapping: dict[str, Any]) -> None:
+    config = load_config(json.loads(json.dumps(mapping)))
+    for key, value in mapping.items():
+        if key != "pipeline":
+            assert getattr(config, key) == value
+    for key, value in mapping.get("pipeline", {}).items():
+        assert getattr(config.pipeline, key) == (tuple(value) if isinstance(value, list) else value)
+
+
+@given(configs, st.booleans(), st.text(string.ascii_lowercase + "_", min_size=1, max_size=12), json_values)
+def test_one_unknown_key_anywhere_is_an_error_with_its_path(
+    mapping: dict[str, Any], inside: bool, key: str, value: object
+) -> None:
+    known = FULL["pipeline"] if inside else FULL
+    if key in known:
+        return
+    path = f"pipeline.{key}" if inside else key
+    broken = {**mapping, "pipeline": {**mapping.get("pipeline", {}), key: value}} if inside else {**mapping, key: value}
+    with pytest.raises(ConfigError, match=rf"^{path} (is not a known key|must not be set)"):
+        load_config(broken)
+
+
+@given(json_values)
+def test_any_json_is_read_or_refused(value: Any) -> None:
+    for mapping in ({"train_batch_size": value}, {"pipeline": value}, {"pipeline": {"partition": value}}):
+        message = ""
+        try:
+            load_config(mapping)
+        except ConfigError as error:
+            message = str(error)
+        assert message.startswith(("train_batch_size", "pipeline")) or not message

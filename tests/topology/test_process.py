@@ -1,0 +1,140 @@
+from itertools import product
+
+import pytest
+
+from jaxpipe.errors import TopologyError
+from jaxpipe.topology import PipeDataParallelTopology, PipeModelDataParallelTopology, ProcessTopology
+
+DIMS = list(product(range(1, 4), repeat=3))
+
+
+@pytest.mark.parametrize("dims", DIMS)
+def test_ranks_are_row_major_and_coordinates_are_their_inverse(dims: tuple[int, int, int]) -> None:
+    topology = ProcessTopology(["a", "b", "c"], dims)
+    assert topology.world_size() == dims[0] * dims[1] * dims[2]
+    for rank, (a, b, c) in enumerate(product(*map(range, dims))):
+        assert topology.get_rank(c=c, a=a, b=b) == rank
+        assert topology.get_coord(rank) == (a, b, c)
+        assert topology.get_coord(rank)._asdict() == {"a": a, "b": b, "c": c}
+
+
+@pytest.mark.parametrize("dims", DIMS)
+@pytest.mark.parametrize("axis", ["a", "b", "c"])
+def test_groups_of_an_axis_cover_every_rank_once_and_differ_only_on_that_axis(
+    dims: tuple[int, int, int], axis: str
+) -> None:
+    topology = ProcessTopology(["a", "b", "c"], dims)
+    groups = topology.get_axis_comm_lists(axis)
+    assert sorted(rank for group in groups for rank in group) == list(range(topology.world_size()))
+    for group in groups:
+        coords = [topology.get_coord(rank) for rank in group]
+        assert [getattr(coord, axis) for coord in coords] == list(range(topology.get_dim(axis)))
+        assert len({coord._replace(**{axis: 0}) for coord in coords}) == 1
+
+
+def test_groups_come_in_the_order_of_their_first_ranks() -> None:
+    topology = PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=2)
+    assert topology.get_axis_comm_lists("pipe") == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert topology.get_axis_comm_lists("data") == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert topology.get_axis_comm_lists("model") == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert topology.get_axis_comm_lists("jeff") == []
+
+
+def test_axes_and_dims() -> None:
+    topology = ProcessTopology(axes=["a", "b", "c"], dims=[2, 3, 4])
+    assert topology.get_axis_names() == ["a", "b", "c"]
+    assert [topology.get_dim(axis) for axis in ("a", "b", "c", "d")] == [2, 3, 4, 0]
+
+
+def test_ready_made_topologies() -> None:
+    assert PipeDataParallelTopology(2, 3) == ProcessTopology(["pipe", "data"], [2, 3])
+    model = PipeModelDataParallelTopology(num_pp=2, num_mp=3, num_dp=4)
+    assert model == ProcessTopology(["pipe", "data", "model"], [2, 4, 3])
+
+
+def test_ranks_that_share_coordinates() -> None:
+    topology = ProcessTopology(["pipe", "data", "model"], [2, 2, 2])
+    assert topology.filter_match(pipe=0, data=1) == [2, 3]
+    assert topology.filter_match(model=1) == [1, 3, 5, 7]
+    assert topology.filter_match() == list(range(8))
+    assert topology.filter_match(pipe=2) == []
+    assert topology.get_axis_list("data", 1) == [2, 3, 6, 7]
+    assert topology.get_axis_list(axis="pipe", idx=0) == [0, 1, 2, 3]
+
+
+def test_rank_repr() -> None:
+    topology = ProcessTopology(["a", "b"], [2, 11])
+    assert topology.get_rank_repr(rank=21) == "a_01-b_10"
+    assert topology.get_rank_repr(21, omit_axes=["a"]) == "b_10"
+    assert topology.get_rank_repr(21, inner_sep="+") == "a+01-b+10"
+    assert topology.get_rank_repr(21, inner_sep="Z", outer_sep="J") == "aZ01JbZ10"
+    assert PipeDataParallelTopology(2, 2).get_rank_repr(3) == ""
+    assert PipeModelDataParallelTopology(2, 2, 2).get_rank_repr(3) == "model_01"
+    assert PipeDataParallelTopology(2, 2).get_rank_repr(3, omit_axes=["data"]) == "pipe_01"
+
+
+def test_text_and_equality() -> None:
+    topology = PipeDataParallelTopology(2, 1)
+    assert str(topology) == "{ProcessCoord(pipe=0, data=0): 0, ProcessCoord(pipe=1, data=0): 1}"
+    assert repr(topology) == "ProcessTopology(axes=['pipe', 'data'], dims=[2, 1])"
+    assert topology.describe() == "pipe=2, data=1"
+    assert topology != PipeDataParallelTopology(1, 2)
+    assert topology != ProcessTopology(["data", "pipe"], [1, 2])
+    assert topology != "pipe=2, data=1"
+    assert hash(topology) == hash(ProcessTopology(["pipe", "data"], [2, 1]))
+
+
+def test_get_rank_wants_every_axis() -> None:
+    topology = PipeDataParallelTopology(2, 4)
+    with pytest.raises(TopologyError, match=r"each of the axes 'pipe', 'data', but got pipe=0. Use filter_match\(\)"):
+        topology.get_rank(pipe=0)
+    with pytest.raises(TopologyError, match=r"but got nothing. Use filter_match"):
+        topology.get_rank()
+    with pytest.raises(TopologyError, match=r"but got pipe=0, data=1, model=0. Use filter_match"):
+        topology.get_rank(pipe=0, data=1, model=0)
+
+
+@pytest.mark.parametrize(("pipe", "data"), [(2, 0), (0, 4), (-1, 0)])
+def test_get_rank_outside_the_topology(pipe: int, data: int) -> None:
+    match = rf"lie in the topology \(pipe=2, data=4\), but got pipe={pipe}, data={data}. Count each axis from 0"
+    with pytest.raises(TopologyError, match=match):
+        PipeDataParallelTopology(2, 4).get_rank(pipe=pipe, data=data)
+
+
+@pytest.mark.parametrize("rank", [8, -1, True, 1.0, None])
+def test_get_coord_outside_the_topology(rank: int) -> None:
+    with pytest.raises(TopologyError, match=rf"\[0, 8\) .*pipe=2, data=4, but got rank={rank}. Ranks are counted"):
+        PipeDataParallelTopology(2, 4).get_coord(rank)
+
+
+def test_unknown_axes() -> None:
+    topology = PipeDataParallelTopology(2, 4)
+    with pytest.raises(TopologyError, match=r"one of 'pipe', 'data', but got axis='model'. Use one of these"):
+        topology.filter_match(pipe=0, model=1)
+    with pytest.raises(TopologyError, match=r"one of 'pipe', 'data', but got axis='model'. Use one of these"):
+        topology.get_axis_list("model", 0)
+
+
+@pytest.mark.parametrize("axes", [["pipe", "pipe"], ["pipe", "class"], ["pipe", "_data"], ["pipe", "a b"]])
+def test_axes_must_be_distinct_identifiers(axes: list[str]) -> None:
+    with pytest.raises(TopologyError, match=r"distinct identifiers, but got axes=\['pipe'.*Use names such as 'pipe'"):
+        ProcessTopology(axes, [1, 1])
+
+
+@pytest.mark.parametrize("axes", ["pipe", []])
+def test_axes_must_be_a_list(axes: list[str]) -> None:
+    with pytest.raises(TopologyError, match=r"list of names, but got axes=.*Use names such as \['pipe', 'data'\]"):
+        ProcessTopology(axes, [1] * len(axes))
+
+
+def test_one_dim_per_axis() -> None:
+    with pytest.raises(
+        TopologyError, match=r"each of the 2 axes \['pipe', 'data'\], but got dims=\[2\]. Give 2 lengths"
+    ):
+        ProcessTopology(["pipe", "data"], [2])
+
+
+@pytest.mark.parametrize("dim", [0, -2, True, 2.0, "2"])
+def test_dims_must_be_positive_integers(dim: int) -> None:
+    with pytest.raises(TopologyError, match=rf"positive integer, but got data={dim!r}. Use 1 for an axis"):
+        PipeDataParallelTopology(2, dim)
