@@ -143,7 +143,7 @@ def read_schedule(value: object, path: str) -> str | type:
         ConfigError: The value is something else.
     """
     if isinstance(value, type) or (isinstance(value, str) and value):
-        return cast("str | type", value)
+        return value
     raise wrong_value(path, "the name of a schedule or a PipeSchedule class", value, "Use for instance '1f1b'")
 
 

@@ -4,6 +4,7 @@ from ._build import NamedLayer as NamedLayer
 from ._module import PipelineModule as PipelineModule
 from ._protocol import Layer as Layer
 from ._signature import layer_signatures as layer_signatures
+from ._signature import program_key as program_key
 from ._spec import LayerSpec as LayerSpec
 from ._spec import TiedLayerSpec as TiedLayerSpec
 from ._trace import ModelTrace as ModelTrace
@@ -26,6 +27,7 @@ __all__ = [
     "format_struct",
     "layer_signatures",
     "merge_layers",
+    "program_key",
     "struct_of",
     "unflatten_dict",
 ]

@@ -1,14 +1,16 @@
 """From what users put into the list to layers of one protocol."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
 import flax.linen as nn
 from flax import nnx
 
-from jaxpipe.errors import LayerError
+from jaxpipe._typing import Path
+from jaxpipe.errors import JaxpipeError, LayerError
 
+from ._deepspeed import DeepSpeedNames
 from ._function import FunctionLayer
 from ._linen import LinenLayer
 from ._nnx import NNXLayer
@@ -34,9 +36,23 @@ class NamedLayer:
     tied_key: str | None = None
     tied_paths: tuple[str, ...] | None = None
 
+    def shares(self, path: Path) -> bool:
+        """Whether the parameter at this path inside the layer belongs to the tied key."""
+        if self.tied_key is None or self.tied_paths is None:
+            return self.tied_key is not None
+        return any(path[: len(wanted)] == wanted for wanted in map(split_attr, self.tied_paths))
+
+
+def split_attr(attr: str) -> Path:
+    """The path that a dotted `tied_weight_attr` means."""
+    return tuple(attr.split("."))
+
 
 def as_layers(items: Iterable[Any] | nn.Sequential) -> tuple[NamedLayer, ...]:
     """Bring a list of layers, or a Linen `Sequential`, under the layer protocol.
+
+    Each layer gets the output of the one before as one argument, also where that is a tuple or a dictionary, which a
+    Linen `Sequential` would spread over several.
 
     Args:
         items: Linen modules, plain functions, `LayerSpec` and `TiedLayerSpec`, in order.
@@ -45,13 +61,15 @@ def as_layers(items: Iterable[Any] | nn.Sequential) -> tuple[NamedLayer, ...]:
         One entry per layer.
 
     Raises:
-        LayerError: The list is empty or not iterable, or an entry is of a kind that cannot be a layer.
+        LayerError: The list is empty or not iterable, or an entry is of a kind that cannot be a layer or cannot be
+            built.
     """
     if isinstance(items, nn.Sequential):
         items = items.layers
-    if not isinstance(items, Iterable) or isinstance(items, (str, bytes, dict)):
+    if not isinstance(items, Iterable) or isinstance(items, (str, bytes, Mapping, Set, nn.Module, nnx.Module)):
+        shown = type(items).__name__ if isinstance(items, (nn.Module, nnx.Module)) else repr(items)
         raise LayerError(
-            f"layers must be an iterable of layers or a Linen Sequential, but got layers={items!r}. "
+            f"layers must be an ordered iterable of layers or a Linen Sequential, but got layers={shown}. "
             "Write the model as a list, such as [LayerSpec(...), ...]."
         )
     items = list(items)
@@ -72,22 +90,22 @@ def _adapt(index: int, item: Any) -> Layer:
     forward_fn = item.forward_fn if isinstance(item, TiedLayerSpec) else None
     if isinstance(item, LayerSpec):
         if isinstance(item.typename, type) and issubclass(item.typename, nnx.Module):
-            return NNXLayer(item, forward_fn)
-        item = item.build()
+            return _checked(index, item, lambda: NNXLayer(item, forward_fn))
+        item = _checked(index, item, item.build)
     if isinstance(item, nn.Module):
         return LinenLayer(item, forward_fn)
-    if forward_fn is not None:
-        raise LayerError(
-            f"forward_fn must stand beside a Linen or NNX module, but layer {index} is {item!r}. "
-            "Put the function into the list itself."
-        )
     kind = type(item).__name__
     if isinstance(item, nnx.Module):
         raise LayerError(
             f"layer {index} must be given as LayerSpec({kind}, ...), but got a built NNX module. "
             "A built one already holds the parameters of every stage on one device."
         )
-    if hasattr(item, "loss_fn") and hasattr(item, "parts"):
+    if forward_fn is not None:
+        raise LayerError(
+            f"forward_fn must stand beside a Linen or NNX module, but layer {index} is {item!r}. "
+            "Put the function into the list itself."
+        )
+    if isinstance(item, DeepSpeedNames):
         raise LayerError(f"layer {index} must not be a PipelineModule, but got {kind}. Put its layers into the list.")
     if isinstance(item, type) and issubclass(item, (nn.Module, nnx.Module)):
         raise LayerError(
@@ -99,3 +117,15 @@ def _adapt(index: int, item: Any) -> Layer:
             "A model must be a list of layers that each take the output of the one before."
         )
     return FunctionLayer(item)
+
+
+def _checked(index: int, spec: LayerSpec, build: Callable[[], Any]) -> Any:
+    try:
+        return build()
+    except JaxpipeError:
+        raise
+    except Exception as error:
+        raise LayerError(
+            f"layer {index} must be built by {spec!r}, but got {type(error).__name__}: {error}. "
+            "Correct the arguments of the LayerSpec."
+        ) from error

@@ -8,6 +8,22 @@ from jaxpipe.errors import PipelineError
 class DeepSpeedNames:
     """Base of `PipelineModule` that answers to DeepSpeed's per-process methods with a pointer to ours."""
 
+    def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refused: the module holds no parameters.
+
+        Raises:
+            PipelineError: Always.
+        """
+        _refuse("forward", "use apply(params, inputs), with the parameters that init(key, inputs) returns")
+
+    def get_tied_weights_and_groups(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refused: there are no process groups.
+
+        Raises:
+            PipelineError: Always.
+        """
+        _refuse("get_tied_weights_and_groups", "the shared parameters are those under 'tied' of the parameter tree")
+
     def allreduce_tied_weight_gradients(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refused: tied gradients are summed inside the compiled step.
 

@@ -1,5 +1,6 @@
 """Plain functions as layers: no parameters, no state."""
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -7,7 +8,7 @@ import jax
 
 from jaxpipe._typing import PyTree
 
-from ._protocol import Applied, CallArguments, Layer, Rngs
+from ._protocol import Applied, CallArguments, Layer, Rngs, identity_of
 
 
 class FunctionLayer(Layer):
@@ -18,12 +19,16 @@ class FunctionLayer(Layer):
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        name = getattr(function, "__name__", type(function).__name__)
+        named = function.func if isinstance(function, functools.partial) else function
+        name = getattr(named, "__name__", type(named).__name__)
         self.class_name = "lambda" if name == "<lambda>" else name
         self._function = function
+        self.identity = identity_of(function)
         self._arguments = CallArguments(function, 1, f"layer {self.class_name}")
 
-    def init(self, key: jax.Array, inputs: PyTree, *, side: Mapping[str, PyTree]) -> tuple[PyTree, dict, dict]:
+    def init(
+        self, key: jax.Array, inputs: PyTree, *, side: Mapping[str, PyTree], given: PyTree | None = None
+    ) -> tuple[PyTree, dict, dict]:
         """See `Layer.init`; there are no variables."""
         outputs, _, _ = self.apply({}, {}, inputs, rngs=None, train=False, side=side)
         return outputs, {}, {}
@@ -39,4 +44,5 @@ class FunctionLayer(Layer):
         side: Mapping[str, PyTree],
     ) -> Applied:
         """See `Layer.apply`."""
-        return self._function(inputs, **self._arguments.select(rngs=rngs, train=train, side=side)), {}, {}
+        args, kwargs = self._arguments.select(rngs=rngs, train=train, side=side)
+        return self._function(inputs, *args, **kwargs), {}, {}

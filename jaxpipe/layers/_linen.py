@@ -1,16 +1,17 @@
 """Flax Linen modules as layers."""
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import flax.linen as nn
 import jax
-from flax.core import meta
+from flax.core import DenyList, meta
 
 from jaxpipe._typing import PyTree
 from jaxpipe.errors import LayerError
 
-from ._protocol import Applied, CallArguments, Layer, Rngs, layer_rngs
+from ._protocol import STANDARD_ARGUMENTS, Applied, CallArguments, Layer, Rngs, call_of, identity_of, layer_rngs
 
 
 class LinenLayer(Layer):
@@ -21,7 +22,7 @@ class LinenLayer(Layer):
         forward_fn: `forward_fn(bound_module, inputs)` in place of `__call__`.
 
     Raises:
-        LayerError: The module is bound to variables.
+        LayerError: The module is bound to variables, or has no `__call__`.
     """
 
     def __init__(self, module: nn.Module, forward_fn: Callable[..., Any] | None = None) -> None:
@@ -32,13 +33,23 @@ class LinenLayer(Layer):
                 "Put the module itself into the list, and the variables into model_parameters=."
             )
         self._module = module
-        self._call = type(module).__call__ if forward_fn is None else forward_fn
-        self._arguments = CallArguments(self._call, 2, f"layer {self.class_name}")
+        self.identity = identity_of(type(module), module, forward_fn)
+        self._call = call_of(type(module)) if forward_fn is None else forward_fn
+        decided = [f.name for f in dataclasses.fields(module) if getattr(module, f.name, None) is not None]
+        skip = [name for name in STANDARD_ARGUMENTS if name in decided]
+        self._arguments = CallArguments(self._call, 2, f"layer {self.class_name}", skip)
 
-    def init(self, key: jax.Array, inputs: PyTree, *, side: Mapping[str, PyTree]) -> tuple[PyTree, dict, dict]:
+    def init(
+        self, key: jax.Array, inputs: PyTree, *, side: Mapping[str, PyTree], given: PyTree | None = None
+    ) -> tuple[PyTree, dict, dict]:
         """See `Layer.init`; partition metadata is unboxed."""
-        kwargs = self._arguments.select(rngs=None, train=False, side=side)
-        outputs, variables = nn.init_with_output(self._call, self._module)(layer_rngs(key), inputs, **kwargs)
+        args, kwargs = self._arguments.select(rngs=None, train=False, side=side)
+        if given:
+            call = nn.apply(self._call, self._module, mutable=DenyList(["intermediates"]))
+            outputs, variables = call({"params": given}, inputs, *args, rngs=layer_rngs(key), **kwargs)
+        else:
+            call = nn.init_with_output(self._call, self._module)
+            outputs, variables = call(layer_rngs(key), inputs, *args, **kwargs)
         variables = dict(meta.unbox(variables))
         variables.pop("intermediates", None)
         return outputs, variables.pop("params", {}), variables
@@ -54,8 +65,8 @@ class LinenLayer(Layer):
         side: Mapping[str, PyTree],
     ) -> Applied:
         """See `Layer.apply`; what the module sows under `"intermediates"` is not kept."""
-        kwargs = self._arguments.select(rngs=rngs, train=train, side=side)
+        args, kwargs = self._arguments.select(rngs=rngs, train=train, side=side)
         mutable = list(collections) if train else []
         run = nn.apply(self._call, self._module, mutable=mutable)
-        outputs, changed = run({"params": params, **collections}, inputs, rngs=rngs, **kwargs)
+        outputs, changed = run({"params": params, **collections}, inputs, *args, rngs=rngs, **kwargs)
         return outputs, {**collections, **changed}, {}

@@ -6,19 +6,32 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxpipe._typing import PyTree
-from jaxpipe.errors import LayerError, PartitionError, TopologyError
+from jaxpipe.errors import JaxpipeError, LayerError, PartitionError
 from jaxpipe.partition import needs_params, partition_layers
 from jaxpipe.topology import PipeDataParallelTopology, ProcessTopology
 
+from ._arguments import checked_callable, checked_interval, checked_stages
 from ._build import as_layers
 from ._deepspeed import DeepSpeedNames
+from ._initial import init_layer, init_params, seeded_keys
 from ._protocol import layer_rngs
 from ._remat import chain
 from ._signature import repeated_layers
-from ._trace import ModelTrace, trace_layers
-from ._tree import merge_layers
+from ._trace import ModelTrace, as_arrays, trace_layers
+from ._tree import flatten_dict, layer_view
+
+_SETTINGS = (
+    "loss_fn",
+    "seed_layers",
+    "seed_fn",
+    "base_seed",
+    "partition_method",
+    "activation_checkpoint_interval",
+    "activation_checkpoint_func",
+)
 
 
 class PipelineModule(DeepSpeedNames):
@@ -44,12 +57,14 @@ class PipelineModule(DeepSpeedNames):
         activation_checkpoint_func: Wraps a group's function; `jax.checkpoint` if None.
 
     Raises:
-        LayerError: An entry of `layers` cannot be a layer, or `loss_fn` or `seed_fn` is not callable.
+        LayerError: An entry of `layers` cannot be a layer, or a function given is not callable.
         TopologyError: Neither `num_stages` nor `topology` is given, or they disagree.
-        PartitionError: There are more stages than layers, or the interval is negative.
+        PartitionError: There are more stages than layers, the partition method cannot cut them, or the interval is
+            negative.
 
     Example:
         >>> import flax.linen as nn, jax, jax.numpy as jnp
+        >>> from jaxpipe.layers import LayerSpec
         >>> model = PipelineModule([LayerSpec(nn.Dense, 8), jnp.tanh, LayerSpec(nn.Dense, 2)], num_stages=2)
         >>> params = model.init(jax.random.key(0), jnp.ones((4, 3)))
         >>> sorted(params["layers"])
@@ -76,24 +91,17 @@ class PipelineModule(DeepSpeedNames):
         activation_checkpoint_func: Callable[..., Any] | None = None,
     ) -> None:
         self.layers = as_layers(layers)
-        self.num_stages = _num_stages(num_stages, topology)
-        self.loss_fn = _callable("loss_fn", loss_fn)
-        self.seed_layers = seed_layers
-        self.seed_fn = _callable("seed_fn", seed_fn) or jax.random.key
-        self.base_seed = base_seed
-        self.partition_method = partition_method
-        self.activation_checkpoint_func = _callable("activation_checkpoint_func", activation_checkpoint_func)
-        self.set_checkpoint_interval(activation_checkpoint_interval)
+        self.num_stages = checked_stages(num_stages, topology)
         self._topology = topology
-        self._parts: tuple[int, ...] | None = None
-        if not (needs_params(partition_method) or self._cuts_trunk):
-            self._parts = self._partition(None)
-        elif self.num_stages > len(self.layers):
-            names = ", ".join(named.name for named in self.layers)
-            raise PartitionError(
-                f"num_stages must not exceed the number of layers, but got num_stages={self.num_stages} for "
-                f"{len(self.layers)} layers: {names}. Ask for fewer stages, or cut the model into more layers."
-            )
+        self._set(
+            loss_fn=loss_fn,
+            seed_layers=seed_layers,
+            seed_fn=seed_fn,
+            base_seed=base_seed,
+            partition_method=partition_method,
+            activation_checkpoint_interval=activation_checkpoint_interval,
+            activation_checkpoint_func=activation_checkpoint_func,
+        )
 
     def set_checkpoint_interval(self, interval: int) -> None:
         """Set how many consecutive layers form one recomputed group; 0 recomputes nothing.
@@ -101,12 +109,7 @@ class PipelineModule(DeepSpeedNames):
         Raises:
             PartitionError: The interval is not an integer >= 0.
         """
-        if not isinstance(interval, int) or isinstance(interval, bool) or interval < 0:
-            raise PartitionError(
-                f"activation_checkpoint_interval must be an integer >= 0, but got {interval!r}. "
-                "Use 0 to keep all activations, or 1 to recompute layer by layer."
-            )
-        self.activation_checkpoint_interval = interval
+        self.activation_checkpoint_interval = checked_interval(interval)
 
     @property
     def given_topology(self) -> ProcessTopology | None:
@@ -121,14 +124,48 @@ class PipelineModule(DeepSpeedNames):
 
         Returns:
             The new module; this one stays as it is.
+
+        Raises:
+            LayerError: A name is no such argument, or a function given is not callable.
+            PartitionError: The partition method cannot cut the layers, or the interval is negative.
         """
+        unknown = sorted(set(changes) - set(_SETTINGS))
+        if unknown:
+            raise LayerError(
+                f"replace must be given settings of a PipelineModule, but got {unknown[0]}={changes[unknown[0]]!r}. "
+                f"Use {', '.join(_SETTINGS)}."
+            )
         other = copy.copy(self)
-        for name, value in changes.items():
-            setattr(other, name, value)
-        other.set_checkpoint_interval(other.activation_checkpoint_interval)
-        fixed = not (needs_params(other.partition_method) or other._cuts_trunk)
-        other._parts = other._partition(None) if fixed else None
+        other._set(**{name: getattr(self, name) for name in _SETTINGS} | changes)
         return other
+
+    def _set(
+        self,
+        *,
+        loss_fn: Any,
+        seed_layers: bool,
+        seed_fn: Any,
+        base_seed: int,
+        partition_method: str | Sequence[int],
+        activation_checkpoint_interval: int,
+        activation_checkpoint_func: Any,
+    ) -> None:
+        self.loss_fn: Callable[[PyTree, PyTree], jax.Array] | None = checked_callable("loss_fn", loss_fn)
+        self.seed_layers = seed_layers
+        self.seed_fn: Callable[[int], jax.Array] = checked_callable("seed_fn", seed_fn) or jax.random.key
+        self.base_seed = base_seed
+        self.partition_method = partition_method
+        self.activation_checkpoint_func = checked_callable("activation_checkpoint_func", activation_checkpoint_func)
+        self.set_checkpoint_interval(activation_checkpoint_interval)
+        self._parts: tuple[int, ...] | None = None
+        if not (needs_params(partition_method) or self._cuts_trunk):
+            self._parts = self._partition(None)
+        elif self.num_stages > len(self.layers):
+            names = ", ".join(named.name for named in self.layers)
+            raise PartitionError(
+                f"num_stages must not exceed the number of layers, but got num_stages={self.num_stages} for "
+                f"{len(self.layers)} layers: {names}. Ask for fewer stages, or cut the model into more layers."
+            )
 
     def num_pipeline_stages(self) -> int:
         """Number of stages; DeepSpeed's name."""
@@ -201,16 +238,12 @@ class PipelineModule(DeepSpeedNames):
             The parameter tree.
 
         Raises:
-            LayerError: Two neighbouring layers do not fit.
+            LayerError: Two neighbouring layers do not fit, or `seed_fn` makes no key.
+            PartitionError: The partition method cannot cut these layers.
         """
         trace = self.trace(inputs, side)
         self.partition(trace)
-
-        @jax.jit
-        def make(key: jax.Array) -> PyTree:
-            return merge_layers(trace.paths, [self.init_layer(i, trace, key) for i in range(len(self.layers))])
-
-        return make(key)
+        return init_params(self.init_layer, trace, key)
 
     def init_layer(self, index: int, trace: ModelTrace, key: jax.Array, place: jax.Array | int | None = None) -> PyTree:
         """Make one layer's parameters, with the paths inside the layer; traceable.
@@ -220,13 +253,16 @@ class PipelineModule(DeepSpeedNames):
             trace: The model's shapes.
             key: The model's key.
             place: The index that keys its weights, where it is only known while running; `index` if None.
+
+        Raises:
+            LayerError: `seed_fn` makes no key.
         """
-        zeros = jax.tree.map(lambda x: jax.numpy.zeros(x.shape, x.dtype), (trace.boundaries[index], dict(trace.side)))
+        place = index if place is None else place
         if self.seed_layers:
-            own = self.seed_fn(self.base_seed + index)
+            own = seeded_keys(self.seed_fn, self.base_seed, len(self.layers))[place]
         else:
-            own = jax.random.fold_in(key, index if place is None else place)
-        return self.layers[index].layer.init(own, zeros[0], side=zeros[1])[1]
+            own = jax.random.fold_in(key, place)
+        return init_layer(self.layers[index], trace, own)
 
     def apply(
         self,
@@ -249,10 +285,29 @@ class PipelineModule(DeepSpeedNames):
 
         Returns:
             The last layer's output.
+
+        Raises:
+            LayerError: Two neighbouring layers do not fit, or parameters are missing.
         """
-        trace = self.trace(inputs, side)
-        views = [paths.view(params) for paths in trace.paths]
-        return self.run_layers(range(len(self.layers)), views, train=train)(inputs, key, side or {})
+        try:
+            views = [layer_view(named, params) for named in self.layers]
+            run = self.run_layers(range(len(self.layers)), views, train=train)
+            return run(as_arrays(inputs), key, as_arrays(dict(side or {})))
+        except JaxpipeError:
+            raise
+        except Exception:
+            self._name_fault(params, inputs, side)
+            raise
+
+    def _name_fault(self, params: PyTree, inputs: PyTree, side: Mapping[str, PyTree] | None) -> None:
+        """Find by tracing what made a run fail, where it is a misfit of layers or parameters."""
+        given = flatten_dict(params)
+        missing = ["/".join(path) for path in flatten_dict(self.trace(inputs, side).tree()) if path not in given]
+        if missing:
+            raise LayerError(
+                f"params must hold every parameter of the model, but got none for {', '.join(missing)}. "
+                "Pass what init or an engine's module_state_dict() returns for this list of layers."
+            )
 
     def run_layers(
         self, indices: Sequence[int], views: Sequence[PyTree], *, train: bool, offset: jax.Array | int = 0
@@ -274,7 +329,7 @@ class PipelineModule(DeepSpeedNames):
             def call(index: int, view: PyTree, x: PyTree) -> PyTree:
                 own = None if key is None else jax.random.fold_in(key, index + offset)
                 layer = self.layers[index].layer
-                return layer.apply(view, {}, x, rngs=layer_rngs(own), train=train, side=side)[0]
+                return as_arrays(layer.apply(view, {}, x, rngs=layer_rngs(own), train=train, side=side)[0])
 
             calls = [functools.partial(call, i, view) for i, view in zip(indices, views, strict=True)]
             interval = self.activation_checkpoint_interval if train else 0
@@ -289,16 +344,12 @@ class PipelineModule(DeepSpeedNames):
             LayerError: It is not a scalar.
         """
         loss = outputs if self.loss_fn is None else self.loss_fn(outputs, labels)
-        if (
-            not isinstance(loss, jax.Array)
-            or loss.shape != ()
-            or not jax.numpy.issubdtype(loss.dtype, jax.numpy.floating)
-        ):
+        if not isinstance(loss, jax.Array) or loss.shape != () or not jnp.issubdtype(loss.dtype, jnp.floating):
             subject = "the last layer's output" if self.loss_fn is None else "loss_fn's result"
             got = f"{loss.dtype.name}{list(loss.shape)}" if hasattr(loss, "shape") else repr(type(loss).__name__)
             raise LayerError(
-                f"{subject} must be a floating-point scalar, but got {got}. Return the mean over the microbatch, such as "
-                "jnp.mean(losses)."
+                f"{subject} must be a floating-point scalar, but got {got}. Return the mean over the microbatch, such "
+                "as jnp.mean(losses)."
             )
         return loss
 
@@ -315,35 +366,3 @@ class PipelineModule(DeepSpeedNames):
             num_params=None if trace is None else trace.num_params(),
             repeated=repeated_layers(self.layers, trace) if self._cuts_trunk and trace is not None else None,
         )
-
-
-def _num_stages(num_stages: int | None, topology: ProcessTopology | None) -> int:
-    if num_stages is None and topology is None:
-        raise TopologyError(
-            "PipelineModule must know the number of stages, but got num_stages=None and topology=None. "
-            "Give num_stages=, or a topology with a 'pipe' axis."
-        )
-    if num_stages is not None and (not isinstance(num_stages, int) or isinstance(num_stages, bool) or num_stages < 1):
-        raise TopologyError(
-            f"num_stages must be an integer >= 1, but got num_stages={num_stages!r}. Use 1 for no pipeline."
-        )
-    if topology is None:
-        return num_stages or 1
-    pipe = topology.get_dim("pipe")
-    if pipe < 1:
-        raise TopologyError(
-            f"the topology must have a 'pipe' axis, but got axes={topology.get_axis_names()}. "
-            "Use PipeDataParallelTopology(num_pp, num_dp)."
-        )
-    if num_stages is not None and num_stages != pipe:
-        raise TopologyError(
-            f"num_stages and the topology's 'pipe' axis must agree, but got num_stages={num_stages} and pipe={pipe}. "
-            "Leave num_stages out, or change the topology."
-        )
-    return pipe
-
-
-def _callable(name: str, value: Any) -> Any:
-    if value is not None and not callable(value):
-        raise LayerError(f"{name} must be callable or None, but got {name}={value!r}. Pass the function itself.")
-    return value

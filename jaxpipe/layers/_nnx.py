@@ -1,14 +1,17 @@
 """Flax NNX modules as layers: the structure is made abstractly, the variables on the stage that owns them."""
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 from flax import nnx
+from jax.core import Tracer
 
 from jaxpipe._typing import PyTree
+from jaxpipe.errors import LayerError
 
-from ._protocol import Applied, CallArguments, Layer, Rngs
+from ._protocol import Applied, CallArguments, Layer, Rngs, call_of, identity_of
 from ._spec import LayerSpec
 
 
@@ -21,19 +24,30 @@ class NNXLayer(Layer):
     Args:
         spec: Makes the module.
         forward_fn: `forward_fn(module, inputs)` in place of `__call__`.
+
+    Raises:
+        LayerError: The spec fixes `rngs` or holds a built module, or the class has no `__call__` or keeps a plain
+            array.
     """
 
     def __init__(self, spec: LayerSpec, forward_fn: Callable[..., Any] | None = None) -> None:
         self.class_name = getattr(spec.typename, "__name__", "Module")
+        _check_spec(spec)
         self._spec = spec
-        self._call: Callable[..., Any] = getattr(spec.typename, "__call__") if forward_fn is None else forward_fn  # noqa: B004
+        self.identity = identity_of(spec.typename, spec.module_args, tuple(spec.module_kwargs.items()), forward_fn)
+        self._cls: Any = spec.typename
+        parameters = inspect.signature(self._cls.__init__).parameters
+        self._takes_rngs = "rngs" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        self._call = call_of(self._cls) if forward_fn is None else forward_fn
         self._arguments = CallArguments(self._call, 2, f"layer {self.class_name}")
         self._graph, self._params, self._rngs, self._rest = nnx.split(
             nnx.eval_shape(lambda: self._build(jax.random.key(0))), nnx.Param, nnx.RngState, ...
         )
 
-    def init(self, key: jax.Array, inputs: PyTree, *, side: Mapping[str, PyTree]) -> tuple[PyTree, dict, dict]:
-        """See `Layer.init`."""
+    def init(
+        self, key: jax.Array, inputs: PyTree, *, side: Mapping[str, PyTree], given: PyTree | None = None
+    ) -> tuple[PyTree, dict, dict]:
+        """See `Layer.init`; a module makes all its parameters itself, whichever of them are given."""
         _, params, _, rest = nnx.split(self._build(key), nnx.Param, nnx.RngState, ...)
         params, collections = _to_tree(params), _collections(_to_tree(rest))
         outputs, _, _ = self.apply(params, collections, inputs, rngs=None, train=False, side=side)
@@ -49,7 +63,16 @@ class NNXLayer(Layer):
         train: bool,
         side: Mapping[str, PyTree],
     ) -> Applied:
-        """See `Layer.apply`."""
+        """See `Layer.apply`.
+
+        Raises:
+            LayerError: The module has random streams, is in training, and gets no key for them.
+        """
+        if train and rngs is None and jax.tree.leaves(self._rngs):
+            raise LayerError(
+                f"layer {self.class_name} must get a key in training, since it holds random streams, but got key=None. "
+                "Pass apply(..., train=True, key=key)."
+            )
         key = jax.random.key(0) if rngs is None else rngs["params"]
         module = nnx.merge(
             self._graph,
@@ -58,13 +81,44 @@ class NNXLayer(Layer):
             _fill(self._rest, collections.get("state", {})),
         )
         module.set_attributes(deterministic=not train, use_running_average=not train, raise_if_not_found=False)
-        outputs = self._call(module, inputs, **self._arguments.select(rngs=rngs, train=train, side=side))
-        rest = nnx.split(module, nnx.Param, nnx.RngState, ...)[3]
+        streams = None if rngs is None else nnx.Rngs(rngs["dropout"])
+        args, kwargs = self._arguments.select(rngs=streams, train=train, side=side)
+        outputs = self._call(module, inputs, *args, **kwargs)
+        _, _, _, rest = nnx.split(module, nnx.Param, nnx.RngState, ...)
         return outputs, _collections(_to_tree(rest)), {}
 
     def _build(self, key: jax.Array) -> Any:
-        wants_rngs = "rngs" in CallArguments(self._spec.typename, 0, self.class_name).names
-        return self._spec.build(rngs=nnx.Rngs(key)) if wants_rngs else self._spec.build()
+        module = self._spec.build(rngs=nnx.Rngs(key)) if self._takes_rngs else self._spec.build()
+        for _, node in nnx.iter_graph(module):
+            found = [name for name, value in _attributes(node) if isinstance(value, Tracer)]
+            if found:
+                raise LayerError(
+                    f"layer {self.class_name} must keep its arrays in nnx.Variable objects, but got a plain array as "
+                    f"{type(node).__name__}.{found[0]}. Make it an nnx.Param if it is trained, else compute it in the "
+                    "call."
+                )
+        return module
+
+
+def _attributes(node: Any) -> list[tuple[str, Any]]:
+    return list(vars(node).items()) if isinstance(node, nnx.Module) else []
+
+
+def _check_spec(spec: LayerSpec) -> None:
+    name, kwargs = getattr(spec.typename, "__name__", "Module"), spec.module_kwargs
+    if "rngs" in kwargs:
+        raise LayerError(
+            f"LayerSpec({name}, ...) must leave rngs to the pipeline, but got rngs={type(kwargs['rngs']).__name__}. "
+            "Leave it out: each layer is built with a key of its own."
+        )
+    held = (*spec.module_args, *kwargs.values())
+    leaves = jax.tree.leaves(held, is_leaf=lambda x: isinstance(x, nnx.Module))
+    built = [leaf for leaf in leaves if isinstance(leaf, nnx.Module)]
+    if built:
+        raise LayerError(
+            f"LayerSpec({name}, ...) must be given no built NNX module, but got a {type(built[0]).__name__} among its "
+            "arguments. Build it inside the class, from rngs."
+        )
 
 
 def _collections(tree: PyTree) -> dict[str, PyTree]:
@@ -94,7 +148,7 @@ def _fill(state: nnx.State, tree: PyTree) -> nnx.State:
 def _fresh_streams(state: nnx.State, key: jax.Array) -> PyTree:
     """Random state keyed from `key`: every stream a key of its own, every count zero."""
     leaves, treedef = jax.tree.flatten(_to_tree(state))
-    is_key = [jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) for leaf in leaves]
+    is_key = [jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key) for leaf in leaves]
     keys = [jax.random.fold_in(key, i) for i in range(len(leaves))]
     counts = [jax.numpy.zeros((), leaf.dtype) for leaf in leaves]
     return jax.tree.unflatten(treedef, [k if is_k else c for k, c, is_k in zip(keys, counts, is_key, strict=True)])

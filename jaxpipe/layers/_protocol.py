@@ -1,8 +1,9 @@
 """What the rest of the library knows of a layer: how to make its variables and how to call it."""
 
 import abc
+import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ from jaxpipe.errors import LayerError
 
 Rngs = Mapping[str, jax.Array]
 Applied = tuple[PyTree, dict[str, PyTree], dict[str, PyTree]]
+STANDARD_ARGUMENTS = ("train", "deterministic", "rngs")
 
 
 class Layer(abc.ABC):
@@ -22,15 +24,20 @@ class Layer(abc.ABC):
     """
 
     class_name: str
+    identity: Hashable = None
+    """Equal for layers of equal code and arguments; None where that cannot be told."""
 
     @abc.abstractmethod
-    def init(self, key: jax.Array, inputs: PyTree, *, side: Mapping[str, PyTree]) -> tuple[PyTree, dict, dict]:
+    def init(
+        self, key: jax.Array, inputs: PyTree, *, side: Mapping[str, PyTree], given: PyTree | None = None
+    ) -> tuple[PyTree, dict, dict]:
         """Make the variables.
 
         Args:
             key: A key of this layer's own.
             inputs: What the layer before hands over; only shapes and dtypes matter.
             side: Side inputs by name.
+            given: Parameters that another layer of the same tied key has made already.
 
         Returns:
             `(outputs, params, collections)`.
@@ -69,44 +76,87 @@ def layer_rngs(key: jax.Array | None) -> Rngs | None:
     return {"params": jax.random.fold_in(key, 0), "dropout": jax.random.fold_in(key, 1)}
 
 
-class CallArguments:
-    """The keyword arguments a callable takes beside its inputs, found once from its signature.
+def identity_of(*parts: Any) -> Hashable:
+    """What tells layers apart without tracing them; None where the parts have no hash.
 
-    A callable receives `train`, `deterministic`, `rngs` or a side input only if its signature names it.
+    The printed form tells apart what Python holds equal, such as 1, 1.0 and True.
+    """
+    try:
+        hash(parts)
+    except TypeError:
+        return None
+    return parts, repr(parts)
+
+
+def call_of(cls: type) -> Callable[..., Any]:
+    """The function that a module's class defines as its call.
+
+    Raises:
+        LayerError: It defines none.
+    """
+    for base in cls.__mro__:
+        if "__call__" in vars(base):
+            return cls.__call__
+    raise LayerError(
+        f"a layer's class must have a method __call__(self, inputs), but got {cls.__name__}, which has none. "
+        "Define it, or use TiedLayerSpec with a forward_fn that calls another method."
+    )
+
+
+class CallArguments:
+    """What a callable takes beside its inputs, found once from its signature.
+
+    A callable receives `train`, `deterministic`, `rngs` or a side input only if its signature names it; by position
+    where it can, since transformations such as `flax.linen.remat` make only positional arguments static.
 
     Args:
         function: The layer's call, or a tied layer's `forward_fn`.
         num_leading: How many parameters come first and are passed by position (a module, the inputs).
         label: How errors name the layer.
+        skip: Names that have their value already.
     """
 
-    def __init__(self, function: Callable[..., Any], num_leading: int, label: str) -> None:
+    def __init__(self, function: Callable[..., Any], num_leading: int, label: str, skip: Collection[str] = ()) -> None:
         self._label = label
+        bound = function.keywords if isinstance(function, functools.partial) else ()
         try:
-            parameters = list(inspect.signature(function).parameters.values())
+            parameters = list(inspect.signature(function).parameters.values())[num_leading:]
         except (TypeError, ValueError):  # builtins without a signature take their inputs alone
             parameters = []
-        named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-        self._required = {
-            p.name: p.default is inspect.Parameter.empty for p in parameters[num_leading:] if p.kind in named
-        }
+        variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+        self._parameters = [p for p in parameters if p.kind not in variadic]
+        self._skip = {*skip, *bound}
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Names of all parameters that can be passed by keyword."""
-        return tuple(self._required)
-
-    def select(self, *, rngs: Rngs | None, train: bool, side: Mapping[str, PyTree]) -> dict[str, Any]:
+    def select(self, *, rngs: Any, train: bool, side: Mapping[str, PyTree]) -> tuple[list[Any], dict[str, Any]]:
         """Pick from what there is what the signature names.
+
+        Returns:
+            Further positional arguments, and keyword arguments.
 
         Raises:
             LayerError: A parameter without default that is neither a standard argument nor a side input.
         """
         offered = {"train": train, "deterministic": not train, "rngs": rngs, **side}
-        missing = [name for name, required in self._required.items() if required and name not in offered]
-        if missing:
-            raise LayerError(
-                f"{self._label} must find its argument {missing[0]!r} among the side inputs, but got "
-                f"side={sorted(side)}. Give the batch a third entry {{{missing[0]!r}: array}}, or the argument a default."
-            )
-        return {name: offered[name] for name in self._required if name in offered}
+        args: list[Any] = []
+        kwargs: dict[str, Any] = {}
+        in_order, gap = True, []
+        for parameter in self._parameters:
+            name = parameter.name
+            in_order = in_order and parameter.kind is not inspect.Parameter.KEYWORD_ONLY
+            required = parameter.default is inspect.Parameter.empty
+            if required and name not in offered:
+                raise self._missing(name, side)
+            if name not in offered or (name in self._skip and not required):
+                in_order = in_order and parameter.default is None
+                gap.append(None)
+            elif in_order:
+                args, gap = [*args, *gap, offered[name]], []
+            else:
+                kwargs[name] = offered[name]
+        return args, kwargs
+
+    def _missing(self, name: str, side: Mapping[str, PyTree]) -> LayerError:
+        return LayerError(
+            f"{self._label} must find its argument {name!r} among the side inputs, but got side={sorted(side)}. "
+            f"Give the batch a third entry {{{name!r}: array}}, or the argument a default."
+        )

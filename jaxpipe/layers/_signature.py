@@ -1,21 +1,109 @@
 """When two layers are the same program: equal traces of call and gradient, never equal class names."""
 
 import hashlib
-import re
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from jaxpipe._typing import PyTree
+from jaxpipe.errors import JaxpipeError, LayerError
 
 from ._build import NamedLayer
 from ._protocol import layer_rngs
 from ._trace import ModelTrace
 
-_RULE_ADDRESS = re.compile(r"((?:jvp_jaxpr_fun|fwd_jaxpr_thunk|jvp_jaxpr_thunk|bwd)=[^\n]*?) at 0x[0-9a-f]+")
+_CUSTOM_RULES = ("custom_jvp_call", "custom_vjp_call")
+
+
+def program_key(closed: ClosedJaxpr) -> Hashable:
+    """What identifies a traced program: its equations, shapes, constants and the functions it calls back.
+
+    Constants are compared by value, also those that an inner `jax.jit` closes over, which the printed form of a
+    program leaves out. Python functions are compared by identity. Custom derivative rules do not count: differentiate
+    first where the derivative matters.
+
+    Args:
+        closed: The trace.
+
+    Returns:
+        A value that is equal for equal programs.
+    """
+    return _closed_key(closed.jaxpr, closed.consts)
+
+
+def _closed_key(jaxpr: Jaxpr, consts: Sequence[Any]) -> Hashable:
+    numbers: dict[Any, int] = {}
+
+    def atom(var: Any) -> Hashable:
+        if isinstance(var, Literal):
+            return "literal", var.aval, _value_key(var.val)
+        return numbers.setdefault(var, len(numbers))
+
+    inputs = tuple((atom(var), var.aval) for var in (*jaxpr.constvars, *jaxpr.invars))
+    equations = tuple(
+        (
+            eqn.primitive.name,
+            _params_key(eqn.primitive.name, eqn.params),
+            tuple(atom(var) for var in eqn.invars),
+            tuple((atom(var), var.aval) for var in eqn.outvars),
+        )
+        for eqn in jaxpr.eqns
+    )
+    return inputs, equations, tuple(atom(var) for var in jaxpr.outvars), tuple(_value_key(c) for c in consts)
+
+
+def _params_key(primitive: str, params: Mapping[str, Any]) -> Hashable:
+    if primitive in _CUSTOM_RULES:  # the rest are the rules, which the trace of the gradient holds applied
+        return _value_key(params["call_jaxpr"])
+    return _value_key(params)
+
+
+def _value_key(value: Any) -> Hashable:
+    if isinstance(value, ClosedJaxpr):
+        return _closed_key(value.jaxpr, value.consts)
+    if isinstance(value, Jaxpr):
+        return _closed_key(value, ())
+    if isinstance(value, Mapping):
+        return tuple((key, _value_key(value[key])) for key in value)
+    if isinstance(value, (tuple, list)):
+        return type(value), tuple(_value_key(item) for item in value)
+    if isinstance(value, (bool, int, float, complex)):
+        return type(value), repr(value)  # told apart: 1 and True, 0.0 and -0.0; the same: nan and nan
+    if isinstance(value, jax.Array) or (hasattr(value, "__array__") and not isinstance(value, type)):
+        return _array_key(value)
+    try:
+        hash(value)
+    except TypeError:
+        return _Same(value)
+    return value
+
+
+def _array_key(array: Any) -> Hashable:
+    if isinstance(array, Tracer):
+        return _Same(array)
+    impl = None
+    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+        impl, array = str(jax.random.key_impl(array)), jax.random.key_data(array)
+    host = np.asarray(array)
+    return impl, host.shape, str(host.dtype), hashlib.sha256(host.tobytes()).digest()
+
+
+class _Same:
+    """Equal only where it holds the very same object, which it keeps alive."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self._value is other._value
+
+    def __hash__(self) -> int:
+        return id(self._value)
 
 
 def layer_signature(named: NamedLayer, trace: ModelTrace) -> Hashable:
@@ -30,11 +118,14 @@ def layer_signature(named: NamedLayer, trace: ModelTrace) -> Hashable:
 
     Returns:
         A value that is equal for alike layers.
+
+    Raises:
+        LayerError: The layer cannot be differentiated.
     """
     params, inputs = trace.params[named.index], trace.boundaries[named.index]
 
-    def forward(params: PyTree, inputs: PyTree, key: jax.Array, side: PyTree) -> PyTree:
-        return named.layer.apply(params, {}, inputs, rngs=layer_rngs(key), train=True, side=side)[0]
+    def forward(params: PyTree, inputs: PyTree, key: jax.Array, side: PyTree, train: bool = False) -> PyTree:
+        return named.layer.apply(params, {}, inputs, rngs=layer_rngs(key), train=train, side=side)[0]
 
     def forward_and_backward(params: PyTree, inputs: PyTree, key: jax.Array, side: PyTree, scale: jax.Array) -> PyTree:
         leaves, treedef = jax.tree.flatten((params, inputs))
@@ -44,22 +135,25 @@ def layer_signature(named: NamedLayer, trace: ModelTrace) -> Hashable:
             merged = list(leaves)
             for i, value in zip(moving, values, strict=True):
                 merged[i] = value
-            return forward(*jax.tree.unflatten(treedef, merged), key, side)
+            params, inputs = jax.tree.unflatten(treedef, merged)
+            return forward(params, inputs, key, side, train=True)
 
         outputs, pullback = jax.vjp(of_moving, [leaves[i] for i in moving])
         return outputs, pullback(jax.tree.map(lambda y: _cotangent(y, scale), outputs))
 
     args = (params, inputs, jax.eval_shape(lambda: jax.random.key(0)), dict(trace.side))
-    traced = [
-        jax.make_jaxpr(forward_and_backward)(*args, jax.ShapeDtypeStruct((), jnp.float32)),
-        jax.make_jaxpr(lambda p, x, k, s: named.layer.apply(p, {}, x, rngs=layer_rngs(k), train=False, side=s)[0])(
-            *args
-        ),
-    ]
-    texts = tuple(_RULE_ADDRESS.sub(r"\1", str(t.jaxpr)) for t in traced)
-    consts = tuple(_fingerprint(c) for t in traced for c in t.consts)
-    shapes = [jax.tree.flatten(tree) for tree in (params, inputs, trace.boundaries[named.index + 1])]
-    return texts, consts, tuple((treedef, tuple((x.shape, x.dtype) for x in leaves)) for leaves, treedef in shapes)
+    try:
+        training = jax.make_jaxpr(forward_and_backward)(*args, jax.ShapeDtypeStruct((), jnp.float32))
+    except JaxpipeError:
+        raise
+    except Exception as error:
+        raise LayerError(
+            f"layer {named.name} must be differentiable in training, but got {type(error).__name__}: {error}. "
+            "Give what has no derivative one, with jax.custom_vjp or jax.lax.stop_gradient."
+        ) from error
+    evaluation = jax.make_jaxpr(forward)(*args)
+    structures = tuple(jax.tree.structure(tree) for tree in (params, inputs, trace.boundaries[named.index + 1]))
+    return program_key(training), program_key(evaluation), structures
 
 
 def _cotangent(output: jax.Array, scale: jax.Array) -> Any:
@@ -68,16 +162,23 @@ def _cotangent(output: jax.Array, scale: jax.Array) -> Any:
     return np.zeros(output.shape, jax.dtypes.float0)
 
 
-def _fingerprint(const: Any) -> Hashable:
-    if jax.dtypes.issubdtype(getattr(const, "dtype", None), jax.dtypes.prng_key):
-        const = jax.random.key_data(const)
-    array = np.asarray(const)
-    return array.shape, str(array.dtype), hashlib.sha256(array.tobytes()).hexdigest()
-
-
 def layer_signatures(layers: Sequence[NamedLayer], trace: ModelTrace) -> tuple[Hashable, ...]:
-    """The signatures of all layers; a layer that shares parameters is like no other."""
-    return tuple(("tied", named.index) if named.tied_key else layer_signature(named, trace) for named in layers)
+    """The signatures of all layers of a model, as numbers that are equal for alike layers.
+
+    A layer that shares parameters is like no other.
+
+    Raises:
+        LayerError: A layer cannot be differentiated.
+    """
+    numbers: dict[Hashable, int] = {}
+    found: list[int] = []
+    for named, first in zip(layers, trace.firsts, strict=True):
+        if first < named.index:
+            found.append(found[first])
+        else:
+            signature = ("tied", named.index) if named.tied_key else layer_signature(named, trace)
+            found.append(numbers.setdefault(signature, len(numbers)))
+    return tuple(found)
 
 
 def repeated_layers(layers: Sequence[NamedLayer], trace: ModelTrace) -> list[int | None]:
@@ -89,6 +190,9 @@ def repeated_layers(layers: Sequence[NamedLayer], trace: ModelTrace) -> list[int
 
     Returns:
         Per layer the number of its class of alike layers, or None where it has no like.
+
+    Raises:
+        LayerError: A layer cannot be differentiated.
     """
     signatures = layer_signatures(layers, trace)
     numbers = {signature: i for i, signature in enumerate(dict.fromkeys(signatures))}

@@ -3,6 +3,9 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import flax.linen as nn
+from flax import nnx
+
 from jaxpipe.errors import LayerError
 
 
@@ -27,10 +30,12 @@ class LayerSpec:
     """
 
     def __init__(self, typename: Callable[..., Any], *module_args: Any, **module_kwargs: Any) -> None:
-        if not callable(typename):
+        if not callable(typename) or isinstance(typename, (nn.Module, nnx.Module)):
+            built = callable(typename)
             raise LayerError(
-                f"LayerSpec must be given a class or a callable that makes a layer, but got typename={typename!r}. "
-                "Write LayerSpec(Class, arguments...), or put a built layer into the list as it is."
+                "LayerSpec must be given a class or a callable that makes a layer, but got typename="
+                f"{type(typename).__name__ + ' instance' if built else repr(typename)}. "
+                "Write LayerSpec(Class, arguments...), or put a built Linen module into the list as it is."
             )
         self.typename = typename
         self.module_args = module_args
@@ -63,13 +68,14 @@ class TiedLayerSpec(LayerSpec):
         typename: As in `LayerSpec`.
         *module_args: Positional arguments of the class.
         forward_fn: `forward_fn(module, inputs)` in place of the layer's own call; `module` is the bound Linen module
-            or the NNX object.
+            or the NNX object. It too receives `train`, `deterministic`, `rngs` or a side input if it names them.
         tied_weight_attr: Dotted path, or paths, of the parameters to share, such as `"embedding"` or
             `"token.embedding"`; a path that names a subtree shares all of it. None shares everything.
         **module_kwargs: Keyword arguments of the class.
 
     Raises:
-        LayerError: The key is not a non-empty string without a slash, or `forward_fn` is not callable.
+        LayerError: As in `LayerSpec`; or the key is not a non-empty string without a slash, `forward_fn` is not
+            callable, or `tied_weight_attr` holds anything but non-empty strings.
     """
 
     def __init__(
@@ -95,4 +101,10 @@ class TiedLayerSpec(LayerSpec):
         self.key = key
         self.forward_fn = forward_fn
         attrs = (tied_weight_attr,) if isinstance(tied_weight_attr, str) else tied_weight_attr
+        is_paths = isinstance(attrs, Sequence) and len(attrs) and all(isinstance(a, str) and a for a in attrs)
+        if attrs is not None and not is_paths:
+            raise LayerError(
+                "tied_weight_attr must be a dotted path or a non-empty list of them, but got "
+                f"tied_weight_attr={tied_weight_attr!r}. Leave it out to share all parameters of the layer."
+            )
         self.tied_weight_attr = None if attrs is None else tuple(attrs)

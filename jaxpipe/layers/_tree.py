@@ -10,7 +10,7 @@ from typing import Any
 from jaxpipe._typing import Path, PyTree
 from jaxpipe.errors import LayerError
 
-from ._build import NamedLayer
+from ._build import NamedLayer, split_attr
 
 
 def flatten_dict(tree: Any, prefix: Path = ()) -> dict[Path, Any]:
@@ -46,39 +46,36 @@ class ParamPaths:
     """
 
     def __init__(self, named: NamedLayer, params: PyTree) -> None:
-        local = list(flatten_dict(params)) if params else []
-        shared = {path for path in local if named.tied_key is not None and named.tied_paths is None}
+        local = list(flatten_dict(params))
         for attr in named.tied_paths or ():
-            wanted = tuple(attr.split("."))
-            found = {path for path in local if path[: len(wanted)] == wanted}
-            if not found:
+            wanted = split_attr(attr)
+            if not any(path[: len(wanted)] == wanted for path in local):
                 known = ", ".join(".".join(path) for path in local) or "none"
                 raise LayerError(
                     f"tied_weight_attr must name a parameter of layer {named.name}, but got {attr!r}. "
-                    f"Its parameters are: {known}."
+                    f"Name one of its parameters: {known}."
                 )
-            shared |= found
-        tied_root: Path = ("tied", str(named.tied_key))
-        self.paths: dict[Path, Path] = {
-            path: (*(tied_root if path in shared else ("layers", named.name)), *path) for path in local
-        }
-
-    def view(self, tree: PyTree) -> PyTree:
-        """The layer's own parameters, picked out of the model's tree."""
-        return unflatten_dict({path: _get(tree, at) for path, at in self.paths.items()})
+        tied, own = ("tied", str(named.tied_key)), ("layers", named.name)
+        self.paths: dict[Path, Path] = {path: (*(tied if named.shares(path) else own), *path) for path in local}
 
 
-def _get(tree: PyTree, path: Path) -> Any:
-    for key in path:
-        tree = tree[key]
-    return tree
+def layer_view(named: NamedLayer, tree: Mapping[str, Any]) -> PyTree:
+    """One layer's parameters out of the model's tree, with the paths inside the layer.
+
+    A tied layer sees all that its key shares, also what only another layer of the key uses.
+    """
+    own = tree.get("layers", {}).get(named.name, {})
+    if named.tied_key is None:
+        return own
+    shared = flatten_dict(tree.get("tied", {}).get(named.tied_key, {}))
+    return unflatten_dict({**flatten_dict(own), **{path: leaf for path, leaf in shared.items() if named.shares(path)}})
 
 
 def merge_layers(all_paths: Sequence[ParamPaths], all_params: Sequence[PyTree]) -> PyTree:
     """One tree from the parameters of single layers; where layers share, the first one's values stand."""
     flat: dict[Path, Any] = {}
     for paths, params in zip(all_paths, all_params, strict=True):
-        leaves = flatten_dict(params) if params else {}
+        leaves = flatten_dict(params)
         for path, at in paths.paths.items():
             flat.setdefault(at, leaves[path])
     return unflatten_dict(flat)

@@ -1,51 +1,60 @@
-"""Initial parameters, made on the devices of the stage that owns them."""
+"""Initial parameters: made leaf by leaf in host memory, so that a device never holds more than its own stage's."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
+from typing import Any
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 
 from jaxpipe._typing import Path, PyTree
 from jaxpipe.layers import ModelTrace, PipelineModule, flatten_dict
 
 from ._params import ModelParams
-from ._switch import switch_stages
+from ._switch import traced_key
 
 
-def init_stage(
-    module: PipelineModule, trace: ModelTrace, params: ModelParams, stage: jax.Array, key: jax.Array
-) -> PyTree:
-    """Make the parameters of this device's stage; runs inside `shard_map`.
+class StageInit:
+    """Makes one stage's parameters after another.
 
-    The values are those of `PipelineModule.init` with the same key, whatever the number of stages.
+    The values are those of `PipelineModule.init` with the same key, whatever the number of stages. Layers whose
+    initialisation is the same program are compiled once.
 
     Args:
         module: The model.
         trace: Its shapes.
         params: Where the parameters lie.
-        stage: Index along the `stage` axis.
         key: The model's key.
-
-    Returns:
-        The stage's storage.
     """
-    owners = trace.owners()
-    starts = [min(stage_params.layers, default=0) for stage_params in params.stages]
 
-    def branch(s: int) -> Callable[[jax.Array, jax.Array], PyTree]:
-        def run(key: jax.Array, start: jax.Array) -> PyTree:
-            made: dict[int, dict[Path, jax.Array]] = {}
+    def __init__(self, module: PipelineModule, trace: ModelTrace, params: ModelParams, key: jax.Array) -> None:
+        self._module, self._trace, self._params, self._key = module, trace, params, key
+        self._owners = trace.owners()
+        self._compiled: dict[Hashable, Callable[..., PyTree]] = {}
 
-            def leaf(path: Path) -> jax.Array:
-                index, local = owners[path]
-                if index not in made:
-                    place = start + (index - starts[s]) if index >= starts[s] else index
-                    made[index] = flatten_dict(module.init_layer(index, trace, key, place))
-                return made[index][local]
+    def row(self, stage: int) -> PyTree:
+        """The storage of a stage, as numpy arrays."""
+        made: dict[int, dict[Path, Any]] = {}
+        leaves: dict[str, np.ndarray] = {}
+        for name, path in self._params.stages[stage].paths.items():
+            index, local = self._owners[path]
+            if index not in made:
+                made[index] = flatten_dict(self._layer(index))
+            leaves[name] = np.asarray(made[index][local])
+        return self._params.layout.host_row(stage, leaves)
 
-            return params.layout.pack(s, {name: leaf(path) for name, path in params.stages[s].paths.items()})
+    def _layer(self, index: int) -> PyTree:
+        def make(key: jax.Array, place: jax.Array) -> PyTree:
+            return self._module.init_layer(index, self._trace, key, place)
 
-        return run
+        with jax.default_device(_host()):
+            args = (jax.device_put(self._key, _host()), np.int32(index))
+            run = self._compiled.setdefault(traced_key(make, *args), jax.jit(make))
+            return run(*args)
 
-    start = jnp.asarray(starts, jnp.int32)[stage]
-    return switch_stages(stage, [branch(s) for s in range(len(params.stages))], key, start)
+
+def _host() -> Any:
+    """A device whose memory is the host's, or the default one where JAX was started without."""
+    try:
+        return jax.local_devices(backend="cpu")[0]
+    except RuntimeError:
+        return jax.local_devices()[0]

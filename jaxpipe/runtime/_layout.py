@@ -130,7 +130,8 @@ class Layout:
         packed = {dtype: np.zeros((size,), jnp.dtype(dtype)) for dtype, size in self.packed_sizes.items()}
         for name, place in self._places[stage].items():
             packed[place.dtype][place.offset : place.end] = np.asarray(leaves[name]).reshape(-1)
-        return {"stacked": {name: np.asarray(leaves[name]) for name in self.stacked}, "packed": packed}
+        stacked = {name: np.asarray(leaves[name], like.dtype) for name, like in self.stacked.items()}
+        return {"stacked": stacked, "packed": packed}
 
 
 def _same(a: jax.ShapeDtypeStruct, b: jax.ShapeDtypeStruct) -> bool:

@@ -66,13 +66,11 @@ class ModelParams:
         self.tied = {name: tuple(stages) for name, stages in holders.items() if len(stages) > 1}
         """Shared parameters that several stages hold, each with those stages; the first one owns it."""
 
-    def rows(self, tree: PyTree) -> list[PyTree]:
-        """Storage of every stage as numpy arrays, from the model's tree."""
+    def row(self, stage: int, tree: PyTree) -> PyTree:
+        """Storage of one stage as numpy arrays, from the model's tree."""
         flat = flatten_dict(tree)
-        return [
-            self.layout.host_row(s, {name: np.asarray(flat[path]) for name, path in stage.paths.items()})
-            for s, stage in enumerate(self.stages)
-        ]
+        leaves = {name: np.asarray(flat[path]) for name, path in self.stages[stage].paths.items()}
+        return self.layout.host_row(stage, leaves)
 
     def tree(self, rows: Sequence[PyTree]) -> PyTree:
         """The model's tree from the storage of every stage."""

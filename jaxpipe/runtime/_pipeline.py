@@ -5,7 +5,6 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -20,8 +19,9 @@ from ._batch import check_batch, entry_struct, infer_microbatch_size
 from ._check_params import check_params
 from ._cut import StageCut
 from ._evaluate import EvaluateLoop
-from ._init import init_stage
+from ._init import StageInit
 from ._parts import StageParts
+from ._place import place_rows
 from ._state import TrainState, state_shardings, state_specs
 from ._tied import spread_tied, sum_tied
 from ._train import Device, TrainLoop
@@ -148,12 +148,8 @@ class Pipeline:
         """
         rng = jax.random.key(self.module.base_seed)
 
-        def make(key: jax.Array) -> PyTree:
-            stage = jax.lax.axis_index("stage")
-            return _expand(init_stage(self.module, self.trace, self._stages.params, stage, key))
-
-        params = self._shard_map(make, (P(),), P("stage"))
-        return self._with_optimizer(jax.jit(params)(rng if key is None else key), rng)
+        make = StageInit(self.module, self.trace, self._stages.params, rng if key is None else key)
+        return self._with_optimizer(place_rows(make.row, self.state_struct.params, self.mesh), rng)
 
     def init_from(self, tree: PyTree) -> TrainState:
         """Make an initial state from the model's parameter tree.
@@ -202,14 +198,7 @@ class Pipeline:
 
     def _place(self, tree: PyTree) -> PyTree:
         check_params(tree, self._stages.params.struct)
-        rows = self._stages.params.rows(tree)
-        sharding = NamedSharding(self.mesh, P("stage"))
-
-        def put(*leaves: np.ndarray) -> jax.Array:
-            shape = (len(leaves), *leaves[0].shape)
-            return jax.make_array_from_callback(shape, sharding, lambda index: leaves[_row(index)][None])
-
-        return jax.tree.map(put, *rows)
+        return place_rows(lambda stage: self._stages.params.row(stage, tree), self.state_struct.params, self.mesh)
 
     def _with_optimizer(self, params: PyTree, rng: jax.Array) -> TrainState:
         def make(params: PyTree) -> PyTree:
@@ -281,11 +270,6 @@ class Pipeline:
         self.step = compiled(step, (specs, P()), donate=(0,))
         self.gradients = compiled(gradients, (P(), P("stage")))
         self.evaluate = compiled(evaluate, P())
-
-
-def _row(index: tuple[slice, ...] | None) -> int:
-    """The stage that a shard `[1, ...]` belongs to."""
-    return (index[0].start or 0) if index else 0
 
 
 def _squeeze(tree: PyTree) -> PyTree:

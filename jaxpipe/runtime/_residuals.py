@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxpipe._typing import PyTree
 
 from ._dependence import output_dependence
+from ._keep import asks_for_recompute, keep_products
 
 
 def differentiable(tree: PyTree) -> list[jax.Array]:
@@ -44,6 +45,8 @@ class Residuals:
     def __init__(self, function: Callable[..., PyTree], params: PyTree, inputs: PyTree, context: PyTree) -> None:
         self._function = function
         self._inputs, self._context = inputs, context
+        plain = jax.make_jaxpr(function)(params, inputs, context).jaxpr
+        self._choose = (lambda moving: moving) if asks_for_recompute(plain) else keep_products
 
         def trace(params: PyTree, inputs: PyTree, context: PyTree) -> list[jax.Array]:
             return [_encode(leaf) for leaf in self._vjp(params, inputs, context)[1]]
@@ -105,7 +108,7 @@ class Residuals:
             outputs = self._function(params, replace_differentiable(inputs, values), context)
             return differentiable(outputs), outputs
 
-        _, pullback, outputs = jax.vjp(moving, params, differentiable(inputs), has_aux=True)
+        _, pullback, outputs = jax.vjp(self._choose(moving), params, differentiable(inputs), has_aux=True)
         leaves, treedef = jax.tree.flatten(pullback)
         return outputs, leaves, treedef
 

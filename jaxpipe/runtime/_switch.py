@@ -1,10 +1,12 @@
 """A switch on the stage whose branches are compiled once per distinct program."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+from jaxpipe.layers import program_key
 
 
 def switch_stages(stage: jax.Array, branches: Sequence[Callable[..., Any]], *args: Any) -> Any:
@@ -20,21 +22,21 @@ def switch_stages(stage: jax.Array, branches: Sequence[Callable[..., Any]], *arg
     Returns:
         What the stage's branch returns.
     """
-    places: dict[str, int] = {}
+    places: dict[Hashable, int] = {}
     distinct: list[Callable[..., Any]] = []
     index = []
     for branch in branches:
-        text = program_text(branch, *args)
-        if text not in places:
-            places[text] = len(distinct)
+        key = traced_key(branch, *args)
+        if key not in places:
+            places[key] = len(distinct)
             distinct.append(branch)
-        index.append(places[text])
+        index.append(places[key])
     if len(distinct) == 1:
         return distinct[0](*args)
     return jax.lax.switch(jnp.asarray(index, jnp.int32)[stage], distinct, *args)
 
 
-def program_text(function: Callable[..., Any], *args: Any) -> str:
-    """What identifies a traced program; one that holds constant arrays is like no other."""
-    closed = jax.make_jaxpr(function)(*args)
-    return f"{closed.jaxpr} {[id(const) for const in closed.consts]}"
+def traced_key(function: Callable[..., Any], *args: Any) -> Hashable:
+    """A value that is equal for functions that are the same program and return trees of the same structure."""
+    closed, outputs = jax.make_jaxpr(function, return_shape=True)(*args)
+    return program_key(closed), jax.tree.structure(outputs)

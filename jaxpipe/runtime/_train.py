@@ -143,7 +143,7 @@ class TrainLoop:
             return self._parts.loss_and_gradients(device.storage, batch, output)
 
         if self._last == 0:
-            loss, own, gradient = epilogue()
+            loss, own, gradient = self._cell(run, "forward", index, epilogue)
         else:
             loss, own, gradient = guard((device.stage == self._last) & (index >= 0), epilogue, skip=True)
         carry["loss"] = carry["loss"] + loss.astype(jnp.float32)

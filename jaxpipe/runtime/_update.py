@@ -1,6 +1,6 @@
 """The optimiser, run on each stage for that stage's own parameters."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,7 +13,7 @@ from jaxpipe.layers import flatten_dict, unflatten_dict
 from ._layout import Layout
 from ._leafwise import check_leafwise
 from ._params import ModelParams
-from ._switch import program_text, switch_stages
+from ._switch import switch_stages, traced_key
 
 Paths = Mapping[str, Path]
 
@@ -39,9 +39,9 @@ class Updater:
         own = [_Group(params, s, stage.own, optimizer) for s, stage in enumerate(stages)]
         trunk = [_Group(params, s, stage.trunk, optimizer) for s, stage in enumerate(stages)]
         if len(stages) > 1:
-            check_leafwise(optimizer, [group.struct for group in (*own, *trunk)])
+            check_leafwise(optimizer, [unflatten_dict(params.struct)])
         if not any(group.depends_on_layer_names() for group in trunk):
-            trunk = [_Group(params, 0, _anonymous(stages[0].trunk), optimizer)] * len(stages)
+            trunk = [_Group(params, 0, _anonymous(params.stages[0].trunk), optimizer)] * len(stages)
         self._groups = {"trunk": trunk, "own": own}
         self._layouts = {
             name: Layout([group.state_leaves for group in groups]) for name, groups in self._groups.items()
@@ -129,14 +129,14 @@ class _Group:
         other = {key: f"{place:09d}" for place, key in enumerate(keys)}
         renamed = {name: (path[0], other[path[1]], *path[2:]) for name, path in self._paths.items()}
         twin = _Group(self._params, self._stage, renamed, self._optimizer)
-        return self._text() != twin._text()
+        return self._key() != twin._key()
 
-    def _text(self) -> str:
+    def _key(self) -> Hashable:
         def run(params: PyTree, grads: PyTree) -> Any:
             state = self._optimizer.init(params)
-            return self._optimizer.update(grads, state, params)
+            return jax.tree.leaves(self._optimizer.update(grads, state, params))
 
-        return program_text(run, self.struct, self.struct)
+        return traced_key(run, self.struct, self.struct)
 
     def _tree(self, storage: PyTree) -> PyTree:
         layout = self._params.layout

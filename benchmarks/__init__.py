@@ -1,0 +1,1 @@
+"""Measurements: run each file as a module, `python -m benchmarks.<name>`."""

@@ -1,0 +1,67 @@
+"""Checks of what `PipelineModule` is given."""
+
+from typing import Any
+
+from jaxpipe.errors import LayerError, PartitionError, TopologyError
+from jaxpipe.topology import ProcessTopology
+
+
+def checked_stages(num_stages: int | None, topology: ProcessTopology | None) -> int:
+    """The number of stages.
+
+    Raises:
+        TopologyError: Neither argument is given, they disagree, or one of them is not of its kind.
+    """
+    if num_stages is None and topology is None:
+        raise TopologyError(
+            "PipelineModule must know the number of stages, but got num_stages=None and topology=None. "
+            "Give num_stages=, or a topology with a 'pipe' axis."
+        )
+    if num_stages is not None and (not isinstance(num_stages, int) or isinstance(num_stages, bool) or num_stages < 1):
+        raise TopologyError(
+            f"num_stages must be an integer >= 1, but got num_stages={num_stages!r}. Use 1 for no pipeline."
+        )
+    if topology is None:
+        return num_stages or 1
+    if not isinstance(topology, ProcessTopology):
+        raise TopologyError(
+            f"topology must be a ProcessTopology, but got a {type(topology).__name__}. "
+            "Use PipeDataParallelTopology(num_pp, num_dp), and pass a mesh to initialize."
+        )
+    pipe = topology.get_dim("pipe")
+    if pipe < 1:
+        raise TopologyError(
+            f"the topology must have a 'pipe' axis, but got axes={topology.get_axis_names()}. "
+            "Use PipeDataParallelTopology(num_pp, num_dp)."
+        )
+    if num_stages is not None and num_stages != pipe:
+        raise TopologyError(
+            f"num_stages and the topology's 'pipe' axis must agree, but got num_stages={num_stages} and pipe={pipe}. "
+            "Leave num_stages out, or change the topology."
+        )
+    return pipe
+
+
+def checked_callable(name: str, value: Any) -> Any:
+    """A function, or None.
+
+    Raises:
+        LayerError: It is neither.
+    """
+    if value is not None and not callable(value):
+        raise LayerError(f"{name} must be callable or None, but got {name}={value!r}. Pass the function itself.")
+    return value
+
+
+def checked_interval(interval: Any) -> int:
+    """A number of layers, or 0.
+
+    Raises:
+        PartitionError: It is not an integer >= 0.
+    """
+    if not isinstance(interval, int) or isinstance(interval, bool) or interval < 0:
+        raise PartitionError(
+            f"activation_checkpoint_interval must be an integer >= 0, but got {interval!r}. "
+            "Use 0 to keep all activations, or 1 to recompute layer by layer."
+        )
+    return interval

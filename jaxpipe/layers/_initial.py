@@ -1,0 +1,77 @@
+"""Initial parameters: what makes them, layer by layer."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxpipe._typing import Path, PyTree
+from jaxpipe.errors import LayerError
+
+from ._build import NamedLayer
+from ._trace import ModelTrace, as_arrays
+from ._tree import flatten_dict, unflatten_dict
+
+
+def init_layer(named: NamedLayer, trace: ModelTrace, key: jax.Array) -> PyTree:
+    """Make one layer's parameters, with the paths inside the layer; traceable.
+
+    Args:
+        named: The layer.
+        trace: The model's shapes.
+        key: The layer's own key.
+
+    Returns:
+        The parameters, those that another layer of the same tied key makes included, whose values mean nothing here.
+    """
+    given: dict[Path, Any] = {}
+    if named.tied_key is not None:
+        owners, leaves = trace.owners(), flatten_dict(trace.params[named.index])
+        paths = trace.paths[named.index].paths
+        given = {local: leaves[local] for local, at in paths.items() if owners[at][0] != named.index}
+    structs = (trace.boundaries[named.index], dict(trace.side), unflatten_dict(given))
+    inputs, side, zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), structs)
+    return as_arrays(named.layer.init(key, inputs, side=side, given=zeros)[1])
+
+
+def init_params(
+    make: Callable[[int, ModelTrace, jax.Array, jax.Array], PyTree], trace: ModelTrace, key: jax.Array
+) -> PyTree:
+    """Make the parameters of a whole model; layers of equal code and shapes share one compiled program.
+
+    Args:
+        make: `make(index, trace, key, place)`: the parameters of layer `index`, with the weights of layer `place`.
+        trace: The model's shapes.
+        key: The model's key.
+
+    Returns:
+        The model's parameter tree.
+    """
+    programs: dict[int, Callable[..., PyTree]] = {}
+    made: dict[int, dict[Path, jax.Array]] = {}
+    leaves: dict[Path, jax.Array] = {}
+    for path, (index, local) in trace.owners().items():
+        if index not in made:
+            first = trace.firsts[index]
+            program = programs.setdefault(first, jax.jit(functools.partial(make, first, trace)))
+            made[index] = flatten_dict(program(key, index))
+        leaves[path] = made[index][local]
+    return unflatten_dict(leaves)
+
+
+def seeded_keys(seed_fn: Callable[[int], jax.Array], base_seed: int, num_layers: int) -> jax.Array:
+    """The keys of all layers, each from a seed of its own.
+
+    Raises:
+        LayerError: `seed_fn` makes no key.
+    """
+    with jax.ensure_compile_time_eval():
+        keys = [seed_fn(base_seed + index) for index in range(num_layers)]
+        for key in keys:
+            if not isinstance(key, jax.Array):
+                raise LayerError(
+                    f"seed_fn must return a JAX key, but got {key!r}. Return jax.random.key(seed), or leave it out."
+                )
+        return jnp.stack(keys)

@@ -1,0 +1,110 @@
+import functools
+import re
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxpipe.errors import LayerError
+from jaxpipe.layers import LayerSpec, PipelineModule, TiedLayerSpec
+
+
+def _names(layers: Any) -> list[str]:
+    return [named.name for named in PipelineModule(layers, num_stages=1).layers]
+
+
+class _Callable:
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x
+
+
+def _double(x: jax.Array) -> jax.Array:
+    return 2 * x
+
+
+def test_layers_are_named_by_place_and_class() -> None:
+    layers = [
+        nn.Dense(3),
+        LayerSpec(nn.LayerNorm),
+        LayerSpec(nnx.Linear, 3, 3),
+        TiedLayerSpec("k", nn.Embed, 5, 3),
+        jnp.tanh,
+        lambda x: x,
+        _double,
+        functools.partial(_double),
+        _Callable(),
+        LayerSpec(lambda: _double),
+    ]
+    kinds = ["Dense", "LayerNorm", "Linear", "Embed", "tanh", "lambda", "_double", "_double", "_Callable", "_double"]
+    assert _names(layers) == [f"{i}_{kind}" for i, kind in enumerate(kinds)]
+
+
+def test_any_iterable_and_a_linen_sequential_are_lists_of_layers() -> None:
+    assert _names(nn.Dense(3) for _ in range(2)) == ["0_Dense", "1_Dense"]
+    assert _names((nn.Dense(3), jnp.tanh)) == ["0_Dense", "1_tanh"]
+    assert _names(nn.Sequential([nn.Dense(3), jnp.tanh])) == ["0_Dense", "1_tanh"]
+    assert _names([nn.Sequential([nn.Dense(3), jnp.tanh])]) == ["0_Sequential"]
+
+
+def test_one_instance_given_twice_is_two_layers() -> None:
+    dense = nn.Dense(3)
+    params = PipelineModule([dense, dense], num_stages=1).init(jax.random.key(0), np.ones((2, 3), np.float32))
+    first, second = params["layers"]["0_Dense"]["kernel"], params["layers"]["1_Dense"]["kernel"]
+    assert not np.array_equal(first, second)
+
+
+@pytest.mark.parametrize("layers", [3, None, "dense", {"a": nn.Dense(3)}, {1}])
+def test_layers_must_be_an_ordered_iterable(layers: Any) -> None:
+    with pytest.raises(LayerError, match=re.escape(f"but got layers={layers!r}") + ".*Write the model as a list"):
+        PipelineModule(layers, num_stages=1)
+
+
+@pytest.mark.parametrize("model", [nn.Dense(3), nnx.Sequential(nnx.Linear(3, 3, rngs=nnx.Rngs(0)))])
+def test_one_module_is_no_list_of_layers(model: Any) -> None:
+    with pytest.raises(LayerError, match=f"but got layers={type(model).__name__}. Write the model as a list"):
+        PipelineModule(model, num_stages=1)
+
+
+def test_an_empty_list_is_refused() -> None:
+    with pytest.raises(LayerError, match=r"at least one layer, but got layers=\[\]. Give the model's layers"):
+        PipelineModule([], num_stages=1)
+
+
+@pytest.mark.parametrize("kind", [nn.Dense, nnx.Linear])
+def test_a_class_in_place_of_a_layer_is_refused(kind: type) -> None:
+    with pytest.raises(LayerError, match=rf"layer 1 .* class {kind.__name__}. Write LayerSpec\({kind.__name__}"):
+        PipelineModule([jnp.tanh, kind], num_stages=1)
+
+
+def test_a_built_nnx_module_is_refused() -> None:
+    with pytest.raises(LayerError, match=r"layer 0 must be given as LayerSpec\(Linear, ...\), but got a built NNX"):
+        PipelineModule([nnx.Linear(3, 3, rngs=nnx.Rngs(0))], num_stages=1)
+
+
+@pytest.mark.parametrize("item", [3, None, "tanh", [jnp.tanh]])
+def test_what_cannot_be_called_is_refused(item: Any) -> None:
+    with pytest.raises(LayerError, match=r"layer 0 must be a Linen module.*" + re.escape(repr(item)[:8])):
+        PipelineModule([item], num_stages=1)
+
+
+def test_a_pipeline_inside_a_pipeline_is_refused() -> None:
+    inner = PipelineModule([jnp.tanh], num_stages=1)
+    with pytest.raises(LayerError, match="layer 1 must not be a PipelineModule.*Put its layers into the list"):
+        PipelineModule([jnp.tanh, inner], num_stages=1)
+    with pytest.raises(LayerError, match="layer 0 must not be a PipelineModule"):
+        PipelineModule([LayerSpec(PipelineModule, [jnp.tanh], num_stages=1)], num_stages=1)
+
+
+def test_a_forward_fn_beside_a_function_is_refused() -> None:
+    with pytest.raises(LayerError, match="forward_fn must stand beside a Linen or NNX module, but layer 0"):
+        PipelineModule([TiedLayerSpec("k", lambda: jnp.tanh, forward_fn=lambda m, x: x)], num_stages=1)
+
+
+@pytest.mark.parametrize("kind", [nn.Dense, nnx.Linear])
+def test_wrong_arguments_of_a_spec_name_the_layer(kind: type) -> None:
+    with pytest.raises(LayerError, match=rf"layer 1 must be built by {kind.__name__}\(\), but got TypeError.*Correct"):
+        PipelineModule([jnp.tanh, LayerSpec(kind)], num_stages=1)

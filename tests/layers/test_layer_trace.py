@@ -1,0 +1,169 @@
+import re
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxpipe.errors import LayerError
+from jaxpipe.layers import LayerSpec, PipelineModule, TiedLayerSpec, format_struct, layer_signatures, struct_of
+
+X = np.ones((2, 3), np.float32)
+
+
+class _Odd(nn.Module):
+    """One parameter, of whatever name and value."""
+
+    name_of: str
+    value: Any
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        self.param(self.name_of, lambda key: self.value)
+        return x
+
+
+def _trace(*layers: Any, inputs: Any = X, side: Any = None) -> Any:
+    return PipelineModule(layers, num_stages=1).trace(inputs, side)
+
+
+def test_boundaries_and_parameters_by_shape() -> None:
+    trace = _trace(LayerSpec(nn.Dense, 4), jnp.tanh, LayerSpec(nn.Dense, 2, use_bias=False))
+    assert [format_struct(b) for b in trace.boundaries] == [
+        "float32[2, 3]",
+        "float32[2, 4]",
+        "float32[2, 4]",
+        "float32[2, 2]",
+    ]
+    assert trace.num_params() == (16, 0, 8)
+    assert jax.tree.map(lambda x: x.shape, trace.tree()) == {
+        "layers": {"0_Dense": {"kernel": (3, 4), "bias": (4,)}, "2_Dense": {"kernel": (4, 2)}}
+    }
+
+
+def test_nothing_is_allocated() -> None:
+    huge = jax.ShapeDtypeStruct((1 << 30, 1 << 20), jnp.float32)
+    assert _trace(nn.Dense(1 << 30), inputs=huge).num_params() == ((1 << 50) + (1 << 30),)
+
+
+def test_the_first_of_those_that_share_owns() -> None:
+    trace = _trace(
+        TiedLayerSpec("k", nn.Dense, 3, tied_weight_attr="kernel"), TiedLayerSpec("k", nn.Dense, 3), inputs=X
+    )
+    assert trace.owners() == {
+        ("tied", "k", "kernel"): (0, ("kernel",)),
+        ("layers", "0_Dense", "bias"): (0, ("bias",)),
+        ("tied", "k", "bias"): (1, ("bias",)),
+    }
+    assert trace.num_params() == (12, 12)
+
+
+def test_layers_of_equal_code_and_shapes_are_traced_once() -> None:
+    calls = []
+
+    class Counting(nn.Module):
+        factor: Any
+
+        @nn.compact
+        def __call__(self, x: jax.Array) -> jax.Array:
+            calls.append(self.factor)
+            return nn.Dense(x.shape[-1])(x) * self.factor
+
+    specs = [LayerSpec(Counting, factor) for factor in (1, 1, 1.0, True, 2, 1)]
+    trace = _trace(*specs, lambda x: x[:1], LayerSpec(Counting, 1))
+    assert trace.firsts == (0, 0, 2, 3, 4, 0, 6, 7)
+    assert calls == [1, 1.0, True, 2, 1]
+    assert [type(c) for c in calls] == [int, float, bool, int, int]
+
+
+def test_unhashable_arguments_are_no_obstacle() -> None:
+    spec = LayerSpec(_Odd, "w", np.ones(3, np.float32))
+    assert _trace(spec, spec).firsts == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("leaf", "text"),
+    [
+        (np.zeros(2, np.int64), "int32[2]"),
+        (np.float64(3), "float32[]"),
+        (3, "int32[]"),
+        (True, "bool[]"),
+        (1.5, "float32[]"),
+        (jnp.zeros(2, jnp.bfloat16), "bfloat16[2]"),
+        (jax.random.key(0), "key<fry>[]"),
+        (jax.ShapeDtypeStruct((4, 2), np.int64), "int32[4, 2]"),
+        ({"x": 1, "y": (2.0, None)}, "{x: int32[], y: (float32[], None)}"),
+        ({}, "{}"),
+    ],
+)
+def test_shapes_of_anything_as_it_is_on_a_device(leaf: Any, text: str) -> None:
+    struct = struct_of(leaf)
+    assert format_struct(struct) == text
+    assert not any(x.weak_type for x in jax.tree.leaves(struct))
+
+
+def test_what_is_no_array_is_refused() -> None:
+    with pytest.raises(LayerError, match="array or a number, but got str 'cat'. Convert it"):
+        struct_of({"x": X, "label": "cat"})
+
+
+def test_keys_and_masks_travel_between_layers() -> None:
+    def split(inputs: Any) -> Any:
+        key, x = inputs
+        return {"key": key, "x": x, "mask": x > 0}
+
+    def use(inputs: Any) -> jax.Array:
+        return jnp.where(inputs["mask"], inputs["x"], jax.random.normal(inputs["key"], inputs["x"].shape))
+
+    model = PipelineModule([split, use, nn.Dense(2)], num_stages=1)
+    inputs = (jax.random.key(0), X)
+    trace = model.trace(inputs)
+    assert [format_struct(b) for b in trace.boundaries[1:3]] == [
+        "{key: key<fry>[], mask: bool[2, 3], x: float32[2, 3]}",
+        "float32[2, 3]",
+    ]
+    assert len(set(layer_signatures(model.layers, trace))) == 3
+    assert model.init(jax.random.key(0), inputs)["layers"].keys() == {"2_Dense"}
+
+
+def test_two_layers_that_do_not_fit_are_both_named() -> None:
+    with pytest.raises(
+        LayerError,
+        match=r"(?s)layer 1_lambda must accept the output of layer 0_Dense, but got inputs=float32\[2, 4\]"
+        r" and failed with TypeError: .*Make the two layers agree",
+    ):
+        _trace(nn.Dense(4), lambda x: x @ np.ones((3, 3), np.float32))
+    with pytest.raises(LayerError, match="(?s)layer 0_Embed must accept the model's inputs, but got inputs=float32"):
+        _trace(nn.Embed(3, 3))
+
+
+def test_a_parameter_that_no_optimiser_can_update_is_refused() -> None:
+    with pytest.raises(LayerError, match=r"'n' of layer 0__Odd must be floating point, but got int32\[2\].*constant"):
+        _trace(_Odd("n", jnp.zeros(2, jnp.int32)))
+
+
+def test_a_parameter_with_a_slash_in_its_name_is_refused() -> None:
+    with pytest.raises(LayerError, match=re.escape("must have no '/' in its name, but got ('a/b',). Rename it.")):
+        _trace(_Odd("a/b", jnp.zeros(2)))
+
+
+def test_a_parameter_of_several_arrays_is_refused() -> None:
+    with pytest.raises(LayerError, match="'pair' of layer 0__Odd must be one array, but got a tuple. Make a parameter"):
+        _trace(_Odd("pair", (jnp.zeros(2), jnp.zeros(2))))
+
+
+@pytest.mark.parametrize("name", ["train", "deterministic", "rngs"])
+def test_side_inputs_cannot_take_the_standard_names(name: str) -> None:
+    with pytest.raises(LayerError, match=rf"not be named '{name}'.*side=\['{name}'\]. Rename it"):
+        _trace(jnp.tanh, side={name: X})
+
+
+def test_tied_parameters_must_have_one_shape() -> None:
+    with pytest.raises(
+        LayerError,
+        match=r"tied/k/bias must have one shape, but got float32\[3\] in layer 0_Dense and float32\[5\] in "
+        r"layer 1_Dense. Build both with equal sizes, or tie fewer",
+    ):
+        _trace(TiedLayerSpec("k", nn.Dense, 3), TiedLayerSpec("k", nn.Dense, 5))

@@ -1,0 +1,81 @@
+import flax.linen as nn
+import numpy as np
+import pytest
+from flax.core import freeze
+
+from jaxpipe.errors import LayerError
+from jaxpipe.layers import ParamPaths, PipelineModule, TiedLayerSpec, flatten_dict, merge_layers, unflatten_dict
+from jaxpipe.layers._tree import layer_view
+
+OWN = {"a": {"w": 1, "b": 2}, "c": 3}
+
+
+def _named(*specs: object) -> tuple:
+    return PipelineModule(specs, num_stages=1).layers
+
+
+def test_flattening_and_back() -> None:
+    flat = {("a", "w"): 1, ("a", "b"): 2, ("c",): 3}
+    assert flatten_dict(OWN) == flat
+    assert flatten_dict(freeze(OWN)) == flat
+    assert unflatten_dict(flat) == OWN
+    assert flatten_dict({}) == {}
+    assert flatten_dict({"0": {1: 2}}) == {("0", "1"): 2}
+
+
+def test_paths_of_a_layer_lie_under_its_place_and_name() -> None:
+    (named,) = _named(nn.Dense(3))
+    assert ParamPaths(named, {"kernel": 0}).paths == {("kernel",): ("layers", "0_Dense", "kernel")}
+
+
+def test_a_tied_layer_shares_everything_unless_told_what() -> None:
+    whole, part, deep = _named(
+        TiedLayerSpec("k", nn.Dense, 3),
+        TiedLayerSpec("k", nn.Dense, 3, tied_weight_attr="a"),
+        TiedLayerSpec("k", nn.Dense, 3, tied_weight_attr=["a.w", "c"]),
+    )
+    assert set(ParamPaths(whole, OWN).paths.values()) == {("tied", "k", *path) for path in flatten_dict(OWN)}
+    assert ParamPaths(part, OWN).paths == {
+        ("a", "w"): ("tied", "k", "a", "w"),
+        ("a", "b"): ("tied", "k", "a", "b"),
+        ("c",): ("layers", "1_Dense", "c"),
+    }
+    assert ParamPaths(deep, OWN).paths == {
+        ("a", "w"): ("tied", "k", "a", "w"),
+        ("a", "b"): ("layers", "2_Dense", "a", "b"),
+        ("c",): ("tied", "k", "c"),
+    }
+
+
+@pytest.mark.parametrize("attr", ["weight", "a.x", "kernel.w"])
+def test_a_tied_attribute_that_names_nothing_shows_what_there_is(attr: str) -> None:
+    (named,) = _named(TiedLayerSpec("k", nn.Dense, 3, tied_weight_attr=["c", attr]))
+    with pytest.raises(
+        LayerError, match=rf"of layer 0_Dense, but got '{attr}'.*Name one of its parameters: a.w, a.b, c"
+    ):
+        ParamPaths(named, OWN)
+
+
+def test_a_tied_attribute_of_a_layer_without_parameters() -> None:
+    model = PipelineModule([TiedLayerSpec("k", nn.Dropout, 0.5, tied_weight_attr="w")], num_stages=1)
+    with pytest.raises(LayerError, match="got 'w'. Name one of its parameters: none"):
+        model.trace(np.ones(3, np.float32))
+
+
+def test_a_view_gathers_what_a_layer_owns_and_shares() -> None:
+    named = _named(
+        TiedLayerSpec("k", nn.Dense, 3, tied_weight_attr="a.w"),
+        TiedLayerSpec("k", nn.Dense, 3),
+        nn.Dense(3),
+        lambda x: x,
+    )
+    other = {"a": {"w": 1}, "d": 4}
+    tree = merge_layers(
+        [ParamPaths(named[0], OWN), ParamPaths(named[1], other), ParamPaths(named[2], OWN)],
+        [OWN, {"a": {"w": -1}, "d": 4}, OWN],
+    )
+    assert tree == {
+        "tied": {"k": {"a": {"w": 1}, "d": 4}},
+        "layers": {"0_Dense": {"a": {"b": 2}, "c": 3}, "2_Dense": OWN},
+    }
+    assert [layer_view(n, tree) for n in named] == [OWN, other, OWN, {}]

@@ -1,0 +1,105 @@
+"""Loss and every gradient of the pipeline against the sequential model's on one device."""
+
+from itertools import product
+
+import jax
+import jax.numpy as jnp
+import pytest
+from _models import BLOCKS, MODELS
+from _oracle import SCHEDULES, Case, block_of, cached_reference, sequential
+from _pairwise import Chosen, pairwise
+from _tolerances import assert_close, assert_loss
+
+from jaxpipe import microbatch_key
+
+TOPOLOGIES = [(stages, data) for stages in (1, 2, 4, 8) for data in (1, 2, 4) if stages * data <= 8]
+MICROBATCHES = (1, 2, 3, 5, 8)
+CUTS = ("parameters", "uniform", "front", "back", "trunk", "type:block|widen|attention")
+
+FACTORS = {
+    "model": tuple(MODELS),
+    "schedule": ("1f1b", "gpipe", "train", "one_by_one", "split"),
+    "topology": ((1, 2), (2, 1), (2, 2), (4, 2), (8, 1)),
+    "cut": CUTS,
+    "microbatches": (1, 2, 5),
+    "interval": (0, 1, 2),
+    "skip_idle": (True, False),
+    "scan_trunk": (True, False),
+}
+
+
+def is_valid(chosen: Chosen) -> bool:
+    return chosen.get("cut") != "trunk" or "model" not in chosen or MODELS[chosen["model"]].has_trunk
+
+
+def to_case(chosen: Chosen) -> Case:
+    chosen = dict(chosen)
+    stages, data = chosen.pop("topology")
+    return Case(stages=stages, data=data, **chosen)
+
+
+def check(case: Case) -> None:
+    pipeline = case.pipeline()
+    metrics, gradients = pipeline.gradients(pipeline.init(), case.batch())
+    loss, wanted = cached_reference(case.model, case.microbatches, case.data)
+    assert_loss(metrics["loss"], loss)
+    assert_close(pipeline.params_tree(gradients), wanted)
+
+
+@pytest.mark.parametrize("microbatches", MICROBATCHES)
+@pytest.mark.parametrize(("stages", "data"), TOPOLOGIES)
+def test_every_topology_and_number_of_microbatches(stages: int, data: int, microbatches: int) -> None:
+    check(Case(stages=stages, data=data, microbatches=microbatches))
+
+
+@pytest.mark.parametrize("case", [to_case(chosen) for chosen in pairwise(FACTORS, is_valid)], ids=str)
+def test_every_pair_of_factors(case: Case) -> None:
+    check(case)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("stages", [1, 4])
+def test_every_schedule(schedule: str, stages: int) -> None:
+    check(Case(stages=stages, microbatches=8, schedule=schedule, model="tuple"))
+
+
+def test_all_blocks_of_an_equal_cut_are_trunk() -> None:
+    pipeline = Case(stages=4, cut="trunk").pipeline()
+    assert [len(cut.trunk) for cut in pipeline.cuts] == [BLOCKS // 4] * 4
+
+
+def test_averaging_microbatch_gradients_is_the_gradient_of_the_mean() -> None:
+    case = Case(microbatches=2, data=2, model="dropout")
+    module, batch = case.module(), case.batch()
+    params = sequential(case.model)[0]
+
+    def mean_loss(params: object) -> jax.Array:
+        losses = []
+        for m in range(2):
+            for r in range(2):
+                inputs, labels, side = block_of(batch, m, r)
+                key = microbatch_key(jax.random.key(module.base_seed), 0, m, r)
+                losses.append(module.loss(module.apply(params, inputs, train=True, key=key, side=side), labels))
+        return jnp.mean(jnp.stack(losses))
+
+    loss, grads = jax.jit(jax.value_and_grad(mean_loss))(params)
+    wanted_loss, wanted = cached_reference(case.model, 2, 2)
+    assert_loss(wanted_loss, loss)
+    assert_close(wanted, jax.device_get(grads))
+
+
+def soak_cases() -> list[Case]:
+    """All models, topologies, numbers of microbatches, schedules and kinds of cut; the other factors go round."""
+    whole = {"model": MODELS, "topology": TOPOLOGIES, "microbatches": MICROBATCHES}
+    whole |= {"schedule": ("1f1b", "gpipe", "train", "split"), "cut": ("parameters", "front")}
+    cases = []
+    for n, values in enumerate(product(*whole.values())):
+        flags = {"interval": n % 3, "skip_idle": n // 3 % 2 == 0, "scan_trunk": n // 6 % 2 == 0}
+        cases.append(to_case({**dict(zip(whole, values, strict=True)), **flags}))
+    return cases
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("case", soak_cases(), ids=str)
+def test_the_full_product(case: Case) -> None:
+    check(case)

@@ -1,0 +1,108 @@
+"""Which optimisers may run stage by stage, and that those which may do what they do unpipelined."""
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from _oracle import Case, cached_reference, sequential
+from _tolerances import assert_close
+
+from jaxpipe import PipeDataParallelTopology, Pipeline, PipelineModule
+from jaxpipe.errors import ConfigError
+from jaxpipe.topology import make_pipeline_mesh
+
+
+def by_path(params: Any) -> Any:
+    """Labels that look at the layer's place in the model and at the parameter's name."""
+    return jax.tree.map_with_path(lambda path, _: "decay" if "kernel" in str(path) else "none", params)
+
+
+def in_late_layers(params: Any) -> Any:
+    def is_late(path: Any, _: Any) -> bool:
+        return int(path[1].key.split("_")[0]) > 4
+
+    return jax.tree.map_with_path(is_late, params)
+
+
+LEAFWISE = {
+    "sgd": optax.sgd(0.1, momentum=0.9, nesterov=True),
+    "adam": optax.adam(1e-2),
+    "adamw masked by name": optax.adamw(1e-2, mask=lambda p: jax.tree.map(lambda label: label == "decay", by_path(p))),
+    "adamw masked by layer": optax.adamw(1e-2, weight_decay=0.1, mask=in_late_layers),
+    "lion": optax.lion(1e-3),
+    "lamb": optax.lamb(1e-2),
+    "adafactor": optax.adafactor(1e-2, min_dim_size_to_factor=4),
+    "schedule": optax.adam(optax.linear_schedule(1e-2, 1e-3, 3)),
+    "multi_transform": optax.multi_transform({"decay": optax.adam(1e-2), "none": optax.sgd(0.1)}, by_path),
+    "clip by value": optax.chain(optax.clip(0.01), optax.sgd(0.1)),
+    "clip by block": optax.chain(optax.clip_by_block_rms(0.01), optax.sgd(0.1)),
+}
+
+COUPLING = {
+    "clip_by_global_norm": optax.clip_by_global_norm(1.0),
+    "chain": optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2)),
+    "apply_if_finite": optax.apply_if_finite(optax.sgd(0.1), 3),
+    "masked": optax.masked(optax.clip_by_global_norm(1.0), in_late_layers),
+}
+
+
+@pytest.mark.parametrize("name", LEAFWISE)
+def test_leafwise_optimisers_do_what_they_do_unpipelined(name: str) -> None:
+    optimizer = LEAFWISE[name]
+    case = Case(stages=4, cut="trunk", optimizer=optimizer)
+    pipeline, params = case.pipeline(), sequential("linen")[0]
+    state, opt_state = pipeline.init(), optimizer.init(params)
+    updater, update = pipeline._updater, jax.jit(optimizer.update)
+    grads = cached_reference("linen", case.microbatches, case.data)[1]
+    stored = pipeline.init_from(grads).params
+
+    def one_stage(state: Any, grads: Any) -> Any:
+        state, grads = jax.tree.map(lambda x: x[0], (state, grads))
+        new = updater.update(jax.lax.axis_index("stage"), state[0], grads, state[1])
+        return jax.tree.map(lambda x: x[None], new)
+
+    spec = jax.sharding.PartitionSpec("stage")
+    run = jax.jit(jax.shard_map(one_stage, mesh=pipeline.mesh, in_specs=(spec, spec), out_specs=spec, check_vma=False))
+    stages = (state.params, state.opt_state)
+    for _ in range(3):
+        stages = run(stages, stored)
+        updates, opt_state = update(grads, opt_state, params)
+        params = jax.device_get(optax.apply_updates(params, updates))
+    assert_close(pipeline.params_tree(stages[0]), params)
+
+
+@pytest.mark.parametrize("name", COUPLING)
+def test_coupling_optimisers_are_refused_on_several_stages(name: str) -> None:
+    case = Case(stages=2, optimizer=COUPLING[name])
+    match = r"num_stages > 1, but got one whose result mixes .* and .*remove.*clip_by_global_norm"
+    with pytest.raises(ConfigError, match=match):
+        case.pipeline()
+
+
+@pytest.mark.parametrize("name", COUPLING)
+def test_coupling_optimisers_are_allowed_on_one_stage(name: str) -> None:
+    case = Case(stages=1, microbatches=1, optimizer=COUPLING[name])
+    assert case.pipeline().init().step == 0
+
+
+def test_coupling_is_seen_where_each_stage_has_one_parameter() -> None:
+    layers = [nn.Dense(4, use_bias=False), nn.Dense(4, use_bias=False)]
+    module = PipelineModule(layers, num_stages=2, loss_fn=lambda y, t: jnp.mean((y - t) ** 2))
+    x = np.ones((2, 4), np.float32)
+    mesh = make_pipeline_mesh(PipeDataParallelTopology(2, 1))
+    with pytest.raises(ConfigError, match=r"mixes layers/0_Dense/kernel and layers/1_Dense/kernel.*remove"):
+        Pipeline(module, optax.clip_by_global_norm(1.0), mesh, (x, x), 1)
+
+
+def test_clipping_on_one_stage_is_that_of_the_model() -> None:
+    optimizer = optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.1))
+    case = Case(stages=1, data=2, optimizer=optimizer)
+    pipeline, params = case.pipeline(), sequential("linen")[0]
+    state, _ = pipeline.step(pipeline.init(), case.batch())
+    grads = cached_reference("linen", case.microbatches, case.data)[1]
+    updates, _ = optimizer.update(grads, optimizer.init(params), params)
+    assert_close(pipeline.params_tree(state.params), jax.device_get(optax.apply_updates(params, updates)))

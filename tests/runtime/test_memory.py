@@ -1,0 +1,172 @@
+"""What a compiled step holds: bounded by the schedule, not by the number of microbatches."""
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from _oracle import SCHEDULES, Case
+from _tolerances import MEMORY, STATE_BYTES
+
+from jaxpipe import LayerSpec, PipeDataParallelTopology, Pipeline, PipelineModule
+from jaxpipe.topology import make_pipeline_mesh
+
+STAGES = 4
+BOUNDED = ["1f1b", "train", "split", "split_at_once"]
+
+
+class Wide(nn.Module):
+    size: int = 64
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x + nn.Dense(self.size)(nn.tanh(nn.Dense(self.size)(x)))
+
+
+class Vocabulary(nn.Module):
+    size: int
+    dim: int
+
+    @nn.compact
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        return nn.Embed(self.size, self.dim)(tokens)
+
+
+def wide_pipeline(num_microbatches: int, schedule: str, *, skip_idle: bool = True, interval: int = 0) -> Pipeline:
+    layers = [LayerSpec(Wide) for _ in range(STAGES)]
+    module = PipelineModule(
+        layers,
+        num_stages=STAGES,
+        loss_fn=lambda y, t: jnp.mean((y - t) ** 2),
+        partition_method="uniform",
+        activation_checkpoint_interval=interval,
+    )
+    x = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    mesh = make_pipeline_mesh(PipeDataParallelTopology(STAGES, 1))
+    kwargs: dict[str, Any] = {"schedule": SCHEDULES[schedule], "skip_idle": skip_idle}
+    return Pipeline(module, optax.sgd(0.1), mesh, (x, x), num_microbatches, **kwargs)
+
+
+def temporary_bytes(pipeline: Pipeline) -> int:
+    compiled = pipeline.step.lower(pipeline.state_struct, pipeline.batch_struct).compile()
+    return compiled.memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.parametrize("schedule", BOUNDED)
+def test_temporary_bytes_do_not_grow_with_microbatches(schedule: str) -> None:
+    few, many = (temporary_bytes(wide_pipeline(factor * STAGES, schedule)) for factor in (2, 8))
+    assert abs(many / few - 1) <= MEMORY
+
+
+@pytest.mark.parametrize(("skip_idle", "interval"), [(False, 0), (True, 1), (False, 1)])
+def test_neither_with_masked_cells_nor_with_recompute(skip_idle: bool, interval: int) -> None:
+    kwargs = {"skip_idle": skip_idle, "interval": interval}
+    few, many = (temporary_bytes(wide_pipeline(factor * STAGES, "1f1b", **kwargs)) for factor in (2, 8))
+    assert abs(many / few - 1) <= MEMORY
+
+
+def test_gpipe_grows_with_microbatches() -> None:
+    few, many = (temporary_bytes(wide_pipeline(factor * STAGES, "gpipe")) for factor in (2, 8))
+    assert many > 2 * few
+
+
+@pytest.mark.parametrize("stages", [2, 4, 8])
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "train"])
+@pytest.mark.parametrize("microbatches", [1, 3, 8])
+def test_rings_are_as_deep_as_the_formula(schedule: str, stages: int, microbatches: int) -> None:
+    formula = {"1f1b": 2 * (stages - 1) + 1, "gpipe": microbatches, "train": stages}[schedule]
+    deepest = min(microbatches, formula)
+    case = Case(stages=stages, microbatches=microbatches, schedule=schedule, model="functions", cut="uniform")
+    pipeline = case.pipeline()
+    assert pipeline.program.peak_in_flight == deepest
+    spill = pipeline.program.residual_slots - deepest
+    assert spill == int(pipeline.program.needs_spill)
+    depths = _ring_depths(pipeline)
+    assert depths == {deepest + spill}
+
+
+def _ring_depths(pipeline: Pipeline) -> set[int]:
+    """Leading sizes of what the loops carry in the shape of a residual."""
+    jaxpr = jax.make_jaxpr(pipeline.gradients)(pipeline.state_struct, pipeline.batch_struct)
+    kept = {(tuple(x.shape), x.dtype) for x in jax.tree.leaves(pipeline._stages.kept) if x.ndim}
+    travelling = {
+        (tuple(x.shape), x.dtype)
+        for packing in (pipeline._stages.activations, pipeline._stages.gradients)
+        for x in jax.tree.leaves(packing.struct)
+    }
+    found = set()
+    for scan in _scans(jaxpr.jaxpr):
+        consts, carry = scan.params["num_consts"], scan.params["num_carry"]
+        for var in scan.invars[consts : consts + carry]:
+            if (var.aval.shape[1:], var.aval.dtype) in kept - travelling:
+                found.add(var.aval.shape[0])
+    return found
+
+
+def _scans(jaxpr: Any) -> list[Any]:
+    found = []
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "scan":
+            found.append(eqn)
+        else:
+            inner = [getattr(p, "jaxpr", p) for p in eqn.params.values() if hasattr(p, "eqns") or hasattr(p, "jaxpr")]
+            found += [scan for one in inner for scan in _scans(one)]
+    return found
+
+
+@pytest.fixture(scope="module")
+def large_vocabulary() -> Pipeline:
+    vocabulary, dim = 50_000, 16
+    layers = [LayerSpec(Vocabulary, vocabulary, dim), *[LayerSpec(Wide, dim)] * 6, LayerSpec(nn.Dense, vocabulary)]
+    module = PipelineModule(
+        layers,
+        num_stages=STAGES,
+        loss_fn=lambda y, t: optax.softmax_cross_entropy_with_integer_labels(y, t).mean(),
+        partition_method="uniform",
+    )
+    tokens = jax.ShapeDtypeStruct((2, 3), jnp.int32)
+    mesh = make_pipeline_mesh(PipeDataParallelTopology(STAGES, 2))
+    return Pipeline(module, optax.adam(1e-3), mesh, (tokens, tokens), 2)
+
+
+def largest_stage_bytes(pipeline: Pipeline) -> int:
+    """Parameters and both Adam moments of the stage with most."""
+    counts = pipeline.trace.num_params()
+    parts = pipeline.parts
+    return 3 * 4 * max(sum(counts[a:b]) for a, b in zip(parts, parts[1:], strict=False))
+
+
+def test_state_bytes_on_every_device(large_vocabulary: Pipeline) -> None:
+    state = large_vocabulary.init()
+    used: dict[Any, int] = {}
+    for leaf in jax.tree.leaves((state.params, state.opt_state)):
+        for shard in leaf.addressable_shards:
+            used[shard.device] = used.get(shard.device, 0) + shard.data.nbytes
+    assert len(used) == STAGES * 2
+    assert max(used.values()) <= STATE_BYTES * largest_stage_bytes(large_vocabulary)
+
+
+def test_initialising_the_optimizer_holds_no_more(large_vocabulary: Pipeline) -> None:
+    spec = jax.sharding.PartitionSpec("stage")
+
+    def make(params: Any) -> Any:
+        made = large_vocabulary._updater.init(jax.lax.axis_index("stage"), jax.tree.map(lambda x: x[0], params))
+        return jax.tree.map(lambda x: x[None], made)
+
+    mapped = jax.shard_map(make, mesh=large_vocabulary.mesh, in_specs=(spec,), out_specs=spec, check_vma=False)
+    memory = jax.jit(mapped).lower(large_vocabulary.state_struct.params).compile().memory_analysis()
+    peak = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
+    assert peak <= STATE_BYTES * largest_stage_bytes(large_vocabulary)
+
+
+def test_no_stage_holds_another_stages_parameters(large_vocabulary: Pipeline) -> None:
+    struct = large_vocabulary.state_struct
+    for leaf in jax.tree.leaves((struct.params, struct.opt_state)):
+        assert leaf.sharding.shard_shape(leaf.shape) == (1, *leaf.shape[1:])
+    rows = large_vocabulary.init().params["packed"]["float32"]
+    owned = np.count_nonzero(np.asarray(rows), axis=1)
+    assert owned[1] < owned[0] / 10
+    assert owned[2] < owned[3] / 10

@@ -1,0 +1,149 @@
+"""A backward from what was kept, and that no more is kept than depends on the inputs."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from _models import BLOCKS, DIM
+from _oracle import Case
+from _tolerances import assert_close
+
+from jaxpipe.runtime._dependence import output_dependence
+from jaxpipe.runtime._residuals import Residuals, differentiable, replace_differentiable
+
+SIZE = 5
+
+
+def plain(params: Any, inputs: Any, context: Any) -> Any:
+    x, mask = inputs
+    causal = jnp.tril(jnp.ones((SIZE, SIZE))) * params["w"]
+    return jnp.tanh(x @ causal) * mask, mask
+
+
+def with_dropout(params: Any, inputs: Any, context: Any) -> Any:
+    x, mask = inputs
+    key, scale = context
+    keep = jax.random.bernoulli(key, 0.5, x.shape)
+    return jnp.where(keep, jnp.sin(x @ params["w"]), 0.0) * scale, mask
+
+
+def with_keys_inside(params: Any, inputs: Any, context: Any) -> Any:
+    x, mask = inputs
+    noisy = jax.checkpoint(lambda x, key: x * jax.random.normal(key, x.shape))
+    return noisy(jnp.sin(x @ params["w"]), jax.random.fold_in(context[0], 3)), mask
+
+
+def with_scan(params: Any, inputs: Any, context: Any) -> Any:
+    x, mask = inputs
+    weights = jnp.stack([params["w"], params["w"] * 2.0])
+    return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, weights)[0], mask
+
+
+def with_remat_in_scan(params: Any, inputs: Any, context: Any) -> Any:
+    x, mask = inputs
+    body = jax.checkpoint(lambda x, w: (jnp.tanh(x @ w) * context[1], None))
+    return jax.lax.scan(body, x, jnp.stack([params["w"]] * 3))[0], mask
+
+
+def with_custom_rule(params: Any, inputs: Any, context: Any) -> Any:
+    x, mask = inputs
+
+    @jax.custom_vjp
+    def double(x: jax.Array) -> jax.Array:
+        return x * 2.0
+
+    double.defvjp(lambda x: (x * 2.0, x), lambda x, g: (g * 2.0 + 0.0 * x,))
+    return jax.nn.relu(double(x) @ params["w"]), mask
+
+
+FUNCTIONS = [plain, with_dropout, with_keys_inside, with_scan, with_remat_in_scan, with_custom_rule]
+
+
+def arguments() -> tuple[Any, Any, Any]:
+    rng = np.random.default_rng(0)
+    w = rng.normal(size=(SIZE, SIZE)).astype(np.float32)
+    x = rng.normal(size=(3, SIZE)).astype(np.float32)
+    mask = np.array([[True], [False], [True]])
+    return {"w": jnp.asarray(w)}, (jnp.asarray(x), jnp.asarray(mask)), (jax.random.key(4), jnp.asarray(1.5))
+
+
+def structs(args: Any) -> Any:
+    return jax.eval_shape(lambda: args)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
+def test_the_backward_is_that_of_autodiff(function: Callable[..., Any]) -> None:
+    params, inputs, context = arguments()
+    residuals = Residuals(function, *structs((params, inputs, context)))
+    outputs, kept = jax.jit(residuals.forward)(params, inputs, context)
+    assert [(x.shape, x.dtype) for x in kept] == [(x.shape, x.dtype) for x in residuals.kept]
+    cotangent = jnp.ones_like(outputs[0])
+    grads, dx = jax.jit(residuals.backward)(params, kept, [cotangent])
+    wanted, pullback = jax.vjp(lambda p, x: function(p, (x, inputs[1]), context)[0], params, inputs[0])
+    np.testing.assert_allclose(outputs[0], wanted, rtol=1e-6)
+    assert_close((grads, dx), (lambda pair: (pair[0], [pair[1]]))(pullback(cotangent)))
+
+
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
+def test_no_weights_and_no_constants_are_kept(function: Callable[..., Any]) -> None:
+    residuals = Residuals(function, *structs(arguments()))
+    assert all(leaf.shape[-2:] != (SIZE, SIZE) for leaf in residuals.kept)
+
+
+def test_a_rematerialised_function_keeps_its_inputs_alone() -> None:
+    args = structs(arguments())
+    kept = Residuals(jax.checkpoint(lambda p, x, c: plain(p, x, c)), *args).kept
+    assert sorted(leaf.shape for leaf in kept) == [(3, 1), (3, SIZE)]
+
+
+def test_an_array_that_is_needed_twice_is_kept_once() -> None:
+    def twice(params: Any, x: jax.Array, context: Any) -> jax.Array:
+        y = jnp.sin(x)
+        return (y @ params) * (y @ (params * 2.0))
+
+    w, x = jax.ShapeDtypeStruct((4, 4), jnp.float32), jax.ShapeDtypeStruct((2, 4), jnp.float32)
+    assert [leaf.shape for leaf in Residuals(twice, w, x, ()).kept].count((2, 4)) <= 4
+
+
+def test_only_floating_leaves_have_gradients() -> None:
+    tree = {"a": jnp.ones(2), "b": (jnp.arange(3), jnp.ones(1, bool)), "c": jnp.ones(1, jnp.complex64)}
+    assert [leaf.dtype.name for leaf in differentiable(tree)] == ["float32", "complex64"]
+    new = replace_differentiable(tree, [jnp.zeros(2), jnp.zeros(1, jnp.complex64)])
+    assert float(new["a"].sum()) == 0.0
+    np.testing.assert_array_equal(new["b"][0], tree["b"][0])
+
+
+@pytest.mark.parametrize("interval", [0, 1])
+@pytest.mark.parametrize("scan_trunk", [False, True])
+@pytest.mark.parametrize("model", ["linen", "nnx", "attention", "dropout", "side"])
+def test_rings_hold_no_weights(model: str, scan_trunk: bool, interval: int) -> None:
+    pipeline = Case(model=model, stages=2, interval=interval, scan_trunk=scan_trunk, cut="trunk").pipeline()
+    weights = {(DIM, DIM), (DIM, 12), (12, DIM), (12,), (DIM,)}
+    for leaf in jax.tree.leaves(pipeline._stages.kept):
+        assert tuple(leaf.shape) not in weights
+        assert leaf.shape[:1] != (BLOCKS // 2,) or tuple(leaf.shape[1:]) not in weights
+    bits = {f"{leaf.dtype}" for leaf in jax.tree.leaves(pipeline._stages.kept)}
+    assert not any(dtype.startswith("key") for dtype in bits)
+
+
+def test_recompute_shrinks_what_is_kept() -> None:
+    def kept_bytes(interval: int) -> int:
+        stages = Case(stages=2, interval=interval, cut="trunk").pipeline()._stages
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(stages.trunk.residuals.kept))
+
+    everything, per_layer, per_pair = kept_bytes(0), kept_bytes(1), kept_bytes(2)
+    assert everything > per_layer > per_pair
+
+
+def test_dependence_follows_calls_and_scans() -> None:
+    def function(a: jax.Array, b: jax.Array, c: jax.Array) -> tuple[jax.Array, ...]:
+        inner = jax.jit(lambda x, y: (x * 2.0, y + 1.0))(a, b)
+        carried, stacked = jax.lax.scan(lambda carry, x: ((carry[1], carry[0]), x * 2.0), (b, c), jnp.ones(4) * a)
+        chosen = jax.lax.cond(a > 0, lambda: b, lambda: c)
+        return *inner, *carried, stacked, chosen, jnp.zeros(3)
+
+    closed = jax.make_jaxpr(function)(1.0, 2.0, 3.0)
+    assert output_dependence(closed.jaxpr, [1, 2, 4]) == [1, 2, 6, 6, 1, 7, 0]
