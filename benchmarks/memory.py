@@ -29,9 +29,8 @@ def temporary_bytes(schedule: str, num_stages: int, num_microbatches: int, recom
 
 def main() -> None:
     """Print a line per setting."""
-    print(
-        f"{'schedule':10}{'S':>4}{'recompute':>10}{'in flight 2S, 8S':>18}{'MiB at M=2S':>13}{'MiB at M=8S':>13}{'ratio':>8}"
-    )
+    head = ("recompute", "in flight 2S, 8S", "MiB at M=2S", "MiB at M=8S", "ratio")
+    print(f"{'schedule':10}{'S':>4}{head[0]:>10}{head[1]:>18}{head[2]:>13}{head[3]:>13}{head[4]:>8}")
     for schedule in ("1f1b", "train", "gpipe"):
         for num_stages in (2, 4):
             for recompute in (0, 1):

@@ -114,7 +114,8 @@ class PipelineEngine(EngineNames):
             data_iter: Iterator of entries; None: the one given to `set_dataiterator`, or made of `training_data`.
 
         Returns:
-            The mean loss over microbatches and replicas, a scalar that is computed while the caller goes on.
+            The mean loss over microbatches and replicas: a scalar on all devices, computed while the caller goes on.
+            `float(loss)` waits for it.
 
         Raises:
             StopIteration: The iterator ended; nothing has changed.

@@ -21,15 +21,20 @@ def describe_pipeline(pipeline: Pipeline, max_width: int = 120) -> str:
     layers = pipeline.module.layers
     names = [named.name for named in layers]
     stages, replicas = pipeline.module.num_stages, pipeline.num_replicas
-    num_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((pipeline.state_struct.params,)))
-    trunk = len(pipeline.cuts[0].trunk)
+    num_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(pipeline.state_struct.params)) // stages
+    size = f"{num_bytes / 2**20:,.1f} MiB" if num_bytes >= 2**20 else f"{num_bytes / 2**10:,.1f} KiB"
     lines = [
         format_partition(pipeline.parts, names, pipeline.trace.num_params()),
         "",
-        f"{pipeline.program.name}, {pipeline.num_microbatches} microbatches of {pipeline.microbatch_size} samples on "
-        f"{stages} stages x {replicas} replicas, at most {pipeline.program.peak_in_flight} in flight:",
+        f"{pipeline.program.name}: {_count(pipeline.num_microbatches, 'microbatch', 'es')} of "
+        f"{_count(pipeline.microbatch_size, 'sample')} on {_count(stages, 'stage')} x {_count(replicas, 'replica')}, "
+        f"at most {pipeline.program.peak_in_flight} in flight",
         format_grid(pipeline.schedule, pipeline.num_microbatches, stages, max_width=max_width, max_rows=8),
         "",
-        f"trunk: {trunk} layers alike on every stage; parameters per device: {num_bytes / stages / 2**20:.1f} MiB",
+        f"alike on every stage: {_count(len(pipeline.cuts[0].trunk), 'layer')}; parameters per device: {size}",
     ]
     return "\n".join(lines)
+
+
+def _count(number: int, noun: str, plural: str = "s") -> str:
+    return f"{number} {noun}{'' if number == 1 else plural}"

@@ -106,8 +106,8 @@ class Layout:
                     parts += [jnp.zeros((place.offset - end,), dtype)] if place.offset > end else []
                     parts.append(leaves[name].astype(dtype).reshape(-1))
                     end = place.end
-            parts += [jnp.zeros((size - end,), dtype)] if size > end else []
-            buffers[dtype] = jnp.concatenate(parts) if len(parts) > 1 else parts[0]
+            whole = jnp.concatenate(parts) if len(parts) > 1 else (parts or [jnp.zeros((0,), dtype)])[0]
+            buffers[dtype] = jax.lax.pad(whole, jnp.zeros((), dtype), [(0, size - end, 0)]) if size > end else whole
         return buffers
 
     def pack(self, stage: int, leaves: Mapping[str, jax.Array]) -> PyTree:

@@ -264,8 +264,9 @@ class Pipeline:
                 self.check_batch(batch)
                 return mapped(state, batch)
 
-            shardings = jax.tree.map(lambda x: x.sharding, (self.state_struct, self.batch_struct))
-            return jax.jit(checked, in_shardings=shardings, donate_argnums=donate)
+            of_state = jax.tree.map(lambda x: x.sharding, self.state_struct)
+            of_batch = NamedSharding(self.mesh, P(None, "data"))
+            return jax.jit(checked, in_shardings=(of_state, of_batch), donate_argnums=donate)
 
         self.step = compiled(step, (specs, P()), donate=(0,))
         self.gradients = compiled(gradients, (P(), P("stage")))
