@@ -41,7 +41,10 @@ def pipeline() -> Pipeline:
         ((np.zeros((3, 4, 3), np.int32), np.zeros((2, 4, 3), np.int32), {}), r"labels must be int32\[3, 4, 3\].*"),
         ((np.zeros((3, 4, 3), np.float32), np.zeros((3, 4, 3), np.int32), {}), r"inputs .*but got float32\[3, 4, 3\]"),
         (((np.zeros((3, 4, 3), np.int32),), np.zeros((3, 4, 3), np.int32), {}), r"inputs must have the structure"),
-        ((np.zeros((3, 4, 3), np.int32), np.zeros((3, 4, 3), np.int32), {"m": np.zeros(3)}), r"side must have the"),
+        (
+            (np.zeros((3, 4, 3), np.int32), np.zeros((3, 4, 3), np.int32), {"m": np.zeros((3, 4))}),
+            r"side must have the",
+        ),
     ],
 )
 @pytest.mark.parametrize("method", ["step", "evaluate", "gradients", "place_batch", "check_batch"])

@@ -1,0 +1,243 @@
+"""What an engine does with batches, and what it refuses."""
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+from _models import MODELS, VOCAB
+from _oracle import evaluation, make_batch, reference, sequential
+from _tolerances import assert_close, assert_loss
+
+import jaxpipe
+from jaxpipe import PipeDataParallelTopology, PipelineEngine
+from jaxpipe.errors import DataError, LayerError, PipelineError
+
+SGD = optax.sgd(0.1, momentum=0.9)
+MICROBATCHES = 3
+
+
+def build(name: str = "linen", optimizer: Any = SGD, **kwargs: Any) -> PipelineEngine:
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": MICROBATCHES,
+        **kwargs.pop("config", {}),
+    }
+    module = MODELS[name].module(None, topology=PipeDataParallelTopology(2, 2))
+    return jaxpipe.initialize(model=module, optimizer=optimizer, config=config, **kwargs)[0]
+
+
+def entries(seed: int = 0, name: str = "linen", count: int = MICROBATCHES) -> list[Any]:
+    batch = make_batch(MODELS[name], MICROBATCHES, 2, seed)
+    return [jax.tree.map(lambda x, m=m: x[m], batch) for m in range(count)]
+
+
+def snapshot(engine: PipelineEngine) -> Any:
+    return jax.device_get((engine.state.step, engine.state.params, engine.state.opt_state))
+
+
+@pytest.fixture(scope="module")
+def shared() -> PipelineEngine:
+    engine = build()
+    engine.train_batch(iter(entries()))
+    return engine
+
+
+@pytest.mark.parametrize("name", ["linen", "side", "tied"])
+def test_training_and_evaluating(name: str) -> None:
+    engine = build(name)
+    batch = make_batch(MODELS[name], MICROBATCHES, 2)
+    assert_loss(engine.eval_batch(iter(entries(name=name))), evaluation(name, batch, MICROBATCHES, 2))
+    assert engine.global_steps == 0
+    loss, grads = reference(name, batch, MICROBATCHES, 2)
+    found = engine.train_batch(iter(entries(name=name)))
+    assert isinstance(found, jax.Array)
+    assert found.shape == ()
+    assert_loss(found, loss)
+    assert (engine.global_steps, engine.global_samples) == (1, 12)
+    params = jax.tree.map(lambda p, g: p - np.float32(0.1) * g, sequential(name)[0], grads)
+    assert_close(engine.module_state_dict(), params)
+
+
+def test_a_short_iterator_changes_nothing(shared: PipelineEngine) -> None:
+    before, counters = snapshot(shared), (shared.global_steps, shared.global_samples)
+    for method in (shared.train_batch, shared.eval_batch):
+        for count in range(MICROBATCHES):
+            with pytest.raises(StopIteration):
+                method(iter(entries(count=count)))
+    jax.tree.map(np.testing.assert_array_equal, snapshot(shared), before)
+    assert (shared.global_steps, shared.global_samples) == counters
+    assert np.isfinite(float(shared.train_batch(iter(entries()))))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "match"),
+    [
+        (lambda entry: entry[0], r"must be a tuple \(inputs, labels\).*Yield such tuples, or map them with set_batch"),
+        (lambda entry: (entry[0][:3], entry[1], {}), r"inputs must have the same shape everywhere.*shape=\(3, 3\)"),
+        (lambda entry: (entry[0].astype(np.float32), entry[1], {}), r"inputs must have the same dtype everywhere"),
+    ],
+)
+def test_an_entry_that_does_not_fit_changes_nothing(shared: PipelineEngine, spoil: Any, match: str) -> None:
+    before, counters = snapshot(shared), (shared.global_steps, shared.global_samples)
+    batch = entries()
+    batch[1] = spoil(batch[1])
+    with pytest.raises(DataError, match=match):
+        shared.train_batch(iter(batch))
+    jax.tree.map(np.testing.assert_array_equal, snapshot(shared), before)
+    assert (shared.global_steps, shared.global_samples) == counters
+
+
+def test_batches_of_other_shapes_than_the_first(shared: PipelineEngine) -> None:
+    longer = [jax.tree.map(lambda x: np.concatenate([x, x], 1), entry) for entry in entries()]
+    match = r"inputs must be int32\[3, 4, 3\][\s\S]*got int32\[3, 4, 6\]\. Give every batch the shapes and dtypes"
+    for method in (shared.train_batch, shared.eval_batch):
+        with pytest.raises(DataError, match=match):
+            method(iter(longer))
+
+
+def test_a_first_batch_that_does_not_fit() -> None:
+    engine = build()
+    with pytest.raises(DataError, match=r"2 \* 2 = 4 samples.*int32\[3, 3\]\. Yield 4 samples per entry"):
+        engine.train_batch(iter([jax.tree.map(lambda x: x[:3], entry) for entry in entries()]))
+    assert engine.global_steps == 0
+    assert np.isfinite(float(engine.train_batch(iter(entries()))))
+
+
+def test_iterators(shared: PipelineEngine) -> None:
+    engine = build()
+    match = r"must come from an iterator, but got data_iter=None.*Pass an iterator, or call set_dataiterator"
+    for method in (engine.train_batch, engine.eval_batch):
+        with pytest.raises(PipelineError, match=match):
+            method()
+    for call in (engine.set_dataiterator, engine.train_batch, engine.eval_batch):
+        with pytest.raises(DataError, match=r"must be an iterator, but got a list\. Pass iter\(\.\.\.\) of it once"):
+            call(entries())
+    endless = jaxpipe.RepeatingLoader(entries())
+    engine.set_dataiterator(endless)
+    first = float(engine.train_batch())
+    assert float(engine.eval_batch()) < first
+    assert float(engine.train_batch()) < first
+    assert engine.global_steps == 2
+
+
+def test_set_batch_fn_maps_every_entry() -> None:
+    engine, plain = build(), build()
+    engine.set_batch_fn(lambda entry: (entry["x"], entry["y"]))
+    mapped = iter([{"x": x, "y": y} for x, y, _ in entries()])
+    assert float(engine.train_batch(mapped)) == float(plain.train_batch(iter(entries())))
+    engine.set_batch_fn(None)
+    assert np.isfinite(float(engine.train_batch(iter(entries()))))
+    with pytest.raises(DataError, match=r"got fn=3\. Pass None for none"):
+        engine.set_batch_fn(3)  # pyright: ignore[reportArgumentType]
+
+
+def test_without_an_optimizer_it_only_evaluates() -> None:
+    engine = build(optimizer=None)
+    batch = make_batch(MODELS["linen"], MICROBATCHES, 2)
+    assert_loss(engine.eval_batch(iter(entries())), evaluation("linen", batch, MICROBATCHES, 2))
+    with pytest.raises(PipelineError, match=r"got optimizer=None\. Give initialize\(optimizer=\.\.\.\)"):
+        engine.train_batch(iter(entries()))
+
+
+@pytest.mark.parametrize("name", ["forward", "backward", "step", "__call__"])
+def test_calls_of_an_unpipelined_engine(shared: PipelineEngine, name: str) -> None:
+    with pytest.raises(PipelineError, match=rf"PipelineEngine\.{name} must not be called.*Call train_batch"):
+        getattr(shared, name)(1, x=2)
+
+
+def test_parameters_go_out_and_come_back() -> None:
+    engine = build()
+    engine.train_batch(iter(entries()))
+    saved = engine.module_state_dict()
+    assert all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(saved))
+    assert jax.tree.structure(saved) == jax.tree.structure(sequential("linen")[0])
+    outputs = MODELS["linen"].module().apply(saved, entries()[0][0])
+    assert outputs.shape == (4, 3, VOCAB)
+    losses = [float(engine.train_batch(iter(entries(1)))) for _ in range(2)]
+    opt_state = jax.device_get(engine.state.opt_state)
+    engine.load_module_state_dict(saved)
+    jax.tree.map(np.testing.assert_array_equal, engine.module_state_dict(), saved)
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(engine.state.opt_state), opt_state)
+    assert engine.global_steps == int(engine.state.step) == 3
+    assert float(engine.train_batch(iter(entries(1)))) == pytest.approx(losses[0], rel=1e-6)
+
+
+def test_loading_is_strict_unless_told_otherwise(shared: PipelineEngine) -> None:
+    before = shared.module_state_dict()
+    partial = {"layers": {**before["layers"], "new": {"w": np.ones(2, np.float32)}}}
+    partial["layers"]["9_Head"] = {"Dense_0": {"bias": np.full(VOCAB, 7.0, np.float32), "kernel": np.ones((1, 1))}}
+    with pytest.raises(LayerError, match=r"missing layers/9_Head/LayerNorm_0/.*unexpected layers/new/w.*Give a tree"):
+        shared.load_module_state_dict(partial)
+    jax.tree.map(np.testing.assert_array_equal, shared.module_state_dict(), before)
+    match = r"left out 4 parameters.*9_Head/Dense_0/kernel.*9_Head/LayerNorm_0/.*layers/new/w"
+    with pytest.warns(UserWarning, match=match):
+        shared.load_module_state_dict(partial, strict=False)
+    after = shared.module_state_dict()
+    np.testing.assert_array_equal(after["layers"]["9_Head"]["Dense_0"]["bias"], 7.0)
+    after["layers"]["9_Head"]["Dense_0"]["bias"] = before["layers"]["9_Head"]["Dense_0"]["bias"]
+    jax.tree.map(np.testing.assert_array_equal, after, before)
+    shared.load_module_state_dict(before, strict=False)
+    jax.tree.map(np.testing.assert_array_equal, shared.module_state_dict(), before)
+
+
+def whole_batch(length: int = 3) -> tuple[Any, Any]:
+    shape = jax.ShapeDtypeStruct((MICROBATCHES, 4, length), np.int32)
+    return shape, shape
+
+
+def test_lowering_the_step() -> None:
+    engine = build()
+    lowered = engine.lower(whole_batch())
+    assert isinstance(lowered, jax.stages.Lowered)
+    assert lowered.compile().memory_analysis().temp_size_in_bytes > 0
+    assert engine.global_steps == 0
+    with pytest.raises(DataError, match=r"inputs must be int32\[3, 4, 3\][\s\S]*got int32\[3, 4, 5\]\. Give every"):
+        engine.lower(whole_batch(5))
+    arrays = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), whole_batch())
+    assert engine.lower((*arrays, {})).as_text() == lowered.as_text()
+
+
+def test_lowering_does_not_make_parameters() -> None:
+    engine = build(example_batch=entries()[0])
+    engine.lower(whole_batch())
+    assert engine._state is None
+
+
+def test_losses_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    engine = build(config={"steps_per_print": 2})
+    with caplog.at_level(logging.INFO, "jaxpipe"):
+        losses = [float(engine.train_batch(iter(entries()))) for _ in range(4)]
+    assert [record.getMessage() for record in caplog.records] == [
+        f"steps: {step} loss: {losses[step - 1]:.4f}" for step in (2, 4)
+    ]
+
+
+def test_nothing_is_logged_unless_asked(caplog: pytest.LogCaptureFixture, shared: PipelineEngine) -> None:
+    with caplog.at_level(logging.DEBUG, "jaxpipe"):
+        shared.train_batch(iter(entries()))
+    assert not caplog.records
+
+
+def test_an_iterator_is_read_no_further_than_the_batch(shared: PipelineEngine) -> None:
+    pulled = []
+
+    def source() -> Iterator[Any]:
+        for entry in entries() * 3:
+            pulled.append(1)
+            yield entry
+
+    iterator = source()
+    shared.train_batch(iterator)
+    assert len(pulled) == MICROBATCHES
+    shared.eval_batch(iterator)
+    assert len(pulled) == 2 * MICROBATCHES
+
+
+def test_the_state_counts_steps(shared: PipelineEngine) -> None:
+    before = int(shared.state.step)
+    shared.train_batch(iter(entries()))
+    assert int(shared.state.step) == before + 1

@@ -1,0 +1,266 @@
+"""Arguments of `initialize`: what each does, and what is refused."""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+from _models import MODELS, VOCAB, Embed, Head, cross_entropy
+
+import jaxpipe
+from jaxpipe import LayerSpec, PipeDataParallelTopology, PipelineModule, PipeModelDataParallelTopology, TrainConfig
+from jaxpipe.errors import ConfigError, DataError, LayerError, PartitionError, PipelineError, ScheduleError
+from jaxpipe.errors import TopologyError as BadTopology
+
+SGD = optax.sgd(0.1)
+CONFIG = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}
+
+
+def module(**kwargs: Any) -> PipelineModule:
+    settings = {"topology": PipeDataParallelTopology(2, 1), "loss_fn": cross_entropy, **kwargs}
+    return PipelineModule([LayerSpec(Embed), LayerSpec(Head)], **settings)
+
+
+def entry(seed: int = 0, samples: int = 2) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return tuple(rng.integers(0, VOCAB, (samples, 3)).astype(np.int32) for _ in range(2))
+
+
+def samples(count: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    return [(np.full(3, i % VOCAB, np.int32), np.full(3, (i + 1) % VOCAB, np.int32)) for i in range(count)]
+
+
+def initialize(**kwargs: Any) -> Any:
+    arguments = {"model": module(), "optimizer": SGD, "config": CONFIG, **kwargs}
+    return jaxpipe.initialize(**arguments)
+
+
+def test_what_is_returned() -> None:
+    engine, optimizer, loader, scheduler = initialize()
+    assert isinstance(engine, jaxpipe.PipelineEngine)
+    assert (optimizer, loader, scheduler) == (SGD, None, None)
+    engine, optimizer, loader, scheduler = initialize(training_data=samples(10), optimizer=None)
+    assert (optimizer, scheduler) == (None, None)
+    assert isinstance(loader, jaxpipe.RepeatingLoader)
+    assert len(loader) == 5
+
+
+def test_sizes() -> None:
+    topology = PipeDataParallelTopology(2, 2)
+    engine, *_ = initialize(
+        model=module(topology=topology),
+        config={"train_batch_size": 24, **CONFIG}
+        | {
+            "gradient_accumulation_steps": 3,
+            "train_micro_batch_size_per_gpu": 4,
+        },
+    )
+    assert engine.train_batch_size() == 24
+    assert engine.train_micro_batch_size_per_gpu() == engine.micro_batch_size == 4
+    assert engine.gradient_accumulation_steps() == engine.micro_batches == 3
+    assert engine.num_stages == 2
+    assert engine.global_steps == engine.global_samples == 0
+    assert engine.is_gradient_accumulation_boundary()
+    assert dict(engine.mesh.shape) == {"stage": 2, "data": 2}
+
+
+def test_one_process_has_all_stages() -> None:
+    engine, *_ = initialize(model=module(topology=PipeDataParallelTopology(2, 4)))
+    assert engine.is_first_stage()
+    assert engine.is_last_stage()
+    assert engine.grid.pipe_parallel_size == 2
+    assert engine.grid.data_parallel_size == 4
+    assert engine.grid.stage_id == 0
+
+
+def test_devices_beyond_an_explicit_topology_stay_unused() -> None:
+    engine, *_ = initialize()
+    assert engine.mesh.devices.size == 2 < jax.device_count()
+    engine.train_batch(iter([entry()] * 2))
+    used = {device for leaf in jax.tree.leaves(engine.state) for device in leaf.devices()}
+    assert used == set(engine.mesh.devices.flat)
+
+
+def test_num_stages_alone_takes_all_devices() -> None:
+    model = PipelineModule([LayerSpec(Embed), LayerSpec(Head)], num_stages=2, loss_fn=cross_entropy)
+    engine, *_ = initialize(model=model)
+    assert dict(engine.mesh.shape) == {"stage": 2, "data": 4}
+
+
+@pytest.mark.parametrize("axes", [("stage", "data"), ("data", "stage")])
+def test_a_mesh_of_jax(axes: tuple[str, str]) -> None:
+    shape = tuple({"stage": 2, "data": 2}[axis] for axis in axes)
+    mesh = jax.make_mesh(shape, axes, devices=jax.devices()[4:])
+    model = PipelineModule([LayerSpec(Embed), LayerSpec(Head)], num_stages=2, loss_fn=cross_entropy)
+    engine, *_ = initialize(model=model, mesh=mesh)
+    first = float(engine.train_batch(iter([entry(samples=4)] * 2)))
+    other, *_ = initialize(model=module(topology=PipeDataParallelTopology(2, 2)))
+    assert first == pytest.approx(float(other.train_batch(iter([entry(samples=4)] * 2))), rel=1e-6)
+    assert {device.id for device in engine.mesh.devices.flat} == {device.id for device in jax.devices()[4:]}
+
+
+@pytest.mark.parametrize("given", ["config", "config_params", "args", "args as a dictionary", "path", "TrainConfig"])
+def test_ways_to_give_a_configuration(given: str, tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(CONFIG))
+    arguments: dict[str, Any] = {
+        "config": {"config": CONFIG},
+        "config_params": {"config": None, "config_params": CONFIG},
+        "args": {"config": None, "args": argparse.Namespace(deepspeed_config=str(file))},
+        "args as a dictionary": {"config": None, "args": {"deepspeed_config": str(file)}},
+        "path": {"config": file, "args": argparse.Namespace(deepspeed_config=None)},
+        "TrainConfig": {"config": TrainConfig(**CONFIG), "args": argparse.Namespace()},
+    }[given]
+    engine, *_ = initialize(**arguments)
+    assert engine.gradient_accumulation_steps() == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ({"config": None}, r"one configuration, but got none\. Pass config="),
+        ({"config_params": CONFIG}, r"but got config and config_params\. Pass config="),
+        ({"args": {"deepspeed_config": "x.json"}}, r"but got config and args\.deepspeed_config\. Pass config="),
+        ({"model": None}, r"given a PipelineModule, but got model=None\. Write PipelineModule"),
+        ({"model": Head()}, r"given a PipelineModule, but got model=Head"),
+        ({"mpu": 3}, r"mpu must be None.*got mpu=3\. Instead, .*PipelineModule\(topology=\.\.\.\)"),
+        ({"lr_scheduler": "s"}, r"lr_scheduler must be None.*got lr_scheduler='s'\. Instead, give the optax schedule"),
+        ({"dist_init_required": True}, r"dist_init_required must be None.*=True\. Instead, call jax\.distributed"),
+        ({"optimizer": 3e-4}, r"optimizer must be an optax transformation, but got optimizer=0\.0003\. Pass"),
+        ({"config": {"train_batch_size": 8, "pipeline": {"stages": 4}}}, r"pipeline\.stages=4 and num_stages=2\. Ch"),
+        ({"config": {"train_batch_sise": 8}}, r"train_batch_sise is not a known key\. Did you mean train_batch_size"),
+        ({"config": {"zero_optimization": {"stage": 3}}}, r"zero_optimization must not be set"),
+        ({"config": {"train_batch_size": 7, **CONFIG}}, r"7 != 2 x 2 x 1\. Use train_batch_size=4"),
+        ({"config": {}}, r"must be given train_batch_size or train_micro_batch_size_per_gpu.*Add one of the two keys"),
+        (
+            {"model": module(partition_method="uniform"), "config": {**CONFIG, "pipeline": {"partition": "trunk"}}},
+            r"pipeline\.partition='trunk' and partition_method='uniform'\. Say it in one place",
+        ),
+    ],
+)
+def test_arguments_that_are_refused(arguments: dict[str, Any], match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        initialize(**arguments)
+
+
+def test_dist_init_required_may_be_false() -> None:
+    engine, *_ = initialize(dist_init_required=False)
+    assert engine.global_steps == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "match"),
+    [
+        ({"model": module(topology=PipeDataParallelTopology(2, 8))}, BadTopology, r"16 places .*device_count\(\)=8"),
+        (
+            {"model": PipelineModule(MODELS["linen"].layers(), num_stages=3, loss_fn=cross_entropy)},
+            BadTopology,
+            r"must divide the number of devices \(8\), but got num_stages=3\. Use 2 or 4 stages",
+        ),
+        (
+            {"mesh": jax.make_mesh((2,), ("stage",), devices=jax.devices()[:2])},
+            BadTopology,
+            r"mesh\.shape=\(stage=2\)\. Add the axis 'data'",
+        ),
+        (
+            {
+                "mesh": jax.make_mesh((4, 1), ("stage", "data"), devices=jax.devices()[:4]),
+                "example_batch": entry(),
+            },
+            BadTopology,
+            r"num_stages=2 long, but got stage=4",
+        ),
+        ({"example_batch": entry(samples=3)}, DataError, r"2 \* 1 = 2 samples.*int32\[3, 3\]"),
+        ({"example_batch": entry()[:1]}, DataError, r"must be a tuple \(inputs, labels\)"),
+        (
+            {"example_batch": entry(), "config": {**CONFIG, "pipeline": {"schedule": "1f2b"}}},
+            ScheduleError,
+            r"schedule='1f2b'\. Did you mean '1f1b'",
+        ),
+        (
+            {"example_batch": entry(), "optimizer": optax.clip_by_global_norm(1.0)},
+            ConfigError,
+            r"num_stages > 1, but got one whose result mixes",
+        ),
+        (
+            {"example_batch": entry(), "model": module(loss_fn=lambda y, t: y[0])},
+            LayerError,
+            r"loss_fn's result must be a floating-point scalar",
+        ),
+        (
+            {"example_batch": entry(), "config": {**CONFIG, "pipeline": {"partition": [0, 2, 2]}}},
+            PartitionError,
+            r"partition_method=\[0, 2, 2\]",
+        ),
+        ({"training_data": samples(1)}, DataError, r"len\(dataset\)=1 and batch_size=2\. Add samples"),
+        ({"training_data": iter(samples(4))}, DataError, r"must have a length and indexing"),
+    ],
+)
+def test_what_does_not_fit_is_refused_at_once(arguments: dict[str, Any], error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        initialize(**arguments)
+
+
+def test_a_model_axis_is_refused_or_runs() -> None:
+    topology = PipeModelDataParallelTopology(num_pp=2, num_mp=1, num_dp=2)
+    engine, *_ = initialize(model=module(topology=topology))
+    assert np.isfinite(float(engine.train_batch(iter([entry(samples=4)] * 2))))
+
+
+def test_shapes_are_known_with_an_example_only() -> None:
+    example = jax.eval_shape(lambda: jax.tree.map(jax.numpy.asarray, entry()))
+    engine, *_ = initialize(example_batch=example)
+    assert engine.pipeline.num_microbatches == 2
+    assert list(engine.module.parts) == [0, 1, 2]
+    blind, *_ = initialize()
+    match = r"must know the shapes of a batch.*Give example_batch= or training_data="
+    for ask in (lambda: blind.pipeline, lambda: blind.state, blind.module_state_dict):
+        with pytest.raises(PipelineError, match=match):
+            ask()
+    with pytest.raises(PipelineError, match=match):
+        blind.load_module_state_dict({})
+    blind.train_batch(iter([entry()] * 2))
+    assert blind.pipeline.num_microbatches == 2
+
+
+def test_initial_parameters() -> None:
+    model = module()
+    tree = jax.device_get(model.init(jax.random.key(3), entry()[0]))
+    engine, *_ = initialize(model=model, model_parameters=tree, example_batch=entry())
+    jax.tree.map(np.testing.assert_array_equal, engine.module_state_dict(), tree)
+    late, *_ = initialize(model=model, model_parameters={"layers": {}})
+    with pytest.raises(LayerError, match=r"missing layers/0_Embed/Embed_0/embedding.*Give a tree as"):
+        late.train_batch(iter([entry()] * 2))
+
+
+def test_training_data_is_shuffled_each_epoch_from_the_seed() -> None:
+    def epochs(seed: int) -> list[list[int]]:
+        _, _, loader, _ = initialize(model=module(base_seed=seed), training_data=samples(10))
+        orders = [[int(x[0]) for _ in range(len(loader)) for x in next(loader)[0]] for _ in range(2)]
+        assert all(sorted(order) == sorted(i % VOCAB for i in range(10)) for order in orders)
+        return orders
+
+    first, again, other = epochs(1), epochs(1), epochs(2)
+    assert first == again != other
+    assert first[0] != first[1]
+
+
+def test_training_data_feeds_train_batch_without_end() -> None:
+    engine, *_ = initialize(training_data=samples(6), optimizer=optax.adam(0.05))
+    losses = [float(engine.train_batch()) for _ in range(30)]
+    assert losses[-1] < losses[0] / 2
+    assert engine.global_steps == 30
+    assert engine.global_samples == 120
+
+
+def test_collate_fn_makes_the_entries() -> None:
+    def collate(picked: list[Any]) -> Any:
+        return np.stack([x for x, _ in picked]), np.stack([y for _, y in picked]), {"unused": np.ones((2, 1), np.int8)}
+
+    engine, _, loader, _ = initialize(training_data=samples(6), collate_fn=collate)
+    assert set(next(loader)[2]) == {"unused"}
+    assert np.isfinite(float(engine.train_batch()))
