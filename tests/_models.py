@@ -27,7 +27,7 @@ class Block(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, *, train: bool = False) -> jax.Array:
-        y = nn.Dense(DIM)(nn.tanh(nn.Dense(12)(x)))
+        y = nn.tanh(nn.Dense(DIM)(x))
         if self.rate:
             y = nn.Dropout(self.rate, deterministic=not train)(y)
         return x + y
@@ -40,12 +40,12 @@ class Head(nn.Module):
 
 
 class Attention(nn.Module):
-    """Its key bias has no gradient."""
+    """Its key bias has no gradient; a small share of the residual stream, so that rounding there stays small too."""
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         q, k, v = (nn.Dense(DIM, name=name)(x) for name in ("query", "key", "value"))
-        return x + jax.nn.softmax(q @ k.swapaxes(-1, -2)) @ v
+        return x + 0.1 * jax.nn.softmax(q @ k.swapaxes(-1, -2) / DIM**0.5) @ v
 
 
 class NNXEmbed(nnx.Module):
@@ -146,8 +146,8 @@ def from_waves(carried: dict[str, jax.Array]) -> jax.Array:
     return x * carried["tag"].astype(x.dtype).reshape(-1, *[1] * (x.ndim - 1))
 
 
-def noise(x: jax.Array, rngs: Any) -> jax.Array:
-    return x if rngs is None else x + 0.1 * jax.random.normal(rngs["dropout"], x.shape)
+def noise(x: jax.Array, rngs: Any, *, train: bool) -> jax.Array:
+    return x if rngs is None or not train else x + 0.1 * jax.random.normal(rngs["dropout"], x.shape)
 
 
 def tokens(rng: np.random.Generator, *shape: int) -> np.ndarray:

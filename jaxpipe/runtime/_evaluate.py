@@ -49,7 +49,7 @@ class EvaluateLoop:
                 carry["act_in"] = write_ring_if(carry["act_in"], sent, row["act_recv"])
             arrived = read_ring(carry["act_in"], row["forward_read"])
         index = row["forward_microbatch"]
-        batch = device.microbatch(index)
+        batch = device.microbatch(index).without_key()
 
         def forward() -> jax.Array:
             return self._parts.evaluate(device.stage, device.storage, device.trunk, batch, arrived)

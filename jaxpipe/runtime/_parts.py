@@ -1,5 +1,6 @@
 """The computing that a stage does in a cell, assembled from prologue, trunk and epilogue."""
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -25,6 +26,10 @@ class Microbatch:
     inputs: PyTree
     labels: PyTree
     context: Context
+
+    def without_key(self) -> "Microbatch":
+        """The same for evaluation, where nothing random happens."""
+        return dataclasses.replace(self, context=(None, self.context[1]))
 
 
 class StageParts:

@@ -12,8 +12,8 @@ from ._cut import StageCut
 from ._params import ModelParams
 from ._residuals import Residuals
 
-Context = tuple[jax.Array, PyTree]
-"""A microbatch's key and its side inputs."""
+Context = tuple[jax.Array | None, PyTree]
+"""A microbatch's key (None in evaluation) and its side inputs."""
 
 
 class Trunk:
@@ -87,7 +87,7 @@ class Trunk:
         return self._run(params, inputs, (self.offset(stage), *context), train=False)
 
     def _run(
-        self, params: PyTree, inputs: PyTree, context: tuple[jax.Array, jax.Array, PyTree], *, train: bool = True
+        self, params: PyTree, inputs: PyTree, context: tuple[jax.Array, jax.Array | None, PyTree], *, train: bool = True
     ) -> PyTree:
         offset, key, side = context
         if not self._scan:

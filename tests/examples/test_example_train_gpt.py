@@ -22,7 +22,7 @@ def test_it_prints_the_plan_the_losses_and_a_sample(tmp_path: Path) -> None:
     text = _text(tmp_path / "text.txt", 200)
     printed = run_example("train_gpt.py", *_SMALL, "--stages", "2", "--steps", "25", "--text", text)
     assert "0_Embed, 1_Block" in printed
-    assert "OneFOneBSchedule, 2 microbatches of 2 samples on 2 stages x 2 replicas" in printed
+    assert "OneFOneBSchedule: 2 microbatches of 2 samples on 2 stages x 2 replicas" in printed
     assert "stage 1  .   F0B0  F1B1  .\n" in printed
     first, last = (_number(rf"{name} (?:step )?(\d\.\d+)", printed) for name in ("loss of the first", "of the last"))
     assert last < first
@@ -39,7 +39,7 @@ def test_tied_gpipe_with_recompute_on_the_manual_and_the_exit_status() -> None:
     printed = run_example("train_gpt.py", *_SMALL, *settings, "--check", status=1)
     assert "0_Embed, 1_Block" in printed
     assert "3_LayerNorm, 4_Embed" in printed
-    assert "GPipeSchedule, 2 microbatches of 2 samples on 2 stages x 1 replicas" in printed
+    assert "GPipeSchedule: 2 microbatches of 2 samples on 2 stages x 1 replica" in printed
     assert "goals: missed: loss, words" in printed
 
 
