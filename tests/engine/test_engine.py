@@ -132,7 +132,7 @@ def test_set_batch_fn_maps_every_entry() -> None:
     engine.set_batch_fn(None)
     assert np.isfinite(float(engine.train_batch(iter(entries()))))
     with pytest.raises(DataError, match=r"got fn=3\. Pass None for none"):
-        engine.set_batch_fn(3)  # pyright: ignore[reportArgumentType]
+        engine.set_batch_fn(3)
 
 
 def test_without_an_optimizer_it_only_evaluates() -> None:

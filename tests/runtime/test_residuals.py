@@ -83,7 +83,7 @@ def test_the_backward_is_that_of_autodiff(function: Callable[..., Any]) -> None:
     cotangent = jnp.ones_like(outputs[0])
     grads, dx = jax.jit(residuals.backward)(params, kept, [cotangent])
     wanted, pullback = jax.vjp(lambda p, x: function(p, (x, inputs[1]), context)[0], params, inputs[0])
-    np.testing.assert_allclose(outputs[0], wanted, rtol=1e-6)
+    assert_close(outputs[0], wanted)
     assert_close((grads, dx), (lambda pair: (pair[0], [pair[1]]))(pullback(cotangent)))
 
 
