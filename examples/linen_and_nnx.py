@@ -92,7 +92,7 @@ def batches() -> Iterator[tuple[tuple[np.ndarray, np.ndarray], np.ndarray]]:
 
 def main() -> None:
     """Train, and print losses and parameters."""
-    jax.config.update("jax_num_cpu_devices", NUM_STAGES)
+    jax.config.update("jax_num_cpu_devices", 8)
     layers = [
         jaxpipe.TiedLayerSpec("numbers", nn.Embed, VOCAB_SIZE, DIM, forward_fn=embed),
         Attention(heads=2),

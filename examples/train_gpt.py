@@ -347,7 +347,8 @@ def sample(apply: Callable[[Any, jax.Array], jax.Array], params: Any, prompt: np
 
 def main(settings: Settings) -> int:
     """Run it all; the result is the exit status."""
-    jax.config.update("jax_num_cpu_devices", settings.stages * settings.replicas)  # real accelerators go before these
+    num_devices = max(8, settings.stages * settings.replicas)  # more give simulated ones more threads
+    jax.config.update("jax_num_cpu_devices", num_devices)  # real accelerators go before these
     phases = Phases()
     train_text, heldout_text = split_text(load_text(settings.text))
     vocabulary = Vocabulary(train_text)

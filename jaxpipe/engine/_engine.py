@@ -80,6 +80,7 @@ class PipelineEngine(EngineNames):
         self._batch_fn: Callable[[Any], Entry] | None = None
         self._pipeline: Pipeline | None = None
         self._state: TrainState | None = None
+        self._last_loss: jax.Array | None = None
         if example_batch is not None:
             self._build(example_batch)
 
@@ -128,7 +129,9 @@ class PipelineEngine(EngineNames):
                 "transformation."
             )
         batch = self._pull(data_iter)
+        self._settle()
         self._state, metrics = self.pipeline.step(self.state, batch)
+        self._last_loss = metrics["loss"]
         self.global_steps += 1
         self.global_samples += self.train_batch_size()
         every = self.config.steps_per_print
@@ -151,7 +154,10 @@ class PipelineEngine(EngineNames):
             DataError: An entry does not fit the shapes the engine was built for.
         """
         batch = self._pull(data_iter)
-        return self.pipeline.evaluate(self.state, batch)["loss"]
+        self._settle()
+        loss = self.pipeline.evaluate(self.state, batch)["loss"]
+        self._last_loss = loss
+        return loss
 
     def lower(self, batch: Entry) -> jax.stages.Lowered:
         """Lower the training step without running it: for memory analysis, HLO, or compiling ahead of time.
@@ -270,6 +276,15 @@ class PipelineEngine(EngineNames):
         if self._pipeline is None:
             self._build(entries[0])
         return self.pipeline.place_batch((inputs, labels, side))
+
+    def _settle(self) -> None:
+        """On simulated devices, let the program in flight end before the next starts.
+
+        They share one pool of threads, and a collective holds its thread until all devices have come; two programs in
+        flight could hold all threads and wait for each other.
+        """
+        if self._last_loss is not None and self.mesh.devices.flat[0].platform == "cpu":
+            self._last_loss.block_until_ready()
 
     def _build(self, example: Entry) -> None:
         optimizer = optax.identity() if self.optimizer is None else self.optimizer
