@@ -23,6 +23,7 @@ import numpy as np  # noqa: E402
 import optax  # noqa: E402
 
 import jaxpipe  # noqa: E402
+from jaxpipe.runtime import PipelineSettings  # noqa: E402
 from jaxpipe.schedules import lower_schedule, makespan  # noqa: E402
 from jaxpipe.topology import make_pipeline_mesh  # noqa: E402
 
@@ -72,7 +73,8 @@ def measure(schedule: str, num_stages: int, num_microbatches: int, costs: tuple[
     mesh = make_pipeline_mesh(jaxpipe.PipeDataParallelTopology(num_stages, 1))
     x = np.ones((num_microbatches, 2, 4), np.float32)
     batch = (x, x, {})
-    pipeline = jaxpipe.Pipeline(model, optax.sgd(0.1), mesh, (x[0], x[0]), num_microbatches, schedule=schedule)
+    settings = PipelineSettings(schedule=schedule)
+    pipeline = jaxpipe.Pipeline(model, optax.sgd(0.1), mesh, (x[0], x[0]), num_microbatches, settings)
     state = pipeline.init()
     seconds = []
     for repeat in range(repeats + 1):

@@ -16,6 +16,7 @@ import optax  # noqa: E402
 
 import jaxpipe  # noqa: E402
 from benchmarks._gpt import gpt, tokens  # noqa: E402
+from jaxpipe.runtime import PipelineSettings  # noqa: E402
 from jaxpipe.topology import make_pipeline_mesh  # noqa: E402
 
 
@@ -25,7 +26,8 @@ def measure(num_stages: int, blocks_per_stage: int, num_microbatches: int, *, sc
     mesh = make_pipeline_mesh(jaxpipe.PipeDataParallelTopology(num_stages, 1))
     example = jax.tree.map(lambda a: a[0], tokens(1, 2, 32))
     start = time.perf_counter()
-    pipeline = jaxpipe.Pipeline(model, optax.adam(1e-3), mesh, example, num_microbatches, scan_trunk=scan)
+    settings = PipelineSettings(scan_trunk=scan)
+    pipeline = jaxpipe.Pipeline(model, optax.adam(1e-3), mesh, example, num_microbatches, settings)
     built = time.perf_counter()
     lowered = pipeline.step.lower(pipeline.state_struct, pipeline.batch_struct)
     traced = time.perf_counter()

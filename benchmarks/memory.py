@@ -14,6 +14,7 @@ import optax  # noqa: E402
 
 import jaxpipe  # noqa: E402
 from benchmarks._gpt import gpt, tokens  # noqa: E402
+from jaxpipe.runtime import PipelineSettings  # noqa: E402
 from jaxpipe.topology import make_pipeline_mesh  # noqa: E402
 
 
@@ -22,7 +23,8 @@ def temporary_bytes(schedule: str, num_stages: int, num_microbatches: int, recom
     model = gpt(num_stages, dim=128, num_blocks=8, activation_checkpoint_interval=recompute)
     mesh = make_pipeline_mesh(jaxpipe.PipeDataParallelTopology(num_stages, 1))
     example = jax.tree.map(lambda a: a[0], tokens(1, 4, 128))
-    pipeline = jaxpipe.Pipeline(model, optax.sgd(0.1), mesh, example, num_microbatches, schedule=schedule)
+    settings = PipelineSettings(schedule=schedule)
+    pipeline = jaxpipe.Pipeline(model, optax.sgd(0.1), mesh, example, num_microbatches, settings)
     compiled = pipeline.step.lower(pipeline.state_struct, pipeline.batch_struct).compile()
     return compiled.memory_analysis().temp_size_in_bytes, pipeline.program.peak_in_flight
 

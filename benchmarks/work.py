@@ -20,6 +20,7 @@ import optax  # noqa: E402
 
 import jaxpipe  # noqa: E402
 from benchmarks._gpt import cross_entropy, gpt, tokens  # noqa: E402
+from jaxpipe.runtime import PipelineSettings  # noqa: E402
 from jaxpipe.topology import make_pipeline_mesh  # noqa: E402
 
 DIM, BLOCKS, TIME, MICROBATCH, MICROBATCHES = 256, 8, 128, 4, 8
@@ -61,7 +62,8 @@ def pipelined_step(num_stages: int) -> Callable[[], float]:
     mesh = make_pipeline_mesh(jaxpipe.PipeDataParallelTopology(num_stages, 1))
     batch = tokens(MICROBATCHES, MICROBATCH, TIME)
     example = jax.tree.map(lambda a: a[0], batch)
-    pipeline = jaxpipe.Pipeline(model, optax.adam(1e-4), mesh, example, MICROBATCHES, skip_idle=True)
+    settings = PipelineSettings(skip_idle=True)
+    pipeline = jaxpipe.Pipeline(model, optax.adam(1e-4), mesh, example, MICROBATCHES, settings)
     held = [pipeline.init()]
 
     def run() -> float:

@@ -1,13 +1,18 @@
 """DeepSpeed-style pipeline parallelism for JAX and Flax."""
 
+from jaxpipe import checkpointing as checkpointing
+from jaxpipe import config as config
 from jaxpipe import data as data
 from jaxpipe import errors as errors
+from jaxpipe import optim as optim
 from jaxpipe import partition as partition
 from jaxpipe import schedules as schedules
 from jaxpipe import topology as topology
 from jaxpipe.config import TrainConfig as TrainConfig
+from jaxpipe.config import add_config_arguments as add_config_arguments
 from jaxpipe.data import RepeatingLoader as RepeatingLoader
 from jaxpipe.engine import PipelineEngine as PipelineEngine
+from jaxpipe.engine import UnpipelinedEngine as UnpipelinedEngine
 from jaxpipe.engine import initialize as initialize
 from jaxpipe.layers import LayerSpec as LayerSpec
 from jaxpipe.layers import PipelineModule as PipelineModule
@@ -50,6 +55,10 @@ __all__ = [
     "TrainConfig",
     "TrainSchedule",
     "TrainState",
+    "UnpipelinedEngine",
+    "add_config_arguments",
+    "checkpointing",
+    "config",
     "data",
     "describe_pipeline",
     "errors",
@@ -57,6 +66,7 @@ __all__ = [
     "make_pipeline",
     "mesh_for",
     "microbatch_key",
+    "optim",
     "partition",
     "schedules",
     "topology",

@@ -12,6 +12,7 @@ import optax
 from flax import nnx
 
 from jaxpipe import LayerSpec, PipelineModule, TiedLayerSpec
+from jaxpipe.layers import AuxLoss, Metric
 
 VOCAB, DIM, LENGTH, MICROBATCH, BLOCKS = 11, 8, 3, 2, 8
 
@@ -107,6 +108,40 @@ class SideBlock(nn.Module):
         return x + jnp.where(mask[..., None], jnp.tanh(y), 0.0)
 
 
+class NormBlock(nn.Module):
+    """Keeps batch statistics; a small share of the residual stream, so that rounding there stays small too."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array, *, train: bool = False) -> jax.Array:
+        y = nn.BatchNorm(use_running_average=not train, momentum=0.8)(nn.Dense(DIM)(x))
+        return x + 0.1 * jnp.tanh(y)
+
+
+class ReportingBlock(nn.Module):
+    """Adds to the loss and reports a metric."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y = jnp.tanh(nn.Dense(DIM)(x))
+        self.sow("losses", "size", 0.1 * jnp.mean(y**2))
+        self.sow("metrics", "top", jnp.max(y))
+        return x + y
+
+
+class ReportingNorm(nnx.Module):
+    """The same and batch statistics, in NNX."""
+
+    def __init__(self, *, rngs: nnx.Rngs) -> None:
+        self.dense = nnx.Linear(DIM, DIM, rngs=rngs)
+        self.norm = nnx.BatchNorm(DIM, momentum=0.8, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y = self.norm(self.dense(x))
+        self.sow(AuxLoss, "size", 0.1 * jnp.mean(jnp.tanh(y) ** 2))
+        self.sow(Metric, "top", jnp.max(y))
+        return x + 0.1 * jnp.tanh(y)
+
+
 class Loss(nn.Module):
     """A last layer whose scalar output is the loss."""
 
@@ -125,6 +160,12 @@ class Widen(nn.Module):
 
 def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+
+def weighted_loss(logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
+    mask = labels % 3 > 0
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+    return jnp.sum(losses * mask), jnp.sum(mask)
 
 
 def masked_loss(carried: tuple[jax.Array, ...], labels: jax.Array) -> jax.Array:
@@ -246,10 +287,22 @@ MODELS = {
     ),
     "side": Model(lambda: [LayerSpec(Embed), *specs(SideBlock), LayerSpec(Head)], batch=text_with_side),
     "dropout": Model(lambda: [Embed(), *[LayerSpec(Block, 0.5) for _ in range(BLOCKS)], Head()], is_random=True),
+    "marked": Model(
+        lambda: [
+            LayerSpec(Embed),
+            *[LayerSpec(Block, 0.5).remat(jax.checkpoint_policies.dots_saveable) for _ in range(BLOCKS)],
+            LayerSpec(Head).remat(),
+        ],
+        is_random=True,
+    ),
     "noise": Model(
         lambda: [Embed(), noise, *[LayerSpec(NNXBlock, 0.5), noise, LayerSpec(Block, 0.2)] * 3, LayerSpec(NNXHead)],
         has_trunk=False,
         is_random=True,
     ),
+    "norm": Model(lambda: [LayerSpec(Embed), *specs(NormBlock), LayerSpec(Head)]),
+    "reports": Model(lambda: [LayerSpec(Embed), *specs(ReportingBlock), LayerSpec(Head)], weighted_loss),
+    "norm_reports": Model(lambda: [LayerSpec(NNXEmbed), *specs(ReportingNorm), LayerSpec(ReportingBlock), Head()]),
+    "weighted": Model(lambda: [LayerSpec(Embed), *specs(Block), LayerSpec(Head)], weighted_loss),
     "no_loss": Model(lambda: [LayerSpec(Embed), *specs(Block), LayerSpec(Loss)], loss_fn=None),
 }

@@ -12,6 +12,7 @@ from _models import MICROBATCH, MODELS, Model
 from _schedules import LastInFirstOutSchedule, OneByOneSchedule, SplitAtOnceSchedule, SplitSchedule
 
 from jaxpipe import PipeDataParallelTopology, Pipeline, PipelineModule, PipeSchedule, microbatch_key
+from jaxpipe.runtime import PipelineSettings
 from jaxpipe.topology import make_pipeline_mesh
 
 SCHEDULES: dict[str, str | type[PipeSchedule]] = {
@@ -39,6 +40,7 @@ class Case:
     skip_idle: bool | None = None
     scan_trunk: bool = False
     optimizer: optax.GradientTransformation = field(default_factory=optax.identity, compare=False, repr=False)
+    settings: dict[str, Any] = field(default_factory=dict, compare=False)
 
     def __str__(self) -> str:
         flags = f"{'skip' if self.skip_idle else 'mask'}-{'scan' if self.scan_trunk else 'unroll'}-{self.interval}"
@@ -70,9 +72,9 @@ class Case:
             mesh,
             example,
             self.microbatches,
-            schedule=SCHEDULES[self.schedule],
-            skip_idle=self.skip_idle,
-            scan_trunk=self.scan_trunk,
+            PipelineSettings(
+                schedule=SCHEDULES[self.schedule], skip_idle=self.skip_idle, scan_trunk=self.scan_trunk, **self.settings
+            ),
         )
 
 
@@ -86,36 +88,121 @@ def block_of(batch: Any, microbatch: int, replica: int) -> Any:
     return jax.tree.map(lambda x: x[microbatch, replica * size : (replica + 1) * size], batch)
 
 
-@functools.cache
-def sequential(name: str) -> tuple[Any, Callable[..., Any], Callable[..., Any]]:
-    """Initial parameters, loss and gradient of one microbatch in training, and loss outside training."""
-    model = MODELS[name]
-    module = model.module()
+@dataclass(frozen=True)
+class Sequential:
+    """The sequential model, jitted.
 
-    def loss(params: Any, inputs: Any, labels: Any, side: Any, key: Any, train: bool) -> jax.Array:
-        return module.loss(module.apply(params, inputs, train=train, key=key, side=side), labels)
+    Attributes:
+        module: The model.
+        params: Initial parameters.
+        collections: Initial collections.
+        gradient: Of `(params, collections, inputs, labels, side, key, aux_weight)`: objective, what else a microbatch
+            gives, and gradients.
+        terms: Of `(params, collections, inputs, labels, side)`: loss and weight outside training.
+    """
+
+    module: PipelineModule
+    params: Any
+    collections: Any
+    gradient: Callable[..., Any]
+    terms: Callable[..., Any]
+
+
+@functools.cache
+def sequential_model(name: str, compute_dtype: str | None = None) -> Sequential:
+    model = MODELS[name]
+    module = model.module(compute_dtype=compute_dtype)
+
+    def objective(
+        params: Any, held: Any, inputs: Any, labels: Any, side: Any, key: Any, aux_weight: Any
+    ) -> tuple[jax.Array, Any]:
+        outputs, held, aux = module.call(params, held, inputs, train=True, key=key, side=side)
+        total, weight = module.loss_terms(outputs, labels)
+        losses = sum(aux["losses"].values(), 0.0)
+        return total + losses * aux_weight, (held, 1.0 if weight is None else weight, aux)
+
+    def terms(params: Any, held: Any, inputs: Any, labels: Any, side: Any) -> tuple[jax.Array, Any]:
+        outputs, _, _ = module.call(params, held, inputs, side=side)
+        total, weight = module.loss_terms(outputs, labels)
+        return total, 1.0 if weight is None else weight
 
     inputs, _, side = block_of(make_batch(model, 1, 1), 0, 0)
-    params = jax.device_get(module.init(jax.random.key(module.base_seed), inputs, side=side))
-    gradient = jax.jit(lambda params, *rest: jax.value_and_grad(loss)(params, *rest, True))
-    return params, gradient, jax.jit(lambda params, *rest: loss(params, *rest, False))
+    key = jax.random.key(module.base_seed)
+    params = jax.device_get(module.init(key, inputs, side=side))
+    collections = jax.device_get(module.init_collections(key, inputs, side=side))
+    gradient = jax.jit(jax.value_and_grad(objective, has_aux=True))
+    return Sequential(module, params, collections, gradient, jax.jit(terms))
+
+
+def sequential(name: str) -> tuple[Any, Callable[..., Any]]:
+    """Initial parameters, and the mean loss of one microbatch outside training."""
+    model = sequential_model(name)
+
+    def loss(params: Any, inputs: Any, labels: Any, side: Any) -> float:
+        total, weight = model.terms(params, model.collections, inputs, labels, side)
+        return total / weight
+
+    return model.params, loss
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What a batch gives on one device: loss, mean gradients, collections after it, and what layers report."""
+
+    loss: Any
+    grads: Any
+    collections: Any
+    aux: Any
+
+
+def whole_reference(
+    name: str,
+    batch: Any,
+    microbatches: int,
+    data: int,
+    *,
+    params: Any = None,
+    collections: Any = None,
+    step: int = 0,
+    compute_dtype: str | None = None,
+) -> Reference:
+    """Loop over microbatches and replicas, each replica with its own collections, summed in float64."""
+    model = sequential_model(name, compute_dtype)
+    params = model.params if params is None else params
+    places = [(m, r) for m in range(microbatches) for r in range(data)]
+
+    def add(total: Any, one: Any) -> Any:
+        one = jax.tree.map(lambda x: np.asarray(x, np.float64), one)
+        return one if total is None else jax.tree.map(np.add, total, one)
+
+    def run(aux_weight: float) -> tuple[Any, float, list[Any]]:
+        start = model.collections if collections is None else collections
+        total, held = None, [start] * data
+        for m, r in places:
+            inputs, labels, side = block_of(batch, m, r)
+            key = microbatch_key(jax.random.key(1234), step, m, r)
+            result = model.gradient(params, held[r], inputs, labels, side, key, aux_weight)
+            (value, (held[r], weight, aux)), grads = jax.device_get(result)
+            total = add(total, (value, grads, weight, aux))
+        return total, float(total[2]), held
+
+    total, divisor, held = run(1.0)
+    if divisor != len(places):
+        total, divisor, held = run(divisor / len(places))
+    value, grads, _, aux = total
+    mean = jax.tree.map(lambda *xs: np.mean(xs, axis=0, dtype=np.float64).astype(xs[0].dtype), *held)
+    as_float32 = functools.partial(jax.tree.map, np.float32)
+    grads = as_float32(jax.tree.map(lambda x: x / divisor, grads))
+    reported = as_float32(jax.tree.map(lambda x: x / len(places), aux))
+    return Reference(np.float32(value / divisor), grads, mean, reported)
 
 
 def reference(
     name: str, batch: Any, microbatches: int, data: int, *, params: Any = None, step: int = 0
 ) -> tuple[float, Any]:
-    """Mean loss and mean gradients over microbatches and replicas."""
-    initial, gradient, _ = sequential(name)
-    total: Any = None
-    for m in range(microbatches):
-        for r in range(data):
-            inputs, labels, side = block_of(batch, m, r)
-            key = microbatch_key(jax.random.key(1234), step, m, r)
-            one = jax.device_get(gradient(initial if params is None else params, inputs, labels, side, key))
-            one = jax.tree.map(lambda x: np.asarray(x, np.float64), one)
-            total = one if total is None else jax.tree.map(np.add, total, one)
-    loss, grads = jax.tree.map(lambda x: np.float32(x / (microbatches * data)), total)
-    return loss, grads
+    """Loss and gradients of a batch."""
+    found = whole_reference(name, batch, microbatches, data, params=params, step=step)
+    return found.loss, found.grads
 
 
 @functools.cache
@@ -124,7 +211,9 @@ def cached_reference(name: str, microbatches: int, data: int) -> tuple[float, An
 
 
 def evaluation(name: str, batch: Any, microbatches: int, data: int) -> float:
-    """Mean loss outside training."""
-    params, _, loss = sequential(name)
+    """Loss outside training."""
+    model = sequential_model(name)
     places = [(m, r) for m in range(microbatches) for r in range(data)]
-    return float(np.mean([loss(params, *block_of(batch, m, r), None) for m, r in places], dtype=np.float64))
+    terms = [model.terms(model.params, model.collections, *block_of(batch, m, r)) for m, r in places]
+    total, weight = np.sum(np.asarray(terms, np.float64), axis=0)
+    return float(total / weight)

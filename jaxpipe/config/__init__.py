@@ -1,9 +1,47 @@
 """DeepSpeed's JSON configuration as frozen dataclasses."""
 
+from ._args import add_config_arguments as add_config_arguments
+from ._args import config_from_args as config_from_args
 from ._batch import BatchSizes as BatchSizes
 from ._batch import resolve_batch_sizes as resolve_batch_sizes
+from ._classes import BatchConfig as BatchConfig
+from ._classes import FP16Config as FP16Config
+from ._classes import TrainingConfig as TrainingConfig
+from ._load import ConfigWarning as ConfigWarning
 from ._load import load_config as load_config
+from ._optimizer import OptimizerSection as OptimizerSection
+from ._optimizer import SchedulerSection as SchedulerSection
+from ._params import Params as Params
+from ._precision import BF16Section as BF16Section
+from ._precision import DataTypesSection as DataTypesSection
+from ._precision import Dtype as Dtype
+from ._precision import FP16Section as FP16Section
+from ._recompute import ActivationCheckpointingSection as ActivationCheckpointingSection
+from ._struct import Config as Config
 from ._train import PipelineConfig as PipelineConfig
 from ._train import TrainConfig as TrainConfig
+from ._zero import ZeroSection as ZeroSection
 
-__all__ = ["BatchSizes", "PipelineConfig", "TrainConfig", "load_config", "resolve_batch_sizes"]
+__all__ = [
+    "ActivationCheckpointingSection",
+    "BF16Section",
+    "BatchConfig",
+    "BatchSizes",
+    "Config",
+    "ConfigWarning",
+    "DataTypesSection",
+    "Dtype",
+    "FP16Config",
+    "FP16Section",
+    "OptimizerSection",
+    "Params",
+    "PipelineConfig",
+    "SchedulerSection",
+    "TrainConfig",
+    "TrainingConfig",
+    "ZeroSection",
+    "add_config_arguments",
+    "config_from_args",
+    "load_config",
+    "resolve_batch_sizes",
+]

@@ -1,6 +1,7 @@
 """From a file or a dictionary to the configuration."""
 
 import json
+import warnings
 from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
@@ -8,19 +9,26 @@ from typing import Any, cast
 
 from jaxpipe.errors import ConfigError
 
-from ._section import read_section
+from ._classes import TrainingConfig
+from ._section import read_section, unused_keys
 from ._train import TrainConfig
 from ._values import shown
+
+
+class ConfigWarning(UserWarning):
+    """Keys of the configuration are accepted and have no effect."""
 
 
 def load_config(config: TrainConfig | Mapping[str, Any] | str | PathLike[str] | None) -> TrainConfig:
     """Read the configuration.
 
     Every key is checked: one that is misspelt or that DeepSpeed knows and this library does not is an error, never
-    ignored.
+    ignored, unless its value asks for nothing, as in `"flops_profiler": {"enabled": false}`. Keys that only tune
+    PyTorch are accepted, with one `ConfigWarning` for all of them.
 
     Args:
-        config: A dictionary, the path of a JSON file, a configuration (returned as it is), or None for all defaults.
+        config: A dictionary, the path of a JSON file, a `TrainConfig` (returned as it is), a
+            `TrainingConfig`, or None for all defaults.
 
     Returns:
         The configuration.
@@ -33,8 +41,10 @@ def load_config(config: TrainConfig | Mapping[str, Any] | str | PathLike[str] | 
         return TrainConfig()
     if isinstance(config, TrainConfig):
         return config
+    if isinstance(config, TrainingConfig):
+        return config.to_train_config()
     if isinstance(config, Mapping):
-        return read_section(TrainConfig, cast("Mapping[object, object]", config))
+        return _read(cast("Mapping[object, object]", config))
     if not isinstance(cast("object", config), str | PathLike):
         raise ConfigError(
             f"config must be a dictionary or the path of a JSON file, but got config={shown(config)}. "
@@ -43,9 +53,22 @@ def load_config(config: TrainConfig | Mapping[str, Any] | str | PathLike[str] | 
     file = Path(config)
     mapping = _parse(file)
     try:
-        return read_section(TrainConfig, mapping)
+        return _read(mapping)
     except ConfigError as error:
         raise ConfigError(f"{error} (Read from {file}.)") from error
+
+
+def _read(mapping: Mapping[object, object]) -> TrainConfig:
+    config = read_section(TrainConfig, mapping)
+    unused = unused_keys(TrainConfig, mapping)
+    if unused:
+        warnings.warn(
+            f"The configuration sets keys that have no effect: {', '.join(unused)}. They tune PyTorch, and XLA has no "
+            "counterpart; remove them to silence this warning.",
+            ConfigWarning,
+            stacklevel=3,
+        )
+    return config
 
 
 class _Object(dict[object, object]):

@@ -1,96 +1,168 @@
-"""Keys of DeepSpeed's configuration that are refused by name: the reason, and what to do instead."""
+"""Keys of DeepSpeed's configuration that are refused by name: the reason, what to do instead, and when they are off."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import NamedTuple, cast
 
-_ACCUMULATION = ("gradients are accumulated in float32 and averaged over the replicas once a step", "Remove the key")
-_DTYPE = (
-    "Remove the section; parameters are float32, and a layer may compute in bfloat16 if it is built with that dtype"
+
+class Refusal(NamedTuple):
+    """Why a key is refused.
+
+    Attributes:
+        reason: What stands against it.
+        repair: What to do instead.
+        off: Values that ask for nothing and are accepted; an object stands for all objects that have its entries, the
+            empty object for itself. None is always accepted.
+    """
+
+    reason: str
+    repair: str
+    off: tuple[object, ...] = (False,)
+
+    def allows(self, value: object) -> bool:
+        """Whether a value asks for nothing.
+
+        Args:
+            value: The key's value.
+
+        Returns:
+            Whether it may stand in the configuration.
+        """
+        return value is None or any(_matches(value, off) for off in self.off)
+
+
+def _matches(value: object, off: object) -> bool:
+    if isinstance(off, Mapping):
+        if not isinstance(value, Mapping):
+            return False
+        entries = cast("Mapping[object, object]", off)
+        found = cast("Mapping[object, object]", value)
+        return all(key in found and _matches(found[key], entries[key]) for key in entries) if entries else not found
+    if isinstance(value, bool) or isinstance(off, bool):
+        return value is off
+    return isinstance(value, int | float | str) and value == off
+
+
+_ENABLED: tuple[object, ...] = ({}, {"enabled": False})
+_NEVER: tuple[object, ...] = ()
+
+_MONITOR = Refusal("metrics are not written anywhere", "Remove the section, and log what train_batch returns", _ENABLED)
+_PROFILER = Refusal("it measures PyTorch", "Remove the key, and use jax.profiler")
+_PROFILERS = _PROFILER._replace(off=_ENABLED)
+_REDUCTION = Refusal(
+    "gradients are averaged over the replicas once a step, in the dtype they are accumulated in", "Remove the key"
 )
-_MONITOR = ("metrics are not written anywhere", "Remove the section, and log what train_batch returns")
-_PROFILER = ("it measures PyTorch", "Remove the key, and use jax.profiler")
-_PYTORCH = ("it tunes PyTorch or its kernels, and XLA has no counterpart", "Remove the key")
-_UNSUPPORTED = ("it is not supported", "Remove the section")
-_ZERO = ("the optimizer's state is not sharded over the replicas", "Remove the key")
+_FEATURE = Refusal("it is not supported", "Remove the section", _ENABLED)
+_FLAG = Refusal("it is not supported", "Remove the key")
+_MASTERS = Refusal("master weights and the optimizer's state are float32", "Remove the key")
+_OFFLOAD = Refusal(
+    "nothing is offloaded to the host or to disk, because one compiled step holds the whole update",
+    "Remove the key, and spread the optimizer's state with zero_optimization.stage=1",
+    (False, {}, {"device": "none"}),
+)
+_STAGE_3 = Refusal("it belongs to ZeRO stage 3, which no pipeline has", "Remove the key", _NEVER)
+_STAGE_3_FLAG = _STAGE_3._replace(off=(False,))
+_ZERO_PP = Refusal("it belongs to ZeRO++, whose groups and quantised exchanges are not there", "Remove the key")
 
-REFUSED: Mapping[str, tuple[str, str]] = MappingProxyType(
+_ZERO: dict[str, Refusal] = {
+    **dict.fromkeys(("cpu_offload", "cpu_offload_param", "cpu_offload_params", "cpu_offload_use_pin_memory"), _OFFLOAD),
+    **dict.fromkeys(("offload_optimizer", "offload_param"), _OFFLOAD),
+    **dict.fromkeys(
+        (
+            "leaf_module",
+            "max_live_parameters",
+            "max_reuse_distance",
+            "model_persistence_threshold",
+            "module_granularity_threshold",
+            "param_persistence_threshold",
+            "prefetch_bucket_size",
+            "stage3_max_live_parameters",
+            "stage3_max_reuse_distance",
+            "stage3_model_persistence_threshold",
+            "stage3_module_granularity_threshold",
+            "stage3_param_persistence_threshold",
+            "stage3_prefetch_bucket_size",
+        ),
+        _STAGE_3,
+    ),
+    **dict.fromkeys(
+        (
+            "gather_16bit_weights_on_model_save",
+            "mics_hierarchical_params_gather",
+            "stage3_gather_16bit_weights_on_model_save",
+            "stage3_gather_fp16_weights_on_model_save",
+            "stage3_use_all_reduce_for_fetch_params",
+            "use_all_reduce_for_fetch_params",
+        ),
+        _STAGE_3_FLAG,
+    ),
+    "mics_shard_size": _STAGE_3._replace(off=(-1,)),
+    "zenflow": _OFFLOAD._replace(off=_NEVER),
+    "zero_hpz_partition_size": _ZERO_PP._replace(off=(1,)),
+    "zero_quantized_gradients": _ZERO_PP,
+    "zero_quantized_nontrainable_weights": _ZERO_PP,
+    "zero_quantized_weights": _ZERO_PP,
+    "zeropp_loco_param": _ZERO_PP._replace(off=_NEVER),
+}
+
+REFUSED: Mapping[str, Refusal] = MappingProxyType(
     {
-        "activation_checkpointing": (
-            "recomputation is set per pipeline",
-            "Use pipeline.activation_checkpoint_interval, or activation_checkpoint_func= of PipelineModule",
-        ),
-        "aio": _PYTORCH,
-        "amp": ("NVIDIA Apex is PyTorch's", _DTYPE),
-        "autotuning": _UNSUPPORTED,
-        "bf16": ("training in bfloat16 with float32 masters is not supported", _DTYPE),
-        "bfloat16": ("training in bfloat16 with float32 masters is not supported", _DTYPE),
-        "checkpoint": ("checkpoints have no settings here", "Remove the section"),
+        "amp": Refusal("NVIDIA Apex is PyTorch's", 'Use "bf16": {"enabled": true}', _ENABLED),
+        "autotuning": _FEATURE,
+        "bf16.bf16_master_weights_and_grads": _MASTERS,
+        "bf16.bf16_optimizer_states": _MASTERS,
+        "checkpoint": Refusal("checkpoints have no settings here", "Remove the section", ({},)),
+        "coalesce_grad_reduction": _REDUCTION,
         "comet": _MONITOR,
-        "comms_logger": _PROFILER,
-        "communication_data_type": _ACCUMULATION,
-        "compile": ("every step is compiled by XLA", "Remove the section"),
-        "compression_training": _UNSUPPORTED,
+        "comms_logger": _PROFILERS,
+        "communication_data_type": _REDUCTION._replace(off=("fp32",)),
+        "compile": Refusal("every step is compiled by XLA", "Remove the section", (*_ENABLED, {"deepcompile": False})),
+        "compression_training": _FEATURE._replace(off=({},)),
         "csv_monitor": _MONITOR,
-        "curriculum_learning": _UNSUPPORTED,
-        "data_efficiency": _UNSUPPORTED,
-        "data_types": _ACCUMULATION,
-        "dataloader_drop_last": (
+        "curriculum_learning": _FEATURE,
+        "data_efficiency": _FEATURE,
+        "data_types.buffer_dtype": _MASTERS._replace(off=_NEVER),
+        "data_types.param_dtype": _MASTERS._replace(off=_NEVER),
+        "dataloader_drop_last": Refusal(
             "batches of unequal size cannot run through one compiled step",
-            "Remove the key; batches that are not full are dropped",
+            "Use true: batches that are not full are dropped",
+            (True,),
         ),
-        "disable_allgather": _PYTORCH,
-        "dump_state": _PROFILER,
-        "eigenvalue": _UNSUPPORTED,
-        "elasticity": _UNSUPPORTED,
-        "flops_profiler": _PROFILER,
-        "fp16": ("training in float16 with loss scaling is not supported", _DTYPE),
-        "fp32_allreduce": _ACCUMULATION,
-        "gradient_allreduce_op": _ACCUMULATION,
-        "gradient_clipping": (
-            "clipping by the norm over all stages is not supported",
-            "Remove the key; optax.clip_by_global_norm is no replacement, because it would clip each stage by its own "
-            "norm, but optax.clip and optax.adaptive_grad_clip act on each parameter alone",
+        "datastates": _FEATURE,
+        "dump_state": Refusal("nothing is printed", "Remove the key, and log engine.config"),
+        "eigenvalue": _FEATURE,
+        "elasticity": _FEATURE,
+        "expert_parallel": _FEATURE,
+        "flops_profiler": _PROFILERS,
+        "fp16.fp16_master_weights_and_grads": _MASTERS,
+        "gradient_allreduce_op": _REDUCTION._replace(off=("mean",)),
+        "gradient_predivide_factor": _REDUCTION._replace(off=(1.0,)),
+        "hybrid_engine": _FEATURE,
+        "load_universal_checkpoint": Refusal("there is only one kind of checkpoint", "Remove the key"),
+        "managed_gradient_accumulation": Refusal(
+            "a pipeline's step is one whole batch", "Remove the key, or use true", (True,)
         ),
-        "gradient_predivide_factor": _ACCUMULATION,
-        "graph_harvesting": _PYTORCH,
-        "hybrid_engine": _UNSUPPORTED,
-        "load_universal_checkpoint": ("there is only one kind of checkpoint", "Remove the key"),
         "memory_breakdown": _PROFILER,
         "monitor_config": _MONITOR,
-        "nebula": _UNSUPPORTED,
-        "optimizer": (
-            "optimizers are not read from the configuration",
-            "Pass optimizer= an optax transformation, such as optax.adamw(3e-4), to initialize",
+        "nebula": _FEATURE,
+        "prescale_gradients": _REDUCTION,
+        "progressive_layer_drop": _FEATURE,
+        "quantize_training": _FEATURE,
+        "seq_parallel_comm_data_type": _FLAG._replace(off=("fp32",)),
+        "seq_parallel_communication_data_type": _FLAG._replace(off=("fp32",)),
+        "sequence_parallel_size": _FLAG._replace(off=(1,)),
+        "sparse_attention": _FEATURE._replace(off=_NEVER),
+        "tensor_parallel": Refusal(
+            "layers are split by the topology",
+            "Use PipeModelDataParallelTopology",
+            (*_ENABLED, {"autotp_size": 0}),
         ),
-        "pipeline.grad_partitioned": _PYTORCH,
-        "pipeline.num_chunks": ("several model chunks on one stage are not supported", "Remove the key"),
-        "pipeline.pipe_partitioned": _PYTORCH,
-        "pipeline.seed_layers": (
-            "random keys are the module's matter",
-            "Pass seed_layers= and base_seed= to PipelineModule",
-        ),
-        "pipeline.use_reentrant": _PYTORCH,
-        "prescale_gradients": _ACCUMULATION,
-        "progressive_layer_drop": _UNSUPPORTED,
-        "quantize_training": _UNSUPPORTED,
-        "scheduler": (
-            "learning-rate schedules are not read from the configuration",
-            "Build the optimizer with a schedule, such as optax.adamw(optax.warmup_cosine_decay_schedule(...))",
-        ),
-        "seq_parallel_communication_data_type": _ACCUMULATION,
-        "sequence_parallel_size": _UNSUPPORTED,
-        "sparse_attention": _UNSUPPORTED,
-        "sparse_gradients": _PYTORCH,
-        "tensor_parallel": ("layers are split by the topology", "Use PipeModelDataParallelTopology"),
         "tensorboard": _MONITOR,
-        "timers": _PROFILER,
-        "torch_autocast": ("autocasting is PyTorch's", _DTYPE),
-        "use_data_before_expert_parallelism": _UNSUPPORTED,
+        "torch_autocast": Refusal("autocasting is PyTorch's", 'Use "bf16": {"enabled": true}', _ENABLED),
+        "use_data_before_expert_parallelism": _FLAG,
         "wall_clock_breakdown": _PROFILER,
         "wandb": _MONITOR,
-        "weight_quantization": _UNSUPPORTED,
-        "zero_allow_untested_optimizer": _ZERO,
-        "zero_force_ds_cpu_optimizer": _ZERO,
-        "zero_optimization": _ZERO,
+        "weight_quantization": _FEATURE._replace(off=({"enabled": False},)),
+        **{f"zero_optimization.{key}": refusal for key, refusal in _ZERO.items()},
     }
 )

@@ -1,11 +1,27 @@
 """The sections of the configuration."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import ClassVar, Literal
 
+from jaxpipe.errors import ConfigError
+
 from ._batch import BatchSizes, resolve_batch_sizes
+from ._optimizer import OptimizerSection, SchedulerSection
+from ._precision import BF16Section, DataTypesSection, Dtype, FP16Section
+from ._recompute import ActivationCheckpointingSection
 from ._section import Section, setting, subsection
-from ._values import auto_or, integer_of_at_least, optional, read_flag, read_partition, read_schedule
+from ._values import (
+    auto_or,
+    integer_of_at_least,
+    number_of_at_least,
+    optional,
+    read_flag,
+    read_partition,
+    read_schedule,
+)
+from ._zero import ZeroSection, refuse_flag
 
 
 @dataclass(frozen=True)
@@ -19,6 +35,9 @@ class PipelineConfig(Section):
         activation_checkpoint_interval: Number of layers per recomputed group; 0 takes the module's.
         skip_idle: Whether idle cells are branched around instead of computed and dropped; `'auto'` decides by backend.
         scan_trunk: Whether equal layers of a stage run as one scan, for compile time that does not grow with depth.
+        seed_layers: Whether each layer's random keys depend on its place alone; None takes the module's. DeepSpeed
+            reads the key and does nothing with it.
+        num_chunks: Model chunks on each stage, for schedules that interleave them.
 
     Raises:
         ConfigError: A value is of the wrong type or out of range.
@@ -32,6 +51,8 @@ class PipelineConfig(Section):
     activation_checkpoint_interval: int = setting(0, integer_of_at_least(0))
     skip_idle: bool | Literal["auto"] = setting("auto", auto_or(read_flag))
     scan_trunk: bool = setting(False, read_flag)
+    seed_layers: bool | None = setting(None, optional(read_flag))
+    num_chunks: int = setting(1, integer_of_at_least(1))
 
 
 @dataclass(frozen=True)
@@ -44,16 +65,59 @@ class TrainConfig(Section):
         gradient_accumulation_steps: Microbatches per step.
         steps_per_print: Steps from one line of the log to the next; None prints none.
         pipeline: The section `pipeline`.
+        gradient_clipping: Largest global norm of the gradients over all stages; 0 does not clip. Where the key is
+            absent nothing is clipped, whereas DeepSpeed 0.19 silently clips at 1.0.
+        fp16: The section `fp16`.
+        bf16: The section `bf16`, which may also be written `bfloat16`.
+        data_types: The section `data_types`.
+        zero_optimization: The section `zero_optimization`.
+        optimizer: The section `optimizer`; None: no optimizer is named.
+        scheduler: The section `scheduler`; None: no learning-rate schedule is named.
+        activation_checkpointing: The section `activation_checkpointing`.
 
     Raises:
-        ConfigError: A value is of the wrong type or out of range.
+        ConfigError: A value is of the wrong type or out of range, or `fp16` and `bf16` are both enabled.
     """
+
+    aliases: ClassVar[Mapping[str, str]] = MappingProxyType({"bfloat16": "bf16"})
 
     train_batch_size: int | None = setting(None, optional(integer_of_at_least(1)))
     train_micro_batch_size_per_gpu: int | None = setting(None, optional(integer_of_at_least(1)))
     gradient_accumulation_steps: int | None = setting(None, optional(integer_of_at_least(1)))
     steps_per_print: int | None = setting(None, optional(integer_of_at_least(1)))
     pipeline: PipelineConfig = subsection(PipelineConfig)
+    gradient_clipping: float = setting(0.0, number_of_at_least(0))
+    fp16: FP16Section = subsection(FP16Section)
+    bf16: BF16Section = subsection(BF16Section)
+    data_types: DataTypesSection = subsection(DataTypesSection)
+    zero_optimization: ZeroSection = subsection(ZeroSection, instead=refuse_flag)
+    optimizer: OptimizerSection | None = subsection(OptimizerSection, absent=True)
+    scheduler: SchedulerSection | None = subsection(SchedulerSection, absent=True)
+    activation_checkpointing: ActivationCheckpointingSection = subsection(ActivationCheckpointingSection)
+
+    def check(self) -> None:
+        """Check that one dtype is computed in.
+
+        Raises:
+            ConfigError: `fp16` and `bf16` are both enabled.
+        """
+        if self.fp16.enabled and self.bf16.enabled:
+            raise ConfigError(
+                "fp16.enabled and bf16.enabled must not both be true, but got fp16.enabled=True and "
+                "bf16.enabled=True. Remove one of the two sections."
+            )
+
+    @property
+    def compute_dtype(self) -> Dtype:
+        """The dtype that layers compute in, and that crosses from stage to stage."""
+        if self.fp16.enabled:
+            return "float16"
+        return "bfloat16" if self.bf16.enabled else "float32"
+
+    @property
+    def grad_accum_dtype(self) -> Dtype:
+        """The dtype in which the gradients of the microbatches are added up."""
+        return self.data_types.grad_accum_dtype or "float32"
 
     def batch_sizes(self, data_parallel_size: int) -> BatchSizes:
         """Complete the sizes of a batch.

@@ -3,8 +3,9 @@
 A reader takes a value and its JSON path, and returns what the configuration stores, or raises `ConfigError`.
 """
 
-from collections.abc import Callable, Sequence
-from numbers import Integral
+import math
+from collections.abc import Callable, Mapping, Sequence
+from numbers import Integral, Real
 from typing import cast
 
 from jaxpipe.errors import ConfigError
@@ -71,6 +72,120 @@ def integer_of_at_least(minimum: int) -> Reader:
         return integer
 
     return read
+
+
+def integer_between(minimum: int, maximum: int) -> Reader:
+    """A reader of integers in a range.
+
+    Args:
+        minimum: The smallest that is accepted.
+        maximum: The largest that is accepted.
+
+    Returns:
+        The reader.
+    """
+
+    def read(value: object, path: str) -> int:
+        integer = as_integer(value)
+        if integer is None or not minimum <= integer <= maximum:
+            rule = f"an integer between {minimum} and {maximum}"
+            raise wrong_value(path, rule, value, f"Use for instance {minimum}")
+        return integer
+
+    return read
+
+
+def number_of_at_least(minimum: float) -> Reader:
+    """A reader of finite numbers, stored as floats.
+
+    Args:
+        minimum: The smallest that is accepted.
+
+    Returns:
+        The reader.
+    """
+
+    def read(value: object, path: str) -> float:
+        number = as_number(value)
+        if number is None or number < minimum:
+            rule = f"a finite number of at least {minimum:g}"
+            raise wrong_value(path, rule, value, f"Use for instance {max(minimum, 1.0):g}")
+        return number
+
+    return read
+
+
+def as_number(value: object) -> float | None:
+    """A value as a float if it is a finite number.
+
+    Args:
+        value: Any value.
+
+    Returns:
+        The float; None for a bool, an infinity, a NaN, and all that is not a number.
+    """
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None
+
+
+def read_positive_number(value: object, path: str) -> float:
+    """Read a finite number above zero.
+
+    Args:
+        value: The value.
+        path: Its JSON path.
+
+    Returns:
+        The number.
+
+    Raises:
+        ConfigError: The value is something else.
+    """
+    number = as_number(value)
+    if number is None or number <= 0:
+        raise wrong_value(path, "a finite number above 0", value, "Use for instance 1.0")
+    return number
+
+
+def read_text(value: object, path: str) -> str:
+    """Read a text that is not empty.
+
+    Args:
+        value: The value.
+        path: Its JSON path.
+
+    Returns:
+        The text.
+
+    Raises:
+        ConfigError: The value is something else.
+    """
+    if not isinstance(value, str) or not value:
+        raise wrong_value(path, "a text that is not empty", value, "Write a name in quotes")
+    return value
+
+
+def read_object(value: object, path: str) -> Mapping[object, object]:
+    """Read a JSON object whose keys are not looked at.
+
+    Args:
+        value: The value.
+        path: Its JSON path.
+
+    Returns:
+        The object.
+
+    Raises:
+        ConfigError: The value is something else.
+    """
+    if not isinstance(value, Mapping):
+        raise wrong_value(path, "a JSON object", value, "Use an object such as {}")
+    return cast("Mapping[object, object]", value)
 
 
 def optional(reader: Reader) -> Reader:

@@ -2,5 +2,6 @@
 
 from ._engine import PipelineEngine as PipelineEngine
 from ._initialize import initialize as initialize
+from ._unpipelined import UnpipelinedEngine as UnpipelinedEngine
 
-__all__ = ["PipelineEngine", "initialize"]
+__all__ = ["PipelineEngine", "UnpipelinedEngine", "initialize"]

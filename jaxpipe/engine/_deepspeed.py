@@ -8,7 +8,7 @@ from jaxpipe.errors import PipelineError
 class EngineNames:
     """Base of `PipelineEngine` that answers to the calls of an unpipelined engine."""
 
-    def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Refused: a pipeline runs whole batches.
 
         Raises:
@@ -16,7 +16,7 @@ class EngineNames:
         """
         _refuse("forward")
 
-    def backward(self, *args: Any, **kwargs: Any) -> NoReturn:
+    def backward(self, *args: Any, **kwargs: Any) -> Any:
         """Refused: a pipeline runs whole batches.
 
         Raises:
@@ -24,7 +24,7 @@ class EngineNames:
         """
         _refuse("backward")
 
-    def step(self, *args: Any, **kwargs: Any) -> NoReturn:
+    def step(self, *args: Any, **kwargs: Any) -> Any:
         """Refused: a pipeline runs whole batches.
 
         Raises:
@@ -32,7 +32,7 @@ class EngineNames:
         """
         _refuse("step")
 
-    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Refused: a pipeline runs whole batches.
 
         Raises:

@@ -1,7 +1,7 @@
 """`PipelineEngine`: the object that holds the training state and calls the compiled step."""
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -9,44 +9,51 @@ import optax
 from jax.sharding import Mesh
 
 from jaxpipe._typing import PyTree
+from jaxpipe.checkpointing import settings_for
 from jaxpipe.config import TrainConfig
-from jaxpipe.data import stack_microbatches
-from jaxpipe.errors import DataError, PipelineError
+from jaxpipe.errors import PipelineError
 from jaxpipe.layers import PipelineModule
-from jaxpipe.runtime import Pipeline, TrainState, make_pipeline
+from jaxpipe.runtime import ChosenOptimizer, Hyperparams, Pipeline, TrainState, pipeline_settings
 from jaxpipe.topology import PipelineParallelGrid, ProcessTopology, mesh_shape
 
+from ._counts import BatchCounts
 from ._deepspeed import EngineNames
+from ._evaluation import check_evaluation
+from ._outputs import check_outputs, join_samples, split_samples
+from ._overflow import OverflowWatch
+from ._programs import ProgramCache
+from ._reports import TrainingReports
+from ._source import Batch, Entry, MicrobatchSource
 from ._state_dict import merge_state_dict
 
 _logger = logging.getLogger("jaxpipe")
 
-Entry = Sequence[PyTree]
 
-
-class PipelineEngine(EngineNames):
+class PipelineEngine(TrainingReports, BatchCounts, EngineNames):
     """Trains a `PipelineModule` batch by batch; made by `jaxpipe.initialize`.
 
     It owns one `TrainState`, pulls microbatches from iterators and calls the functional step. Every entry of an
     iterator is `(inputs, labels)` or `(inputs, labels, side)` with leaves `[microbatch_size * data, ...]`; replica r
-    takes the r-th contiguous block. The step is compiled once, for the shapes of the example batch or, where none was
-    given, of the first batch.
+    takes the r-th contiguous block. Batches may differ in shape, such as the length of a sequence: each new shape is
+    compiled once, with a line in the log that names it, and the programs of the last 8 shapes are kept.
 
     Args:
         module: The layers and their cut.
-        optimizer: An optax transformation; None: the engine only evaluates.
+        chosen: The optimiser, as `choose_optimizer` finds it.
         config: The configuration.
         mesh: The devices.
         model_parameters: Initial parameters as `PipelineModule.init` returns them; None: made from `base_seed`.
-        example_batch: One entry, arrays or shapes; None: the first batch gives the shapes.
+        example_batch: One entry, arrays or shapes; None: the first batch gives the first shapes.
         data_iter: What `train_batch()` and `eval_batch()` read when not given an iterator.
 
     Attributes:
         module: The layers and their cut.
+        optimizer: The optax transformation in use; None: the engine only evaluates.
+        lr_scheduler: The schedule in use, where one was given apart from the optimiser.
         config: The configuration.
         mesh: The devices, axes `stage` and `data`.
         grid: Ranks and groups of this topology, as DeepSpeed counts them, for this process's first device.
-        global_steps: Batches trained so far.
+        global_steps: Batches trained so far, those whose update was skipped included.
         global_samples: Samples trained so far.
 
     Raises:
@@ -60,7 +67,7 @@ class PipelineEngine(EngineNames):
     def __init__(  # noqa: PLR0913  # what initialize gathers
         self,
         module: PipelineModule,
-        optimizer: optax.GradientTransformation | None,
+        chosen: ChosenOptimizer,
         config: TrainConfig,
         mesh: Mesh,
         *,
@@ -68,35 +75,38 @@ class PipelineEngine(EngineNames):
         example_batch: Entry | None = None,
         data_iter: Iterator[Entry] | None = None,
     ) -> None:
-        self.module, self.optimizer, self.config, self.mesh = module, optimizer, config, mesh
-        self._shape = mesh_shape(mesh)
-        self._sizes = config.batch_sizes(self._shape["data"])
-        axes = ["pipe" if axis == "stage" else axis for axis in self._shape]
-        self.grid = PipelineParallelGrid(ProcessTopology(axes, list(self._shape.values())), _first_place(mesh))
+        settings, shape = pipeline_settings(config), mesh_shape(mesh)
+        TrainingReports.__init__(self, chosen, settings.loss_scaler)
+        BatchCounts.__init__(self, config.batch_sizes(shape["data"]), shape["data"])
+        self.module, self.config, self.mesh = module, config, mesh
+        axes = ["pipe" if axis == "stage" else axis for axis in shape]
+        self.grid = PipelineParallelGrid(ProcessTopology(axes, list(shape.values())), _first_place(mesh))
         self.global_steps = 0
         self.global_samples = 0
+        optimizer = optax.identity() if self.optimizer is None else self.optimizer
+        recompute = settings_for(config, mesh)
+        self._cache = ProgramCache(module, optimizer, mesh, self.micro_batch_size, settings, recompute)
+        self._source = MicrobatchSource(data_iter)
+        self._watch = OverflowWatch(settings.loss_scaler)
         self._model_parameters = model_parameters
-        self._data_iter = data_iter
-        self._batch_fn: Callable[[Any], Entry] | None = None
-        self._pipeline: Pipeline | None = None
-        self._state: TrainState | None = None
-        self._last_loss: jax.Array | None = None
+        self._access: Hyperparams | None = None
+        self._in_flight: Any = None
         if example_batch is not None:
             self._build(example_batch)
 
     @property
     def pipeline(self) -> Pipeline:
-        """The functional form that the engine calls.
+        """The functional form that the engine called last, or will call first.
 
         Raises:
             PipelineError: No shapes are known yet.
         """
-        if self._pipeline is None:
+        if self._cache.latest is None:
             raise PipelineError(
                 "the engine must know the shapes of a batch before this, but none has been seen. "
                 "Give example_batch= or training_data= to initialize, or train a batch first."
             )
-        return self._pipeline
+        return self._cache.latest
 
     @property
     def state(self) -> TrainState:
@@ -105,8 +115,11 @@ class PipelineEngine(EngineNames):
         Raises:
             PipelineError: No shapes are known yet.
         """
-        state = self._state
-        return state if state is not None else self._require_state()
+        if self._state is None:
+            pipeline, given = self.pipeline, self._model_parameters
+            self._state = pipeline.init() if given is None else pipeline.init_from(given)
+            self._model_parameters = None
+        return self._state
 
     def train_batch(self, data_iter: Iterator[Entry] | None = None) -> jax.Array:
         """Train one batch of `gradient_accumulation_steps()` microbatches.
@@ -115,49 +128,102 @@ class PipelineEngine(EngineNames):
             data_iter: Iterator of entries; None: the one given to `set_dataiterator`, or made of `training_data`.
 
         Returns:
-            The mean loss over microbatches and replicas: a scalar on all devices, computed while the caller goes on.
-            `float(loss)` waits for it.
+            The loss of the batch, the mean over microbatches and replicas: a scalar on all devices, computed while the
+            caller goes on. `float(loss)` waits for it.
 
         Raises:
             StopIteration: The iterator ended; nothing has changed.
-            PipelineError: There is no optimiser or no iterator.
-            DataError: An entry does not fit the shapes the engine was built for; nothing has changed.
+            PipelineError: There is no optimiser or no iterator, or gradients overflowed at the smallest loss scale, now
+                or in a batch before.
+            DataError: An entry does not fit its neighbours or the batches before; nothing has changed.
         """
         if self.optimizer is None:
             raise PipelineError(
                 "train_batch must have an optimizer, but got optimizer=None. Give initialize(optimizer=...) an optax "
-                "transformation."
+                "transformation, or name one in the config."
             )
-        batch = self._pull(data_iter)
-        self._settle()
-        self._state, metrics = self.pipeline.step(self.state, batch)
-        self._last_loss = metrics["loss"]
-        self.global_steps += 1
-        self.global_samples += self.train_batch_size()
-        every = self.config.steps_per_print
-        if every and self.global_steps % every == 0 and jax.process_index() == 0:
-            _logger.info("steps: %d loss: %.4f", self.global_steps, float(metrics["loss"]))
+        self._watch.check()
+        pipeline, batch = self._pull(data_iter, self.micro_batches)
+        self._state, metrics = self._run(pipeline.step, batch)
+        self._finish_step(metrics)
         return metrics["loss"]
 
-    def eval_batch(self, data_iter: Iterator[Entry] | None = None) -> jax.Array:
+    def eval_batch(
+        self,
+        data_iter: Iterator[Entry] | None = None,
+        return_logits: bool = False,
+        compute_loss: bool = True,
+        reduce_output: str | None = "avg",
+        bcast_loss: bool = True,
+        num_micro_batches: int | None = None,
+    ) -> Any:
         """Evaluate one batch, forward only, with layers outside training.
 
         Args:
             data_iter: As for `train_batch`.
+            return_logits: Return the model's outputs too.
+            compute_loss: False: labels are not looked at and may be None, and the loss is None.
+            reduce_output: `"avg"` gives the loss of the batch; None gives that of each microbatch, averaged over
+                replicas, of shape `[num_micro_batches]`.
+            bcast_loss: False: the loss is None in a process without a device of the last stage.
+            num_micro_batches: Entries to pull; None: as many as in training.
 
         Returns:
-            The mean loss over microbatches and replicas.
+            The loss, or with `return_logits` `(loss, outputs)`. Outputs are those of all microbatches, on all stages,
+            with leaves `[num_micro_batches, microbatch_size * data, ...]`; DeepSpeed gives the last microbatch's on the
+            last stage alone.
 
         Raises:
             StopIteration: The iterator ended.
             PipelineError: There is no iterator.
-            DataError: An entry does not fit the shapes the engine was built for.
+            ConfigError: `reduce_output` or `num_micro_batches` is no such value.
+            DataError: An entry does not fit its neighbours or the batches before.
+            LayerError: Outputs are asked for and have no dim of samples.
         """
-        batch = self._pull(data_iter)
+        check_evaluation(reduce_output, num_micro_batches)
+        count = self.micro_batches if num_micro_batches is None else num_micro_batches
+        pipeline, batch = self._pull(data_iter, count, has_labels=compute_loss)
+        metrics: Mapping[str, Any] = {}
+        outputs: PyTree = None
+        if return_logits:
+            check_outputs(pipeline)
+        if compute_loss and return_logits:
+            metrics, outputs = self._run(pipeline.evaluate_and_predict, batch)
+        elif compute_loss:
+            metrics = self._run(pipeline.evaluate, batch)
+        elif return_logits:
+            outputs = self._run(pipeline.predict, batch)
+        loss = metrics.get("loss" if reduce_output == "avg" else "microbatch_losses")
+        if not bcast_loss and not self.is_last_stage():
+            loss = None
+        return (loss, outputs) if return_logits else loss
+
+    def predict(self, inputs: PyTree, *, side: Mapping[str, PyTree] | None = None) -> PyTree:
+        """Run the model forward without labels, for any number of samples.
+
+        Samples are cut into microbatches of the configured size, the last one filled up with copies of the last sample,
+        so they must not influence each other outside training. Each number of microbatches is a program of its own.
+
+        Args:
+            inputs: The inputs of all samples: arrays `[num_samples, ...]`.
+            side: Side inputs by name, likewise.
+
+        Returns:
+            The model's outputs: arrays `[num_samples, ...]`, on every device.
+
+        Raises:
+            DataError: There is no sample, leaves disagree on how many there are, or structure or dtypes are not those
+                of the batches before.
+            LayerError: Outputs have no dim of samples.
+        """
+        batch, num_samples = split_samples(inputs, side or {}, self.micro_batch_size * self._num_replicas)
+        num_microbatches = jax.tree.leaves(batch)[0].shape[0]
+        pipeline = self._cache.for_batch(batch, num_microbatches, has_labels=False)
+        check_outputs(pipeline)
+        outputs = self._run(pipeline.predict, pipeline.place_batch(batch))
         self._settle()
-        loss = self.pipeline.evaluate(self.state, batch)["loss"]
-        self._last_loss = loss
-        return loss
+        self._in_flight = join_samples(outputs, num_samples, self.mesh)
+        return self._in_flight
 
     def lower(self, batch: Entry) -> jax.stages.Lowered:
         """Lower the training step without running it: for memory analysis, HLO, or compiling ahead of time.
@@ -170,14 +236,19 @@ class PipelineEngine(EngineNames):
             The lowered step.
 
         Raises:
-            DataError: The batch does not fit the shapes the engine was built for.
+            DataError: The batch has another number of microbatches or samples, or other dtypes than those before.
         """
         inputs, labels, side = (*batch, {})[:3]
-        if self._pipeline is None:
-            drop = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), (inputs, labels, side))
-            self._build(drop)
-        self.pipeline.check_batch((inputs, labels, side))
-        return self.pipeline.step.lower(self.pipeline.state_struct, self.pipeline.batch_struct)
+        pipeline = self._cache.for_batch((inputs, labels, side), self.micro_batches)
+        pipeline.check_batch((inputs, labels, side))
+        return pipeline.step.lower(pipeline.state_struct, pipeline.batch_struct)
+
+    def reset_activation_shape(self) -> None:
+        """Drop the programs of all shapes but the last batch's; DeepSpeed's name.
+
+        Never needed: unlike there, a batch of another shape is seen by itself. It frees the programs' memory.
+        """
+        self._cache.clear()
 
     def module_state_dict(self) -> PyTree:
         """The present parameters as numpy arrays, in the form of `PipelineModule.init`.
@@ -187,20 +258,34 @@ class PipelineEngine(EngineNames):
         """
         return self.pipeline.params_tree(self.state.params)
 
-    def load_module_state_dict(self, state_dict: PyTree, strict: bool = True) -> None:
+    def module_collections(self) -> dict[str, PyTree]:
+        """What layers keep beside parameters, as numpy arrays in the form of `PipelineModule.init_collections`.
+
+        Raises:
+            PipelineError: No shapes are known yet.
+        """
+        return self.pipeline.collections_tree(self.state.collections)
+
+    def load_module_state_dict(
+        self, state_dict: PyTree, strict: bool = True, *, collections: Mapping[str, PyTree] | None = None
+    ) -> None:
         """Set the parameters; optimiser state and counters stay.
 
         Args:
             state_dict: A tree in the form of `PipelineModule.init`.
             strict: Refuse a tree that is not exactly the model's. Otherwise what fits is taken and a warning names
                 the rest.
+            collections: What `module_collections` returned; None: they stay.
 
         Raises:
             LayerError: Parameters are missing, unexpected or of another shape, and `strict` is true; nothing changed.
             PipelineError: No shapes are known yet.
         """
         tree = state_dict if strict else merge_state_dict(self.module_state_dict(), state_dict)
-        self._state = self.pipeline.replace_params(self.state, tree)
+        state = self.pipeline.replace_params(self.state, tree)
+        if collections is not None:
+            state = self.pipeline.replace_collections(state, collections)
+        self._state = state
 
     def set_dataiterator(self, iterator: Iterator[Entry]) -> None:
         """Store the iterator that `train_batch()` reads.
@@ -208,7 +293,7 @@ class PipelineEngine(EngineNames):
         Raises:
             DataError: It is not an iterator.
         """
-        self._data_iter = _checked_iterator(iterator)
+        self._source.set_iterator(iterator)
 
     def set_batch_fn(self, fn: Callable[[Any], Entry] | None) -> None:
         """Map every entry pulled from an iterator to `(inputs, labels)` or `(inputs, labels, side)`; None maps none.
@@ -216,11 +301,7 @@ class PipelineEngine(EngineNames):
         Raises:
             DataError: It is not callable.
         """
-        if fn is not None and not callable(fn):
-            raise DataError(
-                f"set_batch_fn must be given a function of one entry, but got fn={fn!r}. Pass None for none."
-            )
-        self._batch_fn = fn
+        self._source.set_batch_fn(fn)
 
     def is_first_stage(self) -> bool:
         """Whether this process has a device of the first stage."""
@@ -235,47 +316,40 @@ class PipelineEngine(EngineNames):
         """Number of stages."""
         return self.module.num_stages
 
-    @property
-    def micro_batches(self) -> int:
-        """Microbatches per batch; the same as `gradient_accumulation_steps()`."""
-        return self._sizes.gradient_accumulation_steps
-
-    @property
-    def micro_batch_size(self) -> int:
-        """Samples per microbatch and replica."""
-        return self._sizes.train_micro_batch_size_per_gpu
-
-    def train_batch_size(self) -> int:
-        """Samples per batch over all replicas."""
-        return self._sizes.train_batch_size
-
-    def train_micro_batch_size_per_gpu(self) -> int:
-        """Samples per microbatch and replica."""
-        return self._sizes.train_micro_batch_size_per_gpu
-
-    def gradient_accumulation_steps(self) -> int:
-        """Microbatches per batch."""
-        return self._sizes.gradient_accumulation_steps
-
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether gradients have been reduced and applied: always, as `train_batch` runs whole batches only."""
         return True
 
-    def _pull(self, data_iter: Iterator[Entry] | None) -> tuple[PyTree, PyTree, PyTree]:
-        iterator = self._data_iter if data_iter is None else _checked_iterator(data_iter)
-        if iterator is None:
-            raise PipelineError(
-                "a batch must come from an iterator, but got data_iter=None and no training_data. "
-                "Pass an iterator, or call set_dataiterator."
-            )
-        entries = []
-        for _ in range(self.gradient_accumulation_steps()):
-            entry = next(iterator)
-            entries.append(entry if self._batch_fn is None else self._batch_fn(entry))
-        inputs, labels, side = (*stack_microbatches(entries), {})[:3]
-        if self._pipeline is None:
-            self._build(entries[0])
-        return self.pipeline.place_batch((inputs, labels, side))
+    def _pull(
+        self, data_iter: Iterator[Entry] | None, num_microbatches: int, *, has_labels: bool = True
+    ) -> tuple[Pipeline, Batch]:
+        batch = self._source.pull(data_iter, num_microbatches, has_labels=has_labels)
+        pipeline = self._cache.for_batch(batch, num_microbatches, has_labels=has_labels)
+        return pipeline, pipeline.place_batch(batch)
+
+    def _run(self, function: Callable[..., Any], batch: Batch) -> Any:
+        state = self.state
+        self._settle()
+        results = function(state, batch)
+        self._in_flight = jax.tree.leaves(results)[-1]  # never part of the state, whose buffers are donated
+        return results
+
+    def _finish_step(self, metrics: dict[str, Any]) -> None:
+        """Count and report an update, once the new state is set."""
+        self._metrics = metrics
+        self._watch.note(self.state)
+        self.global_steps += 1
+        self.global_samples += self.train_batch_size()
+        self._start_clock(self.global_steps)
+        every = self.config.steps_per_print
+        if every and self.global_steps % every == 0:
+            line = self._log_line(self.global_steps, self.train_batch_size())  # on all processes, which must agree
+            if jax.process_index() == 0:
+                _logger.info("%s", line)
+
+    def _build(self, entry: Entry) -> Pipeline:
+        """The training pipeline for an entry's shapes."""
+        return self._cache.get(entry, self.micro_batches)
 
     def _settle(self) -> None:
         """On simulated devices, let the program in flight end before the next starts.
@@ -283,22 +357,14 @@ class PipelineEngine(EngineNames):
         They share one pool of threads, and a collective holds its thread until all devices have come; two programs in
         flight could hold all threads and wait for each other.
         """
-        if self._last_loss is not None and self.mesh.devices.flat[0].platform == "cpu":
-            self._last_loss.block_until_ready()
+        if self.mesh.devices.flat[0].platform == "cpu":
+            jax.block_until_ready(self._in_flight)
 
-    def _build(self, example: Entry) -> None:
-        optimizer = optax.identity() if self.optimizer is None else self.optimizer
-        self._pipeline = make_pipeline(self.module, optimizer, self.config, self.mesh, example)
-        self.module.partition(self._pipeline.trace)
-
-    def _require_state(self) -> TrainState:
-        pipeline = self.pipeline
-        if self._model_parameters is None:
-            self._state = pipeline.init()
-        else:
-            self._state = pipeline.init_from(self._model_parameters)
-            self._model_parameters = None
-        return self._state
+    def _hyperparams(self) -> Hyperparams:
+        self._settle()
+        if self._access is None:
+            self._access = Hyperparams(self.pipeline, self._schedules)
+        return self._access
 
     def _addresses(self, stage: int) -> bool:
         return any(device.process_index == jax.process_index() for device in self.mesh.devices[stage].flat)
@@ -308,12 +374,3 @@ def _first_place(mesh: Mesh) -> int:
     """Place on the mesh, row-major, of this process's first device."""
     places = [i for i, device in enumerate(mesh.devices.flat) if device.process_index == jax.process_index()]
     return places[0] if places else 0
-
-
-def _checked_iterator(iterator: Any) -> Iterator[Entry]:
-    if not hasattr(iterator, "__next__"):
-        raise DataError(
-            f"data_iter must be an iterator, but got a {type(iterator).__name__}. Pass iter(...) of it once, outside "
-            "the training loop, or RepeatingLoader(...) to go round without end."
-        )
-    return iterator

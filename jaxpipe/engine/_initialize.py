@@ -1,38 +1,45 @@
 """`jaxpipe.initialize`: DeepSpeed's entry point."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import optax
 from jax.sharding import Mesh
 
 from jaxpipe._typing import PyTree
-from jaxpipe.config import TrainConfig, load_config
+from jaxpipe.config import config_from_args
 from jaxpipe.data import BatchLoader, RepeatingLoader
 from jaxpipe.errors import ConfigError
 from jaxpipe.layers import PipelineModule
-from jaxpipe.runtime import ConfigLike, configure_model, mesh_for
+from jaxpipe.runtime import ConfigLike, choose_optimizer, configure_model, mesh_for
 from jaxpipe.topology import adopt_mesh, mesh_shape
 
 from ._engine import PipelineEngine
+from ._unpipelined import UnpipelinedEngine, as_one_stage
+
+Optimizer = optax.GradientTransformation | Callable[..., optax.GradientTransformation]
+Initialized = tuple[
+    PipelineEngine, optax.GradientTransformation | None, RepeatingLoader[Any] | None, optax.Schedule | None
+]
 
 
 def initialize(  # noqa: PLR0913  # DeepSpeed's arguments
     args: Any = None,
-    model: PipelineModule | None = None,
-    optimizer: optax.GradientTransformation | None = None,
+    model: Any = None,
+    optimizer: Optimizer | None = None,
     model_parameters: PyTree | None = None,
     training_data: Any = None,
-    lr_scheduler: Any = None,
+    lr_scheduler: optax.Schedule | None = None,
     mpu: Any = None,
     dist_init_required: bool | None = None,
     collate_fn: Callable[[list[Any]], Any] | None = None,
     config: ConfigLike = None,
     config_params: ConfigLike = None,
     *,
+    loss_fn: Callable[[PyTree, PyTree], Any] | None = None,
     example_batch: Sequence[PyTree] | None = None,
     mesh: Mesh | None = None,
-) -> tuple[PipelineEngine, optax.GradientTransformation | None, RepeatingLoader[Any] | None, None]:
+) -> Initialized:
     """Build an engine for a model.
 
     Shapes come from `example_batch`, else from `training_data`, else from the first batch; what needs shapes is
@@ -40,28 +47,34 @@ def initialize(  # noqa: PLR0913  # DeepSpeed's arguments
 
     Args:
         args: A namespace or dictionary whose `deepspeed_config` is the path of the configuration.
-        model: The layers and their cut.
-        optimizer: An optax transformation, with its learning-rate schedule inside. None: the engine only evaluates.
+        model: A `PipelineModule`: the layers and their cut. Or a plain model, a Linen module, a `LayerSpec` or a
+            function: its engine has `forward`, `backward` and `step`, and a replica on every device.
+        optimizer: An optax transformation; or, for use with a schedule, a constructor with an argument
+            `learning_rate`, such as `optax.adamw`. None: the one that the configuration names; if it names none, the
+            engine only evaluates.
         model_parameters: Initial parameters as `PipelineModule.init` returns them. None: made from the module's
             `base_seed`, each stage's on its own devices.
         training_data: A sequence of samples `(input, label)` or `(input, label, side)`; `train_batch()` reads it,
             shuffled anew each epoch from `base_seed`, without end.
-        lr_scheduler: Must be None: optax takes the schedule as the optimiser's learning rate.
+        lr_scheduler: The learning rate as a function of the number of updates: an optax schedule, or one of
+            `jaxpipe.optim`. None: the one that the configuration names, if it does.
         mpu: Must be None: the module knows its topology.
         dist_init_required: None or False.
         collate_fn: Makes an entry of a list of samples of `training_data`; None stacks the leaves.
         config: DeepSpeed's configuration: a dictionary, the path of a JSON file, or a `TrainConfig`.
         config_params: DeepSpeed's older name of `config`.
+        loss_fn: The loss of a plain model, `loss_fn(outputs, labels)`; None: its output is the loss.
         example_batch: One entry `(inputs, labels)` or `(inputs, labels, side)`, leaves
             `[microbatch_size * data, ...]`, arrays or shapes.
         mesh: A mesh with the axes `stage` and `data`. None: the topology's, over all devices.
 
     Returns:
-        `(engine, optimizer, dataloader, lr_scheduler)`, None where not given.
+        `(engine, optimizer, dataloader, lr_scheduler)`: what is in use, None where there is none.
 
     Raises:
-        ConfigError: No model or no configuration, two configurations, an argument that has no meaning here, or a
-            configuration that is wrong.
+        ConfigError: No model or no configuration; two configurations, optimisers or schedules; a schedule for an
+            optimiser that is built already; an argument that has no meaning here; or a configuration that is wrong or
+            contradicts the model.
         TopologyError: Devices, mesh and stages do not fit.
         JaxpipeError: What building the pipeline raises, where shapes are known.
 
@@ -80,65 +93,46 @@ def initialize(  # noqa: PLR0913  # DeepSpeed's arguments
     Reference:
         DeepSpeed's `deepspeed.initialize`.
     """
-    model = _checked_model(model)
+    is_pipeline = isinstance(model, PipelineModule)
+    module = _checked_model(model, loss_fn)
     refused = {
-        "mpu": (mpu, "the module's topology says how devices are used; give PipelineModule(topology=...)"),
-        "lr_scheduler": (lr_scheduler, "give the optax schedule to the optimizer, as in optax.adamw(schedule)"),
+        "mpu": (mpu, "the topology says how devices are used; give PipelineModule(topology=...)"),
         "dist_init_required": (dist_init_required or None, "call jax.distributed.initialize() first"),
     }
     for name, (value, instead) in refused.items():
         if value is not None:
-            raise ConfigError(
-                f"{name} must be None with a PipelineModule, but got {name}={value!r}. Instead, {instead}."
-            )
-    if optimizer is not None and not isinstance(optimizer, optax.GradientTransformation):
-        raise ConfigError(
-            f"optimizer must be an optax transformation, but got optimizer={optimizer!r}. Pass for instance "
-            "optax.adamw(3e-4)."
-        )
-    settings = _one_config(args, config, config_params)
-    model = configure_model(model, settings)
-    mesh = mesh_for(model) if mesh is None else adopt_mesh(mesh)
+            raise ConfigError(f"{name} must be None, but got {name}={value!r}. Instead, {instead}.")
+    settings = config_from_args(args, config, config_params)
+    chosen = choose_optimizer(settings, optimizer, lr_scheduler)
+    module = configure_model(module, settings)
+    mesh = mesh_for(module) if mesh is None else adopt_mesh(mesh)
     loader = None
     if training_data is not None:
         shape = mesh_shape(mesh)
         size = settings.batch_sizes(shape["data"]).train_micro_batch_size_per_gpu * shape["data"]
-        loader = RepeatingLoader(BatchLoader(training_data, size, seed=model.base_seed, collate_fn=collate_fn))
+        loader = RepeatingLoader(BatchLoader(training_data, size, seed=module.base_seed, collate_fn=collate_fn))
         if example_batch is None:
             ordered = BatchLoader(training_data, size, seed=0, shuffle=False, collate_fn=collate_fn)
             example_batch = next(iter(ordered))
     data_iter: Iterator[Any] | None = loader
-    engine = PipelineEngine(
-        model,
-        optimizer,
+    engine = (PipelineEngine if is_pipeline else UnpipelinedEngine)(
+        module,
+        chosen,
         settings,
         mesh,
         model_parameters=model_parameters,
         example_batch=example_batch,
         data_iter=data_iter,
     )
-    return engine, optimizer, loader, None
+    return engine, engine.optimizer, loader, engine.lr_scheduler
 
 
-def _checked_model(model: Any) -> PipelineModule:
+def _checked_model(model: Any, loss_fn: Callable[[PyTree, PyTree], Any] | None) -> PipelineModule:
     if not isinstance(model, PipelineModule):
+        return as_one_stage(model, loss_fn)
+    if loss_fn is not None:
         raise ConfigError(
-            f"initialize must be given a PipelineModule, but got model={model!r}. "
-            "Write PipelineModule(layers, num_stages=...)."
+            f"loss_fn must be None with a PipelineModule, which has its own, but got loss_fn={loss_fn!r}. Write "
+            "PipelineModule(layers, loss_fn=...)."
         )
     return model
-
-
-def _one_config(args: Any, config: ConfigLike, config_params: ConfigLike) -> TrainConfig:
-    in_args = args.get("deepspeed_config") if isinstance(args, Mapping) else getattr(args, "deepspeed_config", None)
-    given = {
-        name: value
-        for name, value in (("config", config), ("config_params", config_params), ("args.deepspeed_config", in_args))
-        if value is not None
-    }
-    if len(given) != 1:
-        raise ConfigError(
-            f"initialize must be given one configuration, but got {' and '.join(given) or 'none'}. "
-            'Pass config={"train_batch_size": ...} or the path of a JSON file.'
-        )
-    return load_config(next(iter(given.values())))

@@ -2,12 +2,16 @@
 
 from ._build import NamedLayer as NamedLayer
 from ._module import PipelineModule as PipelineModule
+from ._nnx import AuxLoss as AuxLoss
+from ._nnx import Metric as Metric
+from ._precision import cast_floats as cast_floats
 from ._protocol import Layer as Layer
 from ._signature import layer_signatures as layer_signatures
 from ._signature import program_key as program_key
 from ._spec import LayerSpec as LayerSpec
 from ._spec import TiedLayerSpec as TiedLayerSpec
 from ._trace import ModelTrace as ModelTrace
+from ._trace import as_arrays as as_arrays
 from ._trace import format_struct as format_struct
 from ._trace import struct_of as struct_of
 from ._tree import ParamPaths as ParamPaths
@@ -16,13 +20,17 @@ from ._tree import merge_layers as merge_layers
 from ._tree import unflatten_dict as unflatten_dict
 
 __all__ = [
+    "AuxLoss",
     "Layer",
     "LayerSpec",
+    "Metric",
     "ModelTrace",
     "NamedLayer",
     "ParamPaths",
     "PipelineModule",
     "TiedLayerSpec",
+    "as_arrays",
+    "cast_floats",
     "flatten_dict",
     "format_struct",
     "layer_signatures",

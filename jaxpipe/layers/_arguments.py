@@ -2,6 +2,9 @@
 
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
 from jaxpipe.errors import LayerError, PartitionError, TopologyError
 from jaxpipe.topology import ProcessTopology
 
@@ -65,3 +68,43 @@ def checked_interval(interval: Any) -> int:
             "Use 0 to keep all activations, or 1 to recompute layer by layer."
         )
     return interval
+
+
+def checked_dtype(dtype: Any) -> Any:
+    """A floating-point dtype, or None.
+
+    Raises:
+        LayerError: It is something else.
+    """
+    if dtype is None:
+        return None
+    try:
+        known = jnp.dtype(dtype)
+    except TypeError:
+        known = None
+    if known is None or not jnp.issubdtype(known, jnp.floating):
+        raise LayerError(
+            f"compute_dtype must be a floating-point dtype, but got compute_dtype={dtype!r}. Use 'bfloat16', "
+            "'float16', or None for the dtypes that the layers have."
+        )
+    return known
+
+
+def checked_loss(result: Any, *, has_loss_fn: bool) -> tuple[jax.Array, jax.Array | None]:
+    """A loss as `(sum, weight)`; the weight is None where the loss is a mean already.
+
+    Raises:
+        LayerError: It is neither a scalar nor a pair of scalars.
+    """
+    terms: tuple[Any, ...] = result if isinstance(result, tuple) and len(result) == 2 else (result,)
+    if not all(isinstance(x, jax.Array) and x.shape == () for x in terms) or not jnp.issubdtype(
+        terms[0].dtype, jnp.floating
+    ):
+        subject = "loss_fn's result" if has_loss_fn else "the last layer's output"
+        shown = [f"{x.dtype.name}{list(x.shape)}" if hasattr(x, "shape") else repr(type(x).__name__) for x in terms]
+        raise LayerError(
+            f"{subject} must be a floating-point scalar, but got {', '.join(shown)}. Return the mean over the "
+            "microbatch, such as jnp.mean(losses), or (sum, weight), such as (jnp.sum(losses * mask), jnp.sum(mask))."
+        )
+    weight = jax.lax.stop_gradient(terms[1].astype(jnp.float32)) if len(terms) == 2 else None
+    return terms[0], weight

@@ -15,6 +15,7 @@ from ._function import FunctionLayer
 from ._linen import LinenLayer
 from ._nnx import NNXLayer
 from ._protocol import Layer
+from ._remat import remat_layer
 from ._spec import LayerSpec, TiedLayerSpec
 
 
@@ -28,6 +29,7 @@ class NamedLayer:
         layer: What makes the variables and computes.
         tied_key: Key of a `TiedLayerSpec`, else None.
         tied_paths: Dotted paths of the parameters that are shared; None shares all of them.
+        is_marked: Whether its spec says that it recomputes itself in training.
     """
 
     index: int
@@ -35,6 +37,7 @@ class NamedLayer:
     layer: Layer
     tied_key: str | None = None
     tied_paths: tuple[str, ...] | None = None
+    is_marked: bool = False
 
     def shares(self, path: Path) -> bool:
         """Whether the parameter at this path inside the layer belongs to the tied key."""
@@ -81,9 +84,12 @@ def as_layers(items: Iterable[Any] | nn.Sequential) -> tuple[NamedLayer, ...]:
 def _name(index: int, item: Any) -> NamedLayer:
     layer = _adapt(index, item)
     name = f"{index}_{layer.class_name}"
+    mark = item.remat_mark if isinstance(item, LayerSpec) else None
+    if mark is not None:
+        layer = remat_layer(layer, mark)
     if isinstance(item, TiedLayerSpec):
-        return NamedLayer(index, name, layer, item.key, item.tied_weight_attr)
-    return NamedLayer(index, name, layer)
+        return NamedLayer(index, name, layer, item.key, item.tied_weight_attr, is_marked=mark is not None)
+    return NamedLayer(index, name, layer, is_marked=mark is not None)
 
 
 def _adapt(index: int, item: Any) -> Layer:

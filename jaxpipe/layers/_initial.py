@@ -15,8 +15,8 @@ from ._trace import ModelTrace, as_arrays
 from ._tree import flatten_dict, unflatten_dict
 
 
-def init_layer(named: NamedLayer, trace: ModelTrace, key: jax.Array) -> PyTree:
-    """Make one layer's parameters, with the paths inside the layer; traceable.
+def init_layer(named: NamedLayer, trace: ModelTrace, key: jax.Array) -> tuple[PyTree, PyTree]:
+    """Make one layer's parameters and collections, with the paths inside the layer; traceable.
 
     Args:
         named: The layer.
@@ -24,7 +24,8 @@ def init_layer(named: NamedLayer, trace: ModelTrace, key: jax.Array) -> PyTree:
         key: The layer's own key.
 
     Returns:
-        The parameters, those that another layer of the same tied key makes included, whose values mean nothing here.
+        `(parameters, collections)`; parameters that another layer of the same tied key makes are included, but their
+        values mean nothing here.
     """
     given: dict[Path, Any] = {}
     if named.tied_key is not None:
@@ -33,7 +34,8 @@ def init_layer(named: NamedLayer, trace: ModelTrace, key: jax.Array) -> PyTree:
         given = {local: leaves[local] for local, at in paths.items() if owners[at][0] != named.index}
     structs = (trace.boundaries[named.index], dict(trace.side), unflatten_dict(given))
     inputs, side, zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), structs)
-    return as_arrays(named.layer.init(key, inputs, side=side, given=zeros)[1])
+    _, params, collections = named.layer.init(key, inputs, side=side, given=zeros)
+    return as_arrays(params), as_arrays(collections)
 
 
 def init_params(
@@ -42,7 +44,8 @@ def init_params(
     """Make the parameters of a whole model; layers of equal code and shapes share one compiled program.
 
     Args:
-        make: `make(index, trace, key, place)`: the parameters of layer `index`, with the weights of layer `place`.
+        make: `make(index, trace, key, place)`: parameters and collections of layer `index`, with the weights of layer
+            `place`.
         trace: The model's shapes.
         key: The model's key.
 
@@ -56,7 +59,7 @@ def init_params(
         if index not in made:
             first = trace.firsts[index]
             program = programs.setdefault(first, jax.jit(functools.partial(make, first, trace)))
-            made[index] = flatten_dict(program(key, index))
+            made[index] = flatten_dict(program(key, index)[0])
         leaves[path] = made[index][local]
     return unflatten_dict(leaves)
 

@@ -11,7 +11,19 @@ from flax.core import DenyList, meta
 from jaxpipe._typing import PyTree
 from jaxpipe.errors import LayerError
 
-from ._protocol import STANDARD_ARGUMENTS, Applied, CallArguments, Layer, Rngs, call_of, identity_of, layer_rngs
+from ._protocol import (
+    STANDARD_ARGUMENTS,
+    Applied,
+    CallArguments,
+    Layer,
+    Rngs,
+    call_of,
+    identity_of,
+    layer_rngs,
+    named_scalars,
+)
+
+_REPORTED = ("losses", "metrics")
 
 
 class LinenLayer(Layer):
@@ -51,7 +63,8 @@ class LinenLayer(Layer):
             call = nn.init_with_output(self._call, self._module)
             outputs, variables = call(layer_rngs(key), inputs, *args, **kwargs)
         variables = dict(meta.unbox(variables))
-        variables.pop("intermediates", None)
+        for name in ("intermediates", *_REPORTED):
+            variables.pop(name, None)
         return outputs, variables.pop("params", {}), variables
 
     def apply(
@@ -64,9 +77,15 @@ class LinenLayer(Layer):
         train: bool,
         side: Mapping[str, PyTree],
     ) -> Applied:
-        """See `Layer.apply`; what the module sows under `"intermediates"` is not kept."""
+        """See `Layer.apply`; what the module sows under `"losses"` and `"metrics"` is reported, nothing else it sows.
+
+        Raises:
+            LayerError: It sows what is no scalar under one of these.
+        """
         args, kwargs = self._arguments.select(rngs=rngs, train=train, side=side)
-        mutable = list(collections) if train else []
+        mutable = [*collections, *_REPORTED] if train else []
         run = nn.apply(self._call, self._module, mutable=mutable)
-        outputs, changed = run({"params": params, **collections}, inputs, *args, rngs=rngs, **kwargs)
-        return outputs, {**collections, **changed}, {}
+        outputs, updated = run({"params": params, **collections}, inputs, *args, rngs=rngs, **kwargs)
+        changed = dict(meta.unbox(updated))
+        reported = {name: named_scalars(self.class_name, changed.pop(name)) for name in _REPORTED if name in changed}
+        return outputs, {**collections, **changed}, reported

@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import jax
 from flax import nnx
@@ -11,8 +11,19 @@ from jax.core import Tracer
 from jaxpipe._typing import PyTree
 from jaxpipe.errors import LayerError
 
-from ._protocol import Applied, CallArguments, Layer, Rngs, call_of, identity_of
+from ._protocol import Applied, CallArguments, Layer, Rngs, call_of, identity_of, named_scalars
 from ._spec import LayerSpec
+
+
+class AuxLoss(nnx.Intermediate):
+    """What a module adds to the loss: `self.sow(AuxLoss, "balance", value)` in its call, a scalar."""
+
+
+class Metric(nnx.Intermediate):
+    """What a module reports without adding it to the loss: `self.sow(Metric, "entropy", value)`, a scalar."""
+
+
+_KINDS = (nnx.Param, nnx.RngState, ...)
 
 
 class NNXLayer(Layer):
@@ -41,14 +52,14 @@ class NNXLayer(Layer):
         self._call = call_of(self._cls) if forward_fn is None else forward_fn
         self._arguments = CallArguments(self._call, 2, f"layer {self.class_name}")
         self._graph, self._params, self._rngs, self._rest = nnx.split(
-            nnx.eval_shape(lambda: self._build(jax.random.key(0))), nnx.Param, nnx.RngState, ...
+            nnx.eval_shape(lambda: self._build(jax.random.key(0))), *_KINDS
         )
 
     def init(
         self, key: jax.Array, inputs: PyTree, *, side: Mapping[str, PyTree], given: PyTree | None = None
     ) -> tuple[PyTree, dict, dict]:
         """See `Layer.init`; a module makes all its parameters itself, whichever of them are given."""
-        _, params, _, rest = nnx.split(self._build(key), nnx.Param, nnx.RngState, ...)
+        _, params, _, rest = nnx.split(self._build(key), *_KINDS)
         params, collections = _to_tree(params), _collections(_to_tree(rest))
         outputs, _, _ = self.apply(params, collections, inputs, rngs=None, train=False, side=side)
         return outputs, params, collections
@@ -83,9 +94,12 @@ class NNXLayer(Layer):
         module.set_attributes(deterministic=not train, use_running_average=not train, raise_if_not_found=False)
         streams = None if rngs is None else nnx.Rngs(rngs["dropout"])
         args, kwargs = self._arguments.select(rngs=streams, train=train, side=side)
-        outputs = self._call(module, inputs, *args, **kwargs)
-        _, _, _, rest = nnx.split(module, nnx.Param, nnx.RngState, ...)
-        return outputs, _collections(_to_tree(rest)), {}
+        run = nnx.capture(lambda module: self._call(module, inputs, *args, **kwargs), AuxLoss, Metric)
+        outputs, losses, metrics = cast("tuple[Any, nnx.State, nnx.State]", run(module))
+        _, _, _, rest = nnx.split(module, *_KINDS)
+        reported = {"losses": _to_tree(losses), "metrics": _to_tree(metrics)} if train else {}
+        aux = {name: named_scalars(self.class_name, tree) for name, tree in reported.items() if jax.tree.leaves(tree)}
+        return outputs, _collections(_to_tree(rest)), aux
 
     def _build(self, key: jax.Array) -> Any:
         module = self._spec.build(rngs=nnx.Rngs(key)) if self._takes_rngs else self._spec.build()

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Hashable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxpipe._typing import PyTree
 from jaxpipe.errors import LayerError
@@ -65,8 +66,35 @@ class Layer(abc.ABC):
             side: Side inputs by name.
 
         Returns:
-            `(outputs, collections, aux)`: the collections after the call, and auxiliary values.
+            `(outputs, collections, aux)`: the collections after the call, and what the layer reports, at most
+            `{"losses": {name: scalar}, "metrics": {name: scalar}}`.
         """
+
+
+def named_scalars(label: str, tree: PyTree) -> dict[str, jax.Array]:
+    """What a layer reported, by name; what it reported several times under one name is added up.
+
+    Args:
+        label: How errors name the layer.
+        tree: Nested dictionaries whose leaves are arrays or tuples of arrays.
+
+    Returns:
+        `float32[]` by path, joined with slashes.
+
+    Raises:
+        LayerError: A value is no scalar.
+    """
+    found: dict[str, jax.Array] = {}
+    for path, values in jax.tree.leaves_with_path(tree, is_leaf=lambda x: isinstance(x, tuple)):
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        for value in values if isinstance(values, tuple) else (values,):
+            if jnp.shape(value) != ():
+                raise LayerError(
+                    f"layer {label} must report scalars, but got {name} of shape {list(jnp.shape(value))}. "
+                    "Report its mean."
+                )
+            found[name] = found.get(name, 0.0) + jnp.asarray(value, jnp.float32)
+    return found
 
 
 def layer_rngs(key: jax.Array | None) -> Rngs | None:

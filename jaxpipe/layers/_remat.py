@@ -1,9 +1,129 @@
-"""Recompute: groups of layers whose inner activations are not kept for the backward pass."""
+"""Recompute: groups of layers, and single marked layers, whose inner activations are not kept for the backward."""
 
-from collections.abc import Callable, Sequence
+import copy
+import functools
+import inspect
+import types
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, TypeVar
 
+import jax
+
+from jaxpipe import checkpointing
+from jaxpipe._typing import PyTree
+from jaxpipe.errors import LayerError
+
+from ._protocol import Applied, Layer, Rngs
+
 T = TypeVar("T")
+Call = Callable[[Any], Any]
+
+
+class RematMark:
+    """That a layer is recomputed, and what it keeps nonetheless.
+
+    Marks are equal where their policies are the same function or were made alike, as two results of
+    `jax.checkpoint_policies.save_only_these_names("a")` are: so layers marked alike are alike layers.
+
+    Args:
+        policy: A `jax.checkpoint` policy; None keeps the layer's inputs alone.
+
+    Raises:
+        LayerError: The policy is not callable.
+    """
+
+    def __init__(self, policy: Callable[..., Any] | None = None) -> None:
+        if policy is not None and not callable(policy):
+            raise LayerError(
+                f"policy must be a jax.checkpoint policy or None, but got policy={policy!r}. "
+                "Use one of jax.checkpoint_policies, such as jax.checkpoint_policies.dots_saveable."
+            )
+        self.policy = None if policy is None else _Policy(policy)
+
+    def call(self, function: Call, inputs: PyTree) -> PyTree:
+        """Call a function of a layer's inputs, recomputing it in the backward pass."""
+        if self.policy is None:
+            return checkpointing.checkpoint(function, inputs)
+        return jax.checkpoint(function, policy=self.policy)(inputs)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, RematMark) and self.policy == other.policy
+
+    def __hash__(self) -> int:
+        return hash(self.policy)
+
+    def __repr__(self) -> str:
+        return "remat()" if self.policy is None else f"remat(policy={self.policy!r})"
+
+
+class _Policy:
+    """A policy that is equal to another of the same code and the same closed-over values."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        self._key = _content_key(function)
+
+    def __call__(self, primitive: Any, *args: Any, **params: Any) -> Any:
+        return self._function(primitive, *args, **params)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Policy) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def __repr__(self) -> str:
+        return getattr(self._function, "__qualname__", repr(self._function)).partition(".<locals>")[0]
+
+
+def _content_key(value: Any) -> Hashable:
+    if isinstance(value, types.FunctionType):
+        closure = tuple(_content_key(cell.cell_contents) for cell in value.__closure__ or ())
+        defaults = (_content_key(value.__defaults__ or ()), _content_key(value.__kwdefaults__ or {}))
+        return value.__code__, closure, defaults, id(value.__globals__)
+    if isinstance(value, functools.partial):
+        return functools.partial, _content_key(value.func), _content_key(value.args), _content_key(value.keywords)
+    if isinstance(value, (set, frozenset)):
+        return type(value), frozenset(map(_content_key, value))
+    if isinstance(value, (tuple, list)):
+        return type(value), tuple(map(_content_key, value))
+    if isinstance(value, dict):
+        return dict, tuple((key, _content_key(item)) for key, item in value.items())
+    try:
+        hash(value)
+    except TypeError:
+        return object, id(value)
+    return type(value), value
+
+
+def remat_layer(layer: Layer, mark: RematMark) -> Layer:
+    """A layer that recomputes itself in training, whatever surrounds it.
+
+    Args:
+        layer: Any layer; it stays as it is.
+        mark: What it keeps.
+
+    Returns:
+        A layer of the same kind and class name.
+    """
+    apply = layer.apply
+
+    def rematted(
+        params: PyTree,
+        collections: Mapping[str, PyTree],
+        inputs: PyTree,
+        *,
+        rngs: Rngs | None,
+        train: bool,
+        side: Mapping[str, PyTree],
+    ) -> Applied:
+        call = functools.partial(apply, params, collections, rngs=rngs, train=train, side=side)
+        return mark.call(lambda x: call(x), inputs) if train else call(inputs)
+
+    marked = copy.copy(layer)
+    marked.apply = rematted
+    marked.identity = None if layer.identity is None else (layer.identity, mark)
+    return marked
 
 
 def group_layers(items: Sequence[T], interval: int) -> list[Sequence[T]]:
@@ -14,20 +134,29 @@ def group_layers(items: Sequence[T], interval: int) -> list[Sequence[T]]:
 
 
 def chain(
-    calls: Sequence[Callable[[Any], Any]], interval: int, remat: Callable[[Callable[..., Any]], Callable[..., Any]]
-) -> Callable[[Any], Any]:
-    """Call one after another, each group of `interval` calls wrapped in `remat`.
+    calls: Sequence[Call],
+    interval: int,
+    remat: Callable[..., Any],
+    marked: Sequence[bool] | None = None,
+) -> Call:
+    """Call one after another, each group of `interval` calls recomputed by `remat`.
+
+    A marked call stands outside the groups: it recomputes itself, and a `jax.checkpoint` around it would put its own
+    policy in the place of the mark's. The calls before and after it in its group are recomputed apart.
 
     Args:
         calls: The layers, each a function of what flows through them.
-        interval: Layers per group; 0 recomputes nothing (DeepSpeed's `activation_checkpoint_interval`).
-        remat: `jax.checkpoint`, or a function of the same form.
+        interval: Layers per group; 0 recomputes no group (DeepSpeed's `activation_checkpoint_interval`).
+        remat: `jax.checkpoint` or a function of the same form, which takes a function and returns one; or
+            `jaxpipe.checkpointing.checkpoint` or a function of its form, which takes a function and its input and
+            calls it. The latter is told by `*args` or a second positional parameter without default.
+        marked: Per call whether it recomputes itself. None: none does.
 
     Returns:
         The composition.
     """
 
-    def compose(group: Sequence[Callable[[Any], Any]]) -> Callable[[Any], Any]:
+    def compose(group: Sequence[Call]) -> Call:
         def run(x: Any) -> Any:
             for call in group:
                 x = call(x)
@@ -35,5 +164,38 @@ def chain(
 
         return run
 
-    groups = [compose(group) for group in group_layers(calls, interval)]
-    return compose(groups if interval == 0 else [remat(group) for group in groups])
+    if interval == 0:
+        return compose(calls)
+    calls_at_once = _calls_at_once(remat)
+    wrapped: list[Call] = []
+    for places in group_layers(range(len(calls)), interval):
+        for piece in _pieces(places, marked):
+            group = compose([calls[i] for i in piece])
+            if marked is not None and marked[piece[0]]:
+                wrapped.append(group)
+            else:
+                wrapped.append(functools.partial(remat, group) if calls_at_once else remat(group))
+    return compose(wrapped)
+
+
+def _pieces(places: Sequence[int], marked: Sequence[bool] | None) -> list[list[int]]:
+    """A group cut before and after each marked call."""
+    pieces: list[list[int]] = []
+    for i in places:
+        alone = marked is not None and (marked[i] or (pieces and marked[pieces[-1][-1]]))
+        if alone or not pieces:
+            pieces.append([i])
+        else:
+            pieces[-1].append(i)
+    return pieces
+
+
+def _calls_at_once(remat: Callable[..., Any]) -> bool:
+    """Whether `remat(function, x)` calls the function, rather than `remat(function)(x)`."""
+    try:
+        parameters = inspect.signature(remat).parameters.values()
+    except (TypeError, ValueError):
+        return False
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    required = [p for p in parameters if p.kind in positional and p.default is inspect.Parameter.empty]
+    return len(required) > 1 or any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters)

@@ -14,6 +14,7 @@ from jaxpipe._typing import PyTree
 from jaxpipe.errors import JaxpipeError, LayerError
 
 from ._build import NamedLayer
+from ._precision import cast_floats
 from ._protocol import layer_rngs
 from ._trace import ModelTrace
 
@@ -106,7 +107,7 @@ class _Same:
         return id(self._value)
 
 
-def layer_signature(named: NamedLayer, trace: ModelTrace) -> Hashable:
+def layer_signature(named: NamedLayer, trace: ModelTrace, compute_dtype: Any = None) -> Hashable:
     """What identifies the program of a layer at its place: its traces, constants and shapes.
 
     Two layers with equal signatures compute the same function of (parameters, inputs, key, side) and have the same
@@ -115,6 +116,7 @@ def layer_signature(named: NamedLayer, trace: ModelTrace) -> Hashable:
     Args:
         named: The layer.
         trace: The model's shapes.
+        compute_dtype: What parameters are cast to before layers see them.
 
     Returns:
         A value that is equal for alike layers.
@@ -122,12 +124,16 @@ def layer_signature(named: NamedLayer, trace: ModelTrace) -> Hashable:
     Raises:
         LayerError: The layer cannot be differentiated.
     """
-    params, inputs = trace.params[named.index], trace.boundaries[named.index]
+    params, inputs = cast_floats(trace.params[named.index], compute_dtype), trace.boundaries[named.index]
 
-    def forward(params: PyTree, inputs: PyTree, key: jax.Array, side: PyTree, train: bool = False) -> PyTree:
-        return named.layer.apply(params, {}, inputs, rngs=layer_rngs(key), train=train, side=side)[0]
+    def forward(params: PyTree, inputs: PyTree, key: jax.Array, side: PyTree, kept: PyTree, train: bool = False) -> Any:
+        rngs = layer_rngs(key)
+        outputs, kept, aux = named.layer.apply(params, kept, inputs, rngs=rngs, train=train, side=side)
+        return (outputs, aux.get("losses", {})), (kept, aux)
 
-    def forward_and_backward(params: PyTree, inputs: PyTree, key: jax.Array, side: PyTree, scale: jax.Array) -> PyTree:
+    def forward_and_backward(
+        params: PyTree, inputs: PyTree, key: jax.Array, side: PyTree, kept: PyTree, scale: jax.Array
+    ) -> PyTree:
         leaves, treedef = jax.tree.flatten((params, inputs))
         moving = [i for i, leaf in enumerate(leaves) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
 
@@ -136,12 +142,12 @@ def layer_signature(named: NamedLayer, trace: ModelTrace) -> Hashable:
             for i, value in zip(moving, values, strict=True):
                 merged[i] = value
             params, inputs = jax.tree.unflatten(treedef, merged)
-            return forward(params, inputs, key, side, train=True)
+            return forward(params, inputs, key, side, kept, train=True)
 
-        outputs, pullback = jax.vjp(of_moving, [leaves[i] for i in moving])
-        return outputs, pullback(jax.tree.map(lambda y: _cotangent(y, scale), outputs))
+        outputs, pullback, others = jax.vjp(of_moving, [leaves[i] for i in moving], has_aux=True)
+        return outputs, others, pullback(jax.tree.map(lambda y: _cotangent(y, scale), outputs))
 
-    args = (params, inputs, jax.eval_shape(lambda: jax.random.key(0)), dict(trace.side))
+    args = (params, inputs, jax.eval_shape(lambda: jax.random.key(0)), dict(trace.side), trace.collections[named.index])
     try:
         training = jax.make_jaxpr(forward_and_backward)(*args, jax.ShapeDtypeStruct((), jnp.float32))
     except JaxpipeError:
@@ -152,7 +158,8 @@ def layer_signature(named: NamedLayer, trace: ModelTrace) -> Hashable:
             "Give what has no derivative one, with jax.custom_vjp or jax.lax.stop_gradient."
         ) from error
     evaluation = jax.make_jaxpr(forward)(*args)
-    structures = tuple(jax.tree.structure(tree) for tree in (params, inputs, trace.boundaries[named.index + 1]))
+    held = (params, inputs, trace.boundaries[named.index + 1], trace.collections[named.index], trace.aux[named.index])
+    structures = tuple(jax.tree.structure(tree) for tree in held)
     return program_key(training), program_key(evaluation), structures
 
 
@@ -162,7 +169,9 @@ def _cotangent(output: jax.Array, scale: jax.Array) -> Any:
     return np.zeros(output.shape, jax.dtypes.float0)
 
 
-def layer_signatures(layers: Sequence[NamedLayer], trace: ModelTrace) -> tuple[Hashable, ...]:
+def layer_signatures(
+    layers: Sequence[NamedLayer], trace: ModelTrace, compute_dtype: Any = None
+) -> tuple[Hashable, ...]:
     """The signatures of all layers of a model, as numbers that are equal for alike layers.
 
     A layer that shares parameters is like no other.
@@ -176,17 +185,18 @@ def layer_signatures(layers: Sequence[NamedLayer], trace: ModelTrace) -> tuple[H
         if first < named.index:
             found.append(found[first])
         else:
-            signature = ("tied", named.index) if named.tied_key else layer_signature(named, trace)
+            signature = ("tied", named.index) if named.tied_key else layer_signature(named, trace, compute_dtype)
             found.append(numbers.setdefault(signature, len(numbers)))
     return tuple(found)
 
 
-def repeated_layers(layers: Sequence[NamedLayer], trace: ModelTrace) -> list[int | None]:
+def repeated_layers(layers: Sequence[NamedLayer], trace: ModelTrace, compute_dtype: Any = None) -> list[int | None]:
     """Number the layers that occur more than once.
 
     Args:
         layers: The model.
         trace: Its shapes.
+        compute_dtype: What parameters are cast to before layers see them.
 
     Returns:
         Per layer the number of its class of alike layers, or None where it has no like.
@@ -194,6 +204,6 @@ def repeated_layers(layers: Sequence[NamedLayer], trace: ModelTrace) -> list[int
     Raises:
         LayerError: A layer cannot be differentiated.
     """
-    signatures = layer_signatures(layers, trace)
+    signatures = layer_signatures(layers, trace, compute_dtype)
     numbers = {signature: i for i, signature in enumerate(dict.fromkeys(signatures))}
     return [numbers[s] if signatures.count(s) > 1 else None for s in signatures]

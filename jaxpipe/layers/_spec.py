@@ -1,12 +1,15 @@
 """Layers described but not built: nothing is allocated until a stage needs its own."""
 
+import copy
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Self
 
 import flax.linen as nn
 from flax import nnx
 
 from jaxpipe.errors import LayerError
+
+from ._remat import RematMark
 
 
 class LayerSpec:
@@ -40,6 +43,33 @@ class LayerSpec:
         self.typename = typename
         self.module_args = module_args
         self.module_kwargs = module_kwargs
+        self.remat_mark: RematMark | None = None
+
+    def remat(self, policy: Callable[..., Any] | None = None) -> Self:
+        """The same layer, marked to be recomputed in training whatever the module's interval is.
+
+        A marked layer stands outside the groups of `activation_checkpoint_interval`. A `jax.checkpoint` that the user
+        writes around it puts its own policy in the place of this one.
+
+        Args:
+            policy: A `jax.checkpoint` policy, such as `jax.checkpoint_policies.dots_saveable`, that says which inner
+                values are kept all the same. None keeps the layer's inputs alone, as `jaxpipe.checkpointing.configure`
+                asks.
+
+        Returns:
+            A copy; this spec stays as it is.
+
+        Raises:
+            LayerError: The policy is not callable.
+
+        Example:
+            >>> import flax.linen as nn
+            >>> LayerSpec(nn.Dense, 4).remat()
+            Dense(4).remat()
+        """
+        marked = copy.copy(self)
+        marked.remat_mark = RematMark(policy)
+        return marked
 
     def build(self, **more: Any) -> Any:
         """Make the layer.
@@ -54,7 +84,8 @@ class LayerSpec:
 
     def __repr__(self) -> str:
         args = [repr(a) for a in self.module_args] + [f"{k}={v!r}" for k, v in self.module_kwargs.items()]
-        return f"{getattr(self.typename, '__name__', repr(self.typename))}({', '.join(args)})"
+        mark = "" if self.remat_mark is None else f".{self.remat_mark!r}"
+        return f"{getattr(self.typename, '__name__', repr(self.typename))}({', '.join(args)}){mark}"
 
 
 class TiedLayerSpec(LayerSpec):

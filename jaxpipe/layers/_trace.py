@@ -1,7 +1,8 @@
 """The shapes of a model, found by abstract evaluation, layer by layer."""
 
+import contextlib
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,8 @@ from jaxpipe._typing import Path, PyTree
 from jaxpipe.errors import JaxpipeError, LayerError
 
 from ._build import NamedLayer
-from ._protocol import STANDARD_ARGUMENTS
+from ._precision import cast_floats
+from ._protocol import STANDARD_ARGUMENTS, layer_rngs
 from ._tree import ParamPaths, flatten_dict, merge_layers, unflatten_dict
 
 
@@ -27,6 +29,8 @@ class ModelTrace:
         paths: Where each layer's parameters lie in the model's tree.
         side: Side inputs by name.
         firsts: For each layer the first one of equal code, arguments and input shapes; tied layers stand alone.
+        collections: What each layer keeps beside its parameters, such as batch statistics.
+        aux: What each layer reports in training, `{"losses": {...}, "metrics": {...}}`, each a scalar.
     """
 
     boundaries: tuple[PyTree, ...]
@@ -34,6 +38,8 @@ class ModelTrace:
     paths: tuple[ParamPaths, ...]
     side: Mapping[str, PyTree]
     firsts: tuple[int, ...]
+    collections: tuple[PyTree, ...]
+    aux: tuple[PyTree, ...]
 
     def num_params(self) -> tuple[int, ...]:
         """Numbers of parameters, per layer, that an optimiser updates; shared ones count in each layer."""
@@ -91,24 +97,28 @@ def format_struct(tree: PyTree) -> str:
     return str(names).replace("'", "") if jax.tree.leaves(tree) else str(tree)
 
 
-def trace_layers(layers: Sequence[NamedLayer], inputs: PyTree, side: Mapping[str, PyTree] | None = None) -> ModelTrace:
+def trace_layers(
+    layers: Sequence[NamedLayer], inputs: PyTree, side: Mapping[str, PyTree] | None = None, compute_dtype: Any = None
+) -> ModelTrace:
     """Evaluate all layers abstractly; nothing is allocated.
 
     Args:
         layers: The model.
         inputs: Shapes and dtypes (or arrays) of what the first layer gets.
         side: Side inputs by name.
+        compute_dtype: What floating-point parameters and what flows between layers are cast to; None casts nothing.
 
     Returns:
-        The shapes.
+        The shapes; parameters have the dtypes they are made in.
 
     Raises:
-        LayerError: A layer cannot take the output of the one before, keeps mutable collections, has a parameter that
-            is no floating-point array or whose name holds a slash, or shares one whose shape differs from the one it
-            is tied to; or a side input has the name of a standard argument.
+        LayerError: A layer cannot take the output of the one before, changes the shapes of its collections, has a
+            parameter that is no floating-point array or whose name holds a slash, or shares one whose shape differs
+            from the one it is tied to; or a side input has the name of a standard argument.
     """
-    side_struct = _side_struct(side or {})
-    boundaries, all_params, all_paths = [struct_of(inputs)], [], []
+    side_struct = cast_floats(_side_struct(side or {}), compute_dtype)
+    boundaries, all_params, all_paths = [cast_floats(struct_of(inputs), compute_dtype)], [], []
+    all_collections, all_aux = [], []
     shared: dict[Path, tuple[str, Any]] = {}
     known: dict[Hashable, int] = {}
     firsts: list[int] = []
@@ -118,18 +128,30 @@ def trace_layers(layers: Sequence[NamedLayer], inputs: PyTree, side: Mapping[str
         first = known.setdefault(kind, named.index)
         if first < named.index:
             outputs, params = boundaries[first + 1], all_params[first]
+            collections, aux = all_collections[first], all_aux[first]
         else:
             before = f"the output of layer {layers[named.index - 1].name}" if named.index else "the model's inputs"
             given = {at[2:]: x for at, (_, x) in shared.items() if at[1] == named.tied_key and named.shares(at[2:])}
-            outputs, params = _trace_layer(named, before, boundaries[-1], side_struct, unflatten_dict(given))
+            call = _Call(named, before, boundaries[-1], side_struct, compute_dtype)
+            params, collections = call.variables(unflatten_dict(given))
+            outputs, aux = call.results(params, collections)
         _check_params(named, params)
         paths = ParamPaths(named, params)
         _check_shared(named, paths, params, shared)
-        boundaries.append(outputs)
+        boundaries.append(outputs if named.index == len(layers) - 1 else cast_floats(outputs, compute_dtype))
+        all_collections.append(collections)
+        all_aux.append(aux)
         all_params.append(params)
         all_paths.append(paths)
         firsts.append(first)
-    return ModelTrace(tuple(boundaries), tuple(all_params), tuple(all_paths), side_struct, tuple(firsts))
+    return ModelTrace(
+        tuple(boundaries),
+        tuple(all_params),
+        tuple(all_paths),
+        side_struct,
+        tuple(firsts),
+        *map(tuple, (all_collections, all_aux)),
+    )
 
 
 def _side_struct(side: Mapping[str, PyTree]) -> dict[str, PyTree]:
@@ -147,31 +169,62 @@ def _struct_key(tree: PyTree) -> Hashable:
     return treedef, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
 
 
-def _trace_layer(named: NamedLayer, before: str, inputs: PyTree, side: PyTree, given: PyTree) -> tuple[PyTree, PyTree]:
-    def make(x: PyTree, s: PyTree, given: PyTree) -> PyTree:
-        outputs, params, collections = named.layer.init(jax.random.key(0), x, side=s, given=given)
-        return as_arrays(outputs), as_arrays(params), collections
+@dataclass(frozen=True)
+class _Call:
+    """A layer at its place, evaluated abstractly."""
 
-    try:
+    named: NamedLayer
+    before: str
+    inputs: PyTree
+    side: PyTree
+    dtype: Any
+
+    def variables(self, given: PyTree) -> tuple[PyTree, PyTree]:
+        """Shapes of parameters and collections."""
+
+        def make(x: PyTree, s: PyTree, given: PyTree) -> tuple[PyTree, PyTree]:
+            _, params, collections = self.named.layer.init(jax.random.key(0), x, side=s, given=given)
+            return as_arrays(params), as_arrays(collections)
+
+        with self._naming_faults():
+            try:
+                return jax.eval_shape(make, self.inputs, self.side, {})
+            except Exception:
+                if not given:
+                    raise
+                return jax.eval_shape(make, self.inputs, self.side, given)
+
+    def results(self, params: PyTree, collections: PyTree) -> tuple[PyTree, PyTree]:
+        """Shapes of what the layer hands over and of what it reports, in training."""
+
+        def run(params: PyTree, collections: PyTree, x: PyTree, s: PyTree, key: jax.Array) -> tuple:
+            rngs = layer_rngs(key)
+            outputs, kept, aux = self.named.layer.apply(params, collections, x, rngs=rngs, train=True, side=s)
+            return as_arrays(outputs), as_arrays(kept), aux
+
+        key = jax.eval_shape(lambda: jax.random.key(0))
+        with self._naming_faults():
+            params = cast_floats(params, self.dtype)
+            outputs, kept, aux = jax.eval_shape(run, params, collections, self.inputs, self.side, key)
+        if _struct_key(kept) != _struct_key(collections):
+            raise LayerError(
+                f"layer {self.named.name} must keep collections of one shape, but got {format_struct(collections)} "
+                f"before a call and {format_struct(kept)} after it. Make all of them when the layer is initialised."
+            )
+        return outputs, aux
+
+    @contextlib.contextmanager
+    def _naming_faults(self) -> Iterator[None]:
         try:
-            outputs, params, collections = jax.eval_shape(make, inputs, side, {})
-        except Exception:
-            if not given:
-                raise
-            outputs, params, collections = jax.eval_shape(make, inputs, side, given)
-    except JaxpipeError:
-        raise
-    except Exception as error:
-        raise LayerError(
-            f"layer {named.name} must accept {before}, but got inputs={format_struct(inputs)} and failed with "
-            f"{type(error).__name__}: {error}. Make the two layers agree, or put a function between them."
-        ) from error
-    if collections:
-        raise LayerError(
-            f"layer {named.name} must keep no state beside its parameters, but got collections={sorted(collections)}. "
-            "Use LayerNorm or GroupNorm in place of BatchNorm, and compute constants inside the call."
-        )
-    return outputs, params
+            yield
+        except JaxpipeError:
+            raise
+        except Exception as error:
+            raise LayerError(
+                f"layer {self.named.name} must accept {self.before}, but got inputs={format_struct(self.inputs)} and "
+                f"failed with {type(error).__name__}: {error}. Make the two layers agree, or put a function between "
+                "them."
+            ) from error
 
 
 def _check_params(named: NamedLayer, params: PyTree) -> None:

@@ -1,21 +1,33 @@
 """The functional core: from a model, an optimiser and a mesh to a state and a jitted step."""
 
+from ._batch import entry_struct as entry_struct
+from ._choose import ChosenOptimizer as ChosenOptimizer
+from ._choose import choose_optimizer as choose_optimizer
 from ._describe import describe_pipeline as describe_pipeline
+from ._hyperparams import Hyperparams as Hyperparams
 from ._make import ConfigLike as ConfigLike
 from ._make import configure_model as configure_model
 from ._make import make_pipeline as make_pipeline
 from ._make import mesh_for as mesh_for
+from ._make import pipeline_settings as pipeline_settings
 from ._pipeline import Pipeline as Pipeline
 from ._rng import microbatch_key as microbatch_key
+from ._settings import PipelineSettings as PipelineSettings
 from ._state import TrainState as TrainState
 
 __all__ = [
+    "ChosenOptimizer",
     "ConfigLike",
+    "Hyperparams",
     "Pipeline",
+    "PipelineSettings",
     "TrainState",
+    "choose_optimizer",
     "configure_model",
     "describe_pipeline",
+    "entry_struct",
     "make_pipeline",
     "mesh_for",
     "microbatch_key",
+    "pipeline_settings",
 ]

@@ -1,14 +1,12 @@
 """The epilogue: the last stage's layers after the trunk, and the loss, as one fused value and gradient."""
 
-from collections.abc import Sequence
-
 import jax
+import jax.numpy as jnp
 
 from jaxpipe._typing import PyTree
-from jaxpipe.layers import ModelTrace, PipelineModule
 
-from ._cut import StageCut
-from ._params import ModelParams
+from ._aux import AuxSlots
+from ._blueprint import Blueprint
 from ._prologue import own_gradient
 from ._residuals import differentiable, replace_differentiable
 from ._trunk import Context
@@ -18,52 +16,68 @@ class Epilogue:
     """Loss of one microbatch and its gradients, with nothing kept between forward and backward.
 
     Args:
-        module: The model.
-        trace: Its shapes.
-        cuts: The stages.
-        params: Where the parameters lie.
+        plan: The model, cut.
+
+    Attributes:
+        inputs: Shapes and dtypes of what enters it.
+        aux: What its layers report.
     """
 
-    def __init__(
-        self, module: PipelineModule, trace: ModelTrace, cuts: Sequence[StageCut], params: ModelParams
-    ) -> None:
-        self._module, self._params = module, params
-        self._last = len(cuts) - 1
-        self._layers = cuts[-1].epilogue
-        self._names = params.stages[-1].names_of(self._layers)
-        self.inputs = trace.boundaries[self._layers.start]
+    def __init__(self, plan: Blueprint) -> None:
+        self._module, self._params, self._collections = plan.module, plan.params, plan.collections
+        self._last = len(plan.cuts) - 1
+        self._layers = plan.cuts[-1].epilogue
+        self._names = plan.params.stages[-1].names_of(self._layers)
+        self.inputs = plan.trace.boundaries[self._layers.start]
+        self.aux = AuxSlots(plan.module.layers, plan.trace, self._layers)
 
-    def loss(self, storage: PyTree, inputs: PyTree, labels: PyTree, context: Context) -> jax.Array:
-        """The loss of one microbatch outside training."""
-        return self._loss(self._take(storage), inputs, labels, context, train=False)
+    def outputs(self, storage: PyTree, collections: PyTree, inputs: PyTree, context: Context) -> PyTree:
+        """The model's output for one microbatch, outside training."""
+        return self._run(self._take(storage), collections, inputs, context, train=False)[0]
 
     def loss_and_gradients(
-        self, storage: PyTree, inputs: PyTree, labels: PyTree, context: Context
-    ) -> tuple[jax.Array, PyTree, list[jax.Array]]:
+        self,
+        storage: PyTree,
+        collections: PyTree,
+        inputs: PyTree,
+        labels: PyTree,
+        context: Context,
+        seeds: tuple[jax.Array, jax.Array],
+    ) -> tuple[jax.Array, PyTree, list[jax.Array], PyTree, jax.Array]:
         """The loss of one microbatch with its gradients.
 
         Args:
             storage: The last stage's parameters.
+            collections: Its collections.
             inputs: The trunk's output.
             labels: The microbatch's labels.
             context: The microbatch's key and side inputs.
+            seeds: What the loss, and the losses that layers report, are multiplied with before differentiation.
 
         Returns:
-            `(loss, gradients of the stage's own parameters, gradients of the differentiable inputs)`.
+            `(loss, gradients of the stage's own parameters, gradients of the differentiable inputs, collections,
+            values reported)`; the loss is the sum where `loss_fn` returns a sum and a weight.
         """
 
-        def of_moving(leaves: dict[str, jax.Array], values: list[jax.Array]) -> jax.Array:
-            return self._loss(leaves, replace_differentiable(inputs, values), labels, context, train=True)
+        def of_moving(leaves: dict[str, jax.Array], values: list[jax.Array]) -> tuple[jax.Array, tuple]:
+            moved = replace_differentiable(inputs, values)
+            outputs, extras = self._run(leaves, collections, moved, context, train=True)
+            loss = self._module.loss_terms(outputs, labels)[0].astype(jnp.float32)
+            aux_loss, reported = self.aux.collect([aux for _, aux in extras], len(self.aux.names))
+            new = self._collections.put(self._last, self._layers, collections, [held for held, _ in extras])
+            total = loss * seeds[0] + (aux_loss * seeds[1] if self.aux.has_losses else 0.0)
+            return total, (loss, new, reported)
 
-        loss, (grads, dx) = jax.value_and_grad(of_moving, argnums=(0, 1))(self._take(storage), differentiable(inputs))
-        return loss, own_gradient(self._params, self._last, grads), dx
+        gradient = jax.grad(of_moving, argnums=(0, 1), has_aux=True)
+        (grads, dx), (loss, new, reported) = gradient(self._take(storage), differentiable(inputs))
+        return loss, own_gradient(self._params, self._last, grads), dx, new, reported
 
     def _take(self, storage: PyTree) -> dict[str, jax.Array]:
         return {name: self._params.layout.get(self._last, name, storage) for name in self._names}
 
-    def _loss(
-        self, leaves: dict[str, jax.Array], inputs: PyTree, labels: PyTree, context: Context, *, train: bool
-    ) -> jax.Array:
+    def _run(
+        self, leaves: dict[str, jax.Array], collections: PyTree, inputs: PyTree, context: Context, *, train: bool
+    ) -> tuple[PyTree, tuple]:
         views = [self._params.stages[-1].view(i, leaves) for i in self._layers]
-        outputs = self._module.run_layers(self._layers, views, train=train)(inputs, *context)
-        return self._module.loss(outputs, labels)
+        held = self._collections.views(self._last, self._layers, collections)
+        return self._module.run_layers(self._layers, views, train=train)(inputs, *context, held)

@@ -31,19 +31,24 @@ class StageInit:
         self._owners = trace.owners()
         self._compiled: dict[Hashable, Callable[..., PyTree]] = {}
 
-    def row(self, stage: int) -> PyTree:
-        """The storage of a stage, as numpy arrays."""
+    def leaves(self, stage: int) -> dict[str, np.ndarray]:
+        """The parameters of a stage by name, as numpy arrays."""
         made: dict[int, dict[Path, Any]] = {}
         leaves: dict[str, np.ndarray] = {}
         for name, path in self._params.stages[stage].paths.items():
             index, local = self._owners[path]
             if index not in made:
-                made[index] = flatten_dict(self._layer(index))
+                made[index] = flatten_dict(self._layer(index)[0])
             leaves[name] = np.asarray(made[index][local])
-        return self._params.layout.host_row(stage, leaves)
+        return leaves
 
-    def _layer(self, index: int) -> PyTree:
-        def make(key: jax.Array, place: jax.Array) -> PyTree:
+    def collections(self, stage: int) -> dict[str, PyTree]:
+        """What the layers of a stage keep beside their parameters, by the layer's name."""
+        indices = [i for i in self._params.stages[stage].layers if self._trace.collections[i]]
+        return {self._module.layers[i].name: self._layer(i)[1] for i in indices}
+
+    def _layer(self, index: int) -> tuple[PyTree, PyTree]:
+        def make(key: jax.Array, place: jax.Array) -> tuple[PyTree, PyTree]:
             return self._module.init_layer(index, self._trace, key, place)
 
         with jax.default_device(_host()):

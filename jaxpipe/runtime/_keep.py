@@ -52,5 +52,10 @@ def asks_for_recompute(jaxpr: Jaxpr) -> bool:
     return False
 
 
+def is_arithmetic(name: str) -> bool:
+    """Whether a primitive computes each element of its result from the same element of its operands."""
+    return name in _ARITHMETIC
+
+
 def _is_kept(primitive: Any, *inputs: Any, **params: Any) -> bool:
     return primitive.name not in _CHEAP

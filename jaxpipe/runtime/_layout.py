@@ -8,6 +8,7 @@ so a stage's arrays are on its own devices alone.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -39,11 +40,12 @@ class Layout:
 
     Args:
         stages: For each stage its leaves by name, as shapes and dtypes. The order is kept inside the buffers.
+        stack: Give a leaf that all stages have alike an array of its own; else all lie in the buffers.
     """
 
-    def __init__(self, stages: Sequence[Mapping[str, jax.ShapeDtypeStruct]]) -> None:
+    def __init__(self, stages: Sequence[Mapping[str, jax.ShapeDtypeStruct]], *, stack: bool = True) -> None:
         self.num_stages = len(stages)
-        first = stages[0]
+        first = stages[0] if stack else {}
         self.stacked = {
             name: jax.ShapeDtypeStruct(like.shape, like.dtype)
             for name, like in first.items()
@@ -68,14 +70,17 @@ class Layout:
         """The leaves of a stage."""
         return self._names[stage]
 
+    def struct_of(self, stage: int, name: str) -> jax.ShapeDtypeStruct:
+        """Shape and dtype of one leaf of a stage."""
+        if name in self.stacked:
+            return self.stacked[name]
+        place = self._places[stage][name]
+        return jax.ShapeDtypeStruct(place.shape, place.dtype)
+
     def struct(self) -> PyTree:
         """Shapes and dtypes of one stage's storage, without the stage dim."""
         packed = {dtype: jax.ShapeDtypeStruct((size,), dtype) for dtype, size in self.packed_sizes.items()}
         return {"stacked": dict(self.stacked), "packed": packed}
-
-    def global_struct(self) -> PyTree:
-        """Shapes and dtypes of the global arrays, `[num_stages, ...]`."""
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct((self.num_stages, *x.shape), x.dtype), self.struct())
 
     def zeros(self) -> PyTree:
         """One stage's storage, all zeros."""
@@ -104,7 +109,7 @@ class Layout:
             for name, place in self._places[stage].items():
                 if place.dtype == dtype and name in leaves:
                     parts += [jnp.zeros((place.offset - end,), dtype)] if place.offset > end else []
-                    parts.append(leaves[name].astype(dtype).reshape(-1))
+                    parts.append(_as(leaves[name], jnp.dtype(dtype)).reshape(-1))
                     end = place.end
             whole = jnp.concatenate(parts) if len(parts) > 1 else (parts or [jnp.zeros((0,), dtype)])[0]
             buffers[dtype] = jax.lax.pad(whole, jnp.zeros((), dtype), [(0, size - end, 0)]) if size > end else whole
@@ -112,7 +117,8 @@ class Layout:
 
     def pack(self, stage: int, leaves: Mapping[str, jax.Array]) -> PyTree:
         """A stage's storage from all its leaves."""
-        return {"stacked": {name: leaves[name] for name in self.stacked}, "packed": self.pack_own(stage, leaves)}
+        stacked = {name: _as(leaves[name], like.dtype) for name, like in self.stacked.items()}
+        return {"stacked": stacked, "packed": self.pack_own(stage, leaves)}
 
     def put(self, stage: int, storage: PyTree, changed: Mapping[str, jax.Array]) -> PyTree:
         """A stage's storage with some leaves replaced."""
@@ -132,6 +138,10 @@ class Layout:
             packed[place.dtype][place.offset : place.end] = np.asarray(leaves[name]).reshape(-1)
         stacked = {name: np.asarray(leaves[name], like.dtype) for name, like in self.stacked.items()}
         return {"stacked": stacked, "packed": packed}
+
+
+def _as(leaf: jax.Array, dtype: Any) -> jax.Array:
+    return leaf if leaf.dtype == dtype else leaf.astype(dtype)
 
 
 def _same(a: jax.ShapeDtypeStruct, b: jax.ShapeDtypeStruct) -> bool:

@@ -1,47 +1,58 @@
 """From a model and a configuration to a pipeline."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
 from jaxpipe._typing import PyTree
+from jaxpipe.checkpointing import settings_for, use_settings
 from jaxpipe.config import TrainConfig, load_config
 from jaxpipe.errors import ConfigError
 from jaxpipe.layers import PipelineModule
+from jaxpipe.optim import LossScaler
+from jaxpipe.schedules import resolve_schedule
 from jaxpipe.topology import adopt_mesh, make_pipeline_mesh, mesh_shape, topology_for
 
 from ._batch import entry_struct
+from ._choose import choose_optimizer
 from ._pipeline import Pipeline
+from ._settings import PipelineSettings
 
 ConfigLike = TrainConfig | Mapping[str, Any] | str | PathLike[str] | None
 
 
 def make_pipeline(
     model: PipelineModule,
-    optimizer: optax.GradientTransformation,
+    optimizer: optax.GradientTransformation | Callable[..., optax.GradientTransformation] | None,
     config: ConfigLike,
     mesh: Mesh | None,
     example_batch: Sequence[PyTree],
+    *,
+    lr_scheduler: optax.Schedule | None = None,
 ) -> Pipeline:
     """Build the functional form of a pipeline: an initial state and a jitted step.
 
     Args:
         model: The layers and their cut.
-        optimizer: An optax transformation that treats every parameter by itself.
+        optimizer: An optax transformation that treats every parameter by itself; or a constructor with an argument
+            `learning_rate`, such as `optax.adamw`, which gets the schedule. None: that of the configuration.
         config: DeepSpeed's configuration, as a dictionary, a path or a `TrainConfig`.
         mesh: A mesh with the axes `stage` and `data`; None: all devices, see `mesh_for`.
         example_batch: One entry as a data iterator yields it, `(inputs, labels)` or `(inputs, labels, side)`, leaves
             `[microbatch_size * data, ...]`, arrays or shapes.
+        lr_scheduler: The learning rate as a function of the number of updates; None: that of the configuration.
 
     Returns:
         The pipeline; `pipeline.init()` makes the state and `pipeline.step(state, batch)` is the step.
 
     Raises:
-        ConfigError: The configuration is wrong or contradicts the model.
+        ConfigError: The configuration is wrong, or contradicts the model or the other arguments; or there is no
+            optimiser.
         TopologyError: Devices, mesh and stages do not fit.
         DataError: A leaf of the example has the wrong leading size.
         LayerError: Layers do not fit together.
@@ -61,20 +72,18 @@ def make_pipeline(
     """
     config = load_config(config)
     model = configure_model(model, config)
+    chosen = choose_optimizer(config, optimizer, lr_scheduler)
+    if chosen.transformation is None:
+        raise ConfigError(
+            "a pipeline must have an optimizer, but got optimizer=None and a configuration without the section "
+            "optimizer. Pass for instance optax.adamw(3e-4), or optax.identity() to evaluate only."
+        )
     mesh = mesh_for(model) if mesh is None else adopt_mesh(mesh)
     sizes = config.batch_sizes(mesh_shape(mesh)["data"])
-    skip_idle = config.pipeline.skip_idle
     entry_struct(example_batch, sizes.train_micro_batch_size_per_gpu, mesh_shape(mesh)["data"])
-    return Pipeline(
-        model,
-        optimizer,
-        mesh,
-        example_batch,
-        sizes.gradient_accumulation_steps,
-        schedule=config.pipeline.schedule,
-        skip_idle=None if skip_idle == "auto" else skip_idle,
-        scan_trunk=config.pipeline.scan_trunk,
-    )
+    num_microbatches, settings = sizes.gradient_accumulation_steps, pipeline_settings(config)
+    with use_settings(settings_for(config, mesh)):
+        return Pipeline(model, chosen.transformation, mesh, example_batch, num_microbatches, settings)
 
 
 def mesh_for(model: PipelineModule, devices: Sequence[Any] | None = None) -> Mesh:
@@ -95,7 +104,14 @@ def mesh_for(model: PipelineModule, devices: Sequence[Any] | None = None) -> Mes
 
 
 def configure_model(model: PipelineModule, config: TrainConfig) -> PipelineModule:
-    """The model with the settings of the configuration's section `pipeline`.
+    """The model with the settings that the configuration gives it.
+
+    Args:
+        model: The layers and their cut.
+        config: Its section `pipeline`, and the dtype that `fp16` and `bf16` choose.
+
+    Returns:
+        A model of the same layers.
 
     Raises:
         ConfigError: The configuration and the constructor say different things.
@@ -106,17 +122,66 @@ def configure_model(model: PipelineModule, config: TrainConfig) -> PipelineModul
             f"pipeline.stages must be the module's num_stages, but got pipeline.stages={section.stages} and "
             f"num_stages={model.num_stages}. Change one of them, or leave pipeline.stages at 'auto'."
         )
-    changes = {}
+    changes: dict[str, Any] = {}
     if section.partition != "best":
-        changes["partition_method"] = (section.partition, model.partition_method, "parameters")
+        asked = section.partition
+        given = model.partition_method
+        _check_agreement("pipeline.partition", asked, "partition_method", given, "parameters")
+        changes["partition_method"] = asked
     if section.activation_checkpoint_interval:
-        interval = section.activation_checkpoint_interval
-        changes["activation_checkpoint_interval"] = (interval, model.activation_checkpoint_interval, 0)
-    for name, (asked, given, default) in changes.items():
-        if given not in (default, asked):
-            key = "partition" if name == "partition_method" else name
-            raise ConfigError(
-                f"pipeline.{key} must not contradict the module, but got pipeline.{key}={asked!r} and "
-                f"{name}={given!r}. Say it in one place."
-            )
-    return model.replace(**{name: asked for name, (asked, *_) in changes.items()}) if changes else model
+        name, asked = "activation_checkpoint_interval", section.activation_checkpoint_interval
+        _check_agreement(f"pipeline.{name}", asked, name, model.activation_checkpoint_interval, 0)
+        changes[name] = asked
+    if section.seed_layers is not None:
+        _check_agreement("pipeline.seed_layers", section.seed_layers, "seed_layers", model.seed_layers, False)
+        changes["seed_layers"] = section.seed_layers
+    if config.compute_dtype != "float32":
+        given = None if model.compute_dtype is None else jnp.dtype(model.compute_dtype).name
+        key = "bf16.enabled" if config.bf16.enabled else "fp16.enabled"
+        _check_agreement(f"the dtype of {key}=True", config.compute_dtype, "compute_dtype", given, None)
+        changes["compute_dtype"] = config.compute_dtype
+    return model.replace(**changes) if changes else model
+
+
+def pipeline_settings(config: TrainConfig) -> PipelineSettings:
+    """How the configuration says that a pipeline runs and updates.
+
+    Args:
+        config: The configuration.
+
+    Returns:
+        The settings.
+
+    Raises:
+        ConfigError: The schedule does not put as many chunks on a stage as asked for.
+        ScheduleError: The schedule is unknown.
+    """
+    section = config.pipeline
+    num_chunks = resolve_schedule(section.schedule).num_chunks
+    if section.num_chunks not in (1, num_chunks):
+        raise ConfigError(
+            f"pipeline.num_chunks must be what the schedule puts on a stage, but got pipeline.num_chunks="
+            f"{section.num_chunks} and pipeline.schedule={section.schedule!r}, which has num_chunks={num_chunks}. "
+            "Use another schedule, or remove pipeline.num_chunks."
+        )
+    scaler = None
+    if config.fp16.enabled:
+        scaler = LossScaler.from_section(config.fp16)
+    elif config.bf16.enabled and config.bf16.check_grad_overflow:
+        scaler = LossScaler.none()
+    return PipelineSettings(
+        schedule=section.schedule,
+        skip_idle=None if section.skip_idle == "auto" else section.skip_idle,
+        scan_trunk=section.scan_trunk,
+        gradient_clipping=config.gradient_clipping,
+        grad_accum_dtype=config.data_types.grad_accum_dtype,
+        zero_stage=config.zero_optimization.stage,
+        loss_scaler=scaler,
+    )
+
+
+def _check_agreement(key: str, asked: Any, name: str, given: Any, default: Any) -> None:
+    if given not in (default, asked):
+        raise ConfigError(
+            f"{key} must not contradict the module, but got {key}={asked!r} and {name}={given!r}. Say it in one place."
+        )

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from jaxpipe._typing import Path, PyTree
-from jaxpipe.layers import ModelTrace, flatten_dict, unflatten_dict
+from jaxpipe.layers import ModelTrace, cast_floats, flatten_dict, unflatten_dict
 
 from ._cut import StageCut
 from ._layout import Layout
@@ -48,13 +48,29 @@ class ModelParams:
     Args:
         trace: The model's shapes.
         cuts: The stages.
+        dtype: What real floating-point parameters are held in; None: as the layers make them.
+        grad_dtype: What their gradients are summed in; None: that of the parameters.
+
+    Attributes:
+        stages: Names and paths, stage by stage.
+        struct: Shapes and dtypes by path in the model's tree.
+        layout: Where the parameters lie.
+        grad_layout: Where their summed gradients lie, in the same order.
+        tied: Shared parameters that several stages hold, each with those stages; the first one owns it.
     """
 
-    def __init__(self, trace: ModelTrace, cuts: Sequence[StageCut]) -> None:
-        self.stages: tuple[StageParams, ...] = tuple(_stage_params(trace, cut) for cut in cuts)
-        struct = flatten_dict(trace.tree())
+    def __init__(
+        self, trace: ModelTrace, cuts: Sequence[StageCut], *, dtype: Any = None, grad_dtype: Any = None
+    ) -> None:
+        self.stages: tuple[StageParams, ...] = tuple(
+            name_leaves([paths.paths for paths in trace.paths], cut) for cut in cuts
+        )
+        struct = {path: cast_floats(leaf, dtype) for path, leaf in flatten_dict(trace.tree()).items()}
         self.struct: Mapping[Path, jax.ShapeDtypeStruct] = struct
-        self.layout = Layout([{name: struct[path] for name, path in stage.paths.items()} for stage in self.stages])
+        held = [{name: struct[path] for name, path in stage.paths.items()} for stage in self.stages]
+        self.layout = Layout(held)
+        summed = [{name: cast_floats(leaf, grad_dtype) for name, leaf in leaves.items()} for leaves in held]
+        self.grad_layout = self.layout if grad_dtype is None else Layout(summed)
         self.trunk_names = tuple(self.stages[0].trunk)
         self.common_names = tuple(name for name in self.layout.stacked if name not in self.stages[0].trunk)
         """Parameters outside the trunk that every stage holds, such as a tied layer used by all."""
@@ -64,31 +80,34 @@ class ModelParams:
                 if path[0] == "tied":
                     holders.setdefault(name, []).append(s)
         self.tied = {name: tuple(stages) for name, stages in holders.items() if len(stages) > 1}
-        """Shared parameters that several stages hold, each with those stages; the first one owns it."""
 
-    def row(self, stage: int, tree: PyTree) -> PyTree:
-        """Storage of one stage as numpy arrays, from the model's tree."""
+    def leaves(self, stage: int, tree: PyTree) -> dict[str, np.ndarray]:
+        """One stage's parameters by name as numpy arrays, from the model's tree."""
         flat = flatten_dict(tree)
-        leaves = {name: np.asarray(flat[path]) for name, path in self.stages[stage].paths.items()}
-        return self.layout.host_row(stage, leaves)
+        return {name: np.asarray(flat[path]) for name, path in self.stages[stage].paths.items()}
 
-    def tree(self, rows: Sequence[PyTree]) -> PyTree:
-        """The model's tree from the storage of every stage."""
+    def tree(self, leaves: Sequence[Mapping[str, Any]]) -> PyTree:
+        """The model's tree from the parameters of every stage by name."""
         flat: dict[Path, Any] = {}
-        for s, (stage, row) in enumerate(zip(self.stages, rows, strict=True)):
-            leaves = self.layout.unpack(s, row)
+        for stage, held in zip(self.stages, leaves, strict=True):
             for name, path in stage.paths.items():
-                flat.setdefault(path, leaves[name])
+                flat.setdefault(path, held[name])
         return unflatten_dict({path: flat[path] for path in self.struct})
 
 
-def _stage_params(trace: ModelTrace, cut: StageCut) -> StageParams:
+def name_leaves(paths: Sequence[Mapping[Path, Path]], cut: StageCut) -> StageParams:
+    """Name the leaves of one stage: after their place in the trunk, or after their path.
+
+    Args:
+        paths: For each layer of the model, paths inside the layer to paths in the model's tree.
+        cut: The stage.
+    """
     own: dict[str, Path] = {}
     trunk: dict[str, Path] = {}
     layers: dict[int, dict[Path, str]] = {}
     for index in (*cut.prologue, *cut.trunk, *cut.epilogue):
         names = {}
-        for local, path in trace.paths[index].paths.items():
+        for local, path in paths[index].items():
             if index in cut.trunk:
                 name = "/".join(("trunk", str(index - cut.trunk.start), *local))
                 trunk[name] = path

@@ -3,13 +3,16 @@
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxpipe._typing import PyTree
-from jaxpipe.layers import ModelTrace, PipelineModule, layer_signatures
+from jaxpipe.layers import ModelTrace, PipelineModule, cast_floats, layer_signatures
 
+from ._blueprint import Blueprint
+from ._collections import ModelCollections
 from ._cut import StageCut, cut_stages
 from ._epilogue import Epilogue
 from ._packing import Packing
@@ -32,6 +35,15 @@ class Microbatch:
         return dataclasses.replace(self, context=(None, self.context[1]))
 
 
+@dataclass(frozen=True)
+class Place:
+    """A device's stage, the stage's parameters, and those of its trunk, prepared."""
+
+    stage: jax.Array
+    storage: PyTree
+    trunk: PyTree
+
+
 class StageParts:
     """Forward, loss and backward of one stage, the same program on every device.
 
@@ -43,92 +55,127 @@ class StageParts:
         trace: Its shapes.
         parts: Boundaries of the stages.
         scan_trunk: Run the trunk's equal layers as a scan.
+        grad_dtype: What gradients are summed in; None: the parameters' dtype.
     """
 
-    def __init__(self, module: PipelineModule, trace: ModelTrace, parts: Sequence[int], *, scan_trunk: bool) -> None:
-        self.num_stages = len(parts) - 1
-        signatures = layer_signatures(module.layers, trace) if self.num_stages > 1 else (None,) * len(module.layers)
+    def __init__(
+        self,
+        module: PipelineModule,
+        trace: ModelTrace,
+        parts: Sequence[int],
+        *,
+        scan_trunk: bool,
+        grad_dtype: Any = None,
+    ) -> None:
+        self.num_stages, self._module, self._grad_dtype = len(parts) - 1, module, grad_dtype
+        self.compute_dtype = dtype = module.compute_dtype
+        is_cut = self.num_stages > 1
+        signatures = layer_signatures(module.layers, trace, dtype) if is_cut else (None,) * len(module.layers)
         self.cuts: tuple[StageCut, ...] = cut_stages(signatures, parts)
-        self.params = ModelParams(trace, self.cuts)
+        self.params = ModelParams(trace, self.cuts, dtype=dtype, grad_dtype=grad_dtype)
+        self.collections = ModelCollections(module.layers, trace, self.cuts)
         outputs = [trace.boundaries[stop] for stop in (*parts[1:-1], self.cuts[-1].epilogue.start)]
         self.activations = Packing(outputs)
         self.gradients = Packing([differentiable(x) for x in outputs])
         context = (jax.eval_shape(lambda: jax.random.key(0)), dict(trace.side))
-        self.trunk = Trunk(module, trace, self.cuts, self.params, context, signatures, scan=scan_trunk)
+        plan = Blueprint(module, trace, signatures, self.cuts, self.params, self.collections, context)
+        self.trunk = Trunk(plan, scan=scan_trunk)
         trunk_inputs = [trace.boundaries[c.trunk.start] for c in self.cuts]
         leaving = self.activations if self.trunk.is_empty else Packing(trunk_inputs)
-        self.prologue = Prologue(module, trace, self.cuts, self.params, context, signatures, self.activations, leaving)
-        self.epilogue = Epilogue(module, trace, self.cuts, self.params)
-        self.kept = (self.prologue.kept, self.trunk.residuals.kept)
+        self.prologue = Prologue(plan, self.activations, leaving)
+        self.epilogue = Epilogue(plan)
+        self.kept = (self.prologue.kept, self.trunk.kept)
         """Shapes and dtypes of what a forward leaves for its backward."""
+        self.is_hosted = (jax.tree.map(lambda _: False, self.prologue.kept), self.trunk.is_hosted)
+        """For each of these whether it waits in host memory."""
 
-    def forward(
-        self, stage: jax.Array, storage: PyTree, trunk: PyTree, batch: Microbatch, arrived: PyTree
-    ) -> tuple[PyTree, PyTree]:
+    @property
+    def num_values(self) -> int:
+        """Length of the vector of values that prologue and trunk report."""
+        return self.prologue.num_values + len(self.trunk.aux[0].names)
+
+    @property
+    def aux_names(self) -> list[list[tuple[str, str]]]:
+        """Per stage the kind and name of each value reported: prologue (padded), trunk, epilogue."""
+        names = []
+        for s in range(self.num_stages):
+            first = list(self.prologue.aux[s].names)
+            first += [("", "")] * (self.prologue.num_values - len(first))
+            last = self.epilogue.aux.names if s == self.num_stages - 1 else ()
+            names.append([*first, *self.trunk.aux[s].names, *last])
+        return names
+
+    def forward(self, at: Place, batch: Microbatch, collections: PyTree, arrived: PyTree) -> tuple:
         """Run prologue and trunk.
 
         Args:
-            stage: This device's stage.
-            storage: Its parameters.
-            trunk: The trunk's parameters, prepared.
+            at: This device's stage and parameters.
             batch: The microbatch.
+            collections: The stage's collections.
             arrived: The activation that arrived, in common form.
 
         Returns:
-            `(output in common form, what backward needs)`.
+            `(output in common form, what backward needs, collections, values reported)`.
         """
-        x, kept = self.prologue.forward(stage, storage, batch.inputs, arrived, batch.context)
-        if self.trunk.is_empty:
-            return x, (kept, [])
-        y, trunk_kept = self.trunk.residuals.forward(trunk, x, (self.trunk.offset(stage), *batch.context))
-        return y, (kept, trunk_kept)
+        x, first_kept, collections, first = self.prologue.forward(
+            at.stage, at.storage, collections, batch.inputs, arrived, batch.context
+        )
+        y, kept, collections, values = self.trunk.forward(at.stage, at.trunk, collections, x, batch.context)
+        return y, (first_kept, kept), collections, jnp.concatenate([first, values])
 
-    def backward(
-        self, stage: jax.Array, storage: PyTree, trunk: PyTree, kept: PyTree, gradient: PyTree
-    ) -> tuple[PyTree, PyTree, PyTree]:
+    def backward(self, at: Place, kept: PyTree, gradient: PyTree, aux_seed: jax.Array) -> tuple[PyTree, PyTree, PyTree]:
         """Run the backward of trunk and prologue.
 
         Args:
-            stage: This device's stage.
-            storage: Its parameters.
-            trunk: The trunk's parameters, prepared.
+            at: This device's stage and parameters.
             kept: As `forward` returned it.
             gradient: The gradient of the output, in common form.
+            aux_seed: The gradient of the losses that layers report.
 
         Returns:
             `(gradients of the trunk, gradients of the stage's own parameters, gradient of what arrived)`.
         """
-        prologue_kept, trunk_kept = kept
-        trunk_grads: PyTree = {}
-        if not self.trunk.is_empty:
-            trunk_grads, gradient = self.trunk.residuals.backward(trunk, trunk_kept, gradient)
-        own, arrived = self.prologue.backward(stage, storage, prologue_kept, gradient)
+        first_kept, trunk_kept = kept
+        trunk_grads, gradient = self.trunk.backward(at.trunk, trunk_kept, gradient, aux_seed)
+        own, arrived = self.prologue.backward(at.stage, at.storage, first_kept, gradient, aux_seed)
         return trunk_grads, own, arrived
 
     def loss_and_gradients(
-        self, storage: PyTree, batch: Microbatch, output: PyTree
-    ) -> tuple[jax.Array, PyTree, PyTree]:
+        self, at: Place, batch: Microbatch, collections: PyTree, output: PyTree, seeds: tuple[jax.Array, jax.Array]
+    ) -> tuple:
         """Run the epilogue of the last stage.
 
         Returns:
-            `(loss, gradients of the stage's own parameters, gradient of the output in common form)`.
+            `(loss, gradients of the stage's own parameters, gradient of the output in common form, collections,
+            values reported)`.
         """
         inputs = self.activations.unpack(self.num_stages - 1, output)
-        loss, own, gradient = self.epilogue.loss_and_gradients(storage, inputs, batch.labels, batch.context)
-        return loss, own, self.gradients.pack(self.num_stages - 1, gradient)
+        loss, own, gradient, collections, values = self.epilogue.loss_and_gradients(
+            at.storage, collections, inputs, batch.labels, batch.context, seeds
+        )
+        return loss, own, self.gradients.pack(self.num_stages - 1, gradient), collections, values
 
-    def evaluate(self, stage: jax.Array, storage: PyTree, trunk: PyTree, batch: Microbatch, arrived: PyTree) -> PyTree:
+    def evaluate(self, at: Place, batch: Microbatch, collections: PyTree, arrived: PyTree) -> PyTree:
         """Run prologue and trunk outside training."""
-        x = self.prologue.evaluate(stage, storage, batch.inputs, arrived, batch.context)
-        return x if self.trunk.is_empty else self.trunk.evaluate(trunk, x, stage, batch.context)
+        x = self.prologue.evaluate(at.stage, at.storage, collections, batch.inputs, arrived, batch.context)
+        return self.trunk.evaluate(at.stage, at.trunk, collections, x, batch.context)
 
-    def loss(self, storage: PyTree, batch: Microbatch, output: PyTree) -> jax.Array:
-        """Run the epilogue outside training."""
+    def outputs(self, at: Place, batch: Microbatch, collections: PyTree, output: PyTree) -> PyTree:
+        """Run the epilogue's layers outside training: the model's output."""
         inputs = self.activations.unpack(self.num_stages - 1, output)
-        return self.epilogue.loss(storage, inputs, batch.labels, batch.context)
+        return self.epilogue.outputs(at.storage, collections, inputs, batch.context)
+
+    def loss_terms(self, outputs: PyTree, labels: PyTree) -> tuple[jax.Array, jax.Array | None]:
+        """The loss of one microbatch as `(sum, weight)`, or `(mean, None)`."""
+        return self._module.loss_terms(outputs, labels)
+
+    def zero_trunk_gradients(self, trunk: PyTree) -> PyTree:
+        """Zeros in the form of the trunk's summed gradients."""
+        struct = cast_floats(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), trunk), self._grad_dtype)
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), struct)
 
     def zero_own_gradients(self) -> PyTree:
         """Zeros in the form of a stage's own gradients."""
-        layout = self.params.layout
+        layout = self.params.grad_layout
         common = {n: jnp.zeros(layout.stacked[n].shape, layout.stacked[n].dtype) for n in self.params.common_names}
         return {"stacked": common, "packed": layout.zeros()["packed"]}

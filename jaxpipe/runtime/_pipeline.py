@@ -1,33 +1,38 @@
 """The functional core: a model, an optimiser and a mesh become a state and a jitted step."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe._typing import PyTree
+from jaxpipe.checkpointing import current_settings, use_settings
 from jaxpipe.errors import ScheduleError, TopologyError
 from jaxpipe.layers import PipelineModule, struct_of
-from jaxpipe.schedules import InferenceSchedule, PipeSchedule, lower_schedule, resolve_schedule
+from jaxpipe.schedules import InferenceSchedule, lower_schedule, resolve_schedule
 from jaxpipe.topology import adopt_mesh, mesh_shape
 
 from ._batch import check_batch, entry_struct, infer_microbatch_size
 from ._check_params import check_params
 from ._cut import StageCut
+from ._division import divide
 from ._evaluate import EvaluateLoop
 from ._init import StageInit
+from ._objective import Objective
+from ._params import ModelParams
 from ._parts import StageParts
 from ._place import place_rows
+from ._settings import PipelineSettings
 from ._state import TrainState, state_shardings, state_specs
-from ._tied import spread_tied, sum_tied
-from ._train import Device, TrainLoop
+from ._step import Batch, DevicePrograms
+from ._train import TrainLoop
 from ._update import Updater
-
-Metrics = dict[str, jax.Array]
 
 
 class Pipeline:
@@ -44,17 +49,23 @@ class Pipeline:
         example: One microbatch of all replicas, `(inputs, labels)` or `(inputs, labels, side)`, arrays or shapes with
             leaves `[microbatch_size * data, ...]`.
         num_microbatches: Microbatches per step.
-        schedule: Name of a training schedule, or a `PipeSchedule` class.
-        skip_idle: Branch around idle cells instead of computing and dropping them. None: on CPUs yes; elsewhere the
-            branch would cost a host synchronisation and all overlap with communication, so no.
-        scan_trunk: Run equal layers of a stage as one scan, so that compile time does not grow with depth; costs a
-            copy of the trunk's parameters per step.
+        settings: How it runs and updates.
 
     Attributes:
-        step: `step(state, batch) -> (state, metrics)`, jitted, the state donated. `metrics["loss"]` is the mean loss.
-        evaluate: `evaluate(state, batch) -> metrics`, jitted, forward only.
-        gradients: `gradients(state, batch) -> (metrics, storage)`, jitted: mean gradients in the form of
-            `state.params`; `params_tree` turns them into the model's tree.
+        step: `step(state, batch) -> (state, metrics)`, jitted, the state donated. `metrics["loss"]` is the loss of the
+            batch, what layers add to it included; `metrics["grad_norm"]` the global norm of its gradient before
+            clipping; `metrics["losses"]` and `metrics["metrics"]` what layers report, if they do; with a loss scale
+            also `metrics["loss_scale"]` and `metrics["overflow"]`.
+        gradients: `gradients(state, batch) -> (metrics, storage, collections)`, jitted: mean gradients in the form of
+            `state.params`, which `params_tree` turns into the model's tree, and the collections after the batch.
+            `metrics["weight"]` is what the losses of the batch were divided by: their number, or the sum of weights.
+        partial_gradients: `partial_gradients(state, batch, first)`, the same for a part of a step's microbatches, which
+            begins with microbatch `first` of the step and is keyed so.
+        update: `update(state, storage) -> (state, metrics)`, jitted: clips and applies such gradients.
+        evaluate: `evaluate(state, batch) -> metrics`, jitted, forward only: `metrics["loss"]`, and
+            `metrics["microbatch_losses"]` of shape `[num_microbatches]`.
+        predict: `predict(state, batch) -> outputs`, jitted: leaves `[num_microbatches, microbatch_size * data, ...]`.
+        evaluate_and_predict: Both, in one run.
         parts: Boundaries of the stages.
         schedule: The training schedule's class.
         program: The same, lowered.
@@ -75,12 +86,10 @@ class Pipeline:
         mesh: Mesh,
         example: Sequence[PyTree],
         num_microbatches: int,
-        *,
-        schedule: str | type[PipeSchedule] = "1f1b",
-        skip_idle: bool | None = None,
-        scan_trunk: bool = False,
+        settings: PipelineSettings = PipelineSettings(),  # noqa: B008  # frozen
     ) -> None:
         self.module, self.mesh, self.num_microbatches = module, adopt_mesh(mesh), num_microbatches
+        self.settings, self._recompute = settings, current_settings()
         shape = mesh_shape(self.mesh)
         if shape["stage"] != module.num_stages:
             raise TopologyError(
@@ -94,10 +103,11 @@ class Pipeline:
             lambda x: jax.ShapeDtypeStruct((self.microbatch_size, *x.shape[1:]), x.dtype), self._entry
         )
         self.trace = module.trace(inputs, side)
-        jax.eval_shape(module.loss, self.trace.boundaries[-1], labels)
+        objective = Objective(module, self.trace.boundaries[-1], labels, num_microbatches * self.num_replicas)
         self.parts = module.partition(self.trace)
-        skips = self.mesh.devices.flat[0].platform == "cpu" if skip_idle is None else skip_idle
-        self.schedule = resolve_schedule(schedule)
+        is_cpu = self.mesh.devices.flat[0].platform == "cpu"
+        skips = is_cpu if settings.skip_idle is None else settings.skip_idle
+        self.schedule = resolve_schedule(settings.schedule)
         self.program = lower_schedule(self.schedule, num_microbatches, module.num_stages)
         if self.program.num_chunks != 1:
             raise ScheduleError(
@@ -105,10 +115,23 @@ class Pipeline:
                 f"{self.program.num_chunks} from {self.program.name}. Use a schedule such as '1f1b'."
             )
         forward_only = lower_schedule(InferenceSchedule, num_microbatches, module.num_stages, training=False)
-        self._stages = StageParts(module, self.trace, self.parts, scan_trunk=scan_trunk)
-        self._updater = Updater(self._stages.params, optimizer)
-        self._train = TrainLoop(self._stages, self.program, skip_idle=skips)
-        self._evaluate = EvaluateLoop(self._stages, forward_only, skip_idle=skips)
+        is_mixed = module.compute_dtype is not None
+        grad_dtype = settings.grad_accum_dtype or ("float32" if is_mixed else None)
+        self._stages = StageParts(module, self.trace, self.parts, scan_trunk=settings.scan_trunk, grad_dtype=grad_dtype)
+        self._params = ModelParams(self.trace, self.cuts, dtype="float32" if is_mixed else None)
+        num_shards = self.num_replicas if settings.zero_stage else 1
+        self._division = divide(self._params, self._stages.params, optimizer, num_shards)
+        self._updater = Updater(self._params, self._division.kept, optimizer)
+        self._programs = DevicePrograms(
+            self._stages,
+            self._division,
+            self._updater,
+            TrainLoop(self._stages, self.program, skip_idle=skips),
+            EvaluateLoop(self._stages, forward_only, skip_idle=skips),
+            objective,
+            settings,
+            self.num_replicas,
+        )
         self._compile()
 
     @property
@@ -119,18 +142,22 @@ class Pipeline:
     @property
     def state_struct(self) -> TrainState:
         """Shapes, dtypes and shardings of a state."""
-        layout, stages = self._stages.params.layout, self.module.num_stages
+        kept, scaler = self._division.kept, self.settings.loss_scaler
+        number: Any = jax.ShapeDtypeStruct((), jnp.int32)
         struct = TrainState(
-            step=cast(Any, jax.ShapeDtypeStruct((), jnp.int32)),
-            params=layout.global_struct(),
-            opt_state=jax.tree.map(lambda x: jax.ShapeDtypeStruct((stages, *x.shape), x.dtype), self._updater.struct()),
+            step=number,
+            params=_with_rows(kept.rows.struct(), kept.num_rows),
+            opt_state=_with_rows(self._updater.struct(), kept.num_rows),
+            collections=_with_rows(self._stages.collections.layout.struct(), self.module.num_stages),
+            loss_scale=() if scaler is None else jax.eval_shape(scaler.init),
+            skipped_steps=number,
             rng=jax.eval_shape(lambda: jax.random.key(0)),
         )
-        shardings = state_shardings(struct, self.mesh)
+        shardings = state_shardings(self._specs(struct), self.mesh)
         return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), struct, shardings)
 
     @property
-    def batch_struct(self) -> tuple[PyTree, PyTree, PyTree]:
+    def batch_struct(self) -> Batch:
         """Shapes, dtypes and shardings of a batch."""
         sharding = NamedSharding(self.mesh, P(None, "data"))
         M = self.num_microbatches
@@ -146,16 +173,15 @@ class Pipeline:
         Returns:
             The state.
         """
-        rng = jax.random.key(self.module.base_seed)
+        made = StageInit(self.module, self.trace, self._params, self._key if key is None else key)
+        return self._state(made.leaves, made.collections)
 
-        make = StageInit(self.module, self.trace, self._stages.params, rng if key is None else key)
-        return self._with_optimizer(place_rows(make.row, self.state_struct.params, self.mesh), rng)
-
-    def init_from(self, tree: PyTree) -> TrainState:
+    def init_from(self, tree: PyTree, collections: PyTree | None = None) -> TrainState:
         """Make an initial state from the model's parameter tree.
 
         Args:
             tree: As `PipelineModule.init` returns it.
+            collections: As `PipelineModule.init_collections` returns them; None: made anew from `base_seed`.
 
         Returns:
             The state.
@@ -163,23 +189,42 @@ class Pipeline:
         Raises:
             LayerError: A parameter is missing, unexpected or of another shape.
         """
-        return self._with_optimizer(self._place(tree), jax.random.key(self.module.base_seed))
+        check_params(tree, self._params.struct)
+        made = StageInit(self.module, self.trace, self._params, self._key)
+        held = made.collections if collections is None else lambda stage: collections
+        return self._state(lambda stage: self._params.leaves(stage, tree), held)
 
     def replace_params(self, state: TrainState, tree: PyTree) -> TrainState:
-        """The state with other parameters; the optimiser's state stays.
+        """The state with other parameters; everything else stays.
 
         Raises:
             LayerError: A parameter is missing, unexpected or of another shape.
         """
-        return TrainState(state.step, self._place(tree), state.opt_state, state.rng)
+        check_params(tree, self._params.struct)
+        params = self._place(lambda stage: self._params.leaves(stage, tree))
+        return dataclasses.replace(state, params=params)
+
+    def replace_collections(self, state: TrainState, tree: PyTree) -> TrainState:
+        """The state with other collections, in the form of `PipelineModule.init_collections`; everything else stays."""
+        held, struct = self._stages.collections, self.state_struct.collections
+        placed = place_rows(lambda stage: [held.row(stage, tree)], struct, self.mesh)
+        return dataclasses.replace(state, collections=placed)
 
     def params_tree(self, storage: PyTree) -> PyTree:
         """The model's parameter tree as numpy arrays, from `state.params` or from gradients in that form."""
+        kept, host = self._division.kept, jax.device_get(storage)
+        rows = [jax.tree.map(lambda x, r=r: x[r], host) for r in range(kept.num_rows)]
+        each = kept.num_shards
+        stages = range(self.module.num_stages)
+        return self._params.tree([kept.host_leaves(s, rows[s * each : (s + 1) * each]) for s in stages])
+
+    def collections_tree(self, storage: PyTree) -> dict[str, PyTree]:
+        """What layers keep beside parameters as numpy arrays by the layer's name, from `state.collections`."""
         host = jax.device_get(storage)
         rows = [jax.tree.map(lambda x, s=s: x[s], host) for s in range(self.module.num_stages)]
-        return self._stages.params.tree(rows)
+        return self._stages.collections.tree(rows)
 
-    def place_batch(self, batch: tuple[PyTree, PyTree, PyTree]) -> tuple[PyTree, PyTree, PyTree]:
+    def place_batch(self, batch: Batch) -> Batch:
         """Put a batch on the devices.
 
         Raises:
@@ -188,7 +233,7 @@ class Pipeline:
         self.check_batch(batch)
         return jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), batch, self.batch_struct)
 
-    def check_batch(self, batch: tuple[PyTree, PyTree, PyTree]) -> None:
+    def check_batch(self, batch: Batch) -> None:
         """Compare a batch with the example the pipeline was built from.
 
         Raises:
@@ -196,86 +241,66 @@ class Pipeline:
         """
         check_batch(struct_of(batch), self.batch_struct, self.microbatch_size, self.num_replicas)
 
-    def _place(self, tree: PyTree) -> PyTree:
-        check_params(tree, self._stages.params.struct)
-        return place_rows(lambda stage: self._stages.params.row(stage, tree), self.state_struct.params, self.mesh)
+    @property
+    def _key(self) -> jax.Array:
+        return jax.random.key(self.module.base_seed)
 
-    def _with_optimizer(self, params: PyTree, rng: jax.Array) -> TrainState:
-        def make(params: PyTree) -> PyTree:
-            return _expand(self._updater.init(jax.lax.axis_index("stage"), _squeeze(params)))
+    def _specs(self, struct: TrainState) -> TrainState:
+        return state_specs(struct, self._division.row_spec)
 
-        opt_state = jax.jit(self._shard_map(make, (P("stage"),), P("stage")))(params)
-        everywhere = NamedSharding(self.mesh, P())
-        step = jax.device_put(jnp.zeros((), jnp.int32), everywhere)
-        return TrainState(step, params, opt_state, jax.device_put(rng, everywhere))
+    def _place(self, leaves: Callable[[int], Any]) -> PyTree:
+        kept = self._division.kept
+        return place_rows(lambda stage: kept.host_rows(stage, leaves(stage)), self.state_struct.params, self.mesh)
+
+    def _state(self, leaves: Callable[[int], Any], collections: Callable[[int], PyTree]) -> TrainState:
+        struct, rows = self.state_struct, self._division.row_spec
+        params = self._place(leaves)
+        held = self._stages.collections
+        init = jax.jit(self._shard_map(self._programs.init_optimizer, (rows,), rows))
+        scaler = self.settings.loss_scaler
+        number = np.zeros((), np.int32)
+        small = (number, () if scaler is None else scaler.init(), number, self._key)
+        step, loss_scale, skipped, rng = jax.device_put(small, NamedSharding(self.mesh, P()))
+        return TrainState(
+            step=step,
+            params=params,
+            opt_state=init(params),
+            collections=place_rows(lambda s: [held.row(s, collections(s))], struct.collections, self.mesh),
+            loss_scale=loss_scale,
+            skipped_steps=skipped,
+            rng=rng,
+        )
 
     def _shard_map(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
         return jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
-    def _device(self, state: TrainState, batch: tuple[PyTree, PyTree, PyTree]) -> Device:
-        storage = _squeeze(state.params)
-        return Device(
-            stage=jax.lax.axis_index("stage"),
-            replica=jax.lax.axis_index("data"),
-            storage=storage,
-            trunk=self._stages.trunk.prepare(storage["stacked"]),
-            batch=batch,
-            rng=state.rng,
-            step=state.step,
-        )
-
-    def _mean(self, loss: jax.Array) -> Metrics:
-        total = jax.lax.psum(loss, ("stage", "data"))
-        return {"loss": total / (self.num_microbatches * self.num_replicas)}
-
-    def _loss_and_gradients(
-        self, state: TrainState, batch: tuple[PyTree, PyTree, PyTree]
-    ) -> tuple[Device, Metrics, PyTree]:
-        device = self._device(state, batch)
-        loss, trunk, own = self._train.run(device)
-        grads = {
-            "stacked": {**own["stacked"], **self._stages.trunk.named(trunk)},
-            "packed": own["packed"],
-        }
-        grads = jax.tree.map(lambda g: jax.lax.psum(g, "data") / (self.num_microbatches * self.num_replicas), grads)
-        return device, self._mean(loss), sum_tied(self._stages.params, device.stage, grads)
-
     def _compile(self) -> None:
-        specs = state_specs(self.state_struct)
-        batch_specs = jax.tree.map(lambda _: P(None, "data"), self._entry)
+        programs, state, rows = self._programs, self.state_struct, self._division.row_spec
+        specs, over_data = self._specs(state), P(None, "data")
+        of_state = jax.tree.map(lambda x: x.sharding, state)
+        of_batch = NamedSharding(self.mesh, over_data)
 
-        def step(state: TrainState, batch: tuple[PyTree, PyTree, PyTree]) -> tuple[TrainState, Metrics]:
-            device, metrics, grads = self._loss_and_gradients(state, batch)
-            params, opt_state = self._updater.update(device.stage, device.storage, grads, _squeeze(state.opt_state))
-            params = spread_tied(self._stages.params, device.stage, params)
-            return TrainState(state.step + 1, _expand(params), _expand(opt_state), state.rng), metrics
+        def compiled(
+            function: Callable[..., Any], out_specs: Any, donate: tuple[int, ...] = (), others: tuple[Any, ...] = ()
+        ) -> Any:
+            mapped = self._shard_map(function, (specs, over_data, *(other.spec for other in others)), out_specs)
 
-        def gradients(state: TrainState, batch: tuple[PyTree, PyTree, PyTree]) -> tuple[Metrics, PyTree]:
-            _, metrics, grads = self._loss_and_gradients(state, batch)
-            return metrics, _expand(grads)
-
-        def evaluate(state: TrainState, batch: tuple[PyTree, PyTree, PyTree]) -> Metrics:
-            return self._mean(self._evaluate.run(self._device(state, batch)))
-
-        def compiled(function: Callable[..., Any], out_specs: Any, donate: tuple[int, ...] = ()) -> Any:
-            mapped = self._shard_map(function, (specs, batch_specs), out_specs)
-
-            def checked(state: TrainState, batch: tuple[PyTree, PyTree, PyTree]) -> Any:
+            def checked(state: TrainState, batch: Batch, *rest: jax.Array) -> Any:
                 self.check_batch(batch)
-                return mapped(state, batch)
+                with use_settings(self._recompute):
+                    return mapped(state, batch, *rest)
 
-            of_state = jax.tree.map(lambda x: x.sharding, self.state_struct)
-            of_batch = NamedSharding(self.mesh, P(None, "data"))
-            return jax.jit(checked, in_shardings=(of_state, of_batch), donate_argnums=donate)
+            return jax.jit(checked, in_shardings=(of_state, of_batch, *others), donate_argnums=donate)
 
-        self.step = compiled(step, (specs, P()), donate=(0,))
-        self.gradients = compiled(gradients, (P(), P("stage")))
-        self.evaluate = compiled(evaluate, P())
+        self.step = compiled(programs.step, (specs, P()), donate=(0,))
+        self.gradients = compiled(programs.gradients, (P(), rows, P("stage")))
+        self.evaluate = compiled(programs.evaluate, P())
+        self.predict = compiled(programs.predict, over_data)
+        self.evaluate_and_predict = compiled(programs.evaluate_and_predict, (P(), over_data))
+        everywhere = NamedSharding(self.mesh, P())
+        self.partial_gradients = compiled(programs.partial_gradients, (P(), rows, P("stage")), others=(everywhere,))
+        self.update = jax.jit(self._shard_map(programs.update, (specs, rows), (specs, P())), donate_argnums=(0,))
 
 
-def _squeeze(tree: PyTree) -> PyTree:
-    return jax.tree.map(lambda x: x[0], tree)
-
-
-def _expand(tree: PyTree) -> PyTree:
-    return jax.tree.map(lambda x: x[None], tree)
+def _with_rows(struct: PyTree, num_rows: int) -> PyTree:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct((num_rows, *x.shape), x.dtype), struct)

@@ -1,23 +1,24 @@
-"""Putting the storage of stages onto their devices."""
+"""Putting rows onto their devices."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+import numpy as np
+from jax.sharding import Mesh
 
 from jaxpipe._typing import PyTree
 
 
-def place_rows(make_row: Callable[[int], PyTree], struct: PyTree, mesh: Mesh) -> PyTree:
-    """Build global arrays `[num_stages, ...]` sharded over `stage`, one stage's row at a time.
+def place_rows(make_rows: Callable[[int], Sequence[PyTree]], struct: PyTree, mesh: Mesh) -> PyTree:
+    """Build global arrays `[num_rows, ...]`, one stage's rows at a time.
 
-    Host memory holds one stage's row at a time; stages without a device of this process are not made at all.
+    Host memory holds one stage's rows at a time; stages without a device of this process are not made at all.
 
     Args:
-        make_row: Gives the storage of a stage, as numpy arrays without the stage dim.
-        struct: Shapes and dtypes of the global arrays.
+        make_rows: Gives the rows of a stage, as numpy arrays without the first dim: one for all its replicas, or one
+            for each.
+        struct: Shapes, dtypes and shardings of the global arrays.
         mesh: The devices.
 
     Returns:
@@ -25,15 +26,15 @@ def place_rows(make_row: Callable[[int], PyTree], struct: PyTree, mesh: Mesh) ->
     """
     leaves, treedef = jax.tree.flatten(struct)
     shards: list[list[Any]] = [[] for _ in leaves]
-    for stage, places in enumerate(mesh.devices):
-        devices = [d for d in places.flat if d.process_index == jax.process_index()]
+    for stage, replicas in enumerate(mesh.devices):
+        devices = [(at[0], d) for at, d in np.ndenumerate(replicas) if d.process_index == jax.process_index()]
         if not devices:
             continue
-        for held, value in zip(shards, jax.tree.leaves(make_row(stage)), strict=True):
-            held += [jax.device_put(value[None], device, may_alias=False) for device in devices]
-    sharding = NamedSharding(mesh, P("stage"))
+        rows = make_rows(stage)
+        for held, *values in zip(shards, *(jax.tree.leaves(row) for row in rows), strict=True):
+            held += [jax.device_put(values[r if len(rows) > 1 else 0][None], d, may_alias=False) for r, d in devices]
     arrays = [
-        jax.make_array_from_single_device_arrays(leaf.shape, sharding, held)
+        jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, held)
         for leaf, held in zip(leaves, shards, strict=True)
     ]
     return jax.tree.unflatten(treedef, arrays)

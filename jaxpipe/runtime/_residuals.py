@@ -30,10 +30,10 @@ def replace_differentiable(tree: PyTree, values: Sequence[jax.Array]) -> PyTree:
 
 
 class Residuals:
-    """Forward and backward of `function(params, inputs, context) -> outputs`.
+    """Forward and backward of `function(params, inputs, context) -> (outputs, others)`.
 
-    Gradients are taken for the parameters and the differentiable leaves of the inputs; `context` (keys, side inputs,
-    labels) has none.
+    Gradients are taken of the outputs, for the parameters and the differentiable leaves of the inputs; `context`
+    (keys, side inputs, collections) and `others` (collections, metrics) have none.
 
     Args:
         function: Any traceable function.
@@ -48,8 +48,12 @@ class Residuals:
         plain = jax.make_jaxpr(function)(params, inputs, context).jaxpr
         self._choose = (lambda moving: moving) if asks_for_recompute(plain) else keep_products
 
+        hosted: list[bool] = []
+
         def trace(params: PyTree, inputs: PyTree, context: PyTree) -> list[jax.Array]:
-            return [_encode(leaf) for leaf in self._vjp(params, inputs, context)[1]]
+            leaves = self._vjp(params, inputs, context)[1]
+            hosted.extend(map(_is_hosted, leaves))
+            return [_encode(leaf) for leaf in leaves]
 
         closed = jax.make_jaxpr(trace)(params, inputs, context)
         num_params = len(jax.tree.leaves(params))
@@ -60,27 +64,30 @@ class Residuals:
         """Per leaf of the vjp its place among the kept ones, or None where the parameters alone give it."""
         self.kept: list[jax.ShapeDtypeStruct] = []
         """Shapes and dtypes of what `forward` returns beside the outputs."""
-        for var, dependent in zip(closed.jaxpr.outvars, depends, strict=True):
+        self.is_hosted: list[bool] = []
+        """For each of them whether recompute asked for it to wait in host memory."""
+        for i, (var, dependent) in enumerate(zip(closed.jaxpr.outvars, depends, strict=True)):
             if not dependent:
                 self._source.append(None)
                 continue
             if var not in seen:
                 seen[var] = len(self.kept)
                 self.kept.append(jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype))
+                self.is_hosted.append(hosted[i])
             self._source.append(seen[var])
 
-    def forward(self, params: PyTree, inputs: PyTree, context: PyTree) -> tuple[PyTree, list[jax.Array]]:
+    def forward(self, params: PyTree, inputs: PyTree, context: PyTree) -> tuple[PyTree, PyTree, list[jax.Array]]:
         """Compute the outputs.
 
         Returns:
-            `(outputs, kept)`.
+            `(outputs, others, kept)`.
         """
-        outputs, leaves, _ = self._vjp(params, inputs, context)
+        (outputs, others), leaves, _ = self._vjp(params, inputs, context)
         kept: list[Any] = [None] * len(self.kept)
         for leaf, source in zip(leaves, self._source, strict=True):
             if source is not None:
                 kept[source] = _encode(leaf)
-        return outputs, kept
+        return outputs, others, kept
 
     def backward(
         self, params: PyTree, kept: Sequence[jax.Array], cotangents: Sequence[jax.Array]
@@ -105,8 +112,8 @@ class Residuals:
 
     def _vjp(self, params: PyTree, inputs: PyTree, context: PyTree) -> tuple[PyTree, list[jax.Array], Any]:
         def moving(params: PyTree, values: list[jax.Array]) -> tuple[list[jax.Array], PyTree]:
-            outputs = self._function(params, replace_differentiable(inputs, values), context)
-            return differentiable(outputs), outputs
+            outputs, others = self._function(params, replace_differentiable(inputs, values), context)
+            return differentiable(outputs), (outputs, others)
 
         _, pullback, outputs = jax.vjp(self._choose(moving), params, differentiable(inputs), has_aux=True)
         leaves, treedef = jax.tree.flatten(pullback)
@@ -121,9 +128,18 @@ def _zeros(like: Any) -> jax.Array:
     return jax.random.key(0) if _is_key(like) else jnp.zeros(like.shape, like.dtype)
 
 
+def _is_hosted(leaf: Any) -> bool:
+    return jax.typeof(leaf).memory_space == jax.memory.Space.Host
+
+
 def _encode(leaf: Any) -> jax.Array:
+    """A leaf as rings and branches pass it on: bits for a key, and in the device's memory."""
+    if _is_hosted(leaf):
+        return jax.device_put(leaf, jax.memory.Space.Device)
     return jax.random.key_data(leaf) if _is_key(leaf) else leaf
 
 
 def _decode(value: jax.Array, like: Any) -> jax.Array:
+    if _is_hosted(like):
+        return jax.device_put(value, jax.memory.Space.Host)
     return jax.random.wrap_key_data(value, impl=jax.random.key_impl(like)) if _is_key(like) else value

@@ -1,6 +1,7 @@
 """Rings: what waits between the tick that writes it and the tick that reads it, one slot per microbatch."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,11 @@ from jaxpipe._typing import PyTree
 def make_ring(struct: PyTree, num_slots: int) -> PyTree:
     """Empty slots for trees of one shape, each leaf `[num_slots, ...]`."""
     return jax.tree.map(lambda x: jnp.zeros((num_slots, *x.shape), x.dtype), struct)
+
+
+def to_memory(tree: PyTree, is_hosted: PyTree, space: Any) -> PyTree:
+    """Move the leaves that wait in host memory into a memory; the others stay."""
+    return jax.tree.map(lambda x, moves: jax.device_put(x, space) if moves else x, tree, is_hosted)
 
 
 def read_ring(ring: PyTree, slot: jax.Array) -> PyTree:

@@ -15,31 +15,50 @@ from jaxpipe._typing import PyTree
 class TrainState:
     """Everything a training step reads and replaces.
 
+    A row is what one device keeps of its stage: without ZeRO all of it, the same on every replica, and then there is
+    one row per stage; with ZeRO-1 a replica's share, and then there is one row per stage and replica.
+
     Attributes:
-        step: Number of optimiser updates so far, `int32[]`.
-        params: Storage of all stages' parameters, arrays `[num_stages, ...]` sharded over `stage`.
-        opt_state: Storage of the optimiser's state, likewise.
+        step: Number of batches so far, those whose update was skipped included, `int32[]`.
+        params: Parameters, in float32 where training is in mixed precision: arrays `[num_rows, ...]`.
+        opt_state: The optimiser's state, likewise.
+        collections: What layers keep beside parameters, such as batch statistics: arrays `[num_stages, ...]`.
+        loss_scale: State of the loss scale; empty unless training is in float16.
+        skipped_steps: Number of updates skipped because gradients overflowed, `int32[]`.
         rng: The run's key, from which dropout is keyed.
     """
 
     step: jax.Array
     params: PyTree
     opt_state: PyTree
+    collections: PyTree
+    loss_scale: PyTree
+    skipped_steps: jax.Array
     rng: jax.Array
 
 
-def state_specs(state: TrainState) -> TrainState:
-    """How a state is sharded: storage over `stage`, the rest on every device."""
+def state_specs(state: TrainState, rows: P) -> TrainState:
+    """How a state is sharded.
+
+    Args:
+        state: The state, or its shapes.
+        rows: How rows lie on the mesh.
+
+    Returns:
+        Rows as said, collections over `stage`, the rest on every device.
+    """
     everywhere: Any = P()
     return TrainState(
         step=everywhere,
-        params=jax.tree.map(lambda _: P("stage"), state.params),
-        opt_state=jax.tree.map(lambda _: P("stage"), state.opt_state),
+        params=jax.tree.map(lambda _: rows, state.params),
+        opt_state=jax.tree.map(lambda _: rows, state.opt_state),
+        collections=jax.tree.map(lambda _: P("stage"), state.collections),
+        loss_scale=jax.tree.map(lambda _: everywhere, state.loss_scale),
+        skipped_steps=everywhere,
         rng=everywhere,
     )
 
 
-def state_shardings(state: TrainState, mesh: Mesh) -> TrainState:
+def state_shardings(specs: TrainState, mesh: Mesh) -> TrainState:
     """The same as shardings on a mesh."""
-    specs = state_specs(state)
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda x: isinstance(x, P))

@@ -1,48 +1,66 @@
-"""Parameters that several stages hold: one gradient, one update, equal copies."""
+"""Parameters that several stages hold: one gradient, one update, equal copies, counted once."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 
 from jaxpipe._typing import PyTree
 
+from ._layout import Layout
 from ._params import ModelParams
+from ._shards import Shards
+from ._switch import switch_stages
+
+Tied = Mapping[str, tuple[int, ...]]
 
 
 def sum_tied(params: ModelParams, stage: jax.Array, grads: PyTree) -> PyTree:
     """Give every holder of a shared parameter the sum of all holders' gradients."""
-    return _exchange(params, stage, grads, lambda name: params.tied[name])
+    return _exchange(params.tied, params.grad_layout, range(len(params.stages)), stage, grads, is_sum=True)
 
 
-def spread_tied(params: ModelParams, stage: jax.Array, storage: PyTree) -> PyTree:
+def spread_tied(tied: Tied, shards: Shards, member: jax.Array, row: PyTree) -> PyTree:
     """Give every holder of a shared parameter the owner's value, so that copies stay equal to the bit."""
-    return _exchange(params, stage, storage, lambda name: params.tied[name][:1])
+    stages = [shards.stage_of(m) for m in range(shards.rows.num_stages)]
+    return _exchange(tied, shards.rows, stages, member, row, is_sum=False)
+
+
+def drop_copies(tied: Tied, shards: Shards, member: jax.Array, row: PyTree) -> PyTree:
+    """Put zeros for a shared parameter everywhere but on its owner, so that a sum over stages counts it once."""
+    if not tied:
+        return row
+
+    def drop(m: int) -> Callable[[PyTree], PyTree]:
+        held = [name for name in tied if name in shards.rows.names(m) and tied[name][0] != shards.stage_of(m)]
+        structs = {name: shards.rows.struct_of(m, name) for name in held}
+        return lambda row: shards.rows.put(m, row, {n: jnp.zeros(x.shape, x.dtype) for n, x in structs.items()})
+
+    return switch_stages(member, [drop(m) for m in range(shards.rows.num_stages)], row)
 
 
 def _exchange(
-    params: ModelParams, stage: jax.Array, storage: PyTree, givers: Callable[[str], tuple[int, ...]]
+    tied: Tied, layout: Layout, stages: Sequence[int], member: jax.Array, storage: PyTree, *, is_sum: bool
 ) -> PyTree:
-    if not params.tied:
+    """Sum the shared leaves of all holders (or the owner's alone) over the stages, and give all holders the result."""
+    if not tied:
         return storage
+    members = range(layout.num_stages)
+    likes = {name: next(layout.struct_of(m, name) for m in members if name in layout.names(m)) for name in tied}
 
-    def give(s: int) -> Callable[[PyTree], dict[str, jax.Array]]:
+    def give(m: int) -> Callable[[PyTree], dict[str, jax.Array]]:
         def run(storage: PyTree) -> dict[str, jax.Array]:
             given = {}
-            for name, holders in params.tied.items():
-                like = params.struct[params.stages[holders[0]].own[name]]
-                is_giver = s in givers(name)
-                given[name] = params.layout.get(s, name, storage) if is_giver else jnp.zeros(like.shape, like.dtype)
+            for name, like in likes.items():
+                is_giver = name in layout.names(m) and (is_sum or tied[name][0] == stages[m])
+                given[name] = layout.get(m, name, storage) if is_giver else jnp.zeros(like.shape, like.dtype)
             return given
 
         return run
 
-    def take(s: int) -> Callable[[PyTree, dict[str, jax.Array]], PyTree]:
-        def run(storage: PyTree, total: dict[str, jax.Array]) -> PyTree:
-            return params.layout.put(s, storage, {n: total[n] for n, holders in params.tied.items() if s in holders})
+    def take(m: int) -> Callable[[PyTree, dict[str, jax.Array]], PyTree]:
+        held = [name for name in tied if name in layout.names(m)]
+        return lambda storage, total: layout.put(m, storage, {name: total[name] for name in held})
 
-        return run
-
-    stages = range(len(params.stages))
-    given = jax.lax.switch(stage, [give(s) for s in stages], storage)
-    return jax.lax.switch(stage, [take(s) for s in stages], storage, jax.lax.psum(given, "stage"))
+    given = jax.lax.switch(member, [give(m) for m in members], storage)
+    return jax.lax.switch(member, [take(m) for m in members], storage, jax.lax.psum(given, "stage"))

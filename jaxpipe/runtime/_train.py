@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jaxpipe._typing import PyTree
 from jaxpipe.schedules import TickProgram, TickRun
 
-from ._parts import Microbatch, StageParts
-from ._ring import guard, make_ring, read_ring, select, write_ring, write_ring_if
+from ._parts import Microbatch, Place, StageParts
+from ._ring import guard, make_ring, read_ring, select, to_memory, write_ring, write_ring_if
 from ._rng import microbatch_key
 
 Carry = dict[str, Any]
@@ -22,28 +22,55 @@ class Device:
     """Where a device stands and what it holds, inside `shard_map`.
 
     Attributes:
-        stage: Index along the `stage` axis.
+        place: Its stage and parameters.
         replica: Index along the `data` axis.
-        storage: The stage's parameters.
-        trunk: The trunk's parameters, prepared.
+        collections: The stage's collections.
         batch: `(inputs, labels, side)`, leaves `[num_microbatches, microbatch_size, ...]`.
         rng: The run's key.
-        step: Number of optimiser updates so far.
+        step: Number of batches so far.
+        seeds: What the loss, and the losses that layers report, are multiplied with before differentiation.
+        first: Place of the first microbatch in its step, where the batch is only a part of one.
     """
 
-    stage: jax.Array
+    place: Place
     replica: jax.Array
-    storage: PyTree
-    trunk: PyTree
+    collections: PyTree
     batch: tuple[PyTree, PyTree, PyTree]
     rng: jax.Array
     step: jax.Array
+    seeds: tuple[jax.Array, jax.Array]
+    first: jax.Array | int = 0
+
+    @property
+    def stage(self) -> jax.Array:
+        """Index along the `stage` axis."""
+        return self.place.stage
 
     def microbatch(self, index: jax.Array) -> Microbatch:
         """One microbatch of this replica; index -1 (idle) gives microbatch 0."""
         at = jnp.maximum(index, 0)
         inputs, labels, side = read_ring(self.batch, at)
-        return Microbatch(inputs, labels, (microbatch_key(self.rng, self.step, at, self.replica), side))
+        key = microbatch_key(self.rng, self.step, self.first + at, self.replica)
+        return Microbatch(inputs, labels, (key, side))
+
+
+@dataclass(frozen=True)
+class Totals:
+    """What a device has summed up over the microbatches of a batch.
+
+    Attributes:
+        loss: Losses, on the last stage, else 0.
+        trunk: Gradients of the trunk.
+        own: Gradients of the stage's own parameters.
+        collections: The stage's collections after the last microbatch.
+        values: What the stage's layers reported.
+    """
+
+    loss: jax.Array
+    trunk: PyTree
+    own: PyTree
+    collections: PyTree
+    values: jax.Array
 
 
 def exchange(ring: PyTree, slot: jax.Array, hop: int, num_stages: int) -> PyTree:
@@ -75,28 +102,28 @@ class TrainLoop:
             and (name == "pending" or name not in program.direct)
         }
 
-    def run(self, device: Device) -> tuple[jax.Array, PyTree, PyTree]:
-        """Run the whole program.
-
-        Returns:
-            `(sum of the losses on the last stage, else 0; summed gradients of the trunk; of the own parameters)`.
-        """
+    def run(self, device: Device) -> Totals:
+        """Run the whole program."""
         parts = self._parts
         forms = {name: parts.activations if name.startswith("act") else parts.gradients for name in self._rings}
         carry: Carry = {name: make_ring(forms[name].struct, depth) for name, depth in self._rings.items()}
-        carry["kept"] = make_ring(parts.kept, self._program.residual_slots)
+        carry["kept"] = self._hosted(make_ring(parts.kept, self._program.residual_slots), jax.memory.Space.Host)
         if not self._fused_loss:
             carry["loss_gradient"] = make_ring(parts.gradients.struct, self._program.residual_slots)
-        carry["trunk"] = jax.tree.map(jnp.zeros_like, device.trunk)
+        carry["trunk"] = parts.zero_trunk_gradients(device.place.trunk)
         carry["own"] = parts.zero_own_gradients()
         carry["loss"] = jnp.zeros((), jnp.float32)
+        carry["collections"] = device.collections
+        carry["values"] = jnp.zeros((parts.num_values,), jnp.float32)
+        carry["last_values"] = jnp.zeros((len(parts.epilogue.aux.names),), jnp.float32)
         for run in self._program.runs:
             rows = {
                 name: jnp.asarray([row[run.start : run.stop] for row in table], jnp.int32)[device.stage]
                 for name, table in self._program.tables.items()
             }
             carry, _ = jax.lax.scan(lambda c, row, run=run: (self._tick(device, run, c, row), None), carry, rows)
-        return carry["loss"], carry["trunk"], carry["own"]
+        values = jnp.concatenate([carry["values"], carry["last_values"]])
+        return Totals(carry["loss"], carry["trunk"], carry["own"], carry["collections"], values)
 
     def _tick(self, device: Device, run: TickRun, carry: Carry, row: Row) -> Carry:
         carry = dict(carry)
@@ -129,24 +156,28 @@ class TrainLoop:
     def _forward(self, device: Device, run: TickRun, carry: Carry, row: Row, arrived: PyTree) -> PyTree:
         index = row["forward_microbatch"]
         batch = device.microbatch(index)
-        output, kept = self._cell(
-            run,
-            "forward",
-            index,
-            lambda: self._parts.forward(device.stage, device.storage, device.trunk, batch, arrived),
+        output, kept, collections, values = self._cell(
+            run, "forward", index, lambda: self._parts.forward(device.place, batch, carry["collections"], arrived)
         )
-        carry["kept"] = write_ring(carry["kept"], kept, row["residual_write"])
+        self._keep(carry, index >= 0, collections)
+        carry["values"] = carry["values"] + values
+        carry["kept"] = write_ring(carry["kept"], self._hosted(kept, jax.memory.Space.Host), row["residual_write"])
         if "act_out" in carry:
             carry["act_out"] = write_ring_if(carry["act_out"], output, row["forward_write"])
+        held = carry["collections"]
 
-        def epilogue() -> tuple[jax.Array, PyTree, PyTree]:
-            return self._parts.loss_and_gradients(device.storage, batch, output)
+        def epilogue() -> tuple:
+            return self._parts.loss_and_gradients(device.place, batch, held, output, device.seeds)
 
         if self._last == 0:
-            loss, own, gradient = self._cell(run, "forward", index, epilogue)
+            active, done = index >= 0, self._cell(run, "forward", index, epilogue)
         else:
-            loss, own, gradient = guard((device.stage == self._last) & (index >= 0), epilogue, skip=True)
-        carry["loss"] = carry["loss"] + loss.astype(jnp.float32)
+            active = (device.stage == self._last) & (index >= 0)
+            done = guard(active, epilogue, skip=True)
+        loss, own, gradient, collections, values = done
+        self._keep(carry, active, collections)
+        carry["last_values"] = carry["last_values"] + values
+        carry["loss"] = carry["loss"] + loss
         carry["own"] = jax.tree.map(jnp.add, carry["own"], own)
         if not self._fused_loss:
             carry["loss_gradient"] = write_ring(carry["loss_gradient"], gradient, row["residual_write"])
@@ -160,12 +191,12 @@ class TrainLoop:
         if not self._fused_loss:
             loss_gradient = read_ring(carry["loss_gradient"], row["residual_read"])
         gradient = select(device.stage == self._last, loss_gradient, arrived)
-        index, kept = row["backward_microbatch"], read_ring(carry["kept"], row["residual_read"])
+        index, kept = row["backward_microbatch"], self._kept(carry, row["residual_read"])
         trunk, own, outgoing = self._cell(
             run,
             "backward",
             index,
-            lambda: self._parts.backward(device.stage, device.storage, device.trunk, kept, gradient),
+            lambda: self._parts.backward(device.place, kept, gradient, device.seeds[1]),
         )
         if "grad_out" in carry:
             carry["grad_out"] = write_ring_if(carry["grad_out"], outgoing, row["backward_write"])
@@ -175,21 +206,30 @@ class TrainLoop:
             carry["pending"] = write_ring_if(carry["pending"], gradient, row["pending_write"])
         self._add(carry, trunk, own)
 
+    def _hosted(self, kept: PyTree, space: Any) -> PyTree:
+        return to_memory(kept, self._parts.is_hosted, space)
+
+    def _kept(self, carry: Carry, slot: jax.Array) -> PyTree:
+        return self._hosted(read_ring(carry["kept"], slot), jax.memory.Space.Device)
+
     def _weight(self, device: Device, run: TickRun, carry: Carry, row: Row) -> None:
         if self._last == 0:
             return
-        kept = read_ring(carry["kept"], row["weight_residual_read"])
+        kept = self._kept(carry, row["weight_residual_read"])
         gradient = read_ring(carry["pending"], row["pending_read"])
         trunk, own = self._cell(
             run,
             "weight",
             row["weight_microbatch"],
-            lambda: self._parts.backward(device.stage, device.storage, device.trunk, kept, gradient)[:2],
+            lambda: self._parts.backward(device.place, kept, gradient, device.seeds[1])[:2],
         )
         self._add(carry, trunk, own)
 
+    def _keep(self, carry: Carry, active: jax.Array, collections: PyTree) -> None:
+        carry["collections"] = select(active, collections, carry["collections"])
+
     def _add(self, carry: Carry, trunk: PyTree, own: PyTree) -> None:
-        carry["trunk"] = jax.tree.map(jnp.add, carry["trunk"], trunk)
+        carry["trunk"] = jax.tree.map(lambda total, g: total + g.astype(total.dtype), carry["trunk"], trunk)
         if self._parts.prologue.has_params:
             carry["own"] = jax.tree.map(jnp.add, carry["own"], own)
 

@@ -1,4 +1,4 @@
-"""The optimiser, run on each stage for that stage's own parameters."""
+"""The optimiser, run on each device for the parameters of its row."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
@@ -13,123 +13,144 @@ from jaxpipe.layers import flatten_dict, unflatten_dict
 from ._layout import Layout
 from ._leafwise import check_leafwise
 from ._params import ModelParams
+from ._shards import Shards
 from ._switch import switch_stages, traced_key
 
 Paths = Mapping[str, Path]
 
 
 class Updater:
-    """One optax transformation over the stages of a model.
+    """One optax transformation over the rows of a model.
 
-    Each stage's parameters are updated as trees with their paths in the model, so masks and labels by path mean what
+    Each row's parameters are updated as trees with their paths in the model, so masks and labels by path mean what
     they mean unpipelined. Trunk and own parameters are updated apart. Where the optimiser does not look at layer
     names, all stages update their trunk with one straight program.
 
     Args:
-        params: Where the parameters lie.
+        params: The parameters, in the dtype they are updated in.
+        shards: How they are divided into rows.
         optimizer: Any optax transformation that treats every parameter by itself.
 
     Raises:
-        ConfigError: The optimiser couples parameters and there is more than one stage.
+        ConfigError: The optimiser couples parameters and they lie in more than one row.
     """
 
-    def __init__(self, params: ModelParams, optimizer: optax.GradientTransformation) -> None:
-        self._params = params
-        stages = params.stages
-        own = [_Group(params, s, stage.own, optimizer) for s, stage in enumerate(stages)]
-        trunk = [_Group(params, s, stage.trunk, optimizer) for s, stage in enumerate(stages)]
-        if len(stages) > 1:
+    def __init__(self, params: ModelParams, shards: Shards, optimizer: optax.GradientTransformation) -> None:
+        self._shards = shards
+        members = range(shards.rows.num_stages)
+        if len(members) > 1:
             check_leafwise(optimizer, [unflatten_dict(params.struct)])
+        self._trunk_names = tuple(name for name in params.trunk_names if name in shards.rows.stacked)
+        own, trunk = [], []
+        for m in members:
+            paths = params.stages[shards.stage_of(m)].paths
+            held = {name: paths[name] for name in shards.rows.names(m)}
+            in_trunk = {name: held[name] for name in self._trunk_names}
+            own.append(_Group(shards.rows, m, {n: p for n, p in held.items() if n not in in_trunk}, optimizer))
+            trunk.append(_Group(shards.rows, m, in_trunk, optimizer))
         if not any(group.depends_on_layer_names() for group in trunk):
-            trunk = [_Group(params, 0, _anonymous(params.stages[0].trunk), optimizer)] * len(stages)
+            trunk = [_Group(shards.rows, 0, _anonymous(trunk[0].paths), optimizer)] * len(trunk)
         self._groups = {"trunk": trunk, "own": own}
         self._layouts = {
             name: Layout([group.state_leaves for group in groups]) for name, groups in self._groups.items()
         }
 
     def struct(self) -> PyTree:
-        """Shapes and dtypes of one stage's optimiser state, without the stage dim."""
+        """Shapes and dtypes of one row's optimiser state, without the first dim."""
         return {name: layout.struct() for name, layout in self._layouts.items()}
 
-    def init(self, stage: jax.Array, storage: PyTree) -> PyTree:
-        """The optimiser state of this device's stage, from its parameters."""
-        return {name: switch_stages(stage, self._init_branches(name), storage) for name in self._groups}
+    def init(self, member: jax.Array, row: PyTree) -> PyTree:
+        """The optimiser state of this device's row, from its parameters."""
+        return {name: switch_stages(member, self._init_branches(name), row) for name in self._groups}
+
+    def tree(self, member: int, state: PyTree) -> dict[str, PyTree]:
+        """One row's optimiser state as the optimiser made it, for the trunk and for the row's own parameters."""
+        groups = {name: groups[member] for name, groups in self._groups.items()}
+        return {name: group.state(self._layouts[name].unpack(member, state[name])) for name, group in groups.items()}
+
+    def storage(self, member: int, trees: Mapping[str, PyTree]) -> PyTree:
+        """The inverse of `tree`."""
+        packed = {}
+        for name, tree in trees.items():
+            leaves = {str(i): jnp.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(tree))}
+            packed[name] = self._layouts[name].pack(member, leaves)
+        return packed
 
     def _init_branches(self, name: str) -> list[Callable[[PyTree], PyTree]]:
         layout = self._layouts[name]
 
-        def branch(s: int, group: "_Group") -> Callable[[PyTree], PyTree]:
-            return lambda storage: layout.pack(s, group.init(storage))
+        def branch(m: int, group: "_Group") -> Callable[[PyTree], PyTree]:
+            return lambda row: layout.pack(m, group.init(row))
 
-        return [branch(s, group) for s, group in enumerate(self._groups[name])]
+        return [branch(m, group) for m, group in enumerate(self._groups[name])]
 
-    def update(self, stage: jax.Array, storage: PyTree, grads: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
-        """One update of this device's stage.
+    def update(self, member: jax.Array, row: PyTree, grads: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
+        """One update of this device's row.
 
         Args:
-            stage: Index along the `stage` axis.
-            storage: The stage's parameters.
+            member: This device's member of `shards`.
+            row: Its parameters.
             grads: Their mean gradients, in the same form.
-            state: The stage's optimiser state.
+            state: The row's optimiser state.
 
         Returns:
             `(parameters, optimiser state)`.
         """
-        stacked, packed, new_state = {}, storage["packed"], {}
-        for name in self._groups:
-            names = self._params.trunk_names if name == "trunk" else self._params.common_names
+        stacked, packed, new_state = {}, row["packed"], {}
+        common = [name for name in row["stacked"] if name not in self._trunk_names]
+        for name, names in (("trunk", self._trunk_names), ("own", common)):
             with_packed = name == "own"
-            parts = [_part(tree, names, with_packed=with_packed) for tree in (storage, grads)]
-            branches = [self._branch(name, s) for s in range(len(self._params.stages))]
-            changed, new_state[name] = switch_stages(stage, branches, *parts, state[name])
+            parts = [_part(tree, names, with_packed=with_packed) for tree in (row, grads)]
+            branches = [self._branch(name, m) for m in range(self._shards.rows.num_stages)]
+            changed, new_state[name] = switch_stages(member, branches, *parts, state[name])
             stacked |= changed["stacked"]
             packed = changed["packed"] if with_packed else packed
         return {"stacked": stacked, "packed": packed}, new_state
 
-    def _branch(self, name: str, s: int) -> Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]:
-        group, layout = self._groups[name][s], self._layouts[name]
+    def _branch(self, name: str, m: int) -> Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]:
+        group, layout = self._groups[name][m], self._layouts[name]
 
         def run(params: PyTree, grads: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
-            changed, leaves = group.update(params, grads, layout.unpack(s, state))
+            changed, leaves = group.update(params, grads, layout.unpack(m, state))
             stacked = {n: changed[n] for n in params["stacked"]}
-            packed = self._params.layout.pack_own(s, changed) if params["packed"] else {}
-            return {"stacked": stacked, "packed": packed}, layout.pack(s, leaves)
+            packed = self._shards.rows.pack_own(m, changed) if params["packed"] else {}
+            return {"stacked": stacked, "packed": packed}, layout.pack(m, leaves)
 
         return run
 
 
 class _Group:
-    """The optimiser on some parameters of one stage, as a tree with the model's paths."""
+    """The optimiser on some parameters of one row, as a tree with the model's paths."""
 
-    def __init__(self, params: ModelParams, stage: int, paths: Paths, optimizer: optax.GradientTransformation) -> None:
-        self._params, self._stage, self._paths, self._optimizer = params, stage, paths, optimizer
-        real = params.stages[stage].paths
-        self.struct = unflatten_dict({path: params.struct[real[name]] for name, path in paths.items()})
+    def __init__(self, layout: Layout, member: int, paths: Paths, optimizer: optax.GradientTransformation) -> None:
+        self._layout, self._member, self.paths, self._optimizer = layout, member, paths, optimizer
+        self.struct = unflatten_dict({path: layout.struct_of(member, name) for name, path in paths.items()})
         state = jax.eval_shape(optimizer.init, self.struct)
         leaves, self._treedef = jax.tree.flatten(state)
         self.state_leaves = {str(i): leaf for i, leaf in enumerate(leaves)}
 
-    def init(self, storage: PyTree) -> dict[str, jax.Array]:
-        state = self._optimizer.init(self._tree(storage))
+    def init(self, row: PyTree) -> dict[str, jax.Array]:
+        state = self._optimizer.init(self._tree(row))
         return {str(i): jnp.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(state))}
 
+    def state(self, leaves: Mapping[str, Any]) -> PyTree:
+        return jax.tree.unflatten(self._treedef, [leaves[name] for name in self.state_leaves])
+
     def update(
-        self, storage: PyTree, grads: PyTree, state: Mapping[str, jax.Array]
+        self, row: PyTree, grads: PyTree, state: Mapping[str, jax.Array]
     ) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
-        params = self._tree(storage)
-        opt_state = jax.tree.unflatten(self._treedef, [state[name] for name in self.state_leaves])
-        updates, opt_state = self._optimizer.update(self._tree(grads), opt_state, params)
-        flat = flatten_dict(optax.apply_updates(params, updates)) if self._paths else {}
-        changed = {name: flat[path] for name, path in self._paths.items()}
+        params = self._tree(row)
+        updates, opt_state = self._optimizer.update(self._tree(grads), self.state(state), params)
+        flat = flatten_dict(optax.apply_updates(params, updates)) if self.paths else {}
+        changed = {name: flat[path] for name, path in self.paths.items()}
         return changed, {str(i): leaf for i, leaf in enumerate(jax.tree.leaves(opt_state))}
 
     def depends_on_layer_names(self) -> bool:
         """Whether the optimiser's program changes when the layers are called otherwise, in the same order."""
-        keys = sorted({path[1] for path in self._paths.values()})
+        keys = sorted({path[1] for path in self.paths.values()})
         other = {key: f"{place:09d}" for place, key in enumerate(keys)}
-        renamed = {name: (path[0], other[path[1]], *path[2:]) for name, path in self._paths.items()}
-        twin = _Group(self._params, self._stage, renamed, self._optimizer)
-        return self._key() != twin._key()
+        renamed = {name: (path[0], other[path[1]], *path[2:]) for name, path in self.paths.items()}
+        return self._key() != _Group(self._layout, self._member, renamed, self._optimizer)._key()
 
     def _key(self) -> Hashable:
         def run(params: PyTree, grads: PyTree) -> Any:
@@ -138,9 +159,8 @@ class _Group:
 
         return traced_key(run, self.struct, self.struct)
 
-    def _tree(self, storage: PyTree) -> PyTree:
-        layout = self._params.layout
-        return unflatten_dict({path: layout.get(self._stage, name, storage) for name, path in self._paths.items()})
+    def _tree(self, row: PyTree) -> PyTree:
+        return unflatten_dict({path: self._layout.get(self._member, name, row) for name, path in self.paths.items()})
 
 
 def _anonymous(paths: Paths) -> Paths:

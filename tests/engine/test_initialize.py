@@ -49,6 +49,13 @@ def test_what_is_returned() -> None:
     assert len(loader) == 5
 
 
+def test_a_plain_model_gets_another_engine() -> None:
+    engine, *_ = initialize(model=Head(), loss_fn=cross_entropy)
+    assert isinstance(engine, jaxpipe.UnpipelinedEngine)
+    assert engine.module.loss_fn is cross_entropy
+    assert dict(engine.mesh.shape) == {"stage": 1, "data": 8}
+
+
 def test_sizes() -> None:
     topology = PipeDataParallelTopology(2, 2)
     engine, *_ = initialize(
@@ -125,26 +132,56 @@ def test_ways_to_give_a_configuration(given: str, tmp_path: Path) -> None:
         ({"config": None}, r"one configuration, but got none\. Pass config="),
         ({"config_params": CONFIG}, r"but got config and config_params\. Pass config="),
         ({"args": {"deepspeed_config": "x.json"}}, r"but got config and args\.deepspeed_config\. Pass config="),
-        ({"model": None}, r"given a PipelineModule, but got model=None\. Write PipelineModule"),
-        ({"model": Head()}, r"given a PipelineModule, but got model=Head"),
+        ({"model": None}, r"given a PipelineModule, a Linen module.*got model=None\. Write PipelineModule"),
+        ({"loss_fn": cross_entropy}, r"loss_fn must be None with a PipelineModule.*<function cross.*Write PipelineM"),
         ({"mpu": 3}, r"mpu must be None.*got mpu=3\. Instead, .*PipelineModule\(topology=\.\.\.\)"),
-        ({"lr_scheduler": "s"}, r"lr_scheduler must be None.*got lr_scheduler='s'\. Instead, give the optax schedule"),
         ({"dist_init_required": True}, r"dist_init_required must be None.*=True\. Instead, call jax\.distributed"),
-        ({"optimizer": 3e-4}, r"optimizer must be an optax transformation, but got optimizer=0\.0003\. Pass"),
+        ({"optimizer": 3e-4}, r"optimizer must be an optax transformation, or.*got optimizer=0\.0003\. Pass"),
         ({"config": {"train_batch_size": 8, "pipeline": {"stages": 4}}}, r"pipeline\.stages=4 and num_stages=2\. Ch"),
         ({"config": {"train_batch_sise": 8}}, r"train_batch_sise is not a known key\. Did you mean train_batch_size"),
-        ({"config": {"zero_optimization": {"stage": 3}}}, r"zero_optimization must not be set"),
+        (
+            {"config": {"zero_optimization": {"stage": 3}}},
+            r"zero_optimization\.stage must be 0 or 1, but got zero_optimization\.stage=3\. Use 1: in a pipeline",
+        ),
         ({"config": {"train_batch_size": 7, **CONFIG}}, r"7 != 2 x 2 x 1\. Use train_batch_size=4"),
         ({"config": {}}, r"must be given train_batch_size or train_micro_batch_size_per_gpu.*Add one of the two keys"),
         (
             {"model": module(partition_method="uniform"), "config": {**CONFIG, "pipeline": {"partition": "trunk"}}},
             r"pipeline\.partition='trunk' and partition_method='uniform'\. Say it in one place",
         ),
+        (
+            {
+                "model": module(activation_checkpoint_interval=2),
+                "config": {**CONFIG, "pipeline": {"activation_checkpoint_interval": 1}},
+            },
+            r"activation_checkpoint_interval=1 and activation_checkpoint_interval=2\. Say it in one place",
+        ),
+        (
+            {"model": module(seed_layers=True), "config": {**CONFIG, "pipeline": {"seed_layers": False}}},
+            r"pipeline\.seed_layers=False and seed_layers=True\. Say it in one place",
+        ),
+        (
+            {"model": module(compute_dtype="float16"), "config": {**CONFIG, "bf16": {"enabled": True}}},
+            r"dtype of bf16\.enabled=True='bfloat16' and compute_dtype='float16'\. Say it in one place",
+        ),
+        (
+            {"config": {**CONFIG, "pipeline": {"num_chunks": 2}}},
+            r"num_chunks=2 and pipeline\.schedule='1f1b', which has num_chunks=1\. Use another schedule, or remove",
+        ),
     ],
 )
 def test_arguments_that_are_refused(arguments: dict[str, Any], match: str) -> None:
     with pytest.raises(ConfigError, match=match):
         initialize(**arguments)
+
+
+def test_arguments_of_the_command_line(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(CONFIG))
+    parser = jaxpipe.add_config_arguments(argparse.ArgumentParser())
+    args = parser.parse_args(["--deepspeed", "--deepspeed_config", str(file)])
+    engine, *_ = initialize(args=args, config=None)
+    assert engine.gradient_accumulation_steps() == 2
 
 
 def test_dist_init_required_may_be_false() -> None:

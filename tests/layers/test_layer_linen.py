@@ -114,9 +114,42 @@ def test_parameters_keep_their_own_dtype() -> None:
     assert {leaf.dtype.name for leaf in jax.tree.leaves(params)} == {"bfloat16"}
 
 
-def test_state_beside_parameters_is_refused() -> None:
-    with pytest.raises(LayerError, match=r"layer 0_BatchNorm must keep no state.*\['batch_stats'\].*Use LayerNorm"):
-        _model(nn.BatchNorm(use_running_average=False))
+class _Norm(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array, *, train: bool = False) -> jax.Array:
+        self.sow("losses", "size", jnp.mean(x**2))
+        self.sow("metrics", "top", jnp.max(x))
+        self.sow("intermediates", "all", x)
+        return nn.BatchNorm(use_running_average=not train)(x)
+
+
+def test_batch_statistics_and_reports() -> None:
+    model = PipelineModule([_Norm(), jnp.tanh, _Norm()], num_stages=1)
+    x = np.arange(12, dtype=np.float32).reshape(4, 3)
+    params, held = model.init(KEY, x), model.init_collections(KEY, x)
+    assert list(held) == ["0__Norm", "2__Norm"]
+    with pytest.raises(LayerError, match=r"collections must hold .* none for 0__Norm, 2__Norm. Use call\(params"):
+        model.apply(params, x)
+    _, trained, aux = model.call(params, held, x, train=True)
+    stats = trained["0__Norm"]["batch_stats"]["BatchNorm_0"]
+    np.testing.assert_allclose(stats["mean"], 0.01 * x.mean(0), rtol=1e-5)
+    assert sorted(aux["losses"]) == ["0__Norm/size", "2__Norm/size"]
+    np.testing.assert_allclose(aux["losses"]["0__Norm/size"], np.mean(x**2), rtol=1e-6)
+    np.testing.assert_allclose(aux["metrics"]["0__Norm/top"], 11.0)
+    _, same, aux = model.call(params, trained, x)
+    assert aux == {"losses": {}, "metrics": {}}
+    assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(same), jax.tree.leaves(trained), strict=True))
+
+
+def test_what_a_layer_reports_must_be_a_scalar() -> None:
+    class Odd(nn.Module):
+        @nn.compact
+        def __call__(self, x: jax.Array) -> jax.Array:
+            self.sow("losses", "each", x)
+            return x
+
+    with pytest.raises(LayerError, match=r"layer Odd must report scalars, but got each of shape \[2, 3\]. Report its"):
+        PipelineModule([Odd()], num_stages=1).trace(np.ones((2, 3), np.float32))
 
 
 def test_a_bound_module_is_refused() -> None:

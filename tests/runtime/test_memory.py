@@ -12,9 +12,11 @@ from _oracle import SCHEDULES, Case
 from _tolerances import MEMORY, STATE_BYTES
 
 from jaxpipe import LayerSpec, PipeDataParallelTopology, Pipeline, PipelineModule
+from jaxpipe.runtime import PipelineSettings
 from jaxpipe.topology import make_pipeline_mesh
 
 STAGES = 4
+ADAM = optax.adam(1e-3)
 BOUNDED = ["1f1b", "train", "split", "split_at_once"]
 
 
@@ -47,7 +49,7 @@ def wide_pipeline(num_microbatches: int, schedule: str, *, skip_idle: bool = Tru
     x = jax.ShapeDtypeStruct((64, 64), jnp.float32)
     mesh = make_pipeline_mesh(PipeDataParallelTopology(STAGES, 1))
     kwargs: dict[str, Any] = {"schedule": SCHEDULES[schedule], "skip_idle": skip_idle}
-    return Pipeline(module, optax.sgd(0.1), mesh, (x, x), num_microbatches, **kwargs)
+    return Pipeline(module, optax.sgd(0.1), mesh, (x, x), num_microbatches, PipelineSettings(**kwargs))
 
 
 def temporary_bytes(pipeline: Pipeline) -> int:
@@ -170,3 +172,45 @@ def test_no_stage_holds_another_stages_parameters(large_vocabulary: Pipeline) ->
     owned = np.count_nonzero(np.asarray(rows), axis=1)
     assert owned[1] < owned[0] / 10
     assert owned[2] < owned[3] / 10
+
+
+def zero_pipeline(zero_stage: int, optimizer: optax.GradientTransformation = ADAM) -> Pipeline:
+    module = PipelineModule(
+        [LayerSpec(Wide, 128) for _ in range(2)],
+        num_stages=1,
+        loss_fn=lambda y, t: jnp.mean((y - t) ** 2),
+        compute_dtype="bfloat16",
+    )
+    x = jax.ShapeDtypeStruct((8, 128), jnp.float32)
+    mesh = make_pipeline_mesh(PipeDataParallelTopology(1, 8))
+    return Pipeline(module, optimizer, mesh, (x, x), 2, PipelineSettings(zero_stage=zero_stage))
+
+
+def bytes_per_device(tree: Any) -> int:
+    shapes = [(leaf.sharding.shard_shape(leaf.shape), leaf.dtype.itemsize) for leaf in jax.tree.leaves(tree)]
+    return sum(int(np.prod(shape)) * size for shape, size in shapes)
+
+
+@pytest.mark.parametrize("optimizer", [ADAM, optax.lamb(1e-3)], ids=["adam", "lamb"])
+def test_zero_divides_optimizer_state_and_masters_by_the_replicas(optimizer: optax.GradientTransformation) -> None:
+    whole, divided = (zero_pipeline(stage, optimizer) for stage in (0, 1))
+    for name in ("opt_state", "params"):
+        before, after = (bytes_per_device(getattr(p.state_struct, name)) for p in (whole, divided))
+        share = 1 / 8 if optimizer is ADAM else 1 / 4  # four kernels are dealt out to eight replicas, whole
+        assert after <= share * before * STATE_BYTES + 256
+    held = [
+        p.step.lower(p.state_struct, p.batch_struct).compile().memory_analysis().argument_size_in_bytes
+        for p in (whole, divided)
+    ]
+    state = bytes_per_device((whole.state_struct.params, whole.state_struct.opt_state))
+    assert held[0] - held[1] >= (1 - share) * state / STATE_BYTES
+
+
+def test_recompute_keeps_the_inputs_of_groups_alone() -> None:
+    def kept(interval: int) -> int:
+        pipeline = wide_pipeline(8, "1f1b", interval=interval)
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(pipeline._stages.kept))
+
+    stage_input = 64 * 64 * 4
+    assert kept(1) <= stage_input * 1.02 + 64
+    assert kept(0) >= 2 * stage_input

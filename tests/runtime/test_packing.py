@@ -65,8 +65,8 @@ def test_a_layout_stacks_what_all_stages_have_and_packs_the_rest() -> None:
     layout = Layout([struct(stage) for stage in stages()])
     assert sorted(layout.stacked) == ["a", "b"]
     assert layout.packed_sizes == {"float32": 10, "int32": 1}
-    assert layout.global_struct()["stacked"]["a"].shape == (3, 2, 2)
-    assert layout.global_struct()["packed"]["float32"].shape == (3, 10)
+    assert layout.struct()["stacked"]["a"].shape == (2, 2)
+    assert layout.struct()["packed"]["float32"].shape == (10,)
     assert layout.place(0, "a") == layout.place(2, "a") == "a"
     assert layout.place(0, "first") != layout.place(2, "last")
 

@@ -14,6 +14,7 @@ from _schedules import TwoChunkSchedule
 
 from jaxpipe import LayerSpec, PipeDataParallelTopology, Pipeline, PipelineModule, make_pipeline, mesh_for
 from jaxpipe.errors import ConfigError, DataError, LayerError, PartitionError, ScheduleError, TopologyError
+from jaxpipe.runtime import PipelineSettings
 from jaxpipe.runtime._batch import entry_struct
 from jaxpipe.topology import make_pipeline_mesh
 
@@ -132,12 +133,12 @@ def test_a_mesh_of_another_number_of_stages() -> None:
 
 def test_a_schedule_of_several_chunks() -> None:
     with pytest.raises(ScheduleError, match=r"got num_chunks=2 from TwoChunkSchedule\. Use a schedule such as"):
-        Pipeline(module(), SGD, mesh(), (TOKENS, TOKENS), 2, schedule=TwoChunkSchedule)
+        Pipeline(module(), SGD, mesh(), (TOKENS, TOKENS), 2, PipelineSettings(schedule=TwoChunkSchedule))
 
 
 def test_an_unknown_schedule() -> None:
     with pytest.raises(ScheduleError, match=r"got schedule='gpipes'\. Did you mean 'gpipe'"):
-        Pipeline(module(), SGD, mesh(), (TOKENS, TOKENS), 2, schedule="gpipes")
+        Pipeline(module(), SGD, mesh(), (TOKENS, TOKENS), 2, PipelineSettings(schedule="gpipes"))
 
 
 @pytest.mark.parametrize(

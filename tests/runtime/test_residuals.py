@@ -70,6 +70,11 @@ def arguments() -> tuple[Any, Any, Any]:
     return {"w": jnp.asarray(w)}, (jnp.asarray(x), jnp.asarray(mask)), (jax.random.key(4), jnp.asarray(1.5))
 
 
+def with_others(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The form that `Residuals` takes, with something that has no gradient beside the outputs."""
+    return lambda params, inputs, context: (function(params, inputs, context), jnp.int32(7))
+
+
 def structs(args: Any) -> Any:
     return jax.eval_shape(lambda: args)
 
@@ -77,25 +82,26 @@ def structs(args: Any) -> Any:
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
 def test_the_backward_is_that_of_autodiff(function: Callable[..., Any]) -> None:
     params, inputs, context = arguments()
-    residuals = Residuals(function, *structs((params, inputs, context)))
-    outputs, kept = jax.jit(residuals.forward)(params, inputs, context)
+    residuals = Residuals(with_others(function), *structs((params, inputs, context)))
+    outputs, others, kept = jax.jit(residuals.forward)(params, inputs, context)
     assert [(x.shape, x.dtype) for x in kept] == [(x.shape, x.dtype) for x in residuals.kept]
     cotangent = jnp.ones_like(outputs[0])
     grads, dx = jax.jit(residuals.backward)(params, kept, [cotangent])
     wanted, pullback = jax.vjp(lambda p, x: function(p, (x, inputs[1]), context)[0], params, inputs[0])
     assert_close(outputs[0], wanted)
+    assert int(others) == 7
     assert_close((grads, dx), (lambda pair: (pair[0], [pair[1]]))(pullback(cotangent)))
 
 
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
 def test_no_weights_and_no_constants_are_kept(function: Callable[..., Any]) -> None:
-    residuals = Residuals(function, *structs(arguments()))
+    residuals = Residuals(with_others(function), *structs(arguments()))
     assert all(leaf.shape[-2:] != (SIZE, SIZE) for leaf in residuals.kept)
 
 
 def test_a_rematerialised_function_keeps_its_inputs_alone() -> None:
     args = structs(arguments())
-    kept = Residuals(jax.checkpoint(lambda p, x, c: plain(p, x, c)), *args).kept
+    kept = Residuals(with_others(jax.checkpoint(lambda p, x, c: plain(p, x, c))), *args).kept
     assert sorted(leaf.shape for leaf in kept) == [(3, 1), (3, SIZE)]
 
 
@@ -105,7 +111,7 @@ def test_an_array_that_is_needed_twice_is_kept_once() -> None:
         return (y @ params) * (y @ (params * 2.0))
 
     w, x = jax.ShapeDtypeStruct((4, 4), jnp.float32), jax.ShapeDtypeStruct((2, 4), jnp.float32)
-    assert [leaf.shape for leaf in Residuals(twice, w, x, ()).kept].count((2, 4)) <= 4
+    assert [leaf.shape for leaf in Residuals(with_others(twice), w, x, ()).kept].count((2, 4)) <= 4
 
 
 def test_only_floating_leaves_have_gradients() -> None:
@@ -132,7 +138,7 @@ def test_rings_hold_no_weights(model: str, scan_trunk: bool, interval: int) -> N
 def test_recompute_shrinks_what_is_kept() -> None:
     def kept_bytes(interval: int) -> int:
         stages = Case(stages=2, interval=interval, cut="trunk").pipeline()._stages
-        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(stages.trunk.residuals.kept))
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(stages.trunk.kept))
 
     everything, per_layer, per_pair = kept_bytes(0), kept_bytes(1), kept_bytes(2)
     assert everything > per_layer > per_pair

@@ -1,0 +1,228 @@
+"""DeepSpeed's calls that set how recompute keeps what it keeps."""
+
+import dataclasses
+import warnings
+from collections.abc import Collection, Mapping
+from os import PathLike
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from jaxpipe.config import TrainConfig, load_config
+from jaxpipe.errors import ConfigError
+
+from ._settings import RecomputeSettings, current_settings, set_settings
+
+ConfigLike = TrainConfig | Mapping[str, Any] | str | PathLike[str] | None
+
+_KEYS = {
+    "partition_activations": "partition_activations",
+    "contiguous_checkpointing": "contiguous_memory_optimization",
+    "num_checkpoints": "number_checkpoints",
+    "checkpoint_in_cpu": "cpu_checkpointing",
+    "synchronize": "synchronize_checkpoint_boundary",
+    "profile": "profile",
+}
+"""From the arguments of `configure` to the keys of the section `activation_checkpointing`."""
+
+_NO_EFFECT = {
+    "contiguous_checkpointing": "XLA lays out all of a program's memory before it runs, so nothing fragments",
+    "num_checkpoints": "there is no buffer whose size it would give",
+    "synchronize": "a compiled program orders its own operations; to time one, use jax.profiler, or "
+    "jax.block_until_ready around the whole step",
+}
+
+
+def configure(
+    mpu_: Any = None,
+    deepspeed_config: ConfigLike = None,
+    partition_activations: bool | None = None,
+    contiguous_checkpointing: bool | None = None,
+    num_checkpoints: int | None = None,
+    checkpoint_in_cpu: bool | None = None,
+    synchronize: bool | None = None,
+    profile: bool | None = None,
+) -> None:
+    """Set how `checkpoint` keeps the inputs of the functions it recomputes.
+
+    Defaults first, then the section `activation_checkpointing` of the configuration, then the arguments that are not
+    None. The settings hold in this thread for every program traced from now on; one that is compiled already keeps
+    to those it was traced with.
+
+    Args:
+        mpu_: A mesh, or an object with DeepSpeed's methods such as a `PipelineParallelGrid`, or None. It decides
+            nothing but which devices must have host memory: who shares activations is said by the axis `model` of
+            the `shard_map` that the function runs in.
+        deepspeed_config: A configuration, a dictionary, or the path of a JSON file.
+        partition_activations: Keep on each device of the `model` axis only its share of the inputs, gathered again
+            in the backward pass. They must be equal along that axis, as they are at the boundary of a tensor-parallel
+            block. No effect without such an axis, or on one that is 1 wide. JSON key `partition_activations`.
+        contiguous_checkpointing: No effect, with a warning: XLA lays out memory by itself. Needs
+            `partition_activations` and `num_checkpoints`, as in DeepSpeed. JSON key
+            `contiguous_memory_optimization`.
+        num_checkpoints: No effect, with a warning. JSON key `number_checkpoints`.
+        checkpoint_in_cpu: Keep the inputs in host memory. Unlike DeepSpeed's manual says of its own, works with and
+            without `partition_activations`. JSON key `cpu_checkpointing`.
+        synchronize: No effect, with a warning: a compiled program orders its operations by itself. JSON key
+            `synchronize_checkpoint_boundary`.
+        profile: Name each recomputed function in profiles, as `checkpoint/<function>`, its second run below
+            `rematted_computation`. DeepSpeed logs times, which exist only in a profile where a step is one program.
+            JSON key `profile`.
+
+    Raises:
+        ConfigError: An argument is of the wrong type, the configuration is not valid, `contiguous_checkpointing`
+            lacks what it needs, or `checkpoint_in_cpu` is asked for where a device has no separate host memory.
+    """
+    explicit = {
+        "partition_activations": partition_activations,
+        "contiguous_checkpointing": contiguous_checkpointing,
+        "num_checkpoints": num_checkpoints,
+        "checkpoint_in_cpu": checkpoint_in_cpu,
+        "synchronize": synchronize,
+        "profile": profile,
+    }
+    _check_types(explicit)
+    _check_unit(mpu_)
+    settings, without_effect = _resolve(mpu_, deepspeed_config, explicit)
+    if without_effect:
+        _warn(without_effect)
+    set_settings(dataclasses.replace(settings, configured=True))
+
+
+def settings_for(config: ConfigLike, mesh: Mesh | None = None) -> RecomputeSettings:
+    """What an engine traces its programs with, under `use_settings`.
+
+    Args:
+        config: Its section `activation_checkpointing` counts, unless `configure` was called: that call was more
+            explicit, and may have been given the same configuration.
+        mesh: Whose devices must have host memory if it is asked for.
+
+    Returns:
+        The settings. Nothing is set.
+
+    Raises:
+        ConfigError: As in `configure`.
+    """
+    if is_configured():
+        return current_settings()
+    settings, without_effect = _resolve(mesh, config, {})
+    if without_effect:
+        _warn(without_effect)
+    return settings
+
+
+def is_configured() -> bool:
+    """Whether `configure` has been called in this thread."""
+    return current_settings().configured
+
+
+def reset() -> None:
+    """Do nothing: no buffers are held between calls, so there are none to free after an evaluation.
+
+    DeepSpeed's name. The settings stay, as they do there.
+    """
+
+
+def partition_activations_in_checkpoint(partition_activation: bool) -> None:
+    """Turn the partitioning of kept activations on or off, leaving the other settings.
+
+    Args:
+        partition_activation: As `configure(partition_activations=...)`.
+
+    Raises:
+        ConfigError: It is no boolean.
+    """
+    _check_types({"partition_activations": partition_activation}, optional=False)
+    set_settings(dataclasses.replace(current_settings(), partition_activations=partition_activation))
+
+
+def set_num_layers(nlayers: int) -> None:
+    """No effect, with a warning: DeepSpeed sizes its contiguous buffer by it, and there is no such buffer.
+
+    Args:
+        nlayers: Number of layers.
+
+    Raises:
+        ConfigError: It is no positive integer.
+    """
+    _check_types({"num_checkpoints": nlayers}, optional=False)
+    _warn(["num_checkpoints"])
+
+
+def check_host_memory(platform: str, default: str, kinds: Collection[str]) -> None:
+    """Refuse a device that cannot keep anything outside its own memory.
+
+    Args:
+        platform: The backend's name.
+        default: The kind of memory in which its arrays lie.
+        kinds: All kinds of memory it can address.
+
+    Raises:
+        ConfigError: It has no `pinned_host` memory apart from the default one.
+    """
+    if "pinned_host" in kinds and default != "pinned_host":
+        return
+    raise ConfigError(
+        "activation_checkpointing.cpu_checkpointing must run on a backend with host memory apart from the device's, "
+        f"but got backend={platform!r} with memories {sorted(kinds)} (default {default!r}). Leave cpu_checkpointing "
+        "(checkpoint_in_cpu) out; partition_activations or fewer layers between recomputed groups also save memory."
+    )
+
+
+def _resolve(unit: Any, config: ConfigLike, explicit: Mapping[str, Any]) -> tuple[RecomputeSettings, list[str]]:
+    """The settings, and the names of arguments given that have no effect."""
+    section = load_config(config).activation_checkpointing
+    values = {name: getattr(section, key) for name, key in _KEYS.items()}
+    values |= {name: value for name, value in explicit.items() if value is not None}
+    if values["contiguous_checkpointing"] and not values["partition_activations"]:
+        raise ConfigError(
+            "contiguous_checkpointing must stand beside partition_activations=True, but got "
+            "partition_activations=False. Leave contiguous_checkpointing (activation_checkpointing."
+            "contiguous_memory_optimization) out: XLA lays out memory by itself."
+        )
+    if values["contiguous_checkpointing"] and values["num_checkpoints"] is None:
+        raise ConfigError(
+            "contiguous_checkpointing must stand beside num_checkpoints, the number of recomputed groups, but got "
+            "num_checkpoints=None. Give num_checkpoints (activation_checkpointing.number_checkpoints), or leave both "
+            "out: XLA lays out memory by itself."
+        )
+    if values["checkpoint_in_cpu"]:
+        device = unit.devices.flat[0] if isinstance(unit, Mesh) else jax.local_devices()[0]
+        kinds = [memory.kind for memory in device.addressable_memories()]
+        check_host_memory(device.platform, device.default_memory().kind, kinds)
+    settings = RecomputeSettings(
+        partition_activations=values["partition_activations"],
+        checkpoint_in_cpu=values["checkpoint_in_cpu"],
+        profile=values["profile"],
+    )
+    return settings, [name for name in _NO_EFFECT if values[name]]
+
+
+def _check_types(arguments: Mapping[str, Any], *, optional: bool = True) -> None:
+    for name, value in arguments.items():
+        if value is None and optional:
+            continue
+        if name == "num_checkpoints":
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ConfigError(
+                    f"{name} must be an integer >= 1, but got {name}={value!r}. Give the number of recomputed groups, "
+                    "or leave it out."
+                )
+        elif not isinstance(value, bool):
+            raise ConfigError(f"{name} must be True or False, but got {name}={value!r}. Pass a boolean.")
+
+
+def _check_unit(unit: Any) -> None:
+    methods = ("get_model_parallel_world_size", "get_data_parallel_world_size")
+    if unit is None or isinstance(unit, Mesh) or all(hasattr(unit, name) for name in methods):
+        return
+    raise ConfigError(
+        "mpu_ must be None, a mesh, or an object with DeepSpeed's methods such as a PipelineParallelGrid, but got a "
+        f"{type(unit).__name__}. Pass a configuration as deepspeed_config=."
+    )
+
+
+def _warn(names: Collection[str]) -> None:
+    reasons = "; ".join(f"{name} (activation_checkpointing.{_KEYS[name]}): {_NO_EFFECT[name]}" for name in names)
+    warnings.warn(f"No effect in JAX: {reasons}.", stacklevel=3)

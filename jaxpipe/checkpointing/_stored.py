@@ -1,0 +1,177 @@
+"""Recompute whose kept inputs lie in shares over the `model` axis, or in host memory."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
+
+from jaxpipe._typing import PyTree
+
+from ._settings import RecomputeSettings
+
+MODEL_AXIS = "model"
+
+
+def model_axis_size() -> int:
+    """Length of the mesh axis `model` around this code, 1 where there is none."""
+    try:
+        return lax.axis_size(MODEL_AXIS)
+    except NameError:
+        return 1
+
+
+def call_with_stored_inputs(
+    function: Callable[..., PyTree], arrays: Sequence[jax.Array], settings: RecomputeSettings
+) -> PyTree:
+    """Call a function, storing its floating-point inputs elsewhere until the backward pass calls it again.
+
+    Args:
+        function: Called with the arrays; may close over others.
+        arrays: Its inputs.
+        settings: Where they are stored.
+
+    Returns:
+        What the function returns.
+    """
+    closed, shapes = jax.make_jaxpr(function, return_shape=True)(*arrays)
+    used = {var for eqn in closed.jaxpr.eqns for var in eqn.invars if not isinstance(var, Literal)}
+    stores = [_store_for(x, var in used, settings) for x, var in zip(arrays, closed.jaxpr.invars, strict=True)]
+
+    def run(consts: Sequence[Any], values: Sequence[jax.Array]) -> list[jax.Array]:
+        return jaxpr_as_fun(ClosedJaxpr(closed.jaxpr, list(consts)))(*values)
+
+    @jax.custom_vjp
+    def call(consts: Sequence[Any], values: Sequence[jax.Array]) -> list[jax.Array]:
+        return jax.checkpoint(run)(consts, values)  # what looks at the program shall see that it recomputes
+
+    def forward(consts: Sequence[Any], values: Sequence[jax.Array]) -> tuple[list[jax.Array], Any]:
+        kept = [store.put(value) for store, value in zip(stores, values, strict=True)]
+        return run(consts, values), (consts, kept)
+
+    def backward(residuals: Any, cotangents: list[jax.Array]) -> tuple[Any, Any]:
+        consts, kept = residuals
+        with jax.named_scope("rematted_computation"):
+            values = [store.get(value) for store, value in zip(stores, kept, strict=True)]
+            leaves, treedef = jax.tree.flatten((consts, [lax.optimization_barrier(value) for value in values]))
+            moving = [i for i, leaf in enumerate(leaves) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+
+            def of_moving(given: Sequence[jax.Array]) -> list[jax.Array]:
+                merged = list(leaves)
+                for i, value in zip(moving, given, strict=True):
+                    merged[i] = value
+                return run(*jax.tree.unflatten(treedef, merged))
+
+            _, pullback = jax.vjp(of_moving, [leaves[i] for i in moving])
+        grads: list[Any] = [None] * len(leaves)
+        for i, grad in zip(moving, pullback(cotangents)[0], strict=True):
+            grads[i] = grad
+        return tuple(jax.tree.unflatten(treedef, grads))
+
+    call.defvjp(forward, backward)
+    outputs = call([jnp.asarray(const) for const in closed.consts], list(arrays))
+    return jax.tree.unflatten(jax.tree.structure(shapes), outputs)
+
+
+class _Store:
+    """Where one input waits for the backward pass; this one leaves it where it is."""
+
+    def put(self, value: jax.Array) -> jax.Array | None:
+        """What is kept of a value."""
+        return value
+
+    def get(self, kept: Any) -> jax.Array:
+        """The value again."""
+        return kept
+
+
+class _NoStore(_Store):
+    """Nowhere, where the function computes nothing from the value.
+
+    Args:
+        like: The value.
+    """
+
+    def __init__(self, like: jax.Array) -> None:
+        self._shape, self._dtype, self._varying = like.shape, like.dtype, tuple(_varying_axes(like))
+
+    def put(self, value: jax.Array) -> None:
+        return None
+
+    def get(self, kept: Any) -> jax.Array:
+        zeros = jnp.zeros(self._shape, self._dtype)
+        return lax.pcast(zeros, self._varying, to="varying") if self._varying else zeros
+
+
+class _HostStore(_Store):
+    """In host memory.
+
+    Args:
+        inner: What is done before.
+    """
+
+    def __init__(self, inner: _Store) -> None:
+        self._inner = inner
+
+    def put(self, value: jax.Array) -> jax.Array:
+        return jax.device_put(self._inner.put(value), jax.memory.Space.Host)
+
+    def get(self, kept: jax.Array) -> jax.Array:
+        return self._inner.get(jax.device_put(kept, jax.memory.Space.Device))
+
+
+class _SharedStore(_Store):
+    """One share on each device of the `model` axis, padded with zeros where they do not come out even.
+
+    Args:
+        shape: Shape of the value.
+        is_checked: Whether the surrounding `shard_map` tracks what varies along the axis.
+    """
+
+    def __init__(self, shape: tuple[int, ...], is_checked: bool) -> None:
+        self._shape = shape
+        self._is_checked = is_checked
+
+    def put(self, value: jax.Array) -> jax.Array:
+        num_shares = model_axis_size()
+        flat = value.reshape(-1)
+        share_size = -(-flat.size // num_shares)
+        if flat.size % num_shares:
+            flat = jnp.pad(flat, (0, share_size * num_shares - flat.size))
+        return lax.dynamic_slice_in_dim(flat, lax.axis_index(MODEL_AXIS) * share_size, share_size)
+
+    def get(self, kept: jax.Array) -> jax.Array:
+        whole = self._gather_equal(kept) if self._is_checked else lax.all_gather(kept, MODEL_AXIS, tiled=True)
+        size = 1
+        for length in self._shape:
+            size *= length
+        return whole[:size].reshape(self._shape)
+
+    def _gather_equal(self, kept: jax.Array) -> jax.Array:
+        """Gather by a sum, whose result a checked program knows to be equal along the axis."""
+        whole = jnp.zeros((kept.size * model_axis_size(),), kept.dtype)
+        start = lax.axis_index(MODEL_AXIS) * kept.size
+        whole = lax.pcast(whole, tuple(_varying_axes(kept)), to="varying")
+        return lax.psum(lax.dynamic_update_slice_in_dim(whole, kept, start, axis=0), MODEL_AXIS)
+
+
+def _store_for(array: jax.Array, is_used: bool, settings: RecomputeSettings) -> _Store:
+    if not jnp.issubdtype(array.dtype, jnp.inexact):
+        return _Store()
+    if not is_used:
+        return _NoStore(array)
+    store = _Store()
+    if settings.partition_activations and array.size >= model_axis_size() > 1:
+        is_checked = MODEL_AXIS in _varying_axes(lax.axis_index(MODEL_AXIS))
+        if MODEL_AXIS not in _varying_axes(array):
+            store = _SharedStore(array.shape, is_checked)
+    return _HostStore(store) if settings.checkpoint_in_cpu else store
+
+
+def _varying_axes(value: jax.Array) -> frozenset[str]:
+    """Mesh axes along which a value is known to vary; none where the surrounding `shard_map` does not track it."""
+    aval = jax.typeof(value)
+    tracked = getattr(aval, "manual_axis_type", None)  # newer; older versions of JAX have `vma`
+    return frozenset(getattr(aval, "vma", ()) if tracked is None else tracked.varying)

@@ -1,0 +1,123 @@
+"""The configuration as classes to be extended, in the form of DeepSpeed's first reference manual."""
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any, Self
+
+from jaxpipe.errors import ConfigError
+
+from ._batch import resolve_batch_sizes
+from ._precision import FP16Section
+from ._section import Section, read_section
+from ._struct import Config
+from ._train import TrainConfig
+from ._values import number_of_at_least, optional, read_flag
+
+
+class BatchConfig(Config):
+    """The sizes of a batch.
+
+    Attributes:
+        train_batch_size: Samples per optimizer step, over all replicas.
+        train_micro_batch_size_per_gpu: Samples per microbatch on one replica.
+        gradient_accumulation_steps: Microbatches per step.
+        data_parallel_size: Number of replicas that `resolve` counts with; an engine counts its own.
+
+    Example:
+        >>> BatchConfig(train_batch_size=64, train_micro_batch_size_per_gpu=4).resolve().gradient_accumulation_steps
+        16
+    """
+
+    train_batch_size: int | None = None
+    train_micro_batch_size_per_gpu: int | None = None
+    gradient_accumulation_steps: int | None = None
+    data_parallel_size: int = 1
+
+    def resolve(self) -> Self:
+        """Complete the sizes, as `resolve_batch_sizes` does.
+
+        Returns:
+            A copy with all sizes.
+
+        Raises:
+            ConfigError: A size is not a positive integer, the sizes do not suffice, or they do not multiply.
+        """
+        sizes = resolve_batch_sizes(
+            self.train_batch_size,
+            self.train_micro_batch_size_per_gpu,
+            self.gradient_accumulation_steps,
+            data_parallel_size=self.data_parallel_size,
+        )
+        return type(self)(**{**super().resolve(), **vars(sizes)})
+
+
+class FP16Config(Config):
+    """Computing in float16.
+
+    Attributes:
+        enabled: Whether to compute in float16; None does not.
+        clip: Largest global norm of the gradients, `TrainConfig.gradient_clipping`; None does not clip.
+    """
+
+    enabled: bool | None = None
+    clip: float | None = None
+
+    def resolve(self) -> Self:
+        """Fill in what is not given.
+
+        Returns:
+            A copy in which `enabled` is a truth value and `clip` a number, 0 for no clipping.
+
+        Raises:
+            ConfigError: `enabled` is no truth value or `clip` no number of at least 0.
+        """
+        enabled = optional(read_flag)(self.enabled, "fp16.enabled") or False
+        clip = optional(number_of_at_least(0))(self.clip, "fp16.clip") or 0.0
+        return type(self)(**{**super().resolve(), "enabled": enabled, "clip": clip})
+
+
+class TrainingConfig(Config):
+    """The whole configuration in this form; `load_config` and `initialize` take it too.
+
+    A subclass may add fields. Those with the name of a key of `TrainConfig` (in a subclass of `FP16Config`: of the
+    section `fp16`) set that key, all others are the script's own.
+
+    Attributes:
+        batch: The sizes of a batch.
+        fp16: Computing in float16, and clipping.
+
+    Example:
+        >>> config = TrainingConfig(batch={"train_batch_size": 64}, fp16={"enabled": True, "clip": 1.0})
+        >>> config.to_train_config().gradient_clipping
+        1.0
+    """
+
+    batch: BatchConfig = BatchConfig()
+    fp16: FP16Config = FP16Config()
+
+    def to_train_config(self) -> TrainConfig:
+        """The configuration that engines read; sizes that are missing stay so, to be completed for its replicas.
+
+        Returns:
+            The configuration.
+
+        Raises:
+            ConfigError: A value is wrong, or clipping is given twice.
+        """
+        clip = self.fp16.clip
+        own = _keys_of(TrainConfig, {name: value for name, value in self.items() if name != "fp16"})
+        if clip is not None and own.get("gradient_clipping") is not None:
+            raise ConfigError(
+                f"gradient_clipping must be given once, but got gradient_clipping={own['gradient_clipping']!r} and "
+                f"fp16.clip={clip!r}. Keep one of them."
+            )
+        if clip is not None:
+            own["gradient_clipping"] = number_of_at_least(0)(clip, "fp16.clip")
+        fp16 = _keys_of(FP16Section, self.fp16)
+        return read_section(TrainConfig, {**_keys_of(TrainConfig, self.batch), **own, "fp16": fp16})
+
+
+def _keys_of(section: type[Section], config: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that a section knows and that are given."""
+    names = {item.name for item in fields(section)}
+    return {name: value for name, value in config.items() if name in names and value is not None}

@@ -1,0 +1,78 @@
+"""Settings that are passed on to something the configuration does not know: a frozen copy of a JSON object."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from numbers import Real
+from typing import Any, cast
+
+from jaxpipe.errors import ConfigError
+
+from ._values import wrong_value
+
+
+class Params(Mapping[str, Any]):
+    """A dictionary that never changes and can be hashed.
+
+    Args:
+        values: What it holds; lists are given as tuples and dictionaries as `Params`, see `read_params`.
+    """
+
+    __slots__ = ("_values",)
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self._values = dict(values)
+
+    def __getitem__(self, key: str) -> Any:
+        return self._values[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self._values.items()))
+
+    def __repr__(self) -> str:
+        return repr(self._values)
+
+
+def read_params(value: object, path: str) -> Params:
+    """Read a JSON object of any content.
+
+    Args:
+        value: The value; None reads as an empty object.
+        path: Its JSON path.
+
+    Returns:
+        A frozen copy, its lists as tuples.
+
+    Raises:
+        ConfigError: The value is no object, a key is no string, or something inside is no JSON value.
+    """
+    if value is None:
+        return Params({})
+    if not isinstance(value, Mapping):
+        raise wrong_value(path, "a JSON object", value, "Use an object such as {}")
+    values: dict[str, Any] = {}
+    for key, inner in cast("Mapping[object, object]", value).items():
+        if not isinstance(key, str):
+            raise ConfigError(f"A key of {path} must be a string, but got key={key!r}. Write it in quotes.")
+        values[key] = _frozen(inner, f"{path}.{key}")
+    return Params(values)
+
+
+def _frozen(value: object, path: str) -> object:
+    if value is None or isinstance(value, str | bool | Real):
+        return value
+    if isinstance(value, Mapping):
+        return read_params(cast("object", value), path)
+    if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray):
+        items = cast("Sequence[object]", value)
+        return tuple(_frozen(item, f"{path}[{index}]") for index, item in enumerate(items))
+    raise wrong_value(
+        path,
+        "a JSON value",
+        value,
+        "Use a number, a text, true, false, null, a list or an object; pass anything else to initialize as an object",
+    )

@@ -1,0 +1,50 @@
+"""The section that says what recomputed groups of layers keep."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ._section import Section, join, setting
+from ._values import integer_of_at_least, optional, read_flag, wrong_value
+
+
+@dataclass(frozen=True)
+class ActivationCheckpointingSection(Section):
+    """The section `activation_checkpointing`: what is kept of a group of layers that the backward computes again.
+
+    Attributes:
+        partition_activations: Whether what is kept is sharded over the model axis.
+        cpu_checkpointing: Whether what is kept lies in host memory.
+        contiguous_memory_optimization: Whether what is kept lies in one buffer; needs the first and the next.
+        number_checkpoints: Number of groups.
+        synchronize_checkpoint_boundary: Whether devices wait for each other at each group.
+        profile: Whether each group's time is logged.
+
+    Raises:
+        ConfigError: A value is of the wrong type or out of range, or `contiguous_memory_optimization` lacks what it
+            needs.
+    """
+
+    path: ClassVar[str] = "activation_checkpointing"
+
+    partition_activations: bool = setting(False, read_flag)
+    cpu_checkpointing: bool = setting(False, read_flag)
+    contiguous_memory_optimization: bool = setting(False, read_flag)
+    number_checkpoints: int | None = setting(None, optional(integer_of_at_least(1)))
+    synchronize_checkpoint_boundary: bool = setting(False, read_flag)
+    profile: bool = setting(False, read_flag)
+
+    def check(self) -> None:
+        """Check what one buffer for all groups needs.
+
+        Raises:
+            ConfigError: `contiguous_memory_optimization` is set without the keys it needs.
+        """
+        if not self.contiguous_memory_optimization:
+            return
+        path = join(self.path, "contiguous_memory_optimization")
+        if not self.partition_activations:
+            rule = f"false unless {self.path}.partition_activations=true"
+            raise wrong_value(path, rule, True, "Set both, or neither")
+        if self.number_checkpoints is None:
+            rule = f"false unless {self.path}.number_checkpoints is given"
+            raise wrong_value(path, rule, True, "Give the number of recomputed groups too, or set neither")

@@ -1,0 +1,153 @@
+"""A struct to be extended by topic, in the form of DeepSpeed's first reference manual."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import FrozenInstanceError
+from difflib import get_close_matches
+from typing import Any, Self, cast
+
+from jaxpipe.errors import ConfigError
+
+from ._values import shown
+
+
+class Config(Mapping[str, Any]):
+    """A struct whose fields are read as attributes and as items, and never change.
+
+    `Config` itself takes any field. A subclass declares its fields as class attributes, whose values are the
+    defaults, and takes no others; a field whose default is a `Config` may be given as a dictionary.
+
+    Args:
+        **kwargs: Values of the fields.
+
+    Raises:
+        ConfigError: A field is unknown or has the name of a method, or a field that holds a `Config` is given
+            something else.
+
+    Example:
+        >>> c = Config(verbose=True)
+        >>> c.verbose, c["verbose"]
+        (True, True)
+        >>> class LogConfig(Config):
+        ...     every = 10
+        >>> LogConfig.from_dict({"every": 5})
+        LogConfig(every=5)
+
+    Reference:
+        `deepspeed.config.Config` of release 0.3.
+    """
+
+    def __init__(self, **kwargs: Any) -> None:
+        cls = type(self)
+        values = _defaults(cls)
+        for name, value in (values | kwargs).items():
+            if hasattr(Config, name) or name.startswith("_"):
+                raise ConfigError(
+                    f"{name} must not be the name of a field of {cls.__name__}, but got {name}={shown(value)}: it is a "
+                    "method's or a private name. Choose another."
+                )
+        for name, value in kwargs.items():
+            if cls is not Config and name not in values:
+                raise ConfigError(f"{name} is not a field of {cls.__name__}. {_nearest(name, values)}")
+            default = values.get(name)
+            values[name] = _nested(type(default), name, value) if isinstance(default, Config) else value
+        self.__dict__.update(values)
+
+    @classmethod
+    def from_dict(cls, mapping: Mapping[str, Any]) -> Self:
+        """Make a configuration from a dictionary.
+
+        Args:
+            mapping: Values of the fields.
+
+        Returns:
+            The configuration.
+
+        Raises:
+            ConfigError: A key is no text, or what the class itself raises.
+        """
+        for key in cast("Mapping[object, object]", mapping):
+            if not isinstance(key, str):
+                raise ConfigError(
+                    f"A field of {cls.__name__} must be a string, but got key={key!r}. Write it in quotes."
+                )
+        return cls(**mapping)
+
+    def resolve(self) -> Self:
+        """Infer what is missing.
+
+        Returns:
+            A completed copy, with every `Config` inside completed too; a subclass completes its own fields here.
+
+        Raises:
+            ConfigError: What is given is wrong, or does not suffice.
+        """
+        return type(self)(**{k: v.resolve() if isinstance(v, Config) else v for k, v in self.items()})
+
+    def is_valid(self) -> bool:
+        """Whether the configuration can be completed.
+
+        Returns:
+            Whether `resolve` succeeds; the configuration stays as it is.
+        """
+        try:
+            self.resolve()
+        except ConfigError:
+            return False
+        return True
+
+    def __getitem__(self, key: str) -> Any:
+        return self.__dict__[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.__dict__)
+
+    def __len__(self) -> int:
+        return len(self.__dict__)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"{name} is not a field of {type(self).__name__}. {_nearest(name, self.__dict__)}")
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise FrozenInstanceError(
+            f"{type(self).__name__} must not change, but got {name}={shown(value)}. Make a new one with that value."
+        )
+
+    def __delattr__(self, name: str) -> None:
+        raise FrozenInstanceError(f"{type(self).__name__} must not change, but got del {name}. Make a new one.")
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self.items())})"
+
+
+def _defaults(cls: type[Config]) -> dict[str, Any]:
+    """The fields that a class declares, base classes first, with their defaults."""
+    found: dict[str, Any] = {}
+    for base in reversed(cls.__mro__):
+        if issubclass(base, Config) and base is not Config:
+            found |= {name: value for name, value in vars(base).items() if _is_field(name, value)}
+    return found
+
+
+def _is_field(name: str, value: object) -> bool:
+    return not name.startswith("_") and not callable(value) and not hasattr(value, "__get__")
+
+
+def _nested(cls: type[Config], name: str, value: object) -> Config:
+    if isinstance(value, cls):
+        return value
+    if value is None:
+        return cls()
+    if not isinstance(value, Mapping) or isinstance(value, Config):
+        raise ConfigError(
+            f"{name} must be a dictionary or a {cls.__name__}, but got {name}={shown(cast('object', value))}. "
+            f"Use {cls.__name__}(...)."
+        )
+    try:
+        return cls.from_dict(cast("Mapping[str, Any]", value))
+    except ConfigError as error:
+        raise ConfigError(f"{name}.{error}") from error
+
+
+def _nearest(name: str, known: Mapping[str, object]) -> str:
+    near = get_close_matches(name, known, n=1)
+    return f"Did you mean {near[0]}?" if near else f"Use one of {', '.join(known) or 'no fields'}."

@@ -1,0 +1,92 @@
+"""From any number of samples to microbatches, and from the outputs of microbatches back to samples."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxpipe._typing import PyTree
+from jaxpipe.errors import DataError, LayerError
+from jaxpipe.layers import format_struct
+from jaxpipe.runtime import Pipeline
+
+from ._source import Batch
+
+
+def split_samples(inputs: PyTree, side: Mapping[str, PyTree], size: int) -> tuple[Batch, int]:
+    """Cut samples into microbatches of all replicas, the last one filled up with copies of the last sample.
+
+    Args:
+        inputs: Leaves `[num_samples, ...]`.
+        side: Side inputs, likewise.
+        size: Samples per microbatch over all replicas.
+
+    Returns:
+        `(inputs, (), side)` with leaves `[num_microbatches, size, ...]`, and the number of samples.
+
+    Raises:
+        DataError: There is no sample, or leaves disagree on how many there are.
+    """
+    if hasattr(inputs, "__next__"):
+        raise DataError(
+            f"predict must be given the inputs of all samples as arrays, but got a {type(inputs).__name__}. For "
+            "an iterator call eval_batch(data_iter, return_logits=True, compute_loss=False)."
+        )
+    named = {"inputs": jax.tree.map(np.asarray, inputs), "side": jax.tree.map(np.asarray, dict(side))}
+    counts = {
+        name + jax.tree_util.keystr(path): leaf.shape[0] if leaf.ndim else None
+        for name, tree in named.items()
+        for path, leaf in jax.tree.leaves_with_path(tree)
+    }
+    num_samples = next(iter(counts.values()), None)
+    if not num_samples or set(counts.values()) != {num_samples}:
+        shown = ", ".join(f"{name}: {'no dim' if count is None else count}" for name, count in counts.items())
+        raise DataError(
+            "all inputs must have the same number of samples as their first dim, and at least one, but got "
+            f"{shown or 'no arrays'}. Add the dim, or cut them to one length."
+        )
+    num_microbatches = -(-num_samples // size)
+
+    def split(leaf: np.ndarray) -> np.ndarray:
+        missing = num_microbatches * size - num_samples
+        filled = np.concatenate([leaf, np.repeat(leaf[-1:], missing, axis=0)]) if missing else leaf
+        return filled.reshape(num_microbatches, size, *leaf.shape[1:])
+
+    inputs, side = (jax.tree.map(split, named[name]) for name in ("inputs", "side"))
+    return (inputs, (), side), num_samples
+
+
+def join_samples(outputs: PyTree, num_samples: int, mesh: Mesh) -> PyTree:
+    """Put the outputs of microbatches together.
+
+    Args:
+        outputs: Leaves `[num_microbatches, size, ...]`.
+        num_samples: How many samples are real.
+        mesh: The devices.
+
+    Returns:
+        Leaves `[num_samples, ...]`, on every device.
+    """
+    return jax.jit(_join, static_argnums=1, out_shardings=NamedSharding(mesh, P()))(outputs, num_samples)
+
+
+def _join(outputs: PyTree, num_samples: int) -> PyTree:
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:num_samples], outputs)
+
+
+def check_outputs(pipeline: Pipeline) -> None:
+    """Make sure that outputs of microbatches can be put side by side.
+
+    Raises:
+        LayerError: A leaf of the model's output has no dim of samples.
+    """
+    struct: Any = pipeline.trace.boundaries[-1]
+    if any(leaf.shape[:1] != (pipeline.microbatch_size,) for leaf in jax.tree.leaves(struct)):
+        raise LayerError(
+            "the model's outputs must have the samples of a microbatch as their first dim to be returned, "
+            f"{pipeline.microbatch_size} here, but got {format_struct(struct)}. Compute what belongs to the whole "
+            "microbatch in loss_fn."
+        )

@@ -1,0 +1,216 @@
+"""The compiled programs of an engine: one for each shape that batches have."""
+
+import logging
+from collections import OrderedDict
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+
+from jaxpipe._typing import Path, PyTree
+from jaxpipe.checkpointing import RecomputeSettings, use_settings
+from jaxpipe.errors import DataError
+from jaxpipe.layers import PipelineModule, flatten_dict, format_struct, struct_of
+from jaxpipe.runtime import Pipeline, PipelineSettings, entry_struct
+from jaxpipe.topology import mesh_shape
+
+from ._source import Batch
+
+_logger = logging.getLogger("jaxpipe")
+
+MAX_PROGRAMS = 8
+"""Shapes whose programs are kept; beyond it the one least recently used is dropped."""
+
+_PARTS = ("inputs", "labels", "side")
+
+
+@dataclass(frozen=True)
+class _Form:
+    """What batches of all shapes share: the cut of the model and the form of its state."""
+
+    parts: tuple[int, ...]
+    cuts: Any
+    params: Mapping[Path, jax.ShapeDtypeStruct]
+    state: Any
+    inputs: str
+
+
+class ProgramCache:
+    """Makes and keeps a `Pipeline` for each shape of a batch and number of microbatches, all over one form of state.
+
+    Args:
+        module: The layers and their cut.
+        optimizer: An optax transformation.
+        mesh: The devices.
+        microbatch_size: Samples per microbatch and replica.
+        settings: How pipelines run and update.
+        recompute: What they are traced with.
+
+    Attributes:
+        latest: The pipeline of the last batch with labels, or of the last at all if none had; None before the first.
+    """
+
+    def __init__(
+        self,
+        module: PipelineModule,
+        optimizer: optax.GradientTransformation,
+        mesh: Mesh,
+        microbatch_size: int,
+        settings: PipelineSettings,
+        recompute: RecomputeSettings,
+    ) -> None:
+        self._module, self._optimizer, self._mesh = module, optimizer, mesh
+        self._microbatch_size, self._settings, self._recompute = microbatch_size, settings, recompute
+        self._programs: OrderedDict[Hashable, Pipeline] = OrderedDict()
+        self._form: _Form | None = None
+        self._like: dict[str, PyTree] = {}
+        self._last: tuple[int, Any] = (0, ((), (), {}))
+        self._latest_has_labels = False
+        self.latest: Pipeline | None = None
+
+    def __len__(self) -> int:
+        return len(self._programs)
+
+    def for_batch(self, batch: Batch, num_microbatches: int, *, has_labels: bool = True) -> Pipeline:
+        """The pipeline for a batch with leaves `[num_microbatches, microbatch_size * data, ...]`.
+
+        Raises:
+            DataError: As `get` raises it.
+            JaxpipeError: What `Pipeline` raises.
+        """
+        entry = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), struct_of(batch))
+        return self.get(entry, num_microbatches, has_labels=has_labels)
+
+    def get(self, entry: Any, num_microbatches: int, *, has_labels: bool = True) -> Pipeline:
+        """The pipeline for shapes, made anew where they are new.
+
+        Args:
+            entry: `(inputs, labels)` or `(inputs, labels, side)`, arrays or shapes, leaves
+                `[microbatch_size * data, ...]`.
+            num_microbatches: Microbatches per batch.
+            has_labels: False: the entry's labels are empty, and the pipeline only predicts.
+
+        Returns:
+            The pipeline; all share one form of state.
+
+        Raises:
+            DataError: The leading size is wrong, structure or dtypes are not those of the first batch, or such shapes
+                would need another form of state.
+            JaxpipeError: What `Pipeline` raises.
+        """
+        struct = entry_struct(entry, self._microbatch_size, mesh_shape(self._mesh)["data"])
+        self._check_like(struct, has_labels)
+        leaves, treedef = jax.tree.flatten(struct)
+        key = (num_microbatches, has_labels, treedef, tuple((x.shape, x.dtype) for x in leaves))
+        pipeline = self._programs.get(key)
+        if pipeline is None:
+            pipeline = self._make(struct, num_microbatches, has_labels)
+            self._announce(struct, num_microbatches, has_labels)
+            self._programs[key] = pipeline
+        self._programs.move_to_end(key)
+        self._last = (num_microbatches, struct)
+        self._like |= {name: part for name, part in zip(_PARTS, struct, strict=True) if name != "labels" or has_labels}
+        if has_labels or not self._latest_has_labels:
+            self.latest, self._latest_has_labels = pipeline, has_labels
+        return pipeline
+
+    def clear(self) -> None:
+        """Drop the programs of all shapes but the latest."""
+        self._programs = OrderedDict((key, kept) for key, kept in self._programs.items() if kept is self.latest)
+
+    def _make(self, struct: Any, num_microbatches: int, has_labels: bool) -> Pipeline:
+        changes: dict[str, Any] = {} if self._form is None else {"partition_method": list(self._form.parts)}
+        if not has_labels:
+            changes["loss_fn"] = _no_loss
+        module = self._module.replace(**changes) if changes else self._module
+        with use_settings(self._recompute):
+            pipeline = Pipeline(module, self._optimizer, self._mesh, struct, num_microbatches, self._settings)
+        inputs, params = format_struct(struct[0]), flatten_dict(pipeline.trace.tree())
+        form = _Form(pipeline.parts, pipeline.cuts, params, pipeline.state_struct, inputs)
+        if self._form is None:
+            self._form = form
+            self._module.partition(pipeline.trace)
+        else:
+            _check_form(form, self._form)
+        return pipeline
+
+    def _check_like(self, struct: Any, has_labels: bool) -> None:
+        """Compare structure and dtypes with those of the batches before."""
+        for name, given in zip(_PARTS, struct, strict=True):
+            like = self._like.get(name)
+            if like is None or (name == "labels" and not has_labels):
+                continue
+            same = jax.tree.structure(given) == jax.tree.structure(like)
+            if not same or [x.dtype for x in jax.tree.leaves(given)] != [x.dtype for x in jax.tree.leaves(like)]:
+                raise DataError(
+                    f"the {name} of a microbatch must have the structure and dtypes of those before, "
+                    f"{format_struct(like)}, but got {name}={format_struct(given)}. Only shapes may change: convert "
+                    "them, or map entries with set_batch_fn."
+                )
+
+    def _announce(self, struct: Any, num_microbatches: int, has_labels: bool) -> None:
+        """Say that a program will be compiled, and make room for it."""
+        if not self._programs:
+            return
+        dropped = len(self._programs) >= MAX_PROGRAMS
+        if dropped:
+            self._programs.popitem(last=False)
+        last_num_microbatches, last = self._last
+        is_new_length = has_labels and format_struct(struct[0]) != format_struct(last[0])
+        _logger.log(
+            logging.WARNING if is_new_length else logging.INFO,
+            "compiling a program for %d microbatches of %s; the last batch had %d of %s (%d of at most %d programs "
+            "kept%s)",
+            num_microbatches,
+            _describe(struct),
+            last_num_microbatches,
+            _describe(last),
+            len(self._programs) + 1,
+            MAX_PROGRAMS,
+            ", the least recently used dropped: pad batches to fewer lengths" if dropped else "",
+        )
+
+
+def _describe(struct: Any) -> str:
+    named = zip(_PARTS, struct, strict=True)
+    return ", ".join(f"{name} {format_struct(part)}" for name, part in named if jax.tree.leaves(part))
+
+
+def _no_loss(outputs: PyTree, labels: PyTree) -> jax.Array:
+    """In place of the model's loss where there are no labels."""
+    del outputs, labels
+    return jnp.zeros((), jnp.float32)
+
+
+def _check_form(new: _Form, first: _Form) -> None:
+    """Make sure that one state serves both."""
+    repair = "Pad or cut the batches to one shape, or make these layers independent of it."
+    for path in {**first.params, **new.params}:
+        found, wanted = new.params.get(path), first.params.get(path)
+        if found is None or wanted is None or (found.shape, found.dtype) != (wanted.shape, wanted.dtype):
+            name = "/".join(path)
+            raise DataError(
+                f"the shapes of a batch must leave the parameters as they are, but got inputs={new.inputs} with "
+                f"{name}={_shown(found)} where inputs={first.inputs} had {name}={_shown(wanted)}. {repair}"
+            )
+    if new.cuts != first.cuts or not _same(new.state, first.state):
+        raise DataError(
+            "the shapes of a batch must leave the form of the state as it is, but got "
+            f"inputs={new.inputs} for which other layers are alike, or keep other collections, than for inputs="
+            f"{first.inputs}. {repair}"
+        )
+
+
+def _shown(struct: Any) -> str:
+    return "none" if struct is None else format_struct(struct)
+
+
+def _same(a: Any, b: Any) -> bool:
+    if jax.tree.structure(a) != jax.tree.structure(b):
+        return False
+    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    return all((x.shape, x.dtype) == (y.shape, y.dtype) for x, y in pairs)

@@ -1,0 +1,84 @@
+"""Where the engine's microbatches come from."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from jaxpipe._typing import PyTree
+from jaxpipe.data import stack_microbatches
+from jaxpipe.errors import DataError, PipelineError
+
+Entry = Sequence[PyTree]
+Batch = tuple[PyTree, PyTree, PyTree]
+
+
+class MicrobatchSource:
+    """Pulls microbatches from iterators and stacks them.
+
+    Args:
+        data_iter: What is read where no iterator is given.
+    """
+
+    def __init__(self, data_iter: Iterator[Entry] | None) -> None:
+        self._data_iter = data_iter
+        self._batch_fn: Callable[[Any], Entry] | None = None
+
+    def set_iterator(self, iterator: Iterator[Entry]) -> None:
+        """Replace the iterator that is read where none is given.
+
+        Raises:
+            DataError: It is not an iterator.
+        """
+        self._data_iter = _checked_iterator(iterator)
+
+    def set_batch_fn(self, fn: Callable[[Any], Entry] | None) -> None:
+        """Map every entry pulled from now on; None maps none.
+
+        Raises:
+            DataError: It is not callable.
+        """
+        if fn is not None and not callable(fn):
+            raise DataError(
+                f"set_batch_fn must be given a function of one entry, but got fn={fn!r}. Pass None for none."
+            )
+        self._batch_fn = fn
+
+    def pull(self, data_iter: Iterator[Entry] | None, num_microbatches: int, *, has_labels: bool = True) -> Batch:
+        """Pull a batch.
+
+        Args:
+            data_iter: The iterator; None: the one that is set.
+            num_microbatches: How many entries to take.
+            has_labels: False leaves the labels of every entry out, whatever they are.
+
+        Returns:
+            `(inputs, labels, side)` with leaves `[num_microbatches, ...]`, as numpy arrays.
+
+        Raises:
+            StopIteration: The iterator ended.
+            PipelineError: There is no iterator.
+            DataError: It is none, or its entries do not stack.
+        """
+        iterator = self._data_iter if data_iter is None else _checked_iterator(data_iter)
+        if iterator is None:
+            raise PipelineError(
+                "a batch must come from an iterator, but got data_iter=None and no training_data. "
+                "Pass an iterator, or call set_dataiterator."
+            )
+        entries = []
+        for _ in range(num_microbatches):
+            entry = next(iterator)
+            entry = entry if self._batch_fn is None else self._batch_fn(entry)
+            if not has_labels and isinstance(entry, tuple | list) and len(entry) in (2, 3):
+                entry = (entry[0], (), *entry[2:])
+            entries.append(entry)
+        inputs, labels, side = (*stack_microbatches(entries), {})[:3]
+        return inputs, labels, side
+
+
+def _checked_iterator(iterator: Any) -> Iterator[Entry]:
+    if not hasattr(iterator, "__next__"):
+        raise DataError(
+            f"data_iter must be an iterator, but got a {type(iterator).__name__}. Pass iter(...) of it once, outside "
+            "the training loop, or RepeatingLoader(...) to go round without end."
+        )
+    return iterator

@@ -1,0 +1,294 @@
+"""`UnpipelinedEngine`: DeepSpeed's forward, backward and step for a model that is not cut into stages."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import flax.linen as nn
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+
+from jaxpipe._typing import PyTree
+from jaxpipe.config import TrainConfig
+from jaxpipe.data import stack_microbatches
+from jaxpipe.errors import ConfigError, PipelineError
+from jaxpipe.layers import LayerSpec, PipelineModule, TiedLayerSpec
+from jaxpipe.runtime import ChosenOptimizer
+
+from ._engine import PipelineEngine
+from ._microbatch import Share, add_shares, compile_forward, compile_update
+from ._programs import MAX_PROGRAMS
+from ._source import Entry
+from ._state_dict import merge_state_dict
+
+
+def as_one_stage(model: Any, loss_fn: Callable[[PyTree, PyTree], Any] | None) -> PipelineModule:
+    """A plain model as a `PipelineModule` of one layer.
+
+    Args:
+        model: A Linen module, a `LayerSpec` of a Linen or NNX class, or a function of the inputs.
+        loss_fn: As for `PipelineModule`; None: the model's output is the loss.
+
+    Returns:
+        The module.
+
+    Raises:
+        ConfigError: The model is none of these.
+        LayerError: It cannot be a layer, or `loss_fn` is not callable.
+    """
+    if isinstance(model, TiedLayerSpec) or not (
+        isinstance(model, (nn.Module, nnx.Module, LayerSpec)) or callable(model)
+    ):
+        raise ConfigError(
+            "initialize must be given a PipelineModule, a Linen module, a LayerSpec or a function, but got "
+            f"model={model!r}. Write PipelineModule(layers, num_stages=...) for a list of layers."
+        )
+    return PipelineModule([model], num_stages=1, loss_fn=loss_fn)
+
+
+class UnpipelinedEngine(PipelineEngine):
+    """Trains a plain Flax model in three calls per microbatch; made by `jaxpipe.initialize`.
+
+    `loss = engine(inputs, labels)`, `engine.backward(loss)`, `engine.step()`. An array of JAX does not know how it was
+    computed, so the engine must know the loss: `initialize(loss_fn=...)`, or a model whose output is the loss. In
+    training, `forward` returns the loss and makes its gradients at once, `backward` takes that very array and adds the
+    gradients up, and `step` updates after every `gradient_accumulation_steps()` microbatches and only counts
+    otherwise. The result is that of `train_batch` on the same microbatches, dropout and loss scale included.
+
+    Everything else is as in `PipelineEngine`, for one stage and a replica on every device. `train_batch` needs less
+    memory and communication than the three calls, since one program runs all its microbatches. Parameters go in and
+    out as the model's own tree, in Flax `variables["params"]`.
+
+    Args:
+        module: What `as_one_stage` returns.
+        chosen: As for `PipelineEngine`.
+        config: As for `PipelineEngine`.
+        mesh: As for `PipelineEngine`, its `stage` axis of length 1.
+        model_parameters: The model's own tree of initial parameters; None: made from `base_seed`.
+        **options: Further arguments of `PipelineEngine`.
+
+    Attributes:
+        training: Whether `forward` trains; `train` and `eval` set it.
+        micro_steps: Microbatches trained so far.
+
+    Reference:
+        DeepSpeed's `DeepSpeedEngine`, whose `forward` returns what the model returns.
+    """
+
+    def __init__(
+        self,
+        module: PipelineModule,
+        chosen: ChosenOptimizer,
+        config: TrainConfig,
+        mesh: Mesh,
+        *,
+        model_parameters: PyTree | None = None,
+        **options: Any,
+    ) -> None:
+        self._layer = module.layers[0].name
+        self.training = True
+        self.micro_steps = 0
+        self._place = 0
+        """Place of the present microbatch in its batch."""
+        self._pending: tuple[jax.Array, Share] | None = None
+        """What the last forward returned, and what it left for backward."""
+        self._total: Share | None = None
+        """What backward has added up since the last update."""
+        self._awaits_step = False
+        """Whether a backward has not been followed by its step."""
+        self._collections: PyTree = None
+        """Collections before the first forward since the last update."""
+        self._forward_of = functools.lru_cache(MAX_PROGRAMS)(compile_forward)
+        self._update: Callable[..., Any] | None = None
+        parameters = None if model_parameters is None else self._wrap(model_parameters)
+        super().__init__(module, chosen, config, mesh, model_parameters=parameters, **options)
+
+    def train(self, mode: bool = True) -> None:
+        """Let `forward` train from now on, or with `mode=False` evaluate; `train_batch` and `eval_batch` ignore it."""
+        self.training = mode
+
+    def eval(self) -> None:
+        """Let `forward` evaluate from now on: layers outside training, no gradients."""
+        self.training = False
+
+    def __call__(self, inputs: PyTree, labels: PyTree = None, **side: PyTree) -> Any:
+        """See `forward`."""
+        return self.forward(inputs, labels, **side)
+
+    def forward(self, inputs: PyTree, labels: PyTree = None, **side: PyTree) -> Any:
+        """Run the model on one microbatch of all replicas.
+
+        In training it makes the gradients too and keeps them until `backward`; batch statistics move on.
+
+        Args:
+            inputs: The model's input, leaves `[microbatch_size * data, ...]`; replica r takes the r-th block.
+            labels: What `loss_fn` compares the output with; None where the model's output is the loss.
+            **side: Further arguments of the model's call by name, arrays with the same first dim.
+
+        Returns:
+            The mean loss over replicas with what layers add to it, a scalar on all devices. Outside training without
+            labels, if there is a `loss_fn`: the model's output, as `predict` gives it for any number of samples.
+
+        Raises:
+            PipelineError: In training, the labels or the optimiser are missing, `step` has not been called since the
+                last `backward`, or gradients overflowed at the smallest loss scale.
+            DataError: The microbatch does not fit the batch sizes or the batches before.
+            JaxpipeError: What building the pipeline raises, for new shapes.
+        """
+        wants_output = labels is None and self.module.loss_fn is not None
+        if not self.training and wants_output:
+            return self.predict(inputs, side=side)
+        if self.training:
+            self._check_forward(has_labels=not wants_output)
+        inputs, labels, side = stack_microbatches([(inputs, labels, side)])
+        pipeline = self._cache.for_batch((inputs, labels, side), 1)
+        batch = pipeline.place_batch((inputs, labels, side))
+        if not self.training:
+            return self._run(pipeline.evaluate, batch)["loss"]
+        forward = self._forward_of(pipeline, self.micro_batches)
+        if self._total is None and self._pending is None:
+            self._collections = self.state.collections
+        place = np.int32(self._place)
+        collections, share, loss = self._run(lambda state, batch: forward(state, batch, place), batch)
+        self._state = dataclasses.replace(self.state, collections=collections)
+        self._pending = (loss, share)
+        return loss
+
+    def backward(self, loss: jax.Array) -> jax.Array:
+        """Add the gradients of a loss to those since the last update.
+
+        Args:
+            loss: The array that the last `forward` in training returned, itself.
+
+        Returns:
+            The loss.
+
+        Raises:
+            PipelineError: It is any other value, or has been given before.
+        """
+        if self._pending is None or self._pending[0] is not loss:
+            raise PipelineError(
+                "backward must be given the very array that the last forward in training returned, and once, but got "
+                f"loss={loss!r}. Call loss = engine(inputs, labels) and pass it as it is; scale or combine losses "
+                "inside loss_fn, since an array of JAX does not know how it was computed."
+            )
+        self._settle()
+        share = self._pending[1]
+        self._total = share if self._total is None else add_shares(self._total, share)
+        self._pending, self._awaits_step = None, True
+        return loss
+
+    def step(self) -> None:
+        """Count a microbatch; at the last of `gradient_accumulation_steps()`, clip, update and begin anew.
+
+        Raises:
+            PipelineError: There was no `backward` since the last call.
+        """
+        if not self._awaits_step:
+            raise PipelineError(
+                f"step must follow a backward, but got none since micro_steps={self.micro_steps}. "
+                "Call engine.backward(loss) first, or train_batch(data_iter) for a whole batch."
+            )
+        if self.is_gradient_accumulation_boundary():
+            self._apply()
+        else:
+            self._place += 1
+        self._awaits_step = False
+        self.micro_steps += 1
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the next `step` updates: the present microbatch is the last of `gradient_accumulation_steps()`."""
+        return self._place + 1 >= self.gradient_accumulation_steps()
+
+    def train_batch(self, data_iter: Iterator[Entry] | None = None) -> jax.Array:
+        """As `PipelineEngine.train_batch`, the same as the three calls for each of its microbatches.
+
+        Raises:
+            StopIteration: The iterator ended; nothing has changed.
+            PipelineError: There is no optimiser or no iterator, or a batch has been begun with `backward`.
+            DataError: An entry does not fit the shapes the engine was built for; nothing has changed.
+        """
+        size = self.gradient_accumulation_steps()
+        if self._total is not None:
+            raise PipelineError(
+                f"train_batch must not be called within a batch, but got {self._place + self._awaits_step} of "
+                f"gradient_accumulation_steps={size} microbatches. Go on with forward, backward and step until the "
+                "update."
+            )
+        loss = super().train_batch(data_iter)
+        self._pending = None
+        self.micro_steps += size
+        return loss
+
+    def reset_activation_shape(self) -> None:
+        """As `PipelineEngine.reset_activation_shape`."""
+        super().reset_activation_shape()
+        self._forward_of.cache_clear()
+
+    def module_state_dict(self) -> PyTree:
+        """The present parameters as numpy arrays, in the model's own tree.
+
+        Raises:
+            PipelineError: No shapes are known yet.
+        """
+        return super().module_state_dict().get("layers", {}).get(self._layer, {})
+
+    def module_collections(self) -> dict[str, PyTree]:
+        """What the model keeps beside parameters, as numpy arrays in its own tree, such as `{"batch_stats": ...}`.
+
+        Raises:
+            PipelineError: No shapes are known yet.
+        """
+        return super().module_collections().get(self._layer, {})
+
+    def load_module_state_dict(
+        self, state_dict: PyTree, strict: bool = True, *, collections: Mapping[str, PyTree] | None = None
+    ) -> None:
+        """Set the parameters; optimiser state and counters stay.
+
+        Args:
+            state_dict: The model's own tree.
+            strict: As for `PipelineEngine`.
+            collections: What `module_collections` returned; None: they stay.
+
+        Raises:
+            LayerError: Parameters are missing, unexpected or of another shape, and `strict` is true; nothing changed.
+            PipelineError: No shapes are known yet.
+        """
+        tree = state_dict if strict else merge_state_dict(self.module_state_dict(), state_dict)
+        held = None if collections is None else {self._layer: collections}
+        super().load_module_state_dict(self._wrap(tree), collections=held)
+
+    def _wrap(self, tree: PyTree) -> PyTree:
+        return {"layers": {self._layer: tree}}
+
+    def _check_forward(self, *, has_labels: bool) -> None:
+        self._watch.check()
+        if self.optimizer is None:
+            raise PipelineError(
+                "forward in training must have an optimizer, but got optimizer=None. Give initialize(optimizer=...) an "
+                "optax transformation, name one in the config, or call engine.eval() first."
+            )
+        if not has_labels:
+            raise PipelineError(
+                "forward in training must be given labels, but got labels=None. Call engine(inputs, labels), or "
+                "engine.eval() before engine(inputs) for the model's output."
+            )
+        if self._awaits_step:
+            raise PipelineError(
+                "forward in training must follow the step of the last microbatch, but got backward without step at "
+                f"micro_steps={self.micro_steps}. Call engine.step() after each backward; it updates only after "
+                f"gradient_accumulation_steps={self.gradient_accumulation_steps()} of them."
+            )
+
+    def _apply(self) -> None:
+        update = self._update = self._update or compile_update(self.pipeline)
+        collections = self._collections
+        total: Any = self._total
+        self._state, metrics = self._run(lambda state, total: update(state, collections, total), total)
+        self._total = self._collections = None
+        self._place = 0
+        self._finish_step(metrics)

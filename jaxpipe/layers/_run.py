@@ -1,0 +1,67 @@
+"""Running some layers one after another, with what they keep and report."""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from jaxpipe._typing import PyTree
+
+from ._build import NamedLayer
+from ._precision import cast_floats
+from ._protocol import layer_rngs
+from ._remat import chain
+from ._trace import as_arrays
+
+Extras = tuple[tuple[PyTree, PyTree], ...]
+"""Per layer its collections after the call, and what it reported: `{"losses": {...}, "metrics": {...}}`."""
+
+Runner = Callable[[PyTree, jax.Array | None, Mapping[str, PyTree], Sequence[PyTree]], tuple[PyTree, Extras]]
+"""A function of `(inputs, key, side, collections of each layer)`, giving `(outputs, extras)`."""
+
+
+def compose_layers(  # noqa: PLR0913  # one setting each
+    layers: Sequence[NamedLayer],
+    views: Sequence[PyTree],
+    *,
+    train: bool,
+    offset: jax.Array | int,
+    last: int,
+    compute_dtype: Any,
+    interval: int,
+    remat: Callable[..., Any],
+) -> Runner:
+    """The composition of some layers.
+
+    Args:
+        layers: The layers, in order.
+        views: Their parameters, with the paths inside each layer.
+        train: Whether layers behave as in training.
+        offset: Added to the indices wherever randomness is keyed by layer.
+        last: Index of the model's last layer, whose output keeps its dtype.
+        compute_dtype: What floating-point outputs of the other layers are cast to; None casts nothing.
+        interval: Layers per recomputed group in training; 0 recomputes nothing.
+        remat: What wraps a group.
+
+    Returns:
+        The function.
+    """
+
+    def run(
+        inputs: PyTree, key: jax.Array | None, side: Mapping[str, PyTree], collections: Sequence[PyTree]
+    ) -> tuple[PyTree, Extras]:
+        def call(named: NamedLayer, view: PyTree, kept: PyTree, carried: tuple[PyTree, Extras]) -> tuple:
+            x, extras = carried
+            rngs = None if key is None else layer_rngs(jax.random.fold_in(key, named.index + offset))
+            outputs, kept, aux = named.layer.apply(view, kept, x, rngs=rngs, train=train, side=side)
+            outputs = as_arrays(outputs)
+            if named.index != last:
+                outputs = cast_floats(outputs, compute_dtype)
+            return outputs, (*extras, (as_arrays(kept), aux))
+
+        each = zip(layers, views, collections, strict=True)
+        calls = [functools.partial(call, named, view, kept) for named, view, kept in each]
+        return chain(calls, interval if train else 0, remat, [named.is_marked for named in layers])((inputs, ()))
+
+    return run

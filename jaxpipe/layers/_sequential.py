@@ -1,0 +1,236 @@
+"""The plain sequential model: what a list of layers means, on one device."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from jaxpipe import checkpointing
+from jaxpipe._typing import PyTree
+from jaxpipe.errors import JaxpipeError, LayerError
+
+from ._arguments import checked_loss
+from ._build import NamedLayer
+from ._initial import init_layer, init_params, seeded_keys
+from ._precision import cast_floats
+from ._run import Runner, compose_layers
+from ._trace import ModelTrace, as_arrays, trace_layers
+from ._tree import flatten_dict, layer_view
+
+
+class SequentialModel:
+    """The part of a `PipelineModule` that knows nothing of stages."""
+
+    layers: tuple[NamedLayer, ...]
+    loss_fn: Callable[[PyTree, PyTree], Any] | None
+    seed_layers: bool
+    seed_fn: Callable[[int], jax.Array]
+    base_seed: int
+    activation_checkpoint_interval: int
+    activation_checkpoint_func: Callable[..., Any] | None
+    compute_dtype: Any
+
+    def trace(self, inputs: PyTree, side: Mapping[str, PyTree] | None = None) -> ModelTrace:
+        """Shapes of all boundaries and parameters for inputs of these shapes; see `trace_layers`.
+
+        Raises:
+            LayerError: Two neighbouring layers do not fit.
+        """
+        return trace_layers(self.layers, inputs, side, self.compute_dtype)
+
+    def init(self, key: jax.Array, inputs: PyTree, *, side: Mapping[str, PyTree] | None = None) -> PyTree:
+        """Make the parameters of the whole model on the default device.
+
+        Args:
+            key: Each layer's own key is folded from it and the layer's index.
+            inputs: A microbatch, or its shapes and dtypes.
+            side: Side inputs by name.
+
+        Returns:
+            The parameter tree.
+
+        Raises:
+            LayerError: Two neighbouring layers do not fit, or `seed_fn` makes no key.
+        """
+        trace = self.trace(inputs, side)
+        return init_params(self.init_layer, trace, key)
+
+    def init_collections(
+        self, key: jax.Array, inputs: PyTree, *, side: Mapping[str, PyTree] | None = None
+    ) -> dict[str, PyTree]:
+        """Make what layers keep beside their parameters, such as batch statistics, as `init` makes those.
+
+        Returns:
+            The collections of every layer that has any, by the layer's name.
+
+        Raises:
+            LayerError: Two neighbouring layers do not fit, or `seed_fn` makes no key.
+        """
+        trace = self.trace(inputs, side)
+        holders = [named for named in self.layers if trace.collections[named.index]]
+        return {named.name: self.init_layer(named.index, trace, key)[1] for named in holders}
+
+    def init_layer(
+        self, index: int, trace: ModelTrace, key: jax.Array, place: jax.Array | int | None = None
+    ) -> tuple[PyTree, PyTree]:
+        """Make one layer's parameters and collections, with the paths inside the layer; traceable.
+
+        Args:
+            index: The layer.
+            trace: The model's shapes.
+            key: The model's key.
+            place: The index that keys its weights, where it is only known while running; `index` if None.
+
+        Returns:
+            `(parameters, collections)`.
+
+        Raises:
+            LayerError: `seed_fn` makes no key.
+        """
+        place = index if place is None else place
+        if self.seed_layers:
+            own = seeded_keys(self.seed_fn, self.base_seed, len(self.layers))[place]
+        else:
+            own = jax.random.fold_in(key, place)
+        return init_layer(self.layers[index], trace, own)
+
+    def apply(
+        self,
+        params: PyTree,
+        inputs: PyTree,
+        *,
+        train: bool = False,
+        key: jax.Array | None = None,
+        side: Mapping[str, PyTree] | None = None,
+    ) -> PyTree:
+        """Run all layers in order on one device; the oracle of every pipeline.
+
+        Args:
+            params: The parameter tree that `init` returns.
+            inputs: A microbatch.
+            train: Whether layers behave as in training.
+            key: The microbatch's key, from which each layer's dropout is folded; `jaxpipe.microbatch_key` gives the
+                one an engine uses. None where nothing random may happen.
+            side: Side inputs by name.
+
+        Returns:
+            The last layer's output.
+
+        Raises:
+            LayerError: Two neighbouring layers do not fit, parameters are missing, or a layer keeps collections; use
+                `call` for such a model.
+        """
+        outputs, _, _ = self.call(params, {}, inputs, train=train, key=key, side=side)
+        return outputs
+
+    def call(
+        self,
+        params: PyTree,
+        collections: Mapping[str, PyTree],
+        inputs: PyTree,
+        *,
+        train: bool = False,
+        key: jax.Array | None = None,
+        side: Mapping[str, PyTree] | None = None,
+    ) -> tuple[PyTree, dict[str, PyTree], dict[str, dict[str, jax.Array]]]:
+        """Run all layers in order on one device, with what they keep and report.
+
+        Args:
+            params: The parameter tree that `init` returns.
+            collections: What `init_collections` returns.
+            inputs: A microbatch.
+            train: Whether layers behave as in training; only then do they change their collections and report.
+            key: As for `apply`.
+            side: Side inputs by name.
+
+        Returns:
+            `(outputs, collections, aux)`: `aux["losses"]` and `aux["metrics"]` are the scalars that layers report,
+            named `layer/name`. The loss to minimise is `loss(outputs, labels)` plus all of `aux["losses"]`.
+
+        Raises:
+            LayerError: Two neighbouring layers do not fit, or parameters or collections are missing.
+        """
+        try:
+            params, inputs, given = cast_floats(
+                (params, as_arrays(inputs), as_arrays(dict(side or {}))), self.compute_dtype
+            )
+            views = [layer_view(named, params) for named in self.layers]
+            held = [collections.get(named.name, {}) for named in self.layers]
+            run = self.run_layers(range(len(self.layers)), views, train=train)
+            outputs, extras = run(inputs, key, given, held)
+        except JaxpipeError:
+            raise
+        except Exception:
+            self._name_fault(params, collections, inputs, side)
+            raise
+        kept = {named.name: new for named, (new, _) in zip(self.layers, extras, strict=True) if new}
+        aux: dict[str, dict[str, jax.Array]] = {"losses": {}, "metrics": {}}
+        for named, (_, reported) in zip(self.layers, extras, strict=True):
+            for kind, values in reported.items():
+                aux[kind] |= {f"{named.name}/{name}": value for name, value in values.items()}
+        return outputs, kept, aux
+
+    def _name_fault(
+        self, params: PyTree, collections: Mapping[str, PyTree], inputs: PyTree, side: Mapping[str, PyTree] | None
+    ) -> None:
+        """Find by tracing what made a run fail, where it is a misfit of layers, parameters or collections."""
+        given, trace = flatten_dict(params), self.trace(inputs, side)
+        missing = ["/".join(path) for path in flatten_dict(trace.tree()) if path not in given]
+        if missing:
+            raise LayerError(
+                f"params must hold every parameter of the model, but got none for {', '.join(missing)}. "
+                "Pass what init or an engine's module_state_dict() returns for this list of layers."
+            )
+        keepers = [named.name for named in self.layers if trace.collections[named.index]]
+        absent = [name for name in keepers if name not in collections]
+        if absent:
+            raise LayerError(
+                f"collections must hold those of every layer that keeps any, but got none for {', '.join(absent)}. "
+                "Use call(params, collections, inputs), with what init_collections returns."
+            )
+
+    def run_layers(
+        self, indices: Sequence[int], views: Sequence[PyTree], *, train: bool, offset: jax.Array | int = 0
+    ) -> Runner:
+        """The composition of some layers, recomputed in groups as the module says; for the executor.
+
+        Args:
+            indices: The layers, in order.
+            views: Their parameters, with the paths inside each layer.
+            train: Whether layers behave as in training.
+            offset: Added to the indices wherever randomness is keyed by layer, so that one compiled program serves
+                alike layers of other stages.
+
+        Returns:
+            A function of `(inputs, key, side, collections)`, giving `(outputs, extras)`; see `compose_layers`.
+        """
+        return compose_layers(
+            [self.layers[i] for i in indices],
+            views,
+            train=train,
+            offset=offset,
+            last=len(self.layers) - 1,
+            compute_dtype=self.compute_dtype,
+            interval=self.activation_checkpoint_interval,
+            remat=self.activation_checkpoint_func or checkpointing.checkpoint,
+        )
+
+    def loss(self, outputs: PyTree, labels: PyTree) -> jax.Array:
+        """The loss of one microbatch: `loss_fn(outputs, labels)`, or the output itself without a `loss_fn`.
+
+        Raises:
+            LayerError: It is neither a scalar nor `(sum, weight)`.
+        """
+        total, weight = self.loss_terms(outputs, labels)
+        return total if weight is None else total / weight
+
+    def loss_terms(self, outputs: PyTree, labels: PyTree) -> tuple[jax.Array, jax.Array | None]:
+        """The loss of one microbatch as `(sum, weight)`, or `(mean, None)`, in float32 where the model casts.
+
+        Raises:
+            LayerError: It is neither a scalar nor `(sum, weight)`.
+        """
+        if self.compute_dtype is not None:
+            outputs = cast_floats(outputs, "float32")
+        result = outputs if self.loss_fn is None else self.loss_fn(outputs, labels)
+        return checked_loss(result, has_loss_fn=self.loss_fn is not None)

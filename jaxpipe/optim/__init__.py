@@ -1,0 +1,39 @@
+"""Optimisers and learning-rate schedules by name, what lies in their state, and the loss scale of float16."""
+
+from ._base import LRSchedule as LRSchedule
+from ._hyperparams import next_hyperparams as next_hyperparams
+from ._hyperparams import read_hyperparams as read_hyperparams
+from ._hyperparams import set_hyperparams as set_hyperparams
+from ._loss_scale import LossScaler as LossScaler
+from ._loss_scale import LossScaleState as LossScaleState
+from ._lr_range_test import LRRangeTest as LRRangeTest
+from ._one_cycle import OneCycle as OneCycle
+from ._optimizers import factory_schedules as factory_schedules
+from ._optimizers import hyperparam_schedules as hyperparam_schedules
+from ._optimizers import make_optimizer as make_optimizer
+from ._optimizers import optimizer_lr as optimizer_lr
+from ._optimizers import with_schedule as with_schedule
+from ._schedules import make_schedule as make_schedule
+from ._warmup_cosine_lr import WarmupCosineLR as WarmupCosineLR
+from ._warmup_decay_lr import WarmupDecayLR as WarmupDecayLR
+from ._warmup_lr import WarmupLR as WarmupLR
+
+__all__ = [
+    "LRRangeTest",
+    "LRSchedule",
+    "LossScaleState",
+    "LossScaler",
+    "OneCycle",
+    "WarmupCosineLR",
+    "WarmupDecayLR",
+    "WarmupLR",
+    "factory_schedules",
+    "hyperparam_schedules",
+    "make_optimizer",
+    "make_schedule",
+    "next_hyperparams",
+    "optimizer_lr",
+    "read_hyperparams",
+    "set_hyperparams",
+    "with_schedule",
+]

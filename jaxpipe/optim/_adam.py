@@ -1,0 +1,154 @@
+"""Adam and AdamW with DeepSpeed's and PyTorch's parameters."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxpipe._typing import PyTree
+from jaxpipe.errors import ConfigError
+
+from ._check import betas, flag, number
+from ._recipe import SECTION, Factory, Hyperparams, Recipe, clipping_refused
+
+
+class MomentsState(NamedTuple):
+    """Averages of the gradients and of their squares.
+
+    Attributes:
+        step: Updates so far, int32.
+        mu: Average gradient.
+        nu: Average squared gradient.
+        nu_max: The largest `nu` so far if AMSGrad, else an empty tuple.
+    """
+
+    step: jax.Array
+    mu: PyTree
+    nu: PyTree
+    nu_max: PyTree
+
+
+def scale_by_moments(
+    b1: Any,
+    b2: Any,
+    eps: float,
+    *,
+    bias_correction: bool = True,
+    amsgrad: bool = False,
+    eps_inside_sqrt: bool = False,
+) -> optax.GradientTransformation:
+    """Adam's direction, `mu / (sqrt(nu) + eps)`, in the variants of DeepSpeed and PyTorch.
+
+    Args:
+        b1: Decay rate of the average gradient.
+        b2: Decay rate of the average squared gradient.
+        eps: Added to the root.
+        bias_correction: Whether both averages are divided by the weight of the gradients seen.
+        amsgrad: Whether `nu` is the largest seen, taken before the correction as PyTorch does.
+        eps_inside_sqrt: Whether `eps` is added below the root.
+
+    Returns:
+        The transformation.
+    """
+
+    def init(params: PyTree) -> MomentsState:
+        mu, nu = optax.tree.zeros_like(params), optax.tree.zeros_like(params)
+        return MomentsState(jnp.zeros([], jnp.int32), mu, nu, optax.tree.zeros_like(params) if amsgrad else ())
+
+    def update(updates: PyTree, state: Any, params: PyTree | None = None) -> tuple[PyTree, MomentsState]:
+        del params
+        count = jnp.asarray(optax.safe_increment(state.step))
+        mu = jax.tree.map(lambda g, m: (b1 * m + (1 - b1) * g).astype(m.dtype), updates, state.mu)
+        nu = jax.tree.map(lambda g, v: (b2 * v + (1 - b2) * g * g).astype(v.dtype), updates, state.nu)
+        largest = jax.tree.map(jnp.maximum, state.nu_max, nu) if amsgrad else nu
+        weights = [average_weight(b, count) if bias_correction else jnp.float32(1) for b in (b1, b2)]
+
+        def direction(m: jax.Array, v: jax.Array) -> jax.Array:
+            corrected = v / weights[1]
+            root = jnp.sqrt(corrected + eps) if eps_inside_sqrt else jnp.sqrt(corrected) + eps
+            return m / weights[0] / root
+
+        return jax.tree.map(direction, mu, largest), MomentsState(count, mu, nu, largest if amsgrad else ())
+
+    return optax.GradientTransformation(init, update)
+
+
+def average_weight(decay: Any, count: jax.Array) -> jax.Array:
+    """What the weights of an exponential average add up to, `1 - decay**count`.
+
+    Args:
+        decay: Its decay rate.
+        count: Number of values, at least 1.
+
+    Returns:
+        A float32 scalar, to its precision also where `decay` is close to 1.
+    """
+    return -jnp.expm1(count.astype(jnp.float32) * jnp.log1p(jnp.asarray(decay, jnp.float32) - 1))
+
+
+def maximized(maximize: bool) -> list[optax.GradientTransformation]:
+    """The part of a chain that turns gradients round for PyTorch's `maximize`.
+
+    Args:
+        maximize: Whether the loss is to grow.
+
+    Returns:
+        The part, to be put first; empty if not.
+    """
+    return [optax.scale(-1.0)] if maximize else []
+
+
+def adam_recipe(*, decoupled: bool) -> Recipe:
+    """The recipe of `Adam` or `AdamW`.
+
+    Args:
+        decoupled: Whether the weight decay can only be AdamW's.
+
+    Returns:
+        The recipe.
+    """
+    return Recipe(
+        params={
+            "lr": (0.001, number(0.0)),
+            "betas": ((0.9, 0.999), betas),
+            "eps": (1e-8, number(0.0)),
+            "weight_decay": (None, number(0.0)),
+            "adam_w_mode": (True, flag),
+            "bias_correction": (True, flag),
+            "torch_adam": (False, flag),
+            "amsgrad": (False, flag),
+            "maximize": (False, flag),
+        },
+        build=_build_adamw if decoupled else _build_adam,
+        refused=clipping_refused(),
+        cycled="b1",
+    )
+
+
+def _build_adamw(values: Mapping[str, Any]) -> tuple[Factory, Hyperparams]:
+    if not values["adam_w_mode"]:
+        path = f"{SECTION}.adam_w_mode"
+        raise ConfigError(
+            f"{path} must be true with optimizer.type='AdamW', but got {path}=False. Use optimizer.type='Adam' for "
+            "weight decay that is added to the gradient."
+        )
+    return _build_adam(values)
+
+
+def _build_adam(values: Mapping[str, Any]) -> tuple[Factory, Hyperparams]:
+    decay = values["weight_decay"]
+    if decay is None:
+        decay = 0.01 if values["torch_adam"] and values["adam_w_mode"] else 0.0
+
+    def factory(learning_rate: Any, b1: Any, b2: Any, weight_decay: Any) -> optax.GradientTransformation:
+        direction = scale_by_moments(
+            b1, b2, values["eps"], bias_correction=values["bias_correction"], amsgrad=values["amsgrad"]
+        )
+        decayed = optax.add_decayed_weights(weight_decay)
+        parts = [direction, decayed] if values["adam_w_mode"] else [decayed, direction]
+        return optax.chain(*maximized(values["maximize"]), *parts, optax.scale_by_learning_rate(learning_rate))
+
+    b1, b2 = values["betas"]
+    return factory, {"learning_rate": values["lr"], "b1": b1, "b2": b2, "weight_decay": decay}

@@ -1,0 +1,113 @@
+"""What DeepSpeed's learning-rate schedules have in common."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from jaxpipe.errors import ConfigError
+
+from ._check import Reader, unknown_param
+
+SECTION = "scheduler.params"
+
+
+@dataclass(frozen=True)
+class LRSchedule(ABC):
+    """A learning rate as a function of the number of updates applied before.
+
+    A subclass is a frozen dataclass whose fields are the parameters of DeepSpeed's schedule of that name, and an optax
+    schedule: call it with a count, traced or not, and it gives the rate of the next update.
+
+    DeepSpeed sets the start rate when it makes a schedule and steps the schedule after each update, so an update has
+    the rate of iteration `last_batch_iteration + count`, where `last_batch_iteration` is -1 unless the run goes on
+    where another stopped. Iteration -1 has the start rate; iteration 0 of a warm-up has it once more.
+
+    Raises:
+        ConfigError: A parameter is of the wrong type or out of range.
+    """
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            value = item.metadata["reader"](getattr(self, item.name), f"{SECTION}.{item.name}")
+            object.__setattr__(self, item.name, value)
+
+    @abstractmethod
+    def __call__(self, count: ArrayLike) -> jax.Array:
+        """The learning rate.
+
+        Args:
+            count: Updates applied before, 0 for the first update.
+
+        Returns:
+            A float32 scalar.
+        """
+
+    @classmethod
+    def from_params(cls, params: Mapping[str, Any], **extra: Any) -> Self:
+        """Make the schedule from the `params` of the configuration's `scheduler`.
+
+        Args:
+            params: The parameters.
+            extra: Fields that are no JSON parameters.
+
+        Returns:
+            The schedule.
+
+        Raises:
+            ConfigError: A parameter is unknown, missing, of the wrong type or out of range.
+        """
+        known = [item for item in fields(cls) if not item.metadata["hidden"]]
+        for name in params:
+            if name not in {item.name for item in known}:
+                raise unknown_param(SECTION, name, [item.name for item in known])
+        for item in known:
+            if item.default is MISSING and item.name not in params:
+                raise ConfigError(
+                    f"{SECTION}.{item.name} must be given for {cls.__name__}, but got {SECTION}.{item.name}=None. "
+                    f"Add {item.name} to {SECTION}."
+                )
+        return cls(**params, **extra)
+
+
+def param(default: Any, reader: Reader, *, hidden: bool = False) -> Any:
+    """Declare a parameter of a schedule.
+
+    Args:
+        default: Its value where it is left out.
+        reader: Checks and converts its value.
+        hidden: Whether it is a field that the configuration does not have.
+
+    Returns:
+        A dataclass field.
+    """
+    return field(default=default, metadata={"reader": reader, "hidden": hidden})
+
+
+def required(reader: Reader) -> Any:
+    """Declare a parameter of a schedule that has no default.
+
+    Args:
+        reader: Checks and converts its value.
+
+    Returns:
+        A dataclass field.
+    """
+    return field(metadata={"reader": reader, "hidden": False})
+
+
+def iteration_of(count: ArrayLike, last_batch_iteration: int) -> jax.Array:
+    """DeepSpeed's `last_batch_iteration` during an update.
+
+    Args:
+        count: Updates applied before.
+        last_batch_iteration: Its value before the first.
+
+    Returns:
+        An int32 scalar.
+    """
+    return jnp.asarray(count, jnp.int32) + last_batch_iteration

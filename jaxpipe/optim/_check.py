@@ -1,0 +1,178 @@
+"""Readers of single parameters of a schedule or an optimiser, and the errors for names that are not known.
+
+A reader takes a value and its JSON path, and returns the value in one form, or raises `ConfigError`.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from difflib import get_close_matches
+from numbers import Integral, Real
+from typing import Any
+
+from jaxpipe.errors import ConfigError
+
+Reader = Callable[[Any, str], Any]
+
+_SHOWN = 80
+
+
+def wrong_value(path: str, rule: str, value: object, repair: str) -> ConfigError:
+    """The error for a value that breaks a rule.
+
+    Args:
+        path: JSON path of the parameter.
+        rule: What the value must be.
+        value: What it is.
+        repair: What to do about it, a sentence without its full stop.
+
+    Returns:
+        The error.
+    """
+    return ConfigError(f"{path} must be {rule}, but got {path}={shown(value)}. {repair}.")
+
+
+def shown(value: object) -> str:
+    """A value as text of at most a line."""
+    text = repr(value)
+    return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
+
+
+def unknown_name(path: str, name: object, known: Iterable[str]) -> ConfigError:
+    """The error for a name that is not one of those that are known.
+
+    Args:
+        path: JSON path of the name.
+        name: The name.
+        known: All that would do.
+
+    Returns:
+        The error; it lists them, and proposes the nearest.
+    """
+    names = sorted(known, key=str.lower)
+    rule = f"one of {', '.join(names)}"
+    near = _nearest(name, names) if isinstance(name, str) else None
+    repair = f"Did you mean {near!r}?" if near else "Use one of these names."
+    return ConfigError(f"{path} must be {rule}, but got {path}={shown(name)}. {repair}")
+
+
+def unknown_param(section: str, name: object, known: Iterable[str]) -> ConfigError:
+    """The error for a parameter that an optimiser or schedule does not have.
+
+    Args:
+        section: JSON path of the parameters.
+        name: The parameter.
+        known: Those that it has.
+
+    Returns:
+        The error; it proposes the nearest, or lists them.
+    """
+    names = list(known)
+    if not isinstance(name, str):
+        return ConfigError(f"A name in {section} must be a string, but got name={name!r}. Write it in quotes.")
+    near = _nearest(name, names)
+    repair = f"Did you mean {section}.{near}?" if near else f"Remove it, or use one of {', '.join(names)}."
+    return ConfigError(f"{section}.{name} is not a known parameter. {repair}")
+
+
+def _nearest(name: str, names: Sequence[str]) -> str | None:
+    lowered = {other.lower(): other for other in names}
+    near = get_close_matches(name.lower(), lowered, n=1, cutoff=0.5)
+    return lowered[near[0]] if near else None
+
+
+def number(minimum: float | None = None, *, below: float | None = None) -> Reader:
+    """A reader of finite numbers.
+
+    Args:
+        minimum: The smallest that is accepted; None: any.
+        below: Numbers from here on are refused; None: none.
+
+    Returns:
+        The reader; it gives a float.
+    """
+    limits = [f"of at least {minimum:g}"] if minimum is not None else []
+    limits += [f"below {below:g}"] if below is not None else []
+    rule = " ".join(["a finite number", " and ".join(limits)]).strip()
+
+    def read(value: Any, path: str) -> float:
+        real = float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
+        low, high = minimum is not None and real < minimum, below is not None and real >= below
+        if not math.isfinite(real) or low or high:
+            raise wrong_value(path, rule, value, "Use a number such as 0.001, without quotes")
+        return real
+
+    return read
+
+
+def integer(minimum: int) -> Reader:
+    """A reader of integers; a float without a fraction counts as one, as `1e3` does in JSON.
+
+    Args:
+        minimum: The smallest that is accepted.
+
+    Returns:
+        The reader; it gives an int.
+    """
+
+    def read(value: Any, path: str) -> int:
+        whole = isinstance(value, Integral) or (isinstance(value, float) and value.is_integer())
+        result = int(value) if whole and not isinstance(value, bool) else None
+        if result is None or not minimum <= result < 2**31:
+            repair = f"Use for instance {max(minimum, 1)}"
+            raise wrong_value(path, f"an integer of at least {minimum} and below 2**31", value, repair)
+        return result
+
+    return read
+
+
+def optional(reader: Reader) -> Reader:
+    """A reader that also accepts None, JSON's `null`.
+
+    Args:
+        reader: Reads all other values.
+
+    Returns:
+        The reader.
+    """
+    return lambda value, path: None if value is None else reader(value, path)
+
+
+def flag(value: Any, path: str) -> bool:
+    """Read a truth value.
+
+    Raises:
+        ConfigError: It is something else.
+    """
+    if not isinstance(value, bool):
+        raise wrong_value(path, "true or false", value, "Use true or false without quotes")
+    return value
+
+
+def one_of(*names: str) -> Reader:
+    """A reader of names.
+
+    Args:
+        names: Those that are accepted.
+
+    Returns:
+        The reader.
+    """
+
+    def read(value: Any, path: str) -> str:
+        if value not in names:
+            raise unknown_name(path, value, names)
+        return value
+
+    return read
+
+
+def betas(value: Any, path: str) -> tuple[float, float]:
+    """Read the two decay rates of Adam and its relatives.
+
+    Raises:
+        ConfigError: It is not a pair of numbers of at least 0 and below 1.
+    """
+    if not isinstance(value, Sequence) or isinstance(value, str) or len(value) != 2:
+        raise wrong_value(path, "a list of two numbers", value, "Use for instance [0.9, 0.999]")
+    first, second = (number(0.0, below=1.0)(item, f"{path}[{index}]") for index, item in enumerate(value))
+    return first, second

@@ -1,0 +1,173 @@
+"""Reading and setting what `optax.inject_hyperparams` keeps in an optimiser's state."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from numbers import Real
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.core import Tracer
+
+from jaxpipe._typing import PyTree
+from jaxpipe.errors import ConfigError
+
+from ._check import shown, unknown_name
+
+
+def read_hyperparams(opt_state: PyTree) -> dict[str, Any] | None:
+    """The hyperparameters in an optimiser's state: those of the last update, or what they were set to since.
+
+    A state may have leading dims, such as one row per stage, and may occur several times, such as once per group of
+    parameters; all copies are taken to be equal, and the first is read.
+
+    Args:
+        opt_state: The state, anywhere in it states of `optax.inject_hyperparams`.
+
+    Returns:
+        Name to value, scalars as Python numbers; None if there is no such state.
+
+    Example:
+        >>> optimizer = optax.inject_hyperparams(optax.sgd)(learning_rate=0.5)
+        >>> read_hyperparams(optimizer.init({"w": jnp.ones(2)}))
+        {'learning_rate': 0.5}
+    """
+    found: dict[str, Any] = {}
+    states = list(_states(opt_state))
+    for state in states:
+        for name, value in state.hyperparams.items():
+            found.setdefault(name, _first(value, jnp.ndim(state.count)))
+    return found if states else None
+
+
+def next_hyperparams(opt_state: PyTree, schedules: Mapping[str, optax.Schedule]) -> dict[str, Any] | None:
+    """The hyperparameters of the next update, as DeepSpeed's `get_lr()` and `get_mom()` give them.
+
+    Args:
+        opt_state: The state.
+        schedules: The schedules of those that follow one, as `hyperparam_schedules` gives them. One that is not here
+            has the value of the last update.
+
+    Returns:
+        Name to value, scalars as Python numbers; None if the state keeps no hyperparameters.
+
+    Example:
+        >>> optimizer = optax.inject_hyperparams(optax.sgd)(learning_rate=lambda count: 0.5**count)
+        >>> state = optimizer.update({"w": jnp.ones(2)}, optimizer.init({"w": jnp.ones(2)}))[1]
+        >>> read_hyperparams(state), next_hyperparams(state, {"learning_rate": lambda count: 0.5**count})
+        ({'learning_rate': 1.0}, {'learning_rate': 0.5})
+    """
+    values = read_hyperparams(opt_state)
+    if values is None:
+        return None
+    for state in _states(opt_state):
+        for name in schedules.keys() & _scheduled(state):
+            count = _first(state.count, jnp.ndim(state.count))
+            values[name] = _plain(jnp.asarray(schedules[name](count), jnp.float32))
+    return values
+
+
+def set_hyperparams(opt_state: PyTree, **values: float) -> PyTree:
+    """Set hyperparameters for all updates from now on.
+
+    Args:
+        opt_state: The state.
+        values: Name to number, for instance `learning_rate=1e-4`.
+
+    Returns:
+        The state with the numbers in all copies, in the shapes, dtypes and places that they had.
+
+    Raises:
+        ConfigError: The state keeps no hyperparameters, or none of that name, or one that follows a schedule; or a
+            value is not a finite number.
+
+    Example:
+        >>> optimizer = optax.inject_hyperparams(optax.sgd)(learning_rate=0.5)
+        >>> read_hyperparams(set_hyperparams(optimizer.init({"w": jnp.ones(2)}), learning_rate=0.25))
+        {'learning_rate': 0.25}
+    """
+    states = list(_states(opt_state))
+    if not states:
+        named = ", ".join(f"{name}={shown(value)}" for name, value in values.items())
+        raise ConfigError(
+            f"Hyperparameters must lie in the optimizer's state to be set, but got {named} and a state without any. "
+            "Make the optimizer from the configuration, or with optax.inject_hyperparams(optax.adamw)(...)."
+        )
+    known = {name for state in states for name in state.hyperparams}
+    scheduled = set[str]().union(*(_scheduled(state) for state in states))
+    for name, value in values.items():
+        if name not in known:
+            raise unknown_name("hyperparameter", name, known)
+        if name in scheduled:
+            raise ConfigError(
+                f"{name} must not follow a schedule to be set, but got {name}={shown(value)} where a schedule decides "
+                "it. Leave the schedule out, or change it instead."
+            )
+        if not isinstance(value, Real | np.ndarray | jax.Array) or np.ndim(value) or not math.isfinite(value):
+            raise ConfigError(f"{name} must be a finite number, but got {name}={shown(value)}. Use for instance 0.001.")
+    return _replace_states(opt_state, lambda state: _with_values(state, values))
+
+
+def _is_state(node: Any) -> bool:
+    """Whether a node has what `optax.inject_hyperparams` documents of its states."""
+    return isinstance(getattr(node, "hyperparams", None), Mapping) and hasattr(node, "count")
+
+
+def _states(tree: PyTree) -> Iterator[Any]:
+    """All states that keep hyperparameters, the outer before the inner."""
+    for node in jax.tree.leaves(tree, is_leaf=_is_state):
+        if _is_state(node):
+            yield node
+            yield from _states(getattr(node, "inner_state", ()))
+
+
+def _scheduled(state: Any) -> set[str]:
+    return set(getattr(state, "hyperparams_states", ()))
+
+
+def _replace_states(tree: PyTree, change: Callable[[Any], Any]) -> PyTree:
+    def changed(node: Any) -> Any:
+        if not _is_state(node):
+            return node
+        node = change(node)
+        if not hasattr(node, "inner_state"):
+            return node
+        return _copy(node, inner_state=_replace_states(node.inner_state, change))
+
+    return jax.tree.map(changed, tree, is_leaf=_is_state)
+
+
+def _with_values(state: Any, values: Mapping[str, float]) -> Any:
+    hyperparams = {
+        name: _filled(old, values[name]) if name in values else old for name, old in state.hyperparams.items()
+    }
+    return _copy(state, hyperparams=hyperparams)
+
+
+def _copy(state: Any, **changes: Any) -> Any:
+    replace_named = getattr(state, "_replace", None)
+    return replace(state, **changes) if replace_named is None else replace_named(**changes)
+
+
+def _filled(old: Any, value: float) -> Any:
+    """A number in the shape, dtype and place of an array."""
+    if isinstance(old, Tracer) or not isinstance(old, jax.Array):
+        return jnp.full(jnp.shape(old), value, jnp.result_type(old))
+    return jax.device_put(np.full(old.shape, value, old.dtype), old.sharding)
+
+
+def _first(value: Any, num_leading: int) -> Any:
+    """The first of the rows of an array, from this process's devices."""
+    if isinstance(value, jax.Array) and not isinstance(value, Tracer):
+        value = value.addressable_shards[0].data
+    return _plain(value[(0,) * num_leading] if num_leading else value)
+
+
+def _plain(value: Any) -> Any:
+    """A scalar as a Python number, where it has a value."""
+    if isinstance(value, Tracer) or jnp.ndim(value):
+        return value
+    return np.asarray(value).item()

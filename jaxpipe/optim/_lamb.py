@@ -1,0 +1,85 @@
+"""LAMB with DeepSpeed's parameters."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxpipe._typing import PyTree
+from jaxpipe.errors import ConfigError
+
+from ._adam import scale_by_moments
+from ._check import betas, flag, number
+from ._recipe import SECTION, Factory, Hyperparams, Recipe, clipping_refused
+
+
+def scale_by_lamb_coefficient(min_coeff: float, max_coeff: float) -> optax.GradientTransformation:
+    """Scale each parameter's update by the norm of the parameter over that of the update, within limits.
+
+    Args:
+        min_coeff: The smallest scale.
+        max_coeff: The largest scale. Where one of the norms is 0, the scale is 1 whatever the limits are.
+
+    Returns:
+        The transformation; its `update` must be given the parameters.
+    """
+
+    def scaled(update: jax.Array, param: jax.Array) -> jax.Array:
+        norms = [jnp.sqrt(jnp.sum(jnp.square(x.astype(jnp.float32)))) for x in (param, update)]
+        usable = (norms[0] != 0) & (norms[1] != 0)
+        ratio = norms[0] / jnp.where(usable, norms[1], 1)
+        return update * jnp.where(usable, jnp.clip(ratio, min_coeff, max_coeff), 1).astype(update.dtype)
+
+    def update(updates: PyTree, state: Any, params: PyTree | None = None) -> tuple[PyTree, Any]:
+        return jax.tree.map(scaled, updates, params), state
+
+    return optax.GradientTransformation(optax.init_empty_state, update)
+
+
+def lamb_recipe() -> Recipe:
+    """The recipe of `Lamb`.
+
+    The bias correction is applied to the two averages, as in the paper and in DeepSpeed's later releases; DeepSpeed up
+    to 0.19.8 multiplied the step by it after the norms had been taken.
+    """
+    return Recipe(
+        params={
+            "lr": (0.001, number(0.0)),
+            "bias_correction": (True, flag),
+            "betas": ((0.9, 0.999), betas),
+            "eps": (1e-8, number(0.0)),
+            "eps_inside_sqrt": (False, flag),
+            "weight_decay": (0.0, number(0.0)),
+            "max_coeff": (10.0, number(0.0)),
+            "min_coeff": (0.01, number(0.0)),
+        },
+        build=_build,
+        refused=clipping_refused() | {"amsgrad": ("LAMB has no such variant", "Remove the key")},
+        cycled="b1",
+    )
+
+
+def _build(values: Mapping[str, Any]) -> tuple[Factory, Hyperparams]:
+    low, high = values["min_coeff"], values["max_coeff"]
+    if low > high:
+        path = f"{SECTION}.min_coeff"
+        raise ConfigError(f"{path} must be at most max_coeff={high}, but got {path}={low}. Swap the two.")
+
+    def factory(learning_rate: Any, b1: Any, b2: Any, weight_decay: Any) -> optax.GradientTransformation:
+        return optax.chain(
+            scale_by_moments(
+                b1,
+                b2,
+                values["eps"],
+                bias_correction=values["bias_correction"],
+                eps_inside_sqrt=values["eps_inside_sqrt"],
+            ),
+            optax.add_decayed_weights(weight_decay),
+            scale_by_lamb_coefficient(low, high),
+            optax.scale_by_learning_rate(learning_rate),
+        )
+
+    b1, b2 = values["betas"]
+    return factory, {"learning_rate": values["lr"], "b1": b1, "b2": b2, "weight_decay": values["weight_decay"]}

@@ -1,0 +1,159 @@
+"""Muon with DeepSpeed's parameters: matrices are orthogonalised, all else is Adam's."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxpipe._typing import PyTree
+
+from ._adam import scale_by_moments
+from ._check import betas, flag, number, one_of, optional
+from ._recipe import Factory, Hyperparams, Recipe, clipping_refused
+
+_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+_NUM_ITERATIONS = 5
+_NORM_EPS = 1e-7
+
+
+class MuonState(NamedTuple):
+    """Average gradients.
+
+    Attributes:
+        momentum: The averages.
+    """
+
+    momentum: PyTree
+
+
+def scale_by_orthogonal_momentum(momentum: Any) -> optax.GradientTransformation:
+    """The nearest orthogonal matrix to a matrix's average gradient, scaled for its shape.
+
+    The average is `m = momentum * m + (1 - momentum) * g`; orthogonalised is `momentum * m + (1 - momentum) * g`, by
+    five Newton-Schulz iterations in the gradient's dtype. The scale is `sqrt(max(1, outputs / inputs))`, for matrices
+    of shape `[inputs, outputs]`.
+
+    Args:
+        momentum: Decay rate of the average.
+
+    Returns:
+        The transformation.
+    """
+
+    def init(params: PyTree) -> MuonState:
+        return MuonState(optax.tree.zeros_like(params))
+
+    def update(updates: PyTree, state: Any, params: PyTree | None = None) -> tuple[PyTree, MuonState]:
+        del params
+
+        def average(gradient: jax.Array, before: jax.Array) -> jax.Array:
+            return (momentum * before + (1 - momentum) * gradient).astype(before.dtype)
+
+        means = jax.tree.map(average, updates, state.momentum)
+        ahead = jax.tree.map(average, updates, means)
+        return jax.tree.map(_scaled_orthogonal, ahead), MuonState(means)
+
+    return optax.GradientTransformation(init, update)
+
+
+def _scaled_orthogonal(matrix: jax.Array) -> jax.Array:
+    inputs, outputs = matrix.shape
+    return orthogonalize(matrix) * max(1.0, outputs / inputs) ** 0.5
+
+
+def orthogonalize(matrix: jax.Array) -> jax.Array:
+    """Bring all singular values of a matrix close to 1, by Newton-Schulz iterations.
+
+    Args:
+        matrix: Any matrix.
+
+    Returns:
+        A matrix with the same singular vectors and singular values of about 0.7 to 1.2.
+    """
+    a, b, c = _COEFFICIENTS
+    tall = matrix.shape[0] > matrix.shape[1]
+    x = matrix.T if tall else matrix
+    x = x / (jnp.sqrt(jnp.sum(x * x)) + _NORM_EPS)
+    for _ in range(_NUM_ITERATIONS):
+        square = x @ x.T
+        x = a * x + (b * square + c * (square @ square)) @ x
+    return x.T if tall else x
+
+
+def muon_labels(params: PyTree) -> PyTree:
+    """Which parameters are orthogonalised.
+
+    Args:
+        params: The parameters.
+
+    Returns:
+        `"muon"` for matrices, `"adam"` for all else and for embeddings, output heads and biases by their names.
+    """
+
+    def label(path: jax.tree_util.KeyPath, leaf: Any) -> str:
+        name = jax.tree_util.keystr(path, simple=True, separator="/").lower()
+        apart = "embed" in name or "lm_head" in name or name.rpartition("/")[2] == "bias"
+        return "muon" if jnp.ndim(leaf) == 2 and not apart else "adam"
+
+    return jax.tree.map_with_path(label, params)
+
+
+def muon_recipe() -> Recipe:
+    """The recipe of `Muon`.
+
+    Orthogonalised are parameters of two dims that have neither `embed` nor `lm_head` in their path and are not called
+    `bias`. DeepSpeed also takes parameters of more dims, which in Flax can be read as matrices in several ways: those
+    are Adam's. Both `ns_method`s are the same iteration, which DeepSpeed runs in half precision and we do not.
+    """
+    heads = ("the heads in a matrix are not known", "Remove the key")
+    return Recipe(
+        params={
+            "lr": (None, optional(number(0.0))),
+            "muon_lr": (None, optional(number(0.0))),
+            "adam_lr": (None, optional(number(0.0))),
+            "momentum": (0.95, number(0.0, below=1.0)),
+            "betas": ((0.9, 0.95), betas),
+            "eps": (1e-10, number(0.0)),
+            "weight_decay": (0.0, number(0.0)),
+            "adam_w_mode": (True, flag),
+            "torch_adam": (False, flag),
+            "ns_method": ("gram", one_of("gram", "standard")),
+        },
+        build=_build,
+        refused=clipping_refused() | {"per_head_muon": heads},
+    )
+
+
+def muon_rates(values: Mapping[str, Any]) -> tuple[float, float]:
+    """The two learning rates.
+
+    Args:
+        values: The read parameters.
+
+    Returns:
+        That of matrices and that of all else.
+    """
+    pairs = (("muon_lr", 0.02), ("adam_lr", 3e-4))
+    rates = [next(r for r in (values[name], values["lr"], default) if r is not None) for name, default in pairs]
+    return rates[0], rates[1]
+
+
+def _build(values: Mapping[str, Any]) -> tuple[Factory, Hyperparams]:
+    def factory(
+        learning_rate: Any, adam_learning_rate: Any, momentum: Any, b1: Any, b2: Any, weight_decay: Any
+    ) -> optax.GradientTransformation:
+        decayed = optax.add_decayed_weights(weight_decay)
+        direction = scale_by_moments(b1, b2, values["eps"])
+        matrices = optax.chain(
+            scale_by_orthogonal_momentum(momentum), decayed, optax.scale_by_learning_rate(learning_rate)
+        )
+        parts = [direction, decayed] if values["adam_w_mode"] else [decayed, direction]
+        rest = optax.chain(*parts, optax.scale_by_learning_rate(adam_learning_rate))
+        return optax.multi_transform({"muon": matrices, "adam": rest}, muon_labels)
+
+    rate, adam_rate = muon_rates(values)
+    b1, b2 = values["betas"]
+    hyperparams = {"momentum": values["momentum"], "b1": b1, "b2": b2, "weight_decay": values["weight_decay"]}
+    return factory, {"learning_rate": rate, "adam_learning_rate": adam_rate, **hyperparams}

@@ -1,0 +1,127 @@
+"""Rise and fall once, the momentum the other way round."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from ._base import SECTION, LRSchedule, iteration_of, param, required
+from ._check import flag, integer, number, optional, wrong_value
+
+
+@dataclass(frozen=True)
+class OneCycle(LRSchedule):
+    """Rise from `cycle_min_lr` to `cycle_max_lr` and back in two lines, then decay; the momentum goes the other way.
+
+    With `k` iterations gone after the cycle the rate is `cycle_min_lr / (1 + decay_lr_rate * k / decay_step_size)`, and
+    the momentum `cycle_max_mom * (1 + decay_mom_rate * k / decay_step_size)`, which nothing keeps below 1. A stair
+    count of n holds the values constant on n stairs of that half.
+
+    Two of DeepSpeed's ways are kept, so that runs can be compared update by update: the very first update has
+    `cycle_min_mom`, though the cycle begins at `cycle_max_mom`; and while `b1` cycles, `b2` is `cycled_b2` unless
+    `optimizer.params.betas` says otherwise (DeepSpeed overrides even that).
+
+    Args:
+        cycle_min_lr: The lowest rate of the cycle.
+        cycle_max_lr: The highest.
+        decay_lr_rate: How fast the rate falls after the cycle; 0: not at all.
+        cycle_first_step_size: Updates of the rising half.
+        cycle_second_step_size: Updates of the falling half; None: as many.
+        cycle_first_stair_count: Stairs of the rising half; 0: a line.
+        cycle_second_stair_count: Stairs of the falling half; None: as many.
+        decay_step_size: Updates per step of the decay; 0: no decay.
+        cycle_momentum: Whether the momentum cycles too, where the optimiser has one: the first of `betas`, or SGD's
+            `momentum` if that is not 0 (which DeepSpeed leaves constant; false does so here).
+        cycle_min_mom: The lowest momentum.
+        cycle_max_mom: The highest.
+        decay_mom_rate: How fast the momentum grows after the cycle; 0: not at all.
+        last_batch_iteration: Iteration before the first update.
+
+    Raises:
+        ConfigError: A parameter is of the wrong type or out of range.
+
+    Example:
+        >>> schedule = OneCycle(0.0, 1.0, cycle_first_step_size=2)
+        >>> [float(schedule(count)) for count in range(6)]
+        [0.0, 0.5, 1.0, 0.5, 0.0, 0.0]
+
+    Reference:
+        L. N. Smith, A disciplined approach to neural network hyper-parameters: Part 1 (2018).
+    """
+
+    cycled_b2: ClassVar[float] = 0.99
+
+    cycle_min_lr: float = required(number(0.0))
+    cycle_max_lr: float = required(number(0.0))
+    decay_lr_rate: float = param(0.0, number(0.0))
+    cycle_first_step_size: int = param(2000, integer(1))
+    cycle_second_step_size: int | None = param(None, optional(integer(0)))
+    cycle_first_stair_count: int = param(0, integer(0))
+    cycle_second_stair_count: int | None = param(None, optional(integer(0)))
+    decay_step_size: int = param(0, integer(0))
+    cycle_momentum: bool = param(True, flag)
+    cycle_min_mom: float = param(0.8, number(0.0, below=1.0))
+    cycle_max_mom: float = param(0.9, number(0.0, below=1.0))
+    decay_mom_rate: float = param(0.0, number(0.0))
+    last_batch_iteration: int = param(-1, integer(-1))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for half, size, stairs in zip(("first", "second"), self._halves, self._stairs, strict=True):
+            if size * stairs >= 2**31:
+                rule = f"below 2**31 / cycle_{half}_step_size={size}"
+                raise wrong_value(f"{SECTION}.cycle_{half}_stair_count", rule, stairs, "Use fewer stairs, or 0")
+
+    @property
+    def _halves(self) -> tuple[int, int]:
+        second = self.cycle_second_step_size
+        return self.cycle_first_step_size, self.cycle_first_step_size if second is None else second
+
+    @property
+    def _stairs(self) -> tuple[int, int]:
+        second = self.cycle_second_stair_count
+        return self.cycle_first_stair_count, self.cycle_first_stair_count if second is None else second
+
+    def __call__(self, count: ArrayLike) -> jax.Array:
+        """The learning rate after `count` updates."""
+        iteration = iteration_of(count, self.last_batch_iteration)
+        cycling = self.cycle_min_lr + (self.cycle_max_lr - self.cycle_min_lr) * self._height(iteration)
+        decaying = self.cycle_min_lr / (1 + self.decay_lr_rate * self._decay_steps(iteration))
+        return jnp.where(iteration < sum(self._halves), cycling, decaying)
+
+    def momentum(self, count: ArrayLike) -> jax.Array:
+        """The momentum, whether or not `cycle_momentum` says that it is used.
+
+        Args:
+            count: Updates applied before, 0 for the first update.
+
+        Returns:
+            A float32 scalar.
+        """
+        iteration = iteration_of(count, self.last_batch_iteration)
+        cycling = self.cycle_max_mom - (self.cycle_max_mom - self.cycle_min_mom) * self._height(iteration)
+        growing = self.cycle_max_mom * (1 + self.decay_mom_rate * self._decay_steps(iteration))
+        momentum = jnp.where(iteration < sum(self._halves), cycling, growing)
+        return jnp.where(iteration < 0, jnp.float32(self.cycle_min_mom), momentum)
+
+    def _height(self, iteration: jax.Array) -> jax.Array:
+        """Where in the cycle: 0 at the lowest rate, 1 at the highest."""
+        total = sum(self._halves)
+        place = (iteration + 1) % total
+        up = _climb(place, self._halves[0], self._stairs[0])
+        down = _climb(total - place, self._halves[1], self._stairs[1])
+        return jnp.where(place <= self._halves[0], up, down)
+
+    def _decay_steps(self, iteration: jax.Array) -> jax.Array:
+        """Steps of the decay gone; 0 during the cycle."""
+        gone = jnp.maximum(iteration - sum(self._halves) + 1, 0).astype(jnp.float32)
+        return gone / self.decay_step_size if self.decay_step_size else jnp.zeros_like(gone)
+
+
+def _climb(place: jax.Array, size: int, stairs: int) -> jax.Array:
+    """Share of one half of the cycle that lies below a place in it, in stairs if there are any."""
+    if size and stairs:
+        return (place * stairs // size).astype(jnp.float32) / stairs
+    return place.astype(jnp.float32) / max(size, 1)

@@ -1,0 +1,90 @@
+"""Optax's optimisers and schedules by name."""
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import optax
+
+from jaxpipe.errors import ConfigError
+
+from ._check import shown, unknown_param
+
+REJECTIONS = (TypeError, ValueError, AttributeError, LookupError, ArithmeticError, AssertionError, NotImplementedError)
+"""What optax and JAX raise for arguments that they cannot use."""
+
+
+def optax_schedules() -> dict[str, Callable[..., Any]]:
+    """Optax's schedules.
+
+    Returns:
+        Name to function, of those that take numbers.
+    """
+    found = {name: getattr(optax.schedules, name) for name in dir(optax.schedules) if not name.startswith("_")}
+    return {
+        name: function
+        for name, function in found.items()
+        if inspect.isfunction(function) and (name.endswith("_schedule") or name == "exponential_decay")
+    }
+
+
+def optax_optimizers() -> dict[str, Callable[..., Any]]:
+    """Optax's optimisers, those of `optax.contrib` among them.
+
+    Returns:
+        Name to function, of those that take a learning rate.
+    """
+    found = {}
+    for module in (optax.contrib, optax):
+        for name in dir(module):
+            function = getattr(module, name)
+            is_function = inspect.isfunction(function) or isinstance(function, functools.partial)
+            if name.startswith(("_", "scale_by")) or not is_function:
+                continue
+            if "learning_rate" in inspect.signature(function).parameters:
+                found[name] = function
+    return found
+
+
+def check_arguments(section: str, name: str, function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
+    """Compare arguments with a function's parameters.
+
+    Args:
+        section: JSON path of the arguments.
+        name: The function's name.
+        function: The function.
+        arguments: The arguments by name.
+
+    Raises:
+        ConfigError: One is unknown, or one without a default is missing.
+    """
+    parameters = inspect.signature(function).parameters
+    for argument in arguments:
+        if argument not in parameters:
+            raise unknown_param(section, argument, parameters)
+    for parameter in parameters.values():
+        if parameter.default is inspect.Parameter.empty and parameter.name not in arguments:
+            raise ConfigError(
+                f"{section}.{parameter.name} must be given for {name}, but got {section}.{parameter.name}=None. "
+                f"Add {parameter.name} to {section}."
+            )
+
+
+def rejected(section: str, name: str, arguments: Mapping[str, Any], error: Exception) -> ConfigError:
+    """The error for arguments whose names are right but which optax cannot use.
+
+    Args:
+        section: JSON path of the arguments.
+        name: The optax function's name.
+        arguments: The arguments by name.
+        error: What it raised.
+
+    Returns:
+        The error.
+    """
+    first = (str(error).splitlines() or [type(error).__name__])[0]
+    return ConfigError(
+        f"{section} must be arguments that optax's {name} accepts, but got {section}={shown(dict(arguments))}, which "
+        f"fails with: {first} Correct the values as the documentation of optax's {name} asks."
+    )

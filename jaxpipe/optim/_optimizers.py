@@ -1,0 +1,273 @@
+"""Optimisers by name."""
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxpipe.errors import ConfigError
+
+from ._adagrad import adagrad_recipe
+from ._adam import adam_recipe
+from ._check import shown, unknown_name
+from ._lamb import lamb_recipe
+from ._lion import lion_recipe
+from ._muon import muon_recipe
+from ._one_cycle import OneCycle
+from ._optax import REJECTIONS, check_arguments, optax_optimizers, rejected
+from ._recipe import SECTION, Hyperparams, Recipe, read_params, warn_of_tuning
+from ._sgd import sgd_recipe
+from ._warmup_cosine_lr import WarmupCosineLR
+from ._warmup_lr import WarmupLR
+
+_RATE, _ADAM_RATE = "learning_rate", "adam_learning_rate"
+
+
+def deepspeed_optimizers() -> dict[str, Recipe]:
+    """DeepSpeed's optimisers that can be had.
+
+    Returns:
+        Name to recipe.
+    """
+    return {
+        "Adam": adam_recipe(decoupled=False),
+        "AdamW": adam_recipe(decoupled=True),
+        "Lamb": lamb_recipe(),
+        "Adagrad": adagrad_recipe(),
+        "Lion": lion_recipe(),
+        "SGD": sgd_recipe(),
+        "Muon": muon_recipe(),
+    }
+
+
+def make_optimizer(
+    name: str, params: Mapping[str, Any] | None = None, schedule: optax.Schedule | None = None
+) -> optax.GradientTransformation:
+    """Make the optimiser that the configuration's `optimizer` describes.
+
+    DeepSpeed's own names are found whatever their case, take DeepSpeed's parameters and defaults, and mean what they
+    mean there; `"Adam"` is AdamW unless `adam_w_mode` is false. Any other name is a function of optax or of
+    `optax.contrib`, with its arguments for parameters. Learning rate, momenta and weight decay lie in the optimiser's
+    state, as `optax.inject_hyperparams` puts them there.
+
+    Args:
+        name: `optimizer.type`.
+        params: `optimizer.params`.
+        schedule: The learning rate, which then is not read from `params`. `OneCycle` cycles the momentum too, as it
+            describes.
+
+    Returns:
+        The transformation.
+
+    Raises:
+        ConfigError: The name or a parameter is unknown or refused, or a parameter is missing, of the wrong type or out
+            of range.
+
+    Warns:
+        UserWarning: A parameter tunes PyTorch and has no effect.
+
+    Example:
+        >>> optimizer = make_optimizer("Adam", {"lr": 0.25, "betas": [0.5, 0.75]})
+        >>> sorted(optimizer.init({"w": jnp.ones(2)}).hyperparams)
+        ['b1', 'b2', 'learning_rate', 'weight_decay']
+    """
+    params = {} if params is None else params
+    recipe = _find(name)
+    if recipe is None:
+        return _make_optax_optimizer(name, params, schedule)
+    factory, hyperparams = recipe.build(read_params(recipe, params))
+    warn_of_tuning(params)
+    hyperparams |= _followed(recipe, params, hyperparams, schedule)
+    return optax.inject_hyperparams(factory, hyperparam_dtype=jnp.float32)(**hyperparams)
+
+
+def hyperparam_schedules(
+    name: str, params: Mapping[str, Any] | None, schedule: optax.Schedule | None
+) -> dict[str, optax.Schedule]:
+    """Which hyperparameters follow a schedule in the optimiser that `make_optimizer` makes from the same arguments.
+
+    Args:
+        name: `optimizer.type`.
+        params: `optimizer.params`.
+        schedule: The learning rate.
+
+    Returns:
+        Name to schedule, as `next_hyperparams` takes it.
+
+    Raises:
+        ConfigError: As `make_optimizer` raises it.
+    """
+    params = {} if params is None else params
+    recipe = _find(name)
+    if recipe is None:
+        return factory_schedules(functools.partial(_optax_factory(name), **params), schedule)
+    hyperparams = recipe.build(read_params(recipe, params))[1]
+    followed = _followed(recipe, params, hyperparams, schedule)
+    return {key: cast(optax.Schedule, value) for key, value in followed.items() if callable(value)}
+
+
+def optimizer_lr(name: str, params: Mapping[str, Any] | None = None) -> float | None:
+    """The learning rate that the configuration's `optimizer` has of its own.
+
+    Args:
+        name: `optimizer.type`.
+        params: `optimizer.params`.
+
+    Returns:
+        The rate, DeepSpeed's default where `params` leaves it out; for Muon that of matrices. None for an optimiser of
+        optax that is given none, or a schedule.
+
+    Raises:
+        ConfigError: As `make_optimizer` raises it.
+    """
+    params = {} if params is None else params
+    recipe = _find(name)
+    if recipe is not None:
+        return recipe.build(read_params(recipe, params))[1][_RATE]
+    default = inspect.signature(_optax_factory(name)).parameters[_RATE].default
+    rate = params.get(_RATE, default)
+    return float(rate) if isinstance(rate, int | float) and not isinstance(rate, bool) else None
+
+
+def with_schedule(
+    factory: Callable[..., optax.GradientTransformation], schedule: optax.Schedule
+) -> optax.GradientTransformation:
+    """Give an optimiser a learning-rate schedule that can be read from its state.
+
+    Args:
+        factory: A constructor with an argument `learning_rate`, such as `optax.adamw` or
+            `functools.partial(optax.sgd, momentum=0.9)`.
+        schedule: The learning rate. `OneCycle` cycles the factory's `b1` or `momentum` too.
+
+    Returns:
+        The transformation.
+
+    Raises:
+        ConfigError: The factory does not take a learning rate.
+
+    Example:
+        >>> optimizer = with_schedule(optax.sgd, lambda count: 0.5**count)
+        >>> float(optimizer.init({"w": jnp.ones(2)}).hyperparams["learning_rate"])
+        1.0
+    """
+    followed = factory_schedules(factory, schedule)
+    return _inject(factory, {_RATE: schedule, **followed})
+
+
+def factory_schedules(
+    factory: Callable[..., optax.GradientTransformation], schedule: optax.Schedule | None
+) -> dict[str, optax.Schedule]:
+    """Which hyperparameters follow a schedule in the optimiser that `with_schedule` makes from the same arguments.
+
+    Args:
+        factory: The constructor.
+        schedule: The learning rate.
+
+    Returns:
+        Name to schedule, as `next_hyperparams` takes it.
+
+    Raises:
+        ConfigError: The factory does not take a learning rate.
+    """
+    momentum = _momentum_of(_parameters(factory))
+    if schedule is None:
+        return {}
+    if momentum and isinstance(schedule, OneCycle) and schedule.cycle_momentum:
+        return {_RATE: schedule, momentum: schedule.momentum}
+    return {_RATE: schedule}
+
+
+def _find(name: str) -> Recipe | None:
+    """The recipe of a name of DeepSpeed's; None for one of optax's.
+
+    Raises:
+        ConfigError: It is neither.
+    """
+    ours, path = deepspeed_optimizers(), "optimizer.type"
+    lowered = {other.lower(): recipe for other, recipe in ours.items()}
+    if isinstance(name, str) and name.lower() in lowered:
+        return lowered[name.lower()]
+    theirs = optax_optimizers()
+    if name not in theirs:
+        raise unknown_name(path, name, [*ours, *(other for other in theirs if other not in lowered)])
+    return None
+
+
+def _followed(
+    recipe: Recipe, params: Mapping[str, Any], hyperparams: Hyperparams, schedule: optax.Schedule | None
+) -> Hyperparams:
+    """The hyperparameters that a schedule decides, with what it makes of them."""
+    if schedule is None:
+        return {}
+    followed: Hyperparams = {_RATE: schedule}
+    if _ADAM_RATE in hyperparams:
+        relative = isinstance(schedule, WarmupLR | WarmupCosineLR)
+        followed[_ADAM_RATE] = replace(schedule, lr=hyperparams[_ADAM_RATE]) if relative else schedule
+    if isinstance(schedule, OneCycle) and schedule.cycle_momentum and recipe.cycled in hyperparams:
+        followed[recipe.cycled] = schedule.momentum
+        if recipe.cycled == "b1" and "betas" not in params:
+            followed["b2"] = schedule.cycled_b2
+    return followed
+
+
+def _optax_factory(name: str) -> Callable[..., optax.GradientTransformation]:
+    return optax_optimizers()[name]
+
+
+def _make_optax_optimizer(
+    name: str, params: Mapping[str, Any], schedule: optax.Schedule | None
+) -> optax.GradientTransformation:
+    factory, arguments = _optax_factory(name), dict(params)
+    check_arguments(SECTION, name, factory, arguments if schedule is None else {**arguments, _RATE: schedule})
+    try:
+        arguments |= factory_schedules(functools.partial(factory, **arguments), schedule)
+        optimizer = _inject(factory, arguments)
+        if not any(callable(value) or isinstance(value, Mapping) for value in params.values()):
+            _try_out(optimizer)
+    except REJECTIONS as error:
+        raise rejected(SECTION, name, params, error) from error
+    return optimizer
+
+
+def _try_out(optimizer: optax.GradientTransformation) -> None:
+    """Trace an update of a matrix, as the engine will ask for: without the loss or other extra arguments."""
+    tree = {"w": jax.ShapeDtypeStruct((4, 4), jnp.float32)}
+    state = jax.eval_shape(optimizer.init, tree)
+    jax.eval_shape(optimizer.update, tree, state, tree)
+
+
+def _inject(
+    factory: Callable[..., optax.GradientTransformation], arguments: Mapping[str, Any]
+) -> optax.GradientTransformation:
+    """Call a factory so that its learning rate and its momentum lie in the state; all else is constant."""
+    parameters = _parameters(factory)
+    free = {_RATE, _momentum_of(parameters)}
+    static = [name for name in parameters if name not in free]
+    return optax.inject_hyperparams(factory, static, jnp.float32)(**arguments)
+
+
+def _parameters(factory: Callable[..., optax.GradientTransformation]) -> Mapping[str, inspect.Parameter]:
+    try:
+        parameters = inspect.signature(factory).parameters
+    except (TypeError, ValueError):
+        parameters = {}
+    if _RATE not in parameters:
+        raise ConfigError(
+            f"An optimizer with a schedule must be made by a function of learning_rate, but got "
+            f"optimizer={shown(factory)}. Pass for instance optax.adamw, or functools.partial(optax.sgd, momentum=0.9)."
+        )
+    return parameters
+
+
+def _momentum_of(parameters: Mapping[str, inspect.Parameter]) -> str | None:
+    """The name of a factory's momentum: `b1`, or a `momentum` that is not 0."""
+    for name in ("b1", "momentum"):
+        default = parameters[name].default if name in parameters else None
+        if isinstance(default, int | float) and not isinstance(default, bool) and default:
+            return name
+    return None

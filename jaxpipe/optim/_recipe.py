@@ -1,0 +1,91 @@
+"""How an optimiser of the configuration is described, and how its parameters are read."""
+
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import optax
+
+from ._check import Reader, unknown_param, wrong_value
+
+SECTION = "optimizer.params"
+
+Factory: TypeAlias = Callable[..., optax.GradientTransformation]
+"""A constructor whose arguments are all hyperparameters that may change during a run."""
+
+Hyperparams: TypeAlias = dict[str, Any]
+"""Hyperparameters by name: numbers, or schedules."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """An optimiser by its JSON parameters.
+
+    Args:
+        params: Name to default and reader, for each parameter that has an effect.
+        build: From the read parameters to a factory and the hyperparameters to call it with.
+        refused: Name to reason and repair, for parameters of DeepSpeed's that cannot be had.
+        cycled: The hyperparameter that `OneCycle` cycles against the learning rate, if any.
+    """
+
+    params: Mapping[str, tuple[Any, Reader]]
+    build: Callable[[Mapping[str, Any]], tuple[Factory, Hyperparams]]
+    refused: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    cycled: str | None = None
+
+
+def tuning_params() -> frozenset[str]:
+    """Parameters that tune PyTorch's kernels and change no result.
+
+    Returns:
+        Their names.
+    """
+    return frozenset({"capturable", "differentiable", "foreach", "fused", "set_grad_none"})
+
+
+def read_params(recipe: Recipe, params: Mapping[str, Any]) -> dict[str, Any]:
+    """Read the parameters of one optimiser.
+
+    Args:
+        recipe: The optimiser.
+        params: `optimizer.params`.
+
+    Returns:
+        All its parameters, defaults filled in.
+
+    Raises:
+        ConfigError: A parameter is unknown or refused, of the wrong type or out of range.
+    """
+    for name, value in params.items():
+        path = f"{SECTION}.{name}"
+        if name in recipe.refused:
+            reason, repair = recipe.refused[name]
+            raise wrong_value(path, f"left out, because {reason}", value, repair)
+        if name in tuning_params():
+            if value not in (None, True, False):
+                raise wrong_value(path, "true, false or null", value, "Remove the key: it has no effect here")
+        elif name not in recipe.params:
+            raise unknown_param(SECTION, name, recipe.params)
+    return {
+        name: reader(params[name], f"{SECTION}.{name}") if name in params else default
+        for name, (default, reader) in recipe.params.items()
+    }
+
+
+def warn_of_tuning(params: Mapping[str, Any]) -> None:
+    """Say once which parameters have no effect.
+
+    Args:
+        params: `optimizer.params`.
+    """
+    idle = sorted(set(params) & tuning_params())
+    if idle:
+        names = ", ".join(f"{SECTION}.{name}" for name in idle)
+        warnings.warn(f"{names} tunes PyTorch and has no effect here. Remove it.", UserWarning, stacklevel=3)
+
+
+def clipping_refused() -> dict[str, tuple[str, str]]:
+    """The entry of `refused` that all of DeepSpeed's optimisers share."""
+    reason = "an optimizer sees the gradients of one stage only"
+    return {"max_grad_norm": (reason, "Use gradient_clipping, at the top of the configuration")}

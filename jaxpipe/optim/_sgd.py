@@ -1,0 +1,102 @@
+"""Stochastic gradient descent with PyTorch's parameters."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxpipe._typing import PyTree
+from jaxpipe.errors import ConfigError
+
+from ._adam import maximized
+from ._check import flag, number
+from ._recipe import SECTION, Factory, Hyperparams, Recipe, clipping_refused
+
+
+class MomentumState(NamedTuple):
+    """A running sum of gradients.
+
+    Attributes:
+        step: Updates so far, int32.
+        momentum: The sum.
+    """
+
+    step: jax.Array
+    momentum: PyTree
+
+
+def scale_by_momentum(momentum: Any, dampening: float, *, nesterov: bool) -> optax.GradientTransformation:
+    """PyTorch's momentum: `m = momentum * m + (1 - dampening) * g`, where the first `m` is `g` undampened.
+
+    Args:
+        momentum: Share of the sum that is kept.
+        dampening: Share of the gradient that is left out.
+        nesterov: Whether the direction is `g + momentum * m` instead of `m`.
+
+    Returns:
+        The transformation.
+    """
+
+    def init(params: PyTree) -> MomentumState:
+        return MomentumState(jnp.zeros([], jnp.int32), optax.tree.zeros_like(params))
+
+    def update(updates: PyTree, state: Any, params: PyTree | None = None) -> tuple[PyTree, MomentumState]:
+        del params
+        share = jnp.where(state.step == 0, 1.0, 1.0 - dampening)
+        total = jax.tree.map(lambda g, m: (momentum * m + share * g).astype(m.dtype), updates, state.momentum)
+        direction = jax.tree.map(lambda g, m: g + momentum * m, updates, total) if nesterov else total
+        return direction, MomentumState(jnp.asarray(optax.safe_increment(state.step)), total)
+
+    return optax.GradientTransformation(init, update)
+
+
+def sgd_recipe() -> Recipe:
+    """The recipe of `SGD`."""
+    return Recipe(
+        params={
+            "lr": (0.001, number(0.0)),
+            "momentum": (0.0, number(0.0)),
+            "dampening": (0.0, number()),
+            "weight_decay": (0.0, number(0.0)),
+            "nesterov": (False, flag),
+            "maximize": (False, flag),
+        },
+        build=_build,
+        refused=clipping_refused(),
+        cycled="momentum",
+    )
+
+
+def _build(values: Mapping[str, Any]) -> tuple[Factory, Hyperparams]:
+    dampening, nesterov = values["dampening"], values["nesterov"]
+    if nesterov and (values["momentum"] == 0 or dampening != 0):
+        path = f"{SECTION}.nesterov"
+        raise ConfigError(
+            f"{path} must be false without a momentum or with a dampening, but got {path}=True, "
+            f"momentum={values['momentum']:g} and dampening={dampening:g}. Set {SECTION}.momentum to for instance 0.9, "
+            "and leave dampening out."
+        )
+
+    def plain(learning_rate: Any, weight_decay: Any) -> optax.GradientTransformation:
+        return _chain(values, learning_rate, weight_decay, optax.identity())
+
+    def with_momentum(learning_rate: Any, momentum: Any, weight_decay: Any) -> optax.GradientTransformation:
+        return _chain(values, learning_rate, weight_decay, scale_by_momentum(momentum, dampening, nesterov=nesterov))
+
+    hyperparams = {"learning_rate": values["lr"], "weight_decay": values["weight_decay"]}
+    if values["momentum"] == 0:
+        return plain, hyperparams
+    return with_momentum, hyperparams | {"momentum": values["momentum"]}
+
+
+def _chain(
+    values: Mapping[str, Any], learning_rate: Any, weight_decay: Any, momentum: optax.GradientTransformation
+) -> optax.GradientTransformation:
+    return optax.chain(
+        *maximized(values["maximize"]),
+        optax.add_decayed_weights(weight_decay),
+        momentum,
+        optax.scale_by_learning_rate(learning_rate),
+    )

@@ -1,0 +1,64 @@
+"""Rise, then fall as a cosine."""
+
+import math
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from ._base import LRSchedule, iteration_of, param, required
+from ._check import integer, number
+from ._warmup import effective_steps, warmup_fraction, warmup_type_reader
+
+
+@dataclass(frozen=True)
+class WarmupCosineLR(LRSchedule):
+    """Rise to the optimiser's own rate, then fall to `cos_min_ratio` of it along half a cosine, and stay.
+
+    The parameters are ratios of `lr`. During a warm-up of `n` steps the ratio rises from `warmup_min_ratio` to 1 as in
+    `WarmupLR`; at iteration `i` of `T` after it, it is `r + (1 - r) * (1 + cos(pi * p)) / 2` with `r = cos_min_ratio`
+    and `p = min(1, (i - n + 1) / max(1, T - n))`.
+
+    The very first update has the rate 0 whatever `warmup_min_ratio` is, and the second `warmup_min_ratio * lr`: so
+    DeepSpeed does, and a run can be compared with it update by update. Where the run continues another
+    (`last_batch_iteration` of at least 0) there is no such update.
+
+    Args:
+        total_num_steps: Updates in the run.
+        warmup_min_ratio: Ratio to start from.
+        warmup_num_steps: Length of the warm-up; 1 counts as 2.
+        cos_min_ratio: Ratio to end with.
+        warmup_type: `"log"` or `"linear"`.
+        last_batch_iteration: Iteration before the first update.
+        lr: The optimiser's own rate.
+
+    Raises:
+        ConfigError: A parameter is of the wrong type or out of range.
+
+    Example:
+        >>> schedule = WarmupCosineLR(6, warmup_num_steps=2, cos_min_ratio=0.0, warmup_type="linear", lr=1.0)
+        >>> [round(float(schedule(count)), 3) for count in range(8)]
+        [0.0, 0.0, 0.5, 0.854, 0.5, 0.146, 0.0, 0.0]
+    """
+
+    total_num_steps: int = required(integer(1))
+    warmup_min_ratio: float = param(0.0, number(0.0))
+    warmup_num_steps: int = param(1000, integer(1))
+    cos_min_ratio: float = param(0.0001, number(0.0))
+    warmup_type: str = param("log", warmup_type_reader())
+    last_batch_iteration: int = param(-1, integer(-1))
+    lr: float = param(0.001, number(0.0), hidden=True)
+
+    def __call__(self, count: ArrayLike) -> jax.Array:
+        """The learning rate after `count` updates."""
+        steps = effective_steps(self.warmup_num_steps)
+        iteration = iteration_of(count, self.last_batch_iteration)
+        rising = self.warmup_min_ratio + (1 - self.warmup_min_ratio) * warmup_fraction(
+            iteration, steps, self.warmup_type
+        )
+        gone = jnp.maximum(iteration - steps + 1, 0).astype(jnp.float32)
+        progress = jnp.minimum(gone / max(1, self.total_num_steps - steps), 1)
+        falling = self.cos_min_ratio + (1 - self.cos_min_ratio) * (1 + jnp.cos(math.pi * progress)) / 2
+        ratio = jnp.where(iteration < steps, rising, falling)
+        return self.lr * jnp.where(iteration < 0, jnp.float32(0), ratio)

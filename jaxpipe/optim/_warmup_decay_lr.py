@@ -1,0 +1,53 @@
+"""Rise, then fall in a line."""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from ._base import LRSchedule, iteration_of, param, required
+from ._check import integer, number
+from ._warmup import effective_steps, warmup_fraction, warmup_type_reader
+
+
+@dataclass(frozen=True)
+class WarmupDecayLR(LRSchedule):
+    """Rise as `WarmupLR` does, then fall in a line to `warmup_min_lr` at iteration `total_num_steps`, and stay.
+
+    After a warm-up of `n` steps, at iteration `i` of `T`, the rate is
+    `min + (max - min) * max(0, (T - i) / max(1, T - n))`.
+
+    Args:
+        total_num_steps: Updates in the run. Where it is below `warmup_num_steps`, the rate falls to the minimum as
+            soon as the warm-up is over.
+        warmup_min_lr: The rate to start from and to end with.
+        warmup_max_lr: The rate to reach.
+        warmup_num_steps: Length of the warm-up; 1 counts as 2.
+        warmup_type: `"log"` or `"linear"`.
+        last_batch_iteration: Iteration before the first update.
+
+    Raises:
+        ConfigError: A parameter is of the wrong type or out of range.
+
+    Example:
+        >>> schedule = WarmupDecayLR(6, 0.0, 0.1, 2, "linear")
+        >>> [round(float(schedule(count)), 3) for count in range(9)]
+        [0.0, 0.0, 0.05, 0.1, 0.075, 0.05, 0.025, 0.0, 0.0]
+    """
+
+    total_num_steps: int = required(integer(1))
+    warmup_min_lr: float = param(0.0, number(0.0))
+    warmup_max_lr: float = param(0.001, number(0.0))
+    warmup_num_steps: int = param(1000, integer(1))
+    warmup_type: str = param("log", warmup_type_reader())
+    last_batch_iteration: int = param(-1, integer(-1))
+
+    def __call__(self, count: ArrayLike) -> jax.Array:
+        """The learning rate after `count` updates."""
+        steps = effective_steps(self.warmup_num_steps)
+        iteration = iteration_of(count, self.last_batch_iteration)
+        left = jnp.maximum(self.total_num_steps - iteration, 0).astype(jnp.float32)
+        falling = left / max(1, self.total_num_steps - steps)
+        share = jnp.where(iteration < steps, warmup_fraction(iteration, steps, self.warmup_type), falling)
+        return self.warmup_min_lr + (self.warmup_max_lr - self.warmup_min_lr) * share

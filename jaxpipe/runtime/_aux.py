@@ -1,0 +1,53 @@
+"""What layers report from inside the model: losses that are added to the main one, and metrics."""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from jaxpipe._typing import PyTree
+from jaxpipe.layers import ModelTrace, NamedLayer
+
+_KINDS = ("losses", "metrics")
+
+
+class AuxSlots:
+    """The scalars that some layers report, as one vector.
+
+    Args:
+        layers: The model.
+        trace: Its shapes.
+        indices: The layers, in order.
+
+    Attributes:
+        names: Per slot `("losses" or "metrics", "layer/name")`.
+        has_losses: Whether any slot is added to the loss.
+    """
+
+    def __init__(self, layers: Sequence[NamedLayer], trace: ModelTrace, indices: Sequence[int]) -> None:
+        self.names = tuple(
+            (kind, f"{layers[i].name}/{name}")
+            for i in indices
+            for kind in _KINDS
+            for name in trace.aux[i].get(kind, {})
+        )
+        self.has_losses = any(kind == "losses" for kind, _ in self.names)
+
+    def collect(self, reported: Sequence[PyTree], size: int) -> tuple[jax.Array, jax.Array]:
+        """Put what the layers reported into slots.
+
+        Args:
+            reported: Per layer `{"losses": {...}, "metrics": {...}}`.
+            size: Length of the vector, at least the number of slots.
+
+        Returns:
+            `(sum of the losses, all values as float32[size])`.
+        """
+        values = [aux[kind][name] for aux in reported for kind in _KINDS for name in aux.get(kind, {})]
+        losses = [x for x, (kind, _) in zip(values, self.names, strict=True) if kind == "losses"]
+        vector = jnp.stack([*values, *[jnp.zeros((), jnp.float32)] * (size - len(values))]) if size else _empty()
+        return sum(losses, jnp.zeros((), jnp.float32)), jax.lax.stop_gradient(vector)
+
+
+def _empty() -> jax.Array:
+    return jnp.zeros((0,), jnp.float32)

@@ -1,0 +1,153 @@
+"""The optimiser and the learning-rate schedule of a run, from the call or from the configuration."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxpipe.config import TrainConfig
+from jaxpipe.errors import ConfigError
+from jaxpipe.optim import (
+    factory_schedules,
+    hyperparam_schedules,
+    make_optimizer,
+    make_schedule,
+    optimizer_lr,
+    with_schedule,
+)
+
+_SHOWN = 80
+_CONSTRUCTOR = "Pass the constructor, such as optimizer=optax.adamw or functools.partial(optax.sgd, momentum=0.9)"
+
+
+@dataclass(frozen=True)
+class ChosenOptimizer:
+    """What updates the parameters of a run.
+
+    Attributes:
+        transformation: The optimiser; None where only evaluation is wanted.
+        lr_scheduler: The schedule that its learning rate follows, if one was given apart from it.
+        schedules: Hyperparameters in its state that follow a schedule, by name; as
+            `jaxpipe.optim.next_hyperparams` takes them.
+    """
+
+    transformation: optax.GradientTransformation | None
+    lr_scheduler: optax.Schedule | None = None
+    schedules: Mapping[str, optax.Schedule] = field(default_factory=dict)
+
+
+def choose_optimizer(
+    config: TrainConfig,
+    optimizer: optax.GradientTransformation | Callable[..., optax.GradientTransformation] | None = None,
+    lr_scheduler: optax.Schedule | None = None,
+) -> ChosenOptimizer:
+    """Find the one optimiser and the one schedule that are given, and put them together.
+
+    Args:
+        config: Its sections `optimizer` and `scheduler` count.
+        optimizer: An optax transformation; or a constructor with an argument `learning_rate`, for use with a schedule.
+        lr_scheduler: An optax schedule, or one of `jaxpipe.optim`: the rate as a function of the number of updates.
+
+    Returns:
+        What to use.
+
+    Raises:
+        ConfigError: The optimiser or the schedule is given in two places, is none, or has a wrong parameter; a schedule
+            is given for an optimiser that is built already, or for none; or a constructor without a schedule.
+    """
+    named, schedule_named = config.optimizer, config.scheduler
+    if optimizer is not None and named is not None:
+        raise _given_twice("optimizer", optimizer, named.type)
+    if lr_scheduler is not None and schedule_named is not None:
+        raise _given_twice("lr_scheduler", lr_scheduler, schedule_named.type, key="scheduler")
+    if lr_scheduler is not None:
+        _check_schedule(lr_scheduler)
+    if named is not None:
+        schedule = lr_scheduler or _named_schedule(config, lambda: optimizer_lr(named.type, named.params))
+        transformation = make_optimizer(named.type, named.params, schedule)
+        return ChosenOptimizer(transformation, schedule, hyperparam_schedules(named.type, named.params, schedule))
+    is_constructor = callable(optimizer)
+    if not (optimizer is None or is_constructor or isinstance(optimizer, optax.GradientTransformation)):
+        raise ConfigError(
+            "optimizer must be an optax transformation, or a constructor of one with an argument learning_rate, but "
+            f"got optimizer={_shown(optimizer)}. Pass for instance optax.adamw(3e-4)."
+        )
+    if is_constructor:
+        schedule = lr_scheduler or _named_schedule(config, lambda: _default_rate(optimizer))
+        if schedule is None:
+            raise ConfigError(
+                "optimizer must be built unless a schedule gives its learning rate, but got "
+                f"optimizer={_shown(optimizer)} and no schedule. Call it, as in optax.adamw(3e-4), or give "
+                "lr_scheduler or the section scheduler."
+            )
+        return ChosenOptimizer(with_schedule(optimizer, schedule), schedule, factory_schedules(optimizer, schedule))
+    _check_no_schedule(config, optimizer, lr_scheduler)
+    return ChosenOptimizer(optimizer)
+
+
+def _check_no_schedule(config: TrainConfig, optimizer: Any, lr_scheduler: Any) -> None:
+    section = config.scheduler
+    if lr_scheduler is None and section is None:
+        return
+    given = f"scheduler.type={section.type!r}" if section is not None else f"lr_scheduler={_shown(lr_scheduler)}"
+    if optimizer is None:
+        raise ConfigError(
+            f"a learning-rate schedule must have an optimizer to act on, but got {given} and optimizer=None. "
+            f"{_CONSTRUCTOR}, or name one in the section optimizer."
+        )
+    raise ConfigError(
+        "a learning-rate schedule must be given to an optimizer whose learning rate is open, but got "
+        f"{given} and the finished optimizer={_shown(optimizer)}. {_CONSTRUCTOR}."
+    )
+
+
+def _named_schedule(config: TrainConfig, base_lr: Callable[[], float | None]) -> optax.Schedule | None:
+    section = config.scheduler
+    return None if section is None else make_schedule(section.type, section.params, base_lr())
+
+
+def _default_rate(factory: Any) -> float | None:
+    """The learning rate that a constructor has of its own, such as one bound by `functools.partial`."""
+    try:
+        parameter = inspect.signature(factory).parameters.get("learning_rate")
+    except (TypeError, ValueError):
+        return None
+    rate = None if parameter is None else parameter.default
+    return float(rate) if isinstance(rate, int | float) and not isinstance(rate, bool) else None
+
+
+def _check_schedule(schedule: Any) -> None:
+    found = "no function"
+    if callable(schedule):
+        try:
+            rate = jax.eval_shape(
+                lambda count: jnp.asarray(schedule(count), jnp.float32), jax.ShapeDtypeStruct((), jnp.int32)
+            )
+        except Exception as error:  # noqa: BLE001  # whatever the user's function raises
+            found = f"one that fails with: {(str(error).splitlines() or [type(error).__name__])[0]}"
+        else:
+            if rate.shape == ():
+                return
+            found = f"one that gives rates of shape={rate.shape}"
+    raise ConfigError(
+        "lr_scheduler must be a function of the number of updates that gives one rate, but got "
+        f"lr_scheduler={_shown(schedule)}, {found}. Pass for instance optax.cosine_decay_schedule(3e-4, 1000) or "
+        "jaxpipe.optim.WarmupLR(warmup_max_lr=3e-4)."
+    )
+
+
+def _given_twice(name: str, value: Any, named: str, key: str | None = None) -> ConfigError:
+    key = key or name
+    return ConfigError(
+        f"{name} must be given in one place, but got {name}={_shown(value)} and {key}.type={named!r} in the "
+        f"configuration. Remove one of them."
+    )
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."

@@ -1,0 +1,82 @@
+"""What layers keep beside their parameters, such as batch statistics: carried by the stage that holds the layer."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpipe._typing import Path, PyTree
+from jaxpipe.layers import ModelTrace, NamedLayer, flatten_dict, unflatten_dict
+
+from ._cut import StageCut
+from ._layout import Layout
+from ._params import name_leaves
+
+
+class ModelCollections:
+    """Where the collections of a model lie in storage.
+
+    Args:
+        layers: The model.
+        trace: Its shapes.
+        cuts: The stages.
+
+    Attributes:
+        struct: Shapes and dtypes by path: the layer's name, then the path inside the layer's collections.
+        layout: Where they lie.
+    """
+
+    def __init__(self, layers: Sequence[NamedLayer], trace: ModelTrace, cuts: Sequence[StageCut]) -> None:
+        held = [flatten_dict(tree) if tree else {} for tree in trace.collections]
+        paths = [{local: (named.name, *local) for local in held[named.index]} for named in layers]
+        self.struct: Mapping[Path, Any] = {p[at]: held[i][at] for i, p in enumerate(paths) for at in p}
+        self._stages = tuple(name_leaves(paths, cut) for cut in cuts)
+        self.layout = Layout([{n: self.struct[path] for n, path in stage.paths.items()} for stage in self._stages])
+
+    def has_any(self, indices: Sequence[int]) -> bool:
+        """Whether one of these layers of the model keeps anything."""
+        return any(stage.layers[i] for stage in self._stages for i in indices if i in stage.layers)
+
+    def places(self, stage: int, indices: Sequence[int]) -> tuple[object, ...]:
+        """Where the collections of some layers lie: equal where one program can serve both."""
+        return tuple(self.layout.place(stage, name) for name in self._stages[stage].names_of(indices))
+
+    def views(self, stage: int, indices: Sequence[int], storage: PyTree) -> list[PyTree]:
+        """The collections of some layers of a stage, each as the layer knows them."""
+        names = self._stages[stage].names_of(indices)
+        leaves = {name: self.layout.get(stage, name, storage) for name in names}
+        return [self._stages[stage].view(i, leaves) for i in indices]
+
+    def put(self, stage: int, indices: Sequence[int], storage: PyTree, views: Sequence[PyTree]) -> PyTree:
+        """The storage with the collections of some layers replaced."""
+        changed = {}
+        for index, view in zip(indices, views, strict=True):
+            leaves = flatten_dict(view) if view else {}
+            changed |= {name: leaves[path] for path, name in self._stages[stage].layers[index].items()}
+        return self.layout.put(stage, storage, changed)
+
+    def row(self, stage: int, tree: Mapping[str, PyTree]) -> PyTree:
+        """A stage's storage as numpy arrays, from the model's tree `{layer name: collections}`."""
+        flat = flatten_dict(tree)
+        leaves = {name: np.asarray(flat[path]) for name, path in self._stages[stage].paths.items()}
+        return self.layout.host_row(stage, leaves)
+
+    def tree(self, rows: Sequence[PyTree]) -> dict[str, PyTree]:
+        """The model's tree from the storage of every stage."""
+        flat: dict[Path, Any] = {}
+        for s, (stage, row) in enumerate(zip(self._stages, rows, strict=True)):
+            leaves = self.layout.unpack(s, row)
+            flat |= {path: leaves[name] for name, path in stage.paths.items()}
+        return unflatten_dict({path: flat[path] for path in self.struct})
+
+
+def mean_over_replicas(storage: PyTree) -> PyTree:
+    """Floating-point leaves averaged over the `data` axis; integers, which count calls, are the same on all."""
+
+    def one(leaf: jax.Array) -> jax.Array:
+        is_float = jnp.issubdtype(leaf.dtype, jnp.inexact)
+        return jax.lax.pmean(leaf, "data") if is_float else jax.lax.pmax(leaf, "data")
+
+    return jax.tree.map(one, storage)

@@ -1,0 +1,80 @@
+"""Whether an optimiser treats every element by itself, found from its trace."""
+
+import math
+from typing import Any
+
+import jax
+import optax
+from jax.extend.core import ClosedJaxpr, Jaxpr
+
+from jaxpipe._typing import PyTree
+
+from ._keep import is_arithmetic
+
+_OTHERS = frozenset(
+    {"cbrt", "ceil", "convert_element_type", "copy", "eq", "floor", "ge", "gt", "imag", "is_finite", "le", "lt", "ne"}
+    | {"nextafter", "real", "stop_gradient"}
+)
+_CALLS = frozenset({"pjit", "jit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call"})
+
+
+def is_elementwise(optimizer: optax.GradientTransformation, whole: PyTree, pieces: PyTree) -> bool:
+    """Whether cutting parameters into pieces leaves an optimiser's result the same.
+
+    Args:
+        optimizer: The optimiser.
+        whole: Shapes and dtypes of the parameters.
+        pieces: The same tree with the shapes of pieces.
+
+    Returns:
+        True where its update is element-wise arithmetic alone, and the same arithmetic for pieces as for whole
+        leaves. False where it reduces, multiplies matrices, draws random numbers, or looks at shapes.
+    """
+    traced = [_trace(optimizer, tree) for tree in (whole, pieces)]
+    if not all(_is_elementwise(jaxpr) for jaxpr in traced):
+        return False
+    first, second = (_names(jaxpr) for jaxpr in traced)
+    return first == second
+
+
+def _trace(optimizer: optax.GradientTransformation, tree: PyTree) -> Jaxpr:
+    def run(grads: PyTree, params: PyTree) -> Any:
+        state = optimizer.init(params)
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    return jax.make_jaxpr(run)(tree, tree).jaxpr
+
+
+def _inner(eqn: Any) -> list[Jaxpr]:
+    values = [v for value in eqn.params.values() for v in (value if isinstance(value, tuple) else (value,))]
+    bodies = [value.jaxpr if isinstance(value, ClosedJaxpr) else value for value in values]
+    return [body for body in bodies if isinstance(body, Jaxpr)]
+
+
+def _is_elementwise(jaxpr: Jaxpr) -> bool:
+    return all(_keeps_elements(eqn) for eqn in jaxpr.eqns)
+
+
+def _keeps_elements(eqn: Any) -> bool:
+    name = eqn.primitive.name
+    shapes = {tuple(v.aval.shape) for v in (*eqn.invars, *eqn.outvars) if math.prod(v.aval.shape) > 1}
+    if name in _CALLS or name == "cond":
+        return all(_is_elementwise(body) for body in _inner(eqn))
+    if not shapes:
+        return True
+    if name == "broadcast_in_dim":
+        operand, result = eqn.invars[0].aval, eqn.outvars[0].aval
+        return math.prod(operand.shape) == 1 or operand.shape == result.shape
+    is_known = is_arithmetic(name) or name in _OTHERS
+    return is_known and len(shapes) == 1 and all(tuple(v.aval.shape) in shapes for v in eqn.outvars)
+
+
+def _names(jaxpr: Jaxpr) -> list[str]:
+    """All primitives in order, those that only fill in scalars left out."""
+    names = []
+    for eqn in jaxpr.eqns:
+        names.append(eqn.primitive.name)
+        for body in _inner(eqn):
+            names += _names(body)
+    return [name for name in names if name not in ("broadcast_in_dim", "reshape", "squeeze", "convert_element_type")]

@@ -1,0 +1,40 @@
+"""The global norm of gradients over all stages, replicas counted once and shared parameters counted once."""
+
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+
+from jaxpipe._typing import PyTree
+
+from ._shards import Shards
+from ._tied import drop_copies
+
+_EPSILON = 1e-6
+"""What DeepSpeed and PyTorch add to the norm before they divide by it."""
+
+
+def global_norm(tied: Mapping[str, tuple[int, ...]], shards: Shards, member: jax.Array, row: PyTree) -> jax.Array:
+    """The L2 norm of the whole model's gradient, equal on all devices.
+
+    Args:
+        tied: Shared parameters with the stages that hold them.
+        shards: How gradients are divided.
+        member: This device's member.
+        row: Its gradients.
+
+    Returns:
+        `float32[]`.
+    """
+    counted = drop_copies(tied, shards, member, row)
+    squares = [jnp.sum(jnp.square(jnp.abs(leaf).astype(jnp.float32))) for leaf in jax.tree.leaves(counted)]
+    axes = ("stage",) if shards.num_shards == 1 else ("stage", "data")
+    return jnp.sqrt(jax.lax.psum(sum(squares, jnp.zeros((), jnp.float32)), axes))
+
+
+def clip_to(limit: float, norm: jax.Array, grads: PyTree) -> PyTree:
+    """Scale gradients so that their global norm is at most `limit`; 0 leaves them as they are."""
+    if not limit:
+        return grads
+    factor = jnp.minimum(1.0, limit / (norm + _EPSILON))
+    return jax.tree.map(lambda g: g * factor.astype(g.real.dtype), grads)

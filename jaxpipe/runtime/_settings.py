@@ -1,0 +1,32 @@
+"""How a pipeline runs and updates, beside the model, the optimiser and the mesh."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from jaxpipe.optim import LossScaler
+from jaxpipe.schedules import PipeSchedule
+
+
+@dataclass(frozen=True)
+class PipelineSettings:
+    """Settings of a `Pipeline`; the configuration's keys in the form the runtime takes.
+
+    Attributes:
+        schedule: Name of a training schedule, or a `PipeSchedule` class.
+        skip_idle: Branch around idle cells instead of computing and dropping them. None: on CPUs yes; elsewhere the
+            branch would cost a host synchronisation and all overlap with communication, so no.
+        scan_trunk: Run equal layers of a stage as one scan, so that compile time does not grow with depth; costs a
+            copy of the trunk's parameters per step.
+        gradient_clipping: Largest global norm of the gradient; 0 clips nothing.
+        grad_accum_dtype: What gradients are summed in. None: float32 in mixed precision, else the parameters' dtype.
+        zero_stage: 1 divides optimiser state and the parameters kept between steps over the replicas; 0 does not.
+        loss_scaler: Scales the loss and skips updates whose gradients overflow; None does neither.
+    """
+
+    schedule: str | type[PipeSchedule] = "1f1b"
+    skip_idle: bool | None = None
+    scan_trunk: bool = False
+    gradient_clipping: float = 0.0
+    grad_accum_dtype: Any = None
+    zero_stage: int = 0
+    loss_scaler: LossScaler | None = None

@@ -1,0 +1,199 @@
+"""What runs on each device, inside `shard_map`: a training step, its gradients, its update, and evaluation."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxpipe._typing import PyTree
+from jaxpipe.layers import as_arrays, cast_floats
+
+from ._collections import mean_over_replicas
+from ._division import Division
+from ._evaluate import EvaluateLoop, Measure
+from ._norm import clip_to, global_norm
+from ._objective import Objective, gather_values
+from ._parts import Place, StageParts
+from ._ring import select
+from ._settings import PipelineSettings
+from ._state import TrainState
+from ._tied import spread_tied, sum_tied
+from ._train import Device, TrainLoop
+from ._update import Updater
+
+Batch = tuple[PyTree, PyTree, PyTree]
+Metrics = dict[str, Any]
+
+
+class DevicePrograms:
+    """The functions of one device, over states and batches whose rows have lost their first dim only inside.
+
+    Args:
+        parts: The computing of a stage.
+        division: How parameters are divided.
+        updater: The optimiser.
+        train: The training loop.
+        evaluate: The evaluation loop.
+        objective: The loss.
+        settings: Clipping and loss scale.
+        num_replicas: Length of the `data` axis.
+    """
+
+    def __init__(
+        self,
+        parts: StageParts,
+        division: Division,
+        updater: Updater,
+        train: TrainLoop,
+        evaluate: EvaluateLoop,
+        objective: Objective,
+        settings: PipelineSettings,
+        num_replicas: int,
+    ) -> None:
+        self._parts, self._division, self._updater = parts, division, updater
+        self._train, self._evaluate, self._objective = train, evaluate, objective
+        self._scaler, self._limit, self._num_replicas = settings.loss_scaler, settings.gradient_clipping, num_replicas
+        self._tied = parts.params.tied
+
+    def init_optimizer(self, params: PyTree) -> PyTree:
+        """The optimiser's state for new parameters."""
+        return _expand(self._updater.init(self._member(), _squeeze(params)))
+
+    def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        """Gradients, then the update."""
+        metrics, grads, collections = self._gradients(state, batch)
+        old = state.collections
+        state, more = self._update(state, grads)
+        kept = _expand(collections)
+        if "overflow" in more:
+            kept = select(more["overflow"], old, kept)
+        return dataclasses.replace(state, collections=kept), {**metrics, **more}
+
+    def gradients(self, state: TrainState, batch: Batch) -> tuple[Metrics, PyTree, PyTree]:
+        """Metrics, mean gradients in the form of the parameters, and the collections after the batch."""
+        return self.partial_gradients(state, batch, 0)
+
+    def partial_gradients(
+        self, state: TrainState, batch: Batch, first: jax.Array | int
+    ) -> tuple[Metrics, PyTree, PyTree]:
+        """The same for a part of a step's microbatches, which begins with microbatch `first`."""
+        metrics, grads, collections = self._gradients(state, batch, first)
+        return metrics, _expand(self._unscale(state, grads)), _expand(collections)
+
+    def update(self, state: TrainState, grads: PyTree) -> tuple[TrainState, Metrics]:
+        """One update from gradients as `gradients` returns them."""
+        return self._update(state, self._scale(state, _squeeze(grads)))
+
+    def evaluate(self, state: TrainState, batch: Batch) -> Metrics:
+        """The loss, and that of each microbatch."""
+        return _mean_losses(self._results(state, batch, self._objective.measure))
+
+    def predict(self, state: TrainState, batch: Batch) -> PyTree:
+        """The model's outputs for every microbatch, on every stage."""
+        return jax.tree.map(_from_last, self._results(state, batch, lambda outputs, _: outputs))
+
+    def evaluate_and_predict(self, state: TrainState, batch: Batch) -> tuple[Metrics, PyTree]:
+        """Both at once."""
+        terms, outputs = self._results(state, batch, lambda y, t: (self._objective.measure(y, t), y))
+        return _mean_losses(terms), jax.tree.map(_from_last, outputs)
+
+    def _member(self) -> jax.Array:
+        return self._division.kept.member(jax.lax.axis_index("stage"), jax.lax.axis_index("data"))
+
+    def _results(self, state: TrainState, batch: Batch, measure: Measure) -> PyTree:
+        return self._evaluate.run(self._device(state, batch, (jnp.float32(1), jnp.float32(1))), measure)
+
+    def _device(
+        self, state: TrainState, batch: Batch, seeds: tuple[jax.Array, jax.Array], first: jax.Array | int = 0
+    ) -> Device:
+        stage = jax.lax.axis_index("stage")
+        storage = self._division.compute_storage(stage, self._member(), _squeeze(state.params))
+        inputs, labels, side = as_arrays(batch)
+        inputs, side = cast_floats((inputs, side), self._parts.compute_dtype)
+        return Device(
+            place=Place(stage, storage, self._parts.trunk.prepare(storage["stacked"])),
+            replica=jax.lax.axis_index("data"),
+            collections=_squeeze(state.collections),
+            batch=(inputs, labels, side),
+            rng=state.rng,
+            step=state.step,
+            seeds=seeds,
+            first=first,
+        )
+
+    def _gradients(self, state: TrainState, batch: Batch, first: jax.Array | int = 0) -> tuple[Metrics, PyTree, PyTree]:
+        """Metrics, gradients of the row times the loss scale, and collections."""
+        weight = self._objective.divisor(batch[1])
+        divisor = jnp.where(weight == 0, 1.0, weight)
+        seed = self._loss_scale(state) * (self._num_replicas / divisor if self._scaler else 1.0)
+        device = self._device(state, batch, (seed, seed * divisor / self._objective.num_terms), first)
+        totals = self._train.run(device)
+        grads = {
+            "stacked": {**totals.own["stacked"], **self._parts.trunk.named(totals.trunk)},
+            "packed": totals.own["packed"],
+        }
+        grads = sum_tied(self._parts.params, device.stage, grads)
+        grads = self._division.reduce_gradients(device.stage, self._member(), grads)
+        by = self._num_replicas if self._scaler else divisor
+        grads = jax.tree.map(lambda g: g / by.astype(g.real.dtype) if isinstance(by, jax.Array) else g / by, grads)
+        values = gather_values(totals.values, self._parts.aux_names, self._objective.num_terms)
+        loss = jax.lax.psum(totals.loss, ("stage", "data")) / divisor
+        metrics: Metrics = {"loss": sum(values["losses"].values(), loss), "weight": weight}
+        metrics |= {kind: reported for kind, reported in values.items() if reported}
+        return metrics, grads, mean_over_replicas(totals.collections)
+
+    def _update(self, state: TrainState, grads: PyTree) -> tuple[TrainState, Metrics]:
+        """Clip and apply gradients that are still multiplied with the loss scale."""
+        member = self._member()
+        params, opt_state = _squeeze(state.params), _squeeze(state.opt_state)
+        scaled_norm = global_norm(self._tied, self._division.kept, member, grads)
+        scale = self._loss_scale(state)
+        norm = scaled_norm / scale
+        grads = clip_to(self._limit, norm, self._unscale(state, grads))
+        new_params, new_opt = self._updater.update(member, params, grads, opt_state)
+        new_params = spread_tied(self._tied, self._division.kept, member, new_params)
+        metrics: Metrics = {"grad_norm": norm}
+        changes: dict[str, Any] = {}
+        if self._scaler is not None:
+            overflow = ~jnp.isfinite(scaled_norm)
+            new_params, new_opt = select(overflow, (params, opt_state), (new_params, new_opt))
+            changes["loss_scale"] = self._scaler.update(state.loss_scale, overflow)
+            changes["skipped_steps"] = state.skipped_steps + overflow.astype(jnp.int32)
+            metrics |= {"loss_scale": scale, "overflow": overflow}
+        changes |= {"step": state.step + 1, "params": _expand(new_params), "opt_state": _expand(new_opt)}
+        return dataclasses.replace(state, **changes), metrics
+
+    def _loss_scale(self, state: TrainState) -> jax.Array:
+        return jnp.float32(1) if self._scaler is None else state.loss_scale.scale
+
+    def _scale(self, state: TrainState, grads: PyTree) -> PyTree:
+        return grads if self._scaler is None else jax.tree.map(lambda g: g * self._loss_scale(state), grads)
+
+    def _unscale(self, state: TrainState, grads: PyTree) -> PyTree:
+        return grads if self._scaler is None else jax.tree.map(lambda g: g / self._loss_scale(state), grads)
+
+
+def _mean_losses(terms: tuple[jax.Array, jax.Array]) -> Metrics:
+    """The loss of the batch and of each microbatch, 0 where nothing weighs, from this device's sums and weights."""
+    sums, weights = (jax.lax.psum(x, ("stage", "data")) for x in terms)
+
+    def divide(total: jax.Array, weight: jax.Array) -> jax.Array:
+        return total / jnp.where(weight == 0, 1.0, weight)
+
+    return {"loss": divide(jnp.sum(sums), jnp.sum(weights)), "microbatch_losses": divide(sums, weights)}
+
+
+def _from_last(x: jax.Array) -> jax.Array:
+    """What the last stage has, on all stages; the others have zeros."""
+    if x.dtype == jnp.bool_:
+        return jax.lax.psum(x.astype(jnp.int32), "stage") > 0
+    return jax.lax.psum(x, "stage")
+
+
+def _squeeze(tree: PyTree) -> PyTree:
+    return jax.tree.map(lambda x: x[0], tree)
+
+
+def _expand(tree: PyTree) -> PyTree:
+    return jax.tree.map(lambda x: x[None], tree)

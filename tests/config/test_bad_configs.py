@@ -1,0 +1,173 @@
+"""Configurations that are right but for one key, type or value."""
+
+import copy
+import json
+import random
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from _full import FULL, OFF, UNUSED, put
+
+from jaxpipe.config import load_config
+from jaxpipe.errors import ConfigError
+
+NUM_CASES = 200
+FLAG = [1, 0, "true", [], {}]
+INTEGER = ["4", 4.5, True, [4], {}]
+NUMBER = ["1.0", True, [1.0], {}]
+TEXT = [3, True, None, {}, ["x"]]
+SECTION = [3, "x", True, [], None]
+
+WRONG_TYPES: dict[str, list[Any]] = {
+    "train_batch_size": INTEGER,
+    "train_micro_batch_size_per_gpu": INTEGER,
+    "gradient_accumulation_steps": INTEGER,
+    "steps_per_print": INTEGER,
+    "gradient_clipping": NUMBER,
+    "pipeline": SECTION,
+    "pipeline.stages": INTEGER,
+    "pipeline.partition": [3, True, {}, None, [0, "3"]],
+    "pipeline.schedule": [3, True, None, []],
+    "pipeline.activation_checkpoint_interval": INTEGER,
+    "pipeline.skip_idle": FLAG,
+    "pipeline.scan_trunk": FLAG,
+    "pipeline.seed_layers": FLAG,
+    "pipeline.num_chunks": INTEGER,
+    "fp16": SECTION,
+    "fp16.enabled": FLAG,
+    "fp16.auto_cast": FLAG,
+    "fp16.loss_scale": NUMBER,
+    "fp16.initial_scale_power": INTEGER,
+    "fp16.loss_scale_window": INTEGER,
+    "fp16.hysteresis": INTEGER,
+    "fp16.consecutive_hysteresis": FLAG,
+    "fp16.min_loss_scale": NUMBER,
+    "bf16": SECTION,
+    "bf16.enabled": FLAG,
+    "bf16.immediate_grad_update": FLAG,
+    "bf16.check_grad_overflow": FLAG,
+    "data_types": SECTION,
+    "data_types.grad_accum_dtype": [32, True, [], {}],
+    "zero_optimization": SECTION,
+    "zero_optimization.stage": ["1", True, 1.0, [1], None],
+    "optimizer": [3, "Adam", True, []],
+    "optimizer.type": TEXT,
+    "optimizer.params": [3, "x", True, []],
+    "scheduler": [3, "WarmupLR", True, []],
+    "scheduler.type": TEXT,
+    "scheduler.params": [3, "x", True, []],
+    "activation_checkpointing": SECTION,
+    "activation_checkpointing.partition_activations": FLAG,
+    "activation_checkpointing.cpu_checkpointing": FLAG,
+    "activation_checkpointing.contiguous_memory_optimization": FLAG,
+    "activation_checkpointing.number_checkpoints": INTEGER,
+    "activation_checkpointing.synchronize_checkpoint_boundary": FLAG,
+    "activation_checkpointing.profile": FLAG,
+}
+WRONG_VALUES: dict[str, list[Any]] = {
+    "train_batch_size": [0, -8],
+    "train_micro_batch_size_per_gpu": [0, -1],
+    "gradient_accumulation_steps": [0, -2],
+    "steps_per_print": [0, -10],
+    "gradient_clipping": [-1.0, float("nan"), float("inf")],
+    "pipeline.stages": [0, -4, "automatic"],
+    "pipeline.partition": [[], "", [0, -3]],
+    "pipeline.schedule": [""],
+    "pipeline.activation_checkpoint_interval": [-1],
+    "pipeline.skip_idle": ["always"],
+    "pipeline.num_chunks": [0, -2],
+    "fp16.loss_scale": [-1, float("inf"), float("nan")],
+    "fp16.initial_scale_power": [-1, 128],
+    "fp16.loss_scale_window": [0, -5],
+    "fp16.hysteresis": [0, -1],
+    "fp16.min_loss_scale": [0, -1.0, float("inf")],
+    "bf16.enabled": [True],
+    "data_types.grad_accum_dtype": ["int8", "fp64", ""],
+    "zero_optimization.stage": [2, 3, -1],
+    "optimizer.type": ["", "OneBitAdam", "MuSGD"],
+    "optimizer.params.max_grad_norm": [1.0],
+    "scheduler.type": [""],
+    "activation_checkpointing.number_checkpoints": [0, -1],
+    **{path: [{"enabled": True}] for path in OFF},
+}
+
+
+class Bad(NamedTuple):
+    kind: str
+    path: str
+    config: str
+
+
+def _misspelt(config: dict[str, Any], path: str, rng: random.Random) -> str:
+    """Misspell the last key of a path in place; the path it has then."""
+    *outer, key = path.split(".")
+    for name in outer:
+        config = config[name]
+    place = rng.randrange(1, len(key))
+    key_of = {
+        "dropped": key[:place] + key[place + 1 :],
+        "doubled": key[:place] + key[place] + key[place:],
+        "replaced": key[:place] + "q" + key[place + 1 :],
+        "upper": key.upper(),
+    }
+    wrong = key_of[rng.choice(sorted(key_of))]
+    config[wrong] = config.pop(key)
+    return ".".join([*outer, wrong])
+
+
+def _all_bad() -> list[Bad]:
+    rng = random.Random(20)
+    found: list[Bad] = []
+    for path in [*WRONG_TYPES, *(path for path in UNUSED if path != "aio")] * 3:
+        config = copy.deepcopy(FULL)
+        if path in UNUSED:
+            put(config, path, UNUSED[path])
+        found.append(Bad("key", _misspelt(config, path, rng), json.dumps(config)))
+    wrong = {
+        "type": WRONG_TYPES | {path: [3, ["x"]] for path, value in UNUSED.items() if isinstance(value, bool)},
+        "value": WRONG_VALUES,
+    }
+    for kind, table in wrong.items():
+        for path, values in table.items():
+            for value in values:
+                config = copy.deepcopy(FULL)
+                put(config, path, value)
+                found.append(Bad(kind, path, json.dumps(config)))
+    return sorted(set(found))
+
+
+ALL = _all_bad()
+CASES = random.Random(7).sample(ALL, NUM_CASES)
+
+
+def test_the_sample_is_of_every_kind() -> None:
+    assert len({case.config for case in CASES}) == NUM_CASES
+    assert min(Counter(case.kind for case in CASES).values()) >= 40
+    load_config(FULL)
+
+
+def _names(error: ConfigError, path: str) -> bool:
+    """Whether an error gives exactly this path, and not only a part or an extension of it."""
+    return re.search(rf"(?<![\w.]){re.escape(path)}(?![\w.]*\w)", str(error)) is not None
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.kind}-{case.path}")
+def test_one_wrong_thing_is_refused_with_its_path(case: Bad, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_config(json.loads(case.config))
+    assert _names(error.value, case.path)
+    file = tmp_path / "config.json"
+    file.write_text(case.config)
+    with pytest.raises(ConfigError) as from_file:
+        load_config(file)
+    assert str(from_file.value) == f"{error.value} (Read from {file}.)"
+
+
+def test_so_are_all_the_others() -> None:
+    for case in ALL:
+        with pytest.raises(ConfigError) as error:
+            load_config(json.loads(case.config))
+        assert _names(error.value, case.path), case

@@ -1,0 +1,200 @@
+import copy
+import pickle
+from typing import Any
+
+import pytest
+
+from jaxpipe.config import (
+    BatchConfig,
+    Config,
+    FP16Config,
+    FP16Section,
+    PipelineConfig,
+    TrainConfig,
+    TrainingConfig,
+    load_config,
+)
+from jaxpipe.errors import ConfigError
+
+
+class LogConfig(Config):
+    verbose: bool = False
+    every = 10
+
+    @property
+    def twice(self) -> int:
+        return 2 * self.every
+
+
+class ScriptConfig(TrainingConfig):
+    name = "run"
+    gradient_clipping: float | None = None
+    pipeline: Any = None
+    log = LogConfig()
+
+
+class ScaledConfig(FP16Config):
+    loss_scale = 128
+
+
+def test_fields_are_attributes_and_items() -> None:
+    for config in (Config(verbose=True), Config.from_dict({"verbose": True}), LogConfig(verbose=True)):
+        assert config.verbose is True
+        assert config["verbose"] is True
+    assert dict(Config(a=1, b=2)) == Config(a=1, b=2) == {"a": 1, "b": 2}
+    assert LogConfig(every=3).twice == 6
+    assert repr(LogConfig(every=3)) == "LogConfig(verbose=False, every=3)"
+    assert len(Config()) == 0
+
+
+def test_subclasses_declare_fields_with_defaults() -> None:
+    assert LogConfig() == {"verbose": False, "every": 10}
+    config = ScriptConfig(log={"every": 1}, batch={"train_batch_size": 8})
+    assert list(config) == ["batch", "fp16", "name", "gradient_clipping", "pipeline", "log"]
+    assert config.log == LogConfig(every=1)
+    assert config.batch["train_batch_size"] == 8
+    assert ScriptConfig().log.every == 10
+    assert ScriptConfig(log=None).log == LogConfig()
+
+
+def test_the_names_of_the_manual() -> None:
+    assert dict(FP16Config()) == {"enabled": None, "clip": None}
+    sizes = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    assert [BatchConfig()[size] for size in sizes] == [None] * 3
+    assert TrainingConfig() == {"batch": BatchConfig(), "fp16": FP16Config()}
+
+
+def test_resolve_completes_a_copy() -> None:
+    config = TrainingConfig(
+        batch={"train_batch_size": 64, "train_micro_batch_size_per_gpu": 4, "data_parallel_size": 2}
+    )
+    whole = config.resolve()
+    assert isinstance(whole, TrainingConfig)
+    assert whole.batch.gradient_accumulation_steps == 8
+    assert whole.fp16 == {"enabled": False, "clip": 0.0}
+    assert config.batch.gradient_accumulation_steps is None
+    assert whole.resolve() == whole
+    assert ScriptConfig(batch=config.batch).resolve().name == "run"
+
+
+@pytest.mark.parametrize(
+    ("config", "valid"),
+    [
+        (Config(), True),
+        (BatchConfig(train_batch_size=8), True),
+        (BatchConfig(), False),
+        (BatchConfig(train_batch_size="8"), False),
+        (BatchConfig(train_batch_size=7, train_micro_batch_size_per_gpu=2), False),
+        (BatchConfig(train_batch_size=7, data_parallel_size=2), False),
+        (FP16Config(), True),
+        (FP16Config(enabled=1), False),
+        (FP16Config(clip=-1.0), False),
+        (TrainingConfig(), False),
+        (TrainingConfig(batch=BatchConfig(train_batch_size=8)), True),
+        (TrainingConfig(batch={"train_batch_size": 8}, fp16={"clip": "x"}), False),
+    ],
+)
+def test_validity_is_a_bool(config: Config, valid: bool) -> None:
+    assert config.is_valid() is valid
+
+
+def test_errors_of_resolve() -> None:
+    with pytest.raises(ConfigError, match=r"must hold, but got 7 = 2 x \? x 1. Use a train_batch_size that is a mult"):
+        BatchConfig(train_batch_size=7, train_micro_batch_size_per_gpu=2).resolve()
+    with pytest.raises(ConfigError, match=r"^fp16.enabled must be true or false, but got fp16.enabled=1. Use true"):
+        FP16Config(enabled=1).resolve()
+    with pytest.raises(ConfigError, match=r"^fp16.clip must be a finite number of at least 0, but got fp16.clip=-1"):
+        FP16Config(clip=-1).resolve()
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (
+            lambda: BatchConfig(train_batchsize=1),
+            r"^train_batchsize is not a field of BatchConfig. Did you mean train_ba",
+        ),
+        (lambda: FP16Config(zzz=1), r"^zzz is not a field of FP16Config. Use one of enabled, clip\."),
+        (
+            lambda: TrainingConfig(batch={"train_batchsize": 1}),
+            r"^batch.train_batchsize is not a field of BatchConfig. Did you mean train_batch_size\?",
+        ),
+        (lambda: TrainingConfig(batch=3), r"^batch must be a dictionary or a BatchConfig, but got batch=3. Use BatchC"),
+        (
+            lambda: TrainingConfig(batch=FP16Config()),
+            r"^batch must be a dictionary or a BatchConfig, but got batch=FP16",
+        ),
+        (lambda: Config(keys=1), r"^keys must not be the name of a field of Config, but got keys=1: .* Choose another"),
+        (lambda: Config(_a=1), r"^_a must not be the name of a field of Config, but got _a=1"),
+        (
+            lambda: type("Bad", (Config,), {"items": 3})(),
+            r"^items must not be the name of a field of Bad, but got items=3",
+        ),
+        (lambda: Config.from_dict({1: 2}), r"^A field of Config must be a string, but got key=1. Write it in quotes"),
+    ],
+)
+def test_wrong_fields(make: Any, match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        make()
+
+
+def test_fields_that_are_not_there() -> None:
+    with pytest.raises(AttributeError, match=r"^evry is not a field of LogConfig. Did you mean every\?"):
+        _ = LogConfig().evry
+    with pytest.raises(AttributeError, match=r"^a is not a field of Config. Use one of no fields"):
+        _ = Config().a
+    with pytest.raises(KeyError):
+        LogConfig()["evry"]
+
+
+def test_nothing_changes() -> None:
+    config = LogConfig()
+    with pytest.raises(AttributeError, match=r"LogConfig must not change, but got every=3. Make a new one"):
+        config.every = 3
+    with pytest.raises(AttributeError, match=r"LogConfig must not change, but got del every. Make a new one"):
+        del config.every
+    assert config.every == 10
+
+
+def test_copies_and_pickles() -> None:
+    config = ScriptConfig(batch={"train_batch_size": 8}, log={"every": 2})
+    assert copy.deepcopy(config) == config
+    assert pickle.loads(pickle.dumps(config)) == config
+
+
+def test_an_engine_reads_it() -> None:
+    config = TrainingConfig(
+        batch={"train_batch_size": 64, "train_micro_batch_size_per_gpu": 4}, fp16={"enabled": True, "clip": 1}
+    )
+    expected = TrainConfig(64, 4, None, gradient_clipping=1.0, fp16=FP16Section(enabled=True))
+    assert load_config(config) == config.to_train_config() == expected
+    assert load_config(TrainingConfig()) == TrainConfig()
+
+
+def test_fields_of_a_subclass_that_are_keys() -> None:
+    config = ScriptConfig(gradient_clipping=2, pipeline={"stages": 2}, fp16=ScaledConfig(enabled=True))
+    expected = TrainConfig(
+        gradient_clipping=2.0, pipeline=PipelineConfig(2), fp16=FP16Section(enabled=True, loss_scale=128)
+    )
+    assert load_config(config) == expected
+
+
+@pytest.mark.parametrize(
+    ("config", "match"),
+    [
+        (
+            ScriptConfig(gradient_clipping=1.0, fp16={"clip": 2.0}),
+            r"^gradient_clipping must be given once, but got gradient_clipping=1.0 and fp16.clip=2.0. Keep one",
+        ),
+        (
+            TrainingConfig(fp16={"clip": "x"}),
+            r"^fp16.clip must be a finite number of at least 0, but got fp16.clip='x'",
+        ),
+        (TrainingConfig(fp16={"enabled": "yes"}), r"^fp16.enabled must be true or false, but got fp16.enabled='yes'"),
+        (TrainingConfig(batch={"train_batch_size": 0}), r"^train_batch_size must be an integer of at least 1, but got"),
+        (ScriptConfig(pipeline={"stagess": 2}), r"^pipeline.stagess is not a known key. Did you mean pipeline.stages"),
+    ],
+)
+def test_errors_of_the_conversion(config: TrainingConfig, match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        load_config(config)

@@ -1,0 +1,155 @@
+import copy
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from _full import FULL, OFF, UNUSED, put
+
+from jaxpipe.config import ConfigWarning, TrainConfig, load_config
+from jaxpipe.config._refused import REFUSED
+from jaxpipe.config._unused import UNUSED as READERS
+from jaxpipe.errors import ConfigError
+
+
+def _config(path: str, value: object) -> dict[str, Any]:
+    config: dict[str, Any] = {"optimizer": {"type": "Adam"}} if path.startswith("optimizer") else {}
+    put(config, path, value)
+    return config
+
+
+def test_the_tables_are_complete() -> None:
+    assert set(UNUSED) == set(READERS)
+    assert set(OFF) == set(REFUSED)
+    assert not set(UNUSED) & set(OFF)
+
+
+def test_one_warning_names_all_keys_without_effect() -> None:
+    config = copy.deepcopy(FULL)
+    for path, value in UNUSED.items():
+        put(config, path, value)
+    with pytest.warns(ConfigWarning, match=r"keys that have no effect: .*remove them to silence") as caught:
+        assert load_config(config) == load_config(FULL)
+    assert len(caught) == 1
+    named = str(caught[0].message).split(": ", 1)[1].split(". They")[0].split(", ")
+    assert sorted(named) == sorted(UNUSED)
+    assert caught[0].filename == __file__
+
+
+@pytest.mark.parametrize("path", sorted(UNUSED))
+def test_each_is_named_at_its_path(path: str) -> None:
+    with pytest.warns(ConfigWarning, match=rf"have no effect: {path}\. They"):
+        load_config(_config(path, UNUSED[path]))
+
+
+@pytest.mark.parametrize("path", sorted(UNUSED))
+def test_their_values_are_checked_all_the_same(path: str) -> None:
+    wrong = "yes" if path != "log_level" else 3
+    with pytest.raises(ConfigError, match=rf"^{path} must be .*, but got {path}={wrong!r}. (Use|Write)"):
+        load_config(_config(path, wrong))
+
+
+def test_a_file_as_users_of_deepspeed_have_it() -> None:
+    config = {
+        "train_batch_size": 256,
+        "train_micro_batch_size_per_gpu": 8,
+        "steps_per_print": 10,
+        "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8}},
+        "gradient_clipping": 1.0,
+        "prescale_gradients": False,
+        "communication_data_type": None,
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {
+            "stage": 1,
+            "allgather_bucket_size": 5e8,
+            "contiguous_gradients": True,
+            "cpu_offload": False,
+            "overlap_comm": True,
+            "stage3_gather_16bit_weights_on_model_save": False,
+        },
+        "fp16": {"enabled": True, "loss_scale": 0, "loss_scale_window": 1000, "hysteresis": 2, "min_loss_scale": 1},
+        "wall_clock_breakdown": False,
+        "dump_state": False,
+        "flops_profiler": {"enabled": False, "profile_step": 1, "detailed": True},
+        "tensorboard": {"enabled": False},
+    }
+    with pytest.warns(ConfigWarning, match=r"zero_allow_untested_optimizer, zero_optimization.allgather_bucket_size, "):
+        assert load_config(config).compute_dtype == "float16"
+
+
+@pytest.mark.parametrize("path", sorted(OFF))
+def test_what_is_refused_may_be_written_as_off(path: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for value in (None, *OFF[path]):
+            assert isinstance(load_config(_config(path, value)), TrainConfig)
+
+
+@pytest.mark.parametrize("path", sorted(OFF))
+@pytest.mark.parametrize("value", ["on", [], {"enabled": True}, {"enabled": None}, 7])
+def test_what_is_refused_gives_reason_and_repair(path: str, value: object) -> None:
+    refusal = REFUSED[path]
+    with pytest.raises(ConfigError) as error:
+        load_config(_config(path, value))
+    assert str(error.value) == f"{path} must not be set: {refusal.reason}, but got {path}={value!r}. {refusal.repair}."
+    assert refusal.repair.startswith(("Remove", "Use"))
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "match"),
+    [
+        ("dataloader_drop_last", False, r"Use true: batches that are not full are dropped"),
+        ("zero_optimization.offload_optimizer", {"device": "cpu"}, r"nothing is offloaded .*={'device': 'cpu'}. Remo"),
+        ("zero_optimization.stage3_max_live_parameters", 1e9, r"ZeRO stage 3, which no pipeline has.*=1000000000.0"),
+        ("zero_optimization.zero_quantized_weights", True, r"ZeRO\+\+.*=True. Remove"),
+        ("gradient_predivide_factor", True, r"averaged over the replicas.*=True. Remove"),
+        ("gradient_allreduce_op", "sum", r"averaged over the replicas.*='sum'. Remove"),
+        ("wall_clock_breakdown", True, r"use jax.profiler"),
+        ("wall_clock_breakdown", 0, r"use jax.profiler"),
+        ("sparse_attention", {}, r"not supported"),
+    ],
+)
+def test_refusals(path: str, value: object, match: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^{path} must not be set: .*{match}"):
+        load_config(_config(path, value))
+
+
+@pytest.mark.parametrize(
+    ("config", "match"),
+    [
+        ({"train_batchsize": 1}, r"train_batchsize is not a known key. Did you mean train_batch_size\?"),
+        ({"grandient_accumulation_steps": 1}, r"Did you mean gradient_accumulation_steps\?"),
+        (
+            {"pipeline": {"activation_checkpoint_intervall": 1}},
+            r"pipeline.activation_checkpoint_intervall is not a known key. "
+            r"Did you mean pipeline.activation_checkpoint_interval\?",
+        ),
+        ({"stages": 4}, r"^stages is not a known key. Did you mean pipeline.stages\?"),
+        ({"stage": 1}, r"^stage is not a known key. Did you mean zero_optimization.stage\?"),
+        ({"loss_scale": 1}, r"^loss_scale is not a known key. Did you mean fp16.loss_scale\?"),
+        ({"overlap_comm": True}, r"^overlap_comm is not a known key. Did you mean zero_optimization.overlap_comm\?"),
+        ({"offload_optimiser": {}}, r"Did you mean zero_optimization.offload_optimizer\?"),
+        ({"bfloat61": {}}, r"^bfloat61 is not a known key. Did you mean bfloat16\?"),
+        ({"gradient_cliping": 1.0}, r"gradient_cliping is not a known key. Did you mean gradient_clipping\?"),
+        ({"flop_profiler": {}}, r"flop_profiler is not a known key. Did you mean flops_profiler\?"),
+        (
+            {"zero_optimization": {"overlap_com": 1}},
+            r"^zero_optimization.overlap_com .* zero_optimization.overlap_comm",
+        ),
+        ({"fp16": {"histeresis": 1}}, r"^fp16.histeresis is not a known key. Did you mean fp16.hysteresis\?"),
+        ({"bfloat16": {"enable": 1}}, r"^bfloat16.enable is not a known key. Did you mean bfloat16.enabled\?"),
+        ({"optimizer": {"typ": "Adam"}}, r"^optimizer.typ is not a known key. Did you mean optimizer.type\?"),
+        (
+            {"pipeline": {"seed_layer": 1}},
+            r"pipeline.seed_layer is not a known key. Did you mean pipeline.seed_layers\?",
+        ),
+        ({"zzz": 1}, r"zzz is not a known key. Remove it, or use one of train_batch_size, train_micro"),
+        ({"pipeline": {"zzz": 1}}, r"pipeline.zzz is not a known key. Remove it, or use one of pipeline.stages, "),
+        ({"data_types": {"zzz": 1}}, r"^data_types.zzz is not a known key. Remove it, or use one of data_types.grad"),
+        ({3: 1}, r"A key of the configuration must be a string, but got key=3. Write it in quotes"),
+        ({"pipeline": {None: 1}}, r"A key of pipeline must be a string, but got key=None"),
+    ],
+)
+def test_unknown_keys_name_the_nearest(config: Mapping[str, Any], match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        load_config(config)

@@ -1,0 +1,213 @@
+from typing import Any
+
+import pytest
+from _full import FULL, put
+
+from jaxpipe.config import (
+    ActivationCheckpointingSection,
+    BF16Section,
+    DataTypesSection,
+    FP16Section,
+    OptimizerSection,
+    Params,
+    PipelineConfig,
+    SchedulerSection,
+    TrainConfig,
+    ZeroSection,
+    load_config,
+)
+from jaxpipe.errors import ConfigError
+
+
+def at(path: str, value: object) -> dict[str, Any]:
+    config: dict[str, Any] = {}
+    put(config, path, value)
+    return config
+
+
+def test_defaults_are_deepspeeds_but_for_clipping() -> None:
+    config = load_config({})
+    assert config.gradient_clipping == 0.0
+    assert config.fp16 == FP16Section(False, False, 0.0, 16, 1000, 2, False, 1.0)
+    assert config.bf16 == BF16Section(False, False, True)
+    assert config.data_types == DataTypesSection(None)
+    assert config.zero_optimization == ZeroSection(0)
+    assert config.optimizer is None
+    assert config.scheduler is None
+    assert config.activation_checkpointing == ActivationCheckpointingSection(False, False, False, None, False, False)
+
+
+def test_every_key_of_every_section() -> None:
+    config = load_config(FULL)
+    assert config == TrainConfig(
+        64,
+        4,
+        8,
+        10,
+        PipelineConfig(4, (0, 3, 6), "gpipe", 2, True, True, True, 2),
+        1.0,
+        FP16Section(True, True, 0.0, 12, 500, 3, True, 0.5),
+        BF16Section(False, True, False),
+        DataTypesSection("float32"),
+        ZeroSection(1),
+        OptimizerSection("AdamW", Params({"lr": 3e-4, "betas": (0.9, 0.95), "adam_w_mode": True})),
+        SchedulerSection("WarmupLR", Params({"warmup_max_lr": 3e-4, "warmup_num_steps": 100})),
+        ActivationCheckpointingSection(True, True, True, 4, True, True),
+    )
+    assert hash(config) == hash(load_config(FULL))
+    assert config == TrainConfig(**FULL)
+
+
+def test_numbers_are_stored_as_floats() -> None:
+    config = load_config({"gradient_clipping": 1, "fp16": {"loss_scale": 128, "min_loss_scale": 2}})
+    numbers = (config.gradient_clipping, config.fp16.loss_scale, config.fp16.min_loss_scale)
+    assert numbers == (1.0, 128.0, 2.0)
+    assert {type(number) for number in numbers} == {float}
+
+
+@pytest.mark.parametrize(
+    ("config", "dtype"),
+    [
+        ({}, "float32"),
+        ({"fp16": {"enabled": False}, "bf16": {"enabled": False}}, "float32"),
+        ({"fp16": {"enabled": True}}, "float16"),
+        ({"bf16": {"enabled": True}, "fp16": {"enabled": False}}, "bfloat16"),
+        ({"bfloat16": {"enabled": True}}, "bfloat16"),
+    ],
+)
+def test_compute_dtype(config: dict[str, Any], dtype: str) -> None:
+    assert load_config(config).compute_dtype == dtype
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        (None, "float32"),
+        ("fp32", "float32"),
+        ("float32", "float32"),
+        ("float", "float32"),
+        ("torch.float32", "float32"),
+        ("bf16", "bfloat16"),
+        ("bfloat16", "bfloat16"),
+        ("fp16", "float16"),
+        ("float16", "float16"),
+        ("half", "float16"),
+    ],
+)
+def test_dtype_of_accumulation_does_not_follow_the_model(name: str | None, dtype: str) -> None:
+    config = load_config({"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": name}})
+    assert config.grad_accum_dtype == dtype
+
+
+def test_both_precisions_name_both_paths() -> None:
+    match = r"^fp16.enabled and bf16.enabled must not both be true, but got fp16.enabled=True and bf16.ena.*Remove one"
+    for name in ("bf16", "bfloat16"):
+        with pytest.raises(ConfigError, match=match):
+            load_config({"fp16": {"enabled": True}, name: {"enabled": True}})
+
+
+@pytest.mark.parametrize("names", [("bf16", "bfloat16"), ("bfloat16", "bf16")])
+def test_a_section_under_both_of_its_names(names: tuple[str, str]) -> None:
+    match = r"^bf16 must be given under one name, but got {}=\{{\}} and {}=\{{'enabled': True\}}. Keep one of them"
+    with pytest.raises(ConfigError, match=match.format(*names)):
+        load_config({names[0]: {}, names[1]: {"enabled": True}})
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "match"),
+    [
+        ("gradient_clipping", -1.0, r"a finite number of at least 0, but got .*=-1.0. Use for instance 1"),
+        ("gradient_clipping", True, r"a finite number of at least 0, but got .*=True"),
+        ("gradient_clipping", "1.0", r"a finite number of at least 0, but got .*='1.0'"),
+        ("gradient_clipping", None, r"a finite number of at least 0, but got .*=None"),
+        ("gradient_clipping", float("nan"), r"a finite number of at least 0, but got .*=nan"),
+        ("gradient_clipping", 10**400, r"a finite number of at least 0, but got .*=10000"),
+        ("fp16.enabled", "auto", r"true or false, but got .*='auto'. Use true or false without quotes"),
+        ("fp16.loss_scale", True, r"a finite number of at least 0, but got .*=True. Use"),
+        ("fp16.loss_scale", float("inf"), r"a finite number of at least 0, but got .*=inf. Use"),
+        ("fp16.loss_scale", float("nan"), r"a finite number of at least 0, but got .*=nan. Use"),
+        ("fp16.loss_scale", -2, r"a finite number of at least 0, but got .*=-2. Use"),
+        ("fp16.initial_scale_power", -1, r"an integer between 0 and 127, but got .*=-1. Use for instance 0"),
+        ("fp16.initial_scale_power", 128, r"an integer between 0 and 127, but got .*=128"),
+        ("fp16.initial_scale_power", 16.0, r"an integer between 0 and 127, but got .*=16.0"),
+        ("fp16.loss_scale_window", 0, r"an integer of at least 1, but got .*=0. Use for instance 1"),
+        ("fp16.hysteresis", 0, r"an integer of at least 1, but got .*=0"),
+        ("fp16.consecutive_hysteresis", 1, r"true or false, but got .*=1"),
+        ("fp16.min_loss_scale", 0, r"a finite number above 0, but got .*=0. Use for instance 1.0"),
+        ("fp16.min_loss_scale", -1, r"a finite number above 0, but got .*=-1"),
+        ("bf16.check_grad_overflow", None, r"true or false, but got .*=None"),
+        ("bfloat16.enabled", 1, r"true or false, but got bfloat16.enabled=1"),
+        ("data_types.grad_accum_dtype", "int8", r"'fp32', 'bf16' or 'fp16', but got .*='int8'. Use 'fp32', or remove"),
+        ("data_types.grad_accum_dtype", 32, r"'fp32', 'bf16' or 'fp16', but got .*=32"),
+        ("zero_optimization", True, r"a JSON object \(.*deprecated form\), but got .*=True. Use \{\"stage\": 1\}"),
+        ("zero_optimization", False, r"a JSON object \(.*deprecated form\), but got .*=False. Use \{\"stage\": 0\}"),
+        ("zero_optimization", 1, r"a JSON object, but got zero_optimization=1. Use an object with any of the keys st"),
+        ("zero_optimization.stage", 2, r"0 or 1, but got .*=2. Use 1: .* reduce-scatter .* number of microbatches"),
+        ("zero_optimization.stage", 3, r"0 or 1, but got .*=3. Use 1: .* gather the parameters .* of microbatches"),
+        ("zero_optimization.stage", 4, r"0 or 1, but got .*=4. Use 0 or 1"),
+        ("zero_optimization.stage", True, r"0 or 1, but got .*=True. Use 0 or 1"),
+        ("optimizer", "Adam", r"a JSON object, but got optimizer='Adam'. Use an object with any of the keys type, par"),
+        ("optimizer.params", {}, r"^optimizer.type must be given, but got optimizer=\{'params': \{\}\}. Add the key"),
+        ("scheduler", {}, r"^scheduler.type must be given, but got scheduler=\{\}. Add the key 'type' there"),
+        ("scheduler.type", "", r"a text that is not empty, but got scheduler.type=''. Write a name in quotes"),
+        ("optimizer.type", 3, r"a text that is not empty, but got optimizer.type=3"),
+        ("activation_checkpointing.profile", "yes", r"true or false, but got .*='yes'"),
+        ("activation_checkpointing.number_checkpoints", 0, r"an integer of at least 1, but got .*=0"),
+    ],
+)
+def test_wrong_values(path: str, value: object, match: str) -> None:
+    start = "" if match.startswith("^") else rf"^{path} must be .*"
+    with pytest.raises(ConfigError, match=start + match):
+        load_config(at(path, value))
+
+
+@pytest.mark.parametrize(
+    ("name", "instead", "reason"),
+    [
+        ("OneBitAdam", "Adam", "momenta of one bit"),
+        ("onebitadam", "Adam", "momenta of one bit"),
+        ("ZeroOneAdam", "Adam", "momenta of one bit"),
+        ("OneBitLamb", "Lamb", "momenta of one bit"),
+        ("MuAdam", "Adam", "optax.multi_transform"),
+        ("MuAdamW", "AdamW", "optax.multi_transform"),
+        ("MuSGD", "SGD", "optax.multi_transform"),
+    ],
+)
+def test_optimizers_that_only_pytorch_has(name: str, instead: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^optimizer.type must be .*=.{name}.. Use .{instead}.: {name} .*{reason}"):
+        load_config({"optimizer": {"type": name}})
+
+
+def test_muon_is_not_one_of_them() -> None:
+    assert load_config({"optimizer": {"type": "Muon"}}).optimizer == OptimizerSection("Muon")
+
+
+def test_clipping_in_the_optimizer() -> None:
+    match = r"^optimizer.params.max_grad_norm must be left out, but got .*=2.0. Set gradient_clipping=2.0 beside"
+    with pytest.raises(ConfigError, match=match):
+        load_config({"optimizer": {"type": "Lamb", "params": {"max_grad_norm": 2.0}}})
+
+
+def test_no_optimizer_may_be_written_as_null() -> None:
+    config = load_config({"optimizer": None, "scheduler": None})
+    assert config.optimizer is None
+    assert load_config({"optimizer": {"type": "Adam", "params": None}}).optimizer == OptimizerSection("Adam")
+
+
+@pytest.mark.parametrize(
+    ("section", "match"),
+    [
+        (
+            {},
+            r"false unless activation_checkpointing.partition_activations=true, but got .*=True. Set both, or neither",
+        ),
+        (
+            {"partition_activations": True},
+            r"false unless activation_checkpointing.number_checkpoints is given, but got .*=True. Give the number",
+        ),
+    ],
+)
+def test_one_buffer_needs_its_size(section: dict[str, Any], match: str) -> None:
+    section = {**section, "contiguous_memory_optimization": True}
+    with pytest.raises(ConfigError, match=rf"^activation_checkpointing.contiguous_memory_optimization must be {match}"):
+        load_config({"activation_checkpointing": section})

@@ -1,0 +1,165 @@
+"""Batches of other shapes and sizes than the first."""
+
+import logging
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from _small import MICROBATCH, SIZES, apply, build, entries, entry, mean_square, module
+
+from jaxpipe import LayerSpec, PipelineEngine
+from jaxpipe.engine._programs import MAX_PROGRAMS
+from jaxpipe.errors import ConfigError, DataError
+
+
+@pytest.fixture(scope="module")
+def engine() -> PipelineEngine:
+    made = build(optimizer=None, example_batch=entry(0, 3))
+    assert float(made.eval_batch(entries(0, 3))) > 0
+    return made
+
+
+def evaluate(engine: PipelineEngine, length: int) -> None:
+    losses = [mean_square(jnp.asarray(apply(engine, x)), y) for x, y in entries(0, length)]
+    np.testing.assert_allclose(engine.eval_batch(entries(0, length)), np.mean(losses), rtol=1e-5)
+
+
+def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name == "jaxpipe"]
+
+
+def test_a_new_length_compiles_once_and_says_so(engine: PipelineEngine, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "jaxpipe"):
+        evaluate(engine, 5)
+        first = engine.pipeline
+        evaluate(engine, 3)
+        evaluate(engine, 5)
+    assert engine.pipeline is first
+    assert messages(caplog) == [
+        "compiling a program for 2 microbatches of inputs float32[2, 5, 4], labels float32[2, 5, 1]; the last batch "
+        "had 2 of inputs float32[2, 3, 4], labels float32[2, 3, 1] (2 of at most 8 programs kept)"
+    ]
+    assert caplog.records[0].levelno == logging.WARNING
+
+
+def test_another_number_of_microbatches_is_only_noted(engine: PipelineEngine, caplog: pytest.LogCaptureFixture) -> None:
+    evaluate(engine, 3)
+    with caplog.at_level(logging.INFO, "jaxpipe"):
+        engine.eval_batch(entries(0, 3, count=1), num_micro_batches=1)
+        engine.predict(entry(0, 3)[0])
+    assert [record.levelno for record in caplog.records] == [logging.INFO] * 2
+    assert "for 1 microbatches of inputs float32[2, 3, 4], labels" in messages(caplog)[0]
+    assert "for 1 microbatches of inputs float32[2, 3, 4]; the last" in messages(caplog)[1]
+
+
+def test_programs_are_bounded_and_can_be_dropped(engine: PipelineEngine, caplog: pytest.LogCaptureFixture) -> None:
+    engine.reset_activation_shape()
+    evaluate(engine, 3)
+    oldest = engine.pipeline
+    for length in range(10, 9 + MAX_PROGRAMS):
+        engine.eval_batch(entries(0, length), compute_loss=False)
+    assert len(engine._cache) == MAX_PROGRAMS
+    evaluate(engine, 3)
+    assert engine.pipeline is oldest
+    with caplog.at_level(logging.INFO, "jaxpipe"):
+        engine.eval_batch(entries(0, 40), compute_loss=False)
+    assert len(engine._cache) == MAX_PROGRAMS
+    assert (
+        "(8 of at most 8 programs kept, the least recently used dropped: pad batches to fewer" in messages(caplog)[-1]
+    )
+    evaluate(engine, 3)
+    assert engine.pipeline is oldest
+    before = jax.device_get(engine.state.params)
+    engine.reset_activation_shape()
+    assert len(engine._cache) == 1
+    assert engine.pipeline is oldest
+    evaluate(engine, 4)
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(engine.state.params), before)
+
+
+def test_training_goes_on_over_lengths() -> None:
+    engine = build()
+    engine.predict(entry(0, 3)[0])
+    for length in (3, 5, 3):
+        losses = [mean_square(jnp.asarray(apply(engine, x)), y) for x, y in entries(0, length)]
+        np.testing.assert_allclose(engine.train_batch(entries(0, length)), np.mean(losses), rtol=1e-5)
+    assert engine.global_steps == int(engine.state.step) == 3
+
+
+@pytest.mark.parametrize(
+    ("spoil", "match"),
+    [
+        (
+            lambda x, y: (x.astype(np.int32), y),
+            r"inputs.*those before, float32\[2, \d+, 4\], but got inputs=int32\[2, 3",
+        ),
+        (lambda x, y: (x, y.astype(np.int8)), r"labels.*those before, float32.*but got labels=int8\[2, 3, 1\]\. Only"),
+        (lambda x, y: ({"x": x}, y), r"inputs.*but got inputs=\{x: float32\[2, 3, 4\]\}\. Only shapes may change"),
+        (lambda x, y: (x, y, {"mask": x}), r"side.*before, \{\}, but got side=\{mask: float32.*convert them, or map"),
+    ],
+)
+def test_structure_and_dtypes_stay(engine: PipelineEngine, spoil: Any, match: str) -> None:
+    with pytest.raises(DataError, match=match):
+        engine.eval_batch(iter([spoil(*entry(i, 3)) for i in range(2)]))
+
+
+def test_shapes_that_would_change_the_parameters() -> None:
+    engine = build(module(lambda x: x.reshape(x.shape[0], -1), LayerSpec(nn.Dense, 1)), optimizer=None)
+    labels = np.zeros((2, 1), np.float32)
+    engine.eval_batch(iter([(x, labels) for x, _ in entries(0, 3)]))
+    match = (
+        r"inputs=float32\[2, 5, 4\] with layers/1_Dense/kernel=float32\[20, 1\] where inputs=float32\[2, 3, 4\] had "
+        r"layers/1_Dense/kernel=float32\[12, 1\]\. Pad or cut"
+    )
+    with pytest.raises(DataError, match=match):
+        engine.eval_batch(iter([(x, labels) for x, _ in entries(0, 5)]))
+    assert engine.eval_batch(iter([(x, labels) for x, _ in entries(0, 3)])) > 0
+
+
+class Cache(nn.Module):
+    """Keeps something as long as its input."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        self.variable("cache", "seen", jnp.zeros, x.shape[1:])
+        return nn.Dense(1)(x)
+
+
+def test_shapes_that_would_change_the_rest_of_the_state() -> None:
+    engine = build(module(jnp.sin, LayerSpec(Cache)), optimizer=None)
+    engine.eval_batch(entries(0, 3))
+    match = (
+        r"inputs=float32\[2, 5, 4\] for which other layers are alike, or keep other.*float32\[2, 3, 4\]\. Pad or cut"
+    )
+    with pytest.raises(DataError, match=match):
+        engine.eval_batch(entries(0, 5))
+
+
+def test_the_size_of_a_batch_can_change() -> None:
+    engine = build(module(data=2), example_batch=entry(samples=2 * MICROBATCH))
+    assert engine.train_batch_size() == 8
+    engine.set_train_batch_size(12)
+    assert engine.gradient_accumulation_steps() == engine.micro_batches == 3
+    assert engine.train_batch_size() == 12
+    assert engine.micro_batch_size == MICROBATCH
+    iterator = entries(count=4, samples=2 * MICROBATCH)
+    assert np.isfinite(float(engine.train_batch(iterator)))
+    assert len(list(iterator)) == 1
+    assert engine.global_samples == 12
+    assert engine.pipeline.num_microbatches == 3
+
+
+@pytest.mark.parametrize(
+    ("size", "nearest"), [(6, "4 or 8"), (3, "4"), (0, "4"), (-4, "4"), (True, "4"), (8.0, "4"), ("8", "4")]
+)
+def test_sizes_that_are_no_multiple(size: Any, nearest: str) -> None:
+    engine = build(module(data=2))
+    match = (
+        rf"micro_batch_size_per_gpu \* data = 2 \* 2 = 4, but got train_batch_size={size!r}\. Use.*instance {nearest}\."
+    )
+    with pytest.raises(ConfigError, match=match):
+        engine.set_train_batch_size(size)
+    assert engine.gradient_accumulation_steps() == SIZES["gradient_accumulation_steps"]

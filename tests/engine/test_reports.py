@@ -1,0 +1,201 @@
+"""Learning rates, norms, loss scales and losses that an engine tells of."""
+
+import functools
+import logging
+import re
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from _small import ADAM, MICROBATCHES, Reporting, build, entries, entry, module
+
+from jaxpipe import LayerSpec, PipelineEngine
+from jaxpipe.errors import ConfigError, PipelineError
+from jaxpipe.optim import OneCycle, WarmupLR
+
+WARMUP = {"type": "WarmupLR", "params": {"warmup_num_steps": 4, "warmup_type": "linear"}}
+FP16 = {"enabled": True, "initial_scale_power": 1, "hysteresis": 1, "loss_scale_window": 1000}
+
+
+@pytest.fixture(scope="module")
+def scheduled() -> PipelineEngine:
+    """Adam with a warm-up, both from the configuration."""
+    return build(config={"scheduler": WARMUP}, example_batch=entry())
+
+
+def test_rates_are_those_of_the_next_update(scheduled: PipelineEngine) -> None:
+    rates = [scheduled.get_lr()]
+    for _ in range(4):
+        before = scheduled.module_state_dict()
+        scheduled.train_batch(entries())
+        moved = jax.tree.map(np.array_equal, scheduled.module_state_dict(), before)
+        assert all(jax.tree.leaves(moved)) == (rates[-1] == [0.0])
+        rates.append(scheduled.get_lr())
+    np.testing.assert_allclose(rates, [[0.0], [0.0], [0.0025], [0.005], [0.0075]], rtol=1e-6)
+    np.testing.assert_allclose(scheduled.get_mom(), [(0.9, 0.999)], rtol=1e-6)
+
+
+def test_what_follows_a_schedule_cannot_be_set(scheduled: PipelineEngine) -> None:
+    with pytest.raises(ConfigError, match=r"not follow a schedule.*got learning_rate=0\.5.*Leave the schedule out"):
+        scheduled.set_lr(0.5)
+    with pytest.raises(ConfigError, match=r"hyperparameter.*got hyperparameter='b3'\. Did you mean"):
+        scheduled.set_hyperparams(b3=0.5)
+    assert scheduled.get_lr() == scheduled.get_lr() != [0.5]
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_rates_can_be_set(stage: int) -> None:
+    optimizer = optax.chain(optax.scale(1.0), optax.inject_hyperparams(optax.sgd)(learning_rate=0.5))
+    engine = build(module(data=2), {"zero_optimization": {"stage": stage}}, optimizer=optimizer)
+    batch = list(entries(samples=4))
+    with pytest.raises(PipelineError, match=r"must know the shapes of a batch.*Give example_batch="):
+        engine.set_lr(0.0)
+    assert engine.get_lr() == [0.5]
+    engine.train_batch(iter(batch))
+    engine.set_lr(0.0)
+    assert engine.get_lr() == [0.0]
+    before = engine.module_state_dict()
+    engine.train_batch(iter(batch))
+    jax.tree.map(np.testing.assert_array_equal, engine.module_state_dict(), before)
+    with pytest.raises(ConfigError, match=r"must be a finite number, but got learning_rate=nan\. Use"):
+        engine.set_lr(float("nan"))
+    engine.set_hyperparams(learning_rate=np.float32(0.25))
+    assert engine.get_lr() == [0.25]
+    engine.train_batch(iter(batch))
+    assert not np.array_equal(jax.tree.leaves(engine.module_state_dict())[0], jax.tree.leaves(before)[0])
+    assert engine._access._write._cache_size() == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "rates", "momenta"),
+    [
+        ({}, [0.01], [(0.9, 0.999)]),
+        ({"config": {"optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.5}}}}, [0.1], [0.5]),
+        ({"config": {"optimizer": {"type": "rmsprop", "params": {"learning_rate": 0.1}}}}, [0.1], None),
+        ({"config": {"optimizer": {"type": "Muon"}}}, [0.02, 0.0003], [0.95, (0.9, 0.95)]),
+        ({"optimizer": optax.adamw, "lr_scheduler": lambda count: 0.5 - 0.1 * count}, [0.5], [0.9]),
+        (
+            {"optimizer": functools.partial(optax.sgd, momentum=0.9), "lr_scheduler": OneCycle(0.1, 0.2)},
+            [0.1],
+            [0.8],
+        ),
+        ({"optimizer": optax.adamw(0.1)}, None, None),
+        ({"optimizer": None}, None, None),
+    ],
+)
+def test_rates_before_shapes_are_known(arguments: dict[str, Any], rates: Any, momenta: Any) -> None:
+    engine = build(**arguments)
+    for ask, wanted, what in ((engine.get_lr, rates, "learning rate"), (engine.get_mom, momenta, "momentum")):
+        if wanted is not None:
+            assert jax.tree.map(lambda x: round(x, 6), ask()) == wanted
+            continue
+        match = rf"the {what} must lie in the optimizer's state for {ask.__name__}, but got one with.*Name the optim"
+        with pytest.raises(PipelineError, match=match):
+            ask()
+
+
+def test_before_the_first_batch() -> None:
+    engine = build(config={"fp16": FP16})
+    assert (engine.skipped_steps, engine.was_step_applied(), engine.loss_scale) == (0, False, 2.0)
+    assert (engine.get_global_grad_norm(), engine.get_additional_losses(), engine.metrics) == (None, None, {})
+    assert build().loss_scale == build(config={"bf16": {"enabled": True}}).loss_scale == 1.0
+
+
+def test_overflow_skips_lowers_and_ends() -> None:
+    engine = build(config={"fp16": FP16, "gradient_clipping": 1.0, "scheduler": WARMUP})
+    good, bad = list(entries()), [(x * np.float32(np.inf), y) for x, y in entries()]
+    engine.train_batch(iter(good))
+    assert (engine.skipped_steps, engine.was_step_applied(), engine.loss_scale) == (0, True, 2.0)
+    before, rate = engine.module_state_dict(), engine.get_lr()
+    engine.train_batch(iter(bad))
+    assert (engine.skipped_steps, engine.was_step_applied(), engine.loss_scale) == (1, False, 1.0)
+    assert bool(engine.metrics["overflow"])
+    assert float(engine.metrics["loss_scale"]) == 2.0
+    engine.train_batch(iter(good))
+    assert engine.was_step_applied()
+    engine.train_batch(iter(bad))
+    assert (engine.skipped_steps, engine.loss_scale, engine.global_steps) == (2, 1.0, 4)
+    iterator = iter(good)
+    for _ in range(2):
+        with pytest.raises(PipelineError, match=r"overflow at fp16\.min_loss_scale=1, below.*lower the learning rate"):
+            engine.train_batch(iterator)
+    assert len(list(iterator)) == MICROBATCHES
+    assert np.isfinite(float(engine.eval_batch(iter(good))))
+    assert rate == [0.0]
+    jax.tree.map(np.testing.assert_array_equal, engine.module_state_dict(), before)
+    np.testing.assert_allclose(engine.get_lr(), [0.0025], rtol=1e-6)
+
+
+def test_bfloat16_skips_what_is_not_finite() -> None:
+    engine = build(config={"bf16": {"enabled": True}})
+    engine.train_batch(entries())
+    before = engine.module_state_dict()
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(before)} == {"float32"}
+    engine.train_batch(iter([(x * np.float32(np.inf), y) for x, y in entries()]))
+    assert (engine.skipped_steps, engine.was_step_applied(), engine.loss_scale) == (1, False, 1.0)
+    jax.tree.map(np.testing.assert_array_equal, engine.module_state_dict(), before)
+    assert engine.predict(entry()[0]).dtype == jnp.bfloat16
+
+
+def scale(value: float) -> LayerSpec:
+    return LayerSpec(nn.Dense, 1, use_bias=False, kernel_init=nn.initializers.constant(value))
+
+
+def test_clipping_by_the_norm_over_all_stages() -> None:
+    weights = np.array([1.0, 2.0, 0.5, 3.0])
+    sgd = {"type": "SGD", "params": {"lr": 1.0}}
+    engine = build(module(*map(scale, weights)), {"optimizer": sgd, "gradient_clipping": 1.0})
+    one = (np.ones((2, 1), np.float32), np.zeros((2, 1), np.float32))
+    engine.train_batch(iter([one] * 2))
+    grads = np.array([18.0, 9.0, 36.0, 6.0])
+    norm = np.linalg.norm(grads)
+    np.testing.assert_allclose(engine.get_global_grad_norm(), norm, rtol=1e-5)
+    found = [float(leaf.item()) for leaf in jax.tree.leaves(engine.module_state_dict())]
+    np.testing.assert_allclose(found, weights - grads / norm, rtol=1e-5)
+
+
+def test_what_layers_report_and_keep() -> None:
+    model = module(LayerSpec(Reporting), LayerSpec(nn.Dense, 1))
+    engine = build(model, example_batch=entry())
+    fresh = engine.module_collections()
+    np.testing.assert_array_equal(fresh["0_Reporting"]["batch_stats"]["mean"], np.zeros(3))
+    loss = engine.train_batch(entries())
+    added = engine.get_additional_losses()
+    assert set(added) == {"0_Reporting/size"}
+    assert set(engine.metrics["metrics"]) == {"0_Reporting/largest"}
+    assert float(loss) > float(added["0_Reporting/size"]) > 0
+    params, kept = engine.module_state_dict(), engine.module_collections()
+    assert np.abs(kept["0_Reporting"]["batch_stats"]["mean"]).min() > 0
+    evaluated = float(engine.eval_batch(entries()))
+    outputs = [np.asarray(model.call(params, kept, x)[0]) for x, _ in entries()]
+    pairs = zip(outputs, entries(), strict=True)
+    assert evaluated == pytest.approx(np.mean([(out - y) ** 2 for out, (_, y) in pairs]), rel=1e-5)
+    engine.load_module_state_dict(params, collections=fresh)
+    assert float(engine.eval_batch(entries())) != pytest.approx(evaluated, rel=1e-3)
+    engine.load_module_state_dict(params, collections=kept)
+    assert float(engine.eval_batch(entries())) == evaluated
+    assert int(engine.state.step) == 1
+
+
+def test_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    engine = build(config={"steps_per_print": 2, "fp16": FP16})
+    with caplog.at_level(logging.INFO, "jaxpipe"):
+        losses = [float(engine.train_batch(entries())) for _ in range(4)]
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == 2
+    for step, line in zip((2, 4), lines, strict=True):
+        assert re.fullmatch(
+            rf"steps: {step} loss: {losses[step - 1]:.4f} lr: 1\.000e-02 grad norm: \d+\.\d{{4}} loss scale: 2 "
+            r"samples/sec: \d+\.\d",
+            line,
+        )
+
+
+def test_schedules_can_be_objects() -> None:
+    engine = build(config={"optimizer": ADAM}, lr_scheduler=WarmupLR(0.1, 0.2, 2, "linear"))
+    assert engine.lr_scheduler == WarmupLR(0.1, 0.2, 2, "linear")
+    np.testing.assert_allclose(engine.get_lr(), [0.1], rtol=1e-6)

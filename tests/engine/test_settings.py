@@ -1,0 +1,156 @@
+"""Optimisers, schedules and settings from the call and from the configuration."""
+
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+from _small import SIZES as CONFIG
+from _small import entry, module
+
+import jaxpipe
+from jaxpipe import TrainConfig
+from jaxpipe.errors import ConfigError
+
+SGD = optax.sgd(0.1)
+
+
+def initialize(**kwargs: Any) -> Any:
+    arguments = {"model": module(), "optimizer": SGD, "config": CONFIG, **kwargs}
+    return jaxpipe.initialize(**arguments)
+
+
+ADAM = {"type": "Adam", "params": {"lr": 0.5}}
+WARMUP = {"type": "WarmupLR", "params": {"warmup_num_steps": 2}}
+
+
+def falling(count: Any) -> Any:
+    return 0.5 / (1 + count)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sections", "match"),
+    [
+        ({"optimizer": SGD}, {"optimizer": ADAM}, r"got optimizer=Grad.*optimizer\.type='Adam'.*Remove one of them"),
+        (
+            {"optimizer": optax.sgd, "lr_scheduler": falling},
+            {"scheduler": WARMUP},
+            r"lr_scheduler=<function falling.*and scheduler\.type='WarmupLR' in the.*Remove one of them",
+        ),
+        (
+            {"optimizer": SGD},
+            {"scheduler": WARMUP},
+            r"got scheduler\.type='WarmupLR' and the finished optimizer=Grad.*constructor, such as optimizer=optax",
+        ),
+        (
+            {"optimizer": SGD, "lr_scheduler": falling},
+            {},
+            r"got lr_scheduler=<function falling.*finished optimizer=Grad.*Pass the constructor",
+        ),
+        (
+            {},
+            {"scheduler": WARMUP},
+            r"must have an optimizer.*type='WarmupLR' and optimizer=None\. Pass the con",
+        ),
+        ({"lr_scheduler": falling}, {}, r"must have an optimizer.*falling.*optimizer=None.*or name one in the section"),
+        ({"optimizer": optax.sgd}, {}, r"got optimizer=<function sgd.*and no schedule\. Call it, as in optax\.adamw"),
+        (
+            {"optimizer": optax.scale, "lr_scheduler": falling},
+            {},
+            r"made by a function of learning_rate, but got optimizer=<function scale.*Pass for instance optax\.adamw",
+        ),
+        (
+            {"optimizer": optax.sgd, "lr_scheduler": "cosine"},
+            {},
+            r"gives one rate, but got lr_scheduler='cosine', no function\. Pass for instance optax\.cosine",
+        ),
+        (
+            {"optimizer": optax.sgd, "lr_scheduler": lambda count: np.ones(3)},
+            {},
+            r"<lambda>.*, one that gives rates of shape=\(3,\)\. Pass for instance",
+        ),
+        (
+            {"optimizer": optax.sgd, "lr_scheduler": jaxpipe.optim.WarmupLR},
+            {},
+            r"WarmupLR'>, one that fails with: .*Pass for instance.*jaxpipe\.optim\.WarmupLR\(",
+        ),
+        ({"optimizer": optax.sgd}, {"scheduler": WARMUP}, r"scheduler\.params\.warmup_max_lr must be a number.*Set"),
+    ],
+)
+def test_optimizers_and_schedules_that_are_refused(
+    arguments: dict[str, Any], sections: dict[str, Any], match: str
+) -> None:
+    with pytest.raises(ConfigError, match=match):
+        initialize(**{"optimizer": None, **arguments}, config={**CONFIG, **sections})
+    config = {**CONFIG, **sections}
+    mesh = jaxpipe.mesh_for(module())
+    given = {"optimizer": None, **arguments}
+    with pytest.raises(ConfigError, match=match):
+        jaxpipe.make_pipeline(
+            module(), given["optimizer"], config, mesh, entry(), lr_scheduler=given.get("lr_scheduler")
+        )
+
+
+def test_what_is_in_use_is_returned() -> None:
+    engine, optimizer, _, schedule = initialize(optimizer=None, config={**CONFIG, "optimizer": ADAM})
+    assert isinstance(optimizer, optax.GradientTransformation)
+    assert (engine.optimizer, engine.lr_scheduler, schedule) == (optimizer, None, None)
+    sections = {"optimizer": ADAM, "scheduler": WARMUP}
+    engine, optimizer, _, schedule = initialize(optimizer=None, config={**CONFIG, **sections})
+    assert schedule == jaxpipe.optim.WarmupLR(warmup_num_steps=2, lr=0.5)
+    assert (engine.optimizer, engine.lr_scheduler) == (optimizer, schedule)
+    _, optimizer, _, schedule = initialize(optimizer=optax.sgd, lr_scheduler=falling)
+    assert (schedule, optimizer.init({}).hyperparams["learning_rate"]) == (falling, 0.5)
+    _, _, _, schedule = initialize(
+        optimizer=functools.partial(optax.sgd, learning_rate=0.25), config={**CONFIG, "scheduler": WARMUP}
+    )
+    assert schedule.lr == 0.25
+
+
+def test_a_pipeline_without_an_engine() -> None:
+    mesh, model = jaxpipe.mesh_for(module()), module()
+    with pytest.raises(ConfigError, match=r"have an optimizer, but got optimizer=None.*optax\.identity\(\) to eval"):
+        jaxpipe.make_pipeline(model, None, CONFIG, mesh, entry())
+    config = {**CONFIG, "optimizer": ADAM, "gradient_clipping": 0.5, "fp16": {"enabled": True}}
+    pipeline = jaxpipe.make_pipeline(model, None, config, mesh, entry())
+    assert pipeline.module.compute_dtype == np.float16
+    assert pipeline.settings.gradient_clipping == 0.5
+    assert pipeline.state_struct.loss_scale.scale.shape == ()
+
+
+def test_the_configuration_reaches_the_pipeline() -> None:
+    config = {
+        **CONFIG,
+        "gradient_clipping": 2.0,
+        "zero_optimization": {"stage": 1},
+        "bf16": {"enabled": True, "check_grad_overflow": False},
+        "data_types": {"grad_accum_dtype": "bf16"},
+        "pipeline": {
+            "schedule": "gpipe",
+            "seed_layers": True,
+            "activation_checkpoint_interval": 1,
+            "partition": "uniform",
+            "skip_idle": False,
+            "scan_trunk": True,
+        },
+    }
+    settings = jaxpipe.runtime.pipeline_settings(jaxpipe.config.load_config(config))
+    assert settings == jaxpipe.runtime.PipelineSettings(
+        schedule="gpipe",
+        skip_idle=False,
+        scan_trunk=True,
+        gradient_clipping=2.0,
+        grad_accum_dtype="bfloat16",
+        zero_stage=1,
+        loss_scaler=None,
+    )
+    engine, *_ = initialize(config=config)
+    model = engine.module
+    assert (model.seed_layers, model.activation_checkpoint_interval, model.partition_method) == (True, 1, "uniform")
+    assert model.compute_dtype == jax.numpy.bfloat16
+    default = jaxpipe.runtime.pipeline_settings(TrainConfig(**CONFIG))
+    assert default == jaxpipe.runtime.PipelineSettings()
+    fp16 = TrainConfig(**CONFIG, fp16=jaxpipe.config.FP16Section(enabled=True, loss_scale=8.0))
+    assert jaxpipe.runtime.pipeline_settings(fp16).loss_scaler == jaxpipe.optim.LossScaler(8.0)

@@ -1,0 +1,287 @@
+"""Forward, backward and step of a plain model, against one device and against whole batches."""
+
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from _tolerances import assert_close, assert_loss
+from flax import nnx
+
+from jaxpipe import LayerSpec, PipeDataParallelTopology, PipelineEngine
+from jaxpipe.config import load_config
+from jaxpipe.engine._unpipelined import UnpipelinedEngine, as_one_stage
+from jaxpipe.errors import ConfigError, LayerError, PipelineError
+from jaxpipe.runtime import choose_optimizer, configure_model
+from jaxpipe.topology import make_pipeline_mesh
+
+SIZE, FEATURES, STEPS = 2, 3, 3
+Loss = Callable[[Any, Any], Any]
+
+
+class Net(nn.Module):
+    rate: float = 0.0
+    has_norm: bool = False
+
+    @nn.compact
+    def __call__(self, x: jax.Array, *, train: bool) -> jax.Array:
+        x = jnp.tanh(nn.Dense(8)(x))
+        if self.has_norm:
+            x = nn.BatchNorm(use_running_average=not train, momentum=0.7, epsilon=0.1)(x)
+        x = nn.Dropout(self.rate, deterministic=not train)(x)
+        return nn.Dense(2)(x)
+
+
+class NNXNet(nnx.Module):
+    def __init__(self, *, rngs: nnx.Rngs) -> None:
+        self.out = nnx.Linear(FEATURES, 2, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.out(x)
+
+
+class Balanced(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = nn.Dense(2)(x)
+        self.sow("losses", "balance", jnp.mean(x**2))
+        return x
+
+
+class OwnLoss(nn.Module):
+    @nn.compact
+    def __call__(self, batch: dict[str, jax.Array]) -> jax.Array:
+        return mean_square(nn.Dense(2)(batch["x"]), batch["y"])
+
+
+def mean_square(outputs: jax.Array, labels: jax.Array) -> jax.Array:
+    return jnp.mean((outputs - labels) ** 2)
+
+
+def masked_square(outputs: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
+    keep = labels > 0
+    return jnp.sum(jnp.where(keep, (outputs - labels) ** 2, 0.0)), jnp.sum(keep.astype(jnp.float32))
+
+
+def build(
+    model: Any,
+    loss_fn: Loss | None = mean_square,
+    *,
+    data: int = 1,
+    count: int = 1,
+    optimizer: Any = optax.adam(1e-2),  # noqa: B008  # never changed
+    cls: type[PipelineEngine] = UnpipelinedEngine,
+    config: dict[str, Any] | None = None,
+    **options: Any,
+) -> Any:
+    sizes = {"train_micro_batch_size_per_gpu": SIZE, "gradient_accumulation_steps": count}
+    mesh = make_pipeline_mesh(PipeDataParallelTopology(1, data))
+    settings = load_config({**sizes, **(config or {})})
+    module = configure_model(as_one_stage(model, loss_fn), settings)
+    return cls(module, choose_optimizer(settings, optimizer), settings, mesh, **options)
+
+
+def entries(count: int, data: int = 1, seed: int = 0) -> list[tuple[np.ndarray, np.ndarray]]:
+    rng = np.random.default_rng(seed)
+    samples = SIZE * data
+    return [
+        (rng.normal(size=(samples, FEATURES)).astype(np.float32), rng.normal(size=(samples, 2)).astype(np.float32))
+        for _ in range(count)
+    ]
+
+
+def call(engine: UnpipelinedEngine, batch: list[Any]) -> list[float]:
+    losses = []
+    for i, (inputs, labels) in enumerate(batch):
+        assert engine.is_gradient_accumulation_boundary() == (i == len(batch) - 1)
+        loss = engine(inputs, labels)
+        assert engine.backward(loss) is loss
+        engine.step()
+        losses.append(float(loss))
+    return losses
+
+
+@pytest.mark.parametrize("data", [1, 2, 8])
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_plain_loop_on_one_device(count: int, data: int) -> None:
+    optimizer = optax.adam(1e-2)
+    model = Net()
+    params = model.init(jax.random.key(0), jnp.ones((1, FEATURES)), train=False)["params"]
+    engine = build(model, data=data, count=count, optimizer=optimizer, model_parameters=params)
+
+    def objective(params: Any, inputs: Any, labels: Any) -> jax.Array:
+        return mean_square(model.apply({"params": params}, inputs, train=False), labels)
+
+    @jax.jit
+    def update(params: Any, state: Any, inputs: Any, labels: Any) -> Any:
+        loss, grads = jax.value_and_grad(objective)(params, inputs, labels)
+        updates, state = optimizer.update(grads, state, params)
+        return loss, optax.apply_updates(params, updates), state
+
+    state = optimizer.init(params)
+    for step in range(STEPS):
+        batch = entries(count, data, seed=step)
+        losses = call(engine, batch)
+        loss, params, state = update(params, state, *(np.concatenate(part) for part in zip(*batch, strict=True)))
+        assert_loss(np.mean(losses), loss)
+        assert_close(engine.module_state_dict(), jax.device_get(params))
+    assert (engine.micro_steps, engine.global_steps) == (STEPS * count, STEPS)
+    assert engine.global_samples == STEPS * count * data * SIZE
+    assert int(engine.state.step) == STEPS
+
+
+FP16 = {"enabled": True, "initial_scale_power": 17, "hysteresis": 1, "loss_scale_window": 2}
+
+
+@pytest.mark.parametrize(
+    ("model", "loss_fn", "config"),
+    [
+        (Net(rate=0.5), mean_square, {"zero_optimization": {"stage": 1}, "gradient_clipping": 0.05}),
+        (Net(has_norm=True), mean_square, {"fp16": FP16}),
+        (Net(rate=0.5), masked_square, {"gradient_clipping": 0.05}),
+        (Balanced(), mean_square, {"bf16": {"enabled": True}}),
+    ],
+    ids=["dropout-zero-clipping", "statistics-overflow", "weights", "losses-of-layers"],
+)
+def test_whole_batches(model: nn.Module, loss_fn: Loss, config: dict[str, Any]) -> None:
+    count, data = 3, 2
+    engine = build(model, loss_fn, data=data, count=count, config=config)
+    whole = build(model, loss_fn, data=data, count=count, config=config, cls=PipelineEngine)
+    for step in range(STEPS + 1):
+        batch = entries(count, data, seed=step)
+        batch[1] = (batch[1][0], -np.abs(batch[1][1]))  # of no weight to masked_square
+        wanted = float(whole.train_batch(iter(batch)))
+        if step < STEPS:
+            losses = call(engine, batch)
+            assert loss_fn is masked_square or np.mean(losses) == pytest.approx(wanted, rel=1e-5)
+        else:
+            assert_loss(engine.train_batch(iter(batch)), wanted, 1e-5)
+        for part in ("params", "opt_state", "collections"):
+            assert_close(*(jax.device_get(getattr(e.state, part)) for e in (engine, whole)))
+        small = [jax.device_get((e.state.step, e.state.skipped_steps, e.state.loss_scale)) for e in (engine, whole)]
+        jax.tree.map(np.testing.assert_array_equal, *small)
+        assert set(engine.metrics) == set(whole.metrics)
+        if whole.was_step_applied():
+            assert_loss(engine.metrics["loss"], whole.metrics["loss"], 1e-5)
+            assert_loss(engine.metrics["grad_norm"], whole.metrics["grad_norm"], 1e-5)
+            assert_close(engine.get_additional_losses(), whole.get_additional_losses())
+    assert_close(engine.module_collections(), whole.module_collections().get("0_Net", {}))
+    assert set(engine.module_collections()) == ({"batch_stats"} if "fp16" in config else set())
+    assert int(engine.state.skipped_steps) == (2 if "fp16" in config else 0)
+    assert (engine.micro_steps, engine.global_steps) == (count * (STEPS + 1), STEPS + 1)
+
+
+@pytest.fixture(scope="module")
+def shared() -> UnpipelinedEngine:
+    engine = build(Net(rate=0.5), count=2, data=2)
+    call(engine, entries(2, 2))
+    return engine
+
+
+def test_evaluating(shared: UnpipelinedEngine) -> None:
+    before = jax.device_get((shared.state.step, shared.state.params))
+    ((inputs, labels),) = entries(1, 2, seed=1)
+    shared.eval()
+    outputs, loss = shared(inputs), shared(inputs, labels)
+    shared.train()
+    wanted = Net().apply({"params": shared.module_state_dict()}, inputs, train=False)
+    assert_close(outputs, wanted)
+    assert_loss(loss, mean_square(wanted, labels), 1e-5)
+    assert float(shared(inputs, labels)) != pytest.approx(float(loss), rel=1e-3)
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get((shared.state.step, shared.state.params)), before)
+    assert_loss(
+        shared.eval_batch(iter(entries(2, 2, seed=1))), np.mean([_loss(shared, e) for e in entries(2, 2, 1)]), 1e-5
+    )
+
+
+def _loss(engine: UnpipelinedEngine, entry: Any) -> float:
+    return float(mean_square(Net().apply({"params": engine.module_state_dict()}, entry[0], train=False), entry[1]))
+
+
+def test_backward_takes_only_the_last_loss(shared: UnpipelinedEngine) -> None:
+    match = r"the very array that the last forward.*got loss=.*pass it as it is; scale or combine losses inside loss_fn"
+    with pytest.raises(PipelineError, match=match):
+        shared.backward(jnp.float32(1.0))
+    ((inputs, labels),) = entries(1, 2)
+    old, loss = shared(inputs, labels), shared(inputs, labels)
+    for other in (old, loss * 2.0, float(loss)):
+        with pytest.raises(PipelineError, match=match):
+            shared.backward(other)
+    shared.backward(loss)
+    with pytest.raises(PipelineError, match=match):
+        shared.backward(loss)
+    with pytest.raises(
+        PipelineError, match=r"backward without step at micro_steps=2\. Call engine\.step\(\) after each"
+    ):
+        shared(inputs, labels)
+    shared.step()
+    with pytest.raises(PipelineError, match=r"step must follow a backward, but got none since micro_steps=3\. Call"):
+        shared.step()
+    with pytest.raises(
+        PipelineError, match=r"within a batch, but got 1 of gradient_accumulation_steps=2 microb.*Go on"
+    ):
+        shared.train_batch(iter(entries(2, 2)))
+    shared.backward(shared(inputs, labels))
+    shared.step()
+    assert (shared.micro_steps, shared.global_steps) == (4, 2)
+
+
+def test_training_needs_labels_and_an_optimizer(shared: UnpipelinedEngine) -> None:
+    with pytest.raises(PipelineError, match=r"given labels, but got labels=None\. Call engine\(inputs, labels\), or"):
+        shared(entries(1, 2)[0][0])
+    engine = build(Net(), optimizer=None)
+    with pytest.raises(PipelineError, match=r"got optimizer=None\. Give initialize\(optimizer=\.\.\.\).*engine\.eval"):
+        engine(*entries(1)[0])
+    engine.eval()
+    assert engine(entries(1)[0][0][:1]).shape == (1, 2)
+    assert np.isfinite(float(engine(*entries(1)[0])))
+
+
+def test_weights_beside_losses_of_layers() -> None:
+    match = r"\(sum, weight\) must be alone.*steps=2 and the layers' loss '0_Balanced/balance'.*Call train_batch"
+    with pytest.raises(PipelineError, match=match):
+        build(Balanced(), masked_square, count=2)(*entries(1)[0])
+
+
+def test_a_model_whose_output_is_the_loss() -> None:
+    engine = build(OwnLoss(), None)
+    x, y = entries(1)[0]
+    engine.backward(engine({"x": x, "y": y}))
+    engine.step()
+    engine.eval()
+    wanted = OwnLoss().apply({"params": engine.module_state_dict()}, {"x": x, "y": y})
+    assert_loss(engine({"x": x, "y": y}), wanted, 1e-5)
+
+
+def test_an_nnx_class_and_side_inputs() -> None:
+    engine = build(LayerSpec(NNXNet))
+    first, second = (call(engine, entries(1))[0] for _ in range(2))
+    assert second < first
+    assert set(engine.module_state_dict()) == {"out"}
+    engine = build(lambda x, shift: x[:, :2] + shift)
+    engine.eval()
+    x, y = entries(1)[0]
+    assert_loss(engine(x, y, shift=y), mean_square(x[:, :2] + y, y), 1e-5)
+
+
+def test_parameters_are_the_models_own_tree(shared: UnpipelinedEngine) -> None:
+    params = shared.module_state_dict()
+    assert set(params) == {"Dense_0", "Dense_1"}
+    shared.load_module_state_dict(jax.tree.map(lambda x: x * 2, params), collections=shared.module_collections())
+    assert_close(shared.module_state_dict(), jax.tree.map(lambda x: x * 2, params))
+    with pytest.warns(UserWarning, match=r"left out 2 parameters.*Dense_1/bias"):
+        shared.load_module_state_dict({"Dense_0": params["Dense_0"]}, strict=False)
+    with pytest.raises(LayerError, match="Dense_1"):
+        shared.load_module_state_dict({"Dense_0": params["Dense_0"]})
+
+
+def test_what_is_no_model() -> None:
+    for model in (None, 3, [Net()]):
+        with pytest.raises(
+            ConfigError, match=r"a LayerSpec or a function, but got model=[\s\S]*Write PipelineModule\(layers"
+        ):
+            as_one_stage(model, None)

@@ -1,0 +1,116 @@
+from itertools import product
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxpipe.errors import ConfigError
+from jaxpipe.optim import OneCycle
+
+NUM_UPDATES = 40
+LOW, HIGH, LOW_MOM, HIGH_MOM = 0.01, 0.2, 0.8, 0.95
+
+
+def _height(batches: int, first: int, second: int, stairs: tuple[int, int]) -> float:
+    """Height in the cycle after some batches, by walking through them."""
+    place, going_up = 0, True
+    for _ in range(batches):
+        place += 1
+        if going_up and place > first:
+            place, going_up = 1, False
+        if not going_up and place == second:
+            place, going_up = 0, True
+    size, count = (first, stairs[0]) if going_up else (second, stairs[1])
+    left = place if going_up else second - place
+    return (left * count // size) / count if count else left / size
+
+
+def _expected(
+    first: int, second: int, stairs: tuple[int, int], decay: tuple[int, float, float], last: int
+) -> tuple[list[float], list[float]]:
+    rates, momenta, (step, lr_rate, mom_rate) = [], [], decay
+    for iteration in range(last, last + NUM_UPDATES):
+        if iteration < first + second:
+            height = _height(iteration + 1, first, second, stairs)
+            rates.append(LOW + (HIGH - LOW) * height)
+            momenta.append(HIGH_MOM - (HIGH_MOM - LOW_MOM) * height)
+        else:
+            gone = (iteration - first - second + 1) / step if step else 0.0
+            rates.append(LOW / (1 + lr_rate * gone))
+            momenta.append(HIGH_MOM * (1 + mom_rate * gone))
+    if last == -1:
+        momenta[0] = LOW_MOM
+    return rates, momenta
+
+
+@pytest.mark.parametrize(("first", "second", "last"), list(product([1, 2, 3, 10], [1, 2, 5, 9], [-1, 0, 6])))
+@pytest.mark.parametrize("stairs", [(0, 0), (2, 3), (4, 0), (15, 15)])
+@pytest.mark.parametrize("decay", [(0, 1.0, 1.0), (3, 0.5, 0.001), (1, 0.0, 0.0)])
+def test_every_small_cycle(
+    first: int, second: int, last: int, stairs: tuple[int, int], decay: tuple[int, float, float]
+) -> None:
+    schedule = OneCycle(
+        LOW,
+        HIGH,
+        cycle_first_step_size=first,
+        cycle_second_step_size=second,
+        cycle_first_stair_count=stairs[0],
+        cycle_second_stair_count=stairs[1],
+        decay_step_size=decay[0],
+        decay_lr_rate=decay[1],
+        decay_mom_rate=decay[2],
+        cycle_min_mom=LOW_MOM,
+        cycle_max_mom=HIGH_MOM,
+        last_batch_iteration=last,
+    )
+    counts = np.arange(NUM_UPDATES, dtype=np.int32)
+    rates, momenta = schedule(counts), schedule.momentum(counts)
+    wanted = _expected(first, second, stairs, decay, last)
+    np.testing.assert_allclose(rates, wanted[0], rtol=1e-5)
+    np.testing.assert_allclose(momenta, wanted[1], rtol=1e-5)
+    assert rates.dtype == momenta.dtype == jnp.float32
+
+
+def test_one_cycle_by_hand() -> None:
+    schedule = OneCycle(0.1, 0.5, cycle_first_step_size=4, cycle_second_step_size=2, decay_step_size=1, decay_lr_rate=1)
+    rates = [round(float(schedule(count)), 5) for count in range(10)]
+    assert rates == [0.1, 0.2, 0.3, 0.4, 0.5, 0.3, 0.1, 0.05, 0.03333, 0.025]
+    momenta = [round(float(schedule.momentum(count)), 5) for count in range(9)]
+    assert momenta == [0.8, 0.875, 0.85, 0.825, 0.8, 0.85, 0.9, 0.9, 0.9]
+
+
+def test_stairs_hold_the_rate() -> None:
+    schedule = OneCycle(0.0, 1.0, cycle_first_step_size=4, cycle_first_stair_count=2)
+    assert [float(schedule(count)) for count in range(9)] == [0, 0, 0.5, 0.5, 1, 0.5, 0.5, 0, 0]
+
+
+def test_the_second_half_may_be_empty() -> None:
+    schedule = OneCycle(0.0, 1.0, cycle_first_step_size=2, cycle_second_step_size=0)
+    assert [float(schedule(count)) for count in range(5)] == [0, 0.5, 0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("values", "match"),
+    [
+        ({"cycle_min_lr": -1}, r"cycle_min_lr must be a finite number of at least 0, but got .*cycle_min_lr=-1. Use a"),
+        ({"cycle_max_lr": "1"}, r"cycle_max_lr must be a finite number .*cycle_max_lr='1'. Use a number such as 0.001"),
+        ({"decay_lr_rate": None}, r"decay_lr_rate must be a finite number of at least 0, but got .*=None. Use"),
+        ({"decay_mom_rate": -0.1}, r"decay_mom_rate must be a finite number of at least 0, but got .*=-0.1. Use"),
+        ({"cycle_first_step_size": 0}, r"cycle_first_step_size must be an integer of at least 1 .*=0. Use for"),
+        ({"cycle_second_step_size": -1}, r"cycle_second_step_size must be an integer of at least 0 .*=-1. Use for"),
+        ({"cycle_first_stair_count": 1.5}, r"cycle_first_stair_count must be an integer of at least 0 .*=1.5. Use"),
+        ({"cycle_second_stair_count": "2"}, r"cycle_second_stair_count must be an integer of at least 0 .*='2'. Use"),
+        ({"decay_step_size": -2}, r"decay_step_size must be an integer of at least 0 .*=-2. Use"),
+        ({"cycle_momentum": "yes"}, r"cycle_momentum must be true or false, but got .*='yes'. Use true or false"),
+        ({"cycle_min_mom": 1.0}, r"cycle_min_mom must be a finite number of at least 0 and below 1, .*=1.0. Use"),
+        ({"cycle_max_mom": 1.5}, r"cycle_max_mom must be a finite number of at least 0 and below 1, .*=1.5. Use"),
+        (
+            {"cycle_first_stair_count": 2**21},
+            r"cycle_first_stair_count must be below 2\*\*31 / cycle_first_step_size=2000, .*=2097152. Use fewer stairs",
+        ),
+    ],
+)
+def test_wrong_values_are_refused_by_path(values: dict[str, Any], match: str) -> None:
+    with pytest.raises(ConfigError, match=r"scheduler\.params\." + match):
+        OneCycle(**{"cycle_min_lr": 0.1, "cycle_max_lr": 0.2, **values})

@@ -1,0 +1,178 @@
+import math
+from itertools import product
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxpipe.errors import ConfigError
+from jaxpipe.optim import LRRangeTest, LRSchedule, WarmupCosineLR, WarmupDecayLR, WarmupLR
+
+NUM_UPDATES = 40
+NOT_A_NUMBER = ["0.1", None, True, [0.1], math.inf, math.nan, -0.5]
+NOT_A_COUNT = ["4", True, 2.5, [4], 0, -1, 2**31]
+
+
+def _trace(schedule: LRSchedule, num_updates: int = NUM_UPDATES) -> list[float]:
+    return [float(x) for x in schedule(jnp.arange(num_updates))]
+
+
+def _risen(iteration: int, steps: int, warmup_type: str) -> float:
+    return math.log(iteration + 1) / math.log(steps) if warmup_type == "log" else iteration / steps
+
+
+def _assert_trace(actual: list[float], wanted: list[float]) -> None:
+    np.testing.assert_allclose(actual, wanted, rtol=2e-6, atol=1e-6 * max(wanted))
+
+
+WARMUPS = list(product([1, 2, 3, 4, 17], ["log", "linear"], [0.0, 0.02], [-1, 0, 5]))
+
+
+@pytest.mark.parametrize(("steps", "warmup_type", "low", "last"), WARMUPS)
+def test_warmup_rises_and_stays(steps: int, warmup_type: str, low: float, last: int) -> None:
+    wanted, iteration = [], last
+    for _ in range(NUM_UPDATES):
+        length = steps if steps > 1 else 2
+        if iteration <= 0:
+            wanted.append(low)
+        elif iteration >= length:
+            wanted.append(0.1)
+        else:
+            wanted.append(low + (0.1 - low) * _risen(iteration, length, warmup_type))
+        iteration += 1
+    _assert_trace(_trace(WarmupLR(low, 0.1, steps, warmup_type, last)), wanted)
+
+
+def test_warmup_as_deepspeed_applies_it() -> None:
+    assert [round(x, 6) for x in _trace(WarmupLR(0.0, 0.1, 4, "linear"), 7)] == [0, 0, 0.025, 0.05, 0.075, 0.1, 0.1]
+    logarithmic = _trace(WarmupLR(0.0, 0.1, 4), 6)
+    assert [round(x, 6) for x in logarithmic] == [0, 0, 0.05, 0.079248, 0.1, 0.1]
+
+
+def test_warmup_rises_to_the_optimizers_rate() -> None:
+    assert _trace(WarmupLR(warmup_num_steps=3, lr=0.3)) == _trace(WarmupLR(0.0, 0.3, 3))
+    assert _trace(WarmupLR(0.0, 0.0, 3, lr=0.3)) == [0.0] * NUM_UPDATES
+
+
+@pytest.mark.parametrize(("steps", "warmup_type", "low", "last"), WARMUPS)
+@pytest.mark.parametrize("total", [1, 4, 25])
+def test_warmup_decay_falls_in_a_line(total: int, steps: int, warmup_type: str, low: float, last: int) -> None:
+    wanted, iteration = [], last
+    for _ in range(NUM_UPDATES):
+        length = steps if steps > 1 else 2
+        share = 0.0 if iteration < 0 else _risen(iteration, length, warmup_type)
+        if iteration >= length:
+            span = total - length if total - length > 1 else 1
+            share = (total - iteration) / span if iteration < total else 0.0
+        wanted.append(low + (0.1 - low) * share)
+        iteration += 1
+    _assert_trace(_trace(WarmupDecayLR(total, low, 0.1, steps, warmup_type, last)), wanted)
+
+
+def test_warmup_decay_by_hand() -> None:
+    trace = _trace(WarmupDecayLR(6, 0.0, 0.1, 2, "linear"), 9)
+    assert [round(x, 6) for x in trace] == [0, 0, 0.05, 0.1, 0.075, 0.05, 0.025, 0, 0]
+
+
+@pytest.mark.parametrize(("steps", "warmup_type", "low", "last"), WARMUPS)
+@pytest.mark.parametrize("total", [1, 4, 25])
+def test_warmup_cosine_falls_along_half_a_cosine(
+    total: int, steps: int, warmup_type: str, low: float, last: int
+) -> None:
+    wanted, iteration = [], last
+    for _ in range(NUM_UPDATES):
+        length = steps if steps > 1 else 2
+        if iteration < 0:
+            ratio = 0.0
+        elif iteration < length:
+            ratio = low + (1 - low) * _risen(iteration, length, warmup_type)
+        else:
+            progress = (iteration - length + 1) / (total - length) if total - length >= 1 else 1.0
+            ratio = 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * min(progress, 1.0)))
+        wanted.append(0.2 * ratio)
+        iteration += 1
+    schedule = WarmupCosineLR(total, low, steps, 0.1, warmup_type, last, lr=0.2)
+    _assert_trace(_trace(schedule), wanted)
+
+
+def test_the_first_cosine_update_has_rate_zero_and_the_second_the_start_ratio() -> None:
+    trace = _trace(WarmupCosineLR(10, 0.25, 4, warmup_type="linear", lr=1.0), 3)
+    assert trace == [0.0, 0.25, pytest.approx(0.4375)]
+
+
+@pytest.mark.parametrize(("size", "rate", "last"), list(product([1, 2, 7], [0.0, 1.0, 2.5], [-1, 3])))
+@pytest.mark.parametrize("staircase", [False, True])
+def test_range_test_rises_without_end(size: int, rate: float, last: int, staircase: bool) -> None:
+    wanted, batches = [], last + 1
+    for _ in range(NUM_UPDATES):
+        steps = batches // size if staircase else batches / size
+        wanted.append(0.01 + 0.01 * rate * steps)
+        batches += 1
+    _assert_trace(_trace(LRRangeTest(0.01, size, rate, staircase, last)), wanted)
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        WarmupLR(0.0, 0.1, 10**6),
+        WarmupDecayLR(10**7, warmup_num_steps=10**6),
+        WarmupCosineLR(10**7, warmup_num_steps=10**6, lr=1.0),
+        LRRangeTest(),
+    ],
+)
+def test_schedules_are_float32_scalars_far_into_a_run(schedule: LRSchedule) -> None:
+    for count in (0, 10**5, 10**6 + 1, 2 * 10**7):
+        eager, traced = schedule(count), jax.jit(schedule)(count)
+        assert eager.shape == traced.shape == ()
+        assert eager.dtype == traced.dtype == jnp.float32
+        assert not eager.weak_type
+        assert float(eager) == pytest.approx(float(traced), rel=1e-6)
+    assert hash(schedule) == hash(type(schedule)(**vars(schedule)))
+
+
+CLASSES: list[tuple[type[LRSchedule], dict[str, Any]]] = [
+    (WarmupLR, {"lr": 0.1}),
+    (WarmupDecayLR, {"total_num_steps": 10}),
+    (WarmupCosineLR, {"total_num_steps": 10}),
+    (LRRangeTest, {}),
+]
+NUMBERS = ["warmup_min_lr", "warmup_max_lr", "warmup_min_ratio", "cos_min_ratio"]
+NUMBERS += ["lr_range_test_min_lr", "lr_range_test_step_rate"]
+COUNTS = ["total_num_steps", "warmup_num_steps", "lr_range_test_step_size"]
+
+
+@pytest.mark.parametrize(("cls", "given"), CLASSES)
+def test_wrong_numbers_are_refused_by_path(cls: type[LRSchedule], given: dict[str, Any]) -> None:
+    for name in set(NUMBERS) & set(cls.__dataclass_fields__):
+        for value in NOT_A_NUMBER:
+            if value is None and (cls, name) == (WarmupLR, "warmup_max_lr"):
+                continue
+            with pytest.raises(ConfigError, match=rf"scheduler\.params\.{name} must be a finite number of at least 0,"):
+                cls(**{**given, name: value})
+
+
+@pytest.mark.parametrize(("cls", "given"), CLASSES)
+def test_wrong_counts_are_refused_by_path(cls: type[LRSchedule], given: dict[str, Any]) -> None:
+    for name in set(COUNTS) & set(cls.__dataclass_fields__):
+        for value in NOT_A_COUNT:
+            with pytest.raises(ConfigError, match=rf"scheduler\.params\.{name} must be an integer of at least 1 and"):
+                cls(**{**given, name: value})
+    with pytest.raises(ConfigError, match=r"last_batch_iteration=-2. Use for instance 1"):
+        cls(**given, last_batch_iteration=-2)
+
+
+def test_an_integer_may_be_written_as_a_float() -> None:
+    assert WarmupDecayLR(1e3).total_num_steps == 1000
+
+
+def test_other_wrong_values_are_refused_by_path() -> None:
+    with pytest.raises(ConfigError, match=r"params\.warmup_type must be one of linear, log, but got .*'lin'. Did you"):
+        WarmupLR(lr=0.1, warmup_type="lin")
+    with pytest.raises(ConfigError, match=r"params\.lr_range_test_staircase must be true or false, but got .*=1. Use"):
+        LRRangeTest(lr_range_test_staircase=1)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(
+        ConfigError, match=r"warmup_max_lr must be a number where .* got .*=None. Set warmup_max_lr, or"
+    ):
+        WarmupLR()
