@@ -36,9 +36,11 @@ def check_leafwise(optimizer: optax.GradientTransformation, trees: Sequence[PyTr
             if mixed & (mixed - 1):
                 first, second = [name for i, name in enumerate(names) if mixed >> i & 1][:2]
                 raise ConfigError(
-                    "the optimizer must update each parameter from its own gradient alone when num_stages > 1, but got "
-                    f"one whose result mixes {first} and {second}. Stages do not see each other's gradients: remove "
-                    "the transformation that couples parameters, such as optax.clip_by_global_norm."
+                    "the optimizer must update each parameter from its own gradient alone if num_stages > 1 or ZeRO "
+                    f"deals parameters out to replicas, but got one whose result mixes {first} and {second}. Devices "
+                    "do not see each other's gradients: remove the transformation that couples parameters; in place of "
+                    "optax.clip_by_global_norm set gradient_clipping in the config, in place of optax.apply_if_finite "
+                    "fp16 or bf16."
                 )
 
 
