@@ -259,7 +259,9 @@ class _Callable:
         return function(*args)
 
 
-@pytest.mark.parametrize("remat", [_at_once, _Callable(), functools.partial(_at_once)], ids=["function", "object", "partial"])
+@pytest.mark.parametrize(
+    "remat", [_at_once, _Callable(), functools.partial(_at_once)], ids=["function", "object", "partial"]
+)
 def test_functions_that_call_at_once_are_told(remat: Callable[..., Any]) -> None:
     assert chain([lambda x: x + 1], 1, remat)(1) == 2
 
