@@ -1,6 +1,7 @@
 """The model as layers: specs, the protocol that all kinds of layers share, and the sequential model."""
 
 from ._build import NamedLayer as NamedLayer
+from ._model_axis import with_model_axis as with_model_axis
 from ._module import PipelineModule as PipelineModule
 from ._nnx import AuxLoss as AuxLoss
 from ._nnx import Metric as Metric
@@ -38,4 +39,5 @@ __all__ = [
     "program_key",
     "struct_of",
     "unflatten_dict",
+    "with_model_axis",
 ]

@@ -11,6 +11,7 @@ from jaxpipe._typing import Path, PyTree
 from jaxpipe.errors import LayerError
 
 from ._build import NamedLayer
+from ._model_axis import call_on_one, unbox
 from ._trace import ModelTrace, as_arrays
 from ._tree import flatten_dict, unflatten_dict
 
@@ -33,9 +34,13 @@ def init_layer(named: NamedLayer, trace: ModelTrace, key: jax.Array) -> tuple[Py
         paths = trace.paths[named.index].paths
         given = {local: leaves[local] for local, at in paths.items() if owners[at][0] != named.index}
     structs = (trace.boundaries[named.index], dict(trace.side), unflatten_dict(given))
-    inputs, side, zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), structs)
-    _, params, collections = named.layer.init(key, inputs, side=side, given=zeros)
-    return as_arrays(params), as_arrays(collections)
+
+    def make(inputs: PyTree, side: PyTree, given: PyTree) -> tuple[PyTree, PyTree]:
+        _, params, collections = named.layer.init(key, inputs, side=side, given=given)
+        return as_arrays(unbox(params)), as_arrays(unbox(collections))
+
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), structs)
+    return call_on_one(trace.num_model > 0, make, *zeros)
 
 
 def init_params(

@@ -6,11 +6,12 @@ from typing import Any
 
 import flax.linen as nn
 import jax
-from flax.core import DenyList, meta
+from flax.core import DenyList
 
 from jaxpipe._typing import PyTree
 from jaxpipe.errors import LayerError
 
+from ._model_axis import unbox
 from ._protocol import (
     STANDARD_ARGUMENTS,
     Applied,
@@ -54,7 +55,7 @@ class LinenLayer(Layer):
     def init(
         self, key: jax.Array, inputs: PyTree, *, side: Mapping[str, PyTree], given: PyTree | None = None
     ) -> tuple[PyTree, dict, dict]:
-        """See `Layer.init`; partition metadata is unboxed."""
+        """See `Layer.init`; variables keep the partition metadata that the module gives them."""
         args, kwargs = self._arguments.select(rngs=None, train=False, side=side)
         if given:
             call = nn.apply(self._call, self._module, mutable=DenyList(["intermediates"]))
@@ -62,7 +63,7 @@ class LinenLayer(Layer):
         else:
             call = nn.init_with_output(self._call, self._module)
             outputs, variables = call(layer_rngs(key), inputs, *args, **kwargs)
-        variables = dict(meta.unbox(variables))
+        variables = dict(variables)
         for name in ("intermediates", *_REPORTED):
             variables.pop(name, None)
         return outputs, variables.pop("params", {}), variables
@@ -86,6 +87,6 @@ class LinenLayer(Layer):
         mutable = [*collections, *_REPORTED] if train else []
         run = nn.apply(self._call, self._module, mutable=mutable)
         outputs, updated = run({"params": params, **collections}, inputs, *args, rngs=rngs, **kwargs)
-        changed = dict(meta.unbox(updated))
+        changed = dict(unbox(updated))
         reported = {name: named_scalars(self.class_name, changed.pop(name)) for name in _REPORTED if name in changed}
         return outputs, {**collections, **changed}, reported

@@ -41,7 +41,11 @@ class PipelineModule(SequentialModel, DeepSpeedNames):
     Args:
         layers: Linen modules, `LayerSpec`, `TiedLayerSpec` and plain functions in order, or a Linen `Sequential`.
         num_stages: Number of pipeline stages. May be left out where `topology` is given.
-        topology: A `ProcessTopology` with at least the axes `pipe` and `data`.
+        topology: A `ProcessTopology` with at least the axes `pipe` and `data`. With an axis `model` too, layers may
+            use plain collectives such as `jax.lax.psum` over the mesh axis of this name, but no functions with
+            gradients of their own around them; on one device the axis is there as well, one wide, and parameters are
+            whole. Partition metadata that names `model` says along which dim a parameter is sharded; other names are
+            ignored. See `examples/tensor_parallel.py`.
         loss_fn: `loss_fn(outputs, labels)`, a scalar mean over the samples it gets, or `(sum, weight)`: the loss is
             then the sum of all microbatches' and replicas' sums over that of their weights. None: the last layer's
             output is the loss.
@@ -97,6 +101,7 @@ class PipelineModule(SequentialModel, DeepSpeedNames):
         self.layers = as_layers(layers)
         self.num_stages = checked_stages(num_stages, topology)
         self._topology = topology
+        self.has_model_axis = topology is not None and "model" in topology.axes
         self._set(
             loss_fn=loss_fn,
             seed_layers=seed_layers,

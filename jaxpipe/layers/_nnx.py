@@ -6,11 +6,13 @@ from typing import Any, cast
 
 import jax
 from flax import nnx
+from flax.core import meta
 from jax.core import Tracer
 
 from jaxpipe._typing import PyTree
 from jaxpipe.errors import LayerError
 
+from ._model_axis import bound_model_axis, with_model_axis
 from ._protocol import Applied, CallArguments, Layer, Rngs, call_of, identity_of, named_scalars
 from ._spec import LayerSpec
 
@@ -51,18 +53,21 @@ class NNXLayer(Layer):
         self._takes_rngs = "rngs" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         self._call = call_of(self._cls) if forward_fn is None else forward_fn
         self._arguments = CallArguments(self._call, 2, f"layer {self.class_name}")
-        self._graph, self._params, self._rngs, self._rest = nnx.split(
-            nnx.eval_shape(lambda: self._build(jax.random.key(0))), *_KINDS
-        )
+        self._structures: dict[int, tuple[Any, nnx.State, nnx.State, nnx.State]] = {}
+        try:
+            self._structure()
+        except NameError:  # a class that asks for the axis `model`
+            with_model_axis(1, self._structure)
 
     def init(
         self, key: jax.Array, inputs: PyTree, *, side: Mapping[str, PyTree], given: PyTree | None = None
     ) -> tuple[PyTree, dict, dict]:
         """See `Layer.init`; a module makes all its parameters itself, whichever of them are given."""
         _, params, _, rest = nnx.split(self._build(key), *_KINDS)
-        params, collections = _to_tree(params), _collections(_to_tree(rest))
-        outputs, _, _ = self.apply(params, collections, inputs, rngs=None, train=False, side=side)
-        return outputs, params, collections
+        outputs, _, _ = self.apply(
+            _to_tree(params), _collections(_to_tree(rest)), inputs, rngs=None, train=False, side=side
+        )
+        return outputs, _to_boxes(params), _collections(_to_boxes(rest))
 
     def apply(
         self,
@@ -79,17 +84,18 @@ class NNXLayer(Layer):
         Raises:
             LayerError: The module has random streams, is in training, and gets no key for them.
         """
-        if train and rngs is None and jax.tree.leaves(self._rngs):
+        graph, params_like, streams_like, rest_like = self._structure()
+        if train and rngs is None and jax.tree.leaves(streams_like):
             raise LayerError(
                 f"layer {self.class_name} must get a key in training, since it holds random streams, but got key=None. "
                 "Pass apply(..., train=True, key=key)."
             )
         key = jax.random.key(0) if rngs is None else rngs["params"]
         module = nnx.merge(
-            self._graph,
-            _fill(self._params, params),
-            _fill(self._rngs, _fresh_streams(self._rngs, key)),
-            _fill(self._rest, collections.get("state", {})),
+            graph,
+            _fill(params_like, params),
+            _fill(streams_like, _fresh_streams(streams_like, key)),
+            _fill(rest_like, collections.get("state", {})),
         )
         module.set_attributes(deterministic=not train, use_running_average=not train, raise_if_not_found=False)
         streams = None if rngs is None else nnx.Rngs(rngs["dropout"])
@@ -101,8 +107,17 @@ class NNXLayer(Layer):
         aux = {name: named_scalars(self.class_name, tree) for name, tree in reported.items() if jax.tree.leaves(tree)}
         return outputs, _collections(_to_tree(rest)), aux
 
+    def _structure(self) -> tuple[Any, nnx.State, nnx.State, nnx.State]:
+        """The module without values: its graph, parameters, random streams and the rest."""
+        size = bound_model_axis()
+        if size not in self._structures:
+            made = nnx.split(nnx.eval_shape(lambda: self._build(jax.random.key(0))), *_KINDS)
+            self._structures[size] = cast("tuple[Any, nnx.State, nnx.State, nnx.State]", made)
+        return self._structures[size]
+
     def _build(self, key: jax.Array) -> Any:
-        module = self._spec.build(rngs=nnx.Rngs(key)) if self._takes_rngs else self._spec.build()
+        with nnx.use_eager_sharding(False):
+            module = self._spec.build(rngs=nnx.Rngs(key)) if self._takes_rngs else self._spec.build()
         for _, node in nnx.iter_graph(module):
             found = [name for name, value in _attributes(node) if isinstance(value, Tracer)]
             if found:
@@ -146,6 +161,15 @@ def _to_tree(state: nnx.State) -> PyTree:
         return {str(k): rename(v) for k, v in node.items()} if isinstance(node, dict) else node
 
     return rename(nnx.to_pure_dict(state))
+
+
+def _to_boxes(state: nnx.State) -> PyTree:
+    """The same, with variables that have partition metadata in boxes of `flax.core.meta`."""
+
+    def one(value: Any, spec: Any) -> Any:
+        return meta.Partitioned(value, tuple(spec)) if spec else value
+
+    return jax.tree.map(one, _to_tree(state), _to_tree(nnx.get_partition_spec(state)))
 
 
 def _fill(state: nnx.State, tree: PyTree) -> nnx.State:

@@ -41,7 +41,8 @@ class Layer(abc.ABC):
             given: Parameters that another layer of the same tied key has made already.
 
         Returns:
-            `(outputs, params, collections)`.
+            `(outputs, params, collections)`; variables may be in boxes of `flax.core.meta` that hold their partition
+            metadata.
         """
 
     @abc.abstractmethod

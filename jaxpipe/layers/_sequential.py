@@ -12,8 +12,9 @@ from jaxpipe.errors import JaxpipeError, LayerError
 from ._arguments import checked_loss
 from ._build import NamedLayer
 from ._initial import init_layer, init_params, seeded_keys
+from ._model_axis import call_on_one, with_model_axis
 from ._precision import cast_floats
-from ._run import Runner, compose_layers
+from ._run import Extras, Runner, compose_layers
 from ._trace import ModelTrace, as_arrays, trace_layers
 from ._tree import flatten_dict, layer_view
 
@@ -29,6 +30,7 @@ class SequentialModel:
     activation_checkpoint_interval: int
     activation_checkpoint_func: Callable[..., Any] | None
     compute_dtype: Any
+    has_model_axis: bool
 
     def trace(self, inputs: PyTree, side: Mapping[str, PyTree] | None = None) -> ModelTrace:
         """Shapes of all boundaries and parameters for inputs of these shapes; see `trace_layers`.
@@ -36,7 +38,9 @@ class SequentialModel:
         Raises:
             LayerError: Two neighbouring layers do not fit.
         """
-        return trace_layers(self.layers, inputs, side, self.compute_dtype)
+        return with_model_axis(
+            int(self.has_model_axis), lambda: trace_layers(self.layers, inputs, side, self.compute_dtype)
+        )
 
     def init(self, key: jax.Array, inputs: PyTree, *, side: Mapping[str, PyTree] | None = None) -> PyTree:
         """Make the parameters of the whole model on the default device.
@@ -156,8 +160,12 @@ class SequentialModel:
             )
             views = [layer_view(named, params) for named in self.layers]
             held = [collections.get(named.name, {}) for named in self.layers]
-            run = self.run_layers(range(len(self.layers)), views, train=train)
-            outputs, extras = run(inputs, key, given, held)
+
+            def run(views: Sequence[PyTree], *args: PyTree) -> tuple[PyTree, Extras]:
+                inputs, given, held = args
+                return self.run_layers(range(len(self.layers)), views, train=train)(inputs, key, given, held)
+
+            outputs, extras = call_on_one(self.has_model_axis, run, views, inputs, given, held)
         except JaxpipeError:
             raise
         except Exception:
@@ -232,5 +240,6 @@ class SequentialModel:
         """
         if self.compute_dtype is not None:
             outputs = cast_floats(outputs, "float32")
-        result = outputs if self.loss_fn is None else self.loss_fn(outputs, labels)
-        return checked_loss(result, has_loss_fn=self.loss_fn is not None)
+        loss_fn = self.loss_fn
+        result = outputs if loss_fn is None else call_on_one(self.has_model_axis, loss_fn, outputs, labels)
+        return checked_loss(result, has_loss_fn=loss_fn is not None)

@@ -14,6 +14,7 @@ from jaxpipe._typing import PyTree
 from jaxpipe.errors import JaxpipeError, LayerError
 
 from ._build import NamedLayer
+from ._model_axis import with_model_axis
 from ._precision import cast_floats
 from ._protocol import layer_rngs
 from ._trace import ModelTrace
@@ -160,7 +161,8 @@ def layer_signature(named: NamedLayer, trace: ModelTrace, compute_dtype: Any = N
     evaluation = jax.make_jaxpr(forward)(*args)
     held = (params, inputs, trace.boundaries[named.index + 1], trace.collections[named.index], trace.aux[named.index])
     structures = tuple(jax.tree.structure(tree) for tree in held)
-    return program_key(training), program_key(evaluation), structures
+    dims = tuple(frozenset(each[named.index].items()) for each in (trace.param_dims, trace.collection_dims))
+    return program_key(training), program_key(evaluation), structures, dims
 
 
 def _cotangent(output: jax.Array, scale: jax.Array) -> Any:
@@ -179,14 +181,19 @@ def layer_signatures(
     Raises:
         LayerError: A layer cannot be differentiated.
     """
+
+    def signature_of(named: NamedLayer) -> Hashable:
+        if named.tied_key:
+            return "tied", named.index
+        return with_model_axis(trace.num_model, lambda: layer_signature(named, trace, compute_dtype))
+
     numbers: dict[Hashable, int] = {}
     found: list[int] = []
     for named, first in zip(layers, trace.firsts, strict=True):
         if first < named.index:
             found.append(found[first])
         else:
-            signature = ("tied", named.index) if named.tied_key else layer_signature(named, trace, compute_dtype)
-            found.append(numbers.setdefault(signature, len(numbers)))
+            found.append(numbers.setdefault(signature_of(named), len(numbers)))
     return tuple(found)
 
 

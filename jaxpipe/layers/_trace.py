@@ -14,6 +14,7 @@ from jaxpipe._typing import Path, PyTree
 from jaxpipe.errors import JaxpipeError, LayerError
 
 from ._build import NamedLayer
+from ._model_axis import bound_model_axis, sharded_dims, unbox
 from ._precision import cast_floats
 from ._protocol import STANDARD_ARGUMENTS, layer_rngs
 from ._tree import ParamPaths, flatten_dict, merge_layers, unflatten_dict
@@ -31,6 +32,9 @@ class ModelTrace:
         firsts: For each layer the first one of equal code, arguments and input shapes; tied layers stand alone.
         collections: What each layer keeps beside its parameters, such as batch statistics.
         aux: What each layer reports in training, `{"losses": {...}, "metrics": {...}}`, each a scalar.
+        param_dims: For each layer the dims along which parameters are sharded over the `model` axis, by path.
+        collection_dims: The same of collections.
+        num_model: Length of the `model` axis, one place of which holds these shapes; 0 where there is none.
     """
 
     boundaries: tuple[PyTree, ...]
@@ -40,6 +44,9 @@ class ModelTrace:
     firsts: tuple[int, ...]
     collections: tuple[PyTree, ...]
     aux: tuple[PyTree, ...]
+    param_dims: tuple[Mapping[Path, int], ...]
+    collection_dims: tuple[Mapping[Path, int], ...]
+    num_model: int
 
     def num_params(self) -> tuple[int, ...]:
         """Numbers of parameters, per layer, that an optimiser updates; shared ones count in each layer."""
@@ -52,6 +59,14 @@ class ModelTrace:
             for local, at in paths.paths.items():
                 found.setdefault(at, (index, local))
         return found
+
+    def tree_dims(self) -> dict[Path, int]:
+        """The dims of sharded parameters by path in the model's tree; of a shared one its first layer decides."""
+        return {
+            at: self.param_dims[index][local]
+            for at, (index, local) in self.owners().items()
+            if local in self.param_dims[index]
+        }
 
     def tree(self) -> PyTree:
         """The model's one parameter tree, as shapes and dtypes."""
@@ -118,8 +133,9 @@ def trace_layers(
     """
     side_struct = cast_floats(_side_struct(side or {}), compute_dtype)
     boundaries, all_params, all_paths = [cast_floats(struct_of(inputs), compute_dtype)], [], []
-    all_collections, all_aux = [], []
+    all_collections, all_aux, all_dims = [], [], []
     shared: dict[Path, tuple[str, Any]] = {}
+    shared_dims: dict[Path, int | None] = {}
     known: dict[Hashable, int] = {}
     firsts: list[int] = []
     for named in layers:
@@ -128,12 +144,12 @@ def trace_layers(
         first = known.setdefault(kind, named.index)
         if first < named.index:
             outputs, params = boundaries[first + 1], all_params[first]
-            collections, aux = all_collections[first], all_aux[first]
+            collections, aux, dims = all_collections[first], all_aux[first], all_dims[first]
         else:
             before = f"the output of layer {layers[named.index - 1].name}" if named.index else "the model's inputs"
             given = {at[2:]: x for at, (_, x) in shared.items() if at[1] == named.tied_key and named.shares(at[2:])}
             call = _Call(named, before, boundaries[-1], side_struct, compute_dtype)
-            params, collections = call.variables(unflatten_dict(given))
+            params, collections, dims = call.variables(unflatten_dict(given))
             outputs, aux = call.results(params, collections)
         _check_params(named, params)
         paths = ParamPaths(named, params)
@@ -141,6 +157,7 @@ def trace_layers(
         boundaries.append(outputs if named.index == len(layers) - 1 else cast_floats(outputs, compute_dtype))
         all_collections.append(collections)
         all_aux.append(aux)
+        all_dims.append((_with_shared(paths, dims[0], shared_dims), dims[1]))
         all_params.append(params)
         all_paths.append(paths)
         firsts.append(first)
@@ -150,7 +167,8 @@ def trace_layers(
         tuple(all_paths),
         side_struct,
         tuple(firsts),
-        *map(tuple, (all_collections, all_aux)),
+        *map(tuple, (all_collections, all_aux, *zip(*all_dims, strict=True))),
+        num_model=bound_model_axis(),
     )
 
 
@@ -179,8 +197,8 @@ class _Call:
     side: PyTree
     dtype: Any
 
-    def variables(self, given: PyTree) -> tuple[PyTree, PyTree]:
-        """Shapes of parameters and collections."""
+    def variables(self, given: PyTree) -> tuple[PyTree, PyTree, tuple[Mapping[Path, int], Mapping[Path, int]]]:
+        """Shapes of parameters and collections, and the dims of each that are sharded."""
 
         def make(x: PyTree, s: PyTree, given: PyTree) -> tuple[PyTree, PyTree]:
             _, params, collections = self.named.layer.init(jax.random.key(0), x, side=s, given=given)
@@ -188,11 +206,15 @@ class _Call:
 
         with self._naming_faults():
             try:
-                return jax.eval_shape(make, self.inputs, self.side, {})
+                made = jax.eval_shape(make, self.inputs, self.side, {})
             except Exception:
                 if not given:
                     raise
-                return jax.eval_shape(make, self.inputs, self.side, given)
+                made = jax.eval_shape(make, self.inputs, self.side, given)
+            dims = {}, {}
+            if bound_model_axis():
+                dims = sharded_dims(self.named.name, made[0]), sharded_dims(self.named.name, made[1])
+        return unbox(made[0]), unbox(made[1]), dims
 
     def results(self, params: PyTree, collections: PyTree) -> tuple[PyTree, PyTree]:
         """Shapes of what the layer hands over and of what it reports, in training."""
@@ -219,12 +241,22 @@ class _Call:
             yield
         except JaxpipeError:
             raise
-        except Exception as error:
+        except NameError as error:
+            if bound_model_axis() or "unbound axis name: model" not in str(error):
+                raise self._misfit(error) from error
             raise LayerError(
-                f"layer {self.named.name} must accept {self.before}, but got inputs={format_struct(self.inputs)} and "
-                f"failed with {type(error).__name__}: {error}. Make the two layers agree, or put a function between "
-                "them."
+                f"layer {self.named.name} must run on a mesh with the axis 'model', which it uses, but got none. Give "
+                "the PipelineModule topology=PipeModelDataParallelTopology(num_pp, num_mp, num_dp)."
             ) from error
+        except Exception as error:
+            raise self._misfit(error) from error
+
+    def _misfit(self, error: Exception) -> LayerError:
+        return LayerError(
+            f"layer {self.named.name} must accept {self.before}, but got inputs={format_struct(self.inputs)} and "
+            f"failed with {type(error).__name__}: {error}. Make the two layers agree, or put a function between "
+            "them."
+        )
 
 
 def _check_params(named: NamedLayer, params: PyTree) -> None:
@@ -241,6 +273,15 @@ def _check_params(named: NamedLayer, params: PyTree) -> None:
                 f"{where} must be floating point, but got {format_struct(leaf)}, which no optimiser can update. "
                 "Make it a constant inside the call."
             )
+
+
+def _with_shared(paths: ParamPaths, dims: Mapping[Path, int], shared: dict[Path, int | None]) -> Mapping[Path, int]:
+    """A layer's sharded dims; for parameters it shares, those that the first layer of the key gives them."""
+    all_dims: dict[Path, int | None] = {}
+    for path, at in paths.paths.items():
+        own = dims.get(path)
+        all_dims[path] = shared.setdefault(at, own) if at[0] == "tied" else own
+    return {path: dim for path, dim in all_dims.items() if dim is not None}
 
 
 def _check_shared(named: NamedLayer, paths: ParamPaths, params: PyTree, shared: dict[Path, tuple[str, Any]]) -> None:

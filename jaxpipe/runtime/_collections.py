@@ -25,6 +25,7 @@ class ModelCollections:
 
     Attributes:
         struct: Shapes and dtypes by path: the layer's name, then the path inside the layer's collections.
+        dims: The dims along which they are sharded over the `model` axis, by the same paths.
         layout: Where they lie.
     """
 
@@ -32,6 +33,7 @@ class ModelCollections:
         held = [flatten_dict(tree) if tree else {} for tree in trace.collections]
         paths = [{local: (named.name, *local) for local in held[named.index]} for named in layers]
         self.struct: Mapping[Path, Any] = {p[at]: held[i][at] for i, p in enumerate(paths) for at in p}
+        self.dims = {p[at]: dim for i, p in enumerate(paths) for at, dim in trace.collection_dims[i].items()}
         self._stages = tuple(name_leaves(paths, cut) for cut in cuts)
         self.layout = Layout([{n: self.struct[path] for n, path in stage.paths.items()} for stage in self._stages])
 

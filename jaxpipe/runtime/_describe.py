@@ -21,14 +21,17 @@ def describe_pipeline(pipeline: Pipeline, max_width: int = 120) -> str:
     layers = pipeline.module.layers
     names = [named.name for named in layers]
     stages, replicas = pipeline.module.num_stages, pipeline.num_replicas
-    num_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(pipeline.state_struct.params)) // stages
+    num_model = pipeline.mesh.shape.get("model", 0)
+    places = f" x {_count(num_model, 'place')} of the model axis" if num_model else ""
+    leaves = jax.tree.leaves(pipeline.state_struct.params)
+    num_bytes = sum(x.size * x.dtype.itemsize // x.shape[0] for x in leaves)
     size = f"{num_bytes / 2**20:,.1f} MiB" if num_bytes >= 2**20 else f"{num_bytes / 2**10:,.1f} KiB"
     lines = [
         format_partition(pipeline.parts, names, pipeline.trace.num_params()),
         "",
         f"{pipeline.program.name}: {_count(pipeline.num_microbatches, 'microbatch', 'es')} of "
-        f"{_count(pipeline.microbatch_size, 'sample')} on {_count(stages, 'stage')} x {_count(replicas, 'replica')}, "
-        f"at most {pipeline.program.peak_in_flight} in flight",
+        f"{_count(pipeline.microbatch_size, 'sample')} on {_count(stages, 'stage')} x {_count(replicas, 'replica')}"
+        f"{places}, at most {pipeline.program.peak_in_flight} in flight",
         format_grid(pipeline.schedule, pipeline.num_microbatches, stages, max_width=max_width, max_rows=8),
         "",
         f"alike on every stage: {_count(len(pipeline.cuts[0].trunk), 'layer')}; parameters per device: {size}",

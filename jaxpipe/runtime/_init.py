@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from jaxpipe._typing import Path, PyTree
-from jaxpipe.layers import ModelTrace, PipelineModule, flatten_dict
+from jaxpipe.layers import ModelTrace, PipelineModule, flatten_dict, unflatten_dict
 
 from ._params import ModelParams
 from ._switch import traced_key
@@ -21,7 +21,7 @@ class StageInit:
 
     Args:
         module: The model.
-        trace: Its shapes.
+        trace: Its shapes, as a whole.
         params: Where the parameters lie.
         key: The model's key.
     """
@@ -31,16 +31,16 @@ class StageInit:
         self._owners = trace.owners()
         self._compiled: dict[Hashable, Callable[..., PyTree]] = {}
 
-    def leaves(self, stage: int) -> dict[str, np.ndarray]:
-        """The parameters of a stage by name, as numpy arrays."""
+    def tree(self, stage: int) -> PyTree:
+        """The part of the model's tree that a stage holds, as numpy arrays."""
         made: dict[int, dict[Path, Any]] = {}
-        leaves: dict[str, np.ndarray] = {}
-        for name, path in self._params.stages[stage].paths.items():
+        leaves: dict[Path, np.ndarray] = {}
+        for path in self._params.stages[stage].paths.values():
             index, local = self._owners[path]
             if index not in made:
                 made[index] = flatten_dict(self._layer(index)[0])
-            leaves[name] = np.asarray(made[index][local])
-        return leaves
+            leaves[path] = np.asarray(made[index][local])
+        return unflatten_dict(leaves)
 
     def collections(self, stage: int) -> dict[str, PyTree]:
         """What the layers of a stage keep beside their parameters, by the layer's name."""

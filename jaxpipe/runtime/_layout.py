@@ -6,7 +6,7 @@ so a stage's arrays are on its own devices alone.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,9 @@ import numpy as np
 
 from jaxpipe._typing import PyTree
 
+_SHARDED = "/model"
+"""How the names of buffers end whose leaves are sharded over the `model` axis."""
+
 Storage = dict[str, dict[str, jax.Array]]
 
 
@@ -23,7 +26,7 @@ Storage = dict[str, dict[str, jax.Array]]
 class _Place:
     """A leaf inside a packed buffer."""
 
-    dtype: str
+    buffer: str
     offset: int
     shape: tuple[int, ...]
 
@@ -41,10 +44,17 @@ class Layout:
     Args:
         stages: For each stage its leaves by name, as shapes and dtypes. The order is kept inside the buffers.
         stack: Give a leaf that all stages have alike an array of its own; else all lie in the buffers.
+        sharded: Leaves that differ from place to place on the `model` axis; they have buffers of their own.
     """
 
-    def __init__(self, stages: Sequence[Mapping[str, jax.ShapeDtypeStruct]], *, stack: bool = True) -> None:
-        self.num_stages = len(stages)
+    def __init__(
+        self,
+        stages: Sequence[Mapping[str, jax.ShapeDtypeStruct]],
+        *,
+        stack: bool = True,
+        sharded: Collection[str] = (),
+    ) -> None:
+        self.num_stages, self.sharded = len(stages), frozenset(sharded)
         first = stages[0] if stack else {}
         self.stacked = {
             name: jax.ShapeDtypeStruct(like.shape, like.dtype)
@@ -59,12 +69,12 @@ class Layout:
             places = {}
             for name, like in stage.items():
                 if name not in self.stacked:
-                    dtype = like.dtype.name
-                    places[name] = _Place(dtype, used.get(dtype, 0), tuple(like.shape))
-                    used[dtype] = places[name].end
+                    buffer = like.dtype.name + (_SHARDED if name in self.sharded else "")
+                    places[name] = _Place(buffer, used.get(buffer, 0), tuple(like.shape))
+                    used[buffer] = places[name].end
             self._places.append(places)
-            for dtype, size in used.items():
-                self.packed_sizes[dtype] = max(size, self.packed_sizes.get(dtype, 0))
+            for buffer, size in used.items():
+                self.packed_sizes[buffer] = max(size, self.packed_sizes.get(buffer, 0))
 
     def names(self, stage: int) -> tuple[str, ...]:
         """The leaves of a stage."""
@@ -75,11 +85,11 @@ class Layout:
         if name in self.stacked:
             return self.stacked[name]
         place = self._places[stage][name]
-        return jax.ShapeDtypeStruct(place.shape, place.dtype)
+        return jax.ShapeDtypeStruct(place.shape, dtype_of(place.buffer))
 
     def struct(self) -> PyTree:
         """Shapes and dtypes of one stage's storage, without the stage dim."""
-        packed = {dtype: jax.ShapeDtypeStruct((size,), dtype) for dtype, size in self.packed_sizes.items()}
+        packed = {name: jax.ShapeDtypeStruct((size,), dtype_of(name)) for name, size in self.packed_sizes.items()}
         return {"stacked": dict(self.stacked), "packed": packed}
 
     def zeros(self) -> PyTree:
@@ -95,7 +105,7 @@ class Layout:
         if name in self.stacked:
             return storage["stacked"][name]
         place = self._places[stage][name]
-        return storage["packed"][place.dtype][place.offset : place.end].reshape(place.shape)
+        return storage["packed"][place.buffer][place.offset : place.end].reshape(place.shape)
 
     def unpack(self, stage: int, storage: PyTree) -> dict[str, jax.Array]:
         """All leaves of a stage by name."""
@@ -104,15 +114,16 @@ class Layout:
     def pack_own(self, stage: int, leaves: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
         """A stage's packed buffers; leaves that are not given are zero."""
         buffers = {}
-        for dtype, size in self.packed_sizes.items():
+        for buffer, size in self.packed_sizes.items():
+            dtype = dtype_of(buffer)
             parts, end = [], 0
             for name, place in self._places[stage].items():
-                if place.dtype == dtype and name in leaves:
+                if place.buffer == buffer and name in leaves:
                     parts += [jnp.zeros((place.offset - end,), dtype)] if place.offset > end else []
-                    parts.append(_as(leaves[name], jnp.dtype(dtype)).reshape(-1))
+                    parts.append(_as(leaves[name], dtype).reshape(-1))
                     end = place.end
             whole = jnp.concatenate(parts) if len(parts) > 1 else (parts or [jnp.zeros((0,), dtype)])[0]
-            buffers[dtype] = jax.lax.pad(whole, jnp.zeros((), dtype), [(0, size - end, 0)]) if size > end else whole
+            buffers[buffer] = jax.lax.pad(whole, jnp.zeros((), dtype), [(0, size - end, 0)]) if size > end else whole
         return buffers
 
     def pack(self, stage: int, leaves: Mapping[str, jax.Array]) -> PyTree:
@@ -128,16 +139,31 @@ class Layout:
                 stacked[name] = value
             else:
                 place = self._places[stage][name]
-                packed[place.dtype] = packed[place.dtype].at[place.offset : place.end].set(value.reshape(-1))
+                packed[place.buffer] = packed[place.buffer].at[place.offset : place.end].set(value.reshape(-1))
         return {"stacked": stacked, "packed": packed}
 
     def host_row(self, stage: int, leaves: Mapping[str, np.ndarray]) -> dict[str, dict[str, np.ndarray]]:
         """A stage's storage as numpy arrays."""
-        packed = {dtype: np.zeros((size,), jnp.dtype(dtype)) for dtype, size in self.packed_sizes.items()}
+        packed = {name: np.zeros((size,), dtype_of(name)) for name, size in self.packed_sizes.items()}
         for name, place in self._places[stage].items():
-            packed[place.dtype][place.offset : place.end] = np.asarray(leaves[name]).reshape(-1)
+            packed[place.buffer][place.offset : place.end] = np.asarray(leaves[name]).reshape(-1)
         stacked = {name: np.asarray(leaves[name], like.dtype) for name, like in self.stacked.items()}
         return {"stacked": stacked, "packed": packed}
+
+    def by_sharding(self, storage: PyTree) -> tuple[PyTree, PyTree]:
+        """A storage in two: what all places of the `model` axis have alike, and what differs from place to place."""
+
+        def part(is_sharded: bool) -> PyTree:
+            stacked = {name: x for name, x in storage["stacked"].items() if (name in self.sharded) == is_sharded}
+            packed = {name: x for name, x in storage["packed"].items() if name.endswith(_SHARDED) == is_sharded}
+            return {"stacked": stacked, "packed": packed}
+
+        return part(False), part(True)
+
+
+def dtype_of(buffer: str) -> Any:
+    """The dtype of a packed buffer, from its name."""
+    return jnp.dtype(buffer.removesuffix(_SHARDED))
 
 
 def _as(leaf: jax.Array, dtype: Any) -> jax.Array:

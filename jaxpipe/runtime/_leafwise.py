@@ -6,10 +6,13 @@ from typing import Any
 import jax
 import optax
 
-from jaxpipe._typing import PyTree
+from jaxpipe._typing import Path, PyTree
 from jaxpipe.errors import ConfigError
+from jaxpipe.layers import ModelTrace, flatten_dict, format_struct, unflatten_dict
 
 from ._dependence import output_dependence
+from ._elementwise import is_elementwise
+from ._params import ModelParams
 
 
 def check_leafwise(optimizer: optax.GradientTransformation, trees: Sequence[PyTree]) -> None:
@@ -42,6 +45,37 @@ def check_leafwise(optimizer: optax.GradientTransformation, trees: Sequence[PyTr
                     "optax.clip_by_global_norm set gradient_clipping in the config, in place of optax.apply_if_finite "
                     "fp16 or bf16."
                 )
+
+
+def check_sharded(optimizer: optax.GradientTransformation, whole: ModelTrace, params: ModelParams) -> None:
+    """Refuse an optimiser that looks at whole arrays of which each place of the `model` axis holds a part.
+
+    Args:
+        optimizer: The optimiser.
+        whole: Shapes of the whole model.
+        params: Those of a place.
+
+    Raises:
+        ConfigError: Its update of a sharded parameter is not element by element.
+    """
+    shapes = flatten_dict(whole.tree())
+    trees = [
+        {path: jax.ShapeDtypeStruct(each[path].shape, params.struct[path].dtype) for path in whole.tree_dims()}
+        for each in (shapes, params.struct)
+    ]
+
+    def fits(paths: Sequence[Path]) -> bool:
+        return is_elementwise(optimizer, *(unflatten_dict({path: tree[path] for path in paths}) for tree in trees))
+
+    if not trees[0] or fits(list(trees[0])):
+        return
+    path = next((path for path in trees[0] if not fits([path])), next(iter(trees[0])))
+    raise ConfigError(
+        "the optimizer must treat every element by itself where a parameter is sharded over the model axis, but got "
+        f"one that looks at more of {'/'.join(path)}, of which a place holds {format_struct(trees[1][path])} of "
+        f"{format_struct(trees[0][path])}. Use one such as Adam, AdamW, Lion or SGD for it; optax.multi_transform "
+        "gives other parameters another one."
+    )
 
 
 def _update(optimizer: optax.GradientTransformation, grads: PyTree, state: PyTree, params: PyTree) -> Any:

@@ -42,7 +42,8 @@ def make_pipeline(
         optimizer: An optax transformation that treats every parameter by itself; or a constructor with an argument
             `learning_rate`, such as `optax.adamw`, which gets the schedule. None: that of the configuration.
         config: DeepSpeed's configuration, as a dictionary, a path or a `TrainConfig`.
-        mesh: A mesh with the axes `stage` and `data`; None: all devices, see `mesh_for`.
+        mesh: A mesh with the axes `stage` and `data`, and `model` where layers use it; None: all devices, see
+            `mesh_for`.
         example_batch: One entry as a data iterator yields it, `(inputs, labels)` or `(inputs, labels, side)`, leaves
             `[microbatch_size * data, ...]`, arrays or shapes.
         lr_scheduler: The learning rate as a function of the number of updates; None: that of the configuration.
@@ -94,7 +95,7 @@ def mesh_for(model: PipelineModule, devices: Sequence[Any] | None = None) -> Mes
         devices: JAX devices to use; None: all.
 
     Returns:
-        A mesh with the axes `stage` and `data`.
+        A mesh with the axes `stage` and `data`, and `model` where the topology has it.
 
     Raises:
         TopologyError: The devices do not suffice, or do not divide into the stages.

@@ -1,4 +1,4 @@
-"""The global norm of gradients over all stages, replicas counted once and shared parameters counted once."""
+"""The global norm of gradients over all stages; replicas, and what several devices hold alike, count once."""
 
 from collections.abc import Mapping
 
@@ -7,29 +7,37 @@ import jax.numpy as jnp
 
 from jaxpipe._typing import PyTree
 
-from ._shards import Shards
+from ._division import Division
 from ._tied import drop_copies
 
 _EPSILON = 1e-6
 """What DeepSpeed and PyTorch add to the norm before they divide by it."""
 
 
-def global_norm(tied: Mapping[str, tuple[int, ...]], shards: Shards, member: jax.Array, row: PyTree) -> jax.Array:
+def global_norm(tied: Mapping[str, tuple[int, ...]], division: Division, member: jax.Array, row: PyTree) -> jax.Array:
     """The L2 norm of the whole model's gradient, equal on all devices.
 
     Args:
         tied: Shared parameters with the stages that hold them.
-        shards: How gradients are divided.
+        division: How gradients are divided.
         member: This device's member.
         row: Its gradients.
 
     Returns:
         `float32[]`.
     """
-    counted = drop_copies(tied, shards, member, row)
-    squares = [jnp.sum(jnp.square(jnp.abs(leaf).astype(jnp.float32))) for leaf in jax.tree.leaves(counted)]
-    axes = ("stage",) if shards.num_shards == 1 else ("stage", "data")
-    return jnp.sqrt(jax.lax.psum(sum(squares, jnp.zeros((), jnp.float32)), axes))
+    counted = drop_copies(tied, division.kept, member, row)
+    if division.num_model:
+        alike, sharded = division.kept.rows.by_sharding(counted)
+        squares = _sum_squares(alike) / division.num_model + _sum_squares(sharded)
+    else:
+        squares = _sum_squares(counted)
+    return jnp.sqrt(jax.lax.psum(squares, division.row_axes))
+
+
+def _sum_squares(tree: PyTree) -> jax.Array:
+    squares = [jnp.sum(jnp.square(jnp.abs(leaf).astype(jnp.float32))) for leaf in jax.tree.leaves(tree)]
+    return sum(squares, jnp.zeros((), jnp.float32))
 
 
 def clip_to(limit: float, norm: jax.Array, grads: PyTree) -> PyTree:

@@ -68,9 +68,11 @@ class ModelParams:
         struct = {path: cast_floats(leaf, dtype) for path, leaf in flatten_dict(trace.tree()).items()}
         self.struct: Mapping[Path, jax.ShapeDtypeStruct] = struct
         held = [{name: struct[path] for name, path in stage.paths.items()} for stage in self.stages]
-        self.layout = Layout(held)
+        dims = trace.tree_dims()
+        sharded = {name for stage in self.stages for name, path in stage.paths.items() if path in dims}
+        self.layout = Layout(held, sharded=sharded)
         summed = [{name: cast_floats(leaf, grad_dtype) for name, leaf in leaves.items()} for leaves in held]
-        self.grad_layout = self.layout if grad_dtype is None else Layout(summed)
+        self.grad_layout = self.layout if grad_dtype is None else Layout(summed, sharded=sharded)
         self.trunk_names = tuple(self.stages[0].trunk)
         self.common_names = tuple(name for name in self.layout.stacked if name not in self.stages[0].trunk)
         """Parameters outside the trunk that every stage holds, such as a tied layer used by all."""
@@ -81,8 +83,13 @@ class ModelParams:
                     holders.setdefault(name, []).append(s)
         self.tied = {name: tuple(stages) for name, stages in holders.items() if len(stages) > 1}
 
+    def subtree(self, stage: int, tree: PyTree) -> PyTree:
+        """The part of the model's tree that a stage holds."""
+        flat = flatten_dict(tree)
+        return unflatten_dict({path: flat[path] for path in self.stages[stage].paths.values()})
+
     def leaves(self, stage: int, tree: PyTree) -> dict[str, np.ndarray]:
-        """One stage's parameters by name as numpy arrays, from the model's tree."""
+        """One stage's parameters by name as numpy arrays, from the part of the model's tree that holds them."""
         flat = flatten_dict(tree)
         return {name: np.asarray(flat[path]) for name, path in self.stages[stage].paths.items()}
 

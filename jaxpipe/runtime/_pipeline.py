@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpipe._typing import PyTree
 from jaxpipe.checkpointing import current_settings, use_settings
-from jaxpipe.errors import ScheduleError, TopologyError
-from jaxpipe.layers import PipelineModule, struct_of
+from jaxpipe.errors import ScheduleError
+from jaxpipe.layers import PipelineModule, flatten_dict, struct_of, with_model_axis
 from jaxpipe.schedules import InferenceSchedule, lower_schedule, resolve_schedule
 from jaxpipe.topology import adopt_mesh, mesh_shape
 
@@ -24,6 +24,8 @@ from ._cut import StageCut
 from ._division import divide
 from ._evaluate import EvaluateLoop
 from ._init import StageInit
+from ._leafwise import check_sharded
+from ._model_axis import Places, check_axes, check_whole_outputs, trace_places
 from ._objective import Objective
 from ._params import ModelParams
 from ._parts import StageParts
@@ -45,7 +47,7 @@ class Pipeline:
     Args:
         module: The model.
         optimizer: An optax transformation that treats every parameter by itself.
-        mesh: A mesh with the axes `stage` and `data`.
+        mesh: A mesh with the axes `stage` and `data`, and `model` where layers use it.
         example: One microbatch of all replicas, `(inputs, labels)` or `(inputs, labels, side)`, arrays or shapes with
             leaves `[microbatch_size * data, ...]`.
         num_microbatches: Microbatches per step.
@@ -71,12 +73,14 @@ class Pipeline:
         program: The same, lowered.
 
     Raises:
-        TopologyError: The mesh's `stage` axis is not `num_stages` long.
+        TopologyError: The mesh's `stage` axis is not `num_stages` long, or its `model` axis not as the topology says.
         DataError: A leaf of the example is not `microbatch_size * data` samples long.
-        LayerError: Two layers do not fit, or the loss is not a scalar.
+        LayerError: Two layers do not fit, the loss is not a scalar, or a variable is sharded over the `model` axis
+            otherwise than its partition metadata says.
         PartitionError: The layers cannot be cut as asked.
         ScheduleError: The schedule is unsound, or needs several chunks per stage.
-        ConfigError: The optimiser couples parameters of different stages.
+        ConfigError: The optimiser couples parameters of different stages, or looks at whole arrays where a parameter
+            is sharded over the `model` axis.
     """
 
     def __init__(
@@ -91,19 +95,18 @@ class Pipeline:
         self.module, self.mesh, self.num_microbatches = module, adopt_mesh(mesh), num_microbatches
         self.settings, self._recompute = settings, current_settings()
         shape = mesh_shape(self.mesh)
-        if shape["stage"] != module.num_stages:
-            raise TopologyError(
-                f"the mesh's stage axis must be num_stages={module.num_stages} long, but got stage={shape['stage']}. "
-                "Make the mesh from the module's topology, or change num_stages."
-            )
+        num_model = shape.get("model", 0)
+        check_axes(module, shape)
         self.num_replicas = shape["data"]
         self.microbatch_size = infer_microbatch_size(example, self.num_replicas)
         self._entry = entry_struct(example, self.microbatch_size, self.num_replicas)
         inputs, labels, side = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct((self.microbatch_size, *x.shape[1:]), x.dtype), self._entry
         )
-        self.trace = module.trace(inputs, side)
-        objective = Objective(module, self.trace.boundaries[-1], labels, num_microbatches * self.num_replicas)
+        self._whole, self.trace = trace_places(module, inputs, side, num_model)
+        outputs = self.trace.boundaries[-1]
+        num_terms = num_microbatches * self.num_replicas
+        objective = with_model_axis(num_model, lambda: Objective(module, outputs, labels, num_terms))
         self.parts = module.partition(self.trace)
         is_cpu = self.mesh.devices.flat[0].platform == "cpu"
         skips = is_cpu if settings.skip_idle is None else settings.skip_idle
@@ -117,10 +120,16 @@ class Pipeline:
         forward_only = lower_schedule(InferenceSchedule, num_microbatches, module.num_stages, training=False)
         is_mixed = module.compute_dtype is not None
         grad_dtype = settings.grad_accum_dtype or ("float32" if is_mixed else None)
-        self._stages = StageParts(module, self.trace, self.parts, scan_trunk=settings.scan_trunk, grad_dtype=grad_dtype)
+        self._stages = with_model_axis(
+            num_model,
+            lambda: StageParts(module, self.trace, self.parts, scan_trunk=settings.scan_trunk, grad_dtype=grad_dtype),
+        )
         self._params = ModelParams(self.trace, self.cuts, dtype="float32" if is_mixed else None)
         num_shards = self.num_replicas if settings.zero_stage else 1
-        self._division = divide(self._params, self._stages.params, optimizer, num_shards)
+        check_sharded(optimizer, self._whole, self._params)
+        self._division = divide(self._params, self._stages.params, optimizer, num_shards, num_model)
+        self._places = Places(self._whole.tree_dims(), max(num_model, 1))
+        self._collection_places = Places(self._stages.collections.dims, max(num_model, 1))
         self._updater = Updater(self._params, self._division.kept, optimizer)
         self._programs = DevicePrograms(
             self._stages,
@@ -143,12 +152,15 @@ class Pipeline:
     def state_struct(self) -> TrainState:
         """Shapes, dtypes and shardings of a state."""
         kept, scaler = self._division.kept, self.settings.loss_scaler
+        num_rows = self._division.num_rows
         number: Any = jax.ShapeDtypeStruct((), jnp.int32)
         struct = TrainState(
             step=number,
-            params=_with_rows(kept.rows.struct(), kept.num_rows),
-            opt_state=_with_rows(self._updater.struct(), kept.num_rows),
-            collections=_with_rows(self._stages.collections.layout.struct(), self.module.num_stages),
+            params=_with_rows(kept.rows.struct(), num_rows),
+            opt_state=_with_rows(self._updater.struct(), num_rows),
+            collections=_with_rows(
+                self._stages.collections.layout.struct(), self.module.num_stages * self._places.num_places
+            ),
             loss_scale=() if scaler is None else jax.eval_shape(scaler.init),
             skipped_steps=number,
             rng=jax.eval_shape(lambda: jax.random.key(0)),
@@ -173,8 +185,8 @@ class Pipeline:
         Returns:
             The state.
         """
-        made = StageInit(self.module, self.trace, self._params, self._key if key is None else key)
-        return self._state(made.leaves, made.collections)
+        made = StageInit(self.module, self._whole, self._params, self._key if key is None else key)
+        return self._state(made.tree, made.collections)
 
     def init_from(self, tree: PyTree, collections: PyTree | None = None) -> TrainState:
         """Make an initial state from the model's parameter tree.
@@ -189,10 +201,10 @@ class Pipeline:
         Raises:
             LayerError: A parameter is missing, unexpected or of another shape.
         """
-        check_params(tree, self._params.struct)
-        made = StageInit(self.module, self.trace, self._params, self._key)
+        check_params(tree, flatten_dict(self._whole.tree()))
+        made = StageInit(self.module, self._whole, self._params, self._key)
         held = made.collections if collections is None else lambda stage: collections
-        return self._state(lambda stage: self._params.leaves(stage, tree), held)
+        return self._state(lambda stage: self._params.subtree(stage, tree), held)
 
     def replace_params(self, state: TrainState, tree: PyTree) -> TrainState:
         """The state with other parameters; everything else stays.
@@ -200,29 +212,38 @@ class Pipeline:
         Raises:
             LayerError: A parameter is missing, unexpected or of another shape.
         """
-        check_params(tree, self._params.struct)
-        params = self._place(lambda stage: self._params.leaves(stage, tree))
+        check_params(tree, flatten_dict(self._whole.tree()))
+        params = self._place(lambda stage: self._params.subtree(stage, tree))
         return dataclasses.replace(state, params=params)
 
     def replace_collections(self, state: TrainState, tree: PyTree) -> TrainState:
         """The state with other collections, in the form of `PipelineModule.init_collections`; everything else stays."""
-        held, struct = self._stages.collections, self.state_struct.collections
-        placed = place_rows(lambda stage: [held.row(stage, tree)], struct, self.mesh)
-        return dataclasses.replace(state, collections=placed)
+        return dataclasses.replace(state, collections=self._place_collections(lambda stage: tree))
 
     def params_tree(self, storage: PyTree) -> PyTree:
         """The model's parameter tree as numpy arrays, from `state.params` or from gradients in that form."""
         kept, host = self._division.kept, jax.device_get(storage)
-        rows = [jax.tree.map(lambda x, r=r: x[r], host) for r in range(kept.num_rows)]
-        each = kept.num_shards
-        stages = range(self.module.num_stages)
-        return self._params.tree([kept.host_leaves(s, rows[s * each : (s + 1) * each]) for s in stages])
+        num_places, each = self._places.num_places, kept.num_shards
+
+        def one(place: int) -> PyTree:
+            rows = [jax.tree.map(lambda x, r=r: x[r * num_places + place], host) for r in range(kept.num_rows)]
+            stages = range(self.module.num_stages)
+            return self._params.tree([kept.host_leaves(s, rows[s * each : (s + 1) * each]) for s in stages])
+
+        return self._places.join([one(place) for place in range(num_places)])
 
     def collections_tree(self, storage: PyTree) -> dict[str, PyTree]:
         """What layers keep beside parameters as numpy arrays by the layer's name, from `state.collections`."""
         host = jax.device_get(storage)
-        rows = [jax.tree.map(lambda x, s=s: x[s], host) for s in range(self.module.num_stages)]
-        return self._stages.collections.tree(rows)
+        num_places = self._places.num_places
+
+        def one(place: int) -> PyTree:
+            stages = range(self.module.num_stages)
+            return self._stages.collections.tree(
+                [jax.tree.map(lambda x, s=s: x[s * num_places + place], host) for s in stages]
+            )
+
+        return self._collection_places.join([one(place) for place in range(num_places)])
 
     def place_batch(self, batch: Batch) -> Batch:
         """Put a batch on the devices.
@@ -246,16 +267,26 @@ class Pipeline:
         return jax.random.key(self.module.base_seed)
 
     def _specs(self, struct: TrainState) -> TrainState:
-        return state_specs(struct, self._division.row_spec)
+        return state_specs(struct, self._division.row_spec, self._division.collection_spec)
 
-    def _place(self, leaves: Callable[[int], Any]) -> PyTree:
-        kept = self._division.kept
-        return place_rows(lambda stage: kept.host_rows(stage, leaves(stage)), self.state_struct.params, self.mesh)
+    def _place(self, tree: Callable[[int], PyTree]) -> PyTree:
+        def rows(stage: int) -> list[list[PyTree]]:
+            parts = self._places.split(tree(stage))
+            return [self._division.kept.host_rows(stage, self._params.leaves(stage, part)) for part in parts]
 
-    def _state(self, leaves: Callable[[int], Any], collections: Callable[[int], PyTree]) -> TrainState:
-        struct, rows = self.state_struct, self._division.row_spec
-        params = self._place(leaves)
-        held = self._stages.collections
+        return place_rows(rows, self.state_struct.params, self.mesh)
+
+    def _place_collections(self, tree: Callable[[int], PyTree]) -> PyTree:
+        held, split = self._stages.collections, self._collection_places.split
+        return place_rows(
+            lambda stage: [[held.row(stage, part)] for part in split(tree(stage))],
+            self.state_struct.collections,
+            self.mesh,
+        )
+
+    def _state(self, tree: Callable[[int], PyTree], collections: Callable[[int], PyTree]) -> TrainState:
+        rows = self._division.row_spec
+        params = self._place(tree)
         init = jax.jit(self._shard_map(self._programs.init_optimizer, (rows,), rows))
         scaler = self.settings.loss_scaler
         number = np.zeros((), np.int32)
@@ -265,7 +296,7 @@ class Pipeline:
             step=step,
             params=params,
             opt_state=init(params),
-            collections=place_rows(lambda s: [held.row(s, collections(s))], struct.collections, self.mesh),
+            collections=self._place_collections(collections),
             loss_scale=loss_scale,
             skipped_steps=skipped,
             rng=rng,
@@ -273,6 +304,13 @@ class Pipeline:
 
     def _shard_map(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
         return jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+    def _whole_outputs(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(state: TrainState, batch: Batch) -> Any:
+            check_whole_outputs(self._whole, self.trace)
+            return function(state, batch)
+
+        return run
 
     def _compile(self) -> None:
         programs, state, rows = self._programs, self.state_struct, self._division.row_spec
@@ -293,12 +331,13 @@ class Pipeline:
             return jax.jit(checked, in_shardings=(of_state, of_batch, *others), donate_argnums=donate)
 
         self.step = compiled(programs.step, (specs, P()), donate=(0,))
-        self.gradients = compiled(programs.gradients, (P(), rows, P("stage")))
+        of_gradients = (P(), rows, self._division.collection_spec)
+        self.gradients = compiled(programs.gradients, of_gradients)
         self.evaluate = compiled(programs.evaluate, P())
-        self.predict = compiled(programs.predict, over_data)
-        self.evaluate_and_predict = compiled(programs.evaluate_and_predict, (P(), over_data))
+        self.predict = compiled(self._whole_outputs(programs.predict), over_data)
+        self.evaluate_and_predict = compiled(self._whole_outputs(programs.evaluate_and_predict), (P(), over_data))
         everywhere = NamedSharding(self.mesh, P())
-        self.partial_gradients = compiled(programs.partial_gradients, (P(), rows, P("stage")), others=(everywhere,))
+        self.partial_gradients = compiled(programs.partial_gradients, of_gradients, others=(everywhere,))
         self.update = jax.jit(self._shard_map(programs.update, (specs, rows), (specs, P())), donate_argnums=(0,))
 
 

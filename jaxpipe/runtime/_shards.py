@@ -141,7 +141,8 @@ class ByElements(_Divided):
     def __init__(self, full: Layout, num_shards: int) -> None:
         self.full, self.num_shards = full, num_shards
         structs = [{name: full.struct_of(s, name) for name in full.names(s)} for s in range(full.num_stages)]
-        self.rows = Layout([{name: self._piece(like) for name, like in struct.items()} for struct in structs])
+        pieces = [{name: self._piece(like) for name, like in struct.items()} for struct in structs]
+        self.rows = Layout(pieces, sharded=full.sharded)
 
     def member(self, stage: Any, replica: Any) -> Any:
         """The stage: all its rows are of one shape."""
@@ -227,6 +228,7 @@ class ByLeaves(_Divided):
                 for r in range(num_shards)
             ],
             stack=False,
+            sharded=full.sharded,
         )
 
     def member(self, stage: Any, replica: Any) -> Any:

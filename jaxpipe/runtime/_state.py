@@ -16,7 +16,8 @@ class TrainState:
     """Everything a training step reads and replaces.
 
     A row is what one device keeps of its stage: without ZeRO all of it, the same on every replica, and then there is
-    one row per stage; with ZeRO-1 a replica's share, and then there is one row per stage and replica.
+    one row per stage; with ZeRO-1 a replica's share, and then there is one row per stage and replica. Each place of a
+    `model` axis has rows of its own.
 
     Attributes:
         step: Number of batches so far, those whose update was skipped included, `int32[]`.
@@ -37,22 +38,23 @@ class TrainState:
     rng: jax.Array
 
 
-def state_specs(state: TrainState, rows: P) -> TrainState:
+def state_specs(state: TrainState, rows: P, collections: P) -> TrainState:
     """How a state is sharded.
 
     Args:
         state: The state, or its shapes.
         rows: How rows lie on the mesh.
+        collections: How collections lie on it.
 
     Returns:
-        Rows as said, collections over `stage`, the rest on every device.
+        Rows and collections as said, the rest on every device.
     """
     everywhere: Any = P()
     return TrainState(
         step=everywhere,
         params=jax.tree.map(lambda _: rows, state.params),
         opt_state=jax.tree.map(lambda _: rows, state.opt_state),
-        collections=jax.tree.map(lambda _: P("stage"), state.collections),
+        collections=jax.tree.map(lambda _: collections, state.collections),
         loss_scale=jax.tree.map(lambda _: everywhere, state.loss_scale),
         skipped_steps=everywhere,
         rng=everywhere,

@@ -12,6 +12,7 @@ from jaxpipe.layers import as_arrays, cast_floats
 from ._collections import mean_over_replicas
 from ._division import Division
 from ._evaluate import EvaluateLoop, Measure
+from ._model_axis import mean_over_places
 from ._norm import clip_to, global_norm
 from ._objective import Objective, gather_values
 from ._parts import Place, StageParts
@@ -87,7 +88,7 @@ class DevicePrograms:
 
     def evaluate(self, state: TrainState, batch: Batch) -> Metrics:
         """The loss, and that of each microbatch."""
-        return _mean_losses(self._results(state, batch, self._objective.measure))
+        return self._losses(self._results(state, batch, self._objective.measure))
 
     def predict(self, state: TrainState, batch: Batch) -> PyTree:
         """The model's outputs for every microbatch, on every stage."""
@@ -96,7 +97,10 @@ class DevicePrograms:
     def evaluate_and_predict(self, state: TrainState, batch: Batch) -> tuple[Metrics, PyTree]:
         """Both at once."""
         terms, outputs = self._results(state, batch, lambda y, t: (self._objective.measure(y, t), y))
-        return _mean_losses(terms), jax.tree.map(_from_last, outputs)
+        return self._losses(terms), jax.tree.map(_from_last, outputs)
+
+    def _losses(self, terms: tuple[jax.Array, jax.Array]) -> Metrics:
+        return _mean_losses(mean_over_places(terms, self._division.num_model))
 
     def _member(self) -> jax.Array:
         return self._division.kept.member(jax.lax.axis_index("stage"), jax.lax.axis_index("data"))
@@ -127,7 +131,11 @@ class DevicePrograms:
         weight = self._objective.divisor(batch[1])
         divisor = jnp.where(weight == 0, 1.0, weight)
         seed = self._loss_scale(state) * (self._num_replicas / divisor if self._scaler else 1.0)
-        device = self._device(state, batch, (seed, seed * divisor / self._objective.num_terms), first)
+        seeds = (seed, seed * divisor / self._objective.num_terms)
+        num_model = self._division.num_model
+        if num_model:
+            seeds = (seeds[0] / num_model, seeds[1] / num_model)
+        device = self._device(state, batch, seeds, first)
         totals = self._train.run(device)
         grads = {
             "stacked": {**totals.own["stacked"], **self._parts.trunk.named(totals.trunk)},
@@ -137,8 +145,9 @@ class DevicePrograms:
         grads = self._division.reduce_gradients(device.stage, self._member(), grads)
         by = self._num_replicas if self._scaler else divisor
         grads = jax.tree.map(lambda g: g / by.astype(g.real.dtype) if isinstance(by, jax.Array) else g / by, grads)
-        values = gather_values(totals.values, self._parts.aux_names, self._objective.num_terms)
-        loss = jax.lax.psum(totals.loss, ("stage", "data")) / divisor
+        values = mean_over_places(totals.values, num_model)
+        values = gather_values(values, self._parts.aux_names, self._objective.num_terms)
+        loss = jax.lax.psum(mean_over_places(totals.loss, num_model), ("stage", "data")) / divisor
         metrics: Metrics = {"loss": sum(values["losses"].values(), loss), "weight": weight}
         metrics |= {kind: reported for kind, reported in values.items() if reported}
         return metrics, grads, mean_over_replicas(totals.collections)
@@ -147,7 +156,7 @@ class DevicePrograms:
         """Clip and apply gradients that are still multiplied with the loss scale."""
         member = self._member()
         params, opt_state = _squeeze(state.params), _squeeze(state.opt_state)
-        scaled_norm = global_norm(self._tied, self._division.kept, member, grads)
+        scaled_norm = global_norm(self._tied, self._division, member, grads)
         scale = self._loss_scale(state)
         norm = scaled_norm / scale
         grads = clip_to(self._limit, norm, self._unscale(state, grads))
