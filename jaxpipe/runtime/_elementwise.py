@@ -4,8 +4,9 @@ import math
 from typing import Any
 
 import jax
+import numpy as np
 import optax
-from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from jaxpipe._typing import PyTree
 
@@ -15,6 +16,7 @@ _OTHERS = frozenset(
     {"cbrt", "ceil", "convert_element_type", "copy", "eq", "floor", "ge", "gt", "imag", "is_finite", "le", "lt", "ne"}
     | {"nextafter", "real", "stop_gradient"}
 )
+_FILLING = frozenset({"broadcast_in_dim", "convert_element_type", "reshape", "squeeze"})
 _CALLS = frozenset({"pjit", "jit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call"})
 
 
@@ -30,20 +32,22 @@ def is_elementwise(optimizer: optax.GradientTransformation, whole: PyTree, piece
         True where its update is element-wise arithmetic alone, and the same arithmetic for pieces as for whole
         leaves. False where it reduces, multiplies matrices, draws random numbers, or looks at shapes.
     """
-    traced = [_trace(optimizer, tree) for tree in (whole, pieces)]
-    if not all(_is_elementwise(jaxpr) for jaxpr in traced):
+    first, second = ([_trace(optimizer, tree, init=init) for init in (True, False)] for tree in (whole, pieces))
+    if not all(_is_elementwise(closed.jaxpr) for closed in (*first, *second)):
         return False
-    first, second = (_names(jaxpr) for jaxpr in traced)
-    return first == second
+    return [_arithmetic(closed) for closed in first] == [_arithmetic(closed) for closed in second]
 
 
-def _trace(optimizer: optax.GradientTransformation, tree: PyTree) -> Jaxpr:
-    def run(grads: PyTree, params: PyTree) -> Any:
-        state = optimizer.init(params)
+def _trace(optimizer: optax.GradientTransformation, tree: PyTree, *, init: bool) -> ClosedJaxpr:
+    """The first state, or one update."""
+
+    def update(grads: PyTree, state: PyTree, params: PyTree) -> Any:
         updates, state = optimizer.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
-    return jax.make_jaxpr(run)(tree, tree).jaxpr
+    if init:
+        return jax.make_jaxpr(optimizer.init)(tree)
+    return jax.make_jaxpr(update)(tree, jax.eval_shape(optimizer.init, tree), tree)
 
 
 def _inner(eqn: Any) -> list[Jaxpr]:
@@ -70,11 +74,14 @@ def _keeps_elements(eqn: Any) -> bool:
     return is_known and len(shapes) == 1 and all(tuple(v.aval.shape) in shapes for v in eqn.outvars)
 
 
-def _names(jaxpr: Jaxpr) -> list[str]:
-    """All primitives in order, those that only fill in scalars left out."""
-    names = []
-    for eqn in jaxpr.eqns:
-        names.append(eqn.primitive.name)
-        for body in _inner(eqn):
-            names += _names(body)
-    return [name for name in names if name not in ("broadcast_in_dim", "reshape", "squeeze", "convert_element_type")]
+def _arithmetic(closed: ClosedJaxpr) -> list[Any]:
+    """All primitives in order with the numbers they are given, those that only fill in or reshape left out."""
+    found: list[Any] = [np.asarray(const).tolist() for const in closed.consts if np.size(const) <= 1]
+    pending = [closed.jaxpr]
+    while pending:
+        for eqn in pending.pop().eqns:
+            pending += _inner(eqn)
+            if eqn.primitive.name not in _FILLING:
+                numbers = [float(np.real(v.val)) for v in eqn.invars if isinstance(v, Literal) and np.size(v.val) == 1]
+                found.append((eqn.primitive.name, eqn.params.get("y"), numbers))
+    return found
