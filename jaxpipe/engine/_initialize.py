@@ -113,7 +113,8 @@ def initialize(  # noqa: PLR0913  # DeepSpeed's arguments
         loader = RepeatingLoader(BatchLoader(training_data, size, seed=module.base_seed, collate_fn=collate_fn))
         if example_batch is None:
             ordered = BatchLoader(training_data, size, seed=0, shuffle=False, collate_fn=collate_fn)
-            example_batch = next(iter(ordered))
+            entry = next(iter(ordered))
+            example_batch = entry if isinstance(entry, tuple | list) and len(entry) in (2, 3) else None
     data_iter: Iterator[Any] | None = loader
     engine = (PipelineEngine if is_pipeline else UnpipelinedEngine)(
         module,

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from jaxpipe.errors import PipelineError
@@ -36,7 +37,8 @@ class OverflowWatch:
         Raises:
             PipelineError: Gradients overflowed at the smallest loss scale.
         """
-        while self._pending and (len(self._pending) > 1 or self._pending[0].is_ready()):
+        is_alone = jax.process_count() == 1  # else processes could come to different ends
+        while self._pending and (len(self._pending) > 1 or (is_alone and self._pending[0].is_ready())):
             self._is_exhausted |= bool(self._pending.pop(0))
         if self._is_exhausted and self._scaler is not None:
             raise PipelineError(

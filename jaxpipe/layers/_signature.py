@@ -90,7 +90,8 @@ def _array_key(array: Any) -> Hashable:
         return _Same(array)
     impl = None
     if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
-        impl, array = str(jax.random.key_impl(array)), jax.random.key_data(array)
+        with jax.ensure_compile_time_eval():
+            impl, array = str(jax.random.key_impl(array)), jax.random.key_data(array)
     host = np.asarray(array)
     return impl, host.shape, str(host.dtype), hashlib.sha256(host.tobytes()).digest()
 

@@ -29,7 +29,7 @@ class AuxSlots:
             (kind, f"{layers[i].name}/{name}")
             for i in indices
             for kind in _KINDS
-            for name in trace.aux[i].get(kind, {})
+            for name in sorted(trace.aux[i].get(kind, {}))
         )
         self.has_losses = any(kind == "losses" for kind, _ in self.names)
 
@@ -43,7 +43,7 @@ class AuxSlots:
         Returns:
             `(sum of the losses, all values as float32[size])`.
         """
-        values = [aux[kind][name] for aux in reported for kind in _KINDS for name in aux.get(kind, {})]
+        values = [aux[kind][name] for aux in reported for kind in _KINDS for name in sorted(aux.get(kind, {}))]
         losses = [x for x, (kind, _) in zip(values, self.names, strict=True) if kind == "losses"]
         vector = jnp.stack([*values, *[jnp.zeros((), jnp.float32)] * (size - len(values))]) if size else _empty()
         return sum(losses, jnp.zeros((), jnp.float32)), jax.lax.stop_gradient(vector)

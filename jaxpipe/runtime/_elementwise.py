@@ -11,6 +11,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from jaxpipe._typing import PyTree
 
 from ._keep import is_arithmetic
+from ._optimizer_state import state_struct
 
 _OTHERS = frozenset(
     {"cbrt", "ceil", "convert_element_type", "copy", "eq", "floor", "ge", "gt", "imag", "is_finite", "le", "lt", "ne"}
@@ -32,6 +33,8 @@ def is_elementwise(optimizer: optax.GradientTransformation, whole: PyTree, piece
         True where its update is element-wise arithmetic alone, and the same arithmetic for pieces as for whole
         leaves. False where it reduces, multiplies matrices, draws random numbers, or looks at shapes.
     """
+    for tree in (whole, pieces):
+        state_struct(optimizer, tree)
     first, second = ([_trace(optimizer, tree, init=init) for init in (True, False)] for tree in (whole, pieces))
     if not all(_is_elementwise(closed.jaxpr) for closed in (*first, *second)):
         return False
@@ -75,13 +78,16 @@ def _keeps_elements(eqn: Any) -> bool:
 
 
 def _arithmetic(closed: ClosedJaxpr) -> list[Any]:
-    """All primitives in order with the numbers they are given, those that only fill in or reshape left out."""
+    """All primitives in order with the numbers they are given, those that only fill in or reshape last."""
+    fills: set[float] = set()
     found: list[Any] = [np.asarray(const).tolist() for const in closed.consts if np.size(const) <= 1]
     pending = [closed.jaxpr]
     while pending:
         for eqn in pending.pop().eqns:
             pending += _inner(eqn)
-            if eqn.primitive.name not in _FILLING:
-                numbers = [float(np.real(v.val)) for v in eqn.invars if isinstance(v, Literal) and np.size(v.val) == 1]
+            numbers = [float(np.real(v.val)) for v in eqn.invars if isinstance(v, Literal) and np.size(v.val) == 1]
+            if eqn.primitive.name in _FILLING:
+                fills.update(numbers)
+            else:
                 found.append((eqn.primitive.name, eqn.params.get("y"), numbers))
-    return found
+    return [*found, fills - {0.0, 1.0}]

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxpipe._typing import Path, PyTree
@@ -49,7 +50,7 @@ class ModelParams:
         trace: The model's shapes.
         cuts: The stages.
         dtype: What real floating-point parameters are held in; None: as the layers make them.
-        grad_dtype: What their gradients are summed in; None: that of the parameters.
+        grad_dtype: What their gradients are summed in; None: float32, or their own dtype where that is wider.
 
     Attributes:
         stages: Names and paths, stage by stage.
@@ -71,8 +72,8 @@ class ModelParams:
         dims = trace.tree_dims()
         sharded = {name for stage in self.stages for name, path in stage.paths.items() if path in dims}
         self.layout = Layout(held, sharded=sharded)
-        summed = [{name: cast_floats(leaf, grad_dtype) for name, leaf in leaves.items()} for leaves in held]
-        self.grad_layout = self.layout if grad_dtype is None else Layout(summed, sharded=sharded)
+        summed = [{name: summed_struct(leaf, grad_dtype) for name, leaf in leaves.items()} for leaves in held]
+        self.grad_layout = Layout(summed, sharded=sharded)
         self.trunk_names = tuple(self.stages[0].trunk)
         self.common_names = tuple(name for name in self.layout.stacked if name not in self.stages[0].trunk)
         """Parameters outside the trunk that every stage holds, such as a tied layer used by all."""
@@ -100,6 +101,13 @@ class ModelParams:
             for name, path in stage.paths.items():
                 flat.setdefault(path, held[name])
         return unflatten_dict({path: flat[path] for path in self.struct})
+
+
+def summed_struct(leaf: Any, grad_dtype: Any = None) -> Any:
+    """Shape and dtype of the sum of a parameter's gradients; None: float32, or the parameter's where that is wider."""
+    if grad_dtype is None and jnp.issubdtype(leaf.dtype, jnp.floating):
+        grad_dtype = jnp.promote_types(leaf.dtype, jnp.float32)
+    return cast_floats(leaf, grad_dtype)
 
 
 def name_leaves(paths: Sequence[Mapping[Path, Path]], cut: StageCut) -> StageParams:

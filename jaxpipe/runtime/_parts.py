@@ -9,14 +9,14 @@ import jax
 import jax.numpy as jnp
 
 from jaxpipe._typing import PyTree
-from jaxpipe.layers import ModelTrace, PipelineModule, cast_floats, layer_signatures
+from jaxpipe.layers import ModelTrace, PipelineModule, layer_signatures
 
 from ._blueprint import Blueprint
 from ._collections import ModelCollections
 from ._cut import StageCut, cut_stages
 from ._epilogue import Epilogue
 from ._packing import Packing
-from ._params import ModelParams
+from ._params import ModelParams, summed_struct
 from ._prologue import Prologue
 from ._residuals import differentiable
 from ._trunk import Context, Trunk
@@ -55,7 +55,7 @@ class StageParts:
         trace: Its shapes.
         parts: Boundaries of the stages.
         scan_trunk: Run the trunk's equal layers as a scan.
-        grad_dtype: What gradients are summed in; None: the parameters' dtype.
+        grad_dtype: What gradients are summed in; None: float32, or the parameters' dtype where that is wider.
     """
 
     def __init__(
@@ -171,8 +171,12 @@ class StageParts:
 
     def zero_trunk_gradients(self, trunk: PyTree) -> PyTree:
         """Zeros in the form of the trunk's summed gradients."""
-        struct = cast_floats(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), trunk), self._grad_dtype)
-        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), struct)
+
+        def zeros(leaf: jax.Array) -> jax.Array:
+            like = summed_struct(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), self._grad_dtype)
+            return jnp.zeros(like.shape, like.dtype)
+
+        return jax.tree.map(zeros, trunk)
 
     def zero_own_gradients(self) -> PyTree:
         """Zeros in the form of a stage's own gradients."""

@@ -119,10 +119,11 @@ class Pipeline:
             )
         forward_only = lower_schedule(InferenceSchedule, num_microbatches, module.num_stages, training=False)
         is_mixed = module.compute_dtype is not None
-        grad_dtype = settings.grad_accum_dtype or ("float32" if is_mixed else None)
         self._stages = with_model_axis(
             num_model,
-            lambda: StageParts(module, self.trace, self.parts, scan_trunk=settings.scan_trunk, grad_dtype=grad_dtype),
+            lambda: StageParts(
+                module, self.trace, self.parts, scan_trunk=settings.scan_trunk, grad_dtype=settings.grad_accum_dtype
+            ),
         )
         self._params = ModelParams(self.trace, self.cuts, dtype="float32" if is_mixed else None)
         num_shards = self.num_replicas if settings.zero_stage else 1

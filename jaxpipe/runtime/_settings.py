@@ -18,7 +18,7 @@ class PipelineSettings:
         scan_trunk: Run equal layers of a stage as one scan, so that compile time does not grow with depth; costs a
             copy of the trunk's parameters per step.
         gradient_clipping: Largest global norm of the gradient; 0 clips nothing.
-        grad_accum_dtype: What gradients are summed in. None: float32 in mixed precision, else the parameters' dtype.
+        grad_accum_dtype: What gradients are summed in. None: float32, or the parameters' dtype where that is wider.
         zero_stage: 1 divides optimiser state and the parameters kept between steps over the replicas; 0 does not.
         loss_scaler: Scales the loss and skips updates whose gradients overflow; None does neither.
     """

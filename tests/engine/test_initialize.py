@@ -301,3 +301,10 @@ def test_collate_fn_makes_the_entries() -> None:
     engine, _, loader, _ = initialize(training_data=samples(6), collate_fn=collate)
     assert set(next(loader)[2]) == {"unused"}
     assert np.isfinite(float(engine.train_batch()))
+
+
+def test_training_data_that_a_batch_fn_brings_into_form() -> None:
+    data = [{"x": entry()[0][0], "y": entry()[1][0]}] * 32
+    engine, *_ = initialize(training_data=data)
+    engine.set_batch_fn(lambda batch: (batch["x"], batch["y"]))
+    assert np.isfinite(float(engine.train_batch()))
