@@ -1,5 +1,6 @@
 """DeepSpeed-style pipeline parallelism for JAX and Flax."""
 
+from jaxpipe import checkpoint as checkpoint
 from jaxpipe import checkpointing as checkpointing
 from jaxpipe import config as config
 from jaxpipe import data as data
@@ -57,6 +58,7 @@ __all__ = [
     "TrainState",
     "UnpipelinedEngine",
     "add_config_arguments",
+    "checkpoint",
     "checkpointing",
     "config",
     "data",

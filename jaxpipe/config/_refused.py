@@ -111,7 +111,10 @@ REFUSED: Mapping[str, Refusal] = MappingProxyType(
         "autotuning": _FEATURE,
         "bf16.bf16_master_weights_and_grads": _MASTERS,
         "bf16.bf16_optimizer_states": _MASTERS,
-        "checkpoint": Refusal("checkpoints have no settings here", "Remove the section", ({},)),
+        "checkpoint.load_universal": Refusal("every checkpoint opens at any layout", "Remove the key"),
+        "checkpoint.use_node_local_storage": Refusal(
+            "all processes write to one directory that all of them see", "Remove the key"
+        ),
         "coalesce_grad_reduction": _REDUCTION,
         "comet": _MONITOR,
         "comms_logger": _PROFILERS,

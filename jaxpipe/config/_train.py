@@ -8,6 +8,7 @@ from typing import ClassVar, Literal
 from jaxpipe.errors import ConfigError
 
 from ._batch import BatchSizes, resolve_batch_sizes
+from ._checkpoint import CheckpointSection
 from ._optimizer import OptimizerSection, SchedulerSection
 from ._precision import BF16Section, DataTypesSection, Dtype, FP16Section
 from ._recompute import ActivationCheckpointingSection
@@ -74,6 +75,7 @@ class TrainConfig(Section):
         optimizer: The section `optimizer`; None: no optimizer is named.
         scheduler: The section `scheduler`; None: no learning-rate schedule is named.
         activation_checkpointing: The section `activation_checkpointing`.
+        checkpoint: The section `checkpoint`.
 
     Raises:
         ConfigError: A value is of the wrong type or out of range, or `fp16` and `bf16` are both enabled.
@@ -94,6 +96,7 @@ class TrainConfig(Section):
     optimizer: OptimizerSection | None = subsection(OptimizerSection, absent=True)
     scheduler: SchedulerSection | None = subsection(SchedulerSection, absent=True)
     activation_checkpointing: ActivationCheckpointingSection = subsection(ActivationCheckpointingSection)
+    checkpoint: CheckpointSection = subsection(CheckpointSection)
 
     def check(self) -> None:
         """Check that one dtype is computed in.

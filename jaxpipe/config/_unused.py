@@ -14,6 +14,9 @@ _size = optional(number_of_at_least(0))
 UNUSED: Mapping[str, Reader] = MappingProxyType(
     {
         "aio": optional(read_object),
+        "checkpoint.parallel_write": optional(read_object),
+        "checkpoint.tag_validation": optional(read_text),
+        "checkpoint.writer": optional(read_object),
         "disable_allgather": _flag,
         "fp16.fused_mode": _flag,
         "fp32_allreduce": _flag,

@@ -1,6 +1,7 @@
 """Iterables of batches."""
 
-from collections.abc import Callable, Iterable, Iterator, Sized
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from numbers import Integral
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -42,6 +43,7 @@ class RepeatingLoader(Generic[T]):
         self.loader = loader
         self._iterator = iter(loader)
         self._has_yielded = False
+        self._position = 0
 
     def __iter__(self) -> "RepeatingLoader[T]":
         return self
@@ -50,8 +52,9 @@ class RepeatingLoader(Generic[T]):
         for _ in range(2):
             for item in self._iterator:
                 self._has_yielded = True
+                self._position += 1
                 return item
-            self._iterator = iter(self.loader)
+            self._iterator, self._position = iter(self.loader), 0
         kind = type(self.loader).__name__
         if self._has_yielded:
             raise DataError(
@@ -65,6 +68,37 @@ class RepeatingLoader(Generic[T]):
 
     def __bool__(self) -> bool:
         return True
+
+    def get_state(self) -> dict[str, Any] | None:
+        """Where it stands, for a checkpoint.
+
+        Returns:
+            What `set_state` takes; None where the loader is neither a sequence nor gives iterators with `get_state`.
+        """
+        if hasattr(self._iterator, "get_state"):
+            return {"iterator": self._iterator.get_state()}  # type: ignore[attr-defined]
+        return {"position": self._position} if isinstance(self.loader, Sequence) else None
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from where another one stood.
+
+        Args:
+            state: What `get_state` of a repeated loader of the same items returned.
+
+        Raises:
+            DataError: It is that of another kind of loader.
+        """
+        size = len(self.loader) if isinstance(self.loader, Sequence) else -1
+        if "iterator" in state and hasattr(self._iterator, "set_state"):
+            self._iterator.set_state(state["iterator"])  # type: ignore[attr-defined]
+        elif "position" in state and state["position"] <= size:
+            self._position = state["position"]
+            self._iterator = itertools.islice(self.loader, self._position, None)
+        else:
+            raise DataError(
+                f"state must be that of a repeated loader of the same kind, but got state={state!r} and "
+                f"loader=<{type(self.loader).__name__}>. Pass the loader that was trained with."
+            )
 
     def __len__(self) -> int:
         """The number of items until the loader begins anew.
@@ -147,17 +181,79 @@ class BatchLoader(Generic[T]):
         full, rest = divmod(len(self._dataset), self.batch_size)
         return full + (1 if rest and not self._drop_last else 0)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> "EpochIterator":
+        self.epoch += 1
+        return EpochIterator(self, self.epoch - 1)
+
+    def order(self, epoch: int) -> list[int]:
+        """The indices of samples in the order of an epoch."""
         order = np.arange(len(self._dataset))
         if self._shuffle:
-            np.random.default_rng((self._seed, self.epoch)).shuffle(order)
-        self.epoch += 1
-        return self._batches(order.tolist(), len(self))
+            np.random.default_rng((self._seed, epoch)).shuffle(order)
+        return order.tolist()
 
-    def _batches(self, order: list[int], num_batches: int) -> Iterator[Any]:
-        for batch in range(num_batches):
-            indices = order[batch * self.batch_size : (batch + 1) * self.batch_size]
-            yield self._collate([self._dataset[index] for index in indices])
+    def batch(self, indices: Sequence[int]) -> Any:
+        """The batch of some samples."""
+        return self._collate([self._dataset[index] for index in indices])
+
+
+class EpochIterator:
+    """The batches of one epoch of a `BatchLoader`, from any place in it.
+
+    Args:
+        loader: The loader.
+        epoch: The epoch's number.
+    """
+
+    def __init__(self, loader: BatchLoader[Any], epoch: int) -> None:
+        self._loader, self._epoch, self._position = loader, epoch, 0
+        self._order = loader.order(epoch)
+
+    def __iter__(self) -> "EpochIterator":
+        return self
+
+    def __next__(self) -> Any:
+        if self._position >= len(self._loader):
+            raise StopIteration
+        size = self._loader.batch_size
+        batch = self._loader.batch(self._order[self._position * size : (self._position + 1) * size])
+        self._position += 1
+        return batch
+
+    def get_state(self) -> dict[str, int]:
+        """Where it stands, for a checkpoint.
+
+        Returns:
+            The epoch's number and how many of its samples were given.
+        """
+        return {"epoch": self._epoch, "samples": self._position * self._loader.batch_size}
+
+    def set_state(self, state: Mapping[str, int]) -> None:
+        """Go on from where another one stood; the loader's next epoch is then the one after it.
+
+        Args:
+            state: What `get_state` returned.
+
+        Raises:
+            DataError: It is no place in an epoch of this loader.
+        """
+        try:
+            epoch, samples = int(state["epoch"]), int(state["samples"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise DataError(
+                f"state must have an epoch and a number of samples, but got state={state!r}. Pass what get_state "
+                "returned."
+            ) from error
+        size = self._loader.batch_size
+        position, rest = divmod(samples, size)
+        if rest or not 0 <= position <= len(self._loader):
+            raise DataError(
+                f"state must lie between two of the {len(self._loader)} batches of an epoch, but got samples={samples} "
+                f"and batch_size={size}. Use a batch size that divides {samples} and the data set of before."
+            )
+        self._epoch, self._position = epoch, position
+        self._order = self._loader.order(epoch)
+        self._loader.epoch = epoch + 1
 
 
 def _stack_samples(samples: list[Any]) -> Any:

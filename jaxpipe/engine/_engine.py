@@ -16,6 +16,7 @@ from jaxpipe.layers import PipelineModule
 from jaxpipe.runtime import ChosenOptimizer, Hyperparams, Pipeline, TrainState, pipeline_settings
 from jaxpipe.topology import PipelineParallelGrid, ProcessTopology, mesh_shape
 
+from ._checkpoints import Checkpoints
 from ._counts import BatchCounts
 from ._deepspeed import EngineNames
 from ._evaluation import check_evaluation
@@ -29,7 +30,7 @@ from ._state_dict import merge_state_dict
 _logger = logging.getLogger("jaxpipe")
 
 
-class PipelineEngine(TrainingReports, BatchCounts, EngineNames):
+class PipelineEngine(TrainingReports, BatchCounts, Checkpoints, EngineNames):
     """Trains a `PipelineModule` batch by batch; made by `jaxpipe.initialize`.
 
     It owns one `TrainState`, pulls microbatches from iterators and calls the functional step. Every entry of an
@@ -78,6 +79,7 @@ class PipelineEngine(TrainingReports, BatchCounts, EngineNames):
         settings, shape = pipeline_settings(config), mesh_shape(mesh)
         TrainingReports.__init__(self, chosen, settings.loss_scaler)
         BatchCounts.__init__(self, config.batch_sizes(shape["data"]), shape["data"])
+        Checkpoints.__init__(self, config)
         self.module, self.config, self.mesh = module, config, mesh
         axes = ["pipe" if axis == "stage" else axis for axis in shape]
         self.grid = PipelineParallelGrid(ProcessTopology(axes, list(shape.values())), _first_place(mesh))
@@ -143,7 +145,7 @@ class PipelineEngine(TrainingReports, BatchCounts, EngineNames):
                 "transformation, or name one in the config."
             )
         self._watch.check()
-        pipeline, batch = self._pull(data_iter, self.micro_batches)
+        pipeline, batch = self._pull(data_iter, self.micro_batches, is_training=True)
         self._state, metrics = self._run(pipeline.step, batch)
         self._finish_step(metrics)
         return metrics["loss"]
@@ -321,9 +323,14 @@ class PipelineEngine(TrainingReports, BatchCounts, EngineNames):
         return True
 
     def _pull(
-        self, data_iter: Iterator[Entry] | None, num_microbatches: int, *, has_labels: bool = True
+        self,
+        data_iter: Iterator[Entry] | None,
+        num_microbatches: int,
+        *,
+        has_labels: bool = True,
+        is_training: bool = False,
     ) -> tuple[Pipeline, Batch]:
-        batch = self._source.pull(data_iter, num_microbatches, has_labels=has_labels)
+        batch = self._source.pull(data_iter, num_microbatches, has_labels=has_labels, is_training=is_training)
         pipeline = self._cache.for_batch(batch, num_microbatches, has_labels=has_labels)
         return pipeline, pipeline.place_batch(batch)
 
@@ -346,6 +353,19 @@ class PipelineEngine(TrainingReports, BatchCounts, EngineNames):
             line = self._log_line(self.global_steps, self.train_batch_size())  # on all processes, which must agree
             if jax.process_index() == 0:
                 _logger.info("%s", line)
+        self._end_if_preempted()
+
+    def _build_for(self, batch: Any) -> None:
+        """Build the training pipeline for a microbatch `(inputs, labels, side)` of another run, unless one is there."""
+        if self._cache.latest is None and batch is not None:
+            size = self.micro_batch_size * self._num_replicas
+            resized = jax.tree.map(lambda x: jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype), batch)
+            has_labels = self.module.loss_fn is None or bool(jax.tree.leaves(batch[1]))
+            self._cache.get(resized, self.micro_batches, has_labels=has_labels)
+
+    def _restart(self) -> None:
+        self._watch = OverflowWatch(pipeline_settings(self.config).loss_scaler)
+        self._metrics, self._clock, self._model_parameters = {}, None, None
 
     def _build(self, entry: Entry) -> Pipeline:
         """The training pipeline for an entry's shapes."""

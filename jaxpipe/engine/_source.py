@@ -1,5 +1,6 @@
 """Where the engine's microbatches come from."""
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -21,6 +22,10 @@ class MicrobatchSource:
     def __init__(self, data_iter: Iterator[Entry] | None) -> None:
         self._data_iter = data_iter
         self._batch_fn: Callable[[Any], Entry] | None = None
+        self._trained: Any = None
+        """The iterator that training read last."""
+        self._pending: Any = None
+        """A state that waits for the iterator that training will read."""
 
     def set_iterator(self, iterator: Iterator[Entry]) -> None:
         """Replace the iterator that is read where none is given.
@@ -29,6 +34,38 @@ class MicrobatchSource:
             DataError: It is not an iterator.
         """
         self._data_iter = _checked_iterator(iterator)
+        self._resume(self._data_iter)
+
+    def get_state(self) -> Any:
+        """Where the iterator that training reads stands; None where it cannot tell."""
+        iterator: Any = self._data_iter if self._trained is None else self._trained
+        return iterator.get_state() if hasattr(iterator, "get_state") else None
+
+    def set_state(self, state: Any) -> None:
+        """Go on from where another run stood.
+
+        Args:
+            state: What `get_state` returned. Where no iterator is set, the one that the next `train_batch` is given
+                takes it. None: iterators stay where they are.
+        """
+        self._pending = state
+        if self._data_iter is not None:
+            self._resume(self._data_iter)
+
+    def _resume(self, iterator: Any) -> None:
+        """Put an iterator where the state that waits says."""
+        if self._pending is None:
+            return
+        state, self._pending = self._pending, None
+        if hasattr(iterator, "set_state"):
+            iterator.set_state(state)
+        else:
+            warnings.warn(
+                f"a {type(iterator).__name__} has no set_state: training goes on with the data where it stands, not "
+                "where the checkpoint was written. Use jaxpipe.RepeatingLoader, a grain iterator, or another with "
+                "get_state and set_state.",
+                stacklevel=4,
+            )
 
     def set_batch_fn(self, fn: Callable[[Any], Entry] | None) -> None:
         """Map every entry pulled from now on; None maps none.
@@ -42,13 +79,21 @@ class MicrobatchSource:
             )
         self._batch_fn = fn
 
-    def pull(self, data_iter: Iterator[Entry] | None, num_microbatches: int, *, has_labels: bool = True) -> Batch:
+    def pull(
+        self,
+        data_iter: Iterator[Entry] | None,
+        num_microbatches: int,
+        *,
+        has_labels: bool = True,
+        is_training: bool = False,
+    ) -> Batch:
         """Pull a batch.
 
         Args:
             data_iter: The iterator; None: the one that is set.
             num_microbatches: How many entries to take.
             has_labels: False leaves the labels of every entry out, whatever they are.
+            is_training: Whether the batch will be trained; the place of this iterator is what `get_state` tells.
 
         Returns:
             `(inputs, labels, side)` with leaves `[num_microbatches, ...]`, as numpy arrays.
@@ -64,6 +109,9 @@ class MicrobatchSource:
                 "a batch must come from an iterator, but got data_iter=None and no training_data. "
                 "Pass an iterator, or call set_dataiterator."
             )
+        if is_training:
+            self._trained = iterator
+            self._resume(iterator)
         entries = []
         for _ in range(num_microbatches):
             entry = next(iterator)

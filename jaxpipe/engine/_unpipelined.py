@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping
+from os import PathLike
 from typing import Any
 
 import flax.linen as nn
@@ -211,16 +212,10 @@ class UnpipelinedEngine(PipelineEngine):
             PipelineError: There is no optimiser or no iterator, or a batch has been begun with `backward`.
             DataError: An entry does not fit the shapes the engine was built for; nothing has changed.
         """
-        size = self.gradient_accumulation_steps()
-        if self._total is not None:
-            raise PipelineError(
-                f"train_batch must not be called within a batch, but got {self._place + self._awaits_step} of "
-                f"gradient_accumulation_steps={size} microbatches. Go on with forward, backward and step until the "
-                "update."
-            )
+        self._check_between_batches("train_batch")
         loss = super().train_batch(data_iter)
         self._pending = None
-        self.micro_steps += size
+        self.micro_steps += self.gradient_accumulation_steps()
         return loss
 
     def reset_activation_shape(self) -> None:
@@ -261,6 +256,37 @@ class UnpipelinedEngine(PipelineEngine):
         tree = state_dict if strict else merge_state_dict(self.module_state_dict(), state_dict)
         held = None if collections is None else {self._layer: collections}
         super().load_module_state_dict(self._wrap(tree), collections=held)
+
+    def save_checkpoint(
+        self,
+        save_dir: str | PathLike[str],
+        tag: str | None = None,
+        client_state: Mapping[str, Any] = {},  # noqa: B006  # DeepSpeed's signature; never changed
+        save_latest: bool = True,
+    ) -> bool:
+        """As `PipelineEngine.save_checkpoint`, between two batches.
+
+        Raises:
+            CheckpointError: As there.
+            PipelineError: A batch has been begun with `backward`, whose gradients no checkpoint holds.
+        """
+        self._check_between_batches("save_checkpoint")
+        return super().save_checkpoint(save_dir, tag, client_state, save_latest)
+
+    def _restart(self) -> None:
+        super()._restart()
+        self._pending = self._total = self._collections = None
+        self._place, self._awaits_step = 0, False
+        self.micro_steps = self.global_steps * self.gradient_accumulation_steps()
+
+    def _check_between_batches(self, call: str) -> None:
+        if self._total is not None:
+            size = self.gradient_accumulation_steps()
+            raise PipelineError(
+                f"{call} must not be called within a batch, but got {self._place + self._awaits_step} of "
+                f"gradient_accumulation_steps={size} microbatches. Go on with forward, backward and step until the "
+                "update."
+            )
 
     def _wrap(self, tree: PyTree) -> PyTree:
         return {"layers": {self._layer: tree}}

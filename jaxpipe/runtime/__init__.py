@@ -1,6 +1,11 @@
 """The functional core: from a model, an optimiser and a mesh to a state and a jitted step."""
 
 from ._batch import entry_struct as entry_struct
+from ._catalog import Catalog as Catalog
+from ._catalog import Leaf as Leaf
+from ._catalog import Span as Span
+from ._catalog import read_leaf as read_leaf
+from ._catalog import write_leaf as write_leaf
 from ._choose import ChosenOptimizer as ChosenOptimizer
 from ._choose import choose_optimizer as choose_optimizer
 from ._describe import describe_pipeline as describe_pipeline
@@ -12,10 +17,21 @@ from ._make import mesh_for as mesh_for
 from ._make import pipeline_settings as pipeline_settings
 from ._pipeline import Pipeline as Pipeline
 from ._rng import microbatch_key as microbatch_key
+from ._rows import HostRows as HostRows
+from ._rows import state_arrays as state_arrays
+from ._rows import with_arrays as with_arrays
 from ._settings import PipelineSettings as PipelineSettings
 from ._state import TrainState as TrainState
 
 __all__ = [
+    "Catalog",
+    "HostRows",
+    "Leaf",
+    "Span",
+    "read_leaf",
+    "write_leaf",
+    "state_arrays",
+    "with_arrays",
     "ChosenOptimizer",
     "ConfigLike",
     "Hyperparams",

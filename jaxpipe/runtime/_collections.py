@@ -1,6 +1,6 @@
 """What layers keep beside their parameters, such as batch statistics: carried by the stage that holds the layer."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -33,9 +33,17 @@ class ModelCollections:
         held = [flatten_dict(tree) if tree else {} for tree in trace.collections]
         paths = [{local: (named.name, *local) for local in held[named.index]} for named in layers]
         self.struct: Mapping[Path, Any] = {p[at]: held[i][at] for i, p in enumerate(paths) for at in p}
-        self.dims = {p[at]: dim for i, p in enumerate(paths) for at, dim in trace.collection_dims[i].items()}
+        self.dims: Mapping[Path, int] = {
+            p[at]: dim for i, p in enumerate(paths) for at, dim in trace.collection_dims[i].items()
+        }
         self._stages = tuple(name_leaves(paths, cut) for cut in cuts)
         self.layout = Layout([{n: self.struct[path] for n, path in stage.paths.items()} for stage in self._stages])
+
+    def leaves(self) -> Iterator[tuple[int, str, Path]]:
+        """Every leaf of every stage: `(stage, name, path)`."""
+        for stage, held in enumerate(self._stages):
+            for name, path in held.paths.items():
+                yield stage, name, path
 
     def has_any(self, indices: Sequence[int]) -> bool:
         """Whether one of these layers of the model keeps anything."""

@@ -100,6 +100,13 @@ class Layout:
         """Where a leaf lies: equal for leaves that one program can read on different stages."""
         return name if name in self.stacked else self._places[stage][name]
 
+    def span(self, stage: int, name: str) -> tuple[str, int, int]:
+        """The array that a leaf lies in, by its path in the storage, and its first and last element in a row of it."""
+        if name in self.stacked:
+            return f"stacked/{name}", 0, math.prod(as_words(self.stacked[name]).shape)
+        place = self._places[stage][name]
+        return f"packed/{place.buffer}", place.offset, place.end
+
     def get(self, stage: int, name: str, storage: PyTree) -> jax.Array:
         """One leaf of a stage, from that stage's storage."""
         if name in self.stacked:
@@ -159,6 +166,16 @@ class Layout:
             return {"stacked": stacked, "packed": packed}
 
         return part(False), part(True)
+
+
+def is_key(dtype: Any) -> bool:
+    """Whether an array of this dtype holds keys of random numbers."""
+    return jnp.issubdtype(dtype, jax.dtypes.prng_key)
+
+
+def as_words(struct: Any) -> Any:
+    """Shape and dtype as plain numbers: those of a key's words where it holds keys."""
+    return jax.eval_shape(jax.random.key_data, struct) if is_key(struct.dtype) else struct
 
 
 def dtype_of(buffer: str) -> Any:

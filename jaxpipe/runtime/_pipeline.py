@@ -1,6 +1,7 @@
 """The functional core: a model, an optimiser and a mesh become a state and a jitted step."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from jaxpipe.schedules import InferenceSchedule, lower_schedule, resolve_schedul
 from jaxpipe.topology import adopt_mesh, mesh_shape
 
 from ._batch import check_batch, entry_struct, infer_microbatch_size
+from ._catalog import Catalog, make_catalog
 from ._check_params import check_params
 from ._cut import StageCut
 from ._division import divide
@@ -169,6 +171,12 @@ class Pipeline:
         shardings = state_shardings(self._specs(struct), self.mesh)
         return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), struct, shardings)
 
+    @functools.cached_property
+    def catalog(self) -> Catalog:
+        """Where every leaf of a state lies in the arrays that `state_arrays` names."""
+        collections, dims = self._stages.collections, self._whole.tree_dims()
+        return make_catalog(self._params, self._division, self._updater, collections, dims, self._places.num_places)
+
     @property
     def batch_struct(self) -> Batch:
         """Shapes, dtypes and shardings of a batch."""
@@ -285,23 +293,20 @@ class Pipeline:
             self.mesh,
         )
 
+    def init_scalars(self) -> dict[str, Any]:
+        """The fields of an initial state that every device holds alike."""
+        scaler = self.settings.loss_scaler
+        number = np.zeros((), np.int32)
+        loss_scale = () if scaler is None else scaler.init()
+        fields = {"step": number, "loss_scale": loss_scale, "skipped_steps": number, "rng": self._key}
+        return jax.device_put(fields, NamedSharding(self.mesh, P()))
+
     def _state(self, tree: Callable[[int], PyTree], collections: Callable[[int], PyTree]) -> TrainState:
         rows = self._division.row_spec
         params = self._place(tree)
         init = jax.jit(self._shard_map(self._programs.init_optimizer, (rows,), rows))
-        scaler = self.settings.loss_scaler
-        number = np.zeros((), np.int32)
-        small = (number, () if scaler is None else scaler.init(), number, self._key)
-        step, loss_scale, skipped, rng = jax.device_put(small, NamedSharding(self.mesh, P()))
-        return TrainState(
-            step=step,
-            params=params,
-            opt_state=init(params),
-            collections=self._place_collections(collections),
-            loss_scale=loss_scale,
-            skipped_steps=skipped,
-            rng=rng,
-        )
+        held = self._place_collections(collections)
+        return TrainState(params=params, opt_state=init(params), collections=held, **self.init_scalars())
 
     def _shard_map(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
         return jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)

@@ -44,6 +44,14 @@ class Shards(abc.ABC):
         """The stage that a member belongs to."""
 
     @abc.abstractmethod
+    def replicas_of(self, member: int) -> Sequence[int]:
+        """The replicas whose rows are a member's program."""
+
+    @abc.abstractmethod
+    def lies(self, stage: int, name: str) -> tuple[int, Sequence[int]]:
+        """Where a leaf lies: the member, and the replicas whose rows hold it, each its piece."""
+
+    @abc.abstractmethod
     def split(self, stage: int, leaves: Leaves) -> list[dict[str, Any]]:
         """A stage's leaves as numpy arrays, cut into those of each of its rows."""
 
@@ -88,6 +96,14 @@ class Replicated(Shards):
     def stage_of(self, member: int) -> int:
         """The member itself."""
         return member
+
+    def replicas_of(self, member: int) -> Sequence[int]:
+        """The first, as the only row."""
+        return (0,)
+
+    def lies(self, stage: int, name: str) -> tuple[int, Sequence[int]]:
+        """In the stage's only row."""
+        return stage, (0,)
 
     def split(self, stage: int, leaves: Leaves) -> list[dict[str, Any]]:
         """One row with all leaves."""
@@ -151,6 +167,14 @@ class ByElements(_Divided):
     def stage_of(self, member: int) -> int:
         """The member itself."""
         return member
+
+    def replicas_of(self, member: int) -> Sequence[int]:
+        """All."""
+        return range(self.num_shards)
+
+    def lies(self, stage: int, name: str) -> tuple[int, Sequence[int]]:
+        """In all rows."""
+        return stage, range(self.num_shards)
 
     def split(self, stage: int, leaves: Leaves) -> list[dict[str, Any]]:
         """Row r has the r-th piece of each leaf."""
@@ -238,6 +262,15 @@ class ByLeaves(_Divided):
     def stage_of(self, member: int) -> int:
         """The stage of the row."""
         return member // self.num_shards
+
+    def replicas_of(self, member: int) -> Sequence[int]:
+        """The one whose row it is."""
+        return (member % self.num_shards,)
+
+    def lies(self, stage: int, name: str) -> tuple[int, Sequence[int]]:
+        """In its owner's row."""
+        owner = self._owner[stage][name]
+        return stage * self.num_shards + owner, (owner,)
 
     def split(self, stage: int, leaves: Leaves) -> list[dict[str, Any]]:
         """Row r has the leaves of replica r."""

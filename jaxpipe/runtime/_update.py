@@ -1,6 +1,6 @@
 """The optimiser, run on each device for the parameters of its row."""
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -37,7 +37,7 @@ class Updater:
     """
 
     def __init__(self, params: ModelParams, shards: Shards, optimizer: optax.GradientTransformation) -> None:
-        self._shards = shards
+        self._shards, self._params, self._optimizer = shards, params, optimizer
         members = range(shards.rows.num_stages)
         if len(members) > 1:
             check_leafwise(optimizer, [unflatten_dict(params.struct)])
@@ -59,6 +59,23 @@ class Updater:
     def struct(self) -> PyTree:
         """Shapes and dtypes of one row's optimiser state, without the first dim."""
         return {name: layout.struct() for name, layout in self._layouts.items()}
+
+    def leaves(self, member: int) -> Iterator[tuple[str, Layout, str, str, Path | None]]:
+        """Every leaf of a row's optimiser state.
+
+        Returns:
+            `(group, its layout, name, label, path)`: the label is the leaf's path in the state of the whole model, the
+            path that of the parameter it belongs to, if it belongs to one.
+        """
+        paths = self._params.stages[self._shards.stage_of(member)].paths
+        for group, groups in self._groups.items():
+            for name, (label, path) in groups[member].labels(paths).items():
+                yield group, self._layouts[group], name, label, path
+
+    def whole_struct(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shapes and dtypes of the optimiser's state for the whole model, by label."""
+        state = state_struct(self._optimizer, unflatten_dict(self._params.struct))
+        return {"/".join(_names(path)): leaf for path, leaf in jax.tree.leaves_with_path(state)}
 
     def init(self, member: jax.Array, row: PyTree) -> PyTree:
         """The optimiser state of this device's row, from its parameters."""
@@ -129,6 +146,18 @@ class _Group:
         state = state_struct(optimizer, self.struct)
         leaves, self._treedef = jax.tree.flatten(state)
         self.state_leaves = {str(i): leaf for i, leaf in enumerate(leaves)}
+        self._places = [_names(path) for path, _ in jax.tree.leaves_with_path(state)]
+
+    def labels(self, real: Paths) -> dict[str, tuple[str, Path | None]]:
+        """For each leaf of the state its path with the real paths of parameters, and the parameter it belongs to."""
+        known = {path: real[name] for name, path in self.paths.items()}
+        found: dict[str, tuple[str, Path | None]] = {}
+        for leaf, place in zip(self.state_leaves, self._places, strict=True):
+            runs = ((i, j) for i in range(len(place)) for j in range(i + 1, len(place) + 1) if place[i:j] in known)
+            i, j = next(runs, (0, 0))
+            path = known[place[i:j]] if j else None
+            found[leaf] = "/".join((*place[:i], *(path or ()), *place[j:])), path
+        return found
 
     def init(self, row: PyTree) -> dict[str, jax.Array]:
         state = self._optimizer.init(self._tree(row))
@@ -166,6 +195,11 @@ class _Group:
 
     def _tree(self, row: PyTree) -> PyTree:
         return unflatten_dict({path: self._layout.get(self._member, name, row) for name, path in self.paths.items()})
+
+
+def _names(path: Sequence[Any]) -> Path:
+    """A path in a tree, as the names of its keys, attributes and indices."""
+    return tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
 
 
 def _anonymous(paths: Paths) -> Paths:

@@ -45,6 +45,9 @@ FULL: dict[str, Any] = {
 
 UNUSED: dict[str, Any] = {
     "aio": {"block_size": 1048576},
+    "checkpoint.parallel_write": {"pipeline_stage": True},
+    "checkpoint.tag_validation": "Fail",
+    "checkpoint.writer": {"type": "FAST"},
     "disable_allgather": False,
     "fp16.fused_mode": True,
     "fp32_allreduce": True,
@@ -82,7 +85,8 @@ OFF: dict[str, list[Any]] = {
     "autotuning": [{"enabled": False}],
     "bf16.bf16_master_weights_and_grads": [False],
     "bf16.bf16_optimizer_states": [False],
-    "checkpoint": [{}],
+    "checkpoint.load_universal": [False],
+    "checkpoint.use_node_local_storage": [False],
     "coalesce_grad_reduction": [False],
     "comet": [{"enabled": False}],
     "comms_logger": [{"enabled": False, "verbose": True}],

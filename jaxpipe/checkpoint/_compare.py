@@ -1,0 +1,112 @@
+"""Which leaves of a checkpoint fit a pipeline."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+
+from jaxpipe.runtime import Leaf
+
+_SHOWN = 12
+
+Leaves = Mapping[str, Leaf]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The leaves of a checkpoint against those of a pipeline.
+
+    Attributes:
+        fitting: Keys that both have, of one shape.
+        missing: Keys that the checkpoint lacks.
+        unexpected: Keys that the pipeline lacks.
+        misshapen: Keys that both have in different shapes, with both.
+    """
+
+    fitting: tuple[str, ...]
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    misshapen: Mapping[str, str]
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether all fit."""
+        return not (self.missing or self.unexpected or self.misshapen)
+
+    def describe(self, held: Leaves, wanted: Leaves) -> str:
+        """The differences, whole layers by their name and single leaves by their key."""
+        parts = [
+            ("missing", _by_layer(self.missing, wanted)),
+            ("unexpected", _by_layer(self.unexpected, held)),
+            ("of another shape", [f"{_short(key)} ({text})" for key, text in self.misshapen.items()]),
+        ]
+        return "; ".join(f"{what}: {_listed(names)}" for what, names in parts if names)
+
+
+def compare(held: Leaves, wanted: Leaves, chosen: Callable[[str], bool]) -> Comparison:
+    """Compare leaves.
+
+    Args:
+        held: Those of the checkpoint.
+        wanted: Those of the pipeline.
+        chosen: Which keys count.
+
+    Returns:
+        The comparison.
+    """
+    held = {key: leaf for key, leaf in held.items() if chosen(key)}
+    wanted = {key: leaf for key, leaf in wanted.items() if chosen(key)}
+    misshapen = {
+        key: f"{_struct(held[key])}, not {_struct(leaf)}"
+        for key, leaf in wanted.items()
+        if key in held and not _fits(held[key], leaf)
+    }
+    return Comparison(
+        fitting=tuple(key for key in wanted if key in held and key not in misshapen),
+        missing=tuple(key for key in wanted if key not in held),
+        unexpected=tuple(key for key in held if key not in wanted),
+        misshapen=misshapen,
+    )
+
+
+def _fits(held: Leaf, wanted: Leaf) -> bool:
+    dtypes = jnp.dtype(held.dtype), jnp.dtype(wanted.dtype)
+    are_floats = all(jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes)
+    return held.shape == wanted.shape and (dtypes[0] == dtypes[1] or are_floats)
+
+
+def _struct(leaf: Leaf) -> str:
+    return f"{leaf.dtype}[{', '.join(map(str, leaf.shape))}]"
+
+
+def _short(key: str) -> str:
+    return key.partition("/")[2]
+
+
+def _layer(key: str) -> str:
+    """The layer that a leaf belongs to, such as `layers/3_Dense`; of other leaves the key."""
+    part, *path = key.split("/")
+    if part == "collections":
+        return path[0]
+    for i, name in enumerate(path[:-1]):
+        if name in ("layers", "tied"):
+            return "/".join(path[: i + 2])
+    return "/".join(path)
+
+
+def _by_layer(keys: Iterable[str], known: Leaves) -> list[str]:
+    """Names of layers all of whose leaves are among the keys, and the other keys."""
+    keys = set(keys)
+    layers: dict[tuple[str, str], list[str]] = {}
+    for key in known:
+        layers.setdefault((key.partition("/")[0], _layer(key)), []).append(key)
+    names: list[str] = []
+    for (_, layer), members in layers.items():
+        lost = [key for key in members if key in keys]
+        names += [layer] if len(lost) == len(members) else [_short(key) for key in lost]
+    return list(dict.fromkeys(names))
+
+
+def _listed(names: list[str]) -> str:
+    more = f", and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more

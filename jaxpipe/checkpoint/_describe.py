@@ -1,0 +1,124 @@
+"""Describing a pipeline and a run for the index."""
+
+import platform
+from collections.abc import Mapping
+from importlib import metadata
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpipe._typing import PyTree
+from jaxpipe.layers import format_struct
+from jaxpipe.runtime import Pipeline, TrainState
+
+from ._index import StoredLayer
+
+_LIBRARIES = ("jaxpipe", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+
+
+def describe_layers(pipeline: Pipeline) -> tuple[StoredLayer, ...]:
+    """The layers of a model, in order."""
+    boundaries, parts = pipeline.trace.boundaries, pipeline.parts
+    return tuple(
+        StoredLayer(
+            name=named.name,
+            kind=named.name.partition("_")[2],
+            stage=sum(part <= named.index for part in parts[1:]),
+            signature=f"{format_struct(boundaries[named.index])} -> {format_struct(boundaries[named.index + 1])}",
+            parameters=tuple("/".join(("params", *path)) for path in pipeline.trace.paths[named.index].paths.values()),
+        )
+        for named in pipeline.module.layers
+    )
+
+
+def library_versions() -> dict[str, str]:
+    """Versions of what a checkpoint is written with."""
+    found = {"python": platform.python_version()}
+    for name in _LIBRARIES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+def scalar_arrays(state: TrainState) -> dict[str, jax.Array]:
+    """What a state holds beside its rows: small arrays by name, each on every device."""
+    loss_scale = {
+        f"loss_scale/{jax.tree_util.keystr(path, simple=True)}": leaf
+        for path, leaf in jax.tree.leaves_with_path(state.loss_scale)
+    }
+    rng = {f"rng/{jax.random.key_impl(state.rng)}": jax.random.key_data(state.rng)}
+    return {"step": state.step, "skipped_steps": state.skipped_steps, **rng, **loss_scale}
+
+
+def dump_scalars(arrays: Mapping[str, jax.Array]) -> dict[str, Any]:
+    """The same as JSON; waits for them."""
+    found: dict[str, Any] = {"loss_scale": {}}
+    for name, array in arrays.items():
+        value = np.asarray(array.addressable_shards[0].data).tolist()
+        part, _, inner = name.partition("/")
+        if part == "rng":
+            found["rng"] = {"impl": inner, "words": value}
+        elif inner:
+            found[part][inner] = value
+        else:
+            found[part] = value
+    return found
+
+
+def load_scalars(scalars: Mapping[str, Any], like: TrainState, *, loss_scale: bool) -> dict[str, Any]:
+    """Such JSON as fields of a state, placed as those of another.
+
+    Args:
+        scalars: What `dump_scalars` returned.
+        like: The state whose placement is taken.
+        loss_scale: Whether to take the loss scale too, where both have one.
+
+    Returns:
+        Fields by name.
+    """
+    rng = jax.random.wrap_key_data(jnp.asarray(scalars["rng"]["words"], jnp.uint32), impl=scalars["rng"]["impl"])
+    fields: dict[str, Any] = {
+        "step": np.int32(scalars["step"]),
+        "skipped_steps": np.int32(scalars["skipped_steps"]),
+        "rng": rng,
+    }
+    held = scalars["loss_scale"]
+    paths, treedef = jax.tree.flatten_with_path(like.loss_scale)
+    names = [jax.tree_util.keystr(path, simple=True) for path, _ in paths]
+    if loss_scale and names and set(names) == set(held):
+        leaves = [np.asarray(held[name], leaf.dtype) for name, (_, leaf) in zip(names, paths, strict=True)]
+        fields["loss_scale"] = jax.tree.unflatten(treedef, leaves)
+    return {name: jax.device_put(value, like.step.sharding) for name, value in fields.items()}
+
+
+def dump_struct(tree: PyTree) -> Any:
+    """Shapes and dtypes of a tree of dictionaries, lists and tuples as JSON; None where it has other nodes."""
+    if isinstance(tree, dict):
+        inner = {str(key): dump_struct(value) for key, value in tree.items()}
+        is_plain = all(isinstance(key, str) for key in tree) and None not in inner.values()
+        return {"dict": inner} if is_plain else None
+    if type(tree) in (tuple, list):
+        items = [dump_struct(item) for item in tree]
+        return None if None in items else {type(tree).__name__: items}
+    if tree is None:
+        return {"none": None}
+    if hasattr(tree, "shape") and hasattr(tree, "dtype"):
+        return {"shape": list(tree.shape), "dtype": np.dtype(tree.dtype).name}
+    return None
+
+
+def load_struct(given: Any) -> PyTree:
+    """The inverse of `dump_struct`."""
+    if "shape" in given:
+        return jax.ShapeDtypeStruct(tuple(given["shape"]), jnp.dtype(given["dtype"]))
+    kind, inner = next(iter(given.items()))
+    if kind == "dict":
+        return {key: load_struct(value) for key, value in inner.items()}
+    if kind == "none":
+        return None
+    items = [load_struct(item) for item in inner]
+    return tuple(items) if kind == "tuple" else items

@@ -1,0 +1,181 @@
+"""From a checkpoint to the state of a pipeline, whatever stages, replicas and places either has."""
+
+import dataclasses
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpipe._typing import PyTree
+from jaxpipe.errors import CheckpointError
+from jaxpipe.layers import unflatten_dict
+from jaxpipe.runtime import HostRows, Leaf, Pipeline, TrainState, read_leaf, state_arrays, with_arrays, write_leaf
+
+from ._compare import Comparison, compare
+from ._describe import load_scalars
+from ._open import Checkpoint, open_checkpoint
+from ._store import read_arrays
+
+_OPTIMIZER = "opt_state/"
+
+
+def load_state(
+    checkpoint: Checkpoint,
+    pipeline: Pipeline,
+    state: TrainState | None,
+    *,
+    strict: bool = True,
+    optimizer: bool = True,
+    lr_scheduler: bool = True,
+    counters: bool = True,
+) -> TrainState:
+    """Read a state.
+
+    Args:
+        checkpoint: Where from.
+        pipeline: What the state belongs to; of the same layers, cut in any way.
+        state: The present one, which gives what is not read. Once everything has been read, what is replaced is
+            deleted, so that devices never hold both. None: everything is read.
+        strict: Refuse parameters and collections that are not exactly the model's. Otherwise what fits is read and a
+            warning names the rest.
+        optimizer: Read the optimiser's state and the loss scale.
+        lr_scheduler: Read the hyperparameters that the optimiser keeps, such as the rate, and their schedule's count.
+        counters: Read the step, which keys dropout, and the run's key.
+
+    Returns:
+        The new state.
+
+    Raises:
+        CheckpointError: Layers or the optimiser's state do not fit, each difference named; or it is damaged.
+    """
+    held, wanted = checkpoint.index.leaves, pipeline.catalog
+    model = compare(held, wanted, lambda key: not key.startswith(_OPTIMIZER))
+    if not model.is_exact:
+        text = f"{checkpoint.path} must hold the layers of the model, but got {model.describe(held, wanted)}. "
+        if strict:
+            raise CheckpointError(
+                f"{text}Build the model from the same layers, or load what fits with load_module_strict=False."
+            )
+        warnings.warn(f"{text}These keep the values that they had.", stacklevel=3)
+    rest = _compare_optimizer(checkpoint, wanted, optimizer, lr_scheduler, strict=strict and model.is_exact)
+    keys = (*model.fitting, *rest)
+    _warn_of_casts(held, wanted, keys)
+    if state is None and (len(keys) < len(wanted) or not counters):
+        state = pipeline.init()
+    struct = pipeline.state_struct
+    arrays = state_arrays(struct if state is None else state)
+    touched = {span.array for key in keys for copy in wanted[key].copies for span in copy}
+    partial = {span.array for key in wanted.keys() - set(keys) for copy in wanted[key].copies for span in copy}
+    like = state_arrays(struct)
+    rows = HostRows({name: arrays[name] if name in partial else like[name] for name in arrays if name in touched})
+    for key, value in read_leaves(checkpoint, keys):
+        write_leaf(wanted[key], value.astype(jnp.dtype(wanted[key].dtype), copy=False), rows)
+    scalars = load_scalars(checkpoint.index.scalars, struct, loss_scale=optimizer) if counters else {}
+    if state is None:
+        state = dataclasses.replace(struct, **pipeline.init_scalars())
+    else:
+        for name in touched:
+            arrays.pop(name).delete()
+    return dataclasses.replace(with_arrays(state, rows.place()), **scalars)
+
+
+def load_params(path: str | Path, tag: str | None = None) -> PyTree:
+    """Read the parameters of a checkpoint: the plain Flax parameters of each layer, on the host, without an engine.
+
+    Args:
+        path: What was given to `save_checkpoint`, or a checkpoint's own folder.
+        tag: Name of the checkpoint; None: the latest.
+
+    Returns:
+        The tree that `PipelineModule.init` returns, for `PipelineModule.apply`: numpy arrays at `layers/<index>_<name>`
+        and `tied/<key>`.
+
+    Raises:
+        CheckpointError: There is no checkpoint, or it is damaged.
+    """
+    return _load_part(path, tag, "params/")
+
+
+def load_collections(path: str | Path, tag: str | None = None) -> dict[str, PyTree]:
+    """Read what layers keep beside their parameters, as `PipelineModule.init_collections` returns it.
+
+    Args:
+        path: As for `load_params`.
+        tag: As for `load_params`.
+
+    Returns:
+        Collections by the layer's name, as numpy arrays.
+
+    Raises:
+        CheckpointError: There is no checkpoint, or it is damaged.
+    """
+    return _load_part(path, tag, "collections/")
+
+
+def read_leaves(checkpoint: Checkpoint, keys: Sequence[str]) -> Iterator[tuple[str, np.ndarray]]:
+    """Read some leaves of a checkpoint, in the order in which they lie there.
+
+    Raises:
+        CheckpointError: The checkpoint is damaged.
+    """
+    leaves = {key: checkpoint.index.leaves[key] for key in keys}
+    needed: dict[str, list[int]] = {}
+    held: dict[str, list[str]] = {}
+    for key, leaf in leaves.items():
+        for span in leaf.copies[0]:
+            needed.setdefault(span.array, []).extend(span.rows)
+        held.setdefault(leaf.copies[0][0].array, []).append(key)
+    for arrays in read_arrays(checkpoint.arrays, checkpoint.index.arrays, needed):
+        for key in [key for name in arrays for key in held.get(name, ())]:
+            yield key, read_leaf(leaves[key], lambda name, row, arrays=arrays: arrays[name][row].reshape(-1))
+
+
+def _load_part(path: str | Path, tag: str | None, part: str) -> dict[str, PyTree]:
+    checkpoint = open_checkpoint(path, tag)
+    keys = [key for key in checkpoint.index.leaves if key.startswith(part)]
+    found = dict(read_leaves(checkpoint, keys))
+    return unflatten_dict({tuple(key.removeprefix(part).split("/")): found[key] for key in keys})
+
+
+def _compare_optimizer(
+    checkpoint: Checkpoint, wanted: Mapping[str, Leaf], optimizer: bool, lr_scheduler: bool, *, strict: bool
+) -> tuple[str, ...]:
+    """The keys of the optimiser's state to read."""
+    held = checkpoint.index.leaves
+    is_schedule = _schedule_keys({*held, *wanted})
+
+    def chosen(key: str) -> bool:
+        return key.startswith(_OPTIMIZER) and (lr_scheduler if is_schedule(key) else optimizer)
+
+    found: Comparison = compare(held, wanted, chosen)
+    if optimizer and strict and not found.is_exact:
+        raise CheckpointError(
+            f"{checkpoint.path} must hold the state of the optimizer in use, but got {found.describe(held, wanted)}. "
+            "Use the same optimizer, or begin its state anew with load_optimizer_states=False."
+        )
+    return found.fitting
+
+
+def _schedule_keys(keys: set[str]) -> Callable[[str], bool]:
+    """Which keys hold hyperparameters, or count the updates of their schedules."""
+    marks = ("hyperparams", "hyperparams_states")
+    owners = {tuple(path[:i]) for path in (key.split("/") for key in keys) for i, at in enumerate(path) if at in marks}
+
+    def is_schedule(key: str) -> bool:
+        path = key.split("/")
+        return any(tuple(path[:i]) in owners and (at in marks or path[i:] == ["count"]) for i, at in enumerate(path))
+
+    return is_schedule
+
+
+def _warn_of_casts(held: Mapping[str, Leaf], wanted: Mapping[str, Leaf], keys: Sequence[str]) -> None:
+    cast = [key for key in keys if held[key].dtype != wanted[key].dtype]
+    if cast:
+        first = cast[0]
+        warnings.warn(
+            f"{len(cast)} arrays are held in another dtype than the checkpoint's and are converted, such as {first} "
+            f"from {held[first].dtype} to {wanted[first].dtype}.",
+            stacklevel=4,
+        )

@@ -1,0 +1,114 @@
+"""Finding a checkpoint."""
+
+import warnings
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+
+from jaxpipe.errors import CheckpointError
+
+from ._directory import ARRAYS, COMMIT, Commit, check_tag, committed_tags, read_commit, read_latest
+from ._index import INDEX, Index, read_index
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A committed checkpoint on disk.
+
+    Attributes:
+        path: Its folder.
+        tag: Its name.
+        commit: What makes it one.
+        index: What is in it.
+    """
+
+    path: Path
+    tag: str
+    commit: Commit
+    index: Index
+
+    @property
+    def arrays(self) -> Path:
+        """The folder of its arrays."""
+        return self.path / self.commit.data / ARRAYS
+
+
+def find_checkpoint(load_dir: str | PathLike[str], tag: str | None = None) -> Checkpoint | None:
+    """Open a checkpoint.
+
+    Args:
+        load_dir: What was given to `save_checkpoint`, or without a tag also a checkpoint's own folder.
+        tag: Its name; None: the last one that was committed with `save_latest`.
+
+    Returns:
+        The checkpoint; None: the directory holds none.
+
+    Raises:
+        CheckpointError: There is none with that tag; `latest` names none; or it is damaged.
+    """
+    folder = Path(load_dir)
+    if tag is not None:
+        return open_folder(folder / check_tag(tag), load_dir)
+    if (folder / COMMIT).exists():
+        return open_folder(folder, folder.parent)
+    commits = committed_tags(folder)
+    found = [name for name, commit in commits.items() if commit.is_latest]
+    named = read_latest(folder)
+    if named is not None and named not in commits:
+        raise CheckpointError(
+            f"{folder / 'latest'} must name a checkpoint that is there, but got {named!r} and {_listed(commits)}. "
+            "Load one of them by its tag, or remove the file."
+        )
+    if not found:
+        return None
+    if named is not None and named != found[-1]:
+        warnings.warn(
+            f"{folder / 'latest'} names {named!r}, but {found[-1]!r} was committed after it and is loaded. "
+            f"To go back, load tag={named!r}.",
+            stacklevel=3,
+        )
+    return open_folder(folder / found[-1], folder)
+
+
+def open_checkpoint(path: str | PathLike[str], tag: str | None = None) -> Checkpoint:
+    """Open a checkpoint that must be there.
+
+    Args:
+        path: As for `find_checkpoint`.
+        tag: As for `find_checkpoint`.
+
+    Returns:
+        The checkpoint.
+
+    Raises:
+        CheckpointError: There is none, or it is damaged.
+    """
+    found = find_checkpoint(path, tag)
+    if found is None:
+        raise CheckpointError(
+            f"path must be a checkpoint, or a directory with one, but got path={str(path)!r} and "
+            f"{_listed(committed_tags(Path(path)))}. Give the directory that save_checkpoint was given, or its tag."
+        )
+    return found
+
+
+def open_folder(folder: Path, load_dir: str | PathLike[str]) -> Checkpoint:
+    """Open the checkpoint in a tag's folder.
+
+    Raises:
+        CheckpointError: There is none, or it is damaged.
+    """
+    commit = read_commit(folder)
+    if commit is None:
+        raise CheckpointError(
+            f"tag must name a checkpoint, but got tag={folder.name!r} in {str(load_dir)!r}, which holds "
+            f"{_listed(committed_tags(Path(load_dir)))}. Use one of these tags, or None for the latest."
+        )
+    return Checkpoint(folder, folder.name, commit, read_index(folder / commit.data / INDEX, commit.index_sha256))
+
+
+def _listed(tags: dict[str, Commit]) -> str:
+    names = list(tags)
+    if not names:
+        return "no checkpoint"
+    return f"the checkpoints {'..., ' if len(names) > 8 else ''}{', '.join(map(repr, names[-8:]))}"

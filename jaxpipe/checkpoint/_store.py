@@ -1,0 +1,115 @@
+"""Global arrays to and from disk: every call of Orbax is here."""
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from orbax.checkpoint import v1 as ocp
+
+from jaxpipe.errors import CheckpointError
+
+from ._index import StoredArray
+
+_WRITE_BYTES = 128 << 20
+"""Largest sum of buffers while writing."""
+_FILE_BYTES = 256 << 20
+_READ_BYTES = 256 << 20
+"""How much is read at a time, unless one array is larger."""
+
+
+def write_arrays(path: Path, arrays: Mapping[str, jax.Array]) -> None:
+    """Write global arrays, each row by a process that holds it; all processes call.
+
+    Args:
+        path: A folder that does not exist.
+        arrays: The arrays by name.
+    """
+    context = ocp.Context()
+    context.array.saving.use_compression = False  # random mantissas do not compress, and every byte is hashed anyway
+    context.array.saving.ocdbt_target_data_file_size = _FILE_BYTES
+    context.memory.write_concurrent_bytes = _WRITE_BYTES
+    with context:
+        ocp.save(str(path), dict(arrays))
+
+
+def read_arrays(
+    path: Path, arrays: Mapping[str, StoredArray], rows: Mapping[str, Sequence[int]]
+) -> Iterator[dict[str, np.ndarray]]:
+    """Read global arrays into host memory, a few at a time, and check their content.
+
+    Args:
+        path: The folder.
+        arrays: All arrays there.
+        rows: The arrays to read by name, and which of their rows will be used.
+
+    Yields:
+        Some of the arrays by name.
+
+    Raises:
+        CheckpointError: Something cannot be read, or a row is not what was written.
+    """
+    for names in _batches(arrays, rows):
+        like = {name: _like(array) if name in names else ... for name, array in arrays.items()}
+        try:
+            found = ocp.load(str(path), like)
+        except Exception as error:  # whatever the libraries below raise for damaged files
+            raise CheckpointError(
+                f"{path} must hold the arrays as they were written, but reading {names[0]} and the {len(names) - 1} "
+                f"after it failed with {type(error).__name__}: {_first_line(error)}. The files are damaged or missing: "
+                "load another tag, or restore them."
+            ) from error
+        read = {name: np.asarray(found[name]) for name in names}
+        for name, array in read.items():
+            for row in sorted(set(rows[name])):
+                if hash_row(array[row]) != arrays[name].sha256[row]:
+                    raise CheckpointError(
+                        f"{path} must hold the arrays as they were written, but row {row} of {name} has another "
+                        "sha256 than the index says: it is damaged. Load another tag, or restore the files."
+                    )
+        yield read
+
+
+def hash_rows(arrays: Mapping[str, jax.Array]) -> dict[str, dict[int, str]]:
+    """Hash the rows that this process writes: of each the first copy.
+
+    Returns:
+        Row to hash in hexadecimal, by the array's name.
+    """
+    return {
+        name: {
+            shard.index[0].start or 0: hash_row(np.asarray(shard.data))
+            for shard in array.addressable_shards
+            if shard.replica_id == 0
+        }
+        for name, array in arrays.items()
+    }
+
+
+def hash_row(row: np.ndarray) -> str:
+    """Hash of a row's bytes, in hexadecimal."""
+    return hashlib.sha256(np.ascontiguousarray(row).reshape(-1).view(np.uint8).data).hexdigest()
+
+
+def _like(array: StoredArray) -> np.ndarray:
+    return np.broadcast_to(np.zeros((), jnp.dtype(array.dtype)), array.shape)
+
+
+def _batches(arrays: Mapping[str, StoredArray], names: Mapping[str, Any]) -> Iterator[list[str]]:
+    batch: list[str] = []
+    size = 0
+    for name in names:
+        if batch and size + arrays[name].num_bytes > _READ_BYTES:
+            yield batch
+            batch, size = [], 0
+        batch.append(name)
+        size += arrays[name].num_bytes
+    if batch:
+        yield batch
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]

@@ -1,0 +1,284 @@
+"""Writing checkpoints, one after another, in the foreground or in the background."""
+
+import contextlib
+import datetime
+import hashlib
+import json
+import logging
+import shutil
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxpipe.errors import CheckpointError
+from jaxpipe.runtime import Leaf, Pipeline, TrainState, state_arrays
+from jaxpipe.topology import mesh_shape
+
+from ._agree import all_texts, together
+from ._describe import describe_layers, dump_scalars, dump_struct, library_versions, scalar_arrays
+from ._directory import (
+    ARRAYS,
+    Commit,
+    check_tag,
+    commit,
+    committed_tags,
+    next_sequence,
+    read_commit,
+    remove_leftovers,
+    remove_old,
+    step_tag,
+)
+from ._index import INDEX, Index, StoredArray, dump_index
+from ._json import check_json, encode_state
+from ._snapshot import snapshot
+from ._store import hash_rows, write_arrays
+
+_logger = logging.getLogger("jaxpipe")
+
+
+@dataclass(frozen=True)
+class RunState:
+    """What a checkpoint holds beside the `TrainState`.
+
+    Attributes:
+        global_steps: Batches trained.
+        global_samples: Samples trained.
+        data_iterator: State of this process's data iterator, as its `get_state()` returned it; None: it has none.
+        client_state: What the caller wants to keep, as JSON knows it.
+        config: The configuration, likewise.
+    """
+
+    global_steps: int
+    global_samples: int = 0
+    data_iterator: Any = None
+    client_state: Mapping[str, Any] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Job:
+    """A checkpoint on its way to disk."""
+
+    save_dir: Path
+    tag: str
+    sequence: int
+    arrays: Mapping[str, jax.Array]
+    scalars: Mapping[str, jax.Array]
+    leaves: Mapping[str, Leaf]
+    content: Mapping[str, Any]
+    save_latest: bool
+
+    @property
+    def data(self) -> Path:
+        return self.save_dir / self.tag / f"data-{self.sequence}"
+
+
+class CheckpointWriter:
+    """Writes the states of one run.
+
+    Only one run may save to a directory at a time: what unfinished saves left there is removed.
+
+    Args:
+        keep_last: How many checkpoints with tags of the form `global_step<N>` to keep; None: all.
+        keep_every: Keep also those whose N is a multiple of this.
+    """
+
+    def __init__(self, keep_last: int | None = None, keep_every: int | None = None) -> None:
+        self._keep_last, self._keep_every = keep_last, keep_every
+        self._thread: threading.Thread | None = None
+        self._error: CheckpointError | None = None
+
+    def save(
+        self,
+        save_dir: str | PathLike[str],
+        pipeline: Pipeline,
+        state: TrainState,
+        run: RunState,
+        *,
+        tag: str | None = None,
+        save_latest: bool = True,
+        background: bool = False,
+    ) -> Path:
+        """Write a checkpoint; all processes call.
+
+        Args:
+            save_dir: The directory, made where it is not there; on a file system that all processes see.
+            pipeline: What the state belongs to.
+            state: What to write. Steps may donate it as soon as the call returns.
+            run: What else to write.
+            tag: Name of the checkpoint; None: `global_step<N>`. A tag that is there is replaced, whole, at the end.
+            save_latest: Whether it is found without its tag.
+            background: Return as soon as the state cannot change any more, and write while training goes on.
+
+        Returns:
+            The checkpoint's folder.
+
+        Raises:
+            CheckpointError: The tag is no name, or not the same on all processes; `run` holds what JSON does not know;
+                the directory cannot be written; or the last save in the background failed. No checkpoint has changed.
+        """
+        self.wait()
+        folder = Path(save_dir)
+        tag = self._agreed_tag(step_tag(run.global_steps) if tag is None else tag)
+        together(lambda: check_json(dict(run.client_state), "client_state"))
+        iterator = together(lambda: encode_state(run.data_iterator, "the state of the data iterator"))
+        iterators = [json.loads(text) for text in all_texts(json.dumps(iterator))]
+        together(lambda: _prepare(folder, tag), who=[0])
+        sequence = next_sequence(committed_tags(folder))
+        hold = snapshot if background else dict
+        job = _Job(
+            save_dir=folder.absolute(),
+            tag=tag,
+            sequence=sequence,
+            arrays=hold(state_arrays(state)),
+            scalars=hold(scalar_arrays(state)),
+            leaves=pipeline.catalog,
+            content=_content(pipeline, run, iterators),
+            save_latest=save_latest,
+        )
+        del state
+        if background:
+            self._thread = threading.Thread(target=self._run, args=(job,), name=f"save {tag}")
+            self._thread.start()
+        else:
+            self._run(job)
+            self.wait()
+        return folder / tag
+
+    def wait(self) -> None:
+        """Wait until the last checkpoint is on disk; all processes call.
+
+        Raises:
+            CheckpointError: It could not be written.
+        """
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        error, self._error = self._error, None
+        together(lambda: _raise(error))
+
+    def _agreed_tag(self, tag: Any) -> str:
+        together(lambda: check_tag(tag))
+        tags = all_texts(tag)
+        if len(set(tags)) > 1:
+            named = ", ".join(f"process {i}: {each!r}" for i, each in enumerate(tags))
+            raise CheckpointError(
+                f"tag must be the same on all processes, but got {named}. Nothing was written: make it from what all "
+                "know, such as the step."
+            )
+        return tag
+
+    def _run(self, job: _Job) -> None:
+        started = time.perf_counter()
+        try:
+            self._write(job)
+        except Exception as error:  # noqa: BLE001  # whatever the libraries below raise; wait() raises it
+            _clean_up(job)
+            self._error = _failure(job, error)
+            self._error.__cause__ = error
+            return
+        seconds = time.perf_counter() - started
+        if jax.process_index() == 0:
+            _logger.info("saved %s in %.1f s", job.save_dir / job.tag, seconds)
+
+    def _write(self, job: _Job) -> None:
+        hashes = hash_rows(job.arrays)
+        mine = job.data / f"sha256-{jax.process_index()}.json"
+        mine.parent.mkdir(parents=True, exist_ok=True)
+        mine.write_text(json.dumps(hashes))
+        write_arrays(job.data / ARRAYS, job.arrays)  # ends when all processes have written
+        if jax.process_index() != 0:
+            return
+        content = dump_index(_index(job))
+        (job.data / INDEX).write_bytes(content)
+        for path in job.data.glob("sha256-*.json"):
+            path.unlink()
+        done = Commit(
+            sequence=job.sequence,
+            data=job.data.name,
+            index_sha256=hashlib.sha256(content).hexdigest(),
+            global_steps=job.content["global_steps"],
+            is_latest=job.save_latest,
+            saved_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        )
+        commit(job.save_dir, job.tag, done)
+        for path in job.data.parent.glob("data-*"):
+            if path != job.data:
+                shutil.rmtree(path)
+        remove_old(job.save_dir, self._keep_last, self._keep_every)
+
+
+def _prepare(save_dir: Path, tag: str) -> None:
+    """Make the folder, and make room."""
+    try:
+        save_dir.mkdir(parents=True, exist_ok=True)
+        for path in remove_leftovers(save_dir):
+            _logger.info("removed %s, which an unfinished save had left", path)
+        (save_dir / tag).mkdir(exist_ok=True)
+        probe = save_dir / tag / "data-0"
+        probe.mkdir()
+        probe.rmdir()
+    except OSError as error:
+        raise CheckpointError(
+            f"save_dir must be a directory that can be written, but got save_dir={str(save_dir)!r} and "
+            f"{error.strerror or error} at {error.filename}. Check its permissions, or choose another."
+        ) from error
+
+
+def _content(pipeline: Pipeline, run: RunState, iterators: list[Any]) -> dict[str, Any]:
+    """All of the index but what the devices hold."""
+    batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), pipeline.batch_struct)
+    return {
+        "global_steps": run.global_steps,
+        "global_samples": run.global_samples,
+        "mesh": dict(mesh_shape(pipeline.mesh)),
+        "zero_stage": pipeline.settings.zero_stage,
+        "layers": describe_layers(pipeline),
+        "batch": dump_struct(batch),
+        "data_iterators": iterators,
+        "client_state": json.loads(json.dumps(dict(run.client_state))),
+        "config": run.config,
+        "versions": library_versions(),
+    }
+
+
+def _index(job: _Job) -> Index:
+    hashes: dict[str, dict[int, str]] = {}
+    for path in job.data.glob("sha256-*.json"):
+        for name, rows in json.loads(path.read_text()).items():
+            hashes.setdefault(name, {}).update({int(row): sha256 for row, sha256 in rows.items()})
+    arrays = {
+        name: StoredArray(
+            tuple(array.shape), jnp.dtype(array.dtype).name, tuple(hashes[name][row] for row in range(array.shape[0]))
+        )
+        for name, array in job.arrays.items()
+    }
+    return Index(leaves=job.leaves, arrays=arrays, scalars=dump_scalars(job.scalars), **job.content)
+
+
+def _clean_up(job: _Job) -> None:
+    """Make room after a failure, unless that came after the commit."""
+    with contextlib.suppress(CheckpointError, OSError):
+        held = read_commit(job.data.parent)
+        if held is None or held.data != job.data.name:
+            shutil.rmtree(job.data)
+
+
+def _raise(error: CheckpointError | None) -> None:
+    if error is not None:
+        raise error
+
+
+def _failure(job: _Job, error: Exception) -> CheckpointError:
+    first = (str(error).strip().splitlines() or [""])[0]
+    return CheckpointError(
+        f"{job.save_dir / job.tag} could not be written: {type(error).__name__}: {first}. Earlier checkpoints are as "
+        "they were. Make room or check the file system, and save again."
+    )

@@ -1,0 +1,45 @@
+"""The section that says how checkpoints are written and which are kept."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from jaxpipe.errors import ConfigError
+
+from ._section import Section, setting
+from ._values import integer_of_at_least, optional, read_flag
+
+
+@dataclass(frozen=True)
+class CheckpointSection(Section):
+    """The section `checkpoint`.
+
+    The keys are this library's own. Of DeepSpeed's, `tag_validation` has no effect: tags that differ between processes
+    are always an error.
+
+    Attributes:
+        async_save: Whether `save_checkpoint` returns before everything is on disk, and training goes on while it is
+            written. Call `wait_for_checkpoint` before the program ends.
+        keep_last: How many checkpoints with tags of the form `global_step<N>` to keep; None keeps all.
+        keep_every: Keep also those whose N is a multiple of this.
+
+    Raises:
+        ConfigError: A value is of the wrong type or out of range, or `keep_every` is given without `keep_last`.
+    """
+
+    path: ClassVar[str] = "checkpoint"
+
+    async_save: bool = setting(False, read_flag)
+    keep_last: int | None = setting(None, optional(integer_of_at_least(1)))
+    keep_every: int | None = setting(None, optional(integer_of_at_least(1)))
+
+    def check(self) -> None:
+        """Check that what is kept apart would be removed otherwise.
+
+        Raises:
+            ConfigError: `keep_every` is given without `keep_last`.
+        """
+        if self.keep_every is not None and self.keep_last is None:
+            raise ConfigError(
+                "checkpoint.keep_every must come with checkpoint.keep_last, without which all checkpoints are kept, but "
+                f"got checkpoint.keep_every={self.keep_every} alone. Add for instance checkpoint.keep_last=3."
+            )

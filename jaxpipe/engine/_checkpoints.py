@@ -1,0 +1,249 @@
+"""Saving and loading in an engine."""
+
+import dataclasses
+import logging
+import signal
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from os import PathLike, fspath
+from typing import Any
+
+import jax
+import optax
+
+from jaxpipe.checkpoint import (
+    Checkpoint,
+    CheckpointWriter,
+    RunState,
+    decode_state,
+    find_checkpoint,
+    load_state,
+    load_struct,
+)
+from jaxpipe.config import TrainConfig
+from jaxpipe.errors import CheckpointError
+from jaxpipe.runtime import Pipeline, TrainState
+
+from ._preemption import PreemptionWatch
+from ._source import MicrobatchSource
+
+_logger = logging.getLogger("jaxpipe")
+
+
+class Checkpoints(ABC):
+    """Base of `PipelineEngine` that writes and reads checkpoints.
+
+    Args:
+        config: Its section `checkpoint` counts, and all of it is stored.
+    """
+
+    global_steps: int
+    global_samples: int
+    optimizer: optax.GradientTransformation | None
+    _source: MicrobatchSource
+    _state: TrainState | None
+
+    def __init__(self, config: TrainConfig) -> None:
+        self._config, section = config, config.checkpoint
+        self._writer = CheckpointWriter(section.keep_last, section.keep_every)
+        self._preemption: tuple[PreemptionWatch, str] | None = None
+
+    @property
+    @abstractmethod
+    def pipeline(self) -> Pipeline:
+        """The functional form."""
+
+    @property
+    @abstractmethod
+    def state(self) -> TrainState:
+        """The present state."""
+
+    @abstractmethod
+    def _settle(self) -> None:
+        """On simulated devices, let the program in flight end."""
+
+    @abstractmethod
+    def _build_for(self, batch: Any) -> None:
+        """Build the pipeline for a microbatch of this form, unless shapes are known."""
+
+    @abstractmethod
+    def _restart(self) -> None:
+        """Forget what belongs to the steps before."""
+
+    def save_checkpoint(
+        self,
+        save_dir: str | PathLike[str],
+        tag: str | None = None,
+        client_state: Mapping[str, Any] = {},  # noqa: B006  # DeepSpeed's signature; never changed
+        save_latest: bool = True,
+    ) -> bool:
+        """Write a checkpoint to `save_dir/tag`; all processes call.
+
+        It holds parameters, the optimiser's state, the loss scale, what layers keep beside parameters, counters, the
+        run's key, the learning rate's state, the place of the training iterator if it has `get_state` and `set_state`,
+        the configuration and a table of layers, and opens at any number of stages and replicas. It is there whole or
+        not at all, at every moment; a tag that is there is replaced at the end. With `checkpoint.async_save` the call
+        returns as soon as training may go on; `wait_for_checkpoint` waits for the rest.
+
+        Args:
+            save_dir: A directory that all processes see. Only one run may save there.
+            tag: Name of the checkpoint, a folder; None: `global_step<N>`.
+            client_state: A dictionary of numbers, strings, lists and dictionaries, which `load_checkpoint` returns.
+            save_latest: Whether `load_checkpoint` without a tag may find it; the file `latest` then names it.
+
+        Returns:
+            True, as in DeepSpeed.
+
+        Raises:
+            CheckpointError: The tag is no name or differs between processes, `client_state` holds something else, the
+                directory cannot be written, or the last save in the background failed. Earlier checkpoints are as they
+                were.
+            PipelineError: No shapes are known yet.
+
+        Reference:
+            DeepSpeed's `save_checkpoint`, whose files are pickles.
+        """
+        pipeline, state = self.pipeline, self.state
+        self._settle()
+        run = RunState(
+            global_steps=self.global_steps,
+            global_samples=self.global_samples,
+            data_iterator=self._source.get_state(),
+            client_state=client_state,
+            config=_as_json(dataclasses.asdict(self._config)),
+        )
+        background = self._config.checkpoint.async_save
+        self._writer.save(save_dir, pipeline, state, run, tag=tag, save_latest=save_latest, background=background)
+        return True
+
+    def wait_for_checkpoint(self) -> None:
+        """Wait until the last checkpoint is on disk; all processes call. Call it before the program ends.
+
+        Raises:
+            CheckpointError: It could not be written.
+        """
+        self._writer.wait()
+
+    def load_checkpoint(
+        self,
+        load_dir: str | PathLike[str],
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+    ) -> tuple[str | None, dict[str, Any]]:
+        """Go on from a checkpoint, written with any number of stages and replicas, with or without ZeRO.
+
+        Args:
+            load_dir: What was given to `save_checkpoint`.
+            tag: Name of the checkpoint; None: the last that was committed with `save_latest`.
+            load_module_strict: Refuse layers that are not exactly the model's. Otherwise what fits is loaded and a
+                warning names the rest, which keeps its values.
+            load_optimizer_states: Load the optimiser's state and the loss scale; else they stay.
+            load_lr_scheduler_states: Load the hyperparameters that the optimiser keeps, such as the learning rate, and
+                the place in their schedule; else they stay.
+            load_module_only: Load parameters and what layers keep beside them, and nothing else: no counters, no place
+                in the data.
+
+        Returns:
+            `(path, client_state)`: the checkpoint's folder, and what `save_checkpoint` was given. `(None, {})` with a
+            warning where the directory holds no checkpoint.
+
+        Raises:
+            CheckpointError: There is none with that tag, it is damaged, or its layers or the optimiser's state do not
+                fit; the engine is as it was.
+            PipelineError: No shapes are known yet, and the checkpoint does not tell them.
+
+        Reference:
+            DeepSpeed's `load_checkpoint`, which returns `(None, None)` where there is none.
+        """
+        self._writer.wait()
+        found = find_checkpoint(load_dir, tag)
+        if found is None:
+            warnings.warn(
+                f"load_checkpoint found no checkpoint in {fspath(load_dir)!r}; the engine is as it was.", stacklevel=2
+            )
+            return None, {}
+        self._build_for(load_struct(found.index.batch) if found.index.batch is not None else None)
+        self._settle()
+        optimizer = load_optimizer_states and not load_module_only and self.optimizer is not None
+        lr_scheduler = load_lr_scheduler_states and not load_module_only
+        needs_all = load_module_strict and optimizer and lr_scheduler
+        before = self._source.get_state()
+        if not load_module_only:
+            self._source.set_state(_own_iterator(found))
+        try:
+            self._state = load_state(
+                found,
+                self.pipeline,
+                self._state if needs_all else self.state,
+                strict=load_module_strict,
+                optimizer=optimizer,
+                lr_scheduler=lr_scheduler,
+                counters=not load_module_only,
+            )
+        except CheckpointError:
+            self._source.set_state(before)
+            raise
+        if not load_module_only:
+            self.global_steps, self.global_samples = found.index.global_steps, found.index.global_samples
+        self._restart()
+        _logger.info("loaded %s, written after %d steps", found.path, found.index.global_steps)
+        return str(found.path), dict(found.index.client_state)
+
+    def save_on_preemption(
+        self, save_dir: str | PathLike[str], signals: Sequence[signal.Signals] = (signal.SIGTERM,)
+    ) -> None:
+        """From now on, when the process is asked to end, finish the step, save, and exit.
+
+        Schedulers send SIGTERM some time before they take a node away. The next `train_batch` that ends after it, or
+        the `step` that updates, writes a checkpoint with the tag `global_step<N>`, waits until it is committed, and
+        raises `SystemExit` with 128 plus the signal's number, so that `finally` clauses run. All processes call.
+
+        Args:
+            save_dir: As for `save_checkpoint`.
+            signals: What to wait for.
+
+        Raises:
+            CheckpointError: It is not called in the main thread.
+        """
+        self._preemption = (PreemptionWatch(signals), fspath(save_dir))
+
+    def _end_if_preempted(self) -> None:
+        if self._preemption is None:
+            return
+        watch, save_dir = self._preemption
+        if not watch.reached(self.global_steps):
+            return
+        self.save_checkpoint(save_dir)
+        self.wait_for_checkpoint()
+        _logger.warning("asked to end: saved after %d steps in %s", self.global_steps, save_dir)
+        raise SystemExit(watch.exit_code)
+
+
+def _own_iterator(found: Checkpoint) -> Any:
+    """The state of this process's data iterator."""
+    states = found.index.data_iterators
+    if len(states) == jax.process_count():
+        return decode_state(states[jax.process_index()])
+    if any(state != states[0] for state in states):
+        warnings.warn(
+            f"{found.path} holds the places of {len(states)} data iterators, and there are {jax.process_count()} "
+            "processes now: the data begin where the iterators stand.",
+            stacklevel=3,
+        )
+        return None
+    return decode_state(states[0])
+
+
+def _as_json(value: Any) -> Any:
+    """A configuration as JSON: classes by their names."""
+    if isinstance(value, Mapping):
+        return {str(key): _as_json(item) for key, item in value.items()}
+    if isinstance(value, tuple | list):
+        return [_as_json(item) for item in value]
+    if isinstance(value, type):
+        return f"{value.__module__}.{value.__qualname__}"
+    return value if value is None or isinstance(value, bool | int | float | str) else str(value)
