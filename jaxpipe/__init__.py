@@ -5,6 +5,7 @@ from jaxpipe import checkpointing as checkpointing
 from jaxpipe import config as config
 from jaxpipe import data as data
 from jaxpipe import errors as errors
+from jaxpipe import launch as launch
 from jaxpipe import optim as optim
 from jaxpipe import partition as partition
 from jaxpipe import schedules as schedules
@@ -15,6 +16,7 @@ from jaxpipe.data import RepeatingLoader as RepeatingLoader
 from jaxpipe.engine import PipelineEngine as PipelineEngine
 from jaxpipe.engine import UnpipelinedEngine as UnpipelinedEngine
 from jaxpipe.engine import initialize as initialize
+from jaxpipe.launch import init_distributed as init_distributed
 from jaxpipe.layers import LayerSpec as LayerSpec
 from jaxpipe.layers import PipelineModule as PipelineModule
 from jaxpipe.layers import TiedLayerSpec as TiedLayerSpec
@@ -64,7 +66,9 @@ __all__ = [
     "data",
     "describe_pipeline",
     "errors",
+    "init_distributed",
     "initialize",
+    "launch",
     "make_pipeline",
     "mesh_for",
     "microbatch_key",

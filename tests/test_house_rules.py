@@ -42,11 +42,11 @@ def test_user_mistakes_are_no_assertion_errors(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", FILES, ids=_name)
-def test_nothing_private_of_jax_and_no_environment(path: Path) -> None:
+def test_nothing_private_of_jax_and_the_environment_in_one_room(path: Path) -> None:
     text = path.read_text()
     assert "jax._src" not in text
-    assert "os.environ" not in text
     assert "getenv" not in text
+    assert "os.environ" not in text or path.parent.name == "launch"
 
 
 @pytest.mark.parametrize("path", [p for p in FILES if p.name != "__init__.py"], ids=_name)

@@ -2,6 +2,7 @@
 
 from ._describe import load_struct as load_struct
 from ._directory import committed_tags as committed_tags
+from ._inspect import inspect_checkpoint as inspect_checkpoint
 from ._json import decode_state as decode_state
 from ._load import load_collections as load_collections
 from ._load import load_params as load_params
@@ -9,6 +10,10 @@ from ._load import load_state as load_state
 from ._open import Checkpoint as Checkpoint
 from ._open import find_checkpoint as find_checkpoint
 from ._open import open_checkpoint as open_checkpoint
+from ._safetensors import export_safetensors as export_safetensors
+from ._safetensors import load_safetensors as load_safetensors
+from ._verify import Verification as Verification
+from ._verify import verify_checkpoint as verify_checkpoint
 from ._writer import CheckpointWriter as CheckpointWriter
 from ._writer import RunState as RunState
 
@@ -16,12 +21,17 @@ __all__ = [
     "Checkpoint",
     "CheckpointWriter",
     "RunState",
+    "Verification",
     "committed_tags",
     "decode_state",
+    "export_safetensors",
     "find_checkpoint",
+    "inspect_checkpoint",
     "load_collections",
     "load_params",
+    "load_safetensors",
     "load_state",
     "load_struct",
     "open_checkpoint",
+    "verify_checkpoint",
 ]

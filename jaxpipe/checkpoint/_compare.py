@@ -87,7 +87,7 @@ def _layer(key: str) -> str:
     """The layer that a leaf belongs to, such as `layers/3_Dense`; of other leaves the key."""
     part, *path = key.split("/")
     if part == "collections":
-        return path[0]
+        return f"layers/{path[0]}"
     for i, name in enumerate(path[:-1]):
         if name in ("layers", "tied"):
             return "/".join(path[: i + 2])

@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxpipe._typing import PyTree
 from jaxpipe.layers import format_struct
-from jaxpipe.runtime import Pipeline, TrainState
+from jaxpipe.runtime import Pipeline, TrainState, place_everywhere
 
 from ._index import StoredLayer
 
@@ -44,11 +44,11 @@ def library_versions() -> dict[str, str]:
     return found
 
 
-def scalar_arrays(state: TrainState) -> dict[str, jax.Array]:
-    """What a state holds beside its rows: small arrays by name, each on every device."""
+def scalar_arrays(pipeline: Pipeline, state: TrainState) -> dict[str, jax.Array]:
+    """What a state holds beside its rows: small arrays by name, each on every device; of loss scales those that move."""
     loss_scale = {
         f"loss_scale/{jax.tree_util.keystr(path, simple=True)}": leaf
-        for path, leaf in jax.tree.leaves_with_path(state.loss_scale)
+        for path, leaf in jax.tree.leaves_with_path(state.loss_scale if _has_moving_scale(pipeline) else ())
     }
     rng = {f"rng/{jax.random.key_impl(state.rng)}": jax.random.key_data(state.rng)}
     return {"step": state.step, "skipped_steps": state.skipped_steps, **rng, **loss_scale}
@@ -69,13 +69,18 @@ def dump_scalars(arrays: Mapping[str, jax.Array]) -> dict[str, Any]:
     return found
 
 
-def load_scalars(scalars: Mapping[str, Any], like: TrainState, *, loss_scale: bool) -> dict[str, Any]:
-    """Such JSON as fields of a state, placed as those of another.
+def _has_moving_scale(pipeline: Pipeline) -> bool:
+    scaler = pipeline.settings.loss_scaler
+    return scaler is not None and scaler.enabled and scaler.dynamic
+
+
+def load_scalars(scalars: Mapping[str, Any], pipeline: Pipeline, *, loss_scale: bool) -> dict[str, Any]:
+    """Such JSON as fields of a state, on every device.
 
     Args:
         scalars: What `dump_scalars` returned.
-        like: The state whose placement is taken.
-        loss_scale: Whether to take the loss scale too, where both have one.
+        pipeline: What the state belongs to.
+        loss_scale: Whether to take the loss scale too, where it moves in both.
 
     Returns:
         Fields by name.
@@ -87,12 +92,12 @@ def load_scalars(scalars: Mapping[str, Any], like: TrainState, *, loss_scale: bo
         "rng": rng,
     }
     held = scalars["loss_scale"]
-    paths, treedef = jax.tree.flatten_with_path(like.loss_scale)
+    paths, treedef = jax.tree.flatten_with_path(pipeline.state_struct.loss_scale)
     names = [jax.tree_util.keystr(path, simple=True) for path, _ in paths]
-    if loss_scale and names and set(names) == set(held):
+    if loss_scale and _has_moving_scale(pipeline) and set(names) == set(held):
         leaves = [np.asarray(held[name], leaf.dtype) for name, (_, leaf) in zip(names, paths, strict=True)]
         fields["loss_scale"] = jax.tree.unflatten(treedef, leaves)
-    return {name: jax.device_put(value, like.step.sharding) for name, value in fields.items()}
+    return place_everywhere(fields, pipeline.mesh)
 
 
 def dump_struct(tree: PyTree) -> Any:

@@ -2,7 +2,7 @@
 
     save_dir/latest                    the last committed tag
     save_dir/<tag>/commit.json         names the data; a tag without it is no checkpoint
-    save_dir/<tag>/data-<n>/           index.json, and the arrays
+    save_dir/<tag>/data-<n>-<x>/       index.json, and the arrays
 
 A save writes its data first and replaces `commit.json` last, in one step of the file system. So a tag is whole or not
 there at every moment, also while it is being written again.
@@ -10,15 +10,18 @@ there at every moment, also while it is being written again.
 
 import contextlib
 import json
+import logging
 import os
 import re
+import secrets
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from jaxpipe.errors import CheckpointError
+from jaxpipe.processes import log
 
 COMMIT = "commit.json"
 LATEST = "latest"
@@ -26,9 +29,10 @@ ARRAYS = "arrays"
 FORMAT = "jaxpipe checkpoint"
 VERSION = 1
 
-_DATA = re.compile(r"data-[0-9]+")
+_DATA = re.compile(r"data-[0-9]+-[0-9a-f]+")
 _STEP_TAG = re.compile(r"global_step([0-9]+)")
 _PARTIAL = ".partial"
+_MARK = ".jaxpipe"
 
 
 @dataclass(frozen=True)
@@ -63,13 +67,18 @@ def check_tag(tag: Any) -> str:
     Raises:
         CheckpointError: The tag is no string, empty, or a path.
     """
-    is_name = isinstance(tag, str) and tag not in ("", ".", "..", LATEST) and not {"/", "\\", "\0"} & set(tag)
-    if not is_name or Path(tag).name != tag:
+    if not isinstance(tag, str) or not _is_name(tag):
         raise CheckpointError(
-            f"tag must be a plain name of a folder, and not {LATEST!r}, but got tag={tag!r}. "
-            "Write for instance 'best', or leave it out for 'global_step<N>'."
+            f"tag must be a plain name of a folder, without blanks at its ends, and not {LATEST!r} or {COMMIT!r}, but "
+            f"got tag={tag!r}. Write for instance 'best', or leave it out for 'global_step<N>'."
         )
     return tag
+
+
+def _is_name(tag: str) -> bool:
+    is_text = tag == tag.encode(errors="replace").decode()
+    is_reserved = tag in (".", "..", LATEST, COMMIT) or tag.endswith(_PARTIAL)
+    return bool(tag) and tag == tag.strip() and is_text and not is_reserved and not {"/", "\\", "\0"} & set(tag)
 
 
 def read_commit(folder: Path) -> Commit | None:
@@ -116,7 +125,7 @@ def read_commit(folder: Path) -> Commit | None:
 def _damaged(path: Path, found: str) -> CheckpointError:
     return CheckpointError(
         f"{path} must be a commit as save_checkpoint writes it, but got {found}: it is damaged. Load another tag, or "
-        "restore the file."
+        "restore the file, or move the folder away."
     )
 
 
@@ -168,23 +177,37 @@ def commit(save_dir: Path, tag: str, content: Commit) -> None:
     text = json.dumps({"format": FORMAT, "version": VERSION, **asdict(content)}, indent=1)
     replace_file(save_dir / tag / COMMIT, text.encode())
     if content.is_latest:
-        replace_file(save_dir / LATEST, tag.encode())
+        try:
+            replace_file(save_dir / LATEST, tag.encode())
+        except OSError as error:  # the checkpoint is there, and is found without the file
+            log(logging.WARNING, "%s is committed, but %s still names another: %s", tag, save_dir / LATEST, error)
 
 
 def replace_file(path: Path, content: bytes) -> None:
     """Write a file so that at every moment it is the old one or the new one, and stays after a loss of power."""
     partial = path.with_name(path.name + _PARTIAL)
-    with partial.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
-    with contextlib.suppress(OSError):  # not every file system opens folders
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+    try:
+        with partial.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        raise
+    sync_folders([path.parent])
+
+
+def sync_folders(folders: Iterable[Path]) -> None:
+    """Let the names in some folders stay after a loss of power."""
+    for folder in folders:
+        with contextlib.suppress(OSError):  # not every file system opens folders
+            number = os.open(folder, os.O_RDONLY)
+            try:
+                os.fsync(number)
+            finally:
+                os.close(number)
 
 
 def remove_leftovers(save_dir: Path) -> list[Path]:
@@ -203,15 +226,36 @@ def remove_leftovers(save_dir: Path) -> list[Path]:
     removed: list[Path] = []
     for folder in [path for path in save_dir.iterdir() if path.is_dir() and not path.is_symlink()]:
         named = read_commit(folder)
-        data = [path for path in folder.iterdir() if _DATA.match(path.name)]
-        left = [path for path in data if named is None or path.name != named.data]
-        for path in left:
-            shutil.rmtree(path)
+        left = remove_data(folder, None if named is None else named.data)
         left += _remove_partial(folder)
         if left and not any(folder.iterdir()):
             folder.rmdir()
         removed += left
     return removed + _remove_partial(save_dir)
+
+
+def make_data(folder: Path, sequence: int) -> Path:
+    """Make a folder for the data of a checkpoint, marked as such, with a name that no attempt before had."""
+    data = folder / f"data-{sequence}-{secrets.token_hex(4)}"
+    folder.mkdir(parents=True, exist_ok=True)
+    data.mkdir()
+    (data / _MARK).mkdir()
+    return data
+
+
+def remove_data(folder: Path, but: str | None = None) -> list[Path]:
+    """Remove the data in a tag's folder that was made here, all but one.
+
+    Returns:
+        What was removed.
+    """
+    data = [path for path in folder.iterdir() if _DATA.fullmatch(path.name) and path.name != but]
+    own = [path for path in data if (path / _MARK).is_dir() or (path.is_dir() and not any(path.iterdir()))]
+    for path in own:
+        for inner in [inner for inner in path.iterdir() if inner.name != _MARK]:
+            shutil.rmtree(inner) if inner.is_dir() else inner.unlink()
+        shutil.rmtree(path)  # the mark goes last
+    return own
 
 
 def _remove_partial(folder: Path) -> list[Path]:
@@ -227,15 +271,18 @@ def remove_old(save_dir: Path, keep_last: int | None, keep_every: int | None) ->
     Args:
         save_dir: The directory.
         keep_last: How many to keep; None: all.
-        keep_every: Keep also those whose N is a multiple of this.
+        keep_every: Keep also those whose N is a multiple of this. The one that is found without its tag is always kept.
 
     Returns:
         The tags that were removed, the oldest first.
     """
     if keep_last is None:
         return []
-    steps = {tag: int(match[1]) for tag in committed_tags(save_dir) if (match := _STEP_TAG.fullmatch(tag))}
-    old = [tag for tag in list(steps)[:-keep_last] if not (keep_every and steps[tag] % keep_every == 0)]
+    commits = committed_tags(save_dir)
+    steps = {tag: int(match[1]) for tag in commits if (match := _STEP_TAG.fullmatch(tag))}
+    newest = [tag for tag, commit in commits.items() if commit.is_latest][-1:]
+    kept = {*newest, *list(steps)[-keep_last:], *(tag for tag in steps if keep_every and steps[tag] % keep_every == 0)}
+    old = [tag for tag in steps if tag not in kept]
     for tag in old:
         remove_tag(save_dir / tag)
     return old
@@ -244,8 +291,7 @@ def remove_old(save_dir: Path, keep_last: int | None, keep_every: int | None) ->
 def remove_tag(folder: Path) -> None:
     """Remove a checkpoint: first the commit, so that it is never half there."""
     (folder / COMMIT).unlink()
-    for path in [path for path in folder.iterdir() if _DATA.match(path.name)]:
-        shutil.rmtree(path)
+    remove_data(folder)
     if not any(folder.iterdir()):
         folder.rmdir()
 

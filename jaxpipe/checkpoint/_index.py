@@ -5,6 +5,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from operator import index
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +146,10 @@ def _load_index(given: Mapping[str, Any]) -> Index:
     arrays = {
         name: StoredArray(tuple(x["shape"]), x["dtype"], tuple(x["sha256"])) for name, x in given["arrays"].items()
     }
+    if any(len(array.sha256) != array.shape[0] for array in arrays.values()):
+        raise ValueError("not every row has a sha256")
+    if {"step", "skipped_steps", "rng", "loss_scale"} - set(given["scalars"]) or not given["data_iterators"]:
+        raise ValueError("scalars or the places in the data are missing")
     return Index(
         **{name: given[name] for name in _PLAIN},
         layers=tuple(StoredLayer(**{**x, "parameters": tuple(x["parameters"])}) for x in given["layers"]),
@@ -159,7 +164,9 @@ def _dump_leaf(leaf: Leaf) -> dict[str, Any]:
 
 
 def _load_leaf(key: str, given: Mapping[str, Any], arrays: Mapping[str, StoredArray]) -> Leaf:
-    spans = tuple(Span(x["array"], tuple(x["rows"]), x["start"], x["stop"]) for x in given["spans"])
+    spans = tuple(
+        Span(x["array"], tuple(map(index, x["rows"])), index(x["start"]), index(x["stop"])) for x in given["spans"]
+    )
     leaf = Leaf(tuple(given["shape"]), given["dtype"], given["dim"], (spans,))
     for span in spans:
         shape, num_held = arrays[span.array].shape, len(span.rows) * (span.stop - span.start)

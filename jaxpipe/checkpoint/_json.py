@@ -66,7 +66,9 @@ def encode_state(value: Any, where: str) -> Any:
     if isinstance(value, bytes):
         return {_BYTES: base64.b64encode(value).decode()}
     if isinstance(value, Mapping):
-        return {str(key): encode_state(item, f"{where}[{key!r}]") for key, item in value.items()}
+        check_json(dict.fromkeys(value), where)
+        items = {key: encode_state(item, f"{where}[{key!r}]") for key, item in value.items()}
+        return {_BYTES: None, "mapping": items} if _BYTES in items else items
     if isinstance(value, list | tuple):
         return [encode_state(item, f"{where}[{i}]") for i, item in enumerate(value)]
     if isinstance(value, np.generic):
@@ -78,8 +80,10 @@ def encode_state(value: Any, where: str) -> Any:
 def decode_state(value: Any) -> Any:
     """The inverse of `encode_state`."""
     if isinstance(value, dict):
-        if set(value) == {_BYTES}:
+        if value.get(_BYTES) is not None:
             return base64.b64decode(value[_BYTES])
+        if _BYTES in value:
+            value = value["mapping"]
         return {key: decode_state(item) for key, item in value.items()}
     if isinstance(value, list):
         return [decode_state(item) for item in value]

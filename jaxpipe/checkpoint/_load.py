@@ -11,6 +11,7 @@ import numpy as np
 from jaxpipe._typing import PyTree
 from jaxpipe.errors import CheckpointError
 from jaxpipe.layers import unflatten_dict
+from jaxpipe.processes import together
 from jaxpipe.runtime import HostRows, Leaf, Pipeline, TrainState, read_leaf, state_arrays, with_arrays, write_leaf
 
 from ._compare import Comparison, compare
@@ -30,6 +31,7 @@ def load_state(
     optimizer: bool = True,
     lr_scheduler: bool = True,
     counters: bool = True,
+    when_read: Callable[[], None] = lambda: None,
 ) -> TrainState:
     """Read a state.
 
@@ -43,6 +45,7 @@ def load_state(
         optimizer: Read the optimiser's state and the loss scale.
         lr_scheduler: Read the hyperparameters that the optimiser keeps, such as the rate, and their schedule's count.
         counters: Read the step, which keys dropout, and the run's key.
+        when_read: Called when everything has been read and nothing changed yet; what it raises ends the call.
 
     Returns:
         The new state.
@@ -58,8 +61,9 @@ def load_state(
             raise CheckpointError(
                 f"{text}Build the model from the same layers, or load what fits with load_module_strict=False."
             )
-        warnings.warn(f"{text}These keep the values that they had.", stacklevel=3)
-    rest = _compare_optimizer(checkpoint, wanted, optimizer, lr_scheduler, strict=strict and model.is_exact)
+        kept = "What is missing or of another shape keeps its values. " if model.missing or model.misshapen else ""
+        warnings.warn(f"{text}{kept}The rest is loaded.", stacklevel=3)
+    rest = _compare_optimizer(checkpoint, wanted, optimizer, lr_scheduler, strict=strict if model.is_exact else None)
     keys = (*model.fitting, *rest)
     _warn_of_casts(held, wanted, keys)
     if state is None and (len(keys) < len(wanted) or not counters):
@@ -70,15 +74,20 @@ def load_state(
     partial = {span.array for key in wanted.keys() - set(keys) for copy in wanted[key].copies for span in copy}
     like = state_arrays(struct)
     rows = HostRows({name: arrays[name] if name in partial else like[name] for name in arrays if name in touched})
-    for key, value in read_leaves(checkpoint, keys):
-        write_leaf(wanted[key], value.astype(jnp.dtype(wanted[key].dtype), copy=False), rows)
-    scalars = load_scalars(checkpoint.index.scalars, struct, loss_scale=optimizer) if counters else {}
+    together(lambda: _fill(rows, checkpoint, wanted, keys))
+    together(when_read)
+    scalars = load_scalars(checkpoint.index.scalars, pipeline, loss_scale=optimizer) if counters else {}
     if state is None:
         state = dataclasses.replace(struct, **pipeline.init_scalars())
     else:
         for name in touched:
             arrays.pop(name).delete()
     return dataclasses.replace(with_arrays(state, rows.place()), **scalars)
+
+
+def _fill(rows: HostRows, checkpoint: Checkpoint, wanted: Mapping[str, Leaf], keys: Sequence[str]) -> None:
+    for key, value in read_leaves(checkpoint, keys):
+        write_leaf(wanted[key], value.astype(jnp.dtype(wanted[key].dtype), copy=False), rows)
 
 
 def load_params(path: str | Path, tag: str | None = None) -> PyTree:
@@ -140,9 +149,9 @@ def _load_part(path: str | Path, tag: str | None, part: str) -> dict[str, PyTree
 
 
 def _compare_optimizer(
-    checkpoint: Checkpoint, wanted: Mapping[str, Leaf], optimizer: bool, lr_scheduler: bool, *, strict: bool
+    checkpoint: Checkpoint, wanted: Mapping[str, Leaf], optimizer: bool, lr_scheduler: bool, *, strict: bool | None
 ) -> tuple[str, ...]:
-    """The keys of the optimiser's state to read."""
+    """The keys of the optimiser's state to read; with `strict=None` differences follow from those of the layers."""
     held = checkpoint.index.leaves
     is_schedule = _schedule_keys({*held, *wanted})
 
@@ -150,11 +159,13 @@ def _compare_optimizer(
         return key.startswith(_OPTIMIZER) and (lr_scheduler if is_schedule(key) else optimizer)
 
     found: Comparison = compare(held, wanted, chosen)
-    if optimizer and strict and not found.is_exact:
-        raise CheckpointError(
-            f"{checkpoint.path} must hold the state of the optimizer in use, but got {found.describe(held, wanted)}. "
-            "Use the same optimizer, or begin its state anew with load_optimizer_states=False."
-        )
+    if optimizer and strict is not None and not found.is_exact:
+        differing = {*found.missing, *found.unexpected, *found.misshapen}
+        argument = "load_lr_scheduler_states" if all(map(is_schedule, differing)) else "load_optimizer_states"
+        text = f"{checkpoint.path} must hold the state of the optimizer in use, but got {found.describe(held, wanted)}."
+        if strict:
+            raise CheckpointError(f"{text} Use the same optimizer, or begin its state anew with {argument}=False.")
+        warnings.warn(f"{text} What fits is loaded; {argument}=False loads none of it.", stacklevel=4)
     return found.fitting
 
 

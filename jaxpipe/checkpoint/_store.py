@@ -33,7 +33,7 @@ def write_arrays(path: Path, arrays: Mapping[str, jax.Array]) -> None:
     context.array.saving.ocdbt_target_data_file_size = _FILE_BYTES
     context.memory.write_concurrent_bytes = _WRITE_BYTES
     with context:
-        ocp.save(str(path), dict(arrays))
+        ocp.save(str(path.absolute()), dict(arrays))
 
 
 def read_arrays(
@@ -55,7 +55,7 @@ def read_arrays(
     for names in _batches(arrays, rows):
         like = {name: _like(array) if name in names else ... for name, array in arrays.items()}
         try:
-            found = ocp.load(str(path), like)
+            found = ocp.load(str(path.absolute()), like)
         except Exception as error:  # whatever the libraries below raise for damaged files
             raise CheckpointError(
                 f"{path} must hold the arrays as they were written, but reading {names[0]} and the {len(names) - 1} "

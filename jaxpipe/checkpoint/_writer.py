@@ -18,10 +18,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxpipe.errors import CheckpointError
+from jaxpipe.processes import gather_texts, log, together
 from jaxpipe.runtime import Leaf, Pipeline, TrainState, state_arrays
 from jaxpipe.topology import mesh_shape
 
-from ._agree import all_texts, together
 from ._describe import describe_layers, dump_scalars, dump_struct, library_versions, scalar_arrays
 from ._directory import (
     ARRAYS,
@@ -29,18 +29,23 @@ from ._directory import (
     check_tag,
     commit,
     committed_tags,
+    make_data,
     next_sequence,
     read_commit,
+    read_latest,
+    remove_data,
     remove_leftovers,
     remove_old,
+    replace_file,
     step_tag,
+    sync_folders,
 )
 from ._index import INDEX, Index, StoredArray, dump_index
 from ._json import check_json, encode_state
 from ._snapshot import snapshot
 from ._store import hash_rows, write_arrays
 
-_logger = logging.getLogger("jaxpipe")
+_CLEANING_TRIES, _CLEANING_PAUSE_S = 50, 0.1
 
 
 @dataclass(frozen=True)
@@ -69,15 +74,12 @@ class _Job:
     save_dir: Path
     tag: str
     sequence: int
+    data: Path
     arrays: Mapping[str, jax.Array]
     scalars: Mapping[str, jax.Array]
     leaves: Mapping[str, Leaf]
     content: Mapping[str, Any]
     save_latest: bool
-
-    @property
-    def data(self) -> Path:
-        return self.save_dir / self.tag / f"data-{self.sequence}"
 
 
 class CheckpointWriter:
@@ -94,6 +96,11 @@ class CheckpointWriter:
         self._keep_last, self._keep_every = keep_last, keep_every
         self._thread: threading.Thread | None = None
         self._error: CheckpointError | None = None
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a save in the background is under way."""
+        return self._thread is not None and self._thread.is_alive()
 
     def save(
         self,
@@ -127,18 +134,20 @@ class CheckpointWriter:
         self.wait()
         folder = Path(save_dir)
         tag = self._agreed_tag(step_tag(run.global_steps) if tag is None else tag)
-        together(lambda: check_json(dict(run.client_state), "client_state"))
+        together(lambda: _check_client_state(run.client_state))
         iterator = together(lambda: encode_state(run.data_iterator, "the state of the data iterator"))
-        iterators = [json.loads(text) for text in all_texts(json.dumps(iterator))]
+        iterators = [json.loads(text) for text in gather_texts(json.dumps(iterator))]
         together(lambda: _prepare(folder, tag), who=[0])
         sequence = next_sequence(committed_tags(folder))
+        made = together(lambda: _make_data(folder, tag, sequence), who=[0])
         hold = snapshot if background else dict
         job = _Job(
             save_dir=folder.absolute(),
             tag=tag,
             sequence=sequence,
+            data=folder.absolute() / tag / gather_texts(made or "")[0],
             arrays=hold(state_arrays(state)),
-            scalars=hold(scalar_arrays(state)),
+            scalars=hold(scalar_arrays(pipeline, state)),
             leaves=pipeline.catalog,
             content=_content(pipeline, run, iterators),
             save_latest=save_latest,
@@ -166,7 +175,7 @@ class CheckpointWriter:
 
     def _agreed_tag(self, tag: Any) -> str:
         together(lambda: check_tag(tag))
-        tags = all_texts(tag)
+        tags = gather_texts(tag)
         if len(set(tags)) > 1:
             named = ", ".join(f"process {i}: {each!r}" for i, each in enumerate(tags))
             raise CheckpointError(
@@ -185,34 +194,40 @@ class CheckpointWriter:
             self._error.__cause__ = error
             return
         seconds = time.perf_counter() - started
-        if jax.process_index() == 0:
-            _logger.info("saved %s in %.1f s", job.save_dir / job.tag, seconds)
+        log(logging.INFO, "saved %s in %.1f s", job.save_dir / job.tag, seconds)
 
     def _write(self, job: _Job) -> None:
         hashes = hash_rows(job.arrays)
         mine = job.data / f"sha256-{jax.process_index()}.json"
-        mine.parent.mkdir(parents=True, exist_ok=True)
         mine.write_text(json.dumps(hashes))
         write_arrays(job.data / ARRAYS, job.arrays)  # ends when all processes have written
         if jax.process_index() != 0:
             return
         content = dump_index(_index(job))
-        (job.data / INDEX).write_bytes(content)
+        replace_file(job.data / INDEX, content)
         for path in job.data.glob("sha256-*.json"):
             path.unlink()
+        sync_folders([job.data.parent, job.data, *(path for path in job.data.rglob("*") if path.is_dir())])
         done = Commit(
             sequence=job.sequence,
             data=job.data.name,
             index_sha256=hashlib.sha256(content).hexdigest(),
             global_steps=job.content["global_steps"],
-            is_latest=job.save_latest,
+            is_latest=job.save_latest or read_latest(job.save_dir) == job.tag,
             saved_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         )
         commit(job.save_dir, job.tag, done)
-        for path in job.data.parent.glob("data-*"):
-            if path != job.data:
-                shutil.rmtree(path)
+        remove_data(job.data.parent, but=job.data.name)
         remove_old(job.save_dir, self._keep_last, self._keep_every)
+
+
+def _check_client_state(client_state: Any) -> None:
+    if not isinstance(client_state, dict):
+        raise CheckpointError(
+            f"client_state must be a dictionary, but got a {type(client_state).__name__}. Pass for instance "
+            "{'epoch': 3}, or leave it out."
+        )
+    check_json(client_state, "client_state")
 
 
 def _prepare(save_dir: Path, tag: str) -> None:
@@ -220,16 +235,23 @@ def _prepare(save_dir: Path, tag: str) -> None:
     try:
         save_dir.mkdir(parents=True, exist_ok=True)
         for path in remove_leftovers(save_dir):
-            _logger.info("removed %s, which an unfinished save had left", path)
-        (save_dir / tag).mkdir(exist_ok=True)
-        probe = save_dir / tag / "data-0"
-        probe.mkdir()
-        probe.rmdir()
+            log(logging.INFO, "removed %s, which an unfinished save had left", path)
     except OSError as error:
-        raise CheckpointError(
-            f"save_dir must be a directory that can be written, but got save_dir={str(save_dir)!r} and "
-            f"{error.strerror or error} at {error.filename}. Check its permissions, or choose another."
-        ) from error
+        raise _not_writable(save_dir, error) from error
+
+
+def _make_data(save_dir: Path, tag: str, sequence: int) -> str:
+    try:
+        return make_data(save_dir / tag, sequence).name
+    except OSError as error:
+        raise _not_writable(save_dir, error) from error
+
+
+def _not_writable(save_dir: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(
+        f"save_dir must be a directory that can be written, but got save_dir={str(save_dir)!r} and "
+        f"{error.strerror or error} at {error.filename}. Check its permissions, or choose another."
+    )
 
 
 def _content(pipeline: Pipeline, run: RunState, iterators: list[Any]) -> dict[str, Any]:
@@ -267,8 +289,13 @@ def _clean_up(job: _Job) -> None:
     """Make room after a failure, unless that came after the commit."""
     with contextlib.suppress(CheckpointError, OSError):
         held = read_commit(job.data.parent)
-        if held is None or held.data != job.data.name:
-            shutil.rmtree(job.data)
+        if held is not None and held.data == job.data.name:
+            return
+        for _ in range(_CLEANING_TRIES):  # writers that are still under way may put files back
+            shutil.rmtree(job.data, ignore_errors=True)
+            time.sleep(_CLEANING_PAUSE_S)
+            if not job.data.exists():
+                return
 
 
 def _raise(error: CheckpointError | None) -> None:

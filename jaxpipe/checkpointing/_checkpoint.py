@@ -41,6 +41,7 @@ def checkpoint(function: Callable[..., PyTree], *args: Any) -> PyTree:
 
     Example:
         >>> import jax, jax.numpy as jnp
+        >>> from jaxpipe.checkpointing import checkpoint
         >>> jax.grad(lambda x: checkpoint(jnp.sin, x))(0.0)
         Array(1., dtype=float32, weak_type=True)
 

@@ -4,6 +4,7 @@ from ._args import add_config_arguments as add_config_arguments
 from ._args import config_from_args as config_from_args
 from ._batch import BatchSizes as BatchSizes
 from ._batch import resolve_batch_sizes as resolve_batch_sizes
+from ._checkpoint import CheckpointSection as CheckpointSection
 from ._classes import BatchConfig as BatchConfig
 from ._classes import FP16Config as FP16Config
 from ._classes import TrainingConfig as TrainingConfig
@@ -27,6 +28,7 @@ __all__ = [
     "BF16Section",
     "BatchConfig",
     "BatchSizes",
+    "CheckpointSection",
     "Config",
     "ConfigWarning",
     "DataTypesSection",

@@ -40,6 +40,6 @@ class CheckpointSection(Section):
         """
         if self.keep_every is not None and self.keep_last is None:
             raise ConfigError(
-                "checkpoint.keep_every must come with checkpoint.keep_last, without which all checkpoints are kept, but "
-                f"got checkpoint.keep_every={self.keep_every} alone. Add for instance checkpoint.keep_last=3."
+                "checkpoint.keep_every must come with checkpoint.keep_last, without which nothing is removed, but got "
+                f"checkpoint.keep_every={self.keep_every} alone. Add for instance checkpoint.keep_last=3."
             )

@@ -6,7 +6,16 @@ They tune PyTorch, its kernels or its exchanges, and change no result.
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from ._values import Reader, integer_of_at_least, number_of_at_least, optional, read_flag, read_object, read_text
+from ._values import (
+    Reader,
+    integer_of_at_least,
+    number_of_at_least,
+    one_of,
+    optional,
+    read_flag,
+    read_object,
+    read_text,
+)
 
 _flag = optional(read_flag)
 _size = optional(number_of_at_least(0))
@@ -15,7 +24,7 @@ UNUSED: Mapping[str, Reader] = MappingProxyType(
     {
         "aio": optional(read_object),
         "checkpoint.parallel_write": optional(read_object),
-        "checkpoint.tag_validation": optional(read_text),
+        "checkpoint.tag_validation": optional(one_of("Ignore", "Warn", "Fail")),
         "checkpoint.writer": optional(read_object),
         "disable_allgather": _flag,
         "fp16.fused_mode": _flag,

@@ -170,6 +170,25 @@ def read_text(value: object, path: str) -> str:
     return value
 
 
+def one_of(*names: str) -> Reader:
+    """Make the reader of a name, in capitals or not.
+
+    Args:
+        names: What it may be.
+
+    Returns:
+        The reader; it returns the name as it stands in `names`.
+    """
+
+    def read(value: object, path: str) -> str:
+        known = {name.lower(): name for name in names}
+        if not isinstance(value, str) or value.lower() not in known:
+            raise wrong_value(path, f"one of {', '.join(map(repr, names))}", value, f"Use {names[-1]!r}")
+        return known[value.lower()]
+
+    return read
+
+
 def read_object(value: object, path: str) -> Mapping[object, object]:
     """Read a JSON object whose keys are not looked at.
 

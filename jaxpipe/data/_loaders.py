@@ -9,6 +9,7 @@ import numpy as np
 
 from jaxpipe.errors import DataError
 
+from ._shard import Shard
 from ._stack import stack_trees
 
 T = TypeVar("T")
@@ -89,9 +90,10 @@ class RepeatingLoader(Generic[T]):
             DataError: It is that of another kind of loader.
         """
         size = len(self.loader) if isinstance(self.loader, Sequence) else -1
-        if "iterator" in state and hasattr(self._iterator, "set_state"):
+        known = state if isinstance(state, Mapping) else {}
+        if "iterator" in known and hasattr(self._iterator, "set_state"):
             self._iterator.set_state(state["iterator"])  # type: ignore[attr-defined]
-        elif "position" in state and state["position"] <= size:
+        elif type(known.get("position")) is int and 0 <= known["position"] <= size:
             self._position = state["position"]
             self._iterator = itertools.islice(self.loader, self._position, None)
         else:
@@ -128,9 +130,13 @@ class BatchLoader(Generic[T]):
         shuffle: Whether to shuffle; else samples come in the order of the data set.
         collate_fn: Makes a batch of a list of samples. Default: leaves are stacked along a new leading dim.
         drop_last: Whether to leave out the last batch of an epoch if it is not full.
+        shard: The part of every batch that this process loads, as `process_shard` tells. A batch of all shards has
+            `batch_size * shard.count` samples, of which shard i takes the i-th `batch_size`; so the order of all
+            samples depends on neither.
 
     Attributes:
         batch_size: Samples per batch.
+        total_size: Samples per batch of all shards.
         epoch: Number of the epoch that the next `iter()` begins, from 0.
 
     Raises:
@@ -147,6 +153,7 @@ class BatchLoader(Generic[T]):
         shuffle: bool = True,
         collate_fn: Callable[[list[T]], Any] | None = None,
         drop_last: bool = True,
+        shard: Shard | None = None,
     ) -> None:
         if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
             raise DataError(
@@ -159,12 +166,19 @@ class BatchLoader(Generic[T]):
                     f"{name} must be an integer of at least {minimum}, but got {name}={value!r}. "
                     f"Pass {minimum} or more."
                 )
-        if len(dataset) < batch_size:
+        self._shard, count = (0, 1) if shard is None else (shard.index, shard.count)
+        if len(dataset) < batch_size * count:
+            among = f" for each of {count} shards" if count > 1 else ""
             raise DataError(
                 f"A data set must hold at least one batch, but got len(dataset)={len(dataset)} and "
-                f"batch_size={batch_size}. Add samples, or lower train_batch_size."
+                f"batch_size={batch_size}{among}. Add samples, or lower train_batch_size."
             )
-        self.batch_size = int(batch_size)
+        if count > 1 and not drop_last:
+            raise DataError(
+                f"drop_last must be true where samples are shared out, but got drop_last=False and {count} shards, "
+                "whose last batches could differ. Pad the data set, or leave drop_last out."
+            )
+        self.batch_size, self.total_size = int(batch_size), int(batch_size) * count
         self.epoch = 0
         self._dataset = dataset
         self._seed = int(seed)
@@ -178,7 +192,7 @@ class BatchLoader(Generic[T]):
         Returns:
             The number, the last batch included if it is kept though not full.
         """
-        full, rest = divmod(len(self._dataset), self.batch_size)
+        full, rest = divmod(len(self._dataset), self.total_size)
         return full + (1 if rest and not self._drop_last else 0)
 
     def __iter__(self) -> "EpochIterator":
@@ -193,8 +207,9 @@ class BatchLoader(Generic[T]):
         return order.tolist()
 
     def batch(self, indices: Sequence[int]) -> Any:
-        """The batch of some samples."""
-        return self._collate([self._dataset[index] for index in indices])
+        """This shard's part of a batch of these samples."""
+        own = indices[self._shard * self.batch_size : (self._shard + 1) * self.batch_size]
+        return self._collate([self._dataset[index] for index in own])
 
 
 class EpochIterator:
@@ -215,7 +230,7 @@ class EpochIterator:
     def __next__(self) -> Any:
         if self._position >= len(self._loader):
             raise StopIteration
-        size = self._loader.batch_size
+        size = self._loader.total_size
         batch = self._loader.batch(self._order[self._position * size : (self._position + 1) * size])
         self._position += 1
         return batch
@@ -224,9 +239,9 @@ class EpochIterator:
         """Where it stands, for a checkpoint.
 
         Returns:
-            The epoch's number and how many of its samples were given.
+            The epoch's number and how many of its samples were given, over all shards.
         """
-        return {"epoch": self._epoch, "samples": self._position * self._loader.batch_size}
+        return {"epoch": self._epoch, "samples": min(self._position * self._loader.total_size, len(self._order))}
 
     def set_state(self, state: Mapping[str, int]) -> None:
         """Go on from where another one stood; the loader's next epoch is then the one after it.
@@ -244,8 +259,14 @@ class EpochIterator:
                 f"state must have an epoch and a number of samples, but got state={state!r}. Pass what get_state "
                 "returned."
             ) from error
-        size = self._loader.batch_size
+        size = self._loader.total_size
         position, rest = divmod(samples, size)
+        if samples == len(self._order) and rest and len(self._loader) > position:
+            position, rest = position + 1, 0  # the last batch was not full
+        if epoch < 0:
+            raise DataError(
+                f"state must have an epoch of at least 0, but got epoch={epoch}. Pass what get_state returned."
+            )
         if rest or not 0 <= position <= len(self._loader):
             raise DataError(
                 f"state must lie between two of the {len(self._loader)} batches of an epoch, but got samples={samples} "

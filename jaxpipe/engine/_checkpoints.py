@@ -5,7 +5,7 @@ import logging
 import signal
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from os import PathLike, fspath
 from typing import Any
 
@@ -23,12 +23,11 @@ from jaxpipe.checkpoint import (
 )
 from jaxpipe.config import TrainConfig
 from jaxpipe.errors import CheckpointError
+from jaxpipe.processes import gather_texts, log, together
 from jaxpipe.runtime import Pipeline, TrainState
 
 from ._preemption import PreemptionWatch
 from ._source import MicrobatchSource
-
-_logger = logging.getLogger("jaxpipe")
 
 
 class Checkpoints(ABC):
@@ -64,8 +63,15 @@ class Checkpoints(ABC):
         """On simulated devices, let the program in flight end."""
 
     @abstractmethod
-    def _build_for(self, batch: Any) -> None:
-        """Build the pipeline for a microbatch of this form, unless shapes are known."""
+    def _build_for(self, batch: Any) -> Callable[[], None]:
+        """Build the pipeline for a microbatch `(inputs, labels, side)` of another run, unless shapes are known.
+
+        Args:
+            batch: Shapes and dtypes; None: not known.
+
+        Returns:
+            What undoes it.
+        """
 
     @abstractmethod
     def _restart(self) -> None:
@@ -109,7 +115,7 @@ class Checkpoints(ABC):
         run = RunState(
             global_steps=self.global_steps,
             global_samples=self.global_samples,
-            data_iterator=self._source.get_state(),
+            data_iterator={"is_own": self._source.is_own, "state": self._source.get_state()},
             client_state=client_state,
             config=_as_json(dataclasses.asdict(self._config)),
         )
@@ -154,26 +160,31 @@ class Checkpoints(ABC):
         Raises:
             CheckpointError: There is none with that tag, it is damaged, or its layers or the optimiser's state do not
                 fit; the engine is as it was.
+            DataError: The place in the data does not fit the iterator that is set; the engine is as it was.
             PipelineError: No shapes are known yet, and the checkpoint does not tell them.
 
         Reference:
             DeepSpeed's `load_checkpoint`, which returns `(None, None)` where there is none.
         """
         self._writer.wait()
-        found = find_checkpoint(load_dir, tag)
+        found = together(lambda: find_checkpoint(load_dir, tag))
+        tags = gather_texts("" if found is None else f"{found.tag} {found.commit.sequence}")
+        if len(set(tags)) > 1:
+            named = ", ".join(f"process {i}: {each or 'none'}" for i, each in enumerate(tags))
+            raise CheckpointError(
+                f"all processes must find the same checkpoint in {fspath(load_dir)!r}, but got {named}. Give them one "
+                "directory on a file system that all of them see."
+            )
         if found is None:
             warnings.warn(
                 f"load_checkpoint found no checkpoint in {fspath(load_dir)!r}; the engine is as it was.", stacklevel=2
             )
             return None, {}
-        self._build_for(load_struct(found.index.batch) if found.index.batch is not None else None)
+        undo = self._build_for(load_struct(found.index.batch) if found.index.batch is not None else None)
         self._settle()
         optimizer = load_optimizer_states and not load_module_only and self.optimizer is not None
         lr_scheduler = load_lr_scheduler_states and not load_module_only
         needs_all = load_module_strict and optimizer and lr_scheduler
-        before = self._source.get_state()
-        if not load_module_only:
-            self._source.set_state(_own_iterator(found))
         try:
             self._state = load_state(
                 found,
@@ -183,14 +194,15 @@ class Checkpoints(ABC):
                 optimizer=optimizer,
                 lr_scheduler=lr_scheduler,
                 counters=not load_module_only,
+                when_read=lambda: None if load_module_only else self._source.set_state(**_place_in_data(found)),
             )
-        except CheckpointError:
-            self._source.set_state(before)
+        except Exception:
+            undo()
             raise
         if not load_module_only:
             self.global_steps, self.global_samples = found.index.global_steps, found.index.global_samples
         self._restart()
-        _logger.info("loaded %s, written after %d steps", found.path, found.index.global_steps)
+        log(logging.INFO, "loaded %s, written after %d steps", found.path, found.index.global_steps)
         return str(found.path), dict(found.index.client_state)
 
     def save_on_preemption(
@@ -217,25 +229,29 @@ class Checkpoints(ABC):
         watch, save_dir = self._preemption
         if not watch.reached(self.global_steps):
             return
+        try:
+            self.wait_for_checkpoint()
+        except CheckpointError as error:
+            log(logging.WARNING, "%s", error)
         self.save_checkpoint(save_dir)
         self.wait_for_checkpoint()
-        _logger.warning("asked to end: saved after %d steps in %s", self.global_steps, save_dir)
+        log(logging.WARNING, "asked to end: saved after %d steps in %s", self.global_steps, save_dir)
         raise SystemExit(watch.exit_code)
 
 
-def _own_iterator(found: Checkpoint) -> Any:
-    """The state of this process's data iterator."""
-    states = found.index.data_iterators
-    if len(states) == jax.process_count():
-        return decode_state(states[jax.process_index()])
-    if any(state != states[0] for state in states):
+def _place_in_data(found: Checkpoint) -> dict[str, Any]:
+    """Where this process's data iterator stood, as arguments of `MicrobatchSource.set_state`."""
+    held = found.index.data_iterators
+    if len(held) == jax.process_count():
+        return decode_state(held[jax.process_index()])
+    if any(each != held[0] for each in held):
         warnings.warn(
-            f"{found.path} holds the places of {len(states)} data iterators, and there are {jax.process_count()} "
+            f"{found.path} holds the places of {len(held)} data iterators, and there are {jax.process_count()} "
             "processes now: the data begin where the iterators stand.",
             stacklevel=3,
         )
-        return None
-    return decode_state(states[0])
+        return {"state": None, "is_own": False}
+    return decode_state(held[0])
 
 
 def _as_json(value: Any) -> Any:

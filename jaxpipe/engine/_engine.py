@@ -11,8 +11,11 @@ from jax.sharding import Mesh
 from jaxpipe._typing import PyTree
 from jaxpipe.checkpointing import settings_for
 from jaxpipe.config import TrainConfig
+from jaxpipe.data import process_shard
 from jaxpipe.errors import PipelineError
+from jaxpipe.launch import Heartbeat
 from jaxpipe.layers import PipelineModule
+from jaxpipe.processes import log
 from jaxpipe.runtime import ChosenOptimizer, Hyperparams, Pipeline, TrainState, pipeline_settings
 from jaxpipe.topology import PipelineParallelGrid, ProcessTopology, mesh_shape
 
@@ -20,23 +23,24 @@ from ._checkpoints import Checkpoints
 from ._counts import BatchCounts
 from ._deepspeed import EngineNames
 from ._evaluation import check_evaluation
+from ._lockstep import Lockstep
 from ._outputs import check_outputs, join_samples, split_samples
 from ._overflow import OverflowWatch
 from ._programs import ProgramCache
 from ._reports import TrainingReports
 from ._source import Batch, Entry, MicrobatchSource
-from ._state_dict import merge_state_dict
-
-_logger = logging.getLogger("jaxpipe")
+from ._state_dict import ModuleState
 
 
-class PipelineEngine(TrainingReports, BatchCounts, Checkpoints, EngineNames):
+class PipelineEngine(TrainingReports, BatchCounts, ModuleState, Checkpoints, EngineNames):
     """Trains a `PipelineModule` batch by batch; made by `jaxpipe.initialize`.
 
     It owns one `TrainState`, pulls microbatches from iterators and calls the functional step. Every entry of an
     iterator is `(inputs, labels)` or `(inputs, labels, side)` with leaves `[microbatch_size * data, ...]`; replica r
-    takes the r-th contiguous block. Batches may differ in shape, such as the length of a sequence: each new shape is
-    compiled once, with a line in the log that names it, and the programs of the last 8 shapes are kept.
+    takes the r-th contiguous block. Where there are several processes, each feeds the samples of its own replicas,
+    `data_shard`, with leaves `[microbatch_size * len(data_shard.replicas), ...]`. Batches may differ in shape, such as
+    the length of a sequence: each new shape is compiled once, with a line in the log that names it, and the programs of
+    the last 8 shapes are kept.
 
     Args:
         module: The layers and their cut.
@@ -53,6 +57,7 @@ class PipelineEngine(TrainingReports, BatchCounts, Checkpoints, EngineNames):
         lr_scheduler: The schedule in use, where one was given apart from the optimiser.
         config: The configuration.
         mesh: The devices, axes `stage` and `data`.
+        data_shard: The replicas whose samples this process feeds; all of them where there is one process.
         grid: Ranks and groups of this topology, as DeepSpeed counts them, for this process's first device.
         global_steps: Batches trained so far, those whose update was skipped included.
         global_samples: Samples trained so far.
@@ -87,9 +92,11 @@ class PipelineEngine(TrainingReports, BatchCounts, Checkpoints, EngineNames):
         self.global_samples = 0
         optimizer = optax.identity() if self.optimizer is None else self.optimizer
         recompute = settings_for(config, mesh)
-        self._cache = ProgramCache(module, optimizer, mesh, self.micro_batch_size, settings, recompute)
-        self._source = MicrobatchSource(data_iter)
-        self._watch = OverflowWatch(settings.loss_scaler)
+        self.data_shard = process_shard(mesh)
+        replicas = self.data_shard.replicas
+        self._cache = ProgramCache(module, optimizer, mesh, self.micro_batch_size, settings, recompute, replicas)
+        self._source, self._lockstep = MicrobatchSource(data_iter), Lockstep(self.data_shard)
+        self._watch, self._heartbeat = OverflowWatch(settings.loss_scaler), Heartbeat()
         self._model_parameters = model_parameters
         self._access: Hyperparams | None = None
         self._in_flight: Any = None
@@ -220,7 +227,7 @@ class PipelineEngine(TrainingReports, BatchCounts, Checkpoints, EngineNames):
         """
         batch, num_samples = split_samples(inputs, side or {}, self.micro_batch_size * self._num_replicas)
         num_microbatches = jax.tree.leaves(batch)[0].shape[0]
-        pipeline = self._cache.for_batch(batch, num_microbatches, has_labels=False)
+        pipeline = self._cache.for_batch(batch, num_microbatches, has_labels=False, is_whole=True)
         check_outputs(pipeline)
         outputs = self._run(pipeline.predict, pipeline.place_batch(batch))
         self._settle()
@@ -241,7 +248,7 @@ class PipelineEngine(TrainingReports, BatchCounts, Checkpoints, EngineNames):
             DataError: The batch has another number of microbatches or samples, or other dtypes than those before.
         """
         inputs, labels, side = (*batch, {})[:3]
-        pipeline = self._cache.for_batch((inputs, labels, side), self.micro_batches)
+        pipeline = self._cache.for_batch((inputs, labels, side), self.micro_batches, is_whole=True)
         pipeline.check_batch((inputs, labels, side))
         return pipeline.step.lower(pipeline.state_struct, pipeline.batch_struct)
 
@@ -251,43 +258,6 @@ class PipelineEngine(TrainingReports, BatchCounts, Checkpoints, EngineNames):
         Never needed: unlike there, a batch of another shape is seen by itself. It frees the programs' memory.
         """
         self._cache.clear()
-
-    def module_state_dict(self) -> PyTree:
-        """The present parameters as numpy arrays, in the form of `PipelineModule.init`.
-
-        Raises:
-            PipelineError: No shapes are known yet.
-        """
-        return self.pipeline.params_tree(self.state.params)
-
-    def module_collections(self) -> dict[str, PyTree]:
-        """What layers keep beside parameters, as numpy arrays in the form of `PipelineModule.init_collections`.
-
-        Raises:
-            PipelineError: No shapes are known yet.
-        """
-        return self.pipeline.collections_tree(self.state.collections)
-
-    def load_module_state_dict(
-        self, state_dict: PyTree, strict: bool = True, *, collections: Mapping[str, PyTree] | None = None
-    ) -> None:
-        """Set the parameters; optimiser state and counters stay.
-
-        Args:
-            state_dict: A tree in the form of `PipelineModule.init`.
-            strict: Refuse a tree that is not exactly the model's. Otherwise what fits is taken and a warning names
-                the rest.
-            collections: What `module_collections` returned; None: they stay.
-
-        Raises:
-            LayerError: Parameters are missing, unexpected or of another shape, and `strict` is true; nothing changed.
-            PipelineError: No shapes are known yet.
-        """
-        tree = state_dict if strict else merge_state_dict(self.module_state_dict(), state_dict)
-        state = self.pipeline.replace_params(self.state, tree)
-        if collections is not None:
-            state = self.pipeline.replace_collections(state, collections)
-        self._state = state
 
     def set_dataiterator(self, iterator: Iterator[Entry]) -> None:
         """Store the iterator that `train_batch()` reads.
@@ -330,9 +300,14 @@ class PipelineEngine(TrainingReports, BatchCounts, Checkpoints, EngineNames):
         has_labels: bool = True,
         is_training: bool = False,
     ) -> tuple[Pipeline, Batch]:
-        batch = self._source.pull(data_iter, num_microbatches, has_labels=has_labels, is_training=is_training)
-        pipeline = self._cache.for_batch(batch, num_microbatches, has_labels=has_labels)
-        return pipeline, pipeline.place_batch(batch)
+        def read() -> tuple[Pipeline, Batch]:
+            batch = self._source.pull(data_iter, num_microbatches, has_labels=has_labels, is_training=is_training)
+            return self._cache.for_batch(batch, num_microbatches, has_labels=has_labels), batch
+
+        if jax.process_count() > 1:
+            self._settle()
+        pipeline, batch = self._lockstep.take(read)
+        return pipeline, pipeline.place_batch(batch, self.data_shard.replicas)
 
     def _run(self, function: Callable[..., Any], batch: Batch) -> Any:
         state = self.state
@@ -344,6 +319,7 @@ class PipelineEngine(TrainingReports, BatchCounts, Checkpoints, EngineNames):
     def _finish_step(self, metrics: dict[str, Any]) -> None:
         """Count and report an update, once the new state is set."""
         self._metrics = metrics
+        self._heartbeat.note(metrics["loss"])
         self._watch.note(self.state)
         self.global_steps += 1
         self.global_samples += self.train_batch_size()
@@ -351,17 +327,18 @@ class PipelineEngine(TrainingReports, BatchCounts, Checkpoints, EngineNames):
         every = self.config.steps_per_print
         if every and self.global_steps % every == 0:
             line = self._log_line(self.global_steps, self.train_batch_size())  # on all processes, which must agree
-            if jax.process_index() == 0:
-                _logger.info("%s", line)
+            log(logging.INFO, "%s", line)
         self._end_if_preempted()
 
-    def _build_for(self, batch: Any) -> None:
-        """Build the training pipeline for a microbatch `(inputs, labels, side)` of another run, unless one is there."""
-        if self._cache.latest is None and batch is not None:
-            size = self.micro_batch_size * self._num_replicas
+    def _build_for(self, batch: Any) -> Callable[[], None]:
+        if self._cache.latest is not None:
+            return lambda: None
+        if batch is not None:
+            size = self.micro_batch_size * len(self.data_shard.replicas)
             resized = jax.tree.map(lambda x: jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype), batch)
             has_labels = self.module.loss_fn is None or bool(jax.tree.leaves(batch[1]))
             self._cache.get(resized, self.micro_batches, has_labels=has_labels)
+        return self._cache.forget
 
     def _restart(self) -> None:
         self._watch = OverflowWatch(pipeline_settings(self.config).loss_scaler)

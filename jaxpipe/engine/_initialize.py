@@ -3,14 +3,17 @@
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import jax
 import optax
 from jax.sharding import Mesh
 
 from jaxpipe._typing import PyTree
 from jaxpipe.config import config_from_args
-from jaxpipe.data import BatchLoader, RepeatingLoader
+from jaxpipe.data import BatchLoader, RepeatingLoader, process_shard
 from jaxpipe.errors import ConfigError
+from jaxpipe.launch import init_distributed, names_other_processes
 from jaxpipe.layers import PipelineModule
+from jaxpipe.processes import handshake
 from jaxpipe.runtime import ConfigLike, choose_optimizer, configure_model, mesh_for
 from jaxpipe.topology import adopt_mesh, mesh_shape
 
@@ -18,6 +21,9 @@ from ._engine import PipelineEngine
 from ._unpipelined import UnpipelinedEngine, as_one_stage
 
 Optimizer = optax.GradientTransformation | Callable[..., optax.GradientTransformation]
+HANDSHAKE_TIMEOUT_S = 120.0
+"""How long the first exchange along an axis of the mesh may take."""
+
 Initialized = tuple[
     PipelineEngine, optax.GradientTransformation | None, RepeatingLoader[Any] | None, optax.Schedule | None
 ]
@@ -59,7 +65,8 @@ def initialize(  # noqa: PLR0913  # DeepSpeed's arguments
         lr_scheduler: The learning rate as a function of the number of updates: an optax schedule, or one of
             `jaxpipe.optim`. None: the one that the configuration names, if it does.
         mpu: Must be None: the module knows its topology.
-        dist_init_required: None or False.
+        dist_init_required: True calls `init_distributed` first, False never; None where the environment names other
+            processes.
         collate_fn: Makes an entry of a list of samples of `training_data`; None stacks the leaves.
         config: DeepSpeed's configuration: a dictionary, the path of a JSON file, or a `TrainConfig`.
         config_params: DeepSpeed's older name of `config`.
@@ -76,6 +83,7 @@ def initialize(  # noqa: PLR0913  # DeepSpeed's arguments
             optimiser that is built already; an argument that has no meaning here; or a configuration that is wrong or
             contradicts the model.
         TopologyError: Devices, mesh and stages do not fit.
+        LaunchError: The environment is half set, or other processes do not answer.
         JaxpipeError: What building the pipeline raises, where shapes are known.
 
     Example:
@@ -97,22 +105,27 @@ def initialize(  # noqa: PLR0913  # DeepSpeed's arguments
     module = _checked_model(model, loss_fn)
     refused = {
         "mpu": (mpu, "the topology says how devices are used; give PipelineModule(topology=...)"),
-        "dist_init_required": (dist_init_required or None, "call jax.distributed.initialize() first"),
     }
     for name, (value, instead) in refused.items():
         if value is not None:
             raise ConfigError(f"{name} must be None, but got {name}={value!r}. Instead, {instead}.")
+    if dist_init_required or (dist_init_required is None and names_other_processes()):
+        init_distributed()
     settings = config_from_args(args, config, config_params)
     chosen = choose_optimizer(settings, optimizer, lr_scheduler)
     module = configure_model(module, settings)
     mesh = mesh_for(module) if mesh is None else adopt_mesh(mesh)
+    if jax.process_count() > 1:
+        handshake(mesh, HANDSHAKE_TIMEOUT_S)
     loader = None
     if training_data is not None:
-        shape = mesh_shape(mesh)
-        size = settings.batch_sizes(shape["data"]).train_micro_batch_size_per_gpu * shape["data"]
-        loader = RepeatingLoader(BatchLoader(training_data, size, seed=module.base_seed, collate_fn=collate_fn))
+        shard = process_shard(mesh)
+        sizes = settings.batch_sizes(mesh_shape(mesh)["data"])
+        size = sizes.train_micro_batch_size_per_gpu * len(shard.replicas)
+        seed = module.base_seed
+        loader = RepeatingLoader(BatchLoader(training_data, size, seed=seed, collate_fn=collate_fn, shard=shard))
         if example_batch is None:
-            ordered = BatchLoader(training_data, size, seed=0, shuffle=False, collate_fn=collate_fn)
+            ordered = BatchLoader(training_data, size, seed=0, shuffle=False, collate_fn=collate_fn, shard=shard)
             entry = next(iter(ordered))
             example_batch = entry if isinstance(entry, tuple | list) and len(entry) in (2, 3) else None
     data_iter: Iterator[Any] | None = loader

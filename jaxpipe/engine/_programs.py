@@ -15,12 +15,11 @@ from jaxpipe._typing import Path, PyTree
 from jaxpipe.checkpointing import RecomputeSettings, use_settings
 from jaxpipe.errors import DataError
 from jaxpipe.layers import PipelineModule, flatten_dict, format_struct, struct_of
+from jaxpipe.processes import log
 from jaxpipe.runtime import Pipeline, PipelineSettings, entry_struct
 from jaxpipe.topology import mesh_shape
 
 from ._source import Batch
-
-_logger = logging.getLogger("jaxpipe")
 
 MAX_PROGRAMS = 8
 """Shapes whose programs are kept; beyond it the one least recently used is dropped."""
@@ -49,6 +48,7 @@ class ProgramCache:
         microbatch_size: Samples per microbatch and replica.
         settings: How pipelines run and update.
         recompute: What they are traced with.
+        replicas: Those whose samples this process feeds.
 
     Attributes:
         latest: The pipeline of the last batch with labels, or of the last at all if none had; None before the first.
@@ -62,9 +62,11 @@ class ProgramCache:
         microbatch_size: int,
         settings: PipelineSettings,
         recompute: RecomputeSettings,
+        replicas: range,
     ) -> None:
         self._module, self._optimizer, self._mesh = module, optimizer, mesh
         self._microbatch_size, self._settings, self._recompute = microbatch_size, settings, recompute
+        self._replicas = replicas
         self._programs: OrderedDict[Hashable, Pipeline] = OrderedDict()
         self._form: _Form | None = None
         self._like: dict[str, PyTree] = {}
@@ -75,24 +77,36 @@ class ProgramCache:
     def __len__(self) -> int:
         return len(self._programs)
 
-    def for_batch(self, batch: Batch, num_microbatches: int, *, has_labels: bool = True) -> Pipeline:
-        """The pipeline for a batch with leaves `[num_microbatches, microbatch_size * data, ...]`.
+    def for_batch(
+        self, batch: Batch, num_microbatches: int, *, has_labels: bool = True, is_whole: bool = False
+    ) -> Pipeline:
+        """The pipeline for the part of a batch that this process feeds.
+
+        Args:
+            batch: Leaves `[num_microbatches, microbatch_size * replicas, ...]`.
+            num_microbatches: As for `get`.
+            has_labels: As for `get`.
+            is_whole: As for `get`.
+
+        Returns:
+            The pipeline.
 
         Raises:
             DataError: As `get` raises it.
             JaxpipeError: What `Pipeline` raises.
         """
         entry = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), struct_of(batch))
-        return self.get(entry, num_microbatches, has_labels=has_labels)
+        return self.get(entry, num_microbatches, has_labels=has_labels, is_whole=is_whole)
 
-    def get(self, entry: Any, num_microbatches: int, *, has_labels: bool = True) -> Pipeline:
+    def get(self, entry: Any, num_microbatches: int, *, has_labels: bool = True, is_whole: bool = False) -> Pipeline:
         """The pipeline for shapes, made anew where they are new.
 
         Args:
             entry: `(inputs, labels)` or `(inputs, labels, side)`, arrays or shapes, leaves
-                `[microbatch_size * data, ...]`.
+                `[microbatch_size * replicas, ...]`.
             num_microbatches: Microbatches per batch.
             has_labels: False: the entry's labels are empty, and the pipeline only predicts.
+            is_whole: Whether the entry is for all replicas, not only those of this process.
 
         Returns:
             The pipeline; all share one form of state.
@@ -102,7 +116,7 @@ class ProgramCache:
                 would need another form of state.
             JaxpipeError: What `Pipeline` raises.
         """
-        struct = entry_struct(entry, self._microbatch_size, mesh_shape(self._mesh)["data"])
+        struct = self._whole(entry, is_whole)
         self._check_like(struct, has_labels)
         leaves, treedef = jax.tree.flatten(struct)
         key = (num_microbatches, has_labels, treedef, tuple((x.shape, x.dtype) for x in leaves))
@@ -117,6 +131,20 @@ class ProgramCache:
         if has_labels or not self._latest_has_labels:
             self.latest, self._latest_has_labels = pipeline, has_labels
         return pipeline
+
+    def _whole(self, entry: Any, is_whole: bool) -> Any:
+        """Shapes for all replicas, from those of the part that is given."""
+        size, num_replicas = self._microbatch_size, mesh_shape(self._mesh)["data"]
+        if is_whole or len(self._replicas) == num_replicas:
+            return entry_struct(entry, size, num_replicas)
+        part = entry_struct(entry, size, len(self._replicas), "replicas of this process")
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct((size * num_replicas, *x.shape[1:]), x.dtype), part)
+
+    def forget(self) -> None:
+        """Drop all programs and what is known of shapes, as before the first batch."""
+        self._programs.clear()
+        self._form, self._like, self._last = None, {}, (0, ((), (), {}))
+        self.latest, self._latest_has_labels = None, False
 
     def clear(self) -> None:
         """Drop the programs of all shapes but the latest."""
@@ -161,7 +189,7 @@ class ProgramCache:
             self._programs.popitem(last=False)
         last_num_microbatches, last = self._last
         is_new_length = has_labels and format_struct(struct[0]) != format_struct(last[0])
-        _logger.log(
+        log(
             logging.WARNING if is_new_length else logging.INFO,
             "compiling a program for %d microbatches of %s; the last batch had %d of %s (%d of at most %d programs "
             "kept%s)",

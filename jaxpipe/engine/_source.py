@@ -24,8 +24,8 @@ class MicrobatchSource:
         self._batch_fn: Callable[[Any], Entry] | None = None
         self._trained: Any = None
         """The iterator that training read last."""
-        self._pending: Any = None
-        """A state that waits for the iterator that training will read."""
+        self._pending: tuple[Any, bool] | None = None
+        """A state that waits for the iterator that training will read, and whether it is that of one that was set."""
 
     def set_iterator(self, iterator: Iterator[Entry]) -> None:
         """Replace the iterator that is read where none is given.
@@ -36,36 +36,41 @@ class MicrobatchSource:
         self._data_iter = _checked_iterator(iterator)
         self._resume(self._data_iter)
 
+    @property
+    def is_own(self) -> bool:
+        """Whether training reads the iterator that is set, not one that it is given each time."""
+        if self._pending is not None:
+            return self._pending[1]
+        return self._trained is None or self._trained is self._data_iter
+
     def get_state(self) -> Any:
         """Where the iterator that training reads stands; None where it cannot tell."""
+        if self._pending is not None:
+            return self._pending[0]
         iterator: Any = self._data_iter if self._trained is None else self._trained
         return iterator.get_state() if hasattr(iterator, "get_state") else None
 
-    def set_state(self, state: Any) -> None:
+    def set_state(self, state: Any, *, is_own: bool) -> None:
         """Go on from where another run stood.
 
         Args:
-            state: What `get_state` returned. Where no iterator is set, the one that the next `train_batch` is given
-                takes it. None: iterators stay where they are.
+            state: What `get_state` returned there; None: iterators stay where they are.
+            is_own: What `is_own` was there: then the iterator that is set takes the state at once; else, or where none
+                is set, the next one that training reads.
+
+        Raises:
+            DataError: The iterator that is set is of another kind.
         """
-        self._pending = state
-        if self._data_iter is not None:
-            self._resume(self._data_iter)
+        waits = state is not None and not (is_own and self._data_iter is not None)
+        if state is not None and not waits:
+            _put(self._data_iter, state)
+        self._pending = (state, is_own) if waits else None
 
     def _resume(self, iterator: Any) -> None:
         """Put an iterator where the state that waits says."""
-        if self._pending is None:
-            return
-        state, self._pending = self._pending, None
-        if hasattr(iterator, "set_state"):
-            iterator.set_state(state)
-        else:
-            warnings.warn(
-                f"a {type(iterator).__name__} has no set_state: training goes on with the data where it stands, not "
-                "where the checkpoint was written. Use jaxpipe.RepeatingLoader, a grain iterator, or another with "
-                "get_state and set_state.",
-                stacklevel=4,
-            )
+        if self._pending is not None:
+            _put(iterator, self._pending[0])
+            self._pending = None
 
     def set_batch_fn(self, fn: Callable[[Any], Entry] | None) -> None:
         """Map every entry pulled from now on; None maps none.
@@ -121,6 +126,19 @@ class MicrobatchSource:
             entries.append(entry)
         inputs, labels, side = (*stack_microbatches(entries), {})[:3]
         return inputs, labels, side
+
+
+def _put(iterator: Any, state: Any) -> None:
+    """Put an iterator where another stood."""
+    if hasattr(iterator, "set_state"):
+        iterator.set_state(state)
+        return
+    warnings.warn(
+        f"a {type(iterator).__name__} has no set_state: training goes on with the data where it stands, not where the "
+        "checkpoint was written. Use jaxpipe.RepeatingLoader, a grain iterator, or another with get_state and "
+        "set_state.",
+        stacklevel=4,
+    )
 
 
 def _checked_iterator(iterator: Any) -> Iterator[Entry]:

@@ -1,9 +1,65 @@
-"""Loading as much of a parameter tree as fits."""
+"""Parameters and collections of an engine's model, out and in."""
 
 import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
 
 from jaxpipe._typing import PyTree
 from jaxpipe.layers import flatten_dict, unflatten_dict
+from jaxpipe.runtime import Pipeline, TrainState
+
+
+class ModuleState(ABC):
+    """Base of `PipelineEngine` that gives out the model's parameters and takes others."""
+
+    _state: TrainState | None
+
+    @property
+    @abstractmethod
+    def pipeline(self) -> Pipeline:
+        """The functional form."""
+
+    @property
+    @abstractmethod
+    def state(self) -> TrainState:
+        """The present state."""
+
+    def module_state_dict(self) -> PyTree:
+        """The present parameters as numpy arrays, in the form of `PipelineModule.init`.
+
+        Raises:
+            PipelineError: No shapes are known yet.
+        """
+        return self.pipeline.params_tree(self.state.params)
+
+    def module_collections(self) -> dict[str, PyTree]:
+        """What layers keep beside parameters, as numpy arrays in the form of `PipelineModule.init_collections`.
+
+        Raises:
+            PipelineError: No shapes are known yet.
+        """
+        return self.pipeline.collections_tree(self.state.collections)
+
+    def load_module_state_dict(
+        self, state_dict: PyTree, strict: bool = True, *, collections: Mapping[str, PyTree] | None = None
+    ) -> None:
+        """Set the parameters; optimiser state and counters stay.
+
+        Args:
+            state_dict: A tree in the form of `PipelineModule.init`.
+            strict: Refuse a tree that is not exactly the model's. Otherwise what fits is taken and a warning names
+                the rest.
+            collections: What `module_collections` returned; None: they stay.
+
+        Raises:
+            LayerError: Parameters are missing, unexpected or of another shape, and `strict` is true; nothing changed.
+            PipelineError: No shapes are known yet.
+        """
+        tree = state_dict if strict else merge_state_dict(self.module_state_dict(), state_dict)
+        state = self.pipeline.replace_params(self.state, tree)
+        if collections is not None:
+            state = self.pipeline.replace_collections(state, collections)
+        self._state = state
 
 
 def merge_state_dict(present: PyTree, given: PyTree) -> PyTree:

@@ -146,7 +146,7 @@ class UnpipelinedEngine(PipelineEngine):
             self._check_forward(has_labels=not wants_output)
         inputs, labels, side = stack_microbatches([(inputs, labels, side)])
         pipeline = self._cache.for_batch((inputs, labels, side), 1)
-        batch = pipeline.place_batch((inputs, labels, side))
+        batch = pipeline.place_batch((inputs, labels, side), self.data_shard.replicas)
         if not self.training:
             return self._run(pipeline.evaluate, batch)["loss"]
         forward = self._forward_of(pipeline, self.micro_batches)

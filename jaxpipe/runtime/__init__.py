@@ -16,6 +16,7 @@ from ._make import make_pipeline as make_pipeline
 from ._make import mesh_for as mesh_for
 from ._make import pipeline_settings as pipeline_settings
 from ._pipeline import Pipeline as Pipeline
+from ._place import place_everywhere as place_everywhere
 from ._rng import microbatch_key as microbatch_key
 from ._rows import HostRows as HostRows
 from ._rows import state_arrays as state_arrays
@@ -28,6 +29,7 @@ __all__ = [
     "HostRows",
     "Leaf",
     "Span",
+    "place_everywhere",
     "read_leaf",
     "write_leaf",
     "state_arrays",

@@ -17,13 +17,16 @@ def infer_microbatch_size(entry: Sequence[PyTree], num_replicas: int) -> int:
     return shapes[0][0] // num_replicas if shapes and shapes[0] else 0
 
 
-def entry_struct(entry: Sequence[PyTree], microbatch_size: int, num_replicas: int) -> tuple[PyTree, PyTree, PyTree]:
+def entry_struct(
+    entry: Sequence[PyTree], microbatch_size: int, num_replicas: int, replicas: str = "data"
+) -> tuple[PyTree, PyTree, PyTree]:
     """Shapes of one entry of a data iterator.
 
     Args:
         entry: `(inputs, labels)` or `(inputs, labels, side)`, leaves `[microbatch_size * num_replicas, ...]`.
         microbatch_size: Samples per microbatch and replica.
-        num_replicas: Length of the `data` axis.
+        num_replicas: Length of the `data` axis, or how many replicas the entry is for.
+        replicas: What these are called, for the error.
 
     Returns:
         Shapes and dtypes of `(inputs, labels, side)`; `side` is empty where it is not given.
@@ -43,9 +46,10 @@ def entry_struct(entry: Sequence[PyTree], microbatch_size: int, num_replicas: in
         for path, leaf in jax.tree.leaves_with_path(part):
             if leaf.shape[:1] != (wanted,):
                 raise DataError(
-                    f"every leaf of a microbatch must have train_micro_batch_size_per_gpu * data = {microbatch_size} * "
-                    f"{num_replicas} = {wanted} samples as its first dim, but got {name}{jax.tree_util.keystr(path)} = "
-                    f"{format_struct(leaf)}. Yield {wanted} samples per entry, or change the batch sizes in the config."
+                    f"every leaf of a microbatch must have train_micro_batch_size_per_gpu * {replicas} = "
+                    f"{microbatch_size} * {num_replicas} = {wanted} samples as its first dim, but got "
+                    f"{name}{jax.tree_util.keystr(path)} = {format_struct(leaf)}. Yield {wanted} samples per entry, or "
+                    "change the batch sizes in the config."
                 )
     return struct
 

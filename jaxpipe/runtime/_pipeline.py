@@ -31,7 +31,7 @@ from ._model_axis import Places, check_axes, check_whole_outputs, trace_places
 from ._objective import Objective
 from ._params import ModelParams
 from ._parts import StageParts
-from ._place import place_rows
+from ._place import place_everywhere, place_rows, place_samples, to_host
 from ._settings import PipelineSettings
 from ._state import TrainState, state_shardings, state_specs
 from ._step import Batch, DevicePrograms
@@ -231,7 +231,7 @@ class Pipeline:
 
     def params_tree(self, storage: PyTree) -> PyTree:
         """The model's parameter tree as numpy arrays, from `state.params` or from gradients in that form."""
-        kept, host = self._division.kept, jax.device_get(storage)
+        kept, host = self._division.kept, to_host(storage)
         num_places, each = self._places.num_places, kept.num_shards
 
         def one(place: int) -> PyTree:
@@ -243,7 +243,7 @@ class Pipeline:
 
     def collections_tree(self, storage: PyTree) -> dict[str, PyTree]:
         """What layers keep beside parameters as numpy arrays by the layer's name, from `state.collections`."""
-        host = jax.device_get(storage)
+        host = to_host(storage)
         num_places = self._places.num_places
 
         def one(place: int) -> PyTree:
@@ -254,14 +254,24 @@ class Pipeline:
 
         return self._collection_places.join([one(place) for place in range(num_places)])
 
-    def place_batch(self, batch: Batch) -> Batch:
+    def place_batch(self, batch: Batch, replicas: range | None = None) -> Batch:
         """Put a batch on the devices.
+
+        Args:
+            batch: The batch, or with `replicas` the part of it that this process feeds.
+            replicas: The replicas whose samples the part holds, as `jaxpipe.data.process_shard` tells; None: all.
+
+        Returns:
+            The batch as global arrays.
 
         Raises:
             DataError: Its structure, shapes or dtypes are not those of the example.
         """
-        self.check_batch(batch)
-        return jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), batch, self.batch_struct)
+        if replicas is None:
+            replicas = range(self.num_replicas)
+        whole = jax.tree.map(lambda x: _scaled(x, self.num_replicas, len(replicas)), struct_of(batch))
+        self.check_batch(whole)
+        return jax.tree.map(lambda x, like: place_samples(x, like, replicas), batch, self.batch_struct)
 
     def check_batch(self, batch: Batch) -> None:
         """Compare a batch with the example the pipeline was built from.
@@ -299,7 +309,7 @@ class Pipeline:
         number = np.zeros((), np.int32)
         loss_scale = () if scaler is None else scaler.init()
         fields = {"step": number, "loss_scale": loss_scale, "skipped_steps": number, "rng": self._key}
-        return jax.device_put(fields, NamedSharding(self.mesh, P()))
+        return place_everywhere(fields, self.mesh)
 
     def _state(self, tree: Callable[[int], PyTree], collections: Callable[[int], PyTree]) -> TrainState:
         rows = self._division.row_spec
@@ -349,3 +359,9 @@ class Pipeline:
 
 def _with_rows(struct: PyTree, num_rows: int) -> PyTree:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct((num_rows, *x.shape), x.dtype), struct)
+
+
+def _scaled(x: Any, num_replicas: int, num_given: int) -> Any:
+    """The shape of a whole batch from that of the part of some replicas; one that is no such part stays."""
+    size, rest = divmod(x.shape[1] * num_replicas, num_given) if len(x.shape) > 1 else (0, 1)
+    return x if rest else jax.ShapeDtypeStruct((x.shape[0], size, *x.shape[2:]), x.dtype)

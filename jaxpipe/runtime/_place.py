@@ -5,9 +5,62 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jaxpipe._typing import PyTree
+
+from ._layout import is_key
+
+
+def place_everywhere(tree: PyTree, mesh: Mesh) -> PyTree:
+    """Put small host values onto every device of all processes, which must give the same.
+
+    Args:
+        tree: Numbers, arrays and keys.
+        mesh: The devices.
+
+    Returns:
+        The same as arrays, each whole on every device.
+    """
+    sharding = NamedSharding(mesh, P())
+
+    def place(leaf: Any) -> jax.Array:
+        if isinstance(leaf, jax.Array) and is_key(leaf.dtype):
+            return jax.random.wrap_key_data(place(jax.random.key_data(leaf)), impl=jax.random.key_impl(leaf))
+        value = np.asarray(leaf)
+        return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
+
+    return jax.tree.map(place, tree)
+
+
+def place_samples(leaf: Any, like: Any, replicas: range) -> jax.Array:
+    """Put the samples of some replicas onto their devices, as a part of a global array.
+
+    Args:
+        leaf: A numpy array `[num_microbatches, microbatch_size * len(replicas), ...]`.
+        like: Shape, dtype and sharding of the global array, whose dim 1 is sharded over `data`.
+        replicas: The replicas; all devices of this process must belong to them.
+
+    Returns:
+        The global array `[num_microbatches, microbatch_size * data, ...]`.
+    """
+    value = np.asarray(leaf)
+    first = replicas.start * (like.shape[1] // like.sharding.mesh.shape["data"])
+
+    def share(index: Any) -> np.ndarray:
+        start, stop, _ = index[1].indices(like.shape[1])
+        return value[index[0], start - first : stop - first]
+
+    return jax.make_array_from_callback(like.shape, like.sharding, share)
+
+
+def to_host(tree: PyTree) -> PyTree:
+    """Global arrays as numpy arrays, whole, on every process; all processes call."""
+    if all(leaf.is_fully_addressable for leaf in jax.tree.leaves(tree)):
+        return jax.device_get(tree)
+    return jax.tree.map(lambda leaf: np.asarray(multihost_utils.process_allgather(leaf, tiled=True)), tree)
 
 
 def place_rows(make_rows: Callable[[int], Sequence[Sequence[PyTree]]], struct: PyTree, mesh: Mesh) -> PyTree:

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxpipe._typing import PyTree
@@ -92,4 +93,6 @@ def _as_words(leaf: Any) -> Any:
 
 
 def _like(old: Any, new: jax.Array) -> jax.Array:
-    return jax.random.wrap_key_data(new, impl=jax.random.key_impl(old)) if is_key(old.dtype) else new
+    return (
+        jax.random.wrap_key_data(new, impl=jax.random.key_impl(jnp.zeros((), old.dtype))) if is_key(old.dtype) else new
+    )

@@ -41,6 +41,7 @@ FULL: dict[str, Any] = {
         "synchronize_checkpoint_boundary": True,
         "profile": True,
     },
+    "checkpoint": {"async_save": True, "keep_last": 3, "keep_every": 1000},
 }
 
 UNUSED: dict[str, Any] = {

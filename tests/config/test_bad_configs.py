@@ -66,6 +66,10 @@ WRONG_TYPES: dict[str, list[Any]] = {
     "activation_checkpointing.number_checkpoints": INTEGER,
     "activation_checkpointing.synchronize_checkpoint_boundary": FLAG,
     "activation_checkpointing.profile": FLAG,
+    "checkpoint": SECTION,
+    "checkpoint.async_save": [*FLAG, None],
+    "checkpoint.keep_last": INTEGER,
+    "checkpoint.keep_every": INTEGER,
 }
 WRONG_VALUES: dict[str, list[Any]] = {
     "train_batch_size": [0, -8],
@@ -91,6 +95,8 @@ WRONG_VALUES: dict[str, list[Any]] = {
     "optimizer.params.max_grad_norm": [1.0],
     "scheduler.type": [""],
     "activation_checkpointing.number_checkpoints": [0, -1],
+    "checkpoint.keep_last": [0, -3, None],
+    "checkpoint.keep_every": [0, -1],
     **{path: [{"enabled": True}] for path in OFF},
 }
 

@@ -64,6 +64,8 @@ configs = _section(
     activation_checkpointing=_section(
         partition_activations=flags, cpu_checkpointing=flags, number_checkpoints=positive
     ),
+    checkpoint=_section(async_save=flags, keep_last=positive | st.none(), keep_every=st.none())
+    | st.fixed_dictionaries({"keep_last": positive, "keep_every": positive}, optional={"async_save": flags}),
 )
 
 

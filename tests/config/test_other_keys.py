@@ -42,6 +42,12 @@ def test_each_is_named_at_its_path(path: str) -> None:
         load_config(_config(path, UNUSED[path]))
 
 
+@pytest.mark.parametrize("mode", ["Ignore", "WARN", "fail"])
+def test_modes_are_read_in_capitals_or_not(mode: str) -> None:
+    with pytest.warns(ConfigWarning, match=r"have no effect: checkpoint\.tag_validation\. They"):
+        load_config({"checkpoint": {"tag_validation": mode}})
+
+
 @pytest.mark.parametrize("path", sorted(UNUSED))
 def test_their_values_are_checked_all_the_same(path: str) -> None:
     wrong = "yes" if path != "log_level" else 3

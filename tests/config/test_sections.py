@@ -16,6 +16,7 @@ from jaxpipe.config import (
     ZeroSection,
     load_config,
 )
+from jaxpipe.config._checkpoint import CheckpointSection
 from jaxpipe.errors import ConfigError
 
 
@@ -35,6 +36,7 @@ def test_defaults_are_deepspeeds_but_for_clipping() -> None:
     assert config.optimizer is None
     assert config.scheduler is None
     assert config.activation_checkpointing == ActivationCheckpointingSection(False, False, False, None, False, False)
+    assert config.checkpoint == CheckpointSection(False, None, None)
 
 
 def test_every_key_of_every_section() -> None:
@@ -53,6 +55,7 @@ def test_every_key_of_every_section() -> None:
         OptimizerSection("AdamW", Params({"lr": 3e-4, "betas": (0.9, 0.95), "adam_w_mode": True})),
         SchedulerSection("WarmupLR", Params({"warmup_max_lr": 3e-4, "warmup_num_steps": 100})),
         ActivationCheckpointingSection(True, True, True, 4, True, True),
+        CheckpointSection(True, 3, 1000),
     )
     assert hash(config) == hash(load_config(FULL))
     assert config == TrainConfig(**FULL)
@@ -153,6 +156,19 @@ def test_a_section_under_both_of_its_names(names: tuple[str, str]) -> None:
         ("optimizer.type", 3, r"a text that is not empty, but got optimizer.type=3"),
         ("activation_checkpointing.profile", "yes", r"true or false, but got .*='yes'"),
         ("activation_checkpointing.number_checkpoints", 0, r"an integer of at least 1, but got .*=0"),
+        ("checkpoint", 3, r"a JSON object, but got checkpoint=3. Use an object with any of the keys async_save, keep_"),
+        ("checkpoint.async_save", "yes", r"true or false, but got .*='yes'. Use true or false without quotes"),
+        ("checkpoint.async_save", None, r"true or false, but got .*=None"),
+        ("checkpoint.keep_last", 0, r"an integer of at least 1, but got .*=0. Use for instance 1"),
+        ("checkpoint.keep_last", 2.0, r"an integer of at least 1, but got .*=2.0"),
+        ("checkpoint.keep_every", -5, r"an integer of at least 1, but got .*=-5. Use for instance 1"),
+        ("checkpoint.keep_every", True, r"an integer of at least 1, but got .*=True"),
+        ("checkpoint.tag_validation", "Error", r"one of 'Ignore', 'Warn', 'Fail', but got .*='Error'. Use 'Fail'"),
+        (
+            "checkpoint.keep_every",
+            500,
+            r"^checkpoint.keep_every must come with .*keep_last.*=500 alone. Add for instance checkpoint.keep_last=3",
+        ),
     ],
 )
 def test_wrong_values(path: str, value: object, match: str) -> None:

@@ -1,10 +1,14 @@
+import json
+import re
 from itertools import islice
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from jaxpipe.data import BatchLoader, RepeatingLoader
+from jaxpipe.data import BatchLoader, RepeatingLoader, Shard
 from jaxpipe.errors import DataError
 
 
@@ -153,3 +157,216 @@ def test_samples_that_do_not_stack() -> None:
         DataError, match=r"sample\['ids'\] must have the same shape .*\(2,\) in sample 1 and shape=\(3,\)"
     ):
         list(BatchLoader(samples, 2, seed=0, shuffle=False))
+
+
+def _stored(state: Any) -> Any:
+    """A state as it comes back from a checkpoint."""
+    return json.loads(json.dumps(state))
+
+
+def _items(batches: Any) -> list[Any]:
+    return [np.asarray(batch).tolist() for batch in batches]
+
+
+lengths, seeds, flags = st.integers(1, 24), st.integers(0, 3), st.booleans()
+
+
+@given(lengths, st.integers(1, 8), seeds, flags, flags, st.data())
+def test_an_epoch_goes_on_from_any_place(
+    length: int, size: int, seed: int, shuffle: bool, drop_last: bool, data: st.DataObject
+) -> None:
+    size = min(size, length)
+
+    def make() -> BatchLoader[int]:
+        return BatchLoader(range(length), size, seed=seed, shuffle=shuffle, drop_last=drop_last)
+
+    loader = make()
+    for _ in range(data.draw(st.integers(0, 3), "epochs before")):
+        iter(loader)
+    first = iter(loader)
+    num_taken = data.draw(st.integers(0, len(loader)), "batches before")
+    _items(islice(first, num_taken))
+    state = _stored(first.get_state())
+    fresh = make()
+    second = iter(fresh)
+    _items(islice(second, data.draw(st.integers(0, len(fresh)), "batches of the other before")))
+    second.set_state(state)
+    assert (
+        second.get_state()
+        == first.get_state()
+        == {
+            "epoch": loader.epoch - 1,
+            "samples": min(num_taken * size, length),
+        }
+    )
+    assert fresh.epoch == loader.epoch
+    assert _items(second) == _items(first)
+    for _ in range(2):
+        assert _items(fresh) == _items(loader)
+
+
+@given(lengths, st.integers(1, 6), seeds, flags, st.integers(0, 60), st.integers(0, 60))
+def test_repeating_goes_on_from_any_place(
+    length: int, size: int, seed: int, drop_last: bool, num_taken: int, num_other: int
+) -> None:
+    size = min(size, length)
+
+    def make() -> RepeatingLoader[Any]:
+        return RepeatingLoader(BatchLoader(range(length), size, seed=seed, drop_last=drop_last))
+
+    first, second = make(), make()
+    _items(islice(first, num_taken))
+    _items(islice(second, num_other))
+    second.set_state(_stored(first.get_state()))
+    assert second.get_state() == first.get_state()
+    assert _items(islice(second, 3 * length)) == _items(islice(first, 3 * length))
+
+
+@given(st.lists(st.integers(), min_size=1, max_size=7), st.integers(0, 20), st.integers(0, 20))
+def test_repeating_a_sequence_goes_on_from_any_place(items: list[int], num_taken: int, num_other: int) -> None:
+    first, second = RepeatingLoader(items), RepeatingLoader(tuple(items))
+    for loader, count in ((first, num_taken), (second, num_other)):
+        list(islice(loader, count))
+    second.set_state(_stored(first.get_state()))
+    assert second.get_state() == first.get_state()
+    assert list(islice(second, 20)) == list(islice(first, 20))
+
+
+@given(st.sampled_from([(24, 4, 2), (24, 4, 8), (24, 6, 3), (24, 2, 12), (20, 4, 2)]), st.integers(0, 12), seeds)
+def test_a_place_holds_for_another_batch_size(sizes: tuple[int, int, int], num_taken: int, seed: int) -> None:
+    length, size, other = sizes
+    first = RepeatingLoader(BatchLoader(range(length), size, seed=seed))
+    second = RepeatingLoader(BatchLoader(range(length), other, seed=seed))
+    _items(islice(first, num_taken))
+    taken = num_taken * size % length or (length if num_taken else 0)
+    if taken % other:
+        with pytest.raises(DataError, match=rf"samples={taken} and batch_size={other}. Use a batch size that divides"):
+            second.set_state(first.get_state())
+        return
+    second.set_state(_stored(first.get_state()))
+    rest = [sum(_items(islice(loader, 3 * length // n)), []) for loader, n in ((first, size), (second, other))]
+    assert rest[0] == rest[1]
+
+
+def test_the_end_of_an_epoch_holds_for_another_batch_size() -> None:
+    """Also where the last batch was not full."""
+    first, second = (RepeatingLoader(BatchLoader(range(10), n, seed=0, drop_last=False)) for n in (4, 2))
+    _items(islice(first, 3))
+    second.set_state(_stored(first.get_state()))
+    assert sum(_items(islice(second, 5)), []) == sum(_items(islice(first, 3)), [])
+
+
+@given(st.sampled_from([(1, 2), (2, 1), (2, 4), (4, 2)]), seeds, st.integers(0, 9))
+def test_a_place_holds_for_another_number_of_shards(counts: tuple[int, int], seed: int, num_taken: int) -> None:
+    """Eight samples per batch, by however many processes; all of them store the same place."""
+
+    def make(count: int) -> list[RepeatingLoader[Any]]:
+        shards = [Shard(index, count, range(index, index + 1)) for index in range(count)]
+        return [RepeatingLoader(BatchLoader(range(40), 8 // count, seed=seed, shard=shard)) for shard in shards]
+
+    def take(loaders: list[RepeatingLoader[Any]], number: int) -> list[int]:
+        return [int(x) for _ in range(number) for loader in loaders for x in next(loader)]
+
+    before, after = (make(count) for count in counts)
+    take(before, num_taken)
+    states = [_stored(loader.get_state()) for loader in before]
+    assert all(state == states[0] for state in states)
+    for loader in after:
+        loader.set_state(states[0])
+    assert take(after, 7) == take(before, 7)
+
+
+@pytest.mark.parametrize(
+    ("state", "match"),
+    [
+        ({"epoch": 1, "samples": 6}, r"two of the 4 batches of an epoch, but got samples=6 and batch_size=4. Use a b"),
+        ({"epoch": 0, "samples": 20}, r"but got samples=20 and batch_size=4. Use a batch size that divides 20 and"),
+        ({"epoch": 0, "samples": -4}, r"but got samples=-4 and batch_size=4. Use a batch size"),
+        ({"epoch": -1, "samples": 0}, r"but got (state=.*'epoch': -1|epoch=-1).*(Pass|Use) "),
+        ({"epoch": 0}, r"an epoch and a number of samples, but got state=\{'epoch': 0\}. Pass what get_state returned"),
+        ({"epoch": "last", "samples": 0}, r"but got state=\{'epoch': 'last', 'samples': 0\}. Pass what get_state"),
+        (None, r"but got state=None. Pass what get_state"),
+        ([0, 4], r"but got state=\[0, 4\]. Pass what get_state"),
+    ],
+)
+def test_no_place_in_an_epoch(state: Any, match: str) -> None:
+    loader = BatchLoader(range(16), 4, seed=0)
+    iterator = iter(loader)
+    next(iterator)
+    with pytest.raises(DataError, match=rf"^state must .*{match}"):
+        iterator.set_state(state)
+    assert iterator.get_state() == {"epoch": 0, "samples": 4}
+    assert loader.epoch == 1
+
+
+@pytest.mark.parametrize("loader", [{1, 2}, iter([1, 2]), (x for x in (1, 2))], ids=["set", "iterator", "generator"])
+def test_repeating_what_has_no_place(loader: Any) -> None:
+    repeating = RepeatingLoader(loader)
+    next(repeating)
+    assert repeating.get_state() is None
+    match = (
+        rf"of the same kind, but got state=\{{'position': 1\}} and loader=<{type(loader).__name__}>. Pass the loader"
+    )
+    with pytest.raises(DataError, match=match):
+        repeating.set_state({"position": 1})
+    assert next(repeating) == 2
+
+
+@pytest.mark.parametrize(
+    ("loader", "state", "kind"),
+    [
+        ([1, 2, 3], {"iterator": {"epoch": 0, "samples": 2}}, "list"),
+        ([1, 2, 3], {"position": 4}, "list"),
+        ([1, 2, 3], {"position": -1}, "list"),
+        ([1, 2, 3], {"position": "1"}, "list"),
+        ([1, 2, 3], {"position": 1.5}, "list"),
+        ([1, 2, 3], {}, "list"),
+        ([1, 2, 3], None, "list"),
+        ([1, 2, 3], b"3", "list"),
+        (BatchLoader(range(4), 2, seed=0), {"position": 1}, "BatchLoader"),
+    ],
+    ids=["iterator", "beyond", "below", "text", "half", "empty", "none", "bytes", "position"],
+)
+def test_the_place_of_another_kind_of_loader(loader: Any, state: Any, kind: str) -> None:
+    repeating = RepeatingLoader(loader)
+    place = repeating.get_state()
+    with pytest.raises(
+        DataError, match=rf"got state={re.escape(repr(state))} and loader=<{kind}>. Pass the loader that"
+    ):
+        repeating.set_state(state)
+    assert repeating.get_state() == place
+
+
+class _Counting:
+    """Counts to five from where it stood."""
+
+    def __init__(self) -> None:
+        self.last = 0
+
+    def __iter__(self) -> "_Counting":
+        return self
+
+    def __next__(self) -> int:
+        if self.last == 5:
+            raise StopIteration
+        self.last += 1
+        return self.last
+
+    def get_state(self) -> dict[str, int]:
+        return {"last": self.last}
+
+    def set_state(self, state: dict[str, int]) -> None:
+        self.last = state["last"]
+
+
+class _Counts:
+    def __iter__(self) -> _Counting:
+        return _Counting()
+
+
+def test_a_loader_of_others_whose_iterators_keep_their_place() -> None:
+    first, second = RepeatingLoader(_Counts()), RepeatingLoader(_Counts())
+    list(islice(first, 8))
+    assert first.get_state() == {"iterator": {"last": 3}}
+    second.set_state(first.get_state() or {})
+    assert list(islice(second, 7)) == list(islice(first, 7)) == [4, 5, 1, 2, 3, 4, 5]

@@ -135,7 +135,6 @@ def test_ways_to_give_a_configuration(given: str, tmp_path: Path) -> None:
         ({"model": None}, r"given a PipelineModule, a Linen module.*got model=None\. Write PipelineModule"),
         ({"loss_fn": cross_entropy}, r"loss_fn must be None with a PipelineModule.*<function cross.*Write PipelineM"),
         ({"mpu": 3}, r"mpu must be None.*got mpu=3\. Instead, .*PipelineModule\(topology=\.\.\.\)"),
-        ({"dist_init_required": True}, r"dist_init_required must be None.*=True\. Instead, call jax\.distributed"),
         ({"optimizer": 3e-4}, r"optimizer must be an optax transformation, or.*got optimizer=0\.0003\. Pass"),
         ({"config": {"train_batch_size": 8, "pipeline": {"stages": 4}}}, r"pipeline\.stages=4 and num_stages=2\. Ch"),
         ({"config": {"train_batch_sise": 8}}, r"train_batch_sise is not a known key\. Did you mean train_batch_size"),
@@ -184,8 +183,9 @@ def test_arguments_of_the_command_line(tmp_path: Path) -> None:
     assert engine.gradient_accumulation_steps() == 2
 
 
-def test_dist_init_required_may_be_false() -> None:
-    engine, *_ = initialize(dist_init_required=False)
+@pytest.mark.parametrize("required", [False, True])
+def test_dist_init_required_of_one_process(required: bool) -> None:
+    engine, *_ = initialize(dist_init_required=required)
     assert engine.global_steps == 0
 
 

@@ -1,0 +1,90 @@
+"""Checkpoints on the command line."""
+
+import argparse
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from jaxpipe.errors import CheckpointError
+
+from ._inspect import count, format_bytes, inspect_checkpoint
+from ._safetensors import export_safetensors
+from ._verify import verify_checkpoint
+
+_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) *([KMGT]i?)?B?", re.IGNORECASE)
+_POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `python -m jaxpipe.checkpoint`.
+
+    Args:
+        argv: The arguments; None: those of the process.
+
+    Returns:
+        The exit status: 0, or 1 where there is no sound checkpoint. Wrong usage exits with 2.
+    """
+    args = _parser().parse_args(argv)
+    try:
+        text = args.run(args)
+    except CheckpointError as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+    sys.stdout.write(f"{text}\n")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m jaxpipe.checkpoint",
+        description="Look at checkpoints, check them, and write their parameters for other libraries.",
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    inspect = commands.add_parser("inspect", help="what is in a checkpoint, by stage and layer")
+    inspect.set_defaults(run=lambda args: inspect_checkpoint(args.path, args.tag))
+    verify = commands.add_parser("verify", help="read all of a checkpoint; the exit status is 1 if it is damaged")
+    verify.set_defaults(run=_verify)
+    export = commands.add_parser("export", help="write the parameters as safetensors")
+    export.set_defaults(run=_export)
+    for command in (inspect, verify, export):
+        command.add_argument("path", metavar="PATH", type=_path, help="directory of checkpoints, or of one")
+        command.add_argument("--tag", metavar="T", help="name of the checkpoint; without it, the latest")
+    export.add_argument("--out", metavar="FILE", required=True, help="file to write, such as model.safetensors")
+    export.add_argument(
+        "--max-shard-bytes",
+        metavar="SIZE",
+        type=_size,
+        help="largest file, such as 5GB or 4GiB; more are written with an index, as Hugging Face libraries do",
+    )
+    return parser
+
+
+def _verify(args: argparse.Namespace) -> str:
+    found = verify_checkpoint(args.path, args.tag)
+    return (
+        f"{found.path} is as it was written: {count(found.num_rows, 'row')} of {count(found.num_arrays, 'array')}, "
+        f"{format_bytes(found.num_bytes)}"
+    )
+
+
+def _export(args: argparse.Namespace) -> str:
+    written = export_safetensors(args.path, args.out, args.tag, max_shard_bytes=args.max_shard_bytes)
+    return "\n".join(f"{path}  {format_bytes(path.stat().st_size)}" for path in written)
+
+
+def _path(text: str) -> Path:
+    """The whole path, so that `.` has a name too."""
+    return Path(text).resolve()
+
+
+def _size(text: str) -> int:
+    """Bytes of a size such as `5GB` or `4GiB`."""
+    match = _SIZE.fullmatch(text.strip())
+    unit = (match[2] or "").upper() if match else ""
+    size = int(float(match[1]) * (1024 if unit.endswith("I") else 1000) ** _POWERS[unit[:1]]) if match else 0
+    if size < 1:
+        raise argparse.ArgumentTypeError(
+            f"must be a size of at least one byte, but got {text!r}. Write for instance 5GB."
+        )
+    return size

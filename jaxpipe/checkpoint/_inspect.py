@@ -1,0 +1,208 @@
+"""A checkpoint as text, from its index alone."""
+
+import datetime
+import math
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from os import PathLike
+
+import jax.numpy as jnp
+
+from jaxpipe.errors import CheckpointError
+from jaxpipe.runtime import Leaf
+
+from ._directory import committed_tags
+from ._index import Index, StoredLayer
+from ._open import Checkpoint, open_checkpoint
+
+_WIDTH = 110
+_GLUE = "\0"  # a space at which no line ends
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+_AXES = {"stage": "stage", "data": "replica", "model": "model shard"}
+_PARTS = {
+    "params/": "parameters",
+    "collections/": "beside the parameters",
+    "opt_state/": "state of the optimiser",
+}
+
+Row = Sequence[str]
+
+
+@dataclass(frozen=True)
+class _Held:
+    """What some leaves sum up to."""
+
+    num_arrays: int
+    num_elements: int
+    num_bytes: int
+
+
+def inspect_checkpoint(path: str | PathLike[str], tag: str | None = None) -> str:
+    """Describe a checkpoint: when and how it was written, its layers by stage, and its size. No array is read.
+
+    Args:
+        path: What was given to `save_checkpoint`, or a checkpoint's own folder.
+        tag: Name of the checkpoint; None: the latest.
+
+    Returns:
+        Lines of at most 110 characters, unless a name is longer. No newline at the end.
+
+    Raises:
+        CheckpointError: There is no checkpoint, or its index is damaged.
+    """
+    checkpoint = open_checkpoint(path, tag)
+    blocks = [_facts(checkpoint), _layers(checkpoint.index), _totals(checkpoint)]
+    return "\n\n".join("\n".join(lines) for lines in blocks)
+
+
+def format_bytes(num_bytes: int) -> str:
+    """A size as people write it.
+
+    Args:
+        num_bytes: The size.
+
+    Returns:
+        The size in the largest unit that keeps it at least 1.
+
+    Example:
+        >>> format_bytes(512), format_bytes(1536)
+        ('512 B', '1.5 KiB')
+    """
+    power = min(max(num_bytes, 1).bit_length() - 1, 10 * (len(_UNITS) - 1)) // 10
+    return f"{num_bytes / 1024**power:,.{1 if power else 0}f} {_UNITS[power]}"
+
+
+def count(number: int, noun: str, plural: str = "s") -> str:
+    """A number with its noun."""
+    return f"{number:,} {noun}{'' if number == 1 else plural}"
+
+
+def _facts(checkpoint: Checkpoint) -> list[str]:
+    index, commit = checkpoint.index, checkpoint.commit
+    scalars = index.scalars
+    topology = " x ".join(count(n, _AXES.get(axis, axis)) for axis, n in index.mesh.items())
+    scale = scalars["loss_scale"].get("scale")
+    places = sum((held or {}).get("state") is not None for held in index.data_iterators)
+    beside = [f"client state ({', '.join(index.client_state)})"] if index.client_state else []
+    beside += [f"the place of {count(places, 'data iterator')}"] if places else []
+    versions = [f"{name} {version}" for name, version in index.versions.items() if version[:1].isdigit()]
+    facts = {
+        "checkpoint": str(checkpoint.path),
+        "tag": checkpoint.tag + ("" if commit.is_latest else " (saved with save_latest=False)"),
+        "saved": _moment(commit.saved_at),
+        "trained": f"{count(index.global_steps, 'step')}, {count(index.global_samples, 'sample')}"
+        + (f", {count(scalars['skipped_steps'], 'step')} skipped" if scalars["skipped_steps"] else ""),
+        "topology": f"{topology}, ZeRO stage {index.zero_stage}",
+        "loss scale": "" if scale is None else f"{scale:,.12g}",
+        "also holds": ", ".join(beside),
+        "written with": ", ".join(versions),
+        "beside it": _others(checkpoint),
+    }
+    width = max(len(name) for name in facts) + 2
+    return [line for name, text in facts.items() if text for line in _wrapped(name.ljust(width), text)]
+
+
+def _moment(text: str) -> str:
+    try:
+        moment = datetime.datetime.fromisoformat(text).astimezone(datetime.UTC)
+    except ValueError:
+        return text
+    return f"{moment:%Y-%m-%d %H:%M:%S} UTC"
+
+
+def _others(checkpoint: Checkpoint) -> str:
+    """The other checkpoints of the directory."""
+    try:
+        commits = committed_tags(checkpoint.path.parent)
+    except CheckpointError as error:
+        return str(error)
+    others = [f"{tag} ({count(each.global_steps, 'step')})" for tag, each in commits.items() if tag != checkpoint.tag]
+    return ", ".join(others) or "no other checkpoint"
+
+
+def _layers(index: Index) -> list[str]:
+    """A table of stages and their layers; equal neighbours share a row."""
+    rows: list[Row] = [("stage", "layers", "parameters", "size", "one microbatch before and after")]
+    details: list[str] = [""]
+    shown: dict[str, str] = {}
+    for stage, members in groupby(index.layers, lambda layer: layer.stage):
+        layers = list(members)
+        held = _sum(index.leaves, {key for layer in layers for key in layer.parameters})
+        rows.append(
+            (str(stage), count(len(layers), "layer"), f"{held.num_elements:,}", format_bytes(held.num_bytes), "")
+        )
+        details.append("")
+        for _, run in groupby(layers, lambda layer: (layer.kind, layer.signature, _shapes(index, layer))):
+            row, detail = _layer_row(index, list(run), shown)
+            rows.append(row)
+            details.append(detail)
+    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    lines: list[str] = []
+    for (stage, name, number, size, signature), detail in zip(rows, details, strict=True):
+        cells = (stage.rjust(widths[0]), name.ljust(widths[1]), number.rjust(widths[2]), size.rjust(widths[3]), "")
+        lines += _wrapped("  ".join(cells), signature)
+        lines += _wrapped(" " * (widths[0] + 6), detail) if detail else []
+    return lines
+
+
+def _layer_row(index: Index, run: Sequence[StoredLayer], shown: dict[str, str]) -> tuple[Row, str]:
+    """A row for equal layers, and the line below it; what was shown for a layer before is not shown again."""
+    first, last = run[0], run[-1]
+    held = _sum(index.leaves, {key for layer in run for key in layer.parameters})
+    name = first.name if first is last else f"{first.name} .. {last.name}"
+    shapes = _shapes(index, first)
+    like = shown.setdefault(shapes, first.name)
+    detail = shapes if like == first.name else f"as {like}"
+    row = ("", f"  {name}", f"{held.num_elements:,}", format_bytes(held.num_bytes), first.signature)
+    return row, f"{'each ' if len(run) > 1 else ''}{detail}" if shapes else ""
+
+
+def _shapes(index: Index, layer: StoredLayer) -> str:
+    """The parameters of a layer with their shapes, by dtype; those that are shared with their whole path."""
+    own = f"params/layers/{layer.name}/"
+    by_dtype: dict[str, list[str]] = {}
+    for key in layer.parameters:
+        leaf = index.leaves[key]
+        name = key.removeprefix(own).removeprefix("params/")
+        by_dtype.setdefault(leaf.dtype, []).append(f"{name}{_GLUE}[{', '.join(map(str, leaf.shape))}]")
+    return "; ".join(f"{dtype}: {', '.join(names)}" for dtype, names in by_dtype.items())
+
+
+def _totals(checkpoint: Checkpoint) -> list[str]:
+    index, leaves = checkpoint.index, checkpoint.index.leaves
+    uses = [key for layer in index.layers for key in layer.parameters]
+    rows: list[Row] = [("in all", "elements", "arrays", "size")]
+    for prefix, name in _PARTS.items():
+        held = _sum(leaves, [key for key in leaves if key.startswith(prefix)])
+        if held.num_arrays:
+            once = ", shared ones once" if prefix == "params/" and len(uses) > held.num_arrays else ""
+            rows.append((name + once, f"{held.num_elements:,}", f"{held.num_arrays:,}", format_bytes(held.num_bytes)))
+    files = [path for path in checkpoint.path.rglob("*") if path.is_file()]
+    size = sum(path.stat().st_size for path in files)
+    rows.append((f"on disk, in {count(len(files), 'file')}", "", f"{len(index.arrays):,}", format_bytes(size)))
+    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    return [
+        "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))])
+        for row in rows
+    ]
+
+
+def _sum(leaves: Mapping[str, Leaf], keys: Iterable[str]) -> _Held:
+    found = [leaves[key] for key in keys]
+    sizes = [math.prod(leaf.shape) for leaf in found]
+    num_bytes = sum(size * jnp.dtype(leaf.dtype).itemsize for size, leaf in zip(sizes, found, strict=True))
+    return _Held(len(found), sum(sizes), num_bytes)
+
+
+def _wrapped(first: str, text: str) -> list[str]:
+    """A text behind a beginning, in lines that go on below the text's own beginning; shapes stay in one piece."""
+    glued, depth = "", 0
+    for letter in text:
+        depth += (letter in "[(") - (letter in "])")
+        glued += _GLUE if letter == " " and depth else letter
+    width = max(_WIDTH - len(first), 30)
+    pieces = textwrap.wrap(glued, width, break_long_words=False, break_on_hyphens=False) or [""]
+    lines = [first + pieces[0], *(" " * len(first) + piece for piece in pieces[1:])]
+    return [line.replace(_GLUE, " ").rstrip() for line in lines]

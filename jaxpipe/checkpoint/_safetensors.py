@@ -1,0 +1,371 @@
+"""Parameters to and from safetensors files, which many other libraries read.
+
+Files are written here, tensor by tensor, because the safetensors library wants all tensors of a file at once; it reads
+them.
+"""
+
+import contextlib
+import json
+import os
+import re
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any, Literal
+
+import jax.numpy as jnp
+import numpy as np
+from safetensors import safe_open
+
+from jaxpipe.errors import CheckpointError
+from jaxpipe.layers import unflatten_dict
+from jaxpipe.runtime import Leaf
+
+from ._directory import replace_file
+from ._load import read_leaves
+from ._open import Checkpoint, open_checkpoint
+
+_SUFFIX = ".safetensors"
+_INDEX_SUFFIX = _SUFFIX + ".index.json"
+_PARTIAL = ".partial"
+_SHARD = re.compile(r"-[0-9]{5,}-of-[0-9]{5,}\.safetensors")
+_PARAMS, _COLLECTIONS = "params/", "collections/"
+_DTYPES = {
+    "bool": "BOOL",
+    "int8": "I8",
+    "int16": "I16",
+    "int32": "I32",
+    "int64": "I64",
+    "uint8": "U8",
+    "uint16": "U16",
+    "uint32": "U32",
+    "uint64": "U64",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float32": "F32",
+    "float64": "F64",
+}
+
+
+@dataclass(frozen=True)
+class _File:
+    """A safetensors file to write.
+
+    Attributes:
+        path: Its final name.
+        header: Its first bytes.
+        starts: Where each leaf begins in it, by the leaf's key.
+        size: Bytes of header and tensors.
+    """
+
+    path: Path
+    header: bytes
+    starts: Mapping[str, int]
+    size: int
+
+    @property
+    def partial(self) -> Path:
+        """Its name until it is whole."""
+        return self.path.with_name(self.path.name + _PARTIAL)
+
+
+def export_safetensors(
+    path: str | PathLike[str],
+    out: str | PathLike[str],
+    tag: str | None = None,
+    *,
+    max_shard_bytes: int | None = None,
+) -> list[Path]:
+    """Write the parameters of a checkpoint, and what layers keep beside them, as safetensors; one process calls.
+
+    Tensors are named by their path in the model's tree: `layers/<index>_<name>/...`, `tied/<key>/...`, and
+    `collections/<index>_<name>/...`. The files are the same for every number of stages and replicas. They get their
+    names when they are whole, and no more than a few of the checkpoint's arrays are held in memory.
+
+    Args:
+        path: What was given to `save_checkpoint`, or a checkpoint's own folder.
+        out: The file, such as `model.safetensors`; one of an earlier export is replaced.
+        tag: Name of the checkpoint; None: the latest.
+        max_shard_bytes: Largest sum of tensors in a file, unless one alone is larger. If one file is not enough, they
+            are called `model-00001-of-00002.safetensors`, and `model.safetensors.index.json` tells what is where, as
+            Hugging Face libraries do. None: one file.
+
+    Returns:
+        What was written; an index is the last.
+
+    Raises:
+        CheckpointError: There is no checkpoint, it is damaged, it has a dtype that safetensors has not, `out` is no
+            such name, cannot be written or lies beside an export in other files, or `max_shard_bytes` is not positive.
+    """
+    target = _check_target(Path(out))
+    if max_shard_bytes is not None and max_shard_bytes < 1:
+        raise CheckpointError(
+            f"max_shard_bytes must be at least 1, but got max_shard_bytes={max_shard_bytes}. Write for instance "
+            "5_000_000_000, or None for one file."
+        )
+    checkpoint = open_checkpoint(path, tag)
+    leaves = _chosen(checkpoint)
+    shards = _split(leaves, max_shard_bytes)
+    metadata = {"format": "jaxpipe", "global_steps": str(checkpoint.index.global_steps)}
+    files = [_lay_out(_shard_path(target, i, len(shards)), shard, metadata) for i, shard in enumerate(shards)]
+    index = target.with_name(target.name.removesuffix(_SUFFIX) + _INDEX_SUFFIX)
+    written = [file.path for file in files] + ([index] if len(files) > 1 else [])
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _check_others(target, written)
+        with _removed([file.partial for file in files]):
+            _write(checkpoint, files)
+            index.unlink(missing_ok=True)  # until all shards are there
+            for file in files:
+                file.partial.replace(file.path)
+        if index in written:
+            replace_file(index, _dump_weight_map(files, leaves))
+    except OSError as error:
+        raise CheckpointError(
+            f"out must be a file that can be written, but got out={str(target)!r} and {error.strerror or error}. Make "
+            "room, check the folder's permissions, or choose another."
+        ) from error
+    return written
+
+
+def load_safetensors(path: str | PathLike[str], part: Literal["params", "collections"] = "params") -> dict[str, Any]:
+    """Read what `export_safetensors` wrote, or files of that form from elsewhere.
+
+    Args:
+        path: A file, the index of shards, or a folder that holds one of these.
+        part: `"params"`: the parameters, as `load_params` returns them. `"collections"`: what layers keep beside them,
+            as `load_collections` does.
+
+    Returns:
+        Nested dictionaries of numpy arrays; names are split at slashes.
+
+    Raises:
+        CheckpointError: Something is missing, is no safetensors file, or holds a dtype that numpy has not; the index
+            names a file elsewhere, or another place for a tensor than where it is; a tensor is in two shards, or has a
+            name with which another begins.
+    """
+    if part not in ("params", "collections"):
+        raise CheckpointError(f"part must be 'params' or 'collections', but got part={part!r}. Write one of these.")
+    found: dict[str, np.ndarray] = {}
+    for file, names in _shards(_resolve(Path(path))).items():
+        wanted = [name for name in names if name.startswith(_COLLECTIONS) == (part == "collections")]
+        with _opened(file) as tensors:
+            found.update({name: tensors.get_tensor(name) for name in wanted})
+    paths = {tuple(name.split("/")): name for name in sorted(found)}
+    for each, name in paths.items():
+        for i in range(1, len(each)):
+            if each[:i] in paths:
+                raise CheckpointError(
+                    f"{path} must name tensors by paths in a tree, but got {paths[each[:i]]!r} and {name!r}. Rename "
+                    "the first."
+                )
+    prefix = 1 if part == "collections" else 0
+    return unflatten_dict({each[prefix:]: found[name] for each, name in paths.items()})
+
+
+def _check_target(out: Path) -> Path:
+    if not out.name.endswith(_SUFFIX) or out.name == _SUFFIX or out.is_dir():
+        example = out / "model.safetensors" if out.is_dir() else out.with_name((out.name or "model") + _SUFFIX)
+        raise CheckpointError(
+            f"out must be the name of a file that ends in {_SUFFIX!r}, but got out={str(out)!r}. Write for instance "
+            f"{str(example)!r}."
+        )
+    return out
+
+
+def _chosen(checkpoint: Checkpoint) -> dict[str, Leaf]:
+    """The leaves to write, in the order of the layers."""
+    index = checkpoint.index
+    ordered = [key for layer in index.layers for key in layer.parameters]
+    rest = sorted(key for key in index.leaves if key.startswith((_PARAMS, _COLLECTIONS)))
+    leaves = {key: index.leaves[key] for key in dict.fromkeys(ordered + rest)}
+    for key, leaf in leaves.items():
+        if leaf.dtype not in _DTYPES:
+            raise CheckpointError(
+                f"{checkpoint.path} must hold dtypes that safetensors has, but got {_name(key)!r} of dtype="
+                f"{leaf.dtype}. Read it with load_params and convert it, or leave it in the checkpoint."
+            )
+    return leaves
+
+
+def _name(key: str) -> str:
+    return key.removeprefix(_PARAMS)
+
+
+def _num_bytes(leaf: Leaf) -> int:
+    return int(np.prod(leaf.shape, dtype=np.int64)) * jnp.dtype(leaf.dtype).itemsize
+
+
+def _split(leaves: Mapping[str, Leaf], limit: int | None) -> list[dict[str, Leaf]]:
+    shards: list[dict[str, Leaf]] = [{}]
+    size = 0
+    for key, leaf in leaves.items():
+        num_bytes = _num_bytes(leaf)
+        if shards[-1] and limit is not None and size + num_bytes > limit:
+            shards.append({})
+            size = 0
+        shards[-1][key] = leaf
+        size += num_bytes
+    return shards
+
+
+def _shard_path(target: Path, number: int, count: int) -> Path:
+    stem = target.name.removesuffix(_SUFFIX)
+    return target if count == 1 else target.with_name(f"{stem}-{number + 1:05d}-of-{count:05d}{_SUFFIX}")
+
+
+def _lay_out(path: Path, leaves: Mapping[str, Leaf], metadata: Mapping[str, str]) -> _File:
+    """Place tensors in a file, the widest dtypes first so that all are aligned."""
+    header: dict[str, Any] = {"__metadata__": metadata}
+    offsets: dict[str, int] = {}
+    end = 0
+    for key, leaf in sorted(leaves.items(), key=lambda item: -jnp.dtype(item[1].dtype).itemsize):
+        offsets[key], end = end, end + _num_bytes(leaf)
+        header[_name(key)] = {
+            "dtype": _DTYPES[leaf.dtype],
+            "shape": list(leaf.shape),
+            "data_offsets": [offsets[key], end],
+        }
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    begin = 8 + len(text)
+    starts = {key: begin + offset for key, offset in offsets.items()}
+    return _File(path, struct.pack("<Q", len(text)) + text, starts, begin + end)
+
+
+def _check_others(target: Path, written: Sequence[Path]) -> None:
+    """Refuse to leave an older export of that name beside the new one: readers could not tell which is meant."""
+    stem = target.name.removesuffix(_SUFFIX)
+    others = sorted(
+        path.name
+        for path in target.parent.iterdir()
+        if path.name.startswith(stem)
+        and path not in written
+        and (path.name in (target.name, stem + _INDEX_SUFFIX) or _SHARD.fullmatch(path.name.removeprefix(stem)))
+    )
+    if others:
+        listed = ", ".join(others[:4]) + (f" and {len(others) - 4} more" if len(others) > 4 else "")
+        raise CheckpointError(
+            f"out must be a name without an export in other files, but got out={str(target)!r} beside {listed}. Remove "
+            "these, or choose another name."
+        )
+
+
+@contextlib.contextmanager
+def _removed(paths: Sequence[Path]) -> Iterator[None]:
+    """Remove what is left of some files at the end."""
+    try:
+        yield
+    finally:
+        for path in paths:
+            path.unlink(missing_ok=True)
+
+
+def _write(checkpoint: Checkpoint, files: Sequence[_File]) -> None:
+    for file in files:
+        with file.partial.open("wb") as handle:
+            handle.write(file.header)
+            handle.truncate(file.size)
+    holders = {key: file for file in files for key in file.starts}
+    for key, value in read_leaves(checkpoint, list(holders)):
+        file = holders[key]
+        with file.partial.open("r+b") as handle:
+            handle.seek(file.starts[key])
+            handle.write(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)
+    for file in files:
+        with file.partial.open("r+b") as handle:
+            os.fsync(handle.fileno())
+
+
+def _dump_weight_map(files: Sequence[_File], leaves: Mapping[str, Leaf]) -> bytes:
+    weight_map = {_name(key): file.path.name for file in files for key in file.starts}
+    total = sum(_num_bytes(leaf) for leaf in leaves.values())
+    content = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    return (json.dumps(content, indent=2) + "\n").encode()
+
+
+def _resolve(path: Path) -> Path:
+    """The file or index that a path means."""
+    if not path.is_dir():
+        return path
+    names = sorted(each.name for each in path.iterdir())
+    found = [name for name in names if name.endswith(_INDEX_SUFFIX)]
+    found += [name for name in names if name.endswith(_SUFFIX) and not _SHARD.search(name)]
+    if len(found) != 1:
+        raise CheckpointError(
+            f"path must be a folder with one safetensors file or one index of shards, but got path={str(path)!r} with "
+            f"{', '.join(found) or 'none'}. Give the path of the file itself."
+        )
+    return path / found[0]
+
+
+def _shards(path: Path) -> dict[Path, list[str]]:
+    """The files to read, each with the names of its tensors."""
+    if path.suffix != ".json":
+        with _opened(path) as tensors:
+            return {path: list(tensors.keys())}
+    listed = _read_weight_map(path)
+    homes: dict[str, str] = {}
+    found: dict[Path, list[str]] = {}
+    for shard in dict.fromkeys(listed.values()):
+        with _opened(path.with_name(shard)) as tensors:
+            found[path.with_name(shard)] = names = list(tensors.keys())
+        for name in names:
+            if name in homes:
+                raise _disagreement(path, f"{name!r} in both {homes[name]} and {shard}")
+            homes[name] = shard
+    for name in sorted({*listed, *homes}):
+        if listed.get(name) != homes.get(name):
+            text = f"{name!r} at {listed.get(name, 'no place')}, while it is in {homes.get(name, 'no shard')}"
+            raise _disagreement(path, text)
+    return found
+
+
+def _disagreement(path: Path, text: str) -> CheckpointError:
+    return CheckpointError(
+        f"{path} must give each tensor the one shard that holds it, but got {text}. The files are not of one export: "
+        "restore them, or export again."
+    )
+
+
+def _read_weight_map(path: Path) -> dict[str, str]:
+    try:
+        found = json.loads(path.read_bytes())["weight_map"]
+        is_map = bool(found) and all(isinstance(shard, str) for shard in found.values())
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} must be a readable file, but got {error.strerror or error}. Check the path, or restore the file."
+        ) from error
+    except (AttributeError, KeyError, TypeError, ValueError):
+        is_map, found = False, {}
+    if not is_map:
+        raise CheckpointError(
+            f"{path} must be the index of shards, with their names in 'weight_map', but got something else. Give "
+            "<name>.safetensors.index.json."
+        )
+    for name, shard in found.items():
+        if Path(shard).name != shard or "\\" in shard or "\0" in shard or not shard.endswith(_SUFFIX):
+            raise CheckpointError(
+                f"{path} must name safetensors files that lie beside it, but got weight_map[{name!r}]={shard!r}. Write "
+                "its plain name, and put the file there."
+            )
+        if not path.with_name(shard).is_file():
+            raise CheckpointError(
+                f"{path} must name safetensors files that lie beside it, but got weight_map[{name!r}]={shard!r}, which "
+                "is missing. Restore it, or export again."
+            )
+    return found
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    try:
+        with safe_open(str(path), framework="numpy") as tensors:
+            yield tensors
+    except Exception as error:  # whatever the library raises for damaged files, and numpy for dtypes it has not
+        raise CheckpointError(
+            f"{path} must be a safetensors file with dtypes of numpy or bfloat16, but got "
+            f"{type(error).__name__}: {error}. It is missing, damaged, or of another kind: restore it, or export again."
+        ) from error

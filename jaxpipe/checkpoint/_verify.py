@@ -1,0 +1,89 @@
+"""Reading a checkpoint only to see whether it is whole."""
+
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+
+from jaxpipe.errors import CheckpointError
+
+from ._open import Checkpoint, open_checkpoint
+from ._store import hash_row, read_arrays
+
+_SHOWN = 12
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What of a checkpoint was read and found as it was written.
+
+    Attributes:
+        path: Its folder.
+        tag: Its name.
+        num_arrays: Global arrays.
+        num_rows: Rows of these, each with a hash.
+        num_bytes: Size of the arrays.
+    """
+
+    path: Path
+    tag: str
+    num_arrays: int
+    num_rows: int
+    num_bytes: int
+
+
+def verify_checkpoint(path: str | PathLike[str], tag: str | None = None) -> Verification:
+    """Read all of a checkpoint and compare it with the hashes of what was written; one process calls.
+
+    Args:
+        path: What was given to `save_checkpoint`, or a checkpoint's own folder.
+        tag: Name of the checkpoint; None: the latest.
+
+    Returns:
+        What was read.
+
+    Raises:
+        CheckpointError: There is no checkpoint, or it is damaged; all damaged arrays are named.
+    """
+    checkpoint = open_checkpoint(path, tag)
+    arrays = checkpoint.index.arrays
+    damaged, cause = _damaged(checkpoint)
+    if damaged:
+        listed = [f"{name} ({what})" for name, what in damaged.items()]
+        more = f", and {len(listed) - _SHOWN} more" if len(listed) > _SHOWN else ""
+        reason = f" Reading failed with {cause}." if cause else ""
+        raise CheckpointError(
+            f"{checkpoint.path} must hold its {len(arrays)} arrays as they were written, but got {len(listed)} "
+            f"damaged: {', '.join(listed[:_SHOWN])}{more}.{reason} Load another tag, or restore the files."
+        )
+    return Verification(
+        path=checkpoint.path,
+        tag=checkpoint.tag,
+        num_arrays=len(arrays),
+        num_rows=sum(len(array.sha256) for array in arrays.values()),
+        num_bytes=sum(array.num_bytes for array in arrays.values()),
+    )
+
+
+def _damaged(checkpoint: Checkpoint) -> tuple[dict[str, str], str]:
+    """What is wrong, by the array's name, and why the first could not be read.
+
+    Each is read alone, so that one that fails hides no other.
+    """
+    found: dict[str, str] = {}
+    cause = ""
+    for name, stored in checkpoint.index.arrays.items():
+        try:
+            array = next(read_arrays(checkpoint.arrays, checkpoint.index.arrays, {name: ()}))[name]
+        except CheckpointError as error:
+            found[name] = "unreadable"
+            cause = cause or _first_line(error.__cause__)
+            continue
+        rows = [str(row) for row, sha256 in enumerate(stored.sha256) if hash_row(array[row]) != sha256]
+        if rows:
+            more = ", ..." if len(rows) > _SHOWN else ""
+            found[name] = f"row{'s' if len(rows) > 1 else ''} {', '.join(rows[:_SHOWN])}{more}"
+    return found, cause
+
+
+def _first_line(error: BaseException | None) -> str:
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:300]}"

@@ -1,0 +1,57 @@
+"""Which samples a process feeds."""
+
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxpipe.errors import TopologyError
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The replicas whose samples this process feeds.
+
+    Processes with the same index hold parts of the same replicas and must feed the same samples. For grain:
+    `grain.sharding.ShardOptions(shard_index=shard.index, shard_count=shard.count)`.
+
+    Attributes:
+        index: Its place among the shards, from 0.
+        count: Number of shards.
+        replicas: The replicas, one after another: shard i feeds the i-th block of every global microbatch.
+    """
+
+    index: int
+    count: int
+    replicas: range
+
+
+def process_shard(mesh: Mesh) -> Shard:
+    """Find the shard of this process.
+
+    Args:
+        mesh: A pipeline's mesh.
+
+    Returns:
+        The shard; `Shard(0, 1, all replicas)` where one process has devices of all replicas.
+
+    Raises:
+        TopologyError: The replicas of two processes overlap without being the same, or do not lie side by side.
+    """
+    axis = mesh.axis_names.index("data")
+    replicas: dict[int, set[int]] = {}
+    for place, device in np.ndenumerate(mesh.devices):
+        replicas.setdefault(device.process_index, set()).add(place[axis])
+    blocks = sorted({tuple(sorted(held)) for held in replicas.values()})
+    flat = [replica for block in blocks for replica in block]
+    if flat != list(range(mesh.shape["data"])) or len({len(block) for block in blocks}) > 1:
+        shown = ", ".join(f"process {process}: {sorted(held)}" for process, held in sorted(replicas.items()))
+        raise TopologyError(
+            "processes must hold equal blocks of neighbouring replicas, or the same ones, to share out samples, but "
+            f"got {shown} of data={mesh.shape['data']}. Use jaxpipe.mesh_for(model), or order the mesh's devices by "
+            "process."
+        )
+    own = replicas.get(jax.process_index(), {0})
+    index = next(i for i, block in enumerate(blocks) if block[0] <= min(own) <= block[-1])
+    return Shard(index, len(blocks), range(blocks[index][0], blocks[index][-1] + 1))

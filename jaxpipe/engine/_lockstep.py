@@ -1,0 +1,103 @@
+"""Taking batches in step with the other processes."""
+
+import zlib
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+
+from jaxpipe.data import Shard
+from jaxpipe.errors import DataError
+from jaxpipe.layers import format_struct, struct_of
+from jaxpipe.processes import gather_numbers, gather_texts, raise_together
+
+from ._source import Batch
+
+T = TypeVar("T")
+
+_ADVICE = (
+    "Give each process the samples of its own replicas and equally many batches, as jaxpipe.data.BatchLoader with "
+    "shard=jaxpipe.data.process_shard(mesh) does."
+)
+
+
+class Lockstep:
+    """Lets all processes take the next batch, or none.
+
+    Each says whether it has one and of what form, before anything starts that all must take part in; the first time
+    also what is in it, since processes that hold parts of one replica must feed the same samples.
+
+    Args:
+        shard: The samples that this process feeds.
+    """
+
+    def __init__(self, shard: Shard) -> None:
+        self._shard = shard
+        self._is_checked = False
+
+    def take(self, read: Callable[[], tuple[T, Batch]]) -> tuple[T, Batch]:
+        """Take a batch.
+
+        Args:
+            read: Gives something made for this process's part of the batch, and the part.
+
+        Returns:
+            What `read` returned.
+
+        Raises:
+            StopIteration: The data of all processes ended.
+            DataError: They ended on some only, or their batches do not go together.
+            Exception: What `read` raised; where it raised on another process the same kind of error.
+        """
+        if jax.process_count() == 1:
+            return read()
+        found: tuple[T, Batch] | None = None
+        own, failure, is_over = None, "", False
+        try:
+            found = read()
+        except StopIteration:
+            is_over = True
+        except Exception as error:  # noqa: BLE001  # raised again below, when all processes know
+            own, failure = error, f"{type(error).__name__}\n{error}"
+        form = "" if found is None else format_struct(struct_of(found[1]))
+        content = 0 if found is None or self._is_checked else _checksum(found[1])
+        said = gather_numbers([bool(failure), is_over, zlib.crc32(form.encode()), content, self._shard.index])
+        if said[:, 0].any():
+            raise_together(own, gather_texts(failure))
+        if said[:, 1].all():
+            raise StopIteration
+        if said[:, 1].any():
+            raise DataError(
+                f"the data of all processes must end after the same batch, but got the end in process "
+                f"{_listed(said[:, 1])} and another batch in process {_listed(said[:, 1] == 0)}. {_ADVICE}"
+            )
+        if len(set(said[:, 2].tolist())) > 1:
+            forms = "; ".join(f"process {i}: {text}" for i, text in enumerate(gather_texts(form)))
+            raise DataError(f"the batches of all processes must have one form, but got {forms}. {_ADVICE}")
+        self._check_content(said[:, 3], said[:, 4])
+        if found is None:
+            raise StopIteration
+        return found
+
+    def _check_content(self, contents: np.ndarray, shards: np.ndarray) -> None:
+        if self._is_checked:
+            return
+        self._is_checked = True
+        for shard in sorted(set(shards.tolist())):
+            if len(set(contents[shards == shard].tolist())) > 1:
+                raise DataError(
+                    f"processes that hold parts of the same replicas must feed the same samples, but got other ones in "
+                    f"process {_listed(shards == shard)}, all of shard {shard}. {_ADVICE}"
+                )
+
+
+def _checksum(batch: Any) -> int:
+    checksum = 0
+    for leaf in jax.tree.leaves(batch):
+        checksum = zlib.crc32(np.ascontiguousarray(leaf).reshape(-1).view(np.uint8).data, checksum)
+    return checksum
+
+
+def _listed(chosen: np.ndarray) -> str:
+    return ", ".join(str(process) for process in np.flatnonzero(chosen))

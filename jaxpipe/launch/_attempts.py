@@ -1,0 +1,65 @@
+"""Starting a group again after a failure."""
+
+import contextlib
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from ._group import Limits, run_group
+from ._members import Command
+from ._output import Output
+from ._stop import StopRequests
+from ._variables import restarts_before
+
+MakeCommands = Callable[[int, Path | None], Sequence[Command]]
+
+
+def run_attempts(
+    commands: MakeCommands,
+    limits: Limits,
+    *,
+    log_dir: Path | None = None,
+    control: int | None = None,
+) -> int:
+    """Run a group, and again after each failure, as often as the limits allow.
+
+    A request to end is no failure. Whether a new attempt goes on where the last one was is the program's own doing: it
+    loads its last checkpoint.
+
+    Args:
+        commands: Gives the commands for the number of restarts until then and a folder for heartbeat files.
+        limits: How long things may take, and how often.
+        log_dir: Where the processes' output is written too.
+        control: Where the launcher writes that started this node.
+
+    Returns:
+        The exit code of the last attempt.
+
+    Raises:
+        LaunchError: A process could not be started.
+    """
+    before = restarts_before()
+    with StopRequests(control) as requests:
+        done = 0
+        while True:
+            attempt = before + done
+            output = Output(log_dir, append=attempt > 0)
+            with _heartbeat_dir(limits) as heartbeat_dir:
+                outcome = run_group(commands(attempt, heartbeat_dir), limits, requests, output)
+            done += 1
+            if not limits.max_restarts or not outcome.may_restart or (outcome.exit_code == 0 and done == 1):
+                return outcome.exit_code
+            is_over = outcome.exit_code == 0 or done > limits.max_restarts or bool(requests.received())
+            ended = f"Attempt {done} of {limits.max_restarts + 1} ended with exit code {outcome.exit_code}."
+            output.say(ended if is_over else f"{ended} Starting again.")
+            if is_over:
+                return outcome.exit_code
+
+
+@contextlib.contextmanager
+def _heartbeat_dir(limits: Limits) -> Iterator[Path | None]:
+    if limits.stall_timeout_s is None and limits.start_timeout_s is None:
+        yield None
+        return
+    with tempfile.TemporaryDirectory(prefix="jaxpipe-heartbeat-") as folder:
+        yield Path(folder)

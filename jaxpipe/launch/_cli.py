@@ -1,0 +1,247 @@
+"""`jaxpipe launch`: from the command line to running processes."""
+
+import argparse
+import shlex
+import sys
+from collections.abc import Sequence
+
+from jaxpipe.errors import LaunchError
+
+from ._attempts import run_attempts
+from ._cluster import ClusterJob
+from ._environment import DEFAULT_PORT
+from ._group import Limits
+from ._hostfile import choose_nodes, read_hostfile
+from ._kubernetes import jobset_manifest, kubernetes_manifest
+from ._layout import Layout, equal_nodes, read_layout
+from ._node import NodeJob
+from ._options import read_options
+from ._ports import check_port, free_port, read_address
+from ._program import Program
+from ._remote import SSH, RemoteJob
+from ._slurm import slurm_script
+from ._variables import forwarded, read_exports, variable
+
+_WRONG_USE = 2
+_LOOPBACK = "127.0.0.1"
+_FILE_GRACE_S = 120.0
+
+
+def launch(argv: Sequence[str], prog: str) -> int:
+    """Start the processes of a job and see them to their end.
+
+    Args:
+        argv: Options, then the script and its own arguments.
+        prog: What the user typed before them.
+
+    Returns:
+        0; the exit code of the first process that failed, 128 and the signal's number where one ended it; 124 after a
+        stall; 128 and the signal's number where the launcher itself was asked to end; 2 after wrong use.
+    """
+    try:
+        args = read_options(list(argv), prog)
+        run = {"--nproc": _run_here, "--hostfile": _run_on_nodes, "--node-rank": _run_as_node, "--write": _write}
+        return run[args.kind](args)
+    except LaunchError as error:
+        sys.stderr.write(f"{prog}: {error}\n")
+        return _WRONG_USE
+
+
+def _run_here(args: argparse.Namespace) -> int:
+    if args.cpu_devices is not None and args.devices_per_process is not None:
+        raise LaunchError(
+            "processes must have either simulated or real devices, but got --cpu-devices "
+            f"{args.cpu_devices} and --devices-per-process {args.devices_per_process}. Leave one of them out."
+        )
+    program = _program(args)
+    program.check()
+    each = args.devices_per_process or 1
+    job = NodeJob(
+        layout=equal_nodes(["localhost"], args.nproc * each, args.nproc),
+        node_rank=0,
+        program=program,
+        python=args.python or sys.executable,
+        exports=read_exports(args.export),
+        cpu_devices=args.cpu_devices,
+        binds_devices=args.nproc > 1 or args.devices_per_process is not None,
+        is_alone=True,
+    )
+
+    def coordinator() -> str:
+        if args.port is not None:
+            check_port(args.port, "--port")
+        return f"{_LOOPBACK}:{args.port or free_port()}"
+
+    if args.dry_run:
+        return _print(job.shell_lines(coordinator()))
+    return run_attempts(
+        lambda attempt, folder: job.commands(coordinator(), attempt, folder), _limits(args), log_dir=args.log_dir
+    )
+
+
+def _run_as_node(args: argparse.Namespace) -> int:
+    if args.coordinator is None:
+        raise LaunchError(
+            "--node-rank must come with the coordinator's address, but got no --coordinator. Give every node the same, "
+            f"--coordinator HOST:{DEFAULT_PORT} with the host of node 0."
+        )
+    _, port = read_address(args.coordinator)
+    layout = _layout_of_node(args)
+    rank = _node_rank(args.node_rank, layout)
+    program = _program(args)
+    program.check()
+    job = NodeJob(
+        layout=layout,
+        node_rank=rank,
+        program=program,
+        python=args.python or sys.executable,
+        exports=read_exports(args.export),
+        cpu_devices=args.cpu_devices,
+    )
+    if rank == 0:
+        check_port(port, "--coordinator")
+    return run_attempts(
+        lambda attempt, folder: job.commands(args.coordinator, attempt, folder),
+        _limits(args),
+        log_dir=args.log_dir,
+        control=sys.stdin.fileno() if args.control_stdin else None,
+    )
+
+
+def _layout_of_node(args: argparse.Namespace) -> Layout:
+    counts = (args.num_nodes, args.num_gpus)
+    if args.layout is not None and counts == (None, None):
+        return read_layout(args.layout, args.processes_per_node)
+    if args.layout is None and None not in counts:
+        return equal_nodes([f"node-{i}" for i in range(args.num_nodes)], args.num_gpus, args.processes_per_node)
+    raise LaunchError(
+        "--node-rank must come with either --layout or both --num_nodes and --num_gpus, but got "
+        f"--layout {args.layout}, --num_nodes {args.num_nodes}, --num_gpus {args.num_gpus}. Give all nodes the same."
+    )
+
+
+def _node_rank(text: str, layout: Layout) -> int:
+    if not text.startswith("@"):
+        return layout.rank_of(text, "--node-rank")
+    value = variable(text[1:])
+    if value is None:
+        raise LaunchError(
+            f"--node-rank {text} must name a variable of the environment, but {text[1:]} is not set. "
+            "Start it where the scheduler sets it, or give the node's number."
+        )
+    return layout.rank_of(value, f"{text[1:]}, which --node-rank names,")
+
+
+def _run_on_nodes(args: argparse.Namespace) -> int:
+    chosen = choose_nodes(
+        read_hostfile(args.hostfile),
+        include=args.include,
+        exclude=args.exclude,
+        num_nodes=args.num_nodes,
+        num_gpus=args.num_gpus,
+    )
+    layout = Layout(chosen, args.processes_per_node)
+    if args.port is not None and args.coordinator is not None:
+        raise LaunchError(
+            f"the coordinator's port must be given once, but got --port {args.port} and --coordinator "
+            f"{args.coordinator}. Leave --port out."
+        )
+    if args.coordinator is not None:
+        read_address(args.coordinator)
+    job = RemoteJob(
+        layout=layout,
+        launcher=args.launcher or "ssh",
+        python=args.python or sys.executable,
+        options=_options_of_node(args),
+        program=_program(args).options(),
+        variables={**forwarded(), **read_exports(args.export)},
+        ssh=SSH if args.ssh_command is None else _words(args.ssh_command, "--ssh-command"),
+        launcher_args=_words(args.launcher_args or "", "--launcher-args"),
+    )
+
+    def coordinator(attempt: int) -> str:
+        # A port that nobody chose may change, so that what is left of the last attempt is not met.
+        return args.coordinator or f"{chosen[0].name}:{args.port or DEFAULT_PORT + attempt}"
+
+    if args.dry_run:
+        return _print([shlex.join(words) for words in job.words(coordinator(0))])
+    return run_attempts(lambda attempt, _: job.commands(coordinator(attempt), attempt), _limits(args, watches=False))
+
+
+def _options_of_node(args: argparse.Namespace) -> list[str]:
+    """What the launcher on each node is told of this one's options."""
+    names = (
+        "processes_per_node",
+        "cpu_devices",
+        "log_dir",
+        "stall_timeout",
+        "start_timeout",
+        "grace",
+        "kill_grace",
+    )
+    options = []
+    for name in names:
+        value = getattr(args, name)
+        if value is not None:
+            options += [f"--{name.replace('_', '-')}", f"{value:g}" if isinstance(value, float) else str(value)]
+    return options
+
+
+def _write(args: argparse.Namespace) -> int:
+    for option, value in (("--num_nodes", args.num_nodes), ("--num_gpus", args.num_gpus)):
+        if value is None:
+            raise LaunchError(
+                f"--write must come with --num_nodes and --num_gpus, but got no {option}. "
+                "Give the number of nodes, and of GPUs on each."
+            )
+    job = ClusterJob(
+        program=_program(args),
+        num_nodes=args.num_nodes,
+        gpus_per_node=args.num_gpus,
+        processes_per_node=args.processes_per_node,
+        name=args.job_name or "jaxpipe",
+        time_limit=args.time,
+        image=args.image,
+        python=args.python or "python",
+        variables=read_exports(args.export),
+        port=args.port,
+        grace_s=_FILE_GRACE_S if args.grace is None else args.grace,
+        stall_timeout_s=args.stall_timeout,
+        max_restarts=args.max_restarts or 0,
+        cpus_per_process=args.cpus_per_process,
+        volume=args.volume,
+    )
+    make = {"slurm": slurm_script, "kubernetes": kubernetes_manifest, "jobset": jobset_manifest}[args.write]
+    sys.stdout.write(make(job))
+    return 0
+
+
+def _program(args: argparse.Namespace) -> Program:
+    kind = "module" if args.module else "command" if args.no_python else "script"
+    return Program(args.script, tuple(args.args), kind)
+
+
+def _limits(args: argparse.Namespace, *, watches: bool = True) -> Limits:
+    """The limits; a launcher of launchers watches no steps itself."""
+    usual = Limits()
+    return Limits(
+        grace_s=usual.grace_s if args.grace is None else args.grace,
+        kill_grace_s=usual.kill_grace_s if args.kill_grace is None else args.kill_grace,
+        stall_timeout_s=args.stall_timeout if watches else None,
+        start_timeout_s=args.start_timeout if watches else None,
+        max_restarts=args.max_restarts or 0,
+    )
+
+
+def _words(text: str, option: str) -> list[str]:
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise LaunchError(
+            f"{option} must be words as a shell takes them, but got {text!r}: {error}. Close the quotation."
+        ) from error
+
+
+def _print(lines: Sequence[str]) -> int:
+    sys.stdout.write("".join(f"{line}\n" for line in lines))
+    return 0

@@ -1,0 +1,153 @@
+"""What the environment says of the other processes of a job."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from jaxpipe.errors import LaunchError
+
+DEFAULT_PORT = 29500
+"""DeepSpeed's and torch's port of the coordinator."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """How a process finds the others.
+
+    Attributes:
+        source: Where that was found, in words.
+        coordinator_address: `host:port` of process 0; None: JAX finds it.
+        num_processes: How many there are; None: JAX finds it.
+        process_id: This one's index; None: JAX finds it.
+        local_device_ids: The accelerators of the node that this process uses; None: all, or what JAX finds.
+    """
+
+    source: str
+    coordinator_address: str | None = None
+    num_processes: int | None = None
+    process_id: int | None = None
+    local_device_ids: tuple[int, ...] | None = None
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether there is no other process."""
+        return self.num_processes == 1
+
+
+def find_job(environ: Mapping[str, str], port: int = DEFAULT_PORT) -> Job | None:
+    """Read the environment.
+
+    Args:
+        environ: `os.environ`.
+        port: Port of the coordinator where the environment gives none.
+
+    Returns:
+        The job; None where the environment speaks of none.
+
+    Raises:
+        LaunchError: Some variables of a kind are set and others missing, or one is no such number.
+    """
+    for find in (_from_jax, _from_torchrun, _from_skypilot, _from_schedulers):
+        found = find(environ, port)
+        if found is not None:
+            return found
+    return None
+
+
+def _from_jax(environ: Mapping[str, str], port: int) -> Job | None:
+    names = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+    if not any(name in environ for name in names[1:]):
+        return None
+    if environ.get(names[1]) == "1" and names[2] not in environ:
+        return Job("JAX_NUM_PROCESSES", num_processes=1, process_id=0)
+    _check_whole(environ, names, names)
+    ids = environ.get("JAX_LOCAL_DEVICE_IDS")
+    local = None if not ids else tuple(_number("JAX_LOCAL_DEVICE_IDS", part) for part in ids.split(","))
+    return _job("the variables JAX_*", environ[names[0]], environ, names[1], names[2], local)
+
+
+def _from_torchrun(environ: Mapping[str, str], port: int) -> Job | None:
+    names = ("MASTER_ADDR", "WORLD_SIZE", "RANK")
+    if not any(name in environ for name in names[1:]):
+        return None
+    if environ.get("WORLD_SIZE") == "1":
+        return Job("WORLD_SIZE", num_processes=1, process_id=0)
+    _check_whole(environ, names, (*names, "MASTER_PORT"))
+    port = _number("MASTER_PORT", environ.get("MASTER_PORT", str(port)))
+    local = None
+    if environ.get("LOCAL_WORLD_SIZE", "1") != "1" and "LOCAL_RANK" in environ:
+        local = (_number("LOCAL_RANK", environ["LOCAL_RANK"]),)
+    address = f"{environ['MASTER_ADDR']}:{port}"
+    return _job("torchrun's MASTER_ADDR, WORLD_SIZE and RANK", address, environ, "WORLD_SIZE", "RANK", local)
+
+
+def _from_skypilot(environ: Mapping[str, str], port: int) -> Job | None:
+    names = ("SKYPILOT_NODE_IPS", "SKYPILOT_NUM_NODES", "SKYPILOT_NODE_RANK")
+    if not any(name in environ for name in names):
+        return None
+    _check_whole(environ, names, names)
+    first = (environ[names[0]].split() or [""])[0]
+    return _job("SkyPilot's SKYPILOT_NODE_IPS", f"{first}:{port}", environ, names[1], names[2], None)
+
+
+def _from_schedulers(environ: Mapping[str, str], port: int) -> Job | None:
+    """What JAX detects by itself, seen here only where there are other processes."""
+    slurm = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")
+    if all(name in environ for name in slurm) and _number("SLURM_NTASKS", environ["SLURM_NTASKS"]) > 1:
+        return Job("Slurm")
+    if "OMPI_MCA_orte_hnp_uri" in environ and environ.get("OMPI_COMM_WORLD_SIZE", "1") != "1":
+        return Job("Open MPI")
+    if "KUBERNETES_SERVICE_HOST" in environ and "JOB_COMPLETION_INDEX" in environ:
+        return Job("Kubernetes")
+    return None
+
+
+def _job(
+    source: str, address: str, environ: Mapping[str, str], count: str, index: str, local: tuple[int, ...] | None
+) -> Job:
+    num_processes, process_id = _number(count, environ[count]), _number(index, environ[index])
+    check_index(process_id, num_processes, index, count)
+    return Job(source, check_address(address), num_processes, process_id, local)
+
+
+def check_index(process_id: int, num_processes: int, index: str = "process_id", count: str = "num_processes") -> None:
+    """Refuse an index that is not one of the processes.
+
+    Raises:
+        LaunchError: It is not in range.
+    """
+    if not 0 <= process_id < num_processes:
+        raise LaunchError(
+            f"{index} must be in [0, {count}={num_processes}), but got {index}={process_id}. Processes are counted "
+            "from 0."
+        )
+
+
+def check_address(address: str) -> str:
+    """Refuse an address without a host or a port.
+
+    Raises:
+        LaunchError: It is not `host:port`.
+    """
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise LaunchError(
+            f"the coordinator's address must be host:port, but got {address!r}. Write for instance "
+            f"'10.0.0.1:{DEFAULT_PORT}'."
+        )
+    return address
+
+
+def _check_whole(environ: Mapping[str, str], needed: Sequence[str], shown: Sequence[str]) -> None:
+    missing = [name for name in needed if not environ.get(name)]
+    if missing:
+        given = ", ".join(f"{name}={environ[name]}" for name in shown if name in environ)
+        raise LaunchError(
+            f"the environment must give {', '.join(needed)} together, but got {given} without {', '.join(missing)}. "
+            "Set what is missing, or remove the others to run one process."
+        )
+
+
+def _number(name: str, text: str) -> int:
+    if not text.strip().isdecimal():
+        raise LaunchError(f"{name} must be a number, but got {name}={text!r}. Set it to one, or remove it.")
+    return int(text)

@@ -1,0 +1,163 @@
+"""Running a group of processes to its end: all finish, or all are ended."""
+
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ._members import Command, Guard, Member
+from ._output import Output
+from ._stop import Stop, StopRequests
+from ._watch import StallWatch
+
+STALLED = 124
+"""Exit code after a stall, as `timeout` has it."""
+
+_POLL_S = 0.05
+_NODE_MARGIN_S = 10.0
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How long things may take.
+
+    Args:
+        grace_s: From a SIGTERM that the launcher passes on to SIGKILL.
+        kill_grace_s: The same after a failure, a stall, or an interrupt.
+        stall_timeout_s: Between two steps of a process; None: any time.
+        start_timeout_s: Until its first step; None: any time.
+        max_restarts: How often the whole group is started again after a failure.
+    """
+
+    grace_s: float = 30.0
+    kill_grace_s: float = 5.0
+    stall_timeout_s: float | None = None
+    start_timeout_s: float | None = None
+    max_restarts: int = 0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a group ended.
+
+    Args:
+        exit_code: 0, that of the first process that failed, or 128 and the signal's number.
+        reason: Why it is not 0, as a sentence.
+        may_restart: False after a request to end.
+    """
+
+    exit_code: int
+    reason: str = ""
+    may_restart: bool = True
+
+
+def run_group(commands: Sequence[Command], limits: Limits, requests: StopRequests, output: Output) -> Outcome:
+    """Start processes, wait for all, and end the others when one fails.
+
+    When this returns or raises, every process that was started has ended, with all of its process group.
+
+    Args:
+        commands: What to start.
+        limits: How long things may take.
+        requests: What may ask to end.
+        output: Takes what the processes write; closed at the end.
+
+    Returns:
+        How it ended.
+
+    Raises:
+        LaunchError: One could not be started.
+    """
+    members: list[Member] = []
+    guard = None
+    try:
+        for command in commands:
+            members.append(Member(command, output))
+        guard = Guard(members)
+        output.start()
+        return _watch(members, limits, requests, output)
+    finally:
+        for member in members:
+            member.let_go()
+        for member in members:
+            member.end()
+        output.close()
+        if guard is not None:
+            guard.dismiss()
+
+
+def exit_status(code: int) -> int:
+    """The exit code of a shell for a process's.
+
+    Args:
+        code: An exit code, or minus the number of a signal.
+
+    Returns:
+        The code; 128 and the signal's number.
+    """
+    return code if code >= 0 else 128 - code
+
+
+def _watch(members: Sequence[Member], limits: Limits, requests: StopRequests, output: Output) -> Outcome:
+    stalls = StallWatch(members, limits.stall_timeout_s, limits.start_timeout_s)
+    while True:
+        codes = [member.exit_code() for member in members]
+        failed = next((member for member, code in zip(members, codes, strict=True) if code), None)
+        stop, late = next(iter(requests.received()), None), stalls.late()
+        if failed is not None:
+            code = failed.exit_code() or 0
+            outcome = Outcome(exit_status(code), f"{failed} {_how(code)}.")
+            stop = Stop(signal.SIGTERM, limits.kill_grace_s, outcome.reason)
+        elif stop is not None:
+            outcome = Outcome(128 + stop.number, stop.reason, may_restart=False)
+        elif late is not None:
+            outcome = Outcome(STALLED, late)
+            stop = Stop(signal.SIGTERM, limits.kill_grace_s, late)
+        elif None not in codes:
+            return Outcome(0)
+        else:
+            time.sleep(_POLL_S)
+            continue
+        _end(members, stop, limits, requests, output)
+        return outcome
+
+
+def _end(members: Sequence[Member], stop: Stop, limits: Limits, requests: StopRequests, output: Output) -> None:
+    """Ask all that still run to end, and wait as long as they may take."""
+    running = [member for member in members if member.exit_code() is None]
+    grace_s = stop.grace_s
+    if grace_s is None:
+        grace_s = limits.kill_grace_s if stop.number == signal.SIGINT else limits.grace_s
+    output.say(stop.reason + _ending(len(running), len(members), grace_s))
+    for member in running:
+        member.stop(stop.number, grace_s)
+    margin_s = _NODE_MARGIN_S if any(member.command.reach != "process" for member in running) else 0.0
+    deadline = time.monotonic() + grace_s + margin_s
+    known = len(requests.received())
+    shortened = False
+    while running and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+        if any(later.is_urgent for later in requests.received()[known:]):
+            return
+        as_asked = (None, 0, 128 + stop.number)
+        if not shortened and any(member.exit_code() not in as_asked for member in running):
+            # What one that failed takes part in cannot finish.
+            shortened = True
+            deadline = min(deadline, time.monotonic() + limits.kill_grace_s + margin_s)
+        running = [member for member in running if member.exit_code() is None]
+
+
+def _how(code: int) -> str:
+    if code >= 0:
+        return f"ended with exit code {code}"
+    try:
+        return f"was killed by {signal.Signals(-code).name}"
+    except ValueError:  # a real-time signal
+        return f"was killed by signal {-code}"
+
+
+def _ending(num_running: int, num_members: int, grace_s: float) -> str:
+    if not num_running:
+        return ""
+    what = "all" if num_running == num_members > 1 else f"the other {num_running}" if num_running > 1 else "the other"
+    return f" Ending {'it' if num_members == 1 else what}, in {grace_s:g} s at most."

@@ -1,0 +1,155 @@
+"""Hostfiles, and the choice of nodes and slots from them."""
+
+import re
+from pathlib import Path
+
+from jaxpipe.errors import LaunchError
+
+from ._layout import NODE_NAME, Node, read_nodes
+
+_LINE = re.compile(rf"({NODE_NAME.pattern})\s+slots=([0-9]+)")
+_MAX_SLOTS = 4096
+
+
+def read_hostfile(path: Path) -> tuple[Node, ...]:
+    """Read a file of lines `name slots=N`.
+
+    Empty lines, and what follows a `#`, are left out.
+
+    Args:
+        path: The file.
+
+    Returns:
+        The nodes in the file's order, each with slots 0 to N - 1.
+
+    Raises:
+        LaunchError: The file cannot be read or names no node; a line is of another form or names a node again.
+
+    Reference:
+        DeepSpeed's hostfile.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise LaunchError(
+            f"--hostfile must be a text file that can be read, but got {path}: {error}. Give the path of a file with "
+            "lines such as 'worker-0 slots=8'."
+        ) from error
+    nodes: dict[str, Node] = {}
+    first_seen: dict[str, int] = {}
+    for number, line in enumerate(lines, start=1):
+        text = line.partition("#")[0].strip()
+        if not text:
+            continue
+        match = _LINE.fullmatch(text)
+        if match is None or not 0 < int(match[2]) <= _MAX_SLOTS:
+            raise LaunchError(
+                f"{path}, line {number} must be 'name slots=N' with N in [1, {_MAX_SLOTS}], but got {text!r}. "
+                "Write for instance 'worker-0 slots=8'."
+            )
+        name = match[1]
+        if name in nodes:
+            raise LaunchError(
+                f"{path}, line {number} must name a new node, but got {name!r}, which line {first_seen[name]} names. "
+                "Keep one of the two lines."
+            )
+        first_seen[name] = number
+        nodes[name] = Node(name, tuple(range(int(match[2]))))
+    if not nodes:
+        raise LaunchError(
+            f"{path} must name at least one node, but got {len(lines)} lines without any. "
+            "Write a line such as 'worker-0 slots=8'."
+        )
+    return tuple(nodes.values())
+
+
+def choose_nodes(
+    nodes: tuple[Node, ...],
+    *,
+    include: str | None = None,
+    exclude: str | None = None,
+    num_nodes: int | None = None,
+    num_gpus: int | None = None,
+) -> tuple[Node, ...]:
+    """Take some nodes and slots of a hostfile.
+
+    Args:
+        nodes: All of them.
+        include: `NODE[:SLOTS]` joined by `@`: only these; a node without slots has all.
+        exclude: The same: all but these.
+        num_nodes: The first so many nodes.
+        num_gpus: The first so many slots of each.
+
+    Returns:
+        The nodes that are left, in the hostfile's order.
+
+    Raises:
+        LaunchError: More than one way of choosing is used, a node or slot is unknown, or nothing is left.
+
+    Reference:
+        DeepSpeed's `--include`, `--exclude`, `--num_nodes` and `--num_gpus`.
+    """
+    counted = num_nodes is not None or num_gpus is not None
+    given = {"--include": include is not None, "--exclude": exclude is not None, "--num_nodes or --num_gpus": counted}
+    used = [name for name, is_given in given.items() if is_given]
+    if len(used) > 1:
+        raise LaunchError(
+            f"Nodes must be chosen in one way, but got {' and '.join(used)}. Keep one of them; slots may be written as "
+            "--include NODE:0,1."
+        )
+    if include is not None:
+        named = _known(nodes, include, "--include")
+        return tuple(Node(node.name, named[node.name]) for node in nodes if node.name in named)
+    if exclude is not None:
+        named = _known(nodes, exclude, "--exclude")
+        kept = [Node(n.name, tuple(slot for slot in n.slots if slot not in named.get(n.name, ()))) for n in nodes]
+        left = tuple(node for node in kept if node.slots)
+        if not left:
+            raise LaunchError(
+                f"--exclude must leave at least one slot, but got --exclude {exclude!r}. "
+                f"The hostfile has {_listed(nodes)}; exclude fewer."
+            )
+        return left
+    return _first(nodes, num_nodes, num_gpus)
+
+
+def _first(nodes: tuple[Node, ...], num_nodes: int | None, num_gpus: int | None) -> tuple[Node, ...]:
+    if num_nodes is not None and num_nodes > len(nodes):
+        raise LaunchError(
+            f"--num_nodes must be at most the {len(nodes)} nodes of the hostfile, but got --num_nodes {num_nodes}. "
+            f"It has {_listed(nodes)}."
+        )
+    taken = nodes[:num_nodes]
+    if num_gpus is None:
+        return taken
+    for node in taken:
+        if num_gpus > len(node.slots):
+            raise LaunchError(
+                f"--num_gpus must be at most the slots of every node, but got --num_gpus {num_gpus} and {node.name} "
+                f"has slots={len(node.slots)}. Ask for fewer, or leave the node out with --exclude {node.name}."
+            )
+    return tuple(Node(node.name, node.slots[:num_gpus]) for node in taken)
+
+
+def _known(nodes: tuple[Node, ...], text: str, option: str) -> dict[str, tuple[int, ...]]:
+    """The nodes and slots that an option names, in ascending order, all of them known."""
+    all_slots = {node.name: node.slots for node in nodes}
+    found = {}
+    for name, slots in read_nodes(text, option):
+        if name not in all_slots:
+            raise LaunchError(
+                f"{option} must name nodes of the hostfile, but got {name!r} in {option} {text!r}. "
+                f"It has {_listed(nodes)}."
+            )
+        unknown = [slot for slot in slots or () if slot not in all_slots[name]]
+        if unknown:
+            raise LaunchError(
+                f"{option} must name slots that {name} has, but got slot {unknown[0]} in {option} {text!r}. "
+                f"It has slots 0 to {len(all_slots[name]) - 1}."
+            )
+        found[name] = tuple(sorted(slots)) if slots is not None else all_slots[name]
+    return found
+
+
+def _listed(nodes: tuple[Node, ...]) -> str:
+    return ", ".join(f"{node.name} slots={len(node.slots)}" for node in nodes)

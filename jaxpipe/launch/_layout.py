@@ -1,0 +1,189 @@
+"""Which process runs where, with which devices."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jaxpipe.errors import LaunchError
+
+NODE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+
+
+@dataclass(frozen=True)
+class Node:
+    """One machine.
+
+    Args:
+        name: What the others call it.
+        slots: Local numbers of its devices that are used.
+    """
+
+    name: str
+    slots: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.name}:{','.join(map(str, self.slots))}"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one process stands.
+
+    Args:
+        process_id: Its number among all.
+        devices: Local numbers of its devices.
+    """
+
+    process_id: int
+    devices: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """All nodes of a job and how many processes each has.
+
+    Processes are counted through the nodes in their order; the devices of a node are dealt to its processes in equal
+    contiguous parts.
+
+    Args:
+        nodes: The machines; the first has process 0.
+        processes_per_node: How many on each; None: one a slot.
+
+    Raises:
+        LaunchError: The slots of a node cannot be dealt equally.
+    """
+
+    nodes: tuple[Node, ...]
+    processes_per_node: int | None = None
+
+    def __post_init__(self) -> None:
+        per_node = self.processes_per_node
+        for node in self.nodes:
+            if per_node is not None and len(node.slots) % per_node:
+                raise LaunchError(
+                    f"--processes-per-node must divide the slots of every node, but got {per_node} and {node.name} has "
+                    f"slots={len(node.slots)}. Use {_nearest_divisor(len(node.slots), per_node)}, or other slots."
+                )
+
+    @property
+    def num_processes(self) -> int:
+        """Processes on all nodes together."""
+        return sum(map(self._on, self.nodes))
+
+    def places(self, node_rank: int) -> tuple[Place, ...]:
+        """The processes of one node.
+
+        Args:
+            node_rank: Its index in `nodes`.
+
+        Returns:
+            Their places, in order.
+        """
+        node = self.nodes[node_rank]
+        count = self._on(node)
+        first = sum(map(self._on, self.nodes[:node_rank]))
+        each = len(node.slots) // count
+        return tuple(Place(first + i, node.slots[i * each : (i + 1) * each]) for i in range(count))
+
+    def rank_of(self, text: str, source: str) -> int:
+        """The index of a node, from its index or its name.
+
+        Args:
+            text: Either.
+            source: Where it was read, for the error.
+
+        Returns:
+            The index.
+
+        Raises:
+            LaunchError: There is no such node.
+        """
+        names = [node.name for node in self.nodes]
+        if text in names:
+            return names.index(text)
+        if text.isascii() and text.isdigit() and int(text) < len(names):
+            return int(text)
+        raise LaunchError(
+            f"{source} must be a number in [0, {len(names)}) or the name of a node, but got {text!r}. "
+            f"The nodes are {', '.join(names)}."
+        )
+
+    def __str__(self) -> str:
+        return "@".join(map(str, self.nodes))
+
+    def _on(self, node: Node) -> int:
+        return len(node.slots) if self.processes_per_node is None else self.processes_per_node
+
+
+def read_nodes(text: str, option: str) -> list[tuple[str, tuple[int, ...] | None]]:
+    """Take `NAME:SLOT,SLOT@NAME` apart.
+
+    Args:
+        text: Nodes joined by `@`, each a name, or a name and slots.
+        option: What the user gave it with.
+
+    Returns:
+        Names and slots; None where no slots are named.
+
+    Raises:
+        LaunchError: It is not of this form, or names a node or a slot twice.
+    """
+    found: list[tuple[str, tuple[int, ...] | None]] = []
+    for part in text.split("@"):
+        name, colon, listed = part.strip().partition(":")
+        slots = [int(slot) for slot in listed.split(",") if slot.isascii() and slot.isdigit()]
+        if not NODE_NAME.fullmatch(name) or (colon and len(slots) != listed.count(",") + 1):
+            raise _wrong(option, text, f"{part!r} is neither a name nor a name and slots")
+        if len(set(slots)) != len(slots) or name in [known for known, _ in found]:
+            raise _wrong(option, text, f"{part!r} names something a second time")
+        found.append((name, tuple(slots) if colon else None))
+    return found
+
+
+def read_layout(text: str, processes_per_node: int | None) -> Layout:
+    """Read what `str(layout)` wrote.
+
+    Args:
+        text: Nodes with their slots, joined by `@`.
+        processes_per_node: How many on each; None: one a slot.
+
+    Returns:
+        The layout.
+
+    Raises:
+        LaunchError: It is not of this form, a node comes without slots, or they cannot be dealt.
+    """
+    nodes = read_nodes(text, "--layout")
+    for name, slots in nodes:
+        if slots is None:
+            raise _wrong("--layout", text, f"{name!r} comes without slots")
+    return Layout(tuple(Node(name, slots or ()) for name, slots in nodes), processes_per_node)
+
+
+def equal_nodes(names: Sequence[str], num_slots: int, processes_per_node: int | None) -> Layout:
+    """A layout of nodes with slots 0, 1, ... each.
+
+    Args:
+        names: The nodes.
+        num_slots: Slots of each.
+        processes_per_node: How many processes on each; None: one a slot.
+
+    Returns:
+        The layout.
+
+    Raises:
+        LaunchError: The slots cannot be dealt equally.
+    """
+    return Layout(tuple(Node(name, tuple(range(num_slots))) for name in names), processes_per_node)
+
+
+def _wrong(option: str, text: str, why: str) -> LaunchError:
+    return LaunchError(
+        f"{option} must be NODE or NODE:SLOT,SLOT, joined by @, but got {option} {text!r}, in which {why}. "
+        "Write for instance worker-0@worker-1:0,2."
+    )
+
+
+def _nearest_divisor(number: int, wanted: int) -> int:
+    divisors = [i for i in range(1, number + 1) if number % i == 0]
+    return min(divisors, key=lambda divisor: (abs(divisor - wanted), divisor))

@@ -1,0 +1,115 @@
+"""The processes of one node."""
+
+import os
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ._layout import Layout, Place
+from ._members import Command
+from ._program import Program
+from ._variables import (
+    COORDINATOR,
+    COORDINATOR_BIND,
+    HEARTBEAT_FILE,
+    LOCAL_DEVICES,
+    NUM_CPU_DEVICES,
+    NUM_PROCESSES,
+    PLATFORMS,
+    PROCESS_ID,
+    RESTART,
+    inherited,
+)
+
+
+@dataclass(frozen=True)
+class NodeJob:
+    """What one node runs.
+
+    Args:
+        layout: All nodes.
+        node_rank: This one's index.
+        program: What each process runs.
+        python: The interpreter.
+        exports: Further variables.
+        cpu_devices: Simulated devices of each process; None: real ones.
+        binds_devices: Whether each process is given its devices; False: it sees all.
+        is_alone: Whether there is no other node, so that the coordinator listens to this machine alone.
+    """
+
+    layout: Layout
+    node_rank: int
+    program: Program
+    python: str
+    exports: Mapping[str, str]
+    cpu_devices: int | None = None
+    binds_devices: bool = True
+    is_alone: bool = False
+
+    def commands(self, coordinator: str, attempt: int, heartbeat_dir: Path | None) -> tuple[Command, ...]:
+        """The commands of this node's processes.
+
+        Args:
+            coordinator: `host:port`.
+            attempt: How often the job was restarted.
+            heartbeat_dir: Where each process has its heartbeat file, made here; None: they have none.
+
+        Returns:
+            One command a process.
+        """
+        return tuple(self._command(place, coordinator, attempt, heartbeat_dir) for place in self._places())
+
+    def shell_lines(self, coordinator: str) -> tuple[str, ...]:
+        """The commands as a shell takes them, with the variables that this node sets.
+
+        Args:
+            coordinator: `host:port`.
+
+        Returns:
+            One line a process.
+        """
+        return tuple(
+            shlex.join(
+                ["env", *(f"{k}={v}" for k, v in self._variables(place, coordinator, 0).items()), *self._words()]
+            )
+            for place in self._places()
+        )
+
+    def _places(self) -> tuple[Place, ...]:
+        return self.layout.places(self.node_rank)
+
+    def _words(self) -> tuple[str, ...]:
+        return self.program.words(self.python)
+
+    def _command(self, place: Place, coordinator: str, attempt: int, heartbeat_dir: Path | None) -> Command:
+        variables = self._variables(place, coordinator, attempt)
+        heartbeat = None
+        if heartbeat_dir is not None:
+            heartbeat = heartbeat_dir / str(place.process_id)
+            heartbeat.touch()
+            os.utime(heartbeat, (0, 0))  # so that the first step is seen however soon it comes
+            variables[HEARTBEAT_FILE] = str(heartbeat)
+        return Command(
+            name=f"process {place.process_id}",
+            words=self._words(),
+            environment={**inherited(), **variables},
+            label=str(place.process_id),
+            heartbeat=heartbeat,
+        )
+
+    def _variables(self, place: Place, coordinator: str, attempt: int) -> dict[str, str]:
+        variables = {
+            **self.exports,
+            COORDINATOR: coordinator,
+            NUM_PROCESSES: str(self.layout.num_processes),
+            PROCESS_ID: str(place.process_id),
+            RESTART: str(attempt),
+        }
+        if self.is_alone:
+            variables[COORDINATOR_BIND] = coordinator
+        if self.cpu_devices is not None:
+            variables |= {PLATFORMS: "cpu", NUM_CPU_DEVICES: str(self.cpu_devices)}
+        elif self.binds_devices:
+            variables[LOCAL_DEVICES] = ",".join(map(str, place.devices))
+        return variables

@@ -1,0 +1,182 @@
+"""The launcher's command line."""
+
+import argparse
+import math
+from pathlib import Path
+
+from jaxpipe.errors import LaunchError
+
+from ._remote import CONTROL_OPTION
+
+_USAGE = """jaxpipe launch --nproc N [options] SCRIPT [arguments]
+       jaxpipe launch --hostfile FILE [options] SCRIPT [arguments]
+       jaxpipe launch --write slurm|kubernetes|jobset --num_nodes N --num_gpus N [options] SCRIPT [arguments]
+
+`python -m jaxpipe.launch` is the same as `jaxpipe launch`."""
+
+# Which kinds of launch an option belongs to; those not named here belong to all.
+_BELONGS = {
+    "nproc": ("--nproc",),
+    "devices_per_process": ("--nproc",),
+    "hostfile": ("--hostfile",),
+    "include": ("--hostfile",),
+    "exclude": ("--hostfile",),
+    "launcher": ("--hostfile",),
+    "ssh_command": ("--hostfile",),
+    "launcher_args": ("--hostfile",),
+    "layout": ("--node-rank",),
+    "node_rank": ("--node-rank",),
+    "num_nodes": ("--hostfile", "--node-rank", "--write"),
+    "num_gpus": ("--hostfile", "--node-rank", "--write"),
+    "processes_per_node": ("--hostfile", "--node-rank", "--write"),
+    "cpu_devices": ("--nproc", "--hostfile", "--node-rank"),
+    "coordinator": ("--hostfile", "--node-rank"),
+    "port": ("--nproc", "--hostfile", "--write"),
+    "dry_run": ("--nproc", "--hostfile"),
+    "log_dir": ("--nproc", "--hostfile", "--node-rank"),
+    "kill_grace": ("--nproc", "--hostfile", "--node-rank"),
+    "start_timeout": ("--nproc", "--hostfile", "--node-rank"),
+    "max_restarts": ("--nproc", "--hostfile", "--write"),
+    "job_name": ("--write",),
+    "image": ("--write",),
+    "time": ("--write",),
+    "cpus_per_process": ("--write",),
+    "volume": ("--write",),
+}
+_KINDS = {"write": "--write", "node_rank": "--node-rank", "hostfile": "--hostfile", "nproc": "--nproc"}
+
+
+def read_options(argv: list[str], prog: str) -> argparse.Namespace:
+    """Read the launcher's arguments.
+
+    Args:
+        argv: Options, then the script and its own arguments.
+        prog: What the user typed.
+
+    Returns:
+        The options, None where one was not given; `kind` is the one that decides what to do.
+
+    Raises:
+        LaunchError: None of the deciding options is given, or one is given that does not belong to it.
+    """
+    args = _parser(prog).parse_args(argv)
+    given = [option for name, option in _KINDS.items() if getattr(args, name) is not None]
+    if not given:
+        raise LaunchError(
+            "the launcher must be told where to start processes, but got neither --nproc nor --hostfile. "
+            "Write --nproc 2 for two on this machine, or --hostfile FILE."
+        )
+    args.kind = given[0]
+    for name, kinds in _BELONGS.items():
+        value = getattr(args, name)
+        if value is not None and args.kind not in kinds:
+            option = f"--{name}" if name in ("num_nodes", "num_gpus") else f"--{name.replace('_', '-')}"
+            raise LaunchError(
+                f"{option} must not be given with {args.kind}, but got {option} {value}. It belongs to "
+                f"{' and '.join(kinds)}; leave one of them out."
+            )
+    return args
+
+
+def _parser(prog: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        usage=_USAGE,
+        description="Start the processes of a job, copy what they write, and end all when one fails.",
+        allow_abbrev=False,
+    )
+    _add_program(parser)
+    _add_places(parser)
+    _add_limits(parser)
+    _add_files(parser)
+    return parser
+
+
+def _add_program(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("program")
+    kinds = group.add_mutually_exclusive_group()
+    kinds.add_argument("--module", action="store_true", help="SCRIPT is a module, as for python -m")
+    kinds.add_argument("--no-python", "--no_python", action="store_true", help="SCRIPT is a command")
+    group.add_argument("--python", metavar="PATH", help="interpreter on the nodes; this one")
+    group.add_argument(
+        "--export", action="append", default=[], metavar="NAME[=VALUE]", help="environment variable of the processes"
+    )
+    group.add_argument("script", metavar="SCRIPT")
+    group.add_argument("args", nargs=argparse.REMAINDER, metavar="ARGUMENTS")
+
+
+def _add_places(parser: argparse.ArgumentParser) -> None:
+    here = parser.add_argument_group("on this machine")
+    here.add_argument("--nproc", type=_count, metavar="N", help="processes")
+    here.add_argument(
+        "--devices-per-process", type=_count, metavar="K", help="GPUs of each; 1, or all for a single process"
+    )
+    hosts = parser.add_argument_group("on several nodes")
+    hosts.add_argument("-H", "--hostfile", type=Path, metavar="FILE", help="lines 'name slots=N'")
+    hosts.add_argument("-i", "--include", metavar="NODES", help="only these, such as worker-0@worker-1:0,2")
+    hosts.add_argument("-e", "--exclude", metavar="NODES", help="all but these")
+    hosts.add_argument("--num_nodes", "--num-nodes", type=_count, metavar="N", help="the first N nodes")
+    hosts.add_argument("--num_gpus", "--num-gpus", type=_count, metavar="N", help="the first N slots of each")
+    hosts.add_argument("--processes-per-node", type=_count, metavar="P", help="they share the node's slots; one a slot")
+    hosts.add_argument(
+        "--one-process-per-node", dest="processes_per_node", action="store_const", const=1, help="for all its slots"
+    )
+    hosts.add_argument("--launcher", choices=("ssh", "srun", "mpirun"), help="what reaches the nodes; ssh")
+    hosts.add_argument("--ssh-command", metavar="COMMAND", help="instead of ssh; is given a node and a shell line")
+    hosts.add_argument("--launcher-args", metavar="WORDS", help="further options of srun or mpirun")
+    hosts.add_argument("--coordinator", metavar="HOST:PORT", help="the first node and port 29500")
+    hosts.add_argument("--node-rank", metavar="RANK", help="be the launcher of this node: its index, or @VARIABLE")
+    hosts.add_argument("--layout", metavar="NODES", help="with --node-rank: all nodes with their slots")
+    both = parser.add_argument_group("on either")
+    both.add_argument("--cpu-devices", type=_count, metavar="K", help="simulated CPU devices of each process")
+    both.add_argument("--port", "--master_port", type=_port, metavar="PORT", help="the coordinator's")
+    both.add_argument("--dry-run", action="store_true", default=None, help="print the commands, run nothing")
+    parser.add_argument(CONTROL_OPTION, action="store_true", help=argparse.SUPPRESS)
+
+
+def _add_limits(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("supervision")
+    group.add_argument("--log-dir", type=Path, metavar="DIR", help="what each process writes, in a file of its own too")
+    group.add_argument("--max-restarts", type=_whole, metavar="K", help="start the group again after a failure; 0")
+    group.add_argument("--stall-timeout", type=_seconds, metavar="SECONDS", help="end the job where no step finishes")
+    group.add_argument("--start-timeout", type=_seconds, metavar="SECONDS", help="the same before the first step")
+    group.add_argument("--grace", type=_seconds, metavar="SECONDS", help="from a SIGTERM passed on to SIGKILL; 30")
+    group.add_argument("--kill-grace", type=_seconds, metavar="SECONDS", help="the same after a failure; 5")
+
+
+def _add_files(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("files for schedulers")
+    group.add_argument("--write", choices=("slurm", "kubernetes", "jobset"), help="print a file, run nothing")
+    group.add_argument("--job-name", metavar="NAME", help="jaxpipe")
+    group.add_argument("--image", metavar="IMAGE", help="container image")
+    group.add_argument("--time", metavar="[D-]HH:MM:SS", help="longest run")
+    group.add_argument("--cpus-per-process", type=_count, metavar="N", help="processor cores")
+    group.add_argument("--volume", metavar="CLAIM:PATH", help="Kubernetes volume claim for checkpoints")
+
+
+def _whole(text: str) -> int:
+    return _integer(text, 0, math.inf, "a whole number of at least 0")
+
+
+def _count(text: str) -> int:
+    return _integer(text, 1, math.inf, "a whole number of at least 1")
+
+
+def _port(text: str) -> int:
+    return _integer(text, 1, 65535, "a port in [1, 65535]")
+
+
+def _integer(text: str, least: float, most: float, what: str) -> int:
+    if not (text.isascii() and text.isdigit() and least <= int(text) <= most):
+        raise argparse.ArgumentTypeError(f"must be {what}, but got {text!r}. Write for instance 2.")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"must be seconds, at least 0, but got {text!r}. Write for instance 30.")
+    return value

@@ -1,0 +1,54 @@
+"""What every process of a job runs."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from jaxpipe.errors import LaunchError
+
+
+@dataclass(frozen=True)
+class Program:
+    """A script, a module or a command, with its arguments.
+
+    Args:
+        name: Path of the script, name of the module, or the command.
+        args: Its arguments.
+        kind: `"script"`, `"module"` or `"command"`.
+    """
+
+    name: str
+    args: tuple[str, ...] = ()
+    kind: str = "script"
+
+    def words(self, python: str) -> tuple[str, ...]:
+        """The command of one process.
+
+        Args:
+            python: The interpreter of scripts and modules; what they print is not held back.
+
+        Returns:
+            Its words.
+        """
+        before = {"script": (python, "-u"), "module": (python, "-u", "-m"), "command": ()}[self.kind]
+        return (*before, self.name, *self.args)
+
+    def options(self) -> tuple[str, ...]:
+        """The words that make the launcher run it.
+
+        Returns:
+            Options and arguments, to stand last.
+        """
+        before = {"script": (), "module": ("--module",), "command": ("--no-python",)}[self.kind]
+        return (*before, self.name, *self.args)
+
+    def check(self) -> None:
+        """Refuse a script that is not here.
+
+        Raises:
+            LaunchError: It is no file.
+        """
+        if self.kind == "script" and not Path(self.name).is_file():
+            raise LaunchError(
+                f"the script must be a file, but got {self.name!r} in {Path.cwd()}. Give its path, or write "
+                f"--module {self.name} or --no-python {self.name} if it is a module or a command."
+            )

@@ -1,0 +1,89 @@
+"""What asks the launcher to end the job."""
+
+import os
+import select
+import signal
+import threading
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+from jaxpipe.errors import LaunchError
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_ORPHAN_GRACE_S = 5.0
+
+
+@dataclass(frozen=True)
+class Stop:
+    """A request to end.
+
+    Args:
+        number: The signal that the processes get.
+        grace_s: How long they may take; None: as the limits say.
+        reason: Why, as a sentence.
+        is_urgent: Whether it ends the wait for an earlier one.
+    """
+
+    number: int
+    grace_s: float | None
+    reason: str
+    is_urgent: bool = False
+
+
+class StopRequests:
+    """Signals, and on a node the words of the launcher that started it; used as a context.
+
+    SIGHUP counts as SIGTERM. A scheduler may send SIGTERM more than once: the later ones change nothing. A later
+    interrupt means at once.
+
+    Args:
+        control: Where that launcher writes; when it closes, that launcher is gone.
+
+    Raises:
+        LaunchError: The context is entered outside the main thread, which alone may catch signals.
+    """
+
+    def __init__(self, control: int | None = None) -> None:
+        self._control = control
+        self._received: list[Stop] = []
+        self._before: dict[signal.Signals, Any] = {}
+        self._unread = b""
+
+    def __enter__(self) -> "StopRequests":
+        if threading.current_thread() is not threading.main_thread():
+            raise LaunchError(
+                "the launcher must run in the main thread, which alone may catch signals, but got thread="
+                f"{threading.current_thread().name!r}. Call it there, or start it as a program."
+            )
+        for number in _SIGNALS:
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+                self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def received(self) -> tuple[Stop, ...]:
+        """All requests until now, in their order."""
+        self._read_control()
+        return tuple(self._received)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        del frame
+        passed_on = signal.SIGTERM if number == signal.SIGHUP else number
+        reason = f"Got {signal.Signals(number).name}."
+        self._received.append(Stop(passed_on, None, reason, is_urgent=number == signal.SIGINT))
+
+    def _read_control(self) -> None:
+        while self._control is not None and select.select([self._control], [], [], 0)[0]:
+            data = os.read(self._control, 4096)
+            if not data:
+                self._control = None
+                reason = "The launcher that started this node is gone."
+                self._received.append(Stop(signal.SIGTERM, _ORPHAN_GRACE_S, reason, is_urgent=True))
+            *lines, self._unread = (self._unread + data).split(b"\n")
+            for line in lines:
+                _, number, grace_s = line.split()
+                self._received.append(Stop(int(number), float(grace_s), "The launcher that started this node ends it."))

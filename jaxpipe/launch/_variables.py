@@ -1,0 +1,98 @@
+"""The environment variables that the launcher reads and sets."""
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+
+from jaxpipe.errors import LaunchError
+
+COORDINATOR = "JAX_COORDINATOR_ADDRESS"
+COORDINATOR_BIND = "JAX_COORDINATOR_BIND_ADDRESS"
+NUM_PROCESSES = "JAX_NUM_PROCESSES"
+PROCESS_ID = "JAX_PROCESS_ID"
+LOCAL_DEVICES = "JAX_LOCAL_DEVICE_IDS"
+NUM_CPU_DEVICES = "JAX_NUM_CPU_DEVICES"
+PLATFORMS = "JAX_PLATFORMS"
+HEARTBEAT_FILE = "JAXPIPE_HEARTBEAT_FILE"
+RESTART = "JAXPIPE_RESTART"
+
+# What says where a process stands among the others: each launcher says it anew.
+_OWN = frozenset({COORDINATOR, COORDINATOR_BIND, NUM_PROCESSES, PROCESS_ID, HEARTBEAT_FILE, RESTART})
+_FORWARDED = ("JAX_", "XLA_", "NCCL_")
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+def inherited() -> dict[str, str]:
+    """The environment of this process, less what says where a process stands among the others.
+
+    Returns:
+        Names and values.
+    """
+    return {name: value for name, value in os.environ.items() if name not in _OWN}
+
+
+def variable(name: str) -> str | None:
+    """One variable of this process.
+
+    Args:
+        name: Its name.
+
+    Returns:
+        Its value; None where it is not set.
+    """
+    return os.environ.get(name)
+
+
+def restarts_before() -> int:
+    """How often the job was restarted before this launcher started, as its own launcher or scheduler says.
+
+    Returns:
+        The number in `JAXPIPE_RESTART`; 0 without one.
+    """
+    text = variable(RESTART) or ""
+    return int(text) if text.isascii() and text.isdigit() else 0
+
+
+def forwarded() -> dict[str, str]:
+    """The variables that other nodes are given unasked: `JAX_*`, `XLA_*`, `NCCL_*` and `PYTHONPATH`.
+
+    Returns:
+        Names and values, by name.
+    """
+    mine = inherited()
+    return {
+        name: mine[name]
+        for name in sorted(mine)
+        if name != LOCAL_DEVICES and (name.startswith(_FORWARDED) or name == "PYTHONPATH")
+    }
+
+
+def read_exports(exports: Sequence[str]) -> Mapping[str, str]:
+    """The variables of `--export NAME` and `--export NAME=VALUE`.
+
+    Args:
+        exports: What was given, one entry an option.
+
+    Returns:
+        Names and values, in their order.
+
+    Raises:
+        LaunchError: An entry has no name, or names a variable that is not set here.
+    """
+    found = {}
+    for entry in exports:
+        name, given, value = entry.partition("=")
+        if not _NAME.fullmatch(name):
+            raise LaunchError(
+                f"--export must be NAME or NAME=VALUE, but got --export {entry!r}. Write for instance A=1."
+            )
+        if not given:
+            here = variable(name)
+            if here is None:
+                raise LaunchError(
+                    f"--export must name a variable that is set here, but got --export {name}, which is not. "
+                    f"Set it, or write --export {name}=VALUE."
+                )
+            value = here
+        found[name] = value
+    return found

@@ -1,0 +1,88 @@
+"""Noticing a process that finishes no steps."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ._members import Member
+
+
+@dataclass
+class _Seen:
+    """The last change of a heartbeat file that was seen."""
+
+    member: Member
+    path: Path
+    changed_ns: int
+    at: float
+    has_begun: bool = False
+
+
+class StallWatch:
+    """Watches the heartbeat files of a group.
+
+    A process that runs is late when its file has not changed for `stall_timeout_s`; before the first change, when it
+    has run for `start_timeout_s`.
+
+    Args:
+        members: The processes.
+        stall_timeout_s: Seconds between two steps; None: any number.
+        start_timeout_s: Seconds before the first step; None: any number.
+    """
+
+    def __init__(self, members: Sequence[Member], stall_timeout_s: float | None, start_timeout_s: float | None) -> None:
+        self._stall_timeout_s = stall_timeout_s
+        self._start_timeout_s = start_timeout_s
+        now = time.monotonic()
+        files = [(member, member.command.heartbeat) for member in members]
+        self._all = [_Seen(member, path, _changed_ns(path), now) for member, path in files if path is not None]
+
+    def late(self) -> str | None:
+        """Look at the files.
+
+        Returns:
+            A sentence about the process that has been late for longest, a stopped one before others; None where none
+            is late.
+        """
+        now = time.monotonic()
+        late = []
+        for seen in self._all:
+            changed_ns = _changed_ns(seen.path)
+            if changed_ns != seen.changed_ns:
+                seen.changed_ns, seen.at, seen.has_begun = changed_ns, now, True
+            limit_s = self._stall_timeout_s if seen.has_begun else self._start_timeout_s
+            if limit_s is not None and now - seen.at > limit_s and seen.member.exit_code() is None:
+                late.append((_is_stopped(seen.member.pid), now - seen.at, seen))
+        if not late:
+            return None
+        stopped, waited_s, seen = max(late, key=lambda one: one[:2])
+        others = f" {len(late) - 1} more are late." if len(late) > 1 else ""
+        return self._sentence(seen, waited_s) + (" It is stopped by a signal." if stopped else "") + others
+
+    def _sentence(self, seen: _Seen, waited_s: float) -> str:
+        if not seen.has_begun:
+            return (
+                f"{seen.member} finished no first step in {waited_s:.1f} s, longer than --start-timeout "
+                f"{self._start_timeout_s:g}."
+            )
+        last = time.strftime("%H:%M:%S", time.localtime(seen.changed_ns / 1e9))
+        return (
+            f"{seen.member} finished no step for {waited_s:.1f} s, longer than --stall-timeout "
+            f"{self._stall_timeout_s:g}; its last was at {last}."
+        )
+
+
+def _changed_ns(path: Path) -> int:
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return 0
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether the system says so; Linux alone does, here."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+    except OSError:
+        return False

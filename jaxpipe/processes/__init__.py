@@ -1,0 +1,17 @@
+"""What processes of one job tell each other: small values, and whether something failed."""
+
+from ._exchange import gather_numbers as gather_numbers
+from ._exchange import gather_texts as gather_texts
+from ._handshake import handshake as handshake
+from ._log import log as log
+from ._together import raise_together as raise_together
+from ._together import together as together
+
+__all__ = [
+    "gather_numbers",
+    "gather_texts",
+    "handshake",
+    "log",
+    "raise_together",
+    "together",
+]

@@ -1,0 +1,105 @@
+"""One run in many layouts: the same model, samples and optimiser, cut and replicated otherwise."""
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from _models import LENGTH, MODELS, VOCAB
+
+import jaxpipe
+from jaxpipe import PipeDataParallelTopology, PipelineEngine, PipelineModule, ProcessTopology
+from jaxpipe.runtime import read_leaf, state_arrays
+
+BATCH = 8
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Stages, replicas, stage of ZeRO, and the model of `_models`."""
+
+    stages: int
+    data: int
+    zero: int = 0
+    model: str = "tied"
+    precision: str = ""
+    optimizer: str = "Adam"
+    inside: str = "data"
+    """The axis along which neighbours are adjacent devices."""
+
+    def __str__(self) -> str:
+        named = [f"{self.stages}x{self.data}", self.zero * "zero", self.model, self.precision, self.optimizer]
+        return "-".join(name for name in named if name not in ("", "tied", "Adam"))
+
+    def engine(self, **kwargs: Any) -> PipelineEngine:
+        model = MODELS[self.model]
+        if self.inside == "stage":
+            topology = ProcessTopology(["data", "pipe"], [self.data, self.stages])
+        else:
+            topology = PipeDataParallelTopology(self.stages, self.data)
+        module = PipelineModule(model.layers(), topology=topology, loss_fn=model.loss_fn)
+        mesh = jaxpipe.mesh_for(module, jax.devices()[: self.stages * self.data])
+        config = {
+            "train_batch_size": BATCH,
+            "train_micro_batch_size_per_gpu": 2,
+            "zero_optimization": {"stage": self.zero},
+            "optimizer": {"type": self.optimizer, "params": {"lr": 0.01}},
+            "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.02, "warmup_num_steps": 6}},
+        }
+        if self.precision == "fp16":
+            config["fp16"] = {"enabled": True, "initial_scale_power": 24, "loss_scale_window": 2, "hysteresis": 1}
+        elif self.precision:
+            config[self.precision] = {"enabled": True}
+        return jaxpipe.initialize(model=module, config=config, mesh=mesh, **kwargs)[0]
+
+    def entries(self, step: int) -> Iterator[Any]:
+        """The microbatches of a step, whose samples are the same in every layout."""
+        rng = np.random.default_rng(step)
+        inputs, labels = (rng.integers(0, VOCAB, (BATCH, LENGTH), np.int32) for _ in range(2))
+        size = 2 * self.data
+        return iter([(inputs[i : i + size], labels[i : i + size]) for i in range(0, BATCH, size)])
+
+
+@functools.cache
+def shared_engine(layout: Layout) -> PipelineEngine:
+    """An engine that has trained three steps; loading puts it anywhere."""
+    engine = layout.engine()
+    for step in range(3):
+        engine.train_batch(layout.entries(step))
+    return engine
+
+
+def train(engine: PipelineEngine, layout: Layout, steps: range) -> list[float]:
+    return [float(engine.train_batch(layout.entries(step))) for step in steps]
+
+
+def all_leaves(engine: PipelineEngine) -> dict[str, np.ndarray]:
+    """Parameters, optimiser state and collections by their names in a checkpoint."""
+    pipeline = engine.pipeline
+    arrays = {name: np.asarray(array) for name, array in state_arrays(engine.state).items()}
+    return {
+        key: read_leaf(leaf, lambda name, row: arrays[name][row].reshape(-1)) for key, leaf in pipeline.catalog.items()
+    }
+
+
+def assert_same(actual: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> None:
+    """Equal to the bit."""
+    assert list(actual) == list(wanted) or set(actual) == set(wanted)
+    for key, value in wanted.items():
+        assert actual[key].dtype == value.dtype, key
+        np.testing.assert_array_equal(actual[key], value, err_msg=key)
+
+
+@functools.cache
+def saved(layout: Layout, root: Path) -> tuple[Path, dict[str, np.ndarray], list[float]]:
+    """A checkpoint after three steps, what it holds, and the losses of the next two steps without it."""
+    engine = shared_engine(layout)
+    if engine.global_steps != 3:
+        engine = layout.engine()
+        train(engine, layout, range(3))
+    path = root / str(layout)
+    engine.save_checkpoint(path)
+    return path, all_leaves(engine), train(engine, layout, range(3, 5))

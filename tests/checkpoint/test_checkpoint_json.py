@@ -1,0 +1,142 @@
+"""What a user or a data iterator may keep in a checkpoint comes back as it was."""
+
+import datetime
+import enum
+import json
+import math
+import re
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxpipe.checkpoint import decode_state
+from jaxpipe.checkpoint._json import check_json, encode_state
+from jaxpipe.errors import CheckpointError
+
+scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
+
+
+def trees(leaves: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    return st.recursive(
+        leaves, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4), max_leaves=10
+    )
+
+
+def stored(value: Any) -> Any:
+    return json.loads(json.dumps(value))
+
+
+def same(a: Any, b: Any) -> bool:
+    """Equal, and of the same types throughout."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, list):
+        return len(a) == len(b) and all(map(same, a, b))
+    return a == b
+
+
+@given(trees(scalars))
+def test_what_is_accepted_comes_back_as_it_was(value: Any) -> None:
+    check_json(value, "client_state")
+    assert same(stored(value), value)
+
+
+@given(trees(scalars | st.binary()))
+def test_a_state_of_a_data_iterator_comes_back_as_it_was(value: Any) -> None:
+    assert same(decode_state(stored(encode_state(value, "state"))), value)
+
+
+def test_numbers_that_json_does_not_know_come_back_too() -> None:
+    value = {"loss": [math.inf, -math.inf, math.nan, -0.0, 5e-324, 2**80]}
+    check_json(value, "client_state")
+    assert repr(stored(value)) == repr(value)
+    assert repr(decode_state(stored(encode_state(value, "state")))) == repr(value)
+
+
+@given(st.sampled_from([np.int8, np.uint64, np.float16, np.float32, np.float64, np.bool_]), st.integers(0, 100))
+def test_numbers_of_numpy_become_pythons_in_a_state(kind: Any, number: int) -> None:
+    value = decode_state(stored(encode_state({"at": [kind(number)]}, "state")))
+    assert same(value, {"at": [kind(number).item()]})
+
+
+def test_other_containers_of_a_state_become_lists_and_dictionaries() -> None:
+    value = MappingProxyType({"a": (1, (b"\x00\xff", None)), "b": MappingProxyType({})})
+    assert same(decode_state(stored(encode_state(value, "state"))), {"a": [1, [b"\x00\xff", None]], "b": {}})
+
+
+@pytest.mark.parametrize("value", [{"base64": "abcd"}, {"base64": 3}, {"a": {"base64": b"x"}}], ids=str)
+def test_a_state_may_name_its_keys_as_it_likes(value: Any) -> None:
+    assert same(decode_state(stored(encode_state(value, "state"))), value)
+
+
+@pytest.mark.parametrize("key", [0, None, True, ("a", 1)], ids=repr)
+def test_keys_of_a_state_must_be_strings_too(key: Any) -> None:
+    """As other strings they would be no keys of the iterator's."""
+    match = rf"^keys of state\['at'\] must be strings, .* but got key={re.escape(repr(key))}"
+    with pytest.raises(CheckpointError, match=match):
+        encode_state({"at": {"fine": 0, key: 1}}, "state")
+
+
+class Colour(enum.IntEnum):
+    RED = 1
+
+
+@pytest.mark.parametrize(
+    ("value", "where", "match"),
+    [
+        ((1, 2), "x", r"but got a tuple. Write list\(...\)"),
+        ({1, 2}, "x", r"but got a set. Write list\(...\)"),
+        (np.float32(1.5), "x", r"but got a float32. Write value.item\(\)"),
+        (np.float64(1.5), "x", r"but got a float64. Write value.item\(\)"),
+        (jnp.float32(1.5), "x", r"but got a ArrayImpl. Write value.item\(\)"),
+        (np.zeros(3), "x", r"but got a ndarray. Write value.tolist\(\), or make it a collection of a layer if it is"),
+        (jnp.zeros(3), "x", r"but got a ArrayImpl. Write value.tolist\(\), or make it a collection"),
+        (b"bytes", "x", r"but got a bytes. Store what it can be made from"),
+        (Colour.RED, "x", r"but got a Colour. Store what it can be made from"),
+        (1j, "x", r"but got a complex. Store what it can be made from"),
+        (Path("a"), "x", r"but got a PosixPath. Store what it can be made from"),
+        (datetime.date(2024, 1, 1), "x", r"but got a date. Store what it can be made from"),
+        (MappingProxyType({}), "x", r"but got a mappingproxy. Store what it can be made from"),
+        (test_numbers_that_json_does_not_know_come_back_too, "x", r"but got a function. Store what it can be"),
+        ([0, (1,)], "x[1]", r"but got a tuple"),
+        ({"a": {"b c": [None, {1}]}}, "x['a']['b c'][1]", r"but got a set"),
+    ],
+    ids=lambda value: str(value) if isinstance(value, str) else type(value).__name__,
+)
+def test_what_would_not_come_back_is_refused(value: Any, where: str, match: str) -> None:
+    with pytest.raises(
+        CheckpointError, match=rf"^{re.escape(where)} must be a number, a string, .*stored as JSON, {match}"
+    ):
+        check_json(value, "x")
+
+
+@pytest.mark.parametrize("key", [1, None, True, 2.5, ("a", 1), b"a"], ids=repr)
+def test_keys_must_be_strings(key: Any) -> None:
+    match = (
+        rf"^keys of x\['at'\] must be strings, .* but got key={re.escape(repr(key))}. Write {re.escape(repr(str(key)))}"
+    )
+    with pytest.raises(CheckpointError, match=match):
+        check_json({"at": {"fine": 0, key: 1}}, "x")
+
+
+@pytest.mark.parametrize(
+    ("value", "where", "kind"),
+    [
+        ({1}, "state", "set"),
+        ({"a": [0, np.zeros(2)]}, "state['a'][1]", "ndarray"),
+        ([np.datetime64("2024-01-01")], "state[0]", "date"),
+        ((object(),), "state[0]", "object"),
+    ],
+    ids=["set", "array", "date", "object"],
+)
+def test_states_of_other_kinds_are_refused(value: Any, where: str, kind: str) -> None:
+    with pytest.raises(CheckpointError, match=rf"^{re.escape(where)} must be .*, but got a {kind}. (Write|Store) "):
+        encode_state(value, "state")

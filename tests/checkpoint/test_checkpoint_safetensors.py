@@ -1,0 +1,337 @@
+"""Parameters out to safetensors files and back in, to the bit."""
+
+import json
+import re
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from _saved import change_index, copied, flip, make_engine, saved, trained
+from safetensors import safe_open
+from safetensors.numpy import save_file
+
+from jaxpipe.checkpoint import export_safetensors, load_collections, load_params, load_safetensors
+from jaxpipe.errors import CheckpointError
+from jaxpipe.layers import flatten_dict
+from jaxpipe.runtime import state_arrays
+
+LIMIT = 3000
+NAMES = {
+    *("tied/io/bias", "tied/io/kernel", "layers/1_Dense/bias", "layers/1_Dense/kernel", "layers/2_Dense/bias"),
+    *("layers/2_Dense/kernel", "layers/3_Half/Dense_0/bias", "layers/3_Half/Dense_0/kernel"),
+    "collections/3_Half/batch_stats/seen",
+}
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("safetensors")
+
+
+def assert_same(actual: Any, wanted: Any) -> None:
+    """The same bits at the same places."""
+    actual, wanted = flatten_dict(actual), flatten_dict(wanted)
+    assert set(actual) == set(wanted)
+    for path, value in wanted.items():
+        assert (actual[path].dtype, actual[path].shape) == (value.dtype, value.shape), path
+        assert actual[path].tobytes() == np.asarray(value).tobytes(), path
+
+
+def read_index(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text())
+
+
+def write_header(path: Path, header: dict[str, Any], data: bytes) -> Path:
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
+    return path
+
+
+def two_shards(folder: Path, **weight_map: str) -> Path:
+    """Shards `m-1` with the tensor `a` and `m-2` with `b`, and an index that may say something else."""
+    for shard, name in (("m-1", "a"), ("m-2", "b")):
+        save_file({name: np.zeros(2, np.float32)}, folder / f"{shard}.safetensors")
+    index = folder / "m.safetensors.index.json"
+    listed = {"a": "m-1.safetensors", "b": "m-2.safetensors", **weight_map}
+    index.write_text(json.dumps({"metadata": {"total_size": 16}, "weight_map": listed}))
+    return index
+
+
+def test_one_file_holds_what_the_engine_held(root: Path, tmp_path: Path) -> None:
+    out = tmp_path / "new" / "model.safetensors"
+    assert export_safetensors(saved(root), out) == [out]
+    assert [path.name for path in out.parent.iterdir()] == ["model.safetensors"]
+    with safe_open(out, framework="numpy") as file:
+        assert set(file.keys()) == NAMES
+        assert file.metadata() == {"format": "jaxpipe", "global_steps": "1"}
+        assert file.get_tensor("layers/1_Dense/kernel").dtype == jnp.bfloat16
+        assert file.get_tensor("layers/3_Half/Dense_0/kernel").dtype == np.float16
+    params, collections = load_safetensors(out), load_safetensors(out, "collections")
+    assert all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves((params, collections)))
+    assert_same(params, trained().module_state_dict())
+    assert_same(params, load_params(saved(root)))
+    assert_same(collections, trained().module_collections())
+    assert_same(collections, load_collections(saved(root)))
+
+
+def test_tensors_are_aligned(root: Path, tmp_path: Path) -> None:
+    export_safetensors(saved(root), tmp_path / "m.safetensors")
+    content = (tmp_path / "m.safetensors").read_bytes()
+    size = struct.unpack("<Q", content[:8])[0]
+    header = json.loads(content[8 : 8 + size])
+    assert size % 8 == 0
+    for name in NAMES:
+        assert header[name]["data_offsets"][0] % {"F32": 4, "I32": 4}.get(header[name]["dtype"], 2) == 0
+
+
+def test_shards_have_the_form_of_hugging_face(root: Path, tmp_path: Path) -> None:
+    whole = tmp_path / "whole.safetensors"
+    export_safetensors(saved(root), whole)
+    target = tmp_path / "shards" / "model.safetensors"
+    *shards, index = export_safetensors(saved(root), target, "global_step1", max_shard_bytes=LIMIT)
+    count = len(shards)
+    assert count > 2
+    assert [path.name for path in shards] == [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+    assert index.name == "model.safetensors.index.json"
+    assert set(target.parent.iterdir()) == {*shards, index}
+    content = read_index(index)
+    leaves = [*jax.tree.leaves(load_params(saved(root))), *jax.tree.leaves(load_collections(saved(root)))]
+    assert content["metadata"] == {"total_size": sum(leaf.nbytes for leaf in leaves)}
+    held = {}
+    for path in shards:
+        with safe_open(path, framework="numpy") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no mapping
+            assert file.metadata() == {"format": "jaxpipe", "global_steps": "1"}
+        assert sum(tensor.nbytes for tensor in tensors.values()) <= LIMIT or len(tensors) == 1
+        held |= dict.fromkeys(tensors, path.name)
+    assert content["weight_map"] == held
+    assert set(held) == NAMES
+    for path in (index, index.parent):
+        assert_same(load_safetensors(path), load_safetensors(whole))
+        assert_same(load_safetensors(path, "collections"), load_safetensors(whole, "collections"))
+
+
+def test_what_fits_in_one_file_is_one_file(root: Path, tmp_path: Path) -> None:
+    out = tmp_path / "model.safetensors"
+    assert export_safetensors(saved(root), out, max_shard_bytes=10**6) == [out]
+    assert_same(load_safetensors(tmp_path), load_safetensors(out))
+
+
+def test_other_engines_take_the_parameters_and_export_the_same_bytes(root: Path, tmp_path: Path) -> None:
+    first = tmp_path / "first.safetensors"
+    export_safetensors(saved(root), first)
+    params, collections = load_safetensors(first), load_safetensors(first, "collections")
+    engine = make_engine(1, 1, model_parameters=params)
+    assert_same(engine.module_state_dict(), params)
+    engine.load_module_state_dict(jax.tree.map(np.zeros_like, params))
+    engine.load_module_state_dict(params, collections=collections)
+    assert_same(engine.module_state_dict(), params)
+    assert_same(engine.module_collections(), collections)
+    engine.load_checkpoint(saved(root))
+    engine.save_checkpoint(tmp_path / "again")
+    second = tmp_path / "second.safetensors"
+    export_safetensors(tmp_path / "again", second)
+    assert second.read_bytes() == first.read_bytes()
+
+
+def test_an_earlier_export_is_replaced(root: Path, tmp_path: Path) -> None:
+    out = tmp_path / "model.safetensors"
+    out.write_bytes(b"old")
+    export_safetensors(saved(root), out)
+    assert_same(load_safetensors(out), load_params(saved(root)))
+    target = tmp_path / "shards" / "model.safetensors"
+    *shards, index = export_safetensors(saved(root), target, max_shard_bytes=LIMIT)
+    for path in (*shards, index):
+        path.write_bytes(b"old")
+    export_safetensors(saved(root), target, max_shard_bytes=LIMIT)
+    assert set(target.parent.iterdir()) == {*shards, index}
+    assert_same(load_safetensors(index), load_params(saved(root)))
+
+
+@pytest.mark.parametrize("limit", [None, LIMIT], ids=["whole", "shards"])
+def test_a_damaged_checkpoint_leaves_an_earlier_export_alone(root: Path, tmp_path: Path, limit: int | None) -> None:
+    out = tmp_path / "out" / "model.safetensors"
+    written = export_safetensors(saved(root), out, max_shard_bytes=limit)
+    before = {path: path.read_bytes() for path in written}
+    path = copied(root, tmp_path)
+    flip(path, np.asarray(state_arrays(trained().state)["params/stacked/tied/io/kernel"])[0])
+    for target in (out, tmp_path / "empty" / "model.safetensors"):
+        with pytest.raises(CheckpointError, match=r"tied/io/kernel has another sha256 .* restore the files"):
+            export_safetensors(path, target, max_shard_bytes=limit)
+    assert {path: path.read_bytes() for path in out.parent.iterdir()} == before
+    assert list((tmp_path / "empty").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("other", "limit"),
+    [("m.safetensors", LIMIT), ("m.safetensors.index.json", None), ("m-00001-of-00099.safetensors", None)],
+    ids=["file", "index", "shard"],
+)
+def test_exports_in_other_files_are_not_mixed(root: Path, tmp_path: Path, other: str, limit: int | None) -> None:
+    (tmp_path / other).write_bytes(b"other")
+    (tmp_path / "m-large.safetensors").write_bytes(b"of another name")
+    with pytest.raises(CheckpointError, match=rf"m\.safetensors' beside {re.escape(other)}\. Remove these, or choose"):
+        export_safetensors(saved(root), tmp_path / "m.safetensors", max_shard_bytes=limit)
+    assert (tmp_path / other).read_bytes() == b"other"
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+@pytest.mark.parametrize("name", ["model", "model.bin", ".safetensors", ""])
+def test_the_file_must_be_called_safetensors(root: Path, tmp_path: Path, name: str) -> None:
+    example = "model" if name == "" else name
+    separator = "/" if name == "" else ""
+    match = (
+        rf"'\.safetensors', but got out='.*{re.escape(name)}'\. Write .*{separator}{re.escape(example)}\.safetensors'"
+    )
+    with pytest.raises(CheckpointError, match=match):
+        export_safetensors(saved(root), tmp_path / name)
+
+
+def test_the_file_must_be_writable(root: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match=r"out='.*file/m\.safetensors' and (File exists|Not a dir).* Make room"):
+        export_safetensors(saved(root), tmp_path / "file" / "m.safetensors")
+
+
+def test_shards_must_have_room(root: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"at least 1, but got max_shard_bytes=0\. Write .* None for one file"):
+        export_safetensors(saved(root), tmp_path / "m.safetensors", max_shard_bytes=0)
+
+
+def test_dtypes_that_safetensors_has_not_are_named(root: Path, tmp_path: Path) -> None:
+    def as_complex(index: dict[str, Any]) -> None:
+        leaf = index["leaves"]["collections/3_Half/batch_stats/seen"]
+        leaf["dtype"] = index["arrays"][leaf["spans"][0]["array"]]["dtype"] = "complex64"
+
+    path = copied(root, tmp_path)
+    change_index(path / "global_step1", as_complex)
+    named = r"'collections/3_Half/batch_stats/seen' of dtype=complex64\. Read it with load_params and convert it"
+    with pytest.raises(CheckpointError, match=named):
+        export_safetensors(path, tmp_path / "m.safetensors")
+
+
+def test_there_must_be_a_checkpoint_to_export(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"and no checkpoint\. Give the directory"):
+        export_safetensors(tmp_path, tmp_path / "m.safetensors")
+
+
+def test_files_from_elsewhere_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "m.safetensors"
+    tensors = {"model.embed": np.ones((2, 1), np.float32), "a/b": np.array(3, np.int64), "a/c": np.zeros((0, 2), bool)}
+    save_file(tensors, path)
+    wanted = {"model.embed": tensors["model.embed"], "a": {"b": tensors["a/b"], "c": tensors["a/c"]}}
+    assert_same(load_safetensors(path), wanted)
+    assert load_safetensors(path, "collections") == {}
+    assert_same(load_safetensors(two_shards(tmp_path)), {name: np.zeros(2, np.float32) for name in "ab"})
+
+
+def test_the_part_has_a_name(root: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"'params' or 'collections', but got part='opt_state'\. Write one"):
+        load_safetensors(root, "opt_state")  # pyright: ignore[reportArgumentType]
+
+
+def test_a_name_cannot_hold_others(tmp_path: Path) -> None:
+    save_file({"a/b": np.zeros(1), "a": np.zeros(1), "a/b/c": np.zeros(1)}, tmp_path / "m.safetensors")
+    with pytest.raises(CheckpointError, match=r"paths in a tree, but got 'a' and 'a/b'\. Rename the first"):
+        load_safetensors(tmp_path)
+
+
+FLOAT8 = {"x": {"dtype": "F8_E4M3", "shape": [1], "data_offsets": [0, 1]}}
+SHORT = {"x": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}
+TWICE = {
+    "x": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]},
+    "y": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]},
+}
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda path: None,
+        lambda path: path.mkdir(),
+        lambda path: path.write_bytes(b""),
+        lambda path: path.write_text("something else entirely"),
+        lambda path: write_header(path, SHORT, b"four"),
+        lambda path: write_header(path, TWICE, b"1"),
+        lambda path: write_header(path, FLOAT8, b"1"),
+    ],
+    ids=["missing", "folder", "empty", "text", "truncated", "overlapping", "float8"],
+)
+def test_what_is_no_safetensors_file_is_named(tmp_path: Path, write: Callable[[Path], Any]) -> None:
+    path = tmp_path / "m-00001-of-00001.safetensors"
+    write(path)
+    (tmp_path / "m.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": path.name}}))
+    if path.is_file():
+        with pytest.raises(CheckpointError, match=rf"{path.name} must be a safetensors file .* restore it, or export"):
+            load_safetensors(path)
+        with pytest.raises(CheckpointError, match=rf"{path.name} must be a safetensors file .* restore it, or export"):
+            load_safetensors(tmp_path)
+    else:
+        with pytest.raises(CheckpointError, match=rf"\['x'\]='{path.name}', which is missing\. Restore it, or export"):
+            load_safetensors(tmp_path)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"none\.safetensors must be a safetensors file .*FileNotFound.* restore"):
+        load_safetensors(tmp_path / "none.safetensors")
+    with pytest.raises(CheckpointError, match=r"index\.json must be a readable file, but got No such file.* restore"):
+        load_safetensors(tmp_path / "none.safetensors.index.json")
+
+
+@pytest.mark.parametrize("names", [[], ["a.safetensors", "b.safetensors"]], ids=["none", "two"])
+def test_a_folder_must_hold_one(tmp_path: Path, names: list[str]) -> None:
+    for name in names:
+        save_file({"x": np.zeros(1)}, tmp_path / name)
+    with pytest.raises(CheckpointError, match=rf"with {', '.join(names) or 'none'}\. Give the path of the file itself"):
+        load_safetensors(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["{", "[]", "{}", '{"weight_map": {}}', '{"weight_map": []}', '{"weight_map": {"a": 1}}', "\ud8ff"],
+    ids=["cut", "list", "other", "empty", "no map", "numbers", "bytes"],
+)
+def test_an_index_that_is_none_is_named(tmp_path: Path, text: str) -> None:
+    index = tmp_path / "m.safetensors.index.json"
+    index.write_bytes(text.encode("utf-8", "surrogatepass"))
+    with pytest.raises(CheckpointError, match=r"index\.json must be the index of shards.* Give <name>\.safetensors"):
+        load_safetensors(index)
+
+
+@pytest.mark.parametrize(
+    "shard", ["../m-1.safetensors", "/etc/passwd", "sub/m-1.safetensors", "..", "", "a\\b.safetensors", "m-1.bin"]
+)
+def test_shards_lie_beside_their_index(tmp_path: Path, shard: str) -> None:
+    index = two_shards(tmp_path, a=shard)
+    named = rf"lie beside it, but got weight_map\['a'\]={re.escape(repr(shard))}\. Write its plain name"
+    with pytest.raises(CheckpointError, match=named):
+        load_safetensors(index)
+
+
+@pytest.mark.parametrize(
+    ("weight_map", "named"),
+    [
+        ({"a": "m-2.safetensors"}, "'a' at m-2.safetensors, while it is in no shard."),
+        ({"c": "m-1.safetensors"}, "'c' at m-1.safetensors, while it is in no shard."),
+        ({"a": "m-2.safetensors", "b": "m-1.safetensors"}, "'a' at m-2.safetensors, while it is in m-1.safetensors."),
+    ],
+    ids=["lost", "unknown", "swapped"],
+)
+def test_an_index_must_agree_with_its_shards(tmp_path: Path, weight_map: dict[str, str], named: str) -> None:
+    with pytest.raises(CheckpointError, match=re.escape(named) + r" The files are not of one export"):
+        load_safetensors(two_shards(tmp_path, **weight_map))
+
+
+def test_a_tensor_must_be_in_one_shard(tmp_path: Path) -> None:
+    index = two_shards(tmp_path)
+    save_file({"b": np.zeros(2, np.float32), "a": np.ones(2, np.float32)}, tmp_path / "m-2.safetensors")
+    with pytest.raises(CheckpointError, match=r"'a' in both m-1\.safetensors and m-2\.safetensors\. .* export again"):
+        load_safetensors(index)
+    save_file({"b": np.zeros(2, np.float32), "c": np.ones(2, np.float32)}, tmp_path / "m-2.safetensors")
+    with pytest.raises(CheckpointError, match=r"'c' at no place, while it is in m-2\.safetensors\. .* export again"):
+        load_safetensors(index)

@@ -1,0 +1,297 @@
+"""What cannot be saved: an error that says what and where, and neither the engine nor any checkpoint changes."""
+
+import datetime
+import gc
+import os
+import resource
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from _one_run import Run, assert_holds, entry, make_run
+
+from jaxpipe import RepeatingLoader
+from jaxpipe.checkpoint import committed_tags
+from jaxpipe.errors import CheckpointError
+
+# Where one array cannot be written, Orbax leaves the writing of the others alone, which then end in a closed loop.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
+WIDTH = 1500
+PAGE = 4096
+
+
+@pytest.fixture(scope="module")
+def module_run() -> Run:
+    return started()
+
+
+@pytest.fixture
+def run(module_run: Run) -> Iterator[Run]:
+    """A run that stands inside its data; nothing here needs a trained state."""
+    yield module_run
+    gc.collect()  # what Orbax left unawaited
+
+
+@pytest.fixture(scope="module")
+def background() -> Run:
+    """The same, saving in the background."""
+    return started(checkpoint={"async_save": True})
+
+
+def started(**config: Any) -> Run:
+    run = make_run(WIDTH, **config)
+    next(run.data)
+    return run
+
+
+def listing(path: Path) -> dict[str, bytes | None]:
+    return {str(each.relative_to(path)): each.read_bytes() if each.is_file() else None for each in path.rglob("*")}
+
+
+def left_over(path: Path) -> list[Path]:
+    """Data that no commit names."""
+    named = {path / tag / commit.data for tag, commit in committed_tags(path).items()}
+    return [each for each in path.glob("*/data-*") if each not in named]
+
+
+@contextmanager
+def limited_files(num_bytes: int) -> Iterator[None]:
+    """No file may grow beyond this."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of its own, 1 MiB large."""
+    path = tmp_path / "disk"
+    path.mkdir()
+    if shutil.which("mount") is None:
+        pytest.skip("there is no mount command")
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(path)], capture_output=True, text=True)
+    if done.returncode != 0:
+        pytest.skip(f"a tmpfs cannot be mounted here: {done.stderr.strip()}")
+    yield path
+    subprocess.run(["umount", "--lazy", str(path)], check=True)
+
+
+def room(path: Path) -> int:
+    found = os.statvfs(path)
+    return found.f_bavail * found.f_bsize
+
+
+def leave_room(path: Path, num_pages: int) -> None:
+    ballast = path / "ballast"
+    ballast.unlink(missing_ok=True)
+    ballast.write_bytes(bytes(room(path) - num_pages * PAGE))
+
+
+def test_a_disk_that_is_full_at_any_moment(run: Run, disk: Path) -> None:
+    """With a little more room at each try, until there is enough."""
+    before = run.held()
+    run.engine.save_checkpoint(disk, "one")
+    one = listing(disk / "one")
+    num_pages, messages = 0, []
+    while not messages or messages[-1]:
+        leave_room(disk, num_pages)
+        messages.append(saving_failure(run, disk))
+        assert_holds(run, before)
+        assert left_over(disk) == [], num_pages
+        assert listing(disk / "one") == one, num_pages
+        tags = list(committed_tags(disk))
+        assert tags in (["one"], ["one", "two"]), num_pages  # there may be room for all but `latest`
+        for tag in tags:
+            run.engine.load_checkpoint(disk, tag)
+            assert_holds(run, before)
+        num_pages += 1 if "No space left on device" in messages[-1] else 4
+    assert num_pages > 20
+    assert all("/two could not be written: " in message for message in messages[:-1])
+    assert all("Make room or check the file system, and save again." in message for message in messages[:-1])
+    assert tags == ["one", "two"]
+    assert (disk / "latest").read_text() == "two"
+    assert list(disk.rglob("*.partial")) == []
+
+
+def saving_failure(run: Run, path: Path) -> str:
+    try:
+        run.engine.save_checkpoint(path, "two")
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1000, 5 * PAGE])
+def test_files_that_may_not_grow(run: Run, tmp_path: Path, num_bytes: int) -> None:
+    before = run.held()
+    run.engine.save_checkpoint(tmp_path, "one")
+    one = listing(tmp_path)
+    with (
+        limited_files(num_bytes),
+        pytest.raises(CheckpointError, match=r"/one could not be written: .*\. Earlier .* Make room or check the file"),
+    ):
+        run.engine.save_checkpoint(tmp_path, "one")
+    assert_holds(run, before)
+    assert listing(tmp_path) == one
+    run.engine.load_checkpoint(tmp_path)
+    assert_holds(run, before)
+    run.engine.save_checkpoint(tmp_path / "elsewhere")
+    run.engine.load_checkpoint(tmp_path / "elsewhere")
+    assert_holds(run, before)
+
+
+NEXT: dict[str, Callable[[Run, Path], Any]] = {
+    "save_checkpoint": lambda run, path: run.engine.save_checkpoint(path, "three"),
+    "load_checkpoint": lambda run, path: run.engine.load_checkpoint(path),
+    "wait_for_checkpoint": lambda run, path: run.engine.wait_for_checkpoint(),
+}
+
+
+@pytest.mark.parametrize("call", NEXT)
+def test_a_failure_in_the_background_is_raised_by_the_next_call(background: Run, tmp_path: Path, call: str) -> None:
+    run, before = background, background.held()
+    run.engine.save_checkpoint(tmp_path, "one")
+    run.engine.wait_for_checkpoint()
+    one = listing(tmp_path)
+    with limited_files(PAGE):
+        run.engine.save_checkpoint(tmp_path, "two")
+        with pytest.raises(CheckpointError, match="/two could not be written: .* Make room or check the file system"):
+            NEXT[call](run, tmp_path)
+    assert_holds(run, before)
+    (tmp_path / "two").rmdir()
+    assert listing(tmp_path) == one
+    NEXT[call](run, tmp_path)
+    run.engine.wait_for_checkpoint()
+    assert_holds(run, before)
+    assert left_over(tmp_path) == []
+
+
+def test_a_directory_that_is_read_only(run: Run, disk: Path) -> None:
+    before = run.held()
+    run.engine.save_checkpoint(disk, "one")
+    subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+    for path in (disk, disk / "deeper"):
+        with pytest.raises(CheckpointError, match=r"save_dir='.*' and Read-only file system at .*\. Check its perm.*"):
+            run.engine.save_checkpoint(path, "two")
+    run.engine.load_checkpoint(disk)
+    assert_holds(run, before)
+
+
+@pytest.mark.parametrize(
+    ("place", "match"),
+    [
+        ("save", "File exists at .*/save. Check its permissions, or choose another"),
+        ("save/two", "File exists at .*/save/two. Check its permissions, or choose another"),
+    ],
+)
+def test_a_file_in_place_of_a_folder(run: Run, tmp_path: Path, place: str, match: str) -> None:
+    before = run.held()
+    (tmp_path / place).parent.mkdir(exist_ok=True)
+    (tmp_path / place).write_text("mine")
+    was = listing(tmp_path)
+    with pytest.raises(CheckpointError, match=f"save_dir='{tmp_path / 'save'}' and {match}"):
+        run.engine.save_checkpoint(tmp_path / "save", "two")
+    assert listing(tmp_path) == was
+    assert_holds(run, before)
+
+
+def test_a_directory_inside_a_file(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(CheckpointError, match="Not a directory at .*/file/deeper. Check its permissions, or choose"):
+        run.engine.save_checkpoint(tmp_path / "file" / "deeper")
+
+
+TAGS = ["", ".", "..", "a/b", "/etc", "../two", "two/", "a\\b", "a\0b", "latest", 3, b"two", ("two",)]
+
+
+@pytest.mark.parametrize("tag", TAGS, ids=repr)
+def test_a_tag_that_is_no_name(run: Run, tmp_path: Path, tag: Any) -> None:
+    before = run.held()
+    calls = [run.engine.load_checkpoint, run.engine.save_checkpoint]
+    for call in calls:
+        with pytest.raises(
+            CheckpointError, match="tag must be a plain name .* Write for instance 'best', or"
+        ) as caught:
+            call(tmp_path / "save", tag)
+        assert f"got tag={tag!r}." in str(caught.value)
+    assert listing(tmp_path) == {}
+    assert_holds(run, before)
+
+
+@pytest.mark.parametrize("tag", ["\ud800", 300 * "x"], ids=["surrogate", "long"])
+def test_a_tag_that_the_file_system_does_not_take(run: Run, tmp_path: Path, tag: str) -> None:
+    before = run.held()
+    for call in (run.engine.load_checkpoint, run.engine.save_checkpoint):
+        with pytest.raises(CheckpointError):
+            call(tmp_path, tag)
+    assert listing(tmp_path) == {}
+    assert_holds(run, before)
+
+
+CLIENT_STATES = {
+    "tuple": ({"a": (1, 2)}, r"client_state\['a'\] must be .* got a tuple. Write list\(...\)"),
+    "set": ({"a": {1}}, r"client_state\['a'\] must be .* got a set. Write list\(...\)"),
+    "inside": ({"a": [1, {"b": (2,)}]}, r"client_state\['a'\]\[1\]\['b'\] must be .* got a tuple"),
+    "numpy-scalar": ({"best": np.float32(0.5)}, r"client_state\['best'\] must be .* got a float32. Write value.item"),
+    "numpy-double": ({"best": np.float64(0.5)}, r"client_state\['best'\] must be .* got a float64. Write value.item"),
+    "jax-scalar": ({"best": jnp.float32(0.5)}, r"client_state\['best'\] must be .* got a ArrayImpl. Write value.item"),
+    "array": ({"a": np.zeros(3)}, r"client_state\['a'\] must be .* got a ndarray. Write value.tolist"),
+    "object": ({"a": object()}, r"client_state\['a'\] must be .* got a object. Store what it can be made from"),
+    "bytes": ({"a": b"x"}, r"client_state\['a'\] must be .* got a bytes. Store what it can be made from"),
+    "date": ({"a": datetime.date(2024, 1, 1)}, r"client_state\['a'\] must be .* got a date. Store what it can be"),
+    "key": ({"a": {1: "b"}}, r"keys of client_state\['a'\] must be strings.* got key=1. Write '1'"),
+    "top-key": ({None: "b"}, r"keys of client_state must be strings.* got key=None. Write 'None'"),
+}
+
+
+@pytest.mark.parametrize(("client_state", "match"), CLIENT_STATES.values(), ids=CLIENT_STATES)
+def test_a_client_state_that_json_does_not_know(run: Run, tmp_path: Path, client_state: Any, match: str) -> None:
+    before = run.held()
+    with pytest.raises(CheckpointError, match=match):
+        run.engine.save_checkpoint(tmp_path / "save", client_state=client_state)
+    assert listing(tmp_path) == {}
+    assert_holds(run, before)
+
+
+@pytest.mark.parametrize("client_state", [None, [1], "text", 3], ids=repr)
+def test_a_client_state_that_is_no_dictionary(run: Run, tmp_path: Path, client_state: Any) -> None:
+    with pytest.raises(CheckpointError, match="client_state must be a dictionary"):
+        run.engine.save_checkpoint(tmp_path / "save", client_state=client_state)
+    assert listing(tmp_path) == {}
+
+
+class Placed(RepeatingLoader[Any]):
+    """Data whose place is no JSON."""
+
+    def get_state(self) -> Any:
+        return {"at": object()}
+
+
+def test_a_place_in_the_data_that_json_does_not_know(run: Run, tmp_path: Path) -> None:
+    run.engine.set_dataiterator(Placed([entry(0)]))
+    try:
+        with pytest.raises(
+            CheckpointError, match=r"the state of the data iterator.*\['at'\] must be .* got a object. St"
+        ):
+            run.engine.save_checkpoint(tmp_path / "save")
+    finally:
+        run.engine.set_dataiterator(run.data)
+    assert listing(tmp_path) == {}
+
+
+def test_a_state_that_json_knows_comes_back(run: Run, tmp_path: Path) -> None:
+    kept = {"epoch": 3, "best": 0.1, "on": True, "none": None, "names": ["a", "é\u2028", "\ud800"], "deep": {"": {}}}
+    run.engine.save_checkpoint(tmp_path, client_state=kept)
+    _, found = run.engine.load_checkpoint(tmp_path)
+    assert found == kept
+    assert [type(value) for value in found.values()] == [type(value) for value in kept.values()]

@@ -1,0 +1,306 @@
+"""After loading, training sees the batches that it would have seen."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import flax.linen as nn
+import grain.python as grain
+import numpy as np
+import pytest
+from _leaves import assert_same, leaves, scalars
+from _small import FEATURES, MICROBATCH, build, entries, entry, module
+
+from jaxpipe import LayerSpec, PipelineEngine, RepeatingLoader
+from jaxpipe.data import BatchLoader
+from jaxpipe.errors import CheckpointError, DataError
+
+AT_ONCE = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
+ENTRIES = [entry(seed) for seed in range(7)]
+rng = np.random.default_rng(3)
+SAMPLES = [
+    (x.astype(np.float32), y.astype(np.float32))
+    for x, y in zip(rng.normal(size=(14, FEATURES)), rng.normal(size=(14, 1)), strict=True)
+]
+
+
+class Counting:
+    """An iterator of a user's own, whose state is bytes."""
+
+    def __init__(self) -> None:
+        self.seed = 0
+
+    def __iter__(self) -> "Counting":
+        return self
+
+    def __next__(self) -> Any:
+        self.seed += 1
+        return entry(self.seed)
+
+    def get_state(self) -> bytes:
+        return bytes([self.seed])
+
+    def set_state(self, state: bytes) -> None:
+        self.seed = int(state[0])
+
+
+def dataset() -> grain.MapDataset:
+    return grain.MapDataset.source(SAMPLES).shuffle(seed=5)
+
+
+def data_loader() -> grain.DataLoader:
+    sampler = grain.IndexSampler(len(SAMPLES), shard_options=grain.NoSharding(), shuffle=True, num_epochs=None, seed=4)
+    return grain.DataLoader(
+        data_source=SAMPLES, sampler=sampler, operations=[grain.Batch(MICROBATCH)], worker_count=0, read_options=AT_ONCE
+    )
+
+
+ITERATORS: dict[str, Callable[[], Iterator[Any]]] = {
+    "list": lambda: RepeatingLoader(ENTRIES),
+    "batches": lambda: RepeatingLoader(BatchLoader(SAMPLES, MICROBATCH, seed=1)),
+    "epoch": lambda: iter(BatchLoader(SAMPLES * 2, MICROBATCH, seed=1)),
+    "own": Counting,
+    "grain": lambda: iter(dataset().repeat().batch(MICROBATCH).to_iter_dataset(AT_ONCE)),
+    "grain-epochs": lambda: RepeatingLoader(dataset().batch(MICROBATCH).to_iter_dataset(AT_ONCE)),
+    "grain-mix": lambda: iter(
+        grain.IterDataset.mix([dataset().repeat().batch(MICROBATCH).to_iter_dataset(AT_ONCE)] * 2, weights=[0.7, 0.3])
+    ),
+    "grain-loader": lambda: iter(data_loader()),
+}
+
+
+def losses(engine: PipelineEngine, data_iter: Any = None, count: int = 3) -> list[float]:
+    return [float(engine.train_batch(data_iter)) for _ in range(count)]
+
+
+@pytest.fixture(scope="module")
+def explicit() -> PipelineEngine:
+    """An engine that is given an iterator at each batch."""
+    engine = build()
+    engine.train_batch(entries())
+    return engine
+
+
+@pytest.fixture(scope="module")
+def start(explicit: PipelineEngine, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint without a place in the data: `entries` gives none."""
+    path = tmp_path_factory.mktemp("start")
+    explicit.save_checkpoint(path)
+    return path
+
+
+@pytest.fixture
+def engine(explicit: PipelineEngine, start: Path) -> PipelineEngine:
+    explicit.load_checkpoint(start)
+    return explicit
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory: pytest.TempPathFactory) -> tuple[PipelineEngine, Path, list[float]]:
+    """An engine that reads its training data, its checkpoint after two batches, and the losses of the next."""
+    engine, path = build(training_data=SAMPLES), tmp_path_factory.mktemp("stored")
+    losses(engine, count=2)
+    engine.save_checkpoint(path)
+    return engine, path, losses(engine)
+
+
+def place(engine: PipelineEngine) -> Any:
+    return engine._source.get_state()
+
+
+@pytest.mark.parametrize("name", ITERATORS)
+def test_an_iterator_that_is_given_at_each_batch(name: str, engine: PipelineEngine, tmp_path: Path) -> None:
+    first = ITERATORS[name]()
+    losses(engine, first)
+    engine.save_checkpoint(tmp_path)
+    wanted = losses(engine, first)
+    for other in (ITERATORS[name](), first):
+        engine.load_checkpoint(tmp_path)
+        assert losses(engine, other) == wanted
+    assert len(set(wanted)) == 3
+
+
+def test_an_iterator_that_is_set(engine: PipelineEngine, tmp_path: Path) -> None:
+    engine.set_dataiterator(RepeatingLoader(ENTRIES))
+    losses(engine)
+    engine.save_checkpoint(tmp_path)
+    wanted = losses(engine)
+    target = build(example_batch=entry())
+    first, second = RepeatingLoader(ENTRIES), RepeatingLoader(ENTRIES)
+    target.load_checkpoint(tmp_path)
+    target.set_dataiterator(first)
+    assert first.get_state() == {"position": 6}
+    target.load_checkpoint(tmp_path)
+    target.set_dataiterator(second)
+    assert second.get_state() == {"position": 0}
+    engine.load_checkpoint(tmp_path)
+    assert losses(engine, first) == wanted
+
+
+def test_training_data(stored: tuple[PipelineEngine, Path, list[float]]) -> None:
+    engine, path, wanted = stored
+    engine.load_checkpoint(path)
+    assert losses(engine) == wanted
+    assert place(engine) == {"iterator": {"epoch": 1, "samples": 6}}
+    fresh = build(module(stages=1), {"train_micro_batch_size_per_gpu": 4}, training_data=SAMPLES)
+    fresh.load_checkpoint(path)
+    assert place(fresh) == {"iterator": {"epoch": 0, "samples": 8}}
+    fresh.load_checkpoint(path, load_module_only=True)
+    assert fresh.global_steps == 2
+
+
+def test_loading_parameters_alone_leaves_the_data(stored: tuple[PipelineEngine, Path, list[float]]) -> None:
+    engine, path, _ = stored
+    losses(engine, count=1)
+    before = place(engine)
+    engine.load_checkpoint(path, load_module_only=True)
+    assert place(engine) == before
+
+
+def test_mapped_entries(engine: PipelineEngine, tmp_path: Path) -> None:
+    loader = RepeatingLoader(range(7))
+    engine.set_batch_fn(entry)
+    losses(engine, loader)
+    engine.save_checkpoint(tmp_path)
+    wanted = losses(engine, loader)
+    engine.load_checkpoint(tmp_path)
+    assert losses(engine, RepeatingLoader(range(7))) == wanted
+    engine.set_batch_fn(None)
+
+
+def test_evaluation_does_not_take_the_place(engine: PipelineEngine, tmp_path: Path) -> None:
+    loader = RepeatingLoader(ENTRIES)
+    losses(engine, loader)
+    engine.eval_batch(RepeatingLoader(ENTRIES[1:]))
+    engine.save_checkpoint(tmp_path)
+    wanted = losses(engine, loader)
+    engine.load_checkpoint(tmp_path)
+    evaluated = RepeatingLoader(ENTRIES)
+    engine.eval_batch(evaluated)
+    assert evaluated.get_state() == {"position": 2}
+    assert losses(engine, RepeatingLoader(ENTRIES)) == wanted
+
+
+def test_an_iterator_without_a_place(engine: PipelineEngine, start: Path, tmp_path: Path) -> None:
+    losses(engine, RepeatingLoader(ENTRIES))
+    engine.save_checkpoint(tmp_path)
+    match = r"a list_iterator has no set_state: training goes on with the data where it stands.*Use jaxpipe\.Repeating"
+    engine.load_checkpoint(tmp_path)
+    with pytest.warns(UserWarning, match=match):
+        engine.train_batch(entries(3))
+    engine.train_batch(entries(4))
+    assert place(engine) is None
+    engine.save_checkpoint(tmp_path)
+    loader = RepeatingLoader(ENTRIES)
+    losses(engine, loader, 1)
+    for path in (tmp_path, start):
+        engine.load_checkpoint(path)
+        losses(engine, loader, 1)
+    assert loader.get_state() == {"position": 6}
+
+
+def test_an_iterator_without_a_place_that_is_set(engine: PipelineEngine, tmp_path: Path) -> None:
+    engine.set_dataiterator(RepeatingLoader(ENTRIES))
+    losses(engine, None, 1)
+    engine.save_checkpoint(tmp_path)
+    target = build(example_batch=entry())
+    target.load_checkpoint(tmp_path)
+    with pytest.warns(UserWarning, match=r"a list_iterator has no set_state"):
+        target.set_dataiterator(entries())
+    with pytest.warns(UserWarning, match=r"a list_iterator has no set_state"):
+        target.load_checkpoint(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def misfit(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of another model, with a place in the data."""
+    path = tmp_path_factory.mktemp("misfit")
+    layers = [LayerSpec(nn.Dense, width) for width in (3, 1, 1)]
+    other = build(module(*layers), example_batch=entry(), training_data=SAMPLES)
+    other.save_checkpoint(path)
+    return path
+
+
+def test_a_refused_load_leaves_the_place(
+    engine: PipelineEngine, stored: tuple[PipelineEngine, Path, list[float]], misfit: Path
+) -> None:
+    loader = RepeatingLoader(ENTRIES)
+    losses(engine, loader)
+    reading, path, wanted = stored
+    reading.load_checkpoint(path)
+    for held in (engine, reading):
+        with pytest.raises(CheckpointError, match=r"unexpected: layers/2_Dense"):
+            held.load_checkpoint(misfit)
+    losses(engine, loader, 1)
+    assert loader.get_state() == {"position": 1}
+    assert losses(reading) == wanted
+
+
+def test_a_place_waits_for_its_iterator(engine: PipelineEngine, misfit: Path, tmp_path: Path) -> None:
+    """Also through a load that is refused, and through saving again before any batch."""
+    loader = RepeatingLoader(ENTRIES)
+    losses(engine, loader)
+    engine.save_checkpoint(tmp_path)
+    wanted = losses(engine, loader)
+    waiting = build(example_batch=entry())
+    waiting.load_checkpoint(tmp_path)
+    with pytest.raises(CheckpointError, match=r"unexpected: layers/2_Dense"):
+        waiting.load_checkpoint(misfit)
+    waiting.save_checkpoint(tmp_path, "again")
+    again = RepeatingLoader(ENTRIES)
+    waiting.set_dataiterator(again)
+    assert again.get_state() == {"position": 6}
+    engine.load_checkpoint(tmp_path, "again")
+    assert losses(engine, RepeatingLoader(ENTRIES)) == wanted
+
+
+def test_an_iterator_given_beside_training_data(
+    stored: tuple[PipelineEngine, Path, list[float]], tmp_path: Path
+) -> None:
+    """The place is that of the iterator that was trained with, and waits for the next such."""
+    engine = stored[0]
+    loader = Counting()
+    losses(engine, loader)
+    engine.save_checkpoint(tmp_path)
+    wanted = losses(engine, loader)
+    fresh = build(training_data=SAMPLES)
+    fresh.load_checkpoint(tmp_path)
+    engine.load_checkpoint(tmp_path)
+    assert losses(engine, Counting()) == wanted
+
+
+@pytest.fixture(scope="module")
+def reading() -> PipelineEngine:
+    engine = build(training_data=SAMPLES)
+    assert int(engine.state.step) == 0
+    return engine
+
+
+@pytest.mark.parametrize(
+    ("name", "state"),
+    [("list", r"\{'position': 4\}"), ("own", r"b'.*'"), ("epoch", r"\{'epoch': 0, 'samples': 8\}")],
+    ids=["list", "own", "epoch"],
+)
+def test_the_place_of_another_kind_of_iterator(
+    name: str, state: str, engine: PipelineEngine, reading: PipelineEngine, start: Path, tmp_path: Path
+) -> None:
+    """The error comes before anything is changed."""
+    engine.set_dataiterator(ITERATORS[name]())
+    losses(engine, None, 2)
+    engine.save_checkpoint(tmp_path)
+    held, counted, at = leaves(reading), scalars(reading), place(reading)
+    with pytest.raises(
+        DataError, match=rf"the same kind, but got state={state} and loader=<BatchLoader>. Pass the loader that was"
+    ):
+        reading.load_checkpoint(tmp_path)
+    assert_same(leaves(reading), held)
+    assert (scalars(reading), place(reading)) == (counted, at)
+
+
+def test_a_place_between_batches_of_another_size(stored: tuple[PipelineEngine, Path, list[float]]) -> None:
+    path = stored[1]
+    target = build(module(stages=1), {"train_micro_batch_size_per_gpu": 3}, training_data=SAMPLES)
+    with pytest.raises(DataError, match=r"got samples=8 and batch_size=3. Use a batch size that divides 8"):
+        target.load_checkpoint(path)
+    assert (target.global_steps, place(target)) == (0, {"iterator": {"epoch": 0, "samples": 0}})
+    target.load_checkpoint(path, load_module_only=True)

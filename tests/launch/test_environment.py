@@ -1,0 +1,128 @@
+"""Where a process finds the others."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+import jaxpipe
+from jaxpipe.errors import LaunchError
+from jaxpipe.launch._devices import count_gpus
+from jaxpipe.launch._environment import find_job
+
+JAX = {"JAX_COORDINATOR_ADDRESS": "10.0.0.1:1234", "JAX_NUM_PROCESSES": "4", "JAX_PROCESS_ID": "3"}
+TORCH = {"MASTER_ADDR": "node0", "MASTER_PORT": "4321", "WORLD_SIZE": "8", "RANK": "5"}
+SKYPILOT = {"SKYPILOT_NODE_IPS": "10.0.0.7\n10.0.0.8", "SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": "1"}
+SLURM = {
+    "SLURM_JOB_ID": "77",
+    "SLURM_STEP_NODELIST": "node[1-2]",
+    "SLURM_NTASKS": "16",
+    "SLURM_PROCID": "9",
+    "SLURM_LOCALID": "1",
+}
+
+
+@pytest.mark.parametrize(
+    ("environ", "source", "address", "count", "index", "local"),
+    [
+        (JAX, "the variables JAX_*", "10.0.0.1:1234", 4, 3, None),
+        ({**JAX, "JAX_LOCAL_DEVICE_IDS": "2,3"}, "the variables JAX_*", "10.0.0.1:1234", 4, 3, (2, 3)),
+        (TORCH, "torchrun's MASTER_ADDR, WORLD_SIZE and RANK", "node0:4321", 8, 5, None),
+        (
+            {**TORCH, "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"},
+            "torchrun's MASTER_ADDR, WORLD_SIZE and RANK",
+            "node0:4321",
+            8,
+            5,
+            (1,),
+        ),
+        (SKYPILOT, "SkyPilot's SKYPILOT_NODE_IPS", "10.0.0.7:29500", 2, 1, None),
+        ({**TORCH, **JAX, **SLURM}, "the variables JAX_*", "10.0.0.1:1234", 4, 3, None),
+        (SLURM, "Slurm", None, None, None, None),
+        ({"OMPI_MCA_orte_hnp_uri": "1.0;tcp://a:1", "OMPI_COMM_WORLD_SIZE": "2"}, "Open MPI", None, None, None, None),
+        ({"KUBERNETES_SERVICE_HOST": "h", "JOB_COMPLETION_INDEX": "0"}, "Kubernetes", None, None, None, None),
+    ],
+)
+def test_sources_in_their_order(
+    environ: dict[str, str], source: str, address: Any, count: Any, index: Any, local: Any
+) -> None:
+    job = find_job(environ)
+    assert job is not None
+    assert (job.source, job.coordinator_address, job.num_processes) == (source, address, count)
+    assert (job.process_id, job.local_device_ids, job.is_alone) == (index, local, False)
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [{}, {"MASTER_ADDR": "site"}, {"JAX_COORDINATOR_ADDRESS": "a:1"}, {**SLURM, "SLURM_NTASKS": "1"}, {"PATH": "/"}],
+)
+def test_no_other_processes(environ: dict[str, str]) -> None:
+    assert find_job(environ) is None
+
+
+@pytest.mark.parametrize("environ", [{"WORLD_SIZE": "1", "RANK": "0"}, {"JAX_NUM_PROCESSES": "1"}])
+def test_alone(environ: dict[str, str]) -> None:
+    job = find_job(environ)
+    assert job is not None
+    assert job.is_alone
+
+
+@pytest.mark.parametrize(
+    ("environ", "match"),
+    [
+        ({"JAX_NUM_PROCESSES": "4"}, "JAX_NUM_PROCESSES=4 without JAX_COORDINATOR_ADDRESS, JAX_PROCESS_ID. Set what"),
+        ({"RANK": "1", "MASTER_ADDR": "a"}, "MASTER_ADDR=a, RANK=1 without WORLD_SIZE. Set what is missing, or remove"),
+        ({"SKYPILOT_NUM_NODES": "2"}, "without SKYPILOT_NODE_IPS, SKYPILOT_NODE_RANK. Set what is missing"),
+        ({**JAX, "JAX_PROCESS_ID": "4"}, r"JAX_PROCESS_ID must be in \[0, JAX_NUM_PROCESSES=4\), but got .*=4. Proc"),
+        ({**JAX, "JAX_PROCESS_ID": "x"}, "JAX_PROCESS_ID must be a number, but got JAX_PROCESS_ID='x'. Set it"),
+        ({**JAX, "JAX_COORDINATOR_ADDRESS": "host"}, "must be host:port, but got 'host'. Write for instance"),
+        ({**TORCH, "MASTER_PORT": "99999"}, "must be host:port, but got 'node0:99999'. Write for instance"),
+        ({**JAX, "JAX_LOCAL_DEVICE_IDS": "a"}, "JAX_LOCAL_DEVICE_IDS must be a number, but got .*='a'. Set it"),
+    ],
+)
+def test_half_set_environments(environ: dict[str, str], match: str) -> None:
+    with pytest.raises(LaunchError, match=match):
+        find_job(environ)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ({"num_processes": 2}, "got num_processes=2 without coordinator_address, process_id. Give all three"),
+        ({"rank": 1, "world_size": 2}, "without coordinator_address. Give all three"),
+        ({"rank": 1, "process_id": 0}, "process_id and rank must say the same, but got process_id=0 and rank=1. Give"),
+        ({"init_method": "file:///x"}, "must be 'env://' or 'tcp://host:port' .* got init_method='file:///x'.* Give"),
+        ({"init_method": "tcp://h"}, "must be host:port, but got 'h'. Write"),
+        ({"init_method": "tcp://h:1", "rank": 2, "world_size": 2}, r"must be in \[0, num_processes=2\).*process_id=2"),
+        ({"init_method": "tcp://h:1", "rank": 1, "world_size": 2, "dist_backend": "x"}, "one of nccl.*'x'. Leave"),
+        ({"init_method": "tcp://h:1", "rank": 1, "world_size": 2, "timeout": 0}, "above 0 seconds.*=0. Leave it out"),
+    ],
+)
+def test_arguments_that_contradict_each_other(arguments: dict[str, Any], match: str) -> None:
+    with pytest.raises(LaunchError, match=match):
+        jaxpipe.init_distributed(**arguments)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"dist_backend": "nccl", "distributed_port": 29500, "timeout": 30, "verbose": False, "init_method": None},
+        {"dist_init_required": False},
+        {"world_size": 1, "rank": 0},
+    ],
+)
+def test_deepspeed_s_defaults_never_fail(arguments: dict[str, Any]) -> None:
+    job = jaxpipe.init_distributed(**arguments)
+    assert job.is_alone
+    assert jax.process_count() == 1
+
+
+def test_gpus_of_a_node(tmp_path: Path) -> None:
+    assert count_gpus(tmp_path, {}) == 0
+    for name in ("0000:01", "0000:02", "0000:03"):
+        (tmp_path / "proc/driver/nvidia/gpus" / name).mkdir(parents=True)
+    assert count_gpus(tmp_path, {}) == 3
+    assert count_gpus(tmp_path, {"CUDA_VISIBLE_DEVICES": "1"}) == 1
+    assert count_gpus(tmp_path, {"CUDA_VISIBLE_DEVICES": ""}) == 0

@@ -1,0 +1,55 @@
+import pytest
+
+from jaxpipe.errors import LaunchError
+from jaxpipe.launch._layout import Layout, Node, Place, equal_nodes, read_layout
+
+UNEVEN = (Node("a", (1, 3)), Node("b", (0, 1, 2, 3)))
+
+
+def test_one_process_a_slot() -> None:
+    layout = Layout(UNEVEN)
+    assert layout.num_processes == 6
+    assert layout.places(0) == (Place(0, (1,)), Place(1, (3,)))
+    assert layout.places(1) == (Place(2, (0,)), Place(3, (1,)), Place(4, (2,)), Place(5, (3,)))
+
+
+def test_one_process_a_node() -> None:
+    layout = Layout(UNEVEN, 1)
+    assert layout.num_processes == 2
+    assert [layout.places(rank) for rank in (0, 1)] == [(Place(0, (1, 3)),), (Place(1, (0, 1, 2, 3)),)]
+
+
+def test_processes_share_the_slots() -> None:
+    layout = Layout(UNEVEN, 2)
+    assert layout.places(1) == (Place(2, (0, 1)), Place(3, (2, 3)))
+
+
+def test_slots_that_cannot_be_dealt() -> None:
+    with pytest.raises(LaunchError, match=r"must divide the slots of every node, but got 3 and a has slots=2\. Use 2"):
+        Layout(UNEVEN, 3)
+
+
+@pytest.mark.parametrize("per_node", [None, 1, 2])
+def test_text_and_back(per_node: int | None) -> None:
+    layout = Layout(UNEVEN, per_node)
+    assert str(layout) == "a:1,3@b:0,1,2,3"
+    assert read_layout(str(layout), per_node) == layout
+
+
+def test_a_layout_without_slots() -> None:
+    with pytest.raises(LaunchError, match=r"--layout 'a:0@b', in which 'b' comes without slots\. Write for instance"):
+        read_layout("a:0@b", None)
+
+
+def test_nodes_by_number_and_name() -> None:
+    layout = Layout(UNEVEN)
+    assert [layout.rank_of(text, "--node-rank") for text in ("0", "1", "a", "b")] == [0, 1, 0, 1]
+    assert equal_nodes(["7", "3"], 1, None).rank_of("3", "--node-rank") == 1
+
+
+@pytest.mark.parametrize("text", ["2", "-1", "c", "", "²"])
+def test_unknown_nodes(text: str) -> None:
+    with pytest.raises(
+        LaunchError, match=rf"RANK must be a number in \[0, 2\) or the name.*{text!r}\. The nodes are a, b"
+    ):
+        Layout(UNEVEN).rank_of(text, "RANK")

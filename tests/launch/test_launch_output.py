@@ -1,0 +1,83 @@
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from _launching import launch, script
+
+from jaxpipe.launch._output import Output
+
+MANY = """
+i = os.environ["JAX_PROCESS_ID"]
+for n in range(2000):
+    os.write(1 + n % 2, f"{i} {n} {'x' * (n % 300)} end".encode() + b"\\n")
+"""
+
+
+def _copied(chunks: list[bytes], label: str, capfd: pytest.CaptureFixture[str], log_dir: Path | None = None) -> str:
+    """What comes out when a process writes these."""
+    pipes = [os.pipe(), os.pipe()]
+    readers = [os.fdopen(read, "rb", buffering=0) for read, _ in pipes]
+    output = Output(log_dir)
+    output.add(*readers, label, "process-0.log")
+    output.start()
+    for chunk in chunks:
+        os.write(pipes[0][1], chunk)
+    for _, write in pipes:
+        os.close(write)
+    output.close()
+    return capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("chunks", "lines"),
+    [
+        ([b"one\ntwo\n"], "[3] one\n[3] two\n"),
+        ([b"on", b"e\ntw", b"o\n"], "[3] one\n[3] two\n"),
+        ([b"last without an end"], "[3] last without an end\n"),
+        ([b"a\n\n\nb\n"], "[3] a\n[3] \n[3] \n[3] b\n"),
+        ([b"a\r\nb\r", b"\nc\r\n"], "[3] a\n[3] b\n[3] c\n"),
+        ([b"\r 10%", b"\r 20%", b"\r100%\n"], "[3]  10%\n[3]  20%\n[3] 100%\n"),
+        ([b"\xff\xc3", b"\xa9\n"], "[3] \ufffd\u00e9\n"),
+        ([b"x" * 40000] * 30, "[3] " + "x" * 1200000 + "\n"),
+    ],
+    ids=["lines", "pieces", "no-end", "empty", "crlf", "progress", "bytes", "long"],
+)
+def test_lines(chunks: list[bytes], lines: str, capfd: pytest.CaptureFixture[str]) -> None:
+    copied = _copied(chunks, "3", capfd)
+    if len(lines) > 1 << 20:  # a line too long to wait for is passed on in parts
+        assert copied.count("[3] ") == 2
+        copied, lines = copied.replace("[3] ", "").replace("\n", ""), lines[4:-1]
+    assert copied == lines
+
+
+def test_no_label_no_prefix(capfd: pytest.CaptureFixture[str]) -> None:
+    assert _copied([b"as it is\n"], "", capfd) == "as it is\n"
+
+
+def test_lines_of_processes_are_never_mixed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert launch("--nproc", 3, "--log-dir", tmp_path / "logs", script(tmp_path, MANY)) == 0
+    out, err = capfd.readouterr()
+    expected = [f"{n} {'x' * (n % 300)} end" for n in range(2000)]
+    for i in range(3):
+        for text, first in ((out, 0), (err, 1)):
+            mine = [line for line in text.splitlines() if line.startswith(f"[{i}] ")]
+            assert mine == [f"[{i}] {i} {line}" for line in expected[first::2]]
+        log = (tmp_path / "logs" / f"process-{i}.log").read_text().splitlines()
+        assert sorted(log) == sorted(f"{i} {line}" for line in expected)
+    assert len(out.splitlines()) == len(err.splitlines()) == 3000
+
+
+def test_nobody_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") as closed:
+        monkeypatch.setattr(sys, "stdout", closed)
+        program = script(tmp_path, "os.write(1, b'x' * 1000000)\nPath(sys.argv[1]).touch()\n")
+        assert launch("--nproc", 1, program, tmp_path / "finished") == 0
+    assert (tmp_path / "finished").exists()
+
+
+def test_streams_without_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert launch("--nproc", 1, script(tmp_path, "print('caf\\u00e9')")) == 0
+    assert capsys.readouterr().out == "[0] caf\u00e9\n"

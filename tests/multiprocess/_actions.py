@@ -1,0 +1,117 @@
+"""One process of a job: builds an engine and does what it is told; run as `python _actions.py JSON`."""
+
+import hashlib
+import json
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+warnings.simplefilter("error")
+
+import jax  # noqa: E402
+import numpy as np  # noqa: E402
+from _layouts import Layout  # noqa: E402
+
+import jaxpipe  # noqa: E402
+from jaxpipe.data import BatchLoader  # noqa: E402
+from jaxpipe.runtime import state_arrays  # noqa: E402
+
+
+class Actions:
+    """What a process can be told, by name."""
+
+    def __init__(self, layout: Layout, out: Path) -> None:
+        self.layout, self.out = layout, out
+        self.engine = layout.engine()
+
+    def entries(self, step: int) -> Iterator[Any]:
+        """This process's part of the microbatches of a step."""
+        held = self.engine.data_shard.replicas
+        for inputs, labels in self.layout.entries(step):
+            yield inputs[2 * held.start : 2 * held.stop], labels[2 * held.start : 2 * held.stop]
+
+    def train(self, first: int, last: int) -> list[float]:
+        return [float(self.engine.train_batch(self.entries(step))) for step in range(first, last)]
+
+    def train_loader(self, count: int) -> list[float]:
+        """From the engine's own loader, which a checkpoint puts back to its place."""
+        if not hasattr(self, "loader"):
+            rng = np.random.default_rng(5)
+            samples = [tuple(rng.integers(0, 11, (2, 3), np.int32)) for _ in range(37)]
+            shard = self.engine.data_shard
+            size = 2 * len(shard.replicas)
+            self.loader = jaxpipe.RepeatingLoader(BatchLoader(samples, size, seed=3, shard=shard))
+        return [float(self.engine.train_batch(self.loader)) for _ in range(count)]
+
+    def evaluate(self) -> list[float]:
+        loss = self.engine.eval_batch(self.entries(50), reduce_output=None)
+        outputs = self.engine.predict(next(self.layout.entries(51))[0])
+        return [*np.asarray(loss).tolist(), float(np.asarray(outputs, np.float64).sum())]
+
+    def save(self, path: str) -> bool:
+        return self.engine.save_checkpoint(path, client_state={"by": jax.process_count()})
+
+    def load(self, path: str) -> Any:
+        found = self.engine.load_checkpoint(path)
+        return [found[0], found[1], self.engine.global_steps]
+
+    def rows(self) -> dict[str, list[str]]:
+        """Hashes of every copy of every row that this process holds."""
+        found: dict[str, list[str]] = {}
+        for name, array in state_arrays(self.engine.state).items():
+            for shard in array.addressable_shards:
+                key = f"{name}[{shard.index[0].start or 0}]"
+                found.setdefault(key, []).append(hashlib.sha256(np.asarray(shard.data).tobytes()).hexdigest())
+        return found
+
+    def params(self) -> str:
+        """Hash of all parameters."""
+        leaves = jax.tree.leaves(self.engine.module_state_dict())
+        return hashlib.sha256(b"".join(np.asarray(leaf).tobytes() for leaf in leaves)).hexdigest()
+
+    def error(self, name: str, *args: Any) -> list[str]:
+        """The error that an action ends with."""
+        try:
+            getattr(self, name)(*args)
+        except (jaxpipe.errors.JaxpipeError, StopIteration) as error:
+            return [type(error).__name__, str(error)]
+        return ["none", ""]
+
+    def train_uneven(self) -> None:
+        """Process 1 has a batch less."""
+        count = 2 - jax.process_index() % 2
+        data = iter([entry for step in range(count) for entry in self.entries(step)])
+        for _ in range(2):
+            self.engine.train_batch(data)
+
+    def train_misshapen(self) -> None:
+        """Process 1 has longer sequences."""
+        length = 3 + jax.process_index() % 2
+        self.engine.train_batch(
+            (np.resize(x, (len(x), length)), np.resize(y, (len(y), length))) for x, y in self.entries(0)
+        )
+
+    def train_failing(self) -> None:
+        """The data of process 1 are not numbers."""
+        bad = jax.process_index() == 1
+        self.engine.train_batch((("text", y) if bad else (x, y)) for x, y in self.entries(0))
+
+    def train_other_samples(self) -> None:
+        """Processes of one replica feed different samples."""
+        self.engine.train_batch(((x + jax.process_index()) % 11, y) for x, y in self.entries(0))
+
+    def save_tags(self, path: str) -> None:
+        self.engine.save_checkpoint(path, tag=f"mine{jax.process_index()}")
+
+
+def main(told: dict[str, Any]) -> None:
+    jaxpipe.init_distributed()
+    actions = Actions(Layout(**told["layout"]), Path(told["out"]))
+    results = [getattr(actions, name)(*args) for name, *args in told["actions"]]
+    (actions.out / f"out{jax.process_index()}.json").write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

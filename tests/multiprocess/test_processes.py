@@ -1,0 +1,95 @@
+"""The same training in one process and in several."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from _job import run_job
+from _layouts import Layout, shared_engine, train
+from _tolerances import ROUNDING, assert_loss
+
+import jaxpipe
+
+JOBS = {
+    "2x2-stages-across": (2, 2, {"stages": 2, "data": 2}),
+    "2x2-replicas-across": (2, 2, {"stages": 2, "data": 2, "inside": "stage", "zero": 1}),
+    "4x1": (4, 1, {"stages": 2, "data": 2, "zero": 1, "model": "norm"}),
+    "2x4": (2, 4, {"stages": 4, "data": 2}),
+}
+
+
+@pytest.mark.parametrize("name", sorted(JOBS))
+def test_the_same_losses_and_equal_replicas(name: str, tmp_path: Path) -> None:
+    processes, devices, layout = JOBS[name]
+    results = run_job(tmp_path, processes, devices, layout, [["train", 0, 5], ["evaluate"], ["rows"], ["params"]])
+    alone = Layout(**{**layout, "inside": "data"})
+    engine = alone.engine()
+    wanted = train(engine, alone, range(5))
+    held: dict[str, set[str]] = {}
+    for losses, evaluated, rows, params in results:
+        assert_loss(losses, wanted, tolerance=ROUNDING)
+        assert [evaluated, params] == [results[0][1], results[0][3]]
+        for row, hashes in rows.items():
+            held.setdefault(row, set()).update(hashes)
+    assert all(len(hashes) == 1 for hashes in held.values())
+    outputs = engine.predict(next(alone.entries(51))[0])
+    losses = engine.eval_batch(alone.entries(50), reduce_output=None)
+    assert_loss(results[0][1], [*losses.tolist(), float(outputs.astype(float).sum())], tolerance=10 * ROUNDING)
+
+
+def test_checkpoints_of_any_number_of_processes(tmp_path: Path) -> None:
+    """Written by four processes, opened by two and by one, and back; each goes on alike."""
+    four: dict[str, Any] = {"stages": 4, "data": 1}
+    two: dict[str, Any] = {"stages": 2, "data": 2, "zero": 1}
+    first, second = str(tmp_path / "first"), str(tmp_path / "second")
+    written = run_job(tmp_path / "a", 4, 1, four, [["train", 0, 3], ["save", first], ["train", 3, 5], ["params"]])
+    opened = run_job(tmp_path / "b", 2, 2, two, [["load", first], ["params"], ["train", 3, 5]])
+    assert opened[0][0] == [f"{first}/global_step3", {"by": 4}, 3]
+    assert_loss(opened[0][2], written[0][2], tolerance=ROUNDING)
+    for layout in (Layout(1, 1), Layout(4, 2, zero=1)):
+        engine = shared_engine(layout)
+        engine.load_checkpoint(first)
+        assert_loss(train(engine, layout, range(3, 5)), written[0][2], tolerance=ROUNDING)
+    engine.load_checkpoint(first)
+    engine.save_checkpoint(second)
+    back = run_job(tmp_path / "c", 4, 1, four, [["load", second], ["train", 3, 5], ["params"]])
+    assert [back[0][1], back[0][2]] == [written[0][2], written[0][3]]
+    assert set(jaxpipe.checkpoint.committed_tags(tmp_path / "first")) == {"global_step3"}
+
+
+def test_data_go_on_where_they_stood_with_fewer_processes(tmp_path: Path) -> None:
+    path = str(tmp_path / "kept")
+    layout: dict[str, Any] = {"stages": 1, "data": 2}
+    written = run_job(tmp_path / "a", 2, 1, layout, [["train_loader", 2], ["save", path], ["train_loader", 3]])
+    alone = run_job(tmp_path / "b", 1, 2, layout, [["load", path], ["train_loader", 3]])
+    assert_loss(alone[0][1], written[0][2], tolerance=ROUNDING)
+
+
+def test_one_process_s_mistake_is_every_process_s_error(tmp_path: Path) -> None:
+    """And training goes on after it."""
+    actions = [
+        ["train", 0, 1],
+        ["error", "train_uneven"],
+        ["error", "train_misshapen"],
+        ["error", "train_failing"],
+        ["error", "save_tags", str(tmp_path / "tags")],
+        ["train", 1, 2],
+    ]
+    results = run_job(tmp_path, 2, 1, {"stages": 1, "data": 2}, actions)
+    for _, uneven, misshapen, failing, tags, after in results:
+        assert uneven[0] == misshapen[0] == failing[0] == "DataError"
+        assert "the end in process 1 and another batch in process 0" in uneven[1]
+        assert "process 1: (int32[2, 2, 4]" in misshapen[1]
+        assert "dtype" in failing[1]
+        assert tags[0] == "CheckpointError"
+        assert "process 0: 'mine0', process 1: 'mine1'" in tags[1]
+        assert len(after) == 1
+    assert "process 1 failed with DataError" in results[0][3][1]
+    assert not (tmp_path / "tags").exists()
+
+
+def test_processes_of_one_replica_must_feed_the_same_samples(tmp_path: Path) -> None:
+    results = run_job(tmp_path, 2, 1, {"stages": 2, "data": 1}, [["error", "train_other_samples"]])
+    for ((kind, text),) in results:
+        assert kind == "DataError"
+        assert "other ones in process 0, 1, all of shard 0" in text
