@@ -34,7 +34,7 @@ class Layout:
         named = [f"{self.stages}x{self.data}", self.zero * "zero", self.model, self.precision, self.optimizer]
         return "-".join(name for name in named if name not in ("", "tied", "Adam"))
 
-    def engine(self, **kwargs: Any) -> PipelineEngine:
+    def engine(self, config: dict[str, Any] | None = None, **kwargs: Any) -> PipelineEngine:
         model = MODELS[self.model]
         if self.inside == "stage":
             topology = ProcessTopology(["data", "pipe"], [self.data, self.stages])
@@ -43,6 +43,7 @@ class Layout:
         module = PipelineModule(model.layers(), topology=topology, loss_fn=model.loss_fn)
         mesh = jaxpipe.mesh_for(module, jax.devices()[: self.stages * self.data])
         config = {
+            **(config or {}),
             "train_batch_size": BATCH,
             "train_micro_batch_size_per_gpu": 2,
             "zero_optimization": {"stage": self.zero},

@@ -45,7 +45,7 @@ def library_versions() -> dict[str, str]:
 
 
 def scalar_arrays(pipeline: Pipeline, state: TrainState) -> dict[str, jax.Array]:
-    """What a state holds beside its rows: small arrays by name, each on every device; of loss scales those that move."""
+    """What a state holds beside its rows: small arrays by name, each on every device; a loss scale only if it moves."""
     loss_scale = {
         f"loss_scale/{jax.tree_util.keystr(path, simple=True)}": leaf
         for path, leaf in jax.tree.leaves_with_path(state.loss_scale if _has_moving_scale(pipeline) else ())

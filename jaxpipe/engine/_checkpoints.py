@@ -23,6 +23,7 @@ from jaxpipe.checkpoint import (
 )
 from jaxpipe.config import TrainConfig
 from jaxpipe.errors import CheckpointError
+from jaxpipe.launch import Heartbeat
 from jaxpipe.processes import gather_texts, log, together
 from jaxpipe.runtime import Pipeline, TrainState
 
@@ -41,6 +42,7 @@ class Checkpoints(ABC):
     global_samples: int
     optimizer: optax.GradientTransformation | None
     _source: MicrobatchSource
+    _heartbeat: Heartbeat
     _state: TrainState | None
 
     def __init__(self, config: TrainConfig) -> None:
@@ -121,6 +123,7 @@ class Checkpoints(ABC):
         )
         background = self._config.checkpoint.async_save
         self._writer.save(save_dir, pipeline, state, run, tag=tag, save_latest=save_latest, background=background)
+        self._heartbeat.beat()
         return True
 
     def wait_for_checkpoint(self) -> None:
@@ -227,7 +230,8 @@ class Checkpoints(ABC):
         if self._preemption is None:
             return
         watch, save_dir = self._preemption
-        if not watch.reached(self.global_steps):
+        exit_code = watch.exit_code()
+        if exit_code is None:
             return
         try:
             self.wait_for_checkpoint()
@@ -236,7 +240,7 @@ class Checkpoints(ABC):
         self.save_checkpoint(save_dir)
         self.wait_for_checkpoint()
         log(logging.WARNING, "asked to end: saved after %d steps in %s", self.global_steps, save_dir)
-        raise SystemExit(watch.exit_code)
+        raise SystemExit(exit_code)
 
 
 def _place_in_data(found: Checkpoint) -> dict[str, Any]:

@@ -314,12 +314,12 @@ class PipelineEngine(TrainingReports, BatchCounts, ModuleState, Checkpoints, Eng
         self._settle()
         results = function(state, batch)
         self._in_flight = jax.tree.leaves(results)[-1]  # never part of the state, whose buffers are donated
+        self._heartbeat.note(self._in_flight)
         return results
 
     def _finish_step(self, metrics: dict[str, Any]) -> None:
         """Count and report an update, once the new state is set."""
         self._metrics = metrics
-        self._heartbeat.note(metrics["loss"])
         self._watch.note(self.state)
         self.global_steps += 1
         self.global_samples += self.train_batch_size()

@@ -5,10 +5,8 @@ import threading
 from collections.abc import Sequence
 from types import FrameType
 
-import jax
-from jax.experimental import multihost_utils
-
 from jaxpipe.errors import CheckpointError
+from jaxpipe.processes import gather_numbers
 
 
 class PreemptionWatch:
@@ -27,20 +25,18 @@ class PreemptionWatch:
                 "save_on_preemption must be called in the main thread, which alone may catch signals, but got thread="
                 f"{threading.current_thread().name!r}. Call it where the program begins."
             )
-        self._received: int | None = None
+        self._received = 0
         for each in signals:
             signal.signal(each, self._note)
 
-    def reached(self, step: int) -> bool:
-        """Whether to end after this step; all processes get the same answer."""
-        if jax.process_count() > 1:
-            return multihost_utils.reached_preemption_sync_point(step)
-        return self._received is not None
+    def exit_code(self) -> int | None:
+        """What shells report of a process that the signal ended, if one came to any process; all processes call.
 
-    @property
-    def exit_code(self) -> int:
-        """What shells report of a process that the signal ended."""
-        return 128 + (self._received or signal.SIGTERM)
+        Returns:
+            The same on all processes; None: no signal came.
+        """
+        received = int(gather_numbers([self._received]).max())
+        return 128 + received if received else None
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         del frame

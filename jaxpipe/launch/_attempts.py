@@ -19,7 +19,8 @@ def run_attempts(
     limits: Limits,
     *,
     log_dir: Path | None = None,
-    control: int | None = None,
+    control: str | None = None,
+    label: str = "launch",
 ) -> int:
     """Run a group, and again after each failure, as often as the limits allow.
 
@@ -30,7 +31,8 @@ def run_attempts(
         commands: Gives the commands for the number of restarts until then and a folder for heartbeat files.
         limits: How long things may take, and how often.
         log_dir: Where the processes' output is written too.
-        control: Where the launcher writes that started this node.
+        control: How the launcher that started this node tells it what to do; see `StopRequests`.
+        label: What stands in brackets before the launcher's own lines.
 
     Returns:
         The exit code of the last attempt.
@@ -43,7 +45,7 @@ def run_attempts(
         done = 0
         while True:
             attempt = before + done
-            output = Output(log_dir, append=attempt > 0)
+            output = Output(log_dir, append=attempt > 0, own_label=label)
             with _heartbeat_dir(limits) as heartbeat_dir:
                 outcome = run_group(commands(attempt, heartbeat_dir), limits, requests, output)
             done += 1

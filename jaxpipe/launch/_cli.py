@@ -104,7 +104,8 @@ def _run_as_node(args: argparse.Namespace) -> int:
         lambda attempt, folder: job.commands(args.coordinator, attempt, folder),
         _limits(args),
         log_dir=args.log_dir,
-        control=sys.stdin.fileno() if args.control_stdin else None,
+        control=args.control,
+        label=f"launch {layout.nodes[rank].name}",
     )
 
 

@@ -57,11 +57,11 @@ def _from_jax(environ: Mapping[str, str], port: int) -> Job | None:
     names = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
     if not any(name in environ for name in names[1:]):
         return None
-    if environ.get(names[1]) == "1" and names[2] not in environ:
-        return Job("JAX_NUM_PROCESSES", num_processes=1, process_id=0)
-    _check_whole(environ, names, names)
     ids = environ.get("JAX_LOCAL_DEVICE_IDS")
     local = None if not ids else tuple(_number("JAX_LOCAL_DEVICE_IDS", part) for part in ids.split(","))
+    if environ.get(names[1]) == "1":
+        return Job("JAX_NUM_PROCESSES", num_processes=1, process_id=0, local_device_ids=local)
+    _check_whole(environ, names, names)
     return _job("the variables JAX_*", environ[names[0]], environ, names[1], names[2], local)
 
 

@@ -14,6 +14,7 @@ STALLED = 124
 """Exit code after a stall, as `timeout` has it."""
 
 _POLL_S = 0.05
+_SIGNALLED_TOGETHER_S = 0.2
 _NODE_MARGIN_S = 10.0
 
 
@@ -86,30 +87,24 @@ def run_group(commands: Sequence[Command], limits: Limits, requests: StopRequest
             guard.dismiss()
 
 
-def exit_status(code: int) -> int:
-    """The exit code of a shell for a process's.
-
-    Args:
-        code: An exit code, or minus the number of a signal.
-
-    Returns:
-        The code; 128 and the signal's number.
-    """
-    return code if code >= 0 else 128 - code
-
-
 def _watch(members: Sequence[Member], limits: Limits, requests: StopRequests, output: Output) -> Outcome:
     stalls = StallWatch(members, limits.stall_timeout_s, limits.start_timeout_s)
+    has_waited = False
     while True:
         codes = [member.exit_code() for member in members]
         failed = next((member for member, code in zip(members, codes, strict=True) if code), None)
         stop, late = next(iter(requests.received()), None), stalls.late()
-        if failed is not None:
+        if stop is not None:
+            outcome = Outcome(0 if stop.is_told else 128 + stop.number, stop.reason, may_restart=False)
+        elif failed is not None:
             code = failed.exit_code() or 0
-            outcome = Outcome(exit_status(code), f"{failed} {_how(code)}.")
+            if _exit_status(code) == 128 + signal.SIGTERM and not has_waited:
+                # A scheduler that signals every process signals this one too.
+                has_waited = True
+                time.sleep(_SIGNALLED_TOGETHER_S)
+                continue
+            outcome = Outcome(_exit_status(code), f"{failed} {_how(code)}.")
             stop = Stop(signal.SIGTERM, limits.kill_grace_s, outcome.reason)
-        elif stop is not None:
-            outcome = Outcome(128 + stop.number, stop.reason, may_restart=False)
         elif late is not None:
             outcome = Outcome(STALLED, late)
             stop = Stop(signal.SIGTERM, limits.kill_grace_s, late)
@@ -133,7 +128,7 @@ def _end(members: Sequence[Member], stop: Stop, limits: Limits, requests: StopRe
         member.stop(stop.number, grace_s)
     margin_s = _NODE_MARGIN_S if any(member.command.reach != "process" for member in running) else 0.0
     deadline = time.monotonic() + grace_s + margin_s
-    known = len(requests.received())
+    known = 1 if requests.received()[:1] == (stop,) else 0
     shortened = False
     while running and time.monotonic() < deadline:
         time.sleep(_POLL_S)
@@ -145,6 +140,11 @@ def _end(members: Sequence[Member], stop: Stop, limits: Limits, requests: StopRe
             shortened = True
             deadline = min(deadline, time.monotonic() + limits.kill_grace_s + margin_s)
         running = [member for member in running if member.exit_code() is None]
+
+
+def _exit_status(code: int) -> int:
+    """The exit code of a shell for a process's: 128 and the number of the signal that ended it."""
+    return code if code >= 0 else 128 - code
 
 
 def _how(code: int) -> str:

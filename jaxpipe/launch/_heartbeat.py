@@ -27,8 +27,12 @@ class Heartbeat:
         if self._path is not None:
             self._steps.put(result)
 
+    def beat(self) -> None:
+        """Something else has finished that takes long."""
+        if self._path is not None:
+            self._path.touch()
+
     def _watch(self) -> None:
         while True:
             jax.block_until_ready(self._steps.get())
-            if self._path is not None:
-                self._path.touch()
+            self.beat()

@@ -88,6 +88,8 @@ def init_distributed(  # noqa: PLR0913  # DeepSpeed's arguments
     index = _one_of("process_id", process_id, "rank", None if rank < 0 else rank)
     job = _from_arguments(address, count, index) or find_job(os.environ, distributed_port)
     is_detected = job is not None and job.coordinator_address is None and not job.is_alone
+    if job is not None and job.is_alone and job.local_device_ids:
+        jax.config.update("jax_cuda_visible_devices", ",".join(map(str, job.local_device_ids)))
     if job is None or job.is_alone or (is_detected and not auto_mpi_discovery):
         return job or Job("nothing names other processes", num_processes=1, process_id=0)
     if local_device_ids is not None:

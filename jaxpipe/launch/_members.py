@@ -25,9 +25,9 @@ class Command:
         environment: All of its environment.
         label: What stands in brackets before its lines; "" for nothing.
         heartbeat: The file whose time of change says when it last finished a step; None: it does not say.
-        reach: `"process"`: a process of the job, here. `"node"`: a launcher on another node, which is told what to do
-            through its standard input. `"nodes"`: a scheduler's command that starts launchers on other nodes, and
-            passes SIGTERM on to them.
+        reach: `"process"`: a process of the job, here. `"told"`: launchers on other nodes, which are told what to do
+            through the command's standard input. `"signalled"`: launchers on other nodes, which the command passes
+            SIGUSR1 on to.
     """
 
     name: str
@@ -58,7 +58,7 @@ class Member:
             self._process = subprocess.Popen(
                 command.words,
                 env=dict(command.environment),
-                stdin=subprocess.PIPE if command.reach == "node" else subprocess.DEVNULL,
+                stdin=subprocess.PIPE if command.reach == "told" else subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 bufsize=0,
@@ -97,18 +97,21 @@ class Member:
         """Ask it to end; a stopped process is continued so that it can.
 
         Args:
-            number: The signal for its group; a launcher on another node gives it to the processes there.
+            number: The signal for its group; launchers on other nodes give it to the processes there.
             grace_s: How long the processes there may take.
         """
         if self._process.stdin is not None:
             with contextlib.suppress(OSError, ValueError):
                 self._process.stdin.write(f"stop {number} {grace_s}\n".encode())
             return
-        self._signal(number if self.command.reach == "process" else signal.SIGTERM)
+        if self.command.reach == "signalled":
+            self._signal(signal.SIGUSR1)
+            return
+        self._signal(number)
         self._signal(signal.SIGCONT)
 
     def let_go(self) -> None:
-        """Close what a launcher on another node listens to, so that it ends what it started; `end` waits for that."""
+        """Close what launchers on other nodes listen to, so that they end what they started; `end` waits for that."""
         if self._process.stdin is not None:
             with contextlib.suppress(OSError):
                 self._process.stdin.close()

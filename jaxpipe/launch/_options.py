@@ -131,7 +131,7 @@ def _add_places(parser: argparse.ArgumentParser) -> None:
     both.add_argument("--cpu-devices", type=_count, metavar="K", help="simulated CPU devices of each process")
     both.add_argument("--port", "--master_port", type=_port, metavar="PORT", help="the coordinator's")
     both.add_argument("--dry-run", action="store_true", default=None, help="print the commands, run nothing")
-    parser.add_argument(CONTROL_OPTION, action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument(CONTROL_OPTION, choices=("stdin", "signal"), help=argparse.SUPPRESS)
 
 
 def _add_limits(parser: argparse.ArgumentParser) -> None:

@@ -17,7 +17,6 @@ _END = re.compile(rb"\r\n|\n|\r(?=[^\n])")
 _CHUNK = 65536
 _LONGEST = 1 << 20
 _CLOSING_S = 2.0
-_OWN_PREFIX = b"[launch] "
 
 
 @dataclass
@@ -87,10 +86,12 @@ class Output:
     Args:
         log_dir: A folder in which each process has a file of its own too, as it wrote it.
         append: Whether the files are continued.
+        own_label: What stands in brackets before the launcher's own lines.
     """
 
     log_dir: Path | None = None
     append: bool = False
+    own_label: str = "launch"
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _sources: list[_Source] = field(default_factory=list)
     _logs: list[IO[bytes]] = field(default_factory=list)
@@ -130,7 +131,7 @@ class Output:
             text: The line.
         """
         with self._lock:
-            self._err.write(_OWN_PREFIX + text.encode(errors="replace") + b"\n")
+            self._err.write(f"[{self.own_label}] {text}\n".encode(errors="replace"))
 
     def close(self) -> None:
         """Wait until all is copied, at most two seconds."""

@@ -12,7 +12,7 @@ from ._variables import RESTART, inherited
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=30", "-o", "ServerAliveInterval=15")
 """Asks for no password, and notices within a minute that a node is gone."""
 
-CONTROL_OPTION = "--control-stdin"
+CONTROL_OPTION = "--control"
 
 
 @dataclass(frozen=True)
@@ -51,53 +51,36 @@ class RemoteJob:
         Returns:
             One command a node for ssh, else one for all.
         """
-        words = self.words(coordinator, attempt, is_told=self.launcher == "ssh")
-        if self.launcher == "ssh":
-            return tuple(
-                Command(f"node {node.name}", one, inherited(), reach="node")
-                for node, one in zip(self.layout.nodes, words, strict=True)
-            )
-        return tuple(Command(self.launcher, one, inherited(), reach="nodes") for one in words)
+        control = "signal" if self.launcher == "mpirun" else "stdin"  # mpirun gives its own to one node alone
+        names = [f"node {node.name}" for node in self.layout.nodes] if self.launcher == "ssh" else [self.launcher]
+        words = self.words(coordinator, attempt, control)
+        reach = "signalled" if control == "signal" else "told"
+        return tuple(Command(name, one, inherited(), reach=reach) for name, one in zip(names, words, strict=True))
 
-    def words(self, coordinator: str, attempt: int = 0, *, is_told: bool = False) -> tuple[tuple[str, ...], ...]:
+    def words(self, coordinator: str, attempt: int = 0, control: str | None = None) -> tuple[tuple[str, ...], ...]:
         """The words of the commands.
 
         Args:
             coordinator: `host:port`.
             attempt: How often the job was restarted.
-            is_told: Whether the launchers on the nodes are told what to do through their standard input; those that a
-                user starts by hand are not.
+            control: How the launchers on the nodes are told what to do, `"stdin"` or `"signal"`; None: a user starts
+                them by hand.
 
         Returns:
             The words of each command.
         """
         folder = str(Path.cwd())
-        nodes = self.layout.nodes
+        names = [node.name for node in self.layout.nodes]
+        if self.launcher == "srun":  # counts the nodes in an order of its own
+            return ((*self._srun(folder), *self._on_node("@SLURMD_NODENAME", coordinator, attempt, control)),)
+        inner = [self._on_node(str(rank), coordinator, attempt, control) for rank in range(len(names))]
         if self.launcher == "ssh":
             where = shlex.join(["cd", folder])
-            return tuple(
-                (
-                    *self.ssh,
-                    node.name,
-                    f"{where} && exec {shlex.join(self._on_node(str(rank), coordinator, attempt, is_told))}",
-                )
-                for rank, node in enumerate(nodes)
-            )
-        if self.launcher == "srun":
-            return ((*self._srun(folder), *self._on_node("@SLURMD_NODENAME", coordinator, attempt, is_told)),)
-        words = ["mpirun", *self.launcher_args]
-        for rank, node in enumerate(nodes):
-            words += [":"] if rank else []
-            words += [
-                "-np",
-                "1",
-                "-host",
-                node.name,
-                "-wdir",
-                folder,
-                *self._on_node(str(rank), coordinator, attempt, is_told),
-            ]
-        return (tuple(words),)
+            lines = [f"{where} && exec {shlex.join(words)}" for words in inner]
+            return tuple((*self.ssh, name, line) for name, line in zip(names, lines, strict=True))
+        parts = [("-np", "1", "-host", name, "-wdir", folder, *words) for name, words in zip(names, inner, strict=True)]
+        together = [word for part in parts for word in (":", *part)]
+        return (("mpirun", *self.launcher_args, *together[1:]),)
 
     def _srun(self, folder: str) -> tuple[str, ...]:
         count = len(self.layout.nodes)
@@ -113,7 +96,7 @@ class RemoteJob:
             *self.launcher_args,
         )
 
-    def _on_node(self, node_rank: str, coordinator: str, attempt: int, is_told: bool) -> tuple[str, ...]:
+    def _on_node(self, node_rank: str, coordinator: str, attempt: int, control: str | None) -> tuple[str, ...]:
         restart = {RESTART: str(attempt)} if attempt else {}
         variables = [f"{name}={value}" for name, value in {**self.variables, **restart}.items()]
         return (
@@ -121,6 +104,6 @@ class RemoteJob:
             *(self.python, "-u", "-m", "jaxpipe.launch"),
             *("--layout", str(self.layout), "--node-rank", node_rank, "--coordinator", coordinator),
             *self.options,
-            *([CONTROL_OPTION] if is_told else []),
+            *([] if control is None else [CONTROL_OPTION, control]),
             *self.program,
         )

@@ -3,6 +3,7 @@
 import os
 import select
 import signal
+import sys
 import threading
 from dataclasses import dataclass
 from types import FrameType
@@ -10,7 +11,9 @@ from typing import Any
 
 from jaxpipe.errors import LaunchError
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# mpirun, which ends its processes at once at SIGTERM, passes SIGUSR1 on.
+_AS_TERM = (signal.SIGHUP, signal.SIGUSR1)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, *_AS_TERM)
 _ORPHAN_GRACE_S = 5.0
 
 
@@ -23,29 +26,34 @@ class Stop:
         grace_s: How long they may take; None: as the limits say.
         reason: Why, as a sentence.
         is_urgent: Whether it ends the wait for an earlier one.
+        is_told: Whether a launcher on another node says so. That one knows why, and the exit code here is 0: another
+            would make a scheduler end the other nodes before they are done.
     """
 
     number: int
     grace_s: float | None
     reason: str
     is_urgent: bool = False
+    is_told: bool = False
 
 
 class StopRequests:
     """Signals, and on a node the words of the launcher that started it; used as a context.
 
-    SIGHUP counts as SIGTERM. A scheduler may send SIGTERM more than once: the later ones change nothing. A later
-    interrupt means at once.
+    SIGHUP and SIGUSR1 count as SIGTERM. A scheduler may send SIGTERM more than once: the later ones change nothing.
+    A later interrupt means at once.
 
     Args:
-        control: Where that launcher writes; when it closes, that launcher is gone.
+        control: How another launcher tells this one: `"stdin"`, whose end means that it is gone, or `"signal"`, which
+            is SIGUSR1; None: there is no other.
 
     Raises:
         LaunchError: The context is entered outside the main thread, which alone may catch signals.
     """
 
-    def __init__(self, control: int | None = None) -> None:
-        self._control = control
+    def __init__(self, control: str | None = None) -> None:
+        self._is_signalled = control == "signal"
+        self._control = sys.stdin.fileno() if control == "stdin" else None
         self._received: list[Stop] = []
         self._before: dict[signal.Signals, Any] = {}
         self._unread = b""
@@ -72,9 +80,10 @@ class StopRequests:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         del frame
-        passed_on = signal.SIGTERM if number == signal.SIGHUP else number
+        passed_on = signal.SIGTERM if number in _AS_TERM else number
         reason = f"Got {signal.Signals(number).name}."
-        self._received.append(Stop(passed_on, None, reason, is_urgent=number == signal.SIGINT))
+        is_told = self._is_signalled and number == signal.SIGUSR1
+        self._received.append(Stop(passed_on, None, reason, is_urgent=number == signal.SIGINT, is_told=is_told))
 
     def _read_control(self) -> None:
         while self._control is not None and select.select([self._control], [], [], 0)[0]:
@@ -86,4 +95,5 @@ class StopRequests:
             *lines, self._unread = (self._unread + data).split(b"\n")
             for line in lines:
                 _, number, grace_s = line.split()
-                self._received.append(Stop(int(number), float(grace_s), "The launcher that started this node ends it."))
+                reason = "The launcher that started this node ends it."
+                self._received.append(Stop(int(number), float(grace_s), reason, is_told=True))

@@ -139,8 +139,13 @@ def test_a_process_that_is_done_is_not_late(here: Path) -> None:
 
 @pytest.mark.parametrize(
     ("number", "passed_on", "code"),
-    [(signal.SIGTERM, signal.SIGTERM, 143), (signal.SIGINT, signal.SIGINT, 130), (signal.SIGHUP, signal.SIGTERM, 143)],
-    ids=["term", "int", "hup"],
+    [
+        (signal.SIGTERM, signal.SIGTERM, 143),
+        (signal.SIGINT, signal.SIGINT, 130),
+        (signal.SIGHUP, signal.SIGTERM, 143),
+        (signal.SIGUSR1, signal.SIGTERM, 143),
+    ],
+    ids=["term", "int", "hup", "usr1"],
 )
 def test_signals_are_passed_on(
     here: Path, capfd: pytest.CaptureFixture[str], number: signal.Signals, passed_on: signal.Signals, code: int
@@ -160,6 +165,14 @@ time.sleep(300)
     assert sorted(out.splitlines()) == [f"[{i}] saved at {passed_on.name}" for i in range(2)]
     assert f"Got {number.name}. Ending all, in {5 if code == 130 else 30} s at most." in err
     assert "Starting again" not in err
+
+
+def test_a_signal_that_all_processes_get_is_no_failure(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    source = WAIT + "if me == 0:\n    os.kill(os.getppid(), signal.SIGTERM)\n    sys.exit(143)\ntime.sleep(300)\n"
+    assert _run(here, 2, source, "--max-restarts", 3) == 143
+    err = capfd.readouterr().err
+    assert "[launch] Got SIGTERM. Ending " in err
+    assert "Attempt" not in err
 
 
 def test_the_grace_after_a_signal_is_limited(here: Path) -> None:

@@ -3,6 +3,7 @@
 import os
 import shlex
 import socket
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -126,10 +127,10 @@ def test_a_job_over_two_nodes_that_fails_once(
     assert sorted(out.splitlines()) == sorted(
         f"[{i}] node worker-{nodes[i]} devices {devices[i]} attempt {attempt}" for i in range(4) for attempt in (0, 1)
     )
-    assert "[launch] process 2 (pid " in err
+    assert "[launch worker-1] process 2 (pid " in err
     assert ") ended with exit code 9. Ending the other, in 2 s at most." in err
     assert "[launch] node worker-1 (pid " in err
-    assert "The launcher that started this node ends it. Ending all, in 2 s at most." in err
+    assert "[launch worker-0] The launcher that started this node ends it. Ending all, in 2 s at most." in err
     assert "[launch] Attempt 1 of 2 ended with exit code 9. Starting again." in err
     log = hosts.parent / "logs" / "process-3.log"
     assert log.read_text() == "node worker-1 devices 1 attempt 0\nnode worker-1 devices 1 attempt 1\n"
@@ -162,6 +163,44 @@ def test_the_launcher_is_killed_and_its_nodes_end(hosts: Path, here: Path, stand
     with start(*options, "--coordinator", f"127.0.0.1:{free_port()}", program, here) as launcher:
         wait_until(lambda: len(list(here.glob("ready-0-*"))) == 1)
         launcher.kill()
+
+
+@pytest.mark.parametrize(
+    ("said", "code", "reason"),
+    [
+        (b"stop 15 7.5\n", 0, "The launcher that started this node ends it. Ending it, in 7.5 s at most."),
+        (b"", 143, "The launcher that started this node is gone. Ending it, in 5 s at most."),
+    ],
+    ids=["told", "gone"],
+)
+def test_a_node_listens_to_its_standard_input(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, said: bytes, code: int, reason: str
+) -> None:
+    read, write = os.pipe()
+    os.write(write, said)
+    os.close(write)
+    with os.fdopen(read) as stdin:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        options = ("--layout", "a:0", "--coordinator", f"127.0.0.1:{free_port()}", "--control", "stdin")
+        assert launch("--node-rank", 0, *options, "--no-python", "sleep", 300) == code
+    assert f"[launch a] {reason}" in capfd.readouterr().err
+
+
+def test_a_node_is_told_by_a_signal(capfd: pytest.CaptureFixture[str]) -> None:
+    options = ("--layout", "a:0", "--coordinator", f"127.0.0.1:{free_port()}", "--control", "signal")
+    assert launch("--node-rank", 0, *options, "--no-python", "sh", "-c", "kill -USR1 $PPID; sleep 300") == 0
+    assert "[launch a] Got SIGUSR1. Ending it, in 30 s at most." in capfd.readouterr().err
+
+
+def test_mpirun_gets_a_signal_that_it_passes_on(
+    hosts: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mpirun = hosts.parent / "mpirun"
+    mpirun.write_text('#!/bin/sh\ntrap "echo passed on; exit 0" USR1\nkill -TERM $PPID\nwhile :; do sleep 0.1; done\n')
+    mpirun.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{hosts.parent}:{os.environ['PATH']}")
+    assert launch("-H", hosts, "--launcher", "mpirun", "train.py") == 143
+    assert capfd.readouterr().out == "passed on\n"
 
 
 def test_a_node_that_cannot_be_reached(hosts: Path, capfd: pytest.CaptureFixture[str]) -> None:

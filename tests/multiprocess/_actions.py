@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+import os
+import signal
 import sys
 import warnings
 from collections.abc import Iterator
@@ -101,6 +103,18 @@ class Actions:
     def train_other_samples(self) -> None:
         """Processes of one replica feed different samples."""
         self.engine.train_batch(((x + jax.process_index()) % 11, y) for x, y in self.entries(0))
+
+    def preempted(self, path: str) -> list[Any]:
+        """Process 1 is asked to end."""
+        self.engine.save_on_preemption(path)
+        self.train(0, 1)
+        if jax.process_index() == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        try:
+            self.train(1, 3)
+        except SystemExit as error:
+            return [error.code, self.engine.global_steps]
+        return []
 
     def save_tags(self, path: str) -> None:
         self.engine.save_checkpoint(path, tag=f"mine{jax.process_index()}")

@@ -42,7 +42,8 @@ class Job:
     devices: int
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
-    def start(self, actions: list[Any], layout: dict[str, Any], **env: Any) -> "Job":
+    def start(self, actions: list[Any], layout: dict[str, Any], program: str = "", **env: Any) -> "Job":
+        """With a program, each runs that and not `_actions.py`."""
         self.folder.mkdir(parents=True, exist_ok=True)
         port = free_port()
         for index in range(self.num_processes):
@@ -54,7 +55,7 @@ class Job:
             }
             told = json.dumps({"layout": layout, "actions": actions, "out": str(self.folder)})
             with (self.folder / f"log{index}").open("w") as log:
-                command = [sys.executable, SCRIPT, told]
+                command = [sys.executable, "-c", program] if program else [sys.executable, SCRIPT, told]
                 process = subprocess.Popen(command, env=environment(**names, **env), stderr=log, stdout=log)
             self.processes.append(process)
         return self

@@ -1,14 +1,16 @@
 """The same training in one process and in several."""
 
+import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
-from _job import run_job
+from _job import Job, free_port, run_job
 from _layouts import Layout, shared_engine, train
 from _tolerances import ROUNDING, assert_loss
 
 import jaxpipe
+from jaxpipe.errors import LaunchError
 
 JOBS = {
     "2x2-stages-across": (2, 2, {"stages": 2, "data": 2}),
@@ -88,8 +90,73 @@ def test_one_process_s_mistake_is_every_process_s_error(tmp_path: Path) -> None:
     assert not (tmp_path / "tags").exists()
 
 
+def test_all_save_and_end_when_one_is_asked_to(tmp_path: Path) -> None:
+    results = run_job(tmp_path, 2, 1, {"stages": 2, "data": 1}, [["preempted", str(tmp_path / "kept")]])
+    assert results == [[[143, 2]], [[143, 2]]]
+    assert set(jaxpipe.checkpoint.committed_tags(tmp_path / "kept")) == {"global_step2"}
+
+
 def test_processes_of_one_replica_must_feed_the_same_samples(tmp_path: Path) -> None:
     results = run_job(tmp_path, 2, 1, {"stages": 2, "data": 1}, [["error", "train_other_samples"]])
     for ((kind, text),) in results:
         assert kind == "DataError"
         assert "other ones in process 0, 1, all of shard 0" in text
+
+
+HANDSHAKE = """
+import os, signal, sys
+import jax, jaxpipe
+from jaxpipe.processes import handshake
+from jaxpipe.topology import PipeDataParallelTopology, make_pipeline_mesh
+jaxpipe.init_distributed()
+mesh = make_pipeline_mesh(PipeDataParallelTopology(2, 2))
+handshake(mesh, 60)
+print("all answered", flush=True)
+if jax.process_index() == 1:
+    os.kill(os.getpid(), signal.SIGSTOP)
+try:
+    handshake(mesh, 3)
+except jaxpipe.errors.LaunchError as error:
+    print(error, flush=True)
+os._exit(0)
+"""
+
+
+def test_a_link_that_does_not_answer_is_named(tmp_path: Path) -> None:
+    job = Job(tmp_path, 2, 2).start([], {}, program=HANDSHAKE)
+    try:
+        assert job.processes[0].wait(120) == 0, job.logs()
+    finally:
+        job.kill()
+    assert "all answered" in job.log(1)
+    wanted = (
+        "the links of process 0 along the mesh axis 'stage', to process 1, must answer, but got nothing for 3 s. Check"
+    )
+    assert wanted in job.log(0)
+
+
+def test_a_coordinator_that_does_not_answer() -> None:
+    port = free_port()
+    with pytest.raises(
+        LaunchError, match=rf"must answer at 127.0.0.1:{port}, .*process 1 got .* for 1 s. Check that process 0 runs"
+    ):
+        jaxpipe.init_distributed(
+            coordinator_address=f"127.0.0.1:{port}", num_processes=2, process_id=1, timeout=1.0, local_device_ids=[0]
+        )
+
+
+def test_a_port_that_is_in_use() -> None:
+    with socket.socket() as other:
+        other.bind(("", 0))
+        other.listen()
+        address = f"127.0.0.1:{other.getsockname()[1]}"
+        with pytest.raises(LaunchError, match=rf"must be free on the node of process 0, but got {address}.*Choose"):
+            jaxpipe.init_distributed(coordinator_address=address, num_processes=2, process_id=0)
+
+
+def test_processes_that_do_not_make_up_the_mesh(tmp_path: Path) -> None:
+    job = Job(tmp_path, 2, 1).start([], {"stages": 4, "data": 1})
+    codes = [process.wait(120) for process in job.processes]
+    assert 0 not in codes
+    for index in range(2):
+        assert "jax.device_count()=2" in job.log(index) or "2 devices" in job.log(index), job.logs()
