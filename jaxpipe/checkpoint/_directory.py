@@ -17,6 +17,7 @@ import secrets
 import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -129,24 +130,43 @@ def _damaged(path: Path, found: str) -> CheckpointError:
     )
 
 
-def committed_tags(save_dir: Path) -> dict[str, Commit]:
+def committed_tags(save_dir: str | PathLike[str]) -> dict[str, Commit]:
     """The checkpoints of a directory, the oldest first.
 
     Raises:
         CheckpointError: A commit is damaged, or the directory cannot be listed.
     """
+    commits, damaged = sound_tags(Path(save_dir))
+    for error in damaged.values():
+        raise error
+    return commits
+
+
+def sound_tags(save_dir: Path) -> tuple[dict[str, Commit], dict[str, CheckpointError]]:
+    """The checkpoints of a directory, the oldest first, and what is wrong with the folders whose commit is damaged.
+
+    Raises:
+        CheckpointError: The directory cannot be listed.
+    """
     try:
         folders = sorted(path for path in save_dir.iterdir() if path.is_dir())
     except (FileNotFoundError, NotADirectoryError):
-        return {}
+        return {}, {}
     except OSError as error:
         raise CheckpointError(
             f"{save_dir} must be a directory that can be listed, but got {error.strerror or error}."
             " Check its permissions."
         ) from error
-    found = {folder.name: read_commit(folder) for folder in folders}
-    commits = {tag: commit for tag, commit in found.items() if commit is not None}
-    return dict(sorted(commits.items(), key=lambda item: item[1].sequence))
+    commits: dict[str, Commit] = {}
+    damaged: dict[str, CheckpointError] = {}
+    for folder in folders:
+        try:
+            found = read_commit(folder)
+        except CheckpointError as error:
+            damaged[folder.name] = error
+        else:
+            commits |= {} if found is None else {folder.name: found}
+    return dict(sorted(commits.items(), key=lambda item: item[1].sequence)), damaged
 
 
 def read_latest(save_dir: Path) -> str | None:
@@ -220,12 +240,15 @@ def remove_leftovers(save_dir: Path) -> list[Path]:
         What was removed.
 
     Raises:
-        CheckpointError: A commit is damaged.
         OSError: Something cannot be removed.
     """
     removed: list[Path] = []
     for folder in [path for path in save_dir.iterdir() if path.is_dir() and not path.is_symlink()]:
-        named = read_commit(folder)
+        try:
+            named = read_commit(folder)
+        except CheckpointError as error:
+            log(logging.WARNING, "left alone: %s", error)
+            continue
         left = remove_data(folder, None if named is None else named.data)
         left += _remove_partial(folder)
         if left and not any(folder.iterdir()):
@@ -278,7 +301,7 @@ def remove_old(save_dir: Path, keep_last: int | None, keep_every: int | None) ->
     """
     if keep_last is None:
         return []
-    commits = committed_tags(save_dir)
+    commits, _ = sound_tags(save_dir)
     steps = {tag: int(match[1]) for tag in commits if (match := _STEP_TAG.fullmatch(tag))}
     newest = [tag for tag, commit in commits.items() if commit.is_latest][-1:]
     kept = {*newest, *list(steps)[-keep_last:], *(tag for tag in steps if keep_every and steps[tag] % keep_every == 0)}

@@ -86,8 +86,14 @@ def load_state(
 
 
 def _fill(rows: HostRows, checkpoint: Checkpoint, wanted: Mapping[str, Leaf], keys: Sequence[str]) -> None:
-    for key, value in read_leaves(checkpoint, keys):
+    mine = [key for key in keys if _lies_in(rows, wanted[key])]
+    for key, value in read_leaves(checkpoint, mine):
         write_leaf(wanted[key], value.astype(jnp.dtype(wanted[key].dtype), copy=False), rows)
+
+
+def _lies_in(rows: HostRows, leaf: Leaf) -> bool:
+    """Whether this process holds a part of a leaf."""
+    return any((span.array, row) in rows for copy in leaf.copies for span in copy for row in span.rows)
 
 
 def load_params(path: str | Path, tag: str | None = None) -> PyTree:

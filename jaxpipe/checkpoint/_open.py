@@ -7,7 +7,7 @@ from pathlib import Path
 
 from jaxpipe.errors import CheckpointError
 
-from ._directory import ARRAYS, COMMIT, Commit, check_tag, committed_tags, read_commit, read_latest
+from ._directory import ARRAYS, COMMIT, Commit, check_tag, read_commit, read_latest, sound_tags
 from ._index import INDEX, Index, read_index
 
 
@@ -51,9 +51,11 @@ def find_checkpoint(load_dir: str | PathLike[str], tag: str | None = None) -> Ch
         return open_folder(folder / check_tag(tag), load_dir)
     if (folder / COMMIT).exists():
         return open_folder(folder, folder.parent)
-    commits = committed_tags(folder)
+    commits, damaged = sound_tags(folder)
     found = [name for name, commit in commits.items() if commit.is_latest]
     named = read_latest(folder)
+    if damaged and (named in damaged or not found):
+        raise damaged.get(named or "", next(iter(damaged.values())))
     if named is not None and named not in commits:
         raise CheckpointError(
             f"{folder / 'latest'} must name a checkpoint that is there, but got {named!r} and {_listed(commits)}. "
@@ -61,6 +63,8 @@ def find_checkpoint(load_dir: str | PathLike[str], tag: str | None = None) -> Ch
         )
     if not found:
         return None
+    for error in damaged.values():
+        warnings.warn(f"Passed over: {error}", stacklevel=3)
     if named is not None and named != found[-1]:
         warnings.warn(
             f"{folder / 'latest'} names {named!r}, but {found[-1]!r} was committed after it and is loaded. "
@@ -87,7 +91,7 @@ def open_checkpoint(path: str | PathLike[str], tag: str | None = None) -> Checkp
     if found is None:
         raise CheckpointError(
             f"path must be a checkpoint, or a directory with one, but got path={str(path)!r} and "
-            f"{_listed(committed_tags(Path(path)))}. Give the directory that save_checkpoint was given, or its tag."
+            f"{_listed(sound_tags(Path(path))[0])}. Give the directory that save_checkpoint was given, or its tag."
         )
     return found
 
@@ -102,7 +106,7 @@ def open_folder(folder: Path, load_dir: str | PathLike[str]) -> Checkpoint:
     if commit is None:
         raise CheckpointError(
             f"tag must name a checkpoint, but got tag={folder.name!r} in {str(load_dir)!r}, which holds "
-            f"{_listed(committed_tags(Path(load_dir)))}. Use one of these tags, or None for the latest."
+            f"{_listed(sound_tags(Path(load_dir))[0])}. Use one of these tags, or None for the latest."
         )
     return Checkpoint(folder, folder.name, commit, read_index(folder / commit.data / INDEX, commit.index_sha256))
 

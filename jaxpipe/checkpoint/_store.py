@@ -1,7 +1,7 @@
 """Global arrays to and from disk: every call of Orbax is here."""
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,19 +21,23 @@ _READ_BYTES = 256 << 20
 """How much is read at a time, unless one array is larger."""
 
 
-def write_arrays(path: Path, arrays: Mapping[str, jax.Array]) -> None:
-    """Write global arrays, each row by a process that holds it; all processes call.
+def start_writing(path: Path, arrays: Mapping[str, jax.Array]) -> Callable[[], object]:
+    """Begin to write global arrays, each row by a process that holds it; all processes call, in the main thread.
 
     Args:
         path: A folder that does not exist.
-        arrays: The arrays by name.
+        arrays: The arrays by name, which must not change before the end.
+
+    Returns:
+        What waits for the end, in any thread.
     """
     context = ocp.Context()
     context.array.saving.use_compression = False  # random mantissas do not compress, and every byte is hashed anyway
     context.array.saving.ocdbt_target_data_file_size = _FILE_BYTES
     context.memory.write_concurrent_bytes = _WRITE_BYTES
+    full = {name: array for name, array in arrays.items() if array.size}
     with context:
-        ocp.save(str(path.absolute()), dict(arrays))
+        return ocp.save_async(str(path.absolute()), full).result
 
 
 def read_arrays(
@@ -52,8 +56,12 @@ def read_arrays(
     Raises:
         CheckpointError: Something cannot be read, or a row is not what was written.
     """
-    for names in _batches(arrays, rows):
-        like = {name: _like(array) if name in names else ... for name, array in arrays.items()}
+    empty = [name for name in rows if not arrays[name].num_bytes]
+    if empty:
+        yield {name: np.zeros(arrays[name].shape, jnp.dtype(arrays[name].dtype)) for name in empty}
+    held = {name: array for name, array in arrays.items() if array.num_bytes}
+    for names in _batches(held, {name: None for name in rows if name in held}):
+        like = {name: _like(array) if name in names else ... for name, array in held.items()}
         try:
             found = ocp.load(str(path.absolute()), like)
         except Exception as error:  # whatever the libraries below raise for damaged files
@@ -63,6 +71,7 @@ def read_arrays(
                 "load another tag, or restore them."
             ) from error
         read = {name: np.asarray(found[name]) for name in names}
+        del found
         for name, array in read.items():
             for row in sorted(set(rows[name])):
                 if hash_row(array[row]) != arrays[name].sha256[row]:

@@ -8,11 +8,11 @@ import logging
 import shutil
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,6 @@ from ._directory import (
     Commit,
     check_tag,
     commit,
-    committed_tags,
     make_data,
     next_sequence,
     read_commit,
@@ -37,14 +36,16 @@ from ._directory import (
     remove_leftovers,
     remove_old,
     replace_file,
+    sound_tags,
     step_tag,
     sync_folders,
 )
 from ._index import INDEX, Index, StoredArray, dump_index
 from ._json import check_json, encode_state
 from ._snapshot import snapshot
-from ._store import hash_rows, write_arrays
+from ._store import hash_rows, start_writing
 
+_REPORT_TIMEOUT_S = 600
 _CLEANING_TRIES, _CLEANING_PAUSE_S = 50, 0.1
 
 
@@ -94,13 +95,14 @@ class CheckpointWriter:
 
     def __init__(self, keep_last: int | None = None, keep_every: int | None = None) -> None:
         self._keep_last, self._keep_every = keep_last, keep_every
-        self._thread: threading.Thread | None = None
+        self._ended = threading.Event()
+        self._ended.set()
         self._error: CheckpointError | None = None
 
     @property
     def is_busy(self) -> bool:
         """Whether a save in the background is under way."""
-        return self._thread is not None and self._thread.is_alive()
+        return not self._ended.is_set()
 
     def save(
         self,
@@ -136,28 +138,30 @@ class CheckpointWriter:
         tag = self._agreed_tag(step_tag(run.global_steps) if tag is None else tag)
         together(lambda: _check_client_state(run.client_state))
         iterator = together(lambda: encode_state(run.data_iterator, "the state of the data iterator"))
-        iterators = [json.loads(text) for text in gather_texts(json.dumps(iterator))]
-        together(lambda: _prepare(folder, tag), who=[0])
-        sequence = next_sequence(committed_tags(folder))
-        made = together(lambda: _make_data(folder, tag, sequence), who=[0])
         hold = snapshot if background else dict
-        job = _Job(
-            save_dir=folder.absolute(),
-            tag=tag,
-            sequence=sequence,
-            data=folder.absolute() / tag / gather_texts(made or "")[0],
-            arrays=hold(state_arrays(state)),
-            scalars=hold(scalar_arrays(pipeline, state)),
-            leaves=pipeline.catalog,
-            content=_content(pipeline, run, iterators),
-            save_latest=save_latest,
+        iterators = [json.loads(text) for text in gather_texts(json.dumps(iterator))]
+        made = together(lambda: _prepare(folder, tag), who=[0])
+        data, sequence = gather_texts("" if made is None else f"{made[0]} {made[1]}")[0].split()
+        job = together(
+            lambda: _Job(
+                save_dir=folder.absolute(),
+                tag=tag,
+                sequence=int(sequence),
+                data=_checked_data(folder.absolute() / tag / data, save_dir),
+                arrays=hold(state_arrays(state)),
+                scalars=hold(scalar_arrays(pipeline, state)),
+                leaves=pipeline.catalog,
+                content=_content(pipeline, run, iterators),
+                save_latest=save_latest,
+            )
         )
-        del state
+        finish = _start(cast("_Job", job), self._keep_last, self._keep_every)
+        del job
         if background:
-            self._thread = threading.Thread(target=self._run, args=(job,), name=f"save {tag}")
-            self._thread.start()
+            self._ended.clear()
+            threading.Thread(target=self._run, args=(finish,), name=f"save {tag}").start()
         else:
-            self._run(job)
+            self._run(finish)
             self.wait()
         return folder / tag
 
@@ -167,9 +171,7 @@ class CheckpointWriter:
         Raises:
             CheckpointError: It could not be written.
         """
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        self._ended.wait()
         error, self._error = self._error, None
         together(lambda: _raise(error))
 
@@ -184,41 +186,94 @@ class CheckpointWriter:
             )
         return tag
 
-    def _run(self, job: _Job) -> None:
-        started = time.perf_counter()
+    def _run(self, finish: Callable[[], None]) -> None:
         try:
-            self._write(job)
-        except Exception as error:  # noqa: BLE001  # whatever the libraries below raise; wait() raises it
-            _clean_up(job)
-            self._error = _failure(job, error)
-            self._error.__cause__ = error
-            return
-        seconds = time.perf_counter() - started
-        log(logging.INFO, "saved %s in %.1f s", job.save_dir / job.tag, seconds)
+            finish()
+        except CheckpointError as error:
+            self._error = error
+            logging.getLogger("jaxpipe").error("%s", error)  # in every process where it happened
+        finally:
+            self._ended.set()
 
-    def _write(self, job: _Job) -> None:
-        hashes = hash_rows(job.arrays)
-        mine = job.data / f"sha256-{jax.process_index()}.json"
-        mine.write_text(json.dumps(hashes))
-        write_arrays(job.data / ARRAYS, job.arrays)  # ends when all processes have written
-        if jax.process_index() != 0:
-            return
-        content = dump_index(_index(job))
-        replace_file(job.data / INDEX, content)
-        for path in job.data.glob("sha256-*.json"):
-            path.unlink()
-        sync_folders([job.data.parent, job.data, *(path for path in job.data.rglob("*") if path.is_dir())])
-        done = Commit(
-            sequence=job.sequence,
-            data=job.data.name,
-            index_sha256=hashlib.sha256(content).hexdigest(),
-            global_steps=job.content["global_steps"],
-            is_latest=job.save_latest or read_latest(job.save_dir) == job.tag,
-            saved_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        )
-        commit(job.save_dir, job.tag, done)
+
+def _start(job: _Job, keep_last: int | None, keep_every: int | None) -> Callable[[], None]:
+    """Begin to write; what is returned ends it, and is run by every process."""
+    started = time.perf_counter()
+    wait: Callable[[], object] | None = None
+    failure: BaseException | None = None
+    try:
+        wait = start_writing(job.data / ARRAYS, job.arrays)
+    except Exception as error:  # noqa: BLE001  # told by finish
+        failure = error
+
+    def finish() -> None:
+        failed = failure
+        report: Any = {}
+        try:
+            if failed is None and wait is not None:
+                report = hash_rows(job.arrays)
+                wait()
+        except BaseException as error:  # noqa: BLE001  # told below, and to process 0
+            failed = error
+        with contextlib.suppress(OSError):
+            text = json.dumps({"error": None if failed is None else _first_line(failed), "sha256": report})
+            replace_file(job.data / f"report-{jax.process_index()}.json", text.encode())
+        if failed is None and jax.process_index() == 0:
+            try:
+                _commit(job)
+            except Exception as error:  # noqa: BLE001  # told below
+                failed = error
+        if jax.process_index() == 0 and failed is not None:
+            _clean_up(job)
+        if failed is not None:
+            raise _failure(job, failed) from failed
+        if jax.process_index() == 0:
+            _make_room(job, keep_last, keep_every)
+        log(logging.INFO, "saved %s in %.1f s", job.save_dir / job.tag, time.perf_counter() - started)
+
+    return finish
+
+
+def _commit(job: _Job) -> None:
+    """Put together what all processes report, and commit."""
+    reports = _reports(job.data)
+    failed = [f"process {i}: {report['error']}" for i, report in enumerate(reports) if report["error"]]
+    if failed:
+        raise OSError("; ".join(failed))
+    content = dump_index(_index(job, [report["sha256"] for report in reports]))
+    replace_file(job.data / INDEX, content)
+    for path in job.data.glob("report-*.json"):
+        path.unlink()
+    sync_folders([job.data.parent, job.data, *(path for path in job.data.rglob("*") if path.is_dir())])
+    done = Commit(
+        sequence=job.sequence,
+        data=job.data.name,
+        index_sha256=hashlib.sha256(content).hexdigest(),
+        global_steps=job.content["global_steps"],
+        is_latest=job.save_latest or read_latest(job.save_dir) == job.tag,
+        saved_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    )
+    commit(job.save_dir, job.tag, done)
+
+
+def _reports(data: Path) -> list[dict[str, Any]]:
+    """What the processes wrote; waits for those that have not yet."""
+    paths = [data / f"report-{i}.json" for i in range(jax.process_count())]
+    deadline = time.monotonic() + _REPORT_TIMEOUT_S
+    while missing := [str(i) for i, path in enumerate(paths) if not path.exists()]:
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"process {', '.join(missing)} did not report for {_REPORT_TIMEOUT_S} s")
+        time.sleep(0.02)
+    return [json.loads(path.read_text()) for path in paths]
+
+
+def _make_room(job: _Job, keep_last: int | None, keep_every: int | None) -> None:
+    """Remove what need not be kept; the checkpoint is there, whatever happens here."""
+    try:
         remove_data(job.data.parent, but=job.data.name)
-        remove_old(job.save_dir, self._keep_last, self._keep_every)
+        remove_old(job.save_dir, keep_last, keep_every)
+    except (CheckpointError, OSError) as error:
+        log(logging.WARNING, "saved %s, but old data stay: %s", job.save_dir / job.tag, error)
 
 
 def _check_client_state(client_state: Any) -> None:
@@ -230,21 +285,26 @@ def _check_client_state(client_state: Any) -> None:
     check_json(client_state, "client_state")
 
 
-def _prepare(save_dir: Path, tag: str) -> None:
-    """Make the folder, and make room."""
+def _prepare(save_dir: Path, tag: str) -> tuple[str, int]:
+    """Make room and the folder for the data; its name, and the checkpoint's number."""
     try:
         save_dir.mkdir(parents=True, exist_ok=True)
         for path in remove_leftovers(save_dir):
             log(logging.INFO, "removed %s, which an unfinished save had left", path)
+        sequence = next_sequence(sound_tags(save_dir)[0])
+        return make_data(save_dir / tag, sequence).name, sequence
     except OSError as error:
         raise _not_writable(save_dir, error) from error
 
 
-def _make_data(save_dir: Path, tag: str, sequence: int) -> str:
-    try:
-        return make_data(save_dir / tag, sequence).name
-    except OSError as error:
-        raise _not_writable(save_dir, error) from error
+def _checked_data(data: Path, save_dir: str | PathLike[str]) -> Path:
+    if not data.is_dir():
+        raise CheckpointError(
+            f"save_dir must be a directory that all processes see, but got save_dir={str(save_dir)!r}, in which "
+            f"process {jax.process_index()} does not find {data} that process 0 made. Give an absolute path on a "
+            "shared disk."
+        )
+    return data
 
 
 def _not_writable(save_dir: Path, error: OSError) -> CheckpointError:
@@ -271,10 +331,10 @@ def _content(pipeline: Pipeline, run: RunState, iterators: list[Any]) -> dict[st
     }
 
 
-def _index(job: _Job) -> Index:
+def _index(job: _Job, reports: list[dict[str, dict[str, str]]]) -> Index:
     hashes: dict[str, dict[int, str]] = {}
-    for path in job.data.glob("sha256-*.json"):
-        for name, rows in json.loads(path.read_text()).items():
+    for report in reports:
+        for name, rows in report.items():
             hashes.setdefault(name, {}).update({int(row): sha256 for row, sha256 in rows.items()})
     arrays = {
         name: StoredArray(
@@ -303,9 +363,13 @@ def _raise(error: CheckpointError | None) -> None:
         raise error
 
 
-def _failure(job: _Job, error: Exception) -> CheckpointError:
-    first = (str(error).strip().splitlines() or [""])[0]
+def _failure(job: _Job, error: BaseException) -> CheckpointError:
     return CheckpointError(
-        f"{job.save_dir / job.tag} could not be written: {type(error).__name__}: {first}. Earlier checkpoints are as "
-        "they were. Make room or check the file system, and save again."
+        f"{job.save_dir / job.tag} could not be written: {_first_line(error)}. Earlier checkpoints are as they were. "
+        "Make room or check the file system, and save again."
     )
+
+
+def _first_line(error: BaseException) -> str:
+    first = (str(error).strip().splitlines() or [""])[0]
+    return f"{type(error).__name__}: {first[:300]}"

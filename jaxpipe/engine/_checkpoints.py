@@ -22,7 +22,7 @@ from jaxpipe.checkpoint import (
     load_struct,
 )
 from jaxpipe.config import TrainConfig
-from jaxpipe.errors import CheckpointError
+from jaxpipe.errors import CheckpointError, JaxpipeError
 from jaxpipe.launch import Heartbeat
 from jaxpipe.processes import gather_texts, log, together
 from jaxpipe.runtime import Pipeline, TrainState
@@ -48,7 +48,7 @@ class Checkpoints(ABC):
     def __init__(self, config: TrainConfig) -> None:
         self._config, section = config, config.checkpoint
         self._writer = CheckpointWriter(section.keep_last, section.keep_every)
-        self._preemption: tuple[PreemptionWatch, str] | None = None
+        self._preemption: tuple[PreemptionWatch, str, Callable[[], Mapping[str, Any]]] | None = None
 
     @property
     @abstractmethod
@@ -183,11 +183,20 @@ class Checkpoints(ABC):
                 f"load_checkpoint found no checkpoint in {fspath(load_dir)!r}; the engine is as it was.", stacklevel=2
             )
             return None, {}
-        undo = self._build_for(load_struct(found.index.batch) if found.index.batch is not None else None)
+        try:
+            undo = self._build_for(load_struct(found.index.batch) if found.index.batch is not None else None)
+        except JaxpipeError as error:
+            layers = ", ".join(layer.name for layer in found.index.layers)
+            raise CheckpointError(
+                f"{found.path} must be of the model in use, but holds the layers {layers}, and for the batches they "
+                f"were trained with the model's own failed: {error} Build the model from the same layers, or give "
+                "initialize(example_batch=...) the shapes of its batches."
+            ) from error
         self._settle()
         optimizer = load_optimizer_states and not load_module_only and self.optimizer is not None
         lr_scheduler = load_lr_scheduler_states and not load_module_only
         needs_all = load_module_strict and optimizer and lr_scheduler
+        put_back = self._source.remember()
         try:
             self._state = load_state(
                 found,
@@ -200,6 +209,7 @@ class Checkpoints(ABC):
                 when_read=lambda: None if load_module_only else self._source.set_state(**_place_in_data(found)),
             )
         except Exception:
+            put_back()
             undo()
             raise
         if not load_module_only:
@@ -209,7 +219,10 @@ class Checkpoints(ABC):
         return str(found.path), dict(found.index.client_state)
 
     def save_on_preemption(
-        self, save_dir: str | PathLike[str], signals: Sequence[signal.Signals] = (signal.SIGTERM,)
+        self,
+        save_dir: str | PathLike[str],
+        signals: Sequence[signal.Signals] = (signal.SIGTERM,),
+        client_state: Callable[[], Mapping[str, Any]] = dict,
     ) -> None:
         """From now on, when the process is asked to end, finish the step, save, and exit.
 
@@ -220,16 +233,17 @@ class Checkpoints(ABC):
         Args:
             save_dir: As for `save_checkpoint`.
             signals: What to wait for.
+            client_state: Called for the `client_state` of that checkpoint.
 
         Raises:
             CheckpointError: It is not called in the main thread.
         """
-        self._preemption = (PreemptionWatch(signals), fspath(save_dir))
+        self._preemption = (PreemptionWatch(signals), fspath(save_dir), client_state)
 
     def _end_if_preempted(self) -> None:
         if self._preemption is None:
             return
-        watch, save_dir = self._preemption
+        watch, save_dir, client_state = self._preemption
         exit_code = watch.exit_code()
         if exit_code is None:
             return
@@ -237,7 +251,7 @@ class Checkpoints(ABC):
             self.wait_for_checkpoint()
         except CheckpointError as error:
             log(logging.WARNING, "%s", error)
-        self.save_checkpoint(save_dir)
+        self.save_checkpoint(save_dir, client_state=client_state())
         self.wait_for_checkpoint()
         log(logging.WARNING, "asked to end: saved after %d steps in %s", self.global_steps, save_dir)
         raise SystemExit(exit_code)

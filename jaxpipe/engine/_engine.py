@@ -338,7 +338,13 @@ class PipelineEngine(TrainingReports, BatchCounts, ModuleState, Checkpoints, Eng
             resized = jax.tree.map(lambda x: jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype), batch)
             has_labels = self.module.loss_fn is None or bool(jax.tree.leaves(batch[1]))
             self._cache.get(resized, self.micro_batches, has_labels=has_labels)
-        return self._cache.forget
+        given = self._model_parameters
+
+        def undo() -> None:
+            self._cache.forget()
+            self._state, self._model_parameters = None, given
+
+        return undo
 
     def _restart(self) -> None:
         self._watch = OverflowWatch(pipeline_settings(self.config).loss_scaler)

@@ -33,7 +33,7 @@ class MicrobatchSource:
         Raises:
             DataError: It is not an iterator.
         """
-        self._data_iter = _checked_iterator(iterator)
+        self._data_iter, self._trained = _checked_iterator(iterator), None
         self._resume(self._data_iter)
 
     @property
@@ -64,7 +64,21 @@ class MicrobatchSource:
         waits = state is not None and not (is_own and self._data_iter is not None)
         if state is not None and not waits:
             _put(self._data_iter, state)
+            self._trained = None
         self._pending = (state, is_own) if waits else None
+
+    def remember(self) -> Callable[[], None]:
+        """What puts everything back to where it is now."""
+        pending, trained = self._pending, self._trained
+        held: Any = self._data_iter
+        state: Any = held.get_state() if hasattr(held, "get_state") and hasattr(held, "set_state") else None
+
+        def put_back() -> None:
+            if state is not None and held.get_state() != state:
+                held.set_state(state)
+            self._pending, self._trained = pending, trained
+
+        return put_back
 
     def _resume(self, iterator: Any) -> None:
         """Put an iterator where the state that waits says."""

@@ -271,6 +271,11 @@ class UnpipelinedEngine(PipelineEngine):
             PipelineError: A batch has been begun with `backward`, whose gradients no checkpoint holds.
         """
         self._check_between_batches("save_checkpoint")
+        if self._pending is not None:
+            raise PipelineError(
+                "save_checkpoint must not be called between forward and backward, but got a loss that backward has not "
+                "been given. Call it after step, or engine.eval() before a forward that is not trained."
+            )
         return super().save_checkpoint(save_dir, tag, client_state, save_latest)
 
     def _restart(self) -> None:

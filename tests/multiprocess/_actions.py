@@ -26,7 +26,7 @@ class Actions:
 
     def __init__(self, layout: Layout, out: Path) -> None:
         self.layout, self.out = layout, out
-        self.engine = layout.engine()
+        self.engine = layout.engine(config={"checkpoint": {"async_save": True}})
 
     def entries(self, step: int) -> Iterator[Any]:
         """This process's part of the microbatches of a step."""
@@ -53,7 +53,24 @@ class Actions:
         return [*np.asarray(loss).tolist(), float(np.asarray(outputs, np.float64).sum())]
 
     def save(self, path: str) -> bool:
-        return self.engine.save_checkpoint(path, client_state={"by": jax.process_count()})
+        saved = self.engine.save_checkpoint(path, client_state={"by": jax.process_count()})
+        self.engine.wait_for_checkpoint()
+        return saved
+
+    def save_often(self, path: str) -> list[float]:
+        """In the background, while training, evaluation and the gathering of parameters go on."""
+        losses = []
+        for step in range(6):
+            losses += self.train(step, step + 1)
+            self.engine.save_checkpoint(path)
+            self.evaluate()
+            self.params()
+        self.engine.wait_for_checkpoint()
+        return losses
+
+    def save_apart(self, path: str) -> None:
+        """Each process in a directory of its own."""
+        self.engine.save_checkpoint(f"{path}{jax.process_index()}")
 
     def load(self, path: str) -> Any:
         found = self.engine.load_checkpoint(path)

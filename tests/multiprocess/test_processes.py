@@ -75,19 +75,31 @@ def test_one_process_s_mistake_is_every_process_s_error(tmp_path: Path) -> None:
         ["error", "train_misshapen"],
         ["error", "train_failing"],
         ["error", "save_tags", str(tmp_path / "tags")],
+        ["error", "save_apart", str(tmp_path / "apart")],
         ["train", 1, 2],
     ]
     results = run_job(tmp_path, 2, 1, {"stages": 1, "data": 2}, actions)
-    for _, uneven, misshapen, failing, tags, after in results:
+    for _, uneven, misshapen, failing, tags, apart, after in results:
         assert uneven[0] == misshapen[0] == failing[0] == "DataError"
         assert "the end in process 1 and another batch in process 0" in uneven[1]
         assert "process 1: (int32[2, 2, 4]" in misshapen[1]
         assert "dtype" in failing[1]
         assert tags[0] == "CheckpointError"
         assert "process 0: 'mine0', process 1: 'mine1'" in tags[1]
+        assert apart[0] == "CheckpointError"
+        assert "save_dir must be a directory that all processes see" in apart[1]
         assert len(after) == 1
     assert "process 1 failed with DataError" in results[0][3][1]
     assert not (tmp_path / "tags").exists()
+
+
+def test_saving_beside_training(tmp_path: Path) -> None:
+    path, layout = str(tmp_path / "kept"), {"stages": 2, "data": 1}
+    results = run_job(tmp_path / "a", 2, 1, layout, [["save_often", path], ["train", 6, 8]])
+    assert results[0] == results[1]
+    assert list(jaxpipe.checkpoint.committed_tags(path)) == [f"global_step{step}" for step in range(1, 7)]
+    opened = run_job(tmp_path / "b", 2, 1, layout, [["load", path], ["train", 6, 8]])
+    assert [opened[0][0][2], opened[0][1]] == [6, results[0][1]]
 
 
 def test_all_save_and_end_when_one_is_asked_to(tmp_path: Path) -> None:
