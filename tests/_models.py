@@ -109,11 +109,14 @@ class SideBlock(nn.Module):
 
 
 class NormBlock(nn.Module):
-    """Keeps batch statistics; a small share of the residual stream, so that rounding there stays small too."""
+    """Keeps batch statistics; a small share of the residual stream, so that rounding there stays small too.
+
+    No bias before the norm: its true gradient is zero, and what is computed is rounding alone.
+    """
 
     @nn.compact
     def __call__(self, x: jax.Array, *, train: bool = False) -> jax.Array:
-        y = nn.BatchNorm(use_running_average=not train, momentum=0.8)(nn.Dense(DIM)(x))
+        y = nn.BatchNorm(use_running_average=not train, momentum=0.8)(nn.Dense(DIM, use_bias=False)(x))
         return x + 0.1 * jnp.tanh(y)
 
 
@@ -132,7 +135,7 @@ class ReportingNorm(nnx.Module):
     """The same and batch statistics, in NNX."""
 
     def __init__(self, *, rngs: nnx.Rngs) -> None:
-        self.dense = nnx.Linear(DIM, DIM, rngs=rngs)
+        self.dense = nnx.Linear(DIM, DIM, use_bias=False, rngs=rngs)
         self.norm = nnx.BatchNorm(DIM, momentum=0.8, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:

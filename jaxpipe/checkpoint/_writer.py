@@ -161,7 +161,10 @@ class CheckpointWriter:
             self._ended.clear()
             threading.Thread(target=self._run, args=(finish,), name=f"save {tag}").start()
         else:
-            self._run(finish)
+            try:
+                finish()
+            except CheckpointError as error:
+                self._error = error
             self.wait()
         return folder / tag
 
@@ -187,6 +190,7 @@ class CheckpointWriter:
         return tag
 
     def _run(self, finish: Callable[[], None]) -> None:
+        """End a save in the background."""
         try:
             finish()
         except CheckpointError as error:
@@ -199,39 +203,49 @@ class CheckpointWriter:
 def _start(job: _Job, keep_last: int | None, keep_every: int | None) -> Callable[[], None]:
     """Begin to write; what is returned ends it, and is run by every process."""
     started = time.perf_counter()
-    wait: Callable[[], object] | None = None
-    failure: BaseException | None = None
-    try:
-        wait = start_writing(job.data / ARRAYS, job.arrays)
-    except Exception as error:  # noqa: BLE001  # told by finish
-        failure = error
+    waits: list[Callable[[], object]] = []
+    failure = _caught(lambda: waits.append(start_writing(job.data / ARRAYS, job.arrays)))
 
     def finish() -> None:
-        failed = failure
-        report: Any = {}
-        try:
-            if failed is None and wait is not None:
-                report = hash_rows(job.arrays)
-                wait()
-        except BaseException as error:  # noqa: BLE001  # told below, and to process 0
-            failed = error
-        with contextlib.suppress(OSError):
-            text = json.dumps({"error": None if failed is None else _first_line(failed), "sha256": report})
-            replace_file(job.data / f"report-{jax.process_index()}.json", text.encode())
-        if failed is None and jax.process_index() == 0:
-            try:
-                _commit(job)
-            except Exception as error:  # noqa: BLE001  # told below
-                failed = error
-        if jax.process_index() == 0 and failed is not None:
-            _clean_up(job)
+        is_first = jax.process_index() == 0
+        failed = failure or _caught(lambda: _end(job, waits[0]))
         if failed is not None:
-            raise _failure(job, failed) from failed
-        if jax.process_index() == 0:
-            _make_room(job, keep_last, keep_every)
-        log(logging.INFO, "saved %s in %.1f s", job.save_dir / job.tag, time.perf_counter() - started)
+            _caught(lambda: _report(job.data, error=_first_line(failed)))
+        elif is_first:
+            failed = _caught(lambda: _commit(job))
+        if failed is None:
+            if is_first:
+                _make_room(job, keep_last, keep_every)
+            log(logging.INFO, "saved %s in %.1f s", job.save_dir / job.tag, time.perf_counter() - started)
+            return
+        if is_first:
+            _clean_up(job)
+        if isinstance(failed, KeyboardInterrupt):
+            raise failed
+        raise _failure(job, failed) from failed
 
     return finish
+
+
+def _caught(action: Callable[[], object]) -> BaseException | None:
+    """What an action raises."""
+    try:
+        action()
+    except BaseException as error:  # noqa: BLE001  # whatever the libraries below raise; told by the caller
+        return error
+    return None
+
+
+def _end(job: _Job, wait: Callable[[], object]) -> None:
+    """Hash this process's rows while they are written, and report to process 0."""
+    hashes = hash_rows(job.arrays)
+    wait()
+    _report(job.data, sha256=hashes)
+
+
+def _report(data: Path, error: str | None = None, sha256: Mapping[str, Any] | None = None) -> None:
+    text = json.dumps({"error": error, "sha256": sha256 or {}})
+    replace_file(data / f"report-{jax.process_index()}.json", text.encode())
 
 
 def _commit(job: _Job) -> None:
