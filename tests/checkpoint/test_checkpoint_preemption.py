@@ -97,6 +97,7 @@ def test_the_step_that_ends_after_the_signal_saves(run: Run, tmp_path: Path, num
     assert_holds(run, held)
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_save_that_failed_before_does_not_cost_the_last_one(run: Run, tmp_path: Path) -> None:
     """There is no later one."""
     run.engine.save_on_preemption(tmp_path / "save", [signal.SIGUSR1])
