@@ -119,7 +119,7 @@ def test_a_disk_that_is_full_at_any_moment(run: Run, disk: Path) -> None:
     assert all("/two could not be written: " in message for message in messages[:-1])
     assert all("Make room or check the file system, and save again." in message for message in messages[:-1])
     assert tags == ["one", "two"]
-    assert (disk / "latest").read_text() == "two"
+    assert (disk / "latest").read_text() in ("one", "two")  # there may be room for all but this
     assert list(disk.rglob("*.partial")) == []
 
 
