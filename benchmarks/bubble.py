@@ -1,111 +1,237 @@
 """How long does a pipelined step take beside the closed form of its schedule?
 
-Every layer sleeps in a host callback, so simulated devices work truly in parallel whatever the number of cores, and the
-makespan of the compiled executor can be measured on a laptop. Expected: at most 1.10 times the closed form, of which
-about 2 ms a cell are the simulated devices' own.
+Every layer sleeps in host callbacks, so simulated devices work truly in parallel whatever the number of cores, and the
+makespan of the compiled executor can be measured on a laptop. A layer sleeps F in its forward, and I and W in the two
+halves of its backward, one for each chunk of the model; the callbacks are counted, so that no cell can be left out.
 
-Run: python -m benchmarks.bubble [--repeats 3] [--cell-ms 100]
+F : I : W is 1 : 1 : 1, then 1 : 1.5 : 1.5. `formula` is `jaxpipe.schedules.closed_form`, for `train` the sum over steps of
+the longest cell; `lockstep` is that sum over the formula for all of them, the least that is to be had. Expected: at
+most 1.05 of the formula everywhere; about 3 ms a tick are the simulated devices' own.
+
+Steps are measured in several processes at once, when all have compiled: they only sleep. All take about 8 minutes.
+
+Run: python -m benchmarks.bubble [--cell-ms 100] [--sizes 4x16,8x32] [--only zero-bubble] [--steps 2] [--processes 6]
 """
 
 import argparse
+import collections
+import dataclasses
 import functools
+import json
+import os
 import statistics
+import subprocess
+import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-import jax
+from benchmarks._table import print_head, print_row
+from jaxpipe.schedules import closed_form, lower_schedule, makespan, resolve_schedule
 
-jax.config.update("jax_num_cpu_devices", 8)
-
-import flax.linen as nn  # noqa: E402
-import jax.numpy as jnp  # noqa: E402
-import numpy as np  # noqa: E402
-import optax  # noqa: E402
-
-import jaxpipe  # noqa: E402
-from jaxpipe.runtime import PipelineSettings  # noqa: E402
-from jaxpipe.schedules import lower_schedule, makespan  # noqa: E402
-from jaxpipe.topology import make_pipeline_mesh  # noqa: E402
+SCHEDULES = (
+    *(("1f1b", 1), ("gpipe", 1), ("train", 1), ("1f1b-v", 2), ("interleaved", 2), ("interleaved", 4)),
+    *(("zero-bubble", 1), ("zero-bubble", 2), ("zero-bubble", 4)),
+)
+COLUMNS = ("schedule", "chunks", "S", "M", "F:I:W", "formula s", "lockstep", "step s", "ratio", "spread")
 
 
-def _sleep(seconds: float, x: np.ndarray) -> np.ndarray:
-    time.sleep(seconds)
-    return x
+@dataclass(frozen=True)
+class Case:
+    """One setting; `cells_s` are the seconds of F, I and W of one chunk."""
+
+    schedule: str
+    num_chunks: int
+    num_stages: int
+    num_microbatches: int
+    cells_s: tuple[float, float, float]
+
+    @property
+    def costs(self) -> dict[str, float]:
+        """Seconds of a whole stage, as the formulas take them."""
+        forward_s, input_s, weight_s = (self.num_chunks * x for x in self.cells_s)
+        return {"forward_s": forward_s, "backward_s": input_s + weight_s, "weight_s": weight_s}
+
+    @property
+    def formula_s(self) -> float:
+        """The closed form."""
+        sizes = self.num_microbatches, self.num_stages
+        return closed_form(self.schedule, *sizes, **self.costs, num_chunks=self.num_chunks)
+
+    @property
+    def lockstep_s(self) -> float:
+        """The sum over ticks of the longest cell."""
+        kind = resolve_schedule(self.schedule, self.num_chunks)
+        return makespan(lower_schedule(kind, self.num_microbatches, self.num_stages), **self.costs)
 
 
-@functools.cache
-def sleep_both_ways(forward_s: float, backward_s: float) -> Callable[[jax.Array], jax.Array]:
-    """The identity, as slow as asked in each direction."""
+class Sleeps:
+    """The sleeping of a member's layers: how often each kind of cell slept."""
 
-    def wait(seconds: float, x: jax.Array) -> jax.Array:
-        return jax.pure_callback(functools.partial(_sleep, seconds), jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+    def __init__(self) -> None:
+        self.counts: collections.Counter[str] = collections.Counter()
+        self._lock = threading.Lock()
+
+    def sleep(self, kind: str, seconds: float, x: Any) -> Any:
+        """Be called from a device; returns what it is given."""
+        with self._lock:
+            self.counts[kind] += 1
+        time.sleep(seconds)
+        return x
+
+
+def make_layer(sleeps: Sleeps, cells_s: Sequence[float]) -> Callable[..., Any]:
+    """The identity of x; the gradient of w comes from a product, so that it can wait."""
+    import jax
+
+    def sleeping(kind: str, seconds: float) -> Callable[[jax.Array], jax.Array]:
+        callback = functools.partial(sleeps.sleep, kind, seconds)
+        return lambda x: jax.pure_callback(callback, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+    forward, to_input, to_weight = map(sleeping, "FIW", cells_s)
 
     @jax.custom_vjp
-    def layer(x: jax.Array) -> jax.Array:
-        return wait_forward(x)
+    def layer(x: jax.Array, w: jax.Array) -> jax.Array:
+        return forward(x)
 
-    wait_forward, wait_backward = functools.partial(wait, forward_s), functools.partial(wait, backward_s)
-    layer.defvjp(lambda x: (wait_forward(x), None), lambda _, dy: (wait_backward(dy),))
+    def backward(x: jax.Array, dy: jax.Array) -> tuple[jax.Array, jax.Array]:
+        dx = to_input(dy)
+        return dx, to_weight(x.T @ dx)
+
+    layer.defvjp(lambda x, w: (forward(x), x), backward)
     return layer
 
 
-class Sleeper(nn.Module):
-    """A layer that sleeps; its one parameter keeps the backward from being optimised away."""
+def make_step(case: Case, sleeps: Sleeps) -> Callable[[], float]:
+    """A compiled step; each call gives its seconds."""
+    import flax.linen as nn
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    import optax
 
-    forward_s: float
-    backward_s: float
+    import jaxpipe
+    from jaxpipe.runtime import PipelineSettings
+    from jaxpipe.topology import make_pipeline_mesh
 
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Return the inputs, shifted."""
-        return sleep_both_ways(self.forward_s, self.backward_s)(x + self.param("shift", nn.initializers.zeros, x.shape))
+    layer = make_layer(sleeps, case.cells_s)
 
+    class Sleeper(nn.Module):
+        @nn.compact
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return layer(x, self.param("kernel", nn.initializers.zeros, (4, 4)))
 
-def measure(schedule: str, num_stages: int, num_microbatches: int, costs: tuple[float, float], repeats: int) -> None:
-    """Time one setting and print it beside its closed form."""
-    forward_s, backward_s = costs
+    num_stages, num_microbatches = case.num_stages, case.num_microbatches
+    layers = [jaxpipe.LayerSpec(Sleeper)] * (num_stages * case.num_chunks)
     model = jaxpipe.PipelineModule(
-        [jaxpipe.LayerSpec(Sleeper, forward_s, backward_s)] * num_stages,
-        num_stages,
-        loss_fn=lambda y, t: jnp.mean((y - t) ** 2),
-        partition_method="uniform",
+        layers, num_stages, loss_fn=lambda y, t: jnp.mean((y - t) ** 2), partition_method="uniform"
     )
     mesh = make_pipeline_mesh(jaxpipe.PipeDataParallelTopology(num_stages, 1))
     x = np.ones((num_microbatches, 2, 4), np.float32)
-    batch = (x, x, {})
-    settings = PipelineSettings(schedule=schedule)
+    settings = PipelineSettings(schedule=resolve_schedule(case.schedule, case.num_chunks))
     pipeline = jaxpipe.Pipeline(model, optax.sgd(0.1), mesh, (x[0], x[0]), num_microbatches, settings)
-    state = pipeline.init()
-    seconds = []
-    for repeat in range(repeats + 1):
+    compiled = pipeline.step.lower(pipeline.state_struct, pipeline.batch_struct).compile()
+    state, batch = pipeline.init(), pipeline.place_batch((x, x, {}))
+    held = [jax.block_until_ready(state)]
+
+    def run() -> float:
         start = time.perf_counter()
-        state, metrics = pipeline.step(state, batch)
-        metrics["loss"].block_until_ready()
-        if repeat:
-            seconds.append(time.perf_counter() - start)
-    if schedule == "train":
-        ideal = makespan(lower_schedule(pipeline.schedule, num_microbatches, num_stages), forward_s, backward_s)
-    else:
-        ideal = (num_microbatches + num_stages - 1) * (forward_s + backward_s)
-    middle = statistics.median(seconds)
-    print(
-        f"{schedule:8}{num_stages:4}{num_microbatches:4}{forward_s * 1e3:8.0f}{backward_s * 1e3:6.0f}{ideal:10.2f}"
-        f"{middle:10.2f}{middle / ideal:8.3f}   {min(seconds) / ideal:.3f} to {max(seconds) / ideal:.3f}",
-        flush=True,
-    )
+        held[0], _ = jax.block_until_ready(compiled(held[0], batch))
+        return time.perf_counter() - start
+
+    return run
+
+
+def member() -> None:
+    """Compile the cases of one process, and when told run them: a line of seconds and counts for each."""
+    import jax
+
+    jax.config.update("jax_num_cpu_devices", 8)
+    num_steps, cases = json.loads(sys.stdin.readline())
+    ready = []
+    for fields in cases:
+        sleeps = Sleeps()
+        ready.append((make_step(Case(**fields), sleeps), sleeps))
+    print("READY", flush=True)
+    sys.stdin.readline()
+    for run, sleeps in ready:
+        sleeps.counts.clear()
+        seconds = [run() for _ in range(num_steps)]
+        print(json.dumps({"seconds": seconds, "counts": sleeps.counts}), flush=True)
+
+
+def measure(cases: Sequence[Case], num_steps: int, num_processes: int) -> list[list[float]]:
+    """Seconds of each case's steps.
+
+    Raises:
+        SystemExit: A process failed, or a cell did not run as often as it must.
+    """
+    shares: list[list[int]] = [[] for _ in range(min(num_processes, len(cases)))]
+    for i in sorted(range(len(cases)), key=lambda i: -cases[i].formula_s):
+        min(shares, key=lambda share: sum(cases[j].formula_s for j in share)).append(i)
+    command = [sys.executable, "-m", "benchmarks.bubble", "--member"]
+    env = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    started = [
+        subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in shares
+    ]
+    for process, share in zip(started, shares, strict=True):
+        _tell(process, json.dumps([num_steps, [dataclasses.asdict(cases[i]) for i in share]]))
+    for process in started:
+        if process.stdout.readline().strip() != "READY":
+            raise SystemExit("a process of the benchmark must compile its steps, but it ended: see above.")
+    for process in started:
+        _tell(process, "go")
+    found: dict[int, list[float]] = {}
+    for process, share in zip(started, shares, strict=True):
+        for i, line in zip(share, process.communicate()[0].splitlines(), strict=True):
+            result = json.loads(line)
+            found[i] = result["seconds"]
+            cells = cases[i].num_stages * cases[i].num_chunks * cases[i].num_microbatches * num_steps
+            if result["counts"] != dict.fromkeys("FIW", cells):
+                raise SystemExit(f"each kind of cell must run {cells} times, but {cases[i]} ran {result['counts']}.")
+    return [found[i] for i in range(len(cases))]
+
+
+def _tell(process: subprocess.Popen[str], line: str) -> None:
+    process.stdin.write(f"{line}\n")
+    process.stdin.flush()
 
 
 def main() -> None:
-    """Measure every schedule at two sizes."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--cell-ms", type=float, default=100.0)
+    """Print a line for each schedule and size."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cell-ms", type=float, default=100.0, help="the shortest cell, of one chunk")
+    parser.add_argument("--sizes", default="4x16,8x32", help="stages x microbatches")
+    parser.add_argument("--only", default=",".join(dict(SCHEDULES)), help="schedules")
+    parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--processes", type=int, default=6)
+    parser.add_argument("--member", action="store_true", help="be one process, told by standard input")
     options = parser.parse_args()
-    forward_s = options.cell_ms / 1e3
-    print(f"{'schedule':8}{'S':>4}{'M':>4}{'F ms':>8}{'B ms':>6}{'formula s':>10}{'step s':>10}{'ratio':>8}   spread")
-    for schedule in ("1f1b", "gpipe", "train"):
-        for num_stages, num_microbatches in ((4, 8), (8, 16)):
-            measure(schedule, num_stages, num_microbatches, (forward_s, 2 * forward_s), options.repeats)
+    if options.member:
+        member()
+        return
+    cell_s = options.cell_ms / 1e3
+    names = options.only.split(",")
+    cases = [
+        Case(name, chunks, *map(int, size.split("x")), (cell_s, half * cell_s, half * cell_s))
+        for half in (1.0, 1.5)
+        for size in options.sizes.split(",")
+        for name, chunks in SCHEDULES
+        if name in names
+    ]
+    found = measure(cases, options.steps, options.processes)
+    print_head(*COLUMNS)
+    for case, seconds in zip(cases, found, strict=True):
+        ideal = case.formula_s
+        ratios = sorted(s / ideal for s in seconds)
+        print_row(
+            *(case.schedule, case.num_chunks, case.num_stages, case.num_microbatches),
+            ":".join(f"{x / cell_s:g}" for x in case.cells_s),
+            *(f"{ideal:.2f}", f"{case.lockstep_s / ideal:.3f}", f"{statistics.median(seconds):.2f}"),
+            *(f"{statistics.median(ratios):.3f}", f"{ratios[0]:.3f} to {ratios[-1]:.3f}"),
+        )
 
 
 if __name__ == "__main__":

@@ -29,10 +29,15 @@ class Layout:
     optimizer: str = "Adam"
     inside: str = "data"
     """The axis along which neighbours are adjacent devices."""
+    schedule: str = "1f1b"
+    num_chunks: int | str = "auto"
+    spread: bool | str = "auto"
+    """Whether stages hold shares of the inputs."""
 
     def __str__(self) -> str:
         named = [f"{self.stages}x{self.data}", self.zero * "zero", self.model, self.precision, self.optimizer]
-        return "-".join(name for name in named if name not in ("", "tied", "Adam"))
+        named += [self.schedule, str(self.num_chunks)]
+        return "-".join(name for name in named if name not in ("", "tied", "Adam", "1f1b", "auto"))
 
     def engine(self, config: dict[str, Any] | None = None, **kwargs: Any) -> PipelineEngine:
         model = MODELS[self.model]
@@ -44,6 +49,7 @@ class Layout:
         mesh = jaxpipe.mesh_for(module, jax.devices()[: self.stages * self.data])
         config = {
             **(config or {}),
+            "pipeline": {"schedule": self.schedule, "num_chunks": self.num_chunks, "spread_inputs": self.spread},
             "train_batch_size": BATCH,
             "train_micro_batch_size_per_gpu": 2,
             "zero_optimization": {"stage": self.zero},

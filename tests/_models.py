@@ -101,6 +101,12 @@ class MaskedBlock(nn.Module):
         return x + y, mask, tokens, penalty + 0.01 * jnp.mean(y**2)
 
 
+class Thin(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x + 0.2 * jnp.tanh(nn.Dense(DIM, use_bias=False)(x))
+
+
 class SideBlock(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array, *, mask: jax.Array, positions: jax.Array) -> jax.Array:
@@ -247,6 +253,7 @@ def tied_many() -> list[Any]:
 
 MODELS = {
     "linen": Model(lambda: [LayerSpec(Embed), *specs(Block), LayerSpec(Head)]),
+    "deep": Model(lambda: [LayerSpec(Embed), *[LayerSpec(Thin)] * 32, LayerSpec(Head)]),
     "nnx": Model(lambda: [LayerSpec(NNXEmbed), *specs(NNXBlock), LayerSpec(NNXHead)]),
     "mixed": Model(
         lambda: [Embed(), *[LayerSpec(NNXBlock), jnp.tanh, LayerSpec(Block)] * 3, Head(), lambda x: x * 0.5],

@@ -13,12 +13,19 @@ from _schedules import LastInFirstOutSchedule, OneByOneSchedule, SplitAtOnceSche
 
 from jaxpipe import PipeDataParallelTopology, Pipeline, PipelineModule, PipeSchedule, microbatch_key
 from jaxpipe.runtime import PipelineSettings
+from jaxpipe.schedules import resolve_schedule
 from jaxpipe.topology import make_pipeline_mesh
 
 SCHEDULES: dict[str, str | type[PipeSchedule]] = {
     "1f1b": "1f1b",
     "gpipe": "gpipe",
     "train": "train",
+    "1f1b-v": "1f1b-v",
+    "interleaved": "interleaved",
+    "zero-bubble": "zero-bubble",
+    "zero-bubble-2": resolve_schedule("zero-bubble", num_chunks=2),
+    "zero-bubble-4": resolve_schedule("zero-bubble", num_chunks=4),
+    "interleaved-4": resolve_schedule("interleaved", num_chunks=4),
     "one_by_one": OneByOneSchedule,
     "last_in_first_out": LastInFirstOutSchedule,
     "split": SplitSchedule,
@@ -47,16 +54,21 @@ class Case:
         sizes = f"{self.stages}x{self.data}x{self.microbatches}"
         return f"{self.model}-{sizes}-{self.schedule}-{self.cut}-{flags}"
 
+    @property
+    def parts(self) -> int:
+        """Parts of the model: stages times chunks."""
+        return self.stages * resolve_schedule(SCHEDULES[self.schedule]).num_chunks
+
     def module(self) -> PipelineModule:
         kwargs = {"partition_method": self.boundaries(), "activation_checkpoint_interval": self.interval}
         return MODELS[self.model].module(self.stages, **kwargs)
 
     def boundaries(self) -> Any:
-        """`front` gives the first stage most layers, `back` the last."""
+        """`front` gives the first part most layers, `back` the last."""
         num_layers = len(MODELS[self.model].layers())
         uneven = {
-            "front": [0, *range(num_layers - self.stages + 1, num_layers + 1)],
-            "back": [*range(self.stages), num_layers],
+            "front": [0, *range(num_layers - self.parts + 1, num_layers + 1)],
+            "back": [*range(self.parts), num_layers],
         }
         return uneven.get(self.cut, self.cut)
 

@@ -20,6 +20,7 @@ from ._values import (
     optional,
     read_flag,
     read_partition,
+    read_positive_number,
     read_schedule,
 )
 from ._zero import ZeroSection, refuse_flag
@@ -32,13 +33,21 @@ class PipelineConfig(Section):
     Attributes:
         stages: Number of stages; `'auto'` takes the module's.
         partition: Name of the partition method, or the layer boundaries; `'best'` takes the module's method.
-        schedule: Name of the training schedule, or (in a dictionary) a `PipeSchedule` class.
+        schedule: Name of the training schedule, or (in a dictionary) a `PipeSchedule` class; `'auto'` chooses one.
         activation_checkpoint_interval: Number of layers per recomputed group; 0 takes the module's.
         skip_idle: Whether idle cells are branched around instead of computed and dropped; `'auto'` decides by backend.
         scan_trunk: Whether equal layers of a stage run as one scan, for compile time that does not grow with depth.
         seed_layers: Whether each layer's random keys depend on its place alone; None takes the module's. DeepSpeed
             reads the key and does nothing with it.
-        num_chunks: Model chunks on each stage, for schedules that interleave them.
+        num_chunks: Model chunks on each stage, for schedules that interleave them; `'auto'` takes the schedule's own
+            number.
+        max_pending_weights: The most weight halves of backwards, counted on each chunk, that the schedule
+            `'zero-bubble'` keeps pending on a stage; `'auto'` takes the schedule's own number.
+        memory_limit_gb: What the schedule `'auto'` may plan for on a device, in GB of 10^9 bytes, all that training
+            holds included; `'auto'` takes the device's memory.
+        spread_inputs: Whether inputs and labels are held in shares, one a stage, and each microbatch gathered when it
+            is needed; `'auto'` does so with arrays of at least 32 MiB.
+        offload_activations: Whether what waits between forward and backward lies in host memory.
 
     Raises:
         ConfigError: A value is of the wrong type or out of range.
@@ -53,7 +62,11 @@ class PipelineConfig(Section):
     skip_idle: bool | Literal["auto"] = setting("auto", auto_or(read_flag))
     scan_trunk: bool = setting(False, read_flag)
     seed_layers: bool | None = setting(None, optional(read_flag))
-    num_chunks: int = setting(1, integer_of_at_least(1))
+    num_chunks: int | Literal["auto"] = setting("auto", auto_or(integer_of_at_least(1)))
+    max_pending_weights: int | Literal["auto"] = setting("auto", auto_or(integer_of_at_least(1)))
+    memory_limit_gb: float | Literal["auto"] = setting("auto", auto_or(read_positive_number))
+    spread_inputs: bool | Literal["auto"] = setting("auto", auto_or(read_flag))
+    offload_activations: bool = setting(False, read_flag)
 
 
 @dataclass(frozen=True)

@@ -161,7 +161,8 @@ class ProgramCache:
         form = _Form(pipeline.parts, pipeline.cuts, params, pipeline.state_struct, inputs)
         if self._form is None:
             self._form = form
-            self._module.partition(pipeline.trace)
+            self._settings = pipeline.settings
+            self._module.adopt_parts(pipeline.parts, pipeline.part_stages)
         else:
             _check_form(form, self._form)
         return pipeline

@@ -1,14 +1,15 @@
 """`PipelineModule`: the model as a list of layers, and the plain sequential model it means."""
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 
 from jaxpipe._typing import PyTree
 from jaxpipe.errors import LayerError, PartitionError
-from jaxpipe.partition import needs_params, partition_layers
+from jaxpipe.partition import Profile, needs_params, partition_layers, profile_source
 from jaxpipe.topology import PipeDataParallelTopology, ProcessTopology
 
 from ._arguments import checked_callable, checked_dtype, checked_interval, checked_stages
@@ -52,8 +53,9 @@ class PipelineModule(SequentialModel, DeepSpeedNames):
         seed_layers: Key the initial weights of layer i from `base_seed + i` alone, whatever key `init` is given.
         seed_fn: With `seed_layers`, makes a JAX key from that integer; `jax.random.key` if None.
         base_seed: Seed of the engine's initial weights and of its dropout.
-        partition_method: `"parameters"` (smallest possible largest stage by parameter count), `"uniform"`,
-            `"type:regex"`, `"trunk"`, or explicit boundaries such as `[0, 3, 6]`.
+        partition_method: `"parameters"` (smallest possible largest stage by parameter count), `"profile"` (fastest
+            possible slowest stage by times that are measured when an engine is built, `"profile:flops"` by counted
+            operations and bytes), `"uniform"`, `"type:regex"`, `"trunk"`, or explicit boundaries such as `[0, 3, 6]`.
         activation_checkpoint_interval: Recompute in groups of this many layers; 0 keeps all activations.
         activation_checkpoint_func: Recomputes a group: a function of `jax.checkpoint`'s form, such as
             `functools.partial(jax.checkpoint, policy=...)`, or of DeepSpeed's `checkpoint(function, *args)`. None:
@@ -102,6 +104,8 @@ class PipelineModule(SequentialModel, DeepSpeedNames):
         self.num_stages = checked_stages(num_stages, topology)
         self._topology = topology
         self.has_model_axis = topology is not None and "model" in topology.axes
+        self.profiles: dict[Hashable, Profile] = {}
+        """Costs of the layers that have been measured, by what they depend on; copies share them."""
         self._set(
             loss_fn=loss_fn,
             seed_layers=seed_layers,
@@ -170,7 +174,8 @@ class PipelineModule(SequentialModel, DeepSpeedNames):
         self.activation_checkpoint_func = checked_callable("activation_checkpoint_func", activation_checkpoint_func)
         self.set_checkpoint_interval(activation_checkpoint_interval)
         self._parts: tuple[int, ...] | None = None
-        if not (needs_params(partition_method) or self._cuts_trunk):
+        self._part_stages: tuple[int, ...] | None = None
+        if not (needs_params(partition_method) or self._cuts_trunk or profile_source(partition_method)):
             self._parts = self._partition(None)
         elif self.num_stages > len(self.layers):
             names = ", ".join(named.name for named in self.layers)
@@ -190,41 +195,67 @@ class PipelineModule(SequentialModel, DeepSpeedNames):
         return PipeDataParallelTopology(self.num_stages, max(1, jax.device_count() // self.num_stages))
 
     def init(self, key: jax.Array, inputs: PyTree, *, side: Mapping[str, PyTree] | None = None) -> PyTree:
-        """As `SequentialModel.init`; the boundaries of the stages are then known too.
+        """As `SequentialModel.init`; the boundaries of the stages are then known too, but for `"profile"`.
 
         Raises:
             LayerError: Two neighbouring layers do not fit, or `seed_fn` makes no key.
             PartitionError: The partition method cannot cut these layers.
         """
-        self.partition(self.trace(inputs, side))
+        if not profile_source(self.partition_method):
+            self.partition(self.trace(inputs, side))
         return super().init(key, inputs, side=side)
 
-    def partition(self, trace: ModelTrace) -> tuple[int, ...]:
+    def partition(
+        self,
+        trace: ModelTrace,
+        num_parts: int | None = None,
+        *,
+        stages: Sequence[int] | None = None,
+        profile: Profile | None = None,
+    ) -> tuple[int, ...]:
         """Cut the layers into stages; the result is also what `parts` shows from then on.
 
         Args:
             trace: The model's shapes.
+            num_parts: Number of parts to cut into, `num_stages * num_chunks` for a schedule with several chunks on
+                each stage. None: one part a stage, or as many as `partition_method` makes where it is boundaries.
+            stages: The stage that holds each part; None: part p is on stage `p % num_stages`.
+            profile: Costs of the layers, which `"profile"` needs.
 
         Returns:
-            `num_stages + 1` layer indices: stage s holds the layers `[parts[s], parts[s + 1])`.
+            `num_parts + 1` layer indices: part p holds the layers `[parts[p], parts[p + 1])`.
 
         Raises:
-            PartitionError: The method cannot cut these layers.
+            PartitionError: The method cannot cut these layers, or `num_parts` is no multiple of `num_stages`.
         """
-        self._parts = self._partition(trace)
+        self._parts = self._partition(trace, num_parts, profile)
+        self._part_stages = None if stages is None else tuple(stages)
         return self._parts
+
+    def adopt_parts(self, parts: Sequence[int], stages: Sequence[int] | None = None) -> None:
+        """Take over how a module of the same layers was cut, for what `parts` and `stage_owner` say.
+
+        Args:
+            parts: Boundaries, as `partition` returned them there.
+            stages: The stage that holds each part; None: part p is on stage `p % num_stages`.
+        """
+        self._parts = tuple(parts)
+        self._part_stages = None if stages is None else tuple(stages)
 
     @property
     def parts(self) -> tuple[int, ...]:
-        """Boundaries of the stages, `num_stages + 1` layer indices.
+        """Boundaries of the stages, or of the parts that the last `partition` was asked for, as layer indices.
 
         Raises:
-            PartitionError: The method counts parameters and no shapes have been seen yet.
+            PartitionError: The method needs shapes or times and none have been seen yet.
         """
         if self._parts is None:
+            counts = not profile_source(self.partition_method)
+            what = "counts parameters and none have been made" if counts else "needs costs and none are known"
+            repair = "Call init(key, inputs) or build an engine first." if counts else "Build an engine first."
             raise PartitionError(
                 f"parts must be asked for after the shapes are known, but partition_method={self.partition_method!r} "
-                "counts parameters and none have been made. Call init(key, inputs) or build an engine first."
+                f"{what}. {repair}"
             )
         return self._parts
 
@@ -238,20 +269,25 @@ class PipelineModule(SequentialModel, DeepSpeedNames):
             raise PartitionError(
                 f"layer_idx must be in [0, {len(self.layers)}), but got layer_idx={layer_idx}. Layers count from 0."
             )
-        return max(s for s in range(self.num_stages) if self.parts[s] <= layer_idx)
+        part = bisect_right(self.parts, layer_idx) - 1
+        return part % self.num_stages if self._part_stages is None else self._part_stages[part]
 
     @property
     def _cuts_trunk(self) -> bool:
         return isinstance(self.partition_method, str) and self.partition_method.lower() == "trunk"
 
-    def _partition(self, trace: ModelTrace | None) -> tuple[int, ...]:
+    def _partition(
+        self, trace: ModelTrace | None, num_parts: int | None = None, profile: Profile | None = None
+    ) -> tuple[int, ...]:
         return partition_layers(
             self.partition_method,
             num_stages=self.num_stages,
+            num_parts=num_parts,
             names=[named.name for named in self.layers],
             class_names=[named.layer.class_name for named in self.layers],
             num_params=None if trace is None else trace.num_params(),
             repeated=repeated_layers(self.layers, trace, self.compute_dtype)
             if self._cuts_trunk and trace is not None
             else None,
+            profile=profile,
         )

@@ -36,12 +36,32 @@ def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
         [0, 2, 3, 4, 7]
     """
     exact = exact_weights(weights)
-    num_items = len(exact)
-    num_parts = checked_parts(num_items, num_parts, "weights")
-    prefix = list(accumulate(exact, initial=0))
-    sums = sorted({end - start for index, start in enumerate(prefix) for end in prefix[index + 1 :]})
+    return best_cut(exact, checked_parts(len(exact), num_parts, "weights")) or []
 
-    limits = _Limits(prefix, num_parts, min_sum=0, max_sum=sums[-1], min_size=1, max_size=num_items)
+
+def best_cut(
+    weights: Sequence[int], num_parts: int, last_ends: Sequence[Sequence[int]] | None = None
+) -> list[int] | None:
+    """`partition_balanced` of checked weights, where some parts may be too long to be allowed.
+
+    Args:
+        weights: One non-negative integer per item.
+        num_parts: Number of parts, from 1 to `len(weights)`.
+        last_ends: `last_ends[part][start]`: the last end that the part may have if it begins at `start`; an end before
+            the one after `start` allows none. None allows all.
+
+    Returns:
+        The boundaries, or None where no cut is allowed.
+    """
+    num_items = len(weights)
+    prefix = list(accumulate(weights, initial=0))
+    sums = sorted({end - start for index, start in enumerate(prefix) for end in prefix[index + 1 :]})
+    allowed = None
+    if last_ends is not None:
+        allowed = [[(1 << (max(last, 0) + 1)) - 1 for last in ends] for ends in last_ends]
+    limits = _Limits(prefix, num_parts, allowed, min_sum=0, max_sum=sums[-1], min_size=1, max_size=num_items)
+    if _suffixes(limits, _windows(limits)) is None:
+        return None
     limits = _tighten(limits, "max_sum", sums)
     limits = _tighten(limits, "min_sum", sums[::-1])
     limits = _tighten(limits, "max_size", range(1, num_items + 1))
@@ -51,10 +71,14 @@ def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
 
 @dataclass(frozen=True)
 class _Limits:
-    """What every part must keep to: bounds on the sum of its weights and on its number of items."""
+    """What every part must keep to: bounds on the sum of its weights and on its number of items.
+
+    `allowed[part][start]` are the ends that the part may have besides, as the bits of an integer.
+    """
 
     prefix: list[int]
     num_parts: int
+    allowed: list[list[int]] | None
     min_sum: int
     max_sum: int
     min_size: int
@@ -100,13 +124,21 @@ def _suffixes(limits: _Limits, windows: list[int]) -> list[int] | None:
     """The starts from which the rest can be cut into k parts, as bits, for k = 0 .. num_parts; None if 0 is not one."""
     num_items = len(windows)
     suffixes = [1 << num_items]
-    for _ in range(limits.num_parts):
+    for part in range(limits.num_parts - 1, -1, -1):
         ends = suffixes[-1]
-        starts = sum(1 << start for start, window in enumerate(windows) if window & ends)
+        possible = _windows_of(limits, windows, part)
+        starts = sum(1 << start for start, window in enumerate(possible) if window & ends)
         if not starts:
             return None
         suffixes.append(starts)
     return suffixes if suffixes[-1] & 1 else None
+
+
+def _windows_of(limits: _Limits, windows: list[int], part: int) -> list[int]:
+    """The windows of one part, which may be allowed less than others."""
+    if limits.allowed is None:
+        return windows
+    return [window & ends for window, ends in zip(windows, limits.allowed[part], strict=True)]
 
 
 def _first_cut(limits: _Limits) -> list[int]:
@@ -114,7 +146,7 @@ def _first_cut(limits: _Limits) -> list[int]:
     windows = _windows(limits)
     suffixes = _suffixes(limits, windows) or []
     boundaries = [0]
-    for ends in suffixes[-2::-1]:
-        possible = windows[boundaries[-1]] & ends
+    for part, ends in enumerate(suffixes[-2::-1]):
+        possible = _windows_of(limits, windows, part)[boundaries[-1]] & ends
         boundaries.append((possible & -possible).bit_length() - 1)
     return boundaries

@@ -1,7 +1,7 @@
 """`PipelineModule`'s partition methods, by name."""
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Sized
 from dataclasses import dataclass
 from difflib import get_close_matches
 from numbers import Integral
@@ -11,11 +11,12 @@ from jaxpipe.errors import PartitionError
 
 from ._balanced import partition_balanced
 from ._checks import checked_count
+from ._costs import Profile
+from ._profile import partition_profile, profile_source
 from ._table import format_layers
 from ._trunk import partition_trunk
 from ._uniform import partition_uniform
 
-_PROFILE = "profile"
 _TYPE = "type:"
 
 
@@ -24,13 +25,21 @@ class _Layers:
     """What is known of the layers to cut."""
 
     num_stages: int
+    num_parts: int
     names: Sequence[str]
     class_names: Sequence[str]
     num_params: Sequence[int] | None
     repeated: Sequence[int | None] | None
+    profile: Profile | None
 
     def listing(self) -> str:
         return format_layers(self.names, self.num_params)
+
+    def asked(self) -> str:
+        """The number of parts, in the terms that a user sets."""
+        if self.num_parts == self.num_stages:
+            return f"num_stages={self.num_stages}"
+        return f"num_stages={self.num_stages} and num_chunks={self.num_parts // self.num_stages}"
 
 
 def needs_params(method: str | Sequence[int]) -> bool:
@@ -49,45 +58,69 @@ def partition_layers(
     method: str | Sequence[int],
     *,
     num_stages: int,
+    num_parts: int | None = None,
     names: Sequence[str],
     class_names: Sequence[str],
     num_params: Sequence[int] | None = None,
     repeated: Sequence[int | None] | None = None,
+    profile: Profile | None = None,
 ) -> tuple[int, ...]:
-    r"""Cut a list of layers into stages by one of the methods of `PipelineModule`.
+    r"""Cut a list of layers into stages, or into the chunks of stages, by one of the methods of `PipelineModule`.
 
     - `'uniform'`: equal numbers of layers (`partition_uniform`).
     - `'parameters'`: the lightest possible heaviest stage by number of parameters (`partition_balanced`).
     - `'type:REGEX'`: the same with weight 1 for each layer whose class name the regular expression matches anywhere,
       whatever the case of letters, and weight 0 for the others. All that follows the first colon is the expression,
       taken as it is (DeepSpeed drops what follows a second colon, and turns `\S` into `\s`).
-    - `'trunk'`: equally many of the repeated layer on each stage, what stands before it on the first stage and what
-      follows on the last; this suits the executor best.
-    - A sequence of `num_stages + 1` boundaries, such as `[0, 3, 6, 9]`.
+    - `'profile'`: the fastest possible slowest part by measured times, within a limit on memory if there is one
+      (`partition_profile`); `'profile:flops'` takes times that are estimated from operations and bytes.
+    - `'trunk'`: equally many of the repeated layer in each part, what stands before it in the first part and what
+      follows in the last; this suits the executor best.
+    - A sequence of `num_parts + 1` boundaries, such as `[0, 3, 6, 9]`.
 
     Names of methods may be written in any case of letters.
 
     Args:
         method: Name of the method, or boundaries.
-        num_stages: Number of stages, at most the number of layers.
+        num_stages: Number of stages.
+        num_parts: Number of parts to cut into, at most the number of layers: `num_stages` times the schedule's
+            `num_chunks`. None: one part a stage, or as many of every stage as the boundaries given make.
         names: One name per layer, for messages.
         class_names: One class name per layer, for `'type:'`.
         num_params: Number of parameters per layer that an optimiser updates; `'parameters'` needs it, else it only
             makes messages fuller.
         repeated: Per layer, an id shared by all layers that are alike, or None; `'trunk'` needs it.
+        profile: Costs of the layers; `'profile'` needs it.
 
     Returns:
-        The boundaries: `num_stages + 1` layer indices, first 0, last the number of layers, strictly increasing.
+        The boundaries: `num_parts + 1` layer indices, first 0, last the number of layers, strictly increasing.
 
     Raises:
-        PartitionError: There are more stages than layers, the method is unknown or not available, the expression is
-            not valid or matches nothing, the boundaries do not fit, `'trunk'` finds no run that divides by the number
-            of stages, or an argument that the method needs is missing or of the wrong length.
+        PartitionError: There are more parts than layers, `num_parts` is no multiple of `num_stages`, the method is
+            unknown or not available, the expression is not valid or matches nothing, the boundaries do not fit,
+            `'trunk'` finds no run that divides by the number of parts, no cut keeps to the profile's limit on memory,
+            or an argument that the method needs is missing or of the wrong length.
     """
-    layers = _checked(_Layers(num_stages, names, class_names, num_params, repeated))
+    num_stages = checked_count(num_stages, "num_stages")
+    num_parts = _num_parts(method, num_stages, num_parts)
+    layers = _checked(_Layers(num_stages, num_parts, names, class_names, num_params, repeated, profile))
     if not isinstance(method, str):
         return _explicit(method, layers)
     return tuple(_method(method, layers)(method, layers))
+
+
+def _num_parts(method: object, num_stages: int, num_parts: int | None) -> int:
+    """The number of parts to cut into; boundaries that were given may decide it."""
+    if num_parts is None:
+        given = len(method) - 1 if isinstance(method, Sized) and not isinstance(method, str) else num_stages
+        return given if given > 0 and given % num_stages == 0 else num_stages
+    num_parts = checked_count(num_parts, "num_parts")
+    if num_parts % num_stages:
+        raise PartitionError(
+            f"num_parts must be a multiple of num_stages, one part for each chunk of a stage, but got "
+            f"num_parts={num_parts} and num_stages={num_stages}. Pass num_stages * num_chunks."
+        )
+    return num_parts
 
 
 def _checked(layers: _Layers) -> _Layers:
@@ -99,12 +132,13 @@ def _checked(layers: _Layers) -> _Layers:
                 f"{name} must have one entry per layer ({num_layers}), but got len({name})={len(value)}. "
                 "Give one entry for each of names."
             )
-    num_stages = checked_count(layers.num_stages, "num_stages")
-    if num_stages > num_layers:
+    if layers.num_parts > num_layers:
+        has_chunks = layers.num_parts > layers.num_stages
+        what, empty = ("num_stages * num_chunks", "chunk") if has_chunks else ("num_stages", "stage")
+        most = "fewer stages or chunks" if has_chunks else f"at most {num_layers} stages"
         raise PartitionError(
-            f"num_stages must be at most the number of layers ({num_layers}), so that no stage is empty, but got "
-            f"num_stages={num_stages}. Use at most {num_layers} stages, or cut the model into more layers. "
-            f"The layers:{layers.listing()}"
+            f"{what} must be at most the number of layers ({num_layers}), so that no {empty} is empty, but got "
+            f"{layers.asked()}. Use {most}, or cut the model into more layers. The layers:{layers.listing()}"
         )
     return layers
 
@@ -120,14 +154,10 @@ def _method(method: str, layers: _Layers) -> Callable[[str, _Layers], Sequence[i
     }
     if name in methods:
         return methods[name]
-    if name == _PROFILE:
-        raise PartitionError(
-            "partition_method must not depend on measured times, which is not available, but got "
-            f"partition_method={method!r}. Use 'parameters', or explicit boundaries from your own measurements, such "
-            f"as {_example(layers)}. The layers:{layers.listing()}"
-        )
-    near = get_close_matches(name.split(":")[0], [*methods, _TYPE.rstrip(":")], n=1)
-    known = "'uniform', 'parameters', 'type:REGEX', 'trunk', or boundaries"
+    if profile_source(method) is not None:
+        return _profile
+    near = get_close_matches(name.split(":")[0], [*methods, "profile", _TYPE.rstrip(":")], n=1)
+    known = "'uniform', 'parameters', 'profile', 'type:REGEX', 'trunk', or boundaries"
     hint = ("'type:REGEX'" if near[0] == "type" else f"{near[0]!r}") if near else ""
     raise PartitionError(
         f"partition_method must be one of {known} such as {_example(layers)}, but got partition_method={method!r}. "
@@ -136,24 +166,38 @@ def _method(method: str, layers: _Layers) -> Callable[[str, _Layers], Sequence[i
 
 
 def _example(layers: _Layers) -> list[int]:
-    return partition_uniform(len(layers.names), layers.num_stages)
+    return partition_uniform(len(layers.names), layers.num_parts)
 
 
 def _uniform(method: str, layers: _Layers) -> Sequence[int]:
     del method
-    return partition_uniform(len(layers.names), layers.num_stages)
+    return partition_uniform(len(layers.names), layers.num_parts)
 
 
 def _parameters(method: str, layers: _Layers) -> Sequence[int]:
     if layers.num_params is None:
         raise _missing(method, "num_params")
-    return partition_balanced(layers.num_params, layers.num_stages)
+    return partition_balanced(layers.num_params, layers.num_parts)
 
 
 def _trunk(method: str, layers: _Layers) -> Sequence[int]:
     if layers.repeated is None:
         raise _missing(method, "repeated")
-    return partition_trunk(layers.repeated, layers.num_stages, layers.names, layers.listing())
+    return partition_trunk(layers.repeated, layers.num_parts, layers.names, layers.listing(), layers.asked())
+
+
+def _profile(method: str, layers: _Layers) -> Sequence[int]:
+    if layers.profile is None:
+        raise PartitionError(
+            f"partition_method={method!r} must be given the costs of the layers, but got profile=None. An engine or a "
+            "Pipeline measures them when it is built; elsewhere pass what measure_layers or estimate_layers returns."
+        )
+    if len(layers.profile.layers) != len(layers.names):
+        raise PartitionError(
+            f"profile must have one cost per layer ({len(layers.names)}), but got {len(layers.profile.layers)}. "
+            "Measure this list of layers."
+        )
+    return partition_profile(layers.profile, layers.num_stages, layers.num_parts)
 
 
 def _missing(method: str, name: str) -> PartitionError:
@@ -178,19 +222,20 @@ def _type(method: str, layers: _Layers) -> Sequence[int]:
             f"partition_method='type:REGEX' must match the class name of at least one layer, but got {pattern!r}. "
             f"The classes are {classes}. The layers:{layers.listing()}"
         )
-    return partition_balanced(weights, layers.num_stages)
+    return partition_balanced(weights, layers.num_parts)
 
 
 def _explicit(boundaries: Sequence[int], layers: _Layers) -> tuple[int, ...]:
-    num_layers, num_stages = len(layers.names), layers.num_stages
+    num_layers, num_parts = len(layers.names), layers.num_parts
     values = _integers(boundaries, layers)
     problem = ""
-    if len(values) != num_stages + 1:
-        problem = f"must be num_stages + 1 = {num_stages + 1} boundaries"
+    if len(values) != num_parts + 1:
+        what = "num_stages" if num_parts == layers.num_stages else "num_stages * num_chunks"
+        problem = f"must be {what} + 1 = {num_parts + 1} boundaries"
     elif values[0] != 0 or values[-1] != num_layers:
         problem = f"must begin with 0 and end with the number of layers ({num_layers})"
     elif any(a >= b for a, b in zip(values, values[1:], strict=False)):
-        problem = "must increase from boundary to boundary, so that no stage is empty"
+        problem = "must increase from boundary to boundary, so that no part is empty"
     if problem:
         raise PartitionError(
             f"partition_method {problem}, but got partition_method={list(values)}. Use for instance "

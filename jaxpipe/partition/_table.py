@@ -3,8 +3,11 @@
 from collections.abc import Sequence
 from itertools import groupby
 
+from ._costs import Profile
+
 _LISTED = 60  # longer lists leave out the middle
 _NAME_RUNS = 4
+_UNITS = ((30, "GiB"), (20, "MiB"), (10, "KiB"), (0, "B"))
 
 
 def format_layers(names: Sequence[str], num_params: Sequence[int] | None) -> str:
@@ -27,17 +30,27 @@ def format_layers(names: Sequence[str], num_params: Sequence[int] | None) -> str
     return "".join(lines)
 
 
-def format_partition(boundaries: Sequence[int], names: Sequence[str], num_params: Sequence[int] | None = None) -> str:
+def format_partition(
+    boundaries: Sequence[int],
+    names: Sequence[str],
+    num_params: Sequence[int] | None = None,
+    *,
+    stages: Sequence[int] | None = None,
+    profile: Profile | None = None,
+) -> str:
     """A partition as a table, one line per stage, to show before training starts.
 
     Args:
-        boundaries: `num_stages + 1` layer indices, first 0, last `len(names)`.
+        boundaries: `num_parts + 1` layer indices, first 0, last `len(names)`.
         names: One name per layer.
         num_params: Parameters per layer; None leaves out the two columns that need them.
+        stages: The stage that holds each part, where stages hold several; None: part p is stage p.
+        profile: Costs of the layers, which add columns of times, and of memory where it is known; None: none.
 
     Returns:
         Lines of equal width: stage, layers `[first, end)`, their names (equal neighbours counted), the stage's
-        parameters, and these as a share of the largest stage's; then a line of totals. No newline at the end.
+        parameters, these as a share of the largest stage's, milliseconds per microbatch, these as a share of the
+        slowest stage's, and bytes; then a line of totals, and where the times come from. No newline at the end.
 
     Example:
         >>> print(format_partition([0, 2, 4], ["Embed", "Block", "Block", "Head"], [50, 200, 200, 0]))
@@ -47,26 +60,52 @@ def format_partition(boundaries: Sequence[int], names: Sequence[str], num_params
         total       4                       450
     """
     cuts = list(zip(boundaries[:-1], boundaries[1:], strict=True))
-    rows = [["stage", "layers", "names"]]
-    rows += [[str(stage), f"[{a}, {b})", _short_names(names[a:b])] for stage, (a, b) in enumerate(cuts)]
-    rows += [["total", str(len(names)), ""]]
+    columns = [["stage", *map(str, range(len(cuts)) if stages is None else stages), "total"]]
+    if stages is not None:
+        columns[0][-1] = ""
+        columns.insert(0, ["part", *map(str, range(len(cuts))), "total"])
+    columns.append(["layers", *(f"[{a}, {b})" for a, b in cuts), str(len(names))])
+    names_column = len(columns)
+    columns.append(["names", *(_short_names(names[a:b]) for a, b in cuts), ""])
     if num_params is not None:
         sums = [sum(num_params[a:b]) for a, b in cuts]
-        largest = max(sums)
-        shares = [f"{100 * value / largest:.0f} %" if largest else "-" for value in sums]
-        columns = [("parameters", "of largest"), *((f"{v:,}", s) for v, s in zip(sums, shares, strict=True))]
-        columns.append((f"{sum(sums):,}", ""))
-        rows = [[*row, *columns[index]] for index, row in enumerate(rows)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    names_column = 2
-    lines = (
+        columns += [["parameters", *(f"{value:,}" for value in (*sums, sum(sums)))], ["of largest", *_shares(sums), ""]]
+    if profile is not None:
+        columns += _cost_columns(profile, boundaries, cuts)
+    widths = [max(map(len, column)) for column in columns]
+    lines = [
         "  ".join(
-            cell.ljust(width) if column == names_column else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+            cell.ljust(width) if index == names_column else cell.rjust(width)
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
         ).rstrip()
-        for row in rows
-    )
-    return "\n".join(lines)
+        for row in zip(*columns, strict=True)
+    ]
+    return "\n".join(lines if profile is None else [*lines, f"times: {profile.source}"])
+
+
+def _cost_columns(profile: Profile, boundaries: Sequence[int], cuts: Sequence[tuple[int, int]]) -> list[list[str]]:
+    forward = [sum(layer.forward_s for layer in profile.layers[a:b]) for a, b in cuts]
+    backward = [sum(layer.backward_s for layer in profile.layers[a:b]) for a, b in cuts]
+    both = [f + b for f, b in zip(forward, backward, strict=True)]
+    columns = [
+        ["forward ms", *(f"{1e3 * value:,.3f}" for value in (*forward, sum(forward)))],
+        ["backward ms", *(f"{1e3 * value:,.3f}" for value in (*backward, sum(backward)))],
+        ["of slowest", *_shares(both), ""],
+    ]
+    if profile.memory is not None:
+        columns.append(["memory", *map(_bytes, profile.part_bytes(boundaries)), ""])
+        columns.append(["in flight", *map(str, profile.memory.in_flight), ""])
+    return columns
+
+
+def _shares(values: Sequence[float]) -> list[str]:
+    largest = max(values)
+    return [f"{100 * value / largest:.0f} %" if largest else "-" for value in values]
+
+
+def _bytes(number: int) -> str:
+    unit, name = next((2**power, name) for power, name in _UNITS if number >= 2**power or not power)
+    return f"{number / unit:,.1f} {name}" if unit > 1 else f"{number} {name}"
 
 
 def _short_names(names: Sequence[str]) -> str:

@@ -1,4 +1,4 @@
-"""Equal numbers of the repeated layer on every stage."""
+"""Equal numbers of the repeated layer in every part."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -6,26 +6,29 @@ from collections.abc import Sequence
 from jaxpipe.errors import PartitionError
 
 
-def partition_trunk(repeated: Sequence[int | None], num_stages: int, names: Sequence[str], listing: str) -> list[int]:
-    """Cut so that every stage holds equally many of the layer that the model repeats.
+def partition_trunk(
+    repeated: Sequence[int | None], num_parts: int, names: Sequence[str], listing: str, asked: str
+) -> list[int]:
+    """Cut so that every part holds equally many of the layer that the model repeats.
 
     The repeated layer is the most numerous signature class; its layers must stand in one contiguous run. Layers
-    before the run go to the first stage, layers after it to the last. One stage takes everything.
+    before the run go to the first part, layers after it to the last. One part takes everything.
 
     Args:
         repeated: Per layer, the id of its signature class, or None where the layer has no equal.
-        num_stages: Number of stages, from 1 to the number of layers.
+        num_parts: Number of parts, from 1 to the number of layers.
         names: One name per layer.
         listing: The layer list as text, for the messages.
+        asked: What made the number of parts, such as `num_stages=4`, for the messages.
 
     Returns:
-        The boundaries: `num_stages + 1` layer indices.
+        The boundaries: `num_parts + 1` layer indices.
 
     Raises:
         PartitionError: No layer is repeated, two are repeated equally often, the repeated layer does not stand in
-            one run, or `num_stages` does not divide the length of that run.
+            one run, or `num_parts` does not divide the length of that run.
     """
-    if num_stages == 1:
+    if num_parts == 1:
         return [0, len(repeated)]
     counts = Counter(signature for signature in repeated if signature is not None).most_common(2)
     if not counts or counts[0][1] == 1:
@@ -49,18 +52,23 @@ def partition_trunk(repeated: Sequence[int | None], num_stages: int, names: Sequ
             "with other layers between them. Move those before or after the run, or use partition_method='parameters' "
             f"or explicit boundaries. The layers:{listing}"
         )
-    if count % num_stages:
+    if count % num_parts:
+        each = "chunk" if "num_chunks" in asked else "stage"
         raise PartitionError(
-            f"partition_method='trunk' must put equally many of the {count} repeated layers ({name}) on every stage, "
-            f"but got num_stages={num_stages}. {_repair(count, num_stages)} The layers:{listing}"
+            f"partition_method='trunk' must put equally many of the {count} repeated layers ({name}) on every {each}, "
+            f"but got {asked}. {_repair(count, num_parts, each)} The layers:{listing}"
         )
-    return [0, *range(first + count // num_stages, end, count // num_stages), len(repeated)]
+    return [0, *range(first + count // num_parts, end, count // num_parts), len(repeated)]
 
 
-def _repair(count: int, num_stages: int) -> str:
-    fewer = max(stages for stages in range(1, num_stages) if count % stages == 0)
-    more = next((stages for stages in range(num_stages + 1, count + 1) if count % stages == 0), None)
-    stages = f"{fewer}" if more is None else f"{fewer} or {more}"
-    layers = [multiple for multiple in (count // num_stages * num_stages,) if multiple]
-    layers.append((count // num_stages + 1) * num_stages)
-    return f"Use {stages} stages, or repeat the layer {' or '.join(map(str, layers))} times."
+def _repair(count: int, num_parts: int, each: str) -> str:
+    fewer = max(parts for parts in range(1, num_parts) if count % parts == 0)
+    more = next((parts for parts in range(num_parts + 1, count + 1) if count % parts == 0), None)
+    parts = f"{fewer}" if more is None else f"{fewer} or {more}"
+    layers = [multiple for multiple in (count // num_parts * num_parts,) if multiple]
+    layers.append((count // num_parts + 1) * num_parts)
+    return f"Use {parts} {each}s{' in all' * (each == 'chunk')}, or repeat the layer {_or(layers)} times."
+
+
+def _or(numbers: Sequence[int]) -> str:
+    return " or ".join(map(str, numbers))

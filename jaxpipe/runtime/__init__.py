@@ -9,12 +9,14 @@ from ._catalog import write_leaf as write_leaf
 from ._choose import ChosenOptimizer as ChosenOptimizer
 from ._choose import choose_optimizer as choose_optimizer
 from ._describe import describe_pipeline as describe_pipeline
+from ._estimate import estimate_layers as estimate_layers
 from ._hyperparams import Hyperparams as Hyperparams
 from ._make import ConfigLike as ConfigLike
 from ._make import configure_model as configure_model
 from ._make import make_pipeline as make_pipeline
 from ._make import mesh_for as mesh_for
 from ._make import pipeline_settings as pipeline_settings
+from ._measure import measure_layers as measure_layers
 from ._pipeline import Pipeline as Pipeline
 from ._place import place_everywhere as place_everywhere
 from ._rng import microbatch_key as microbatch_key
@@ -44,7 +46,9 @@ __all__ = [
     "configure_model",
     "describe_pipeline",
     "entry_struct",
+    "estimate_layers",
     "make_pipeline",
+    "measure_layers",
     "mesh_for",
     "microbatch_key",
     "pipeline_settings",

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from jaxpipe._typing import PyTree
 from jaxpipe.layers import ModelTrace, PipelineModule
+from jaxpipe.schedules import Placement
 
 from ._collections import ModelCollections
 from ._cut import StageCut
@@ -19,7 +20,8 @@ class Blueprint:
         module: The model.
         trace: Its shapes.
         signatures: Per layer a value that is equal for alike layers.
-        cuts: The stages.
+        cuts: The parts of the model, from the input on; as many as stages times chunks.
+        placement: The stage and chunk that each part is.
         params: Where the parameters lie, in the dtype the layers compute in.
         collections: Where lies what layers keep beside parameters.
         context: Shapes and dtypes of a microbatch's key and side inputs.
@@ -29,6 +31,7 @@ class Blueprint:
     trace: ModelTrace
     signatures: tuple[Hashable, ...]
     cuts: tuple[StageCut, ...]
+    placement: Placement
     params: ModelParams
     collections: ModelCollections
     context: tuple[PyTree, PyTree]

@@ -9,6 +9,7 @@ import numpy as np
 
 from jaxpipe._typing import Path, PyTree
 from jaxpipe.layers import ModelTrace, NamedLayer, flatten_dict, unflatten_dict
+from jaxpipe.schedules import Placement
 
 from ._cut import StageCut
 from ._layout import Layout
@@ -21,7 +22,8 @@ class ModelCollections:
     Args:
         layers: The model.
         trace: Its shapes.
-        cuts: The stages.
+        cuts: The parts of the model, from the input on.
+        placement: The stage and chunk that each part is.
 
     Attributes:
         struct: Shapes and dtypes by path: the layer's name, then the path inside the layer's collections.
@@ -29,14 +31,16 @@ class ModelCollections:
         layout: Where they lie.
     """
 
-    def __init__(self, layers: Sequence[NamedLayer], trace: ModelTrace, cuts: Sequence[StageCut]) -> None:
+    def __init__(
+        self, layers: Sequence[NamedLayer], trace: ModelTrace, cuts: Sequence[StageCut], placement: Placement
+    ) -> None:
         held = [flatten_dict(tree) if tree else {} for tree in trace.collections]
         paths = [{local: (named.name, *local) for local in held[named.index]} for named in layers]
         self.struct: Mapping[Path, Any] = {p[at]: held[i][at] for i, p in enumerate(paths) for at in p}
         self.dims: Mapping[Path, int] = {
             p[at]: dim for i, p in enumerate(paths) for at, dim in trace.collection_dims[i].items()
         }
-        self._stages = tuple(name_leaves(paths, cut) for cut in cuts)
+        self._stages = name_leaves(paths, cuts, placement)
         self.layout = Layout([{n: self.struct[path] for n, path in stage.paths.items()} for stage in self._stages])
 
     def leaves(self) -> Iterator[tuple[int, str, Path]]:

@@ -51,7 +51,9 @@ _CALLS = frozenset(
 
 
 def _scan(eqn: Any, body: Jaxpr, sets: list[int]) -> list[int]:
-    num_consts, num_carry = eqn.params["num_consts"], eqn.params["num_carry"]
+    num_sliced = sum(x.aval.shape != v.aval.shape for x, v in zip(eqn.invars, body.invars, strict=True))
+    num_carry = sum(x.aval.shape == v.aval.shape for x, v in zip(eqn.outvars, body.outvars, strict=True))
+    num_consts = len(eqn.invars) - num_sliced - num_carry
     sets = list(sets)
     while True:
         outputs = output_dependence(body, sets)

@@ -27,7 +27,14 @@ def describe_pipeline(pipeline: Pipeline, max_width: int = 120) -> str:
     num_bytes = sum(x.size * x.dtype.itemsize // x.shape[0] for x in leaves)
     size = f"{num_bytes / 2**20:,.1f} MiB" if num_bytes >= 2**20 else f"{num_bytes / 2**10:,.1f} KiB"
     lines = [
-        format_partition(pipeline.parts, names, pipeline.trace.num_params()),
+        format_partition(
+            pipeline.parts,
+            names,
+            pipeline.trace.num_params(),
+            stages=pipeline.part_stages if pipeline.program.num_chunks > 1 else None,
+            profile=pipeline.plan.profile,
+        ),
+        *([] if pipeline.plan.choice is None else ["", str(pipeline.plan.choice)]),
         "",
         f"{pipeline.program.name}: {_count(pipeline.num_microbatches, 'microbatch', 'es')} of "
         f"{_count(pipeline.microbatch_size, 'sample')} on {_count(stages, 'stage')} x {_count(replicas, 'replica')}"

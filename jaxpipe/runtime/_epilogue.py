@@ -1,4 +1,4 @@
-"""The epilogue: the last stage's layers after the trunk, and the loss, as one fused value and gradient."""
+"""The epilogue: the last part's layers after the trunk, and the loss, as one fused value and gradient."""
 
 import jax
 import jax.numpy as jnp
@@ -25,9 +25,10 @@ class Epilogue:
 
     def __init__(self, plan: Blueprint) -> None:
         self._module, self._params, self._collections = plan.module, plan.params, plan.collections
-        self._last = len(plan.cuts) - 1
+        self._last = plan.placement.home[-1][0]
         self._layers = plan.cuts[-1].epilogue
-        self._names = plan.params.stages[-1].names_of(self._layers)
+        self._stage = plan.params.stages[self._last]
+        self._names = self._stage.names_of(self._layers)
         self.inputs = plan.trace.boundaries[self._layers.start]
         self.aux = AuxSlots(plan.module.layers, plan.trace, self._layers)
 
@@ -47,7 +48,7 @@ class Epilogue:
         """The loss of one microbatch with its gradients.
 
         Args:
-            storage: The last stage's parameters.
+            storage: The parameters of the stage that holds it.
             collections: Its collections.
             inputs: The trunk's output.
             labels: The microbatch's labels.
@@ -78,6 +79,6 @@ class Epilogue:
     def _run(
         self, leaves: dict[str, jax.Array], collections: PyTree, inputs: PyTree, context: Context, *, train: bool
     ) -> tuple[PyTree, tuple]:
-        views = [self._params.stages[-1].view(i, leaves) for i in self._layers]
+        views = [self._stage.view(i, leaves) for i in self._layers]
         held = self._collections.views(self._last, self._layers, collections)
         return self._module.run_layers(self._layers, views, train=train)(inputs, *context, held)

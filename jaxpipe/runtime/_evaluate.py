@@ -8,73 +8,61 @@ import jax.numpy as jnp
 from jaxpipe._typing import PyTree
 from jaxpipe.schedules import TickProgram, TickRun
 
+from ._feed import Microbatch
 from ._parts import StageParts
-from ._ring import guard, make_ring, read_ring, write_ring_if
-from ._train import Carry, Device, Row, exchange
+from ._ring import make_ring, run_cell, write_ring_if
+from ._ticks import Carry, Device, Row, TickLoop
 
 Measure = Callable[[PyTree, PyTree], PyTree]
 """A function of `(outputs, labels)` of one microbatch, with arrays for results."""
 
 
-class EvaluateLoop:
-    """A forward-only tick program bound to the computing of a model's stages.
+class EvaluateLoop(TickLoop):
+    """A forward-only tick program bound to the computing of a model's parts.
 
     Args:
         parts: The computing.
         program: The lowered inference schedule.
-        skip_idle: Branch around idle cells; otherwise they compute and the result is dropped.
+        skip_idle: Branch around idle cells, and on the chunk; otherwise idle cells compute and the result is dropped.
     """
 
     def __init__(self, parts: StageParts, program: TickProgram, *, skip_idle: bool) -> None:
-        self._parts, self._program, self._skip = parts, program, skip_idle
-        self._last = parts.num_stages - 1
+        super().__init__(parts, program, ("act",), skip_idle=skip_idle)
 
     def run(self, device: Device, measure: Measure) -> PyTree:
         """Run the whole program.
 
         Args:
             device: This device.
-            measure: What is wanted of each microbatch; run on the last stage alone.
+            measure: What is wanted of each microbatch; run where the last part is, alone.
 
         Returns:
-            On the last stage the results of `measure`, leaves `[num_microbatches, ...]`, else zeros.
+            There the results of `measure`, leaves `[num_microbatches, ...]`, elsewhere zeros.
         """
-        depth, form = self._program.depth, self._parts.activations.struct
-        wanted = jax.eval_shape(lambda: self._measure(device, jnp.int32(0), self._parts.activations.zeros(), measure))
-        carry: Carry = {"results": make_ring(wanted, self._program.num_microbatches)}
-        carry |= {name: make_ring(form, depth[name]) for name in ("act_in", "act_out") if depth[name]}
-        for run in self._program.runs:
-            rows = {
-                name: jnp.asarray([row[run.start : run.stop] for row in table], jnp.int32)[device.stage]
-                for name, table in self._program.tables.items()
-            }
-            carry, _ = jax.lax.scan(
-                lambda c, row, run=run: (self._tick(device, run, c, row, measure), None), carry, rows
-            )
-        return carry["results"]
 
-    def _tick(self, device: Device, run: TickRun, carry: Carry, row: Row, measure: Measure) -> Carry:
-        carry = dict(carry)
-        arrived = self._parts.activations.zeros()
-        if "act_in" in carry:
-            if run.has_act:
-                sent = exchange(carry["act_out"], row["act_send"], 1, self._parts.num_stages)
-                carry["act_in"] = write_ring_if(carry["act_in"], sent, row["act_recv"])
-            arrived = read_ring(carry["act_in"], row["forward_read"])
-        index = row["forward_microbatch"]
-        batch = device.microbatch(index).without_key()
-        output = guard(
-            index >= 0,
-            lambda: self._parts.evaluate(device.place, batch, device.collections, arrived),
-            skip=self._skip,
+        def start() -> PyTree:
+            nothing, none = self.parts.activations.zeros(), jnp.int32(-1)
+            return self._measure(device, device.feed.microbatch(none, none, none), nothing, measure)
+
+        results = make_ring(jax.eval_shape(start), self.program.num_microbatches)
+        carry: Carry = {"results": results, **self.empty_rings()}
+        return self.scan(device, lambda run, c, row: self._tick(device, run, c, row, measure), carry)["results"]
+
+    def _tick(self, device: Device, run: TickRun, carry: Carry, row: Row, measure: Measure) -> None:
+        arrived = self.arrive(device, run, carry, row, "act")
+        batch = device.feed.microbatch(row["entering"], row["leaving"], row["forward_microbatch"]).without_key()
+        output = self.cell(
+            device,
+            run,
+            "forward",
+            row,
+            [lambda at: self.parts.evaluate(at, device.held, batch, device.collections, arrived)],
         )
-        if "act_out" in carry:
-            carry["act_out"] = write_ring_if(carry["act_out"], output, row["forward_write"])
-        is_last = (device.stage == self._last) & (index >= 0)
-        result = guard(is_last, lambda: self._measure(device, index, output, measure), skip=True)
-        carry["results"] = write_ring_if(carry["results"], result, jnp.where(is_last, index, -1))
-        return carry
+        self.leave(device, run, carry, row, "act", output)
+        which = jnp.where(self.is_last(device, row, "forward"), 0, -1)
+        result = run_cell(which, [lambda: self._measure(device, batch, output, measure)])
+        carry["results"] = write_ring_if(carry["results"], result, jnp.where(which >= 0, row["forward_microbatch"], -1))
 
-    def _measure(self, device: Device, index: jax.Array, output: PyTree, measure: Measure) -> PyTree:
-        batch = device.microbatch(index).without_key()
-        return measure(self._parts.outputs(device.place, batch, device.collections, output), batch.labels)
+    def _measure(self, device: Device, batch: Microbatch, output: PyTree, measure: Measure) -> PyTree:
+        batch = batch.without_key()
+        return measure(self.parts.outputs(device.held, batch, device.collections, output), batch.labels)

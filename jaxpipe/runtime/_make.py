@@ -154,17 +154,13 @@ def pipeline_settings(config: TrainConfig) -> PipelineSettings:
         The settings.
 
     Raises:
-        ConfigError: The schedule does not put as many chunks on a stage as asked for.
-        ScheduleError: The schedule is unknown.
+        ScheduleError: The schedule is unknown, or cannot have so many chunks.
     """
     section = config.pipeline
-    num_chunks = resolve_schedule(section.schedule).num_chunks
-    if section.num_chunks not in (1, num_chunks):
-        raise ConfigError(
-            f"pipeline.num_chunks must be what the schedule puts on a stage, but got pipeline.num_chunks="
-            f"{section.num_chunks} and pipeline.schedule={section.schedule!r}, which has num_chunks={num_chunks}. "
-            "Use another schedule, or remove pipeline.num_chunks."
-        )
+    num_chunks = None if section.num_chunks == "auto" else section.num_chunks
+    max_pending = None if section.max_pending_weights == "auto" else section.max_pending_weights
+    if section.schedule != "auto":
+        resolve_schedule(section.schedule, num_chunks, max_pending)
     scaler = None
     if config.fp16.enabled:
         scaler = LossScaler.from_section(config.fp16)
@@ -172,6 +168,11 @@ def pipeline_settings(config: TrainConfig) -> PipelineSettings:
         scaler = LossScaler.none()
     return PipelineSettings(
         schedule=section.schedule,
+        num_chunks=num_chunks,
+        max_pending=max_pending,
+        memory_limit_bytes=None if section.memory_limit_gb == "auto" else round(section.memory_limit_gb * 1e9),
+        spread_inputs=None if section.spread_inputs == "auto" else section.spread_inputs,
+        offload_activations=section.offload_activations,
         skip_idle=None if section.skip_idle == "auto" else section.skip_idle,
         scan_trunk=section.scan_trunk,
         gradient_clipping=config.gradient_clipping,

@@ -1,6 +1,6 @@
 """From sums over microbatches to the loss of a batch: what the sums are divided by."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -39,11 +39,12 @@ class Objective:
                     "model's output. Compute it from the labels, such as jnp.sum(labels != padding)."
                 )
 
-    def divisor(self, labels: PyTree) -> jax.Array:
+    def divisor(self, labels: Callable[[jax.Array], PyTree], num_microbatches: int) -> jax.Array:
         """What the sum of all losses is divided by, inside `shard_map`.
 
         Args:
-            labels: This replica's labels, leaves `[num_microbatches, microbatch_size, ...]`.
+            labels: Gives this replica's labels of a microbatch.
+            num_microbatches: Microbatches in the batch.
 
         Returns:
             `float32[]`, equal on all devices.
@@ -51,9 +52,7 @@ class Objective:
         if not self.is_weighted:
             return jnp.float32(self.num_terms)
         nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self._outputs)
-        if not jax.tree.leaves(labels):
-            return self.measure(nothing, labels)[1] * self.num_terms
-        weights = jax.vmap(lambda t: self.measure(nothing, t)[1])(labels)
+        weights = jax.lax.map(lambda m: self.measure(nothing, labels(m))[1], jnp.arange(num_microbatches))
         return jax.lax.psum(jnp.sum(weights), "data")
 
     def measure(self, outputs: PyTree, labels: PyTree) -> tuple[jax.Array, jax.Array]:

@@ -10,6 +10,7 @@ import numpy as np
 
 from jaxpipe._typing import Path, PyTree
 from jaxpipe.layers import ModelTrace, cast_floats, flatten_dict, unflatten_dict
+from jaxpipe.schedules import Placement
 
 from ._cut import StageCut
 from ._layout import Layout
@@ -20,14 +21,14 @@ class StageParams:
     """Names of one stage's parameters in storage, each with its path in the model's tree.
 
     Attributes:
-        own: Parameters of prologue and epilogue.
-        trunk: Parameters of the trunk; the names are the same on every stage.
+        own: Parameters of prologues and epilogue.
+        trunk: Parameters of the trunk of every chunk; the names are the same on every stage.
         layers: For each layer of the stage: paths inside the layer, to names.
     """
 
-    own: Mapping[str, Path]
-    trunk: Mapping[str, Path]
-    layers: Mapping[int, Mapping[Path, str]]
+    own: dict[str, Path]
+    trunk: dict[str, Path]
+    layers: dict[int, dict[Path, str]]
 
     def view(self, index: int, leaves: Mapping[str, jax.Array]) -> PyTree:
         """One layer's parameters, with the paths inside the layer."""
@@ -48,7 +49,8 @@ class ModelParams:
 
     Args:
         trace: The model's shapes.
-        cuts: The stages.
+        cuts: The parts of the model, from the input on.
+        placement: The stage and chunk that each part is.
         dtype: What real floating-point parameters are held in; None: as the layers make them.
         grad_dtype: What their gradients are summed in; None: float32, or their own dtype where that is wider.
 
@@ -61,11 +63,16 @@ class ModelParams:
     """
 
     def __init__(
-        self, trace: ModelTrace, cuts: Sequence[StageCut], *, dtype: Any = None, grad_dtype: Any = None
+        self,
+        trace: ModelTrace,
+        cuts: Sequence[StageCut],
+        placement: Placement,
+        *,
+        dtype: Any = None,
+        grad_dtype: Any = None,
     ) -> None:
-        self.stages: tuple[StageParams, ...] = tuple(
-            name_leaves([paths.paths for paths in trace.paths], cut) for cut in cuts
-        )
+        paths = [paths.paths for paths in trace.paths]
+        self.stages: tuple[StageParams, ...] = name_leaves(paths, cuts, placement)
         struct = {path: cast_floats(leaf, dtype) for path, leaf in flatten_dict(trace.tree()).items()}
         self.struct: Mapping[Path, jax.ShapeDtypeStruct] = struct
         held = [{name: struct[path] for name, path in stage.paths.items()} for stage in self.stages]
@@ -75,6 +82,7 @@ class ModelParams:
         summed = [{name: summed_struct(leaf, grad_dtype) for name, leaf in leaves.items()} for leaves in held]
         self.grad_layout = Layout(summed, sharded=sharded)
         self.trunk_names = tuple(self.stages[0].trunk)
+        """Parameters of the trunk of all chunks, chunk after chunk, in the same order in each."""
         self.common_names = tuple(name for name in self.layout.stacked if name not in self.stages[0].trunk)
         """Parameters outside the trunk that every stage holds, such as a tied layer used by all."""
         holders: dict[str, list[int]] = {}
@@ -110,25 +118,32 @@ def summed_struct(leaf: Any, grad_dtype: Any = None) -> Any:
     return cast_floats(leaf, grad_dtype)
 
 
-def name_leaves(paths: Sequence[Mapping[Path, Path]], cut: StageCut) -> StageParams:
-    """Name the leaves of one stage: after their place in the trunk, or after their path.
+def name_leaves(
+    paths: Sequence[Mapping[Path, Path]], cuts: Sequence[StageCut], placement: Placement
+) -> tuple[StageParams, ...]:
+    """Name the leaves of every stage: after their place in the trunk of their chunk, or after their path.
 
     Args:
         paths: For each layer of the model, paths inside the layer to paths in the model's tree.
-        cut: The stage.
+        cuts: The parts of the model.
+        placement: The stage and chunk that each part is.
     """
-    own: dict[str, Path] = {}
-    trunk: dict[str, Path] = {}
-    layers: dict[int, dict[Path, str]] = {}
+    stages = []
+    for parts in placement.virtual:
+        stage = StageParams({}, {}, {})
+        for chunk, part in enumerate(parts):
+            _name_part(paths, cuts[part], chunk, stage)
+        stages.append(stage)
+    return tuple(stages)
+
+
+def _name_part(paths: Sequence[Mapping[Path, Path]], cut: StageCut, chunk: int, stage: StageParams) -> None:
     for index in (*cut.prologue, *cut.trunk, *cut.epilogue):
-        names = {}
+        names = stage.layers[index] = {}
         for local, path in paths[index].items():
             if index in cut.trunk:
-                name = "/".join(("trunk", str(index - cut.trunk.start), *local))
-                trunk[name] = path
+                names[local] = "/".join(("trunk", str(chunk), str(index - cut.trunk.start), *local))
+                stage.trunk[names[local]] = path
             else:
-                name = "/".join(path)
-                own[name] = path
-            names[local] = name
-        layers[index] = names
-    return StageParams(own, trunk, layers)
+                names[local] = "/".join(path)
+                stage.own[names[local]] = path

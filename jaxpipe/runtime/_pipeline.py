@@ -14,9 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpipe._typing import PyTree
 from jaxpipe.checkpointing import current_settings, use_settings
-from jaxpipe.errors import ScheduleError
 from jaxpipe.layers import PipelineModule, flatten_dict, struct_of, with_model_axis
-from jaxpipe.schedules import InferenceSchedule, lower_schedule, resolve_schedule
+from jaxpipe.schedules import PipeSchedule, TickProgram
 from jaxpipe.topology import adopt_mesh, mesh_shape
 
 from ._batch import check_batch, entry_struct, infer_microbatch_size
@@ -25,6 +24,7 @@ from ._check_params import check_params
 from ._cut import StageCut
 from ._division import divide
 from ._evaluate import EvaluateLoop
+from ._feed import WHOLE
 from ._init import StageInit
 from ._leafwise import check_sharded
 from ._model_axis import Places, check_axes, check_whole_outputs, trace_places
@@ -32,7 +32,9 @@ from ._objective import Objective
 from ._params import ModelParams
 from ._parts import StageParts
 from ._place import place_everywhere, place_rows, place_samples, to_host
+from ._plan import make_plan
 from ._settings import PipelineSettings
+from ._spread import batch_spec, spread_dims
 from ._state import TrainState, state_shardings, state_specs
 from ._step import Batch, DevicePrograms
 from ._train import TrainLoop
@@ -70,9 +72,8 @@ class Pipeline:
             `metrics["microbatch_losses"]` of shape `[num_microbatches]`.
         predict: `predict(state, batch) -> outputs`, jitted: leaves `[num_microbatches, microbatch_size * data, ...]`.
         evaluate_and_predict: Both, in one run.
-        parts: Boundaries of the stages.
-        schedule: The training schedule's class.
-        program: The same, lowered.
+        settings: With what was left open decided.
+        plan: What was decided before the pipeline was built: schedule, placement and cut.
 
     Raises:
         TopologyError: The mesh's `stage` axis is not `num_stages` long, or its `model` axis not as the topology says.
@@ -80,7 +81,7 @@ class Pipeline:
         LayerError: Two layers do not fit, the loss is not a scalar, or a variable is sharded over the `model` axis
             otherwise than its partition metadata says.
         PartitionError: The layers cannot be cut as asked.
-        ScheduleError: The schedule is unsound, or needs several chunks per stage.
+        ScheduleError: The schedule is unsound, or cannot have so many chunks.
         ConfigError: The optimiser couples parameters of different stages, or looks at whole arrays where a parameter
             is sharded over the `model` axis.
     """
@@ -95,7 +96,7 @@ class Pipeline:
         settings: PipelineSettings = PipelineSettings(),  # noqa: B008  # frozen
     ) -> None:
         self.module, self.mesh, self.num_microbatches = module, adopt_mesh(mesh), num_microbatches
-        self.settings, self._recompute = settings, current_settings()
+        self._recompute = current_settings()
         shape = mesh_shape(self.mesh)
         num_model = shape.get("model", 0)
         check_axes(module, shape)
@@ -106,28 +107,16 @@ class Pipeline:
             lambda x: jax.ShapeDtypeStruct((self.microbatch_size, *x.shape[1:]), x.dtype), self._entry
         )
         self._whole, self.trace = trace_places(module, inputs, side, num_model)
-        outputs = self.trace.boundaries[-1]
-        num_terms = num_microbatches * self.num_replicas
+        self.plan = plan = make_plan(module, self.trace, self.mesh, labels, num_microbatches, settings)
+        self.settings = settings = plan.settings
+        outputs, num_terms = self.trace.boundaries[-1], num_microbatches * self.num_replicas
         objective = with_model_axis(num_model, lambda: Objective(module, outputs, labels, num_terms))
-        self.parts = module.partition(self.trace)
-        is_cpu = self.mesh.devices.flat[0].platform == "cpu"
-        skips = is_cpu if settings.skip_idle is None else settings.skip_idle
-        self.schedule = resolve_schedule(settings.schedule)
-        self.program = lower_schedule(self.schedule, num_microbatches, module.num_stages)
-        if self.program.num_chunks != 1:
-            raise ScheduleError(
-                f"a schedule must have one chunk per stage to be executed, but got num_chunks="
-                f"{self.program.num_chunks} from {self.program.name}. Use a schedule such as '1f1b'."
-            )
-        forward_only = lower_schedule(InferenceSchedule, num_microbatches, module.num_stages, training=False)
+        spread = spread_dims((inputs, labels), num_microbatches, module.num_stages, settings.spread_inputs)
+        side_specs = jax.tree.map(lambda _: batch_spec(WHOLE), side)
+        self._batch_specs = (*jax.tree.map(batch_spec, spread), side_specs)
         is_mixed = module.compute_dtype is not None
-        self._stages = with_model_axis(
-            num_model,
-            lambda: StageParts(
-                module, self.trace, self.parts, scan_trunk=settings.scan_trunk, grad_dtype=settings.grad_accum_dtype
-            ),
-        )
-        self._params = ModelParams(self.trace, self.cuts, dtype="float32" if is_mixed else None)
+        self._stages = with_model_axis(num_model, lambda: StageParts(module, self.trace, plan))
+        self._params = ModelParams(self.trace, self.cuts, plan.placement, dtype="float32" if is_mixed else None)
         num_shards = self.num_replicas if settings.zero_stage else 1
         check_sharded(optimizer, self._whole, self._params)
         self._division = divide(self._params, self._stages.params, optimizer, num_shards, num_model)
@@ -138,17 +127,37 @@ class Pipeline:
             self._stages,
             self._division,
             self._updater,
-            TrainLoop(self._stages, self.program, skip_idle=skips),
-            EvaluateLoop(self._stages, forward_only, skip_idle=skips),
+            TrainLoop(self._stages, plan.program, skip_idle=plan.skips),
+            EvaluateLoop(self._stages, plan.forward_only, skip_idle=plan.skips),
             objective,
             settings,
-            self.num_replicas,
+            spread,
         )
         self._compile()
 
     @property
+    def schedule(self) -> type[PipeSchedule]:
+        """The training schedule's class."""
+        return self.plan.schedule
+
+    @property
+    def program(self) -> TickProgram:
+        """The training schedule, lowered."""
+        return self.plan.program
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        """Boundaries of the parts of the model, as many as stages times chunks."""
+        return self.plan.parts
+
+    @property
+    def part_stages(self) -> tuple[int, ...]:
+        """The stage that holds each part."""
+        return tuple(stage for stage, _ in self.plan.placement.home)
+
+    @property
     def cuts(self) -> tuple[StageCut, ...]:
-        """Prologue, trunk and epilogue of each stage."""
+        """Prologue, trunk and epilogue of each part of the model."""
         return self._stages.cuts
 
     @property
@@ -180,9 +189,12 @@ class Pipeline:
     @property
     def batch_struct(self) -> Batch:
         """Shapes, dtypes and shardings of a batch."""
-        sharding = NamedSharding(self.mesh, P(None, "data"))
-        M = self.num_microbatches
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct((M, *x.shape), x.dtype, sharding=sharding), self._entry)
+
+        def place(x: Any, spec: P) -> Any:
+            sharding = NamedSharding(self.mesh, spec)
+            return jax.ShapeDtypeStruct((self.num_microbatches, *x.shape), x.dtype, sharding=sharding)
+
+        return jax.tree.map(place, self._entry, self._batch_specs)
 
     def init(self, key: jax.Array | None = None) -> TrainState:
         """Make an initial state, each stage's arrays on its own devices.
@@ -331,13 +343,14 @@ class Pipeline:
     def _compile(self) -> None:
         programs, state, rows = self._programs, self.state_struct, self._division.row_spec
         specs, over_data = self._specs(state), P(None, "data")
-        of_state = jax.tree.map(lambda x: x.sharding, state)
-        of_batch = NamedSharding(self.mesh, over_data)
+        of_state, of_batch = jax.tree.map(lambda x: x.sharding, (state, self.batch_struct))
+        if all(spec == over_data for spec in jax.tree.leaves(self._batch_specs, is_leaf=_is_spec)):
+            of_batch = NamedSharding(self.mesh, over_data)
 
         def compiled(
             function: Callable[..., Any], out_specs: Any, donate: tuple[int, ...] = (), others: tuple[Any, ...] = ()
         ) -> Any:
-            mapped = self._shard_map(function, (specs, over_data, *(other.spec for other in others)), out_specs)
+            mapped = self._shard_map(function, (specs, self._batch_specs, *(other.spec for other in others)), out_specs)
 
             def checked(state: TrainState, batch: Batch, *rest: jax.Array) -> Any:
                 self.check_batch(batch)
@@ -355,6 +368,10 @@ class Pipeline:
         everywhere = NamedSharding(self.mesh, P())
         self.partial_gradients = compiled(programs.partial_gradients, of_gradients, others=(everywhere,))
         self.update = jax.jit(self._shard_map(programs.update, (specs, rows), (specs, P())), donate_argnums=(0,))
+
+
+def _is_spec(value: Any) -> bool:
+    return isinstance(value, P)
 
 
 def _with_rows(struct: PyTree, num_rows: int) -> PyTree:

@@ -40,7 +40,8 @@ def place_samples(leaf: Any, like: Any, replicas: range) -> jax.Array:
 
     Args:
         leaf: A numpy array `[num_microbatches, microbatch_size * len(replicas), ...]`.
-        like: Shape, dtype and sharding of the global array, whose dim 1 is sharded over `data`.
+        like: Shape, dtype and sharding of the global array, whose dim 1 is sharded over `data`, and a dim perhaps over
+            `stage`.
         replicas: The replicas; all devices of this process must belong to them.
 
     Returns:
@@ -51,7 +52,7 @@ def place_samples(leaf: Any, like: Any, replicas: range) -> jax.Array:
 
     def share(index: Any) -> np.ndarray:
         start, stop, _ = index[1].indices(like.shape[1])
-        return value[index[0], start - first : stop - first]
+        return value[index[0], start - first : stop - first, *index[2:]]
 
     return jax.make_array_from_callback(like.shape, like.sharding, share)
 

@@ -1,6 +1,6 @@
 """Rings: what waits between the tick that writes it and the tick that reads it, one slot per microbatch."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -41,13 +41,23 @@ def select(predicate: jax.Array, a: PyTree, b: PyTree) -> PyTree:
     return jax.tree.map(lambda x, y: jnp.where(predicate, x, y), a, b)
 
 
-def guard(active: jax.Array, run: Callable[[], PyTree], *, skip: bool) -> PyTree:
+def run_cell(which: jax.Array | None, cells: Sequence[Callable[[], PyTree]], *, skip: bool = True) -> PyTree:
     """Run a cell, or give zeros where it is idle.
 
     Args:
-        active: Whether the cell has work.
-        run: The cell.
-        skip: Branch around an idle cell; otherwise it computes on whatever is there and the result is replaced.
+        which: Index of the cell, -1 where idle; None where there is one that is never idle.
+        cells: What can be run; all return trees of the same form.
+        skip: Branch around an idle cell; otherwise a single cell computes on whatever is there and the result is
+            replaced.
     """
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(run))
-    return jax.lax.cond(active, run, lambda: zeros) if skip else select(active, run(), zeros)
+    if which is None:
+        return cells[0]()
+    zeros = zeros_of(jax.eval_shape(cells[0]))
+    if len(cells) == 1 and not skip:
+        return select(which >= 0, cells[0](), zeros)
+    return jax.lax.switch(which + 1, [lambda: zeros, *cells])
+
+
+def zeros_of(struct: PyTree) -> PyTree:
+    """Zeros of given shapes and dtypes."""
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), struct)

@@ -12,15 +12,17 @@ from jaxpipe.layers import as_arrays, cast_floats
 from ._collections import mean_over_replicas
 from ._division import Division
 from ._evaluate import EvaluateLoop, Measure
+from ._feed import Feed
 from ._model_axis import mean_over_places
 from ._norm import clip_to, global_norm
 from ._objective import Objective, gather_values
-from ._parts import Place, StageParts
+from ._parts import Held, StageParts
 from ._ring import select
 from ._settings import PipelineSettings
 from ._state import TrainState
+from ._ticks import Device
 from ._tied import spread_tied, sum_tied
-from ._train import Device, TrainLoop
+from ._train import TrainLoop
 from ._update import Updater
 
 Batch = tuple[PyTree, PyTree, PyTree]
@@ -38,7 +40,7 @@ class DevicePrograms:
         evaluate: The evaluation loop.
         objective: The loss.
         settings: Clipping and loss scale.
-        num_replicas: Length of the `data` axis.
+        spread: Per leaf of inputs and labels the dim along which it is spread over the stages, or `WHOLE`.
     """
 
     def __init__(
@@ -50,12 +52,12 @@ class DevicePrograms:
         evaluate: EvaluateLoop,
         objective: Objective,
         settings: PipelineSettings,
-        num_replicas: int,
+        spread: tuple[PyTree, PyTree],
     ) -> None:
         self._parts, self._division, self._updater = parts, division, updater
         self._train, self._evaluate, self._objective = train, evaluate, objective
-        self._scaler, self._limit, self._num_replicas = settings.loss_scaler, settings.gradient_clipping, num_replicas
-        self._tied = parts.params.tied
+        self._scaler, self._limit = settings.loss_scaler, settings.gradient_clipping
+        self._tied, self._spread = parts.params.tied, spread
 
     def init_optimizer(self, params: PyTree) -> PyTree:
         """The optimiser's state for new parameters."""
@@ -106,36 +108,38 @@ class DevicePrograms:
         return self._division.kept.member(jax.lax.axis_index("stage"), jax.lax.axis_index("data"))
 
     def _results(self, state: TrainState, batch: Batch, measure: Measure) -> PyTree:
-        return self._evaluate.run(self._device(state, batch, (jnp.float32(1), jnp.float32(1))), measure)
+        feed = self._feed(state, batch)
+        return self._evaluate.run(self._device(state, feed, (jnp.float32(1), jnp.float32(1))), measure)
 
-    def _device(
-        self, state: TrainState, batch: Batch, seeds: tuple[jax.Array, jax.Array], first: jax.Array | int = 0
-    ) -> Device:
-        stage = jax.lax.axis_index("stage")
-        storage = self._division.compute_storage(stage, self._member(), _squeeze(state.params))
+    def _feed(self, state: TrainState, batch: Batch, first: jax.Array | int = 0) -> Feed:
         inputs, labels, side = as_arrays(batch)
         inputs, side = cast_floats((inputs, side), self._parts.compute_dtype)
+        replica = jax.lax.axis_index("data")
+        return Feed((inputs, labels, side), self._spread, state.rng, state.step, replica, first)
+
+    def _device(self, state: TrainState, feed: Feed, seeds: tuple[jax.Array, jax.Array]) -> Device:
+        stage = jax.lax.axis_index("stage")
+        storage = self._division.compute_storage(stage, self._member(), _squeeze(state.params))
         return Device(
-            place=Place(stage, storage, self._parts.trunk.prepare(storage["stacked"])),
-            replica=jax.lax.axis_index("data"),
+            stage=stage,
+            held=Held(storage, self._parts.trunk.prepare(storage["stacked"])),
             collections=_squeeze(state.collections),
-            batch=(inputs, labels, side),
-            rng=state.rng,
-            step=state.step,
+            feed=feed,
             seeds=seeds,
-            first=first,
         )
 
     def _gradients(self, state: TrainState, batch: Batch, first: jax.Array | int = 0) -> tuple[Metrics, PyTree, PyTree]:
         """Metrics, gradients of the row times the loss scale, and collections."""
-        weight = self._objective.divisor(batch[1])
+        feed = self._feed(state, batch, first)
+        weight = self._objective.divisor(feed.labels, self._train.program.num_microbatches)
         divisor = jnp.where(weight == 0, 1.0, weight)
-        seed = self._loss_scale(state) * (self._num_replicas / divisor if self._scaler else 1.0)
+        num_replicas = jax.lax.axis_size("data")
+        seed = self._loss_scale(state) * (num_replicas / divisor if self._scaler else 1.0)
         seeds = (seed, seed * divisor / self._objective.num_terms)
         num_model = self._division.num_model
         if num_model:
             seeds = (seeds[0] / num_model, seeds[1] / num_model)
-        device = self._device(state, batch, seeds, first)
+        device = self._device(state, feed, seeds)
         totals = self._train.run(device)
         grads = {
             "stacked": {**totals.own["stacked"], **self._parts.trunk.named(totals.trunk)},
@@ -143,7 +147,7 @@ class DevicePrograms:
         }
         grads = sum_tied(self._parts.params, device.stage, grads)
         grads = self._division.reduce_gradients(device.stage, self._member(), grads)
-        by = self._num_replicas if self._scaler else divisor
+        by = num_replicas if self._scaler else divisor
         grads = jax.tree.map(lambda g: g / by.astype(g.real.dtype) if isinstance(by, jax.Array) else g / by, grads)
         values = mean_over_places(totals.values, num_model)
         values = gather_values(values, self._parts.aux_names, self._objective.num_terms)

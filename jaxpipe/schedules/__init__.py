@@ -2,9 +2,15 @@
 
 from jaxpipe.schedules._base import PipeSchedule as PipeSchedule
 from jaxpipe.schedules._check import check_schedule as check_schedule
+from jaxpipe.schedules._choice import Candidate as Candidate
+from jaxpipe.schedules._choice import Choice as Choice
+from jaxpipe.schedules._choice import StageCosts as StageCosts
+from jaxpipe.schedules._choose import choose_schedule as choose_schedule
+from jaxpipe.schedules._closed_form import closed_form as closed_form
 from jaxpipe.schedules._cost import bubble_fraction as bubble_fraction
 from jaxpipe.schedules._cost import makespan as makespan
 from jaxpipe.schedules._data_parallel import DataParallelSchedule as DataParallelSchedule
+from jaxpipe.schedules._forward_only import forward_schedule as forward_schedule
 from jaxpipe.schedules._gpipe import GPipeSchedule as GPipeSchedule
 from jaxpipe.schedules._grid import format_grid as format_grid
 from jaxpipe.schedules._inference import InferenceSchedule as InferenceSchedule
@@ -22,16 +28,21 @@ from jaxpipe.schedules._instructions import ReduceGrads as ReduceGrads
 from jaxpipe.schedules._instructions import ReduceTiedGrads as ReduceTiedGrads
 from jaxpipe.schedules._instructions import SendActivation as SendActivation
 from jaxpipe.schedules._instructions import SendGrad as SendGrad
+from jaxpipe.schedules._interleaved import InterleavedSchedule as InterleavedSchedule
 from jaxpipe.schedules._lowering import lower_schedule as lower_schedule
 from jaxpipe.schedules._one_f_one_b import OneFOneBSchedule as OneFOneBSchedule
+from jaxpipe.schedules._one_f_one_b_v import OneFOneBVSchedule as OneFOneBVSchedule
 from jaxpipe.schedules._program import Table as Table
 from jaxpipe.schedules._program import TickProgram as TickProgram
 from jaxpipe.schedules._program import TickRun as TickRun
 from jaxpipe.schedules._resolve import resolve_schedule as resolve_schedule
 from jaxpipe.schedules._resolve import schedule_names as schedule_names
 from jaxpipe.schedules._runs import MAX_RUNS as MAX_RUNS
+from jaxpipe.schedules._stages import Placement as Placement
+from jaxpipe.schedules._stages import placement_of as placement_of
 from jaxpipe.schedules._timetable import TimetableSchedule as TimetableSchedule
 from jaxpipe.schedules._train import TrainSchedule as TrainSchedule
+from jaxpipe.schedules._zero_bubble import ZeroBubbleSchedule as ZeroBubbleSchedule
 
 __all__ = [
     "MAX_RUNS",
@@ -39,31 +50,42 @@ __all__ = [
     "BackwardPass",
     "BackwardWeight",
     "BufferOpInstruction",
+    "Candidate",
+    "Choice",
     "DataParallelSchedule",
     "ForwardPass",
     "GPipeSchedule",
     "InferenceSchedule",
+    "InterleavedSchedule",
     "LoadMicroBatch",
     "OneFOneBSchedule",
+    "OneFOneBVSchedule",
     "OptimizerStep",
     "PipeInstruction",
     "PipeSchedule",
+    "Placement",
     "RecvActivation",
     "RecvGrad",
     "ReduceGrads",
     "ReduceTiedGrads",
     "SendActivation",
     "SendGrad",
+    "StageCosts",
     "Table",
     "TickProgram",
     "TickRun",
     "TimetableSchedule",
     "TrainSchedule",
+    "ZeroBubbleSchedule",
     "bubble_fraction",
     "check_schedule",
+    "choose_schedule",
+    "closed_form",
     "format_grid",
+    "forward_schedule",
     "lower_schedule",
     "makespan",
+    "placement_of",
     "resolve_schedule",
     "schedule_names",
 ]

@@ -45,6 +45,9 @@ class PipeSchedule(ABC):
     num_chunks: ClassVar[int] = 1
     """Model chunks on every stage."""
 
+    min_chunks: ClassVar[int | None] = None
+    """The fewest chunks, where their number may be chosen; None: it is always `num_chunks`."""
+
     def __init__(self, micro_batches: int, stages: int, stage_id: int) -> None:
         self.micro_batches = _size("micro_batches", micro_batches, "microbatches in a batch")
         self.stages = _size("stages", stages, "pipeline stages")

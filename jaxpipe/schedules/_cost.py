@@ -11,6 +11,7 @@ def makespan(
     *,
     weight_s: float | None = None,
     lockstep: bool = True,
+    skip_idle: bool = True,
 ) -> float:
     """Give the time from the first to the last tick, exchanges costing nothing.
 
@@ -24,6 +25,8 @@ def makespan(
         weight_s: Seconds of the weight half, if backwards are split; the input half takes the rest of `backward_s`.
             Default: half of `backward_s`.
         lockstep: Whether stages wait for each other after each tick.
+        skip_idle: Whether idle cells take no time. Otherwise, in lockstep, each tick runs every kind of cell that its
+            run holds.
 
     Returns:
         Seconds.
@@ -32,7 +35,7 @@ def makespan(
         ScheduleError: A time is negative, or the weight half is longer than the backward.
     """
     costs = _Costs(program, forward_s, backward_s, weight_s)
-    return costs.lockstep() if lockstep else costs.free_running()
+    return costs.lockstep(skip_idle=skip_idle) if lockstep else costs.free_running()
 
 
 def bubble_fraction(
@@ -42,6 +45,7 @@ def bubble_fraction(
     *,
     weight_s: float | None = None,
     lockstep: bool = True,
+    skip_idle: bool = True,
 ) -> float:
     """Give the idle share of a stage's time: `1 - work / makespan`.
 
@@ -51,6 +55,8 @@ def bubble_fraction(
         backward_s: Seconds of its whole backward; not counted in a program without backwards.
         weight_s: Seconds of the weight half, if backwards are split. Default: half of `backward_s`.
         lockstep: Whether stages wait for each other after each tick.
+        skip_idle: Whether idle cells take no time. Otherwise, in lockstep, each tick runs every kind of cell that its
+            run holds.
 
     Returns:
         A fraction in [0, 1).
@@ -59,7 +65,7 @@ def bubble_fraction(
         ScheduleError: A time is negative, nothing takes any time, or the weight half is longer than the backward.
     """
     work = program.num_microbatches * (forward_s + (backward_s if program.training else 0.0))
-    span = makespan(program, forward_s, backward_s, weight_s=weight_s, lockstep=lockstep)
+    span = makespan(program, forward_s, backward_s, weight_s=weight_s, lockstep=lockstep, skip_idle=skip_idle)
     if work <= 0:
         raise ScheduleError(
             f"Some cell must take time, but got forward_s={forward_s}, backward_s={backward_s}. Pass seconds above 0."
@@ -81,12 +87,16 @@ class _Costs:
         self._weight = weight / program.num_chunks
         self._half = self._whole - self._weight
 
-    def lockstep(self) -> float:
+    def lockstep(self, *, skip_idle: bool) -> float:
         names = ("forward_microbatch", "backward_microbatch", "pending_write", "weight_microbatch")
-        tables = [self._program.tables[name] for name in names]
+        columns = [list(zip(*self._program.tables[name], strict=True)) for name in names]
+        ticks = [[self._cell(*cell) for cell in zip(*column, strict=True)] for column in zip(*columns, strict=True)]
+        if skip_idle:
+            return sum(max(map(sum, cells)) for cells in ticks)
         total = 0.0
-        for tick in range(self._program.num_ticks):
-            total += max(self._cell(*(table[stage][tick] for table in tables)) for stage in self._stages())
+        for run in self._program.runs:
+            cells = [cell for cells in ticks[run.start : run.stop] for cell in cells]
+            total += (run.stop - run.start) * sum(map(max, zip(*cells, strict=True)))
         return total
 
     def free_running(self) -> float:
@@ -115,8 +125,9 @@ class _Costs:
     def _stages(self) -> range:
         return range(self._program.num_stages)
 
-    def _cell(self, forward: int, backward: int, pending: int, weight: int) -> float:
-        cost = self._forward if forward >= 0 else 0.0
-        if backward >= 0:
-            cost += self._half if pending >= 0 else self._whole
-        return cost + (self._weight if weight >= 0 else 0.0)
+    def _cell(self, forward: int, backward: int, pending: int, weight: int) -> tuple[float, float, float]:
+        """What a stage's forward, backward and weight half take in a tick."""
+        whole = self._half if pending >= 0 else self._whole
+        times = ((forward, self._forward), (backward, whole), (weight, self._weight))
+        ran, halved, completed = (time if microbatch >= 0 else 0.0 for microbatch, time in times)
+        return ran, halved, completed

@@ -1,6 +1,6 @@
 """GPipe: all forwards, then all backwards."""
 
-from jaxpipe.schedules._timetable import TimetableSchedule
+from jaxpipe.schedules._timetable import Cell, TimetableSchedule
 
 
 class GPipeSchedule(TimetableSchedule):
@@ -25,33 +25,25 @@ class GPipeSchedule(TimetableSchedule):
         """
         return 2 * (self.micro_batches + self.stages - 1)
 
-    def forward_at(self, step: int) -> int:
-        """Give the microbatch whose forward runs at a step.
+    def forward_at(self, step: int) -> Cell:
+        """Give what runs its forward at a step.
 
         Args:
             step: A step.
 
         Returns:
-            Its number; anything outside `[0, micro_batches)` means none.
+            Chunk and microbatch; a microbatch outside `[0, micro_batches)` means none.
         """
-        return step - self.stage_id
+        return 0, step - self.stage_id
 
-    def backward_at(self, step: int) -> int:
-        """Give the microbatch whose backward runs at a step.
+    def backward_at(self, step: int) -> Cell:
+        """Give what runs its backward at a step.
 
         Args:
             step: A step.
 
         Returns:
-            Its number; anything outside `[0, micro_batches)` means none.
+            Chunk and microbatch; a microbatch outside `[0, micro_batches)` means none.
         """
         first = (self.micro_batches + self.stages - 1) + (self.stages - 1 - self.stage_id)
-        return step - first
-
-    def num_pipe_buffers(self) -> int:
-        """Give the number of buffers: the microbatches in flight.
-
-        Returns:
-            `M`.
-        """
-        return self.micro_batches
+        return 0, step - first

@@ -18,6 +18,7 @@ def lower_schedule(
     num_stages: int | None = None,
     *,
     training: bool = True,
+    one_run: bool = False,
 ) -> TickProgram:
     """Check a schedule and turn it into a tick program.
 
@@ -30,6 +31,9 @@ def lower_schedule(
         num_microbatches: Microbatches in a batch; needed with a class.
         num_stages: Pipeline stages; needed with a class.
         training: False for a schedule of forwards only.
+        one_run: Whether all ticks form one run, which compiles fastest and costs nothing where idle cells are skipped.
+            By default ticks of different content, which a device that computes idle cells should not mix, are kept
+            apart.
 
     Returns:
         The program.
@@ -53,7 +57,7 @@ def lower_schedule(
         "act": _hops(tables["act_send_to"], num_ticks, one.stages, first=1),
         "grad": _hops(tables["grad_send_to"], num_ticks, one.stages, first=-1),
     }
-    runs = tick_runs(num_ticks, tables, hops)
+    runs = tick_runs(num_ticks, tables, hops, one_run=one_run)
     if training:
         forward_ticks = [run.has_forward for run in runs for _ in range(run.start, run.stop)]
         tables["residual_write"] = tuple(

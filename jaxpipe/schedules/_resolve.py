@@ -1,13 +1,17 @@
 """From a schedule's name in the configuration to its class."""
 
 import difflib
+import functools
 import inspect
 
 from jaxpipe.errors import ScheduleError
 from jaxpipe.schedules._base import PipeSchedule
 from jaxpipe.schedules._gpipe import GPipeSchedule
+from jaxpipe.schedules._interleaved import InterleavedSchedule
 from jaxpipe.schedules._one_f_one_b import OneFOneBSchedule
+from jaxpipe.schedules._one_f_one_b_v import OneFOneBVSchedule
 from jaxpipe.schedules._train import TrainSchedule
+from jaxpipe.schedules._zero_bubble import ZeroBubbleSchedule
 
 
 def schedule_names() -> dict[str, type[PipeSchedule]]:
@@ -16,36 +20,93 @@ def schedule_names() -> dict[str, type[PipeSchedule]]:
     Returns:
         Name to class, in the order in which they are offered.
     """
-    return {"1f1b": OneFOneBSchedule, "gpipe": GPipeSchedule, "train": TrainSchedule}
+    return {
+        "1f1b": OneFOneBSchedule,
+        "1f1b-v": OneFOneBVSchedule,
+        "interleaved": InterleavedSchedule,
+        "zero-bubble": ZeroBubbleSchedule,
+        "gpipe": GPipeSchedule,
+        "train": TrainSchedule,
+    }
 
 
-def resolve_schedule(schedule: str | type[PipeSchedule]) -> type[PipeSchedule]:
+def resolve_schedule(
+    schedule: str | type[PipeSchedule], num_chunks: int | None = None, max_pending: int | None = None
+) -> type[PipeSchedule]:
     """Find the schedule class that a name or a class stands for.
 
     Args:
-        schedule: `"1f1b"`, `"gpipe"`, `"train"` (DeepSpeed's half ticks), or a `PipeSchedule` subclass.
+        schedule: A name of `schedule_names`, such as `"1f1b"`, or a `PipeSchedule` subclass.
+        num_chunks: Model chunks on each stage. Default: the schedule's own number.
+        max_pending: The most weight halves of backwards that a stage keeps pending, for `"zero-bubble"`. Default: the
+            schedule's own number.
 
     Returns:
-        The class.
+        The class, or a subclass of it with these numbers; equal requests give the same one.
 
     Raises:
-        ScheduleError: The name is not known, or the class is not a concrete `PipeSchedule`.
+        ScheduleError: The name is not known, the class is not a concrete `PipeSchedule`, the schedule cannot have so
+            many chunks, or its backwards are not split.
 
     Example:
-        >>> resolve_schedule("gpipe").__name__
-        'GPipeSchedule'
+        >>> resolve_schedule("interleaved", num_chunks=4).num_chunks
+        4
     """
-    known = schedule_names()
-    if isinstance(schedule, str):
-        if schedule in known:
-            return known[schedule]
-        near = difflib.get_close_matches(schedule.lower(), known, n=1, cutoff=0.4)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
+    kind = _named(schedule) if isinstance(schedule, str) else concrete_schedule(schedule)
+    changes: dict[str, int] = {}
+    if num_chunks is not None and num_chunks != kind.num_chunks:
+        changes["num_chunks"] = _chunks_of(kind, num_chunks)
+    if max_pending is not None:
+        changes["max_pending"] = _pending_of(kind, max_pending)
+    return _variant(kind, **changes) if changes else kind
+
+
+@functools.cache
+def _variant(kind: type[PipeSchedule], **changes: int) -> type[PipeSchedule]:
+    return type(kind.__name__, (kind,), {"__doc__": kind.__doc__, "__module__": kind.__module__, **changes})
+
+
+def _chunks_of(kind: type[PipeSchedule], num_chunks: int) -> int:
+    if kind.min_chunks is None:
         raise ScheduleError(
-            f"schedule must be one of {', '.join(map(repr, known))} or a PipeSchedule subclass, "
-            f"but got schedule={schedule!r}.{hint or ' Use one of these names.'}"
+            f"num_chunks must be {kind.num_chunks} for {kind.__name__}, but got num_chunks={num_chunks!r}. "
+            "Leave num_chunks out, or use a schedule whose chunks can be chosen, such as 'interleaved'."
         )
-    return concrete_schedule(schedule)
+    if type(num_chunks) is not int or num_chunks < kind.min_chunks:
+        other = ", or '1f1b' for one" if kind.min_chunks > 1 else ""
+        raise ScheduleError(
+            f"num_chunks must be at least {kind.min_chunks} for {kind.__name__}, but got num_chunks={num_chunks!r}. "
+            f"Use {kind.min_chunks} or more{other}."
+        )
+    return num_chunks
+
+
+def _pending_of(kind: type[PipeSchedule], max_pending: int) -> int:
+    if not issubclass(kind, ZeroBubbleSchedule):
+        raise ScheduleError(
+            f"max_pending must be left out for {kind.__name__}, which keeps nothing pending, but got "
+            f"max_pending={max_pending!r}. Leave it out, or use 'zero-bubble'."
+        )
+    if type(max_pending) is not int or max_pending < 1:
+        raise ScheduleError(f"max_pending must be at least 1, but got max_pending={max_pending!r}. Use 1 or more.")
+    return max_pending
+
+
+def _named(name: str) -> type[PipeSchedule]:
+    known = schedule_names()
+    if name in known:
+        return known[name]
+    if name == "auto":
+        raise ScheduleError(
+            "schedule must be chosen before it is resolved, but got schedule='auto'. "
+            "Call choose_schedule first, or name a schedule such as '1f1b'."
+        )
+    near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.4)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    raise ScheduleError(
+        f"schedule must be one of {', '.join(map(repr, known))} or a PipeSchedule subclass, "
+        f"but got schedule={name!r}.{hint or ' Use one of these names.'}"
+    )
 
 
 def concrete_schedule(schedule: object) -> type[PipeSchedule]:

@@ -15,32 +15,37 @@ _Piece = tuple[int, int, tuple[bool, bool, bool]]
 
 
 def tick_runs(
-    num_ticks: int, tables: Mapping[str, Table], hops: Mapping[str, Sequence[set[int]]]
+    num_ticks: int, tables: Mapping[str, Table], hops: Mapping[str, Sequence[set[int]]], *, one_run: bool = False
 ) -> tuple[TickRun, ...]:
     """Group the ticks of a program.
 
     Ticks belong together as long as the same kinds of computing (forward, backward, weight) occur in them, on any
-    stage. What travels is counted afterwards. A schedule whose content alternates would give runs without number:
-    beyond `MAX_RUNS`, neighbours shorter than `SHORT_RUN` ticks are joined, and if that is not enough all but the
-    first three and the last three.
+    stage. What travels is counted afterwards. Where all three kinds occur, ticks in which every stage runs all of them
+    are kept apart, so that the steady part of a schedule with split backwards has no idle cell. A schedule whose
+    content alternates would give runs without number: beyond `MAX_RUNS`, neighbours shorter than `SHORT_RUN` ticks are
+    joined, and if that is not enough all but the first three and the last three.
 
     Args:
         num_ticks: Length of the program.
         tables: The tables `forward_microbatch`, `backward_microbatch` and `weight_microbatch`.
         hops: `act` and `grad`: for each tick the directions in which something travels.
+        one_run: Whether to put all ticks into one run.
 
     Returns:
         The runs, from tick 0 to `num_ticks` without gaps.
     """
-    kinds = [
-        [any(cell >= 0 for cell in column) for column in zip(*tables[name], strict=True)]
+    columns = [
+        list(zip(*tables[name], strict=True))
         for name in ("forward_microbatch", "backward_microbatch", "weight_microbatch")
     ]
-    content = list(zip(*kinds, strict=True))
+    content = list(zip(*([max(column) >= 0 for column in kind] for kind in columns), strict=True))
+    is_steady = [min(map(min, cells)) >= 0 for cells in zip(*columns, strict=True)]
     pieces: list[_Piece] = []
-    for has, ticks in groupby(range(num_ticks), key=content.__getitem__):
+    for (has, _), ticks in groupby(range(num_ticks), key=lambda tick: (content[tick], is_steady[tick])):
         listed = list(ticks)
         pieces.append((listed[0], listed[-1] + 1, has))
+    if one_run:
+        pieces = [_joined(pieces)]
     if len(pieces) > MAX_RUNS:
         pieces = _joined_short(pieces)
     if len(pieces) > MAX_RUNS:

@@ -1,11 +1,15 @@
-"""Schedules given by a timetable: which microbatch a stage works on at each step."""
+"""Schedules given by a timetable: what a stage works on at each step."""
 
 from abc import abstractmethod
+from collections import deque
 from collections.abc import Iterator
+from typing import Any, ClassVar
 
 from jaxpipe.schedules._base import PipeSchedule
 from jaxpipe.schedules._instructions import (
+    BackwardInput,
     BackwardPass,
+    BackwardWeight,
     ForwardPass,
     LoadMicroBatch,
     OptimizerStep,
@@ -18,15 +22,24 @@ from jaxpipe.schedules._instructions import (
     SendGrad,
 )
 
+Cell = tuple[int, int]
+"""A chunk of the stage and a microbatch; a microbatch outside `[0, micro_batches)` means none."""
+
+NOTHING: Cell = (0, -1)
+
 
 class TimetableSchedule(PipeSchedule):
     """A training schedule that needs only its times: the instructions follow from them.
 
-    Each hop takes one step: stage s + 1 runs a forward in the step after stage s did, stage s - 1 a backward in the
-    step after stage s did. A step then lists its exchanges (`SendGrad`, `RecvActivation`, `RecvGrad`,
-    `SendActivation`), `LoadMicroBatch` on the first and the last stage, the forward and the backward; the last step
-    ends with the reductions and the optimizer step. Microbatch m lives in buffer `m % num_pipe_buffers()`.
+    Each hop takes one step: the following part of the model runs a forward in the step after this one did, the
+    preceding part a backward in the step after this one did. A step then lists its exchanges (`SendGrad`,
+    `RecvActivation`, `RecvGrad`, `SendActivation`), `LoadMicroBatch` on the first and the last part, the forward, the
+    backward and the weight half; the last step ends with the reductions and the optimizer step. Values that stay on
+    the stage, from one of its chunks to the next, are not sent.
     """
+
+    split_backward: ClassVar[bool] = False
+    """Whether `backward_at` gives input halves, completed by the weight halves of `weight_at`."""
 
     @abstractmethod
     def num_steps(self) -> int:
@@ -37,26 +50,52 @@ class TimetableSchedule(PipeSchedule):
         """
 
     @abstractmethod
-    def forward_at(self, step: int) -> int:
-        """Give the microbatch whose forward runs at a step.
+    def forward_at(self, step: int) -> Cell:
+        """Give what runs its forward at a step.
 
         Args:
             step: A step, from 0.
 
         Returns:
-            Its number; anything outside `[0, micro_batches)` means none.
+            Chunk and microbatch; a microbatch outside `[0, micro_batches)` means none.
         """
 
     @abstractmethod
-    def backward_at(self, step: int) -> int:
-        """Give the microbatch whose backward runs at a step.
+    def backward_at(self, step: int) -> Cell:
+        """Give what runs its backward, whole or its input half, at a step.
 
         Args:
             step: A step, from 0.
 
         Returns:
-            Its number; anything outside `[0, micro_batches)` means none.
+            Chunk and microbatch; a microbatch outside `[0, micro_batches)` means none.
         """
+
+    def weight_at(self, step: int) -> Cell:
+        """Give what runs the weight half of its backward at a step.
+
+        Args:
+            step: A step, from 0.
+
+        Returns:
+            Chunk and microbatch; by default none.
+        """
+        return NOTHING
+
+    def num_pipe_buffers(self) -> int:
+        """Give the number of buffers: the most that are needed at once.
+
+        Returns:
+            The most microbatches in flight, counted on each chunk; one more where a gradient waits for the next step
+            to be taken by another chunk of this stage.
+        """
+        ends = self._ends()
+        flying = peak = 0
+        for step in range(self.num_steps()):
+            flying += self._runs(self.forward_at(step))
+            peak = max(peak, flying)
+            flying -= len(self._freed(step, ends))
+        return peak
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
         """Yield the instructions of each step.
@@ -65,38 +104,76 @@ class TimetableSchedule(PipeSchedule):
             An iterator of instruction lists.
         """
         num_steps = self.num_steps()
-        num_buffers = self.num_pipe_buffers()
-        forward = backward = -1
+        buffers = _Buffers(self.num_pipe_buffers(), named=self.num_chunks > 1)
+        ends = self._ends()
+        send_grad: list[PipeInstruction] = []
+        send_act: list[PipeInstruction] = []
         for step in range(num_steps):
-            forward_before, backward_before = forward, backward
-            forward = self._buffer(self.forward_at(step), num_buffers)
-            backward = self._buffer(self.backward_at(step), num_buffers)
-            commands = self._exchange(forward, backward, forward_before, backward_before)
-            if forward >= 0:
-                if self.is_first_stage or self.is_last_stage:
-                    commands.append(LoadMicroBatch(forward))
-                commands.append(ForwardPass(forward))
-            if backward >= 0:
-                commands.append(BackwardPass(backward))
+            forward, backward, weight = self.forward_at(step), self.backward_at(step), self.weight_at(step)
+            arriving, leaving, computing = send_grad, send_act, list[PipeInstruction]()
+            send_grad, send_act = [], []
+            if self._runs(forward):
+                end = ends[forward[0]]
+                buffer, names = buffers.take(forward)
+                arriving = arriving + [RecvActivation(buffer, **names)] * end.from_stage
+                computing += [*[LoadMicroBatch(buffer, **names)] * end.loads, ForwardPass(buffer, **names)]
+                send_act = [SendActivation(buffer, **names)] * end.to_stage
+            if self._runs(backward):
+                end = ends[backward[0]]
+                buffer, names = buffers.find(backward)
+                arriving = arriving + [RecvGrad(buffer, **names)] * end.to_stage
+                half = BackwardInput if self.split_backward else BackwardPass
+                computing.append(half(buffer, **names))
+                send_grad = [SendGrad(buffer, **names)] * end.from_stage
+            if self._runs(weight):
+                buffer, names = buffers.find(weight)
+                computing.append(BackwardWeight(buffer, **names))
+            buffers.leave(self._freed(step, ends))
             if step == num_steps - 1:
-                commands += [ReduceTiedGrads(), ReduceGrads(), OptimizerStep()]
-            yield commands
+                computing += [ReduceTiedGrads(), ReduceGrads(), OptimizerStep()]
+            yield arriving + leaving + computing
 
-    def _buffer(self, microbatch: int, num_buffers: int) -> int:
-        return microbatch % num_buffers if 0 <= microbatch < self.micro_batches else -1
+    def _runs(self, cell: Cell) -> bool:
+        return 0 <= cell[1] < self.micro_batches
 
-    def _exchange(
-        self, forward: int, backward: int, forward_before: int, backward_before: int
-    ) -> list[PipeInstruction]:
-        commands: list[PipeInstruction] = []
-        if not self.is_first_stage:
-            if backward_before >= 0:
-                commands.append(SendGrad(backward_before))
-            if forward >= 0:
-                commands.append(RecvActivation(forward))
-        if not self.is_last_stage:
-            if backward >= 0:
-                commands.append(RecvGrad(backward))
-            if forward_before >= 0:
-                commands.append(SendActivation(forward_before))
-        return commands
+    def _freed(self, step: int, ends: list["_Ends"]) -> list[Cell]:
+        """The cells whose buffers are free after a step; a gradient kept on this stage is taken one step later."""
+        last_of = self.weight_at if self.split_backward else self.backward_at
+        done = (last_of(step), False), (last_of(step - 1), True)
+        return [cell for cell, waits in done if self._runs(cell) and ends[cell[0]].from_chunk == waits]
+
+    def _ends(self) -> list["_Ends"]:
+        chunks = range(self.num_chunks)
+        home = {self.virtual_stage(stage, chunk): stage for stage in range(self.stages) for chunk in chunks}
+        parts = [self.virtual_stage(self.stage_id, chunk) for chunk in chunks]
+        return [_Ends(self.stage_id, home.get(part - 1), home.get(part + 1)) for part in parts]
+
+
+class _Ends:
+    """What a chunk is joined to: the stages, if any, of the parts before and after it."""
+
+    def __init__(self, stage: int, before: int | None, after: int | None) -> None:
+        self.loads = before is None or after is None
+        self.from_chunk = before == stage
+        self.from_stage = before not in (None, stage)
+        self.to_stage = after not in (None, stage)
+
+
+class _Buffers:
+    """Which buffer each cell lives in: the one that has been free the longest."""
+
+    def __init__(self, count: int, *, named: bool) -> None:
+        self._free = deque(range(count))
+        self._held: dict[Cell, int] = {}
+        self._named = named
+
+    def take(self, cell: Cell) -> tuple[int, dict[str, Any]]:
+        self._held[cell] = self._free.popleft()
+        return self.find(cell)
+
+    def find(self, cell: Cell) -> tuple[int, dict[str, Any]]:
+        names = {"micro_batch_id": cell[1], "chunk_id": cell[0]} if self._named else {}
+        return self._held[cell], names
+
+    def leave(self, cells: list[Cell]) -> None:
+        self._free += [self._held.pop(cell) for cell in cells]

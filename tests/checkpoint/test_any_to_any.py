@@ -18,6 +18,9 @@ from jaxpipe.layers import flatten_dict
 LAYOUTS = [
     *(Layout(*sizes) for sizes in ((1, 1), (1, 2), (2, 1), (2, 2), (4, 1), (4, 2), (8, 1))),
     *(Layout(*sizes, zero=1) for sizes in ((1, 2), (2, 2), (4, 2))),
+    Layout(2, 1, schedule="interleaved", num_chunks=2),
+    Layout(2, 2, schedule="1f1b-v", zero=1),
+    Layout(2, 1, schedule="interleaved", num_chunks=4),
 ]
 PAIRS = list(itertools.product(LAYOUTS, LAYOUTS))
 SPANNING = [(a, LAYOUTS[(3 * i + 4) % len(LAYOUTS)]) for i, a in enumerate(LAYOUTS)] + [

@@ -17,6 +17,8 @@ FULL: dict[str, Any] = {
         "scan_trunk": True,
         "seed_layers": True,
         "num_chunks": 2,
+        "max_pending_weights": 3,
+        "memory_limit_gb": 80,
     },
     "fp16": {
         "enabled": True,

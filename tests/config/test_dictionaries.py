@@ -41,11 +41,13 @@ configs = _section(
     pipeline=_section(
         stages=st.just("auto") | positive,
         partition=st.sampled_from(["best", "uniform", "type:x"]) | st.lists(st.integers(0, 99), min_size=1),
-        schedule=st.sampled_from(["1f1b", "gpipe"]),
+        schedule=st.sampled_from(["1f1b", "gpipe", "auto"]),
         activation_checkpoint_interval=st.integers(0, 9),
         skip_idle=flags | st.just("auto"),
         seed_layers=flags | st.none(),
-        num_chunks=positive,
+        num_chunks=positive | st.just("auto"),
+        max_pending_weights=positive | st.just("auto"),
+        memory_limit_gb=st.floats(1e-3, 1e6) | st.just("auto"),
     ),
     fp16=_section(
         auto_cast=flags,

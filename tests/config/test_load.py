@@ -33,7 +33,9 @@ def test_defaults() -> None:
     assert config.steps_per_print is None
     assert config.pipeline == PipelineConfig("auto", "best", "1f1b", 0)
     assert config.pipeline.seed_layers is None
-    assert config.pipeline.num_chunks == 1
+    pipeline = config.pipeline
+    assert pipeline.num_chunks == pipeline.max_pending_weights == pipeline.memory_limit_gb == "auto"
+    assert load_config({"pipeline": {"schedule": "auto"}}).pipeline.schedule == "auto"
 
 
 def test_every_key_from_a_dictionary() -> None:
@@ -93,6 +95,11 @@ def test_sizes_must_be_positive_integers(key: str, value: object) -> None:
         ("skip_idle", 1, r"true or false, but got pipeline.skip_idle=1. Use true or false without quotes"),
         ("seed_layers", "no", r"true or false, but got pipeline.seed_layers='no'. Use true or false"),
         ("num_chunks", 0, r"an integer of at least 1, but got pipeline.num_chunks=0. Use for instance 1"),
+        ("num_chunks", "two", r"'auto' or a value without quotes, but got pipeline.num_chunks='two'. Use 'auto'"),
+        ("max_pending_weights", 0, r"an integer of at least 1, but got pipeline.max_pending_weights=0. Use for inst"),
+        ("max_pending_weights", 1.5, r"an integer of at least 1, but got pipeline.max_pending_weights=1.5"),
+        ("memory_limit_gb", 0, r"a finite number above 0, but got pipeline.memory_limit_gb=0. Use for instance 1.0"),
+        ("memory_limit_gb", "80", r"'auto' or a value without quotes, but got pipeline.memory_limit_gb='80'"),
         ("scan_trunk", "yes", r"true or false, but got pipeline.scan_trunk='yes'. Use true or false"),
         ("activation_checkpoint_interval", -1, r"at least 0, but got pipeline.activation_checkpoint_interval=-1"),
         ("activation_checkpoint_interval", False, r"at least 0, but got pipeline.activation_checkpoint_interval=False"),

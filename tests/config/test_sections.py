@@ -46,7 +46,7 @@ def test_every_key_of_every_section() -> None:
         4,
         8,
         10,
-        PipelineConfig(4, (0, 3, 6), "gpipe", 2, True, True, True, 2),
+        PipelineConfig(4, (0, 3, 6), "gpipe", 2, True, True, True, 2, 3, 80.0),
         1.0,
         FP16Section(True, True, 0.0, 12, 500, 3, True, 0.5),
         BF16Section(False, True, False),

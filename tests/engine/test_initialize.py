@@ -165,12 +165,12 @@ def test_ways_to_give_a_configuration(given: str, tmp_path: Path) -> None:
         ),
         (
             {"config": {**CONFIG, "pipeline": {"num_chunks": 2}}},
-            r"num_chunks=2 and pipeline\.schedule='1f1b', which has num_chunks=1\. Use another schedule, or remove",
+            r"num_chunks must be 1 for OneFOneBSchedule, but got num_chunks=2\. Leave num_chunks out, or use a schedule",
         ),
     ],
 )
 def test_arguments_that_are_refused(arguments: dict[str, Any], match: str) -> None:
-    with pytest.raises(ConfigError, match=match):
+    with pytest.raises((ConfigError, ScheduleError), match=match):
         initialize(**arguments)
 
 

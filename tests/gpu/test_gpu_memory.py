@@ -1,20 +1,15 @@
 """The GPU program's memory, compiled for GPUs that are not there."""
 
 import importlib.util
-from pathlib import Path
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
-import optax
 import pytest
-from jax.experimental import topologies
-from jax.sharding import AxisType, Mesh
+from _h200 import build, compile_step, h200_mesh
 
-from jaxpipe import LayerSpec, Pipeline, PipelineModule
-from jaxpipe.runtime import PipelineSettings
+from jaxpipe import LayerSpec, PipelineModule
 
 PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 pytestmark = [
@@ -23,7 +18,6 @@ pytestmark = [
         not any(map(importlib.util.find_spec, PLUGINS)), reason="needs the CUDA plugin: pip install jaxpipe[cuda12]"
     ),
 ]
-TARGET = Path(__file__).with_name("h200_target.txtpb")
 SIZE, SAMPLES, LAYERS = 1024, 512, 8
 
 
@@ -34,11 +28,6 @@ class Block(nn.Module):
 
 
 def memory(stages: int, data: int, zero_stage: int, interval: int) -> Any:
-    description = topologies.get_topology_desc(
-        platform="cuda", topology=f"1x1x{stages * data}", target_config=TARGET.read_text()
-    )
-    devices = np.array(description.devices).reshape(stages, data)
-    mesh = Mesh(devices, ("stage", "data"), axis_types=(AxisType.Auto,) * 2)
     module = PipelineModule(
         [LayerSpec(Block) for _ in range(LAYERS)],
         num_stages=stages,
@@ -48,8 +37,8 @@ def memory(stages: int, data: int, zero_stage: int, interval: int) -> Any:
         activation_checkpoint_interval=interval,
     )
     x = jax.ShapeDtypeStruct((SAMPLES * data, SIZE), jnp.float32)
-    pipeline = Pipeline(module, optax.adam(1e-3), mesh, (x, x), 8, PipelineSettings(zero_stage=zero_stage))
-    compiled = pipeline.step.lower(pipeline.state_struct, pipeline.batch_struct).compile()
+    pipeline = build(module, h200_mesh(stages, data), (x, x), zero_stage=zero_stage)
+    compiled = compile_step(pipeline)
     kept = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(pipeline._stages.kept))
     return compiled.memory_analysis(), kept, pipeline.program.peak_in_flight
 

@@ -13,10 +13,10 @@ import jaxpipe
 from jaxpipe.errors import LaunchError
 
 JOBS = {
-    "2x2-stages-across": (2, 2, {"stages": 2, "data": 2}),
+    "2x2-stages-across": (2, 2, {"stages": 2, "data": 2, "spread": True}),
     "2x2-replicas-across": (2, 2, {"stages": 2, "data": 2, "inside": "stage", "zero": 1}),
     "4x1": (4, 1, {"stages": 2, "data": 2, "zero": 1, "model": "norm"}),
-    "2x4": (2, 4, {"stages": 4, "data": 2}),
+    "2x4": (2, 4, {"stages": 4, "data": 2, "schedule": "1f1b-v"}),
 }
 
 
@@ -24,7 +24,7 @@ JOBS = {
 def test_the_same_losses_and_equal_replicas(name: str, tmp_path: Path) -> None:
     processes, devices, layout = JOBS[name]
     results = run_job(tmp_path, processes, devices, layout, [["train", 0, 5], ["evaluate"], ["rows"], ["params"]])
-    alone = Layout(**{**layout, "inside": "data"})
+    alone = Layout(**{**layout, "inside": "data", "spread": "auto"})
     engine = alone.engine()
     wanted = train(engine, alone, range(5))
     held: dict[str, set[str]] = {}

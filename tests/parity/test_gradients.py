@@ -1,5 +1,7 @@
 """Loss and every gradient of the pipeline against the sequential model's on one device."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -15,8 +17,8 @@ MICROBATCHES = (1, 2, 3, 5, 8)
 CUTS = ("parameters", "uniform", "front", "back", "trunk", "type:block|widen|attention")
 
 FACTORS = {
-    "model": tuple(MODELS),
-    "schedule": ("1f1b", "gpipe", "train", "one_by_one", "split"),
+    "model": tuple(name for name in MODELS if name != "deep"),
+    "schedule": ("1f1b", "gpipe", "train", "1f1b-v", "interleaved", "zero-bubble-2", "one_by_one", "split"),
     "topology": ((1, 2), (2, 1), (2, 2), (4, 2), (8, 1)),
     "cut": CUTS,
     "microbatches": (1, 2, 5),
@@ -27,7 +29,10 @@ FACTORS = {
 
 
 def is_valid(chosen: Chosen) -> bool:
-    return chosen.get("cut") != "trunk" or "model" not in chosen or MODELS[chosen["model"]].has_trunk
+    if chosen.get("cut") == "trunk" and "model" in chosen and not MODELS[chosen["model"]].has_trunk:
+        return False
+    stages, schedule = chosen.get("topology", (1, 1))[0], chosen.get("schedule", "1f1b")
+    return Case(stages=stages, schedule=schedule).parts <= BLOCKS
 
 
 def to_case(chosen: Chosen) -> Case:
@@ -44,10 +49,23 @@ def check(case: Case) -> None:
     assert_close(pipeline.params_tree(gradients), wanted)
 
 
-@pytest.mark.parametrize("microbatches", MICROBATCHES)
-@pytest.mark.parametrize(("stages", "data"), TOPOLOGIES)
-def test_every_topology_and_number_of_microbatches(stages: int, data: int, microbatches: int) -> None:
-    check(Case(stages=stages, data=data, microbatches=microbatches))
+LAYOUTS = {
+    "topology": tuple(TOPOLOGIES),
+    "schedule": tuple(name for name in SCHEDULES if name[0] in "1giz"),
+    "microbatches": MICROBATCHES,
+    "skip_idle": (True, False),
+}
+
+
+def to_fitting(chosen: Chosen) -> Case:
+    """A model with a layer for every part."""
+    case = to_case(chosen)
+    return replace(case, model="linen" if case.parts <= BLOCKS else "deep")
+
+
+@pytest.mark.parametrize("case", [to_fitting(chosen) for chosen in covering(LAYOUTS, lambda _: True)], ids=str)
+def test_every_topology_schedule_and_number_of_microbatches(case: Case) -> None:
+    check(case)
 
 
 @pytest.mark.parametrize("case", [to_case(chosen) for chosen in covering(FACTORS, is_valid)], ids=str)

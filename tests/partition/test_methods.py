@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jaxpipe.errors import PartitionError
-from jaxpipe.partition import needs_params, partition_layers
+from jaxpipe.partition import needs_params, partition_layers, profile_source
 
 NAMES = ["Embed", "Block", "Block", "Block", "Block", "Head"]
 PARAMS = [1024, 100, 100, 100, 100, 1024]
@@ -110,6 +110,7 @@ def test_an_invalid_regex() -> None:
         ("uniformly", "Did you mean 'uniform'"),
         ("type", "Did you mean 'type:REGEX'"),
         ("types:block", "Did you mean 'type:REGEX'"),
+        ("profil", "Did you mean 'profile'"),
         ("best", "Use one of these"),
         ("", "Use one of these"),
     ],
@@ -122,11 +123,30 @@ def test_an_unknown_method_names_the_nearest(method: str, hint: str) -> None:
         _cut(method, 2)
 
 
-def test_profile_is_not_available() -> None:
+@pytest.mark.parametrize("method", ["profile", "PROFILE", "profile:flops"])
+def test_profile_needs_costs(method: str) -> None:
     with pytest.raises(
-        PartitionError, match=r"not available, but got partition_method='Profile'. Use 'parameters', or"
+        PartitionError, match=rf"{method!r} must be given the costs of the layers, but got profile=None"
     ):
-        _cut("Profile", 2)
+        _cut(method, 2)
+
+
+@pytest.mark.parametrize("method", ["profile:", "profile:time", "Profile:flops:"])
+def test_profile_takes_times_or_counts(method: str) -> None:
+    with pytest.raises(
+        PartitionError, match=rf"must be 'profile' or 'profile:flops', but got partition_method={method!r}"
+    ):
+        _cut(method, 2)
+
+
+def test_where_costs_come_from() -> None:
+    assert [profile_source(m) for m in ("Profile", "profile:Flops", "uniform", "profiles", [0, 1])] == [
+        "times",
+        "counts",
+        None,
+        None,
+        None,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -205,3 +225,63 @@ def test_num_stages_must_be_a_positive_integer(num_stages: int) -> None:
 def test_parameter_counts_are_checked(count: int) -> None:
     with pytest.raises(PartitionError, match=rf"weights\[0\]={count}"):
         _cut("parameters", 2, num_params=[count, 1, 1, 1, 1, 1])
+
+
+def _chunks(method: str | Sequence[int], num_stages: int, num_parts: int | None) -> tuple[int, ...]:
+    return partition_layers(
+        method,
+        num_stages=num_stages,
+        num_parts=num_parts,
+        names=NAMES,
+        class_names=NAMES,
+        num_params=PARAMS,
+        repeated=(None, 0, 0, 0, 0, None),
+    )
+
+
+@pytest.mark.parametrize(
+    ("method", "expected"),
+    [
+        ("uniform", (0, 2, 4, 5, 6)),
+        ("parameters", (0, 1, 3, 5, 6)),
+        ("type:block", (0, 2, 3, 4, 6)),
+        ("trunk", (0, 2, 3, 4, 6)),
+        ([0, 1, 2, 3, 6], (0, 1, 2, 3, 6)),
+    ],
+)
+def test_stages_of_two_chunks(method: str | Sequence[int], expected: tuple[int, ...]) -> None:
+    assert _chunks(method, 2, 4) == expected
+
+
+def test_boundaries_alone_may_say_how_many_chunks_there_are() -> None:
+    assert _chunks([0, 1, 2, 3, 6], 2, None) == (0, 1, 2, 3, 6)
+    with pytest.raises(PartitionError, match=r"must be num_stages \+ 1 = 3 boundaries, but got .*\[0, 1, 2, 6\]"):
+        _chunks([0, 1, 2, 6], 2, None)
+    with pytest.raises(PartitionError, match=r"must be num_stages \* num_chunks \+ 1 = 5 boundaries.*\[0, 3, 6\]"):
+        _chunks([0, 3, 6], 2, 4)
+    with pytest.raises(PartitionError, match=r"must be num_stages \+ 1 = 3 boundaries.*\[0, 1, 2, 3, 6\]"):
+        _chunks([0, 1, 2, 3, 6], 2, 2)
+
+
+@pytest.mark.parametrize("method", ["uniform", "parameters", "trunk", [0, 6]])
+def test_more_chunks_than_layers(method: str | Sequence[int]) -> None:
+    match = (
+        r"num_stages \* num_chunks must be at most the number of layers \(6\).*num_stages=4 and num_chunks=2. Use fewer"
+    )
+    with pytest.raises(PartitionError, match=match):
+        _chunks(method, 4, 8)
+
+
+def test_parts_are_chunks_of_stages() -> None:
+    with pytest.raises(
+        PartitionError, match=r"a multiple of num_stages.*num_parts=3 and num_stages=2. Pass num_stages"
+    ):
+        _chunks("uniform", 2, 3)
+    with pytest.raises(PartitionError, match="num_parts must be a positive integer, but got num_parts=0"):
+        _chunks("uniform", 2, 0)
+
+
+def test_a_trunk_that_does_not_divide_into_chunks() -> None:
+    match = r"on every chunk, but got num_stages=3 and num_chunks=2. Use 4 chunks in all, or repeat the layer 6 times"
+    with pytest.raises(PartitionError, match=match):
+        _chunks("trunk", 3, 6)

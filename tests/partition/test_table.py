@@ -1,4 +1,4 @@
-from jaxpipe.partition import format_partition
+from jaxpipe.partition import LayerCost, Profile, StageMemory, format_partition
 
 
 def test_the_table() -> None:
@@ -24,3 +24,35 @@ def test_layers_without_parameters() -> None:
     assert (
         format_partition([0, 1, 2], ["f", "g"], [0, 0]).split("\n")[1] == "    0  [0, 1)  f               0           -"
     )
+
+
+def test_chunks_show_part_and_stage() -> None:
+    table = format_partition([0, 1, 2, 3, 4], ["A", "B", "C", "D"], stages=[0, 1, 1, 0])
+    assert table.split("\n") == [
+        " part  stage  layers  names",
+        "    0      0  [0, 1)  A",
+        "    1      1  [1, 2)  B",
+        "    2      1  [2, 3)  C",
+        "    3      0  [3, 4)  D",
+        "total              4",
+    ]
+
+
+def test_costs_add_times_and_memory() -> None:
+    layers = (LayerCost(0.001, 0.002, 0.001, 50, 10), LayerCost(0.0015, 0.003, 0.001, 1000, 2**20))
+    profile = Profile(layers, "measured on cpu")
+    assert format_partition([0, 1, 2], ["A", "B"], profile=profile).split("\n") == [
+        "stage  layers  names  forward ms  backward ms  of slowest",
+        "    0  [0, 1)  A           1.000        2.000        67 %",
+        "    1  [1, 2)  B           1.500        3.000       100 %",
+        "total       2              2.500        5.000",
+        "times: measured on cpu",
+    ]
+    known = Profile(layers, "measured on cpu", memory=StageMemory((3, 1)))
+    lines = format_partition([0, 1, 2], ["A", "B"], profile=known).split("\n")
+    assert [line[58:].split() for line in lines[:4]] == [
+        ["memory", "in", "flight"],
+        ["830", "B", "3"],
+        ["1.0", "MiB", "1"],
+        [],
+    ]

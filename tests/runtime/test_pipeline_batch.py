@@ -131,9 +131,11 @@ def test_a_mesh_of_another_number_of_stages() -> None:
         Pipeline(module(), SGD, mesh(4, 1), (TOKENS, TOKENS), 3)
 
 
-def test_a_schedule_of_several_chunks() -> None:
-    with pytest.raises(ScheduleError, match=r"got num_chunks=2 from TwoChunkSchedule\. Use a schedule such as"):
-        Pipeline(module(), SGD, mesh(), (TOKENS, TOKENS), 2, PipelineSettings(schedule=TwoChunkSchedule))
+def test_chunks_that_a_schedule_cannot_have() -> None:
+    with pytest.raises(
+        ScheduleError, match=r"must be 2 for TwoChunkSchedule, but got num_chunks=3\. Leave num_chunks out"
+    ):
+        Pipeline(module(), SGD, mesh(), (TOKENS, TOKENS), 2, PipelineSettings(schedule=TwoChunkSchedule, num_chunks=3))
 
 
 def test_an_unknown_schedule() -> None:

@@ -8,13 +8,25 @@ from jaxpipe.schedules import (
     DataParallelSchedule,
     GPipeSchedule,
     InferenceSchedule,
+    InterleavedSchedule,
     OneFOneBSchedule,
+    OneFOneBVSchedule,
     PipeInstruction,
     PipeSchedule,
     TrainSchedule,
+    ZeroBubbleSchedule,
 )
 
-EVERY = [DataParallelSchedule, GPipeSchedule, InferenceSchedule, OneFOneBSchedule, TrainSchedule]
+EVERY = [
+    DataParallelSchedule,
+    GPipeSchedule,
+    InferenceSchedule,
+    InterleavedSchedule,
+    OneFOneBSchedule,
+    OneFOneBVSchedule,
+    TrainSchedule,
+    ZeroBubbleSchedule,
+]
 
 
 @pytest.mark.parametrize("kind", EVERY)

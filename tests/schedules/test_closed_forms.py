@@ -11,6 +11,7 @@ from jaxpipe.schedules import (
     PipeSchedule,
     TrainSchedule,
     bubble_fraction,
+    closed_form,
     lower_schedule,
     makespan,
 )
@@ -50,7 +51,9 @@ def test_lockstep_loses_nothing(kind: type[PipeSchedule], forward_s: float, back
             program = lower_schedule(kind, num_microbatches, num_stages)
             expected = (num_microbatches + num_stages - 1) * (forward_s + backward_s)
             assert makespan(program, forward_s, backward_s) == expected
+            assert makespan(program, forward_s, backward_s, skip_idle=False) == expected
             assert makespan(program, forward_s, backward_s, lockstep=False) <= expected
+            assert closed_form(kind, num_microbatches, num_stages, forward_s, backward_s) == expected
             fraction = (num_stages - 1) / (num_microbatches + num_stages - 1)
             assert bubble_fraction(program, forward_s, backward_s) == pytest.approx(fraction)
 
@@ -62,6 +65,19 @@ def test_half_ticks_pay_the_longer_cell() -> None:
     steady = makespan(lower_schedule(TrainSchedule, 64, 4), 1.0, 2.0) - makespan(program, 1.0, 2.0)
     assert steady == 32 * 2 * 2.0
     assert bubble_fraction(program, 1.0, 2.0) > bubble_fraction(program, 1.0, 2.0, lockstep=False) > 0
+    assert closed_form("train", 32, 4, 1.0, 2.0) == makespan(program, 1.0, 2.0)
+
+
+def test_computed_idle_cells_cost_their_time() -> None:
+    program = lower_schedule(TrainSchedule, 16, 4)
+    assert len(program.runs) == 3
+    middle = program.runs[1]
+    edges = sum(run.stop - run.start for run in program.runs) - (middle.stop - middle.start)
+    busy = edges / 2 * (1.0 + 2.0) + (middle.stop - middle.start) * 3.0
+    assert makespan(program, 1.0, 2.0, skip_idle=False) == busy
+    fraction = bubble_fraction(program, 1.0, 2.0, skip_idle=False)
+    assert fraction == pytest.approx(1 - 16 * 3.0 / busy)
+    assert fraction > bubble_fraction(program, 1.0, 2.0)
 
 
 def test_inference_costs_forwards_only() -> None:

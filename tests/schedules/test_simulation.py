@@ -12,7 +12,10 @@ from jaxpipe.schedules import (
     PipeSchedule,
     TickProgram,
     TrainSchedule,
+    check_schedule,
+    forward_schedule,
     lower_schedule,
+    resolve_schedule,
 )
 
 
@@ -214,3 +217,65 @@ def test_chunked_and_split_programs_read_what_they_should(
         require_tight(program)
         assert program.has_split_backward == ("Split" in name)
         assert (program.depth["act_local"] > 0) == (program.num_chunks > 1 and ("Folded" in name or num_stages == 1))
+
+
+@pytest.mark.parametrize(
+    ("name", "num_chunks"),
+    [("1f1b-v", 2), ("interleaved", 2), ("interleaved", 4), ("zero-bubble", 1), ("zero-bubble", 2), ("zero-bubble", 4)],
+)
+@pytest.mark.parametrize("num_stages", range(1, 9))
+def test_named_programs_read_what_they_should(name: str, num_chunks: int, num_stages: int) -> None:
+    kind = resolve_schedule(name, num_chunks)
+    for num_microbatches in (1, 2, 3, 4, 7, 8, 11):
+        program = lower_schedule(kind, num_microbatches, num_stages)
+        Machine(program).run()
+        require_tight(program)
+        assert program.direct >= {"act_in", "grad_in"}
+        if num_stages > 1:
+            assert all(program.depth[f"{v}_out"] == 1 and program.depth[f"{v}_local"] <= 1 for v in ("act", "grad"))
+
+
+@pytest.mark.parametrize("max_pending", [1, 2, 4])
+@pytest.mark.parametrize("num_chunks", [1, 2])
+def test_limited_programs_read_what_they_should(max_pending: int, num_chunks: int) -> None:
+    kind = resolve_schedule("zero-bubble", num_chunks, max_pending)
+    for num_stages in (1, 3, 4):
+        for num_microbatches in (1, 5, 8):
+            program = lower_schedule(kind, num_microbatches, num_stages)
+            Machine(program).run()
+            require_tight(program)
+
+
+@pytest.mark.parametrize("name", ["1f1b-v", "interleaved", "zero-bubble"])
+def test_one_run_reads_the_same(name: str) -> None:
+    program = lower_schedule(resolve_schedule(name), 8, 4, one_run=True)
+    assert len(program.runs) == 1
+    Machine(program).run()
+
+
+@pytest.mark.parametrize(
+    ("name", "num_chunks"), [("1f1b-v", 2), ("interleaved", 2), ("interleaved", 4), ("zero-bubble", 2)]
+)
+@pytest.mark.parametrize("num_stages", range(1, 9))
+def test_their_forwards_read_what_they_should(name: str, num_chunks: int, num_stages: int) -> None:
+    kind = resolve_schedule(name, num_chunks)
+    for num_microbatches in (1, 3, 4, 8):
+        program = lower_schedule(forward_schedule(kind), num_microbatches, num_stages, training=False)
+        Machine(program).run()
+        assert len(program.runs) == 1
+        assert program.placement == lower_schedule(kind, num_microbatches, num_stages).placement
+        if name == "1f1b-v":
+            assert program.num_ticks == 2 * num_microbatches + 2 * num_stages - 2
+        elif num_microbatches % num_stages == 0:
+            assert program.num_ticks == num_chunks * num_microbatches + num_stages - 1
+
+
+def test_forwards_of_one_chunk_are_inference() -> None:
+    assert forward_schedule(TrainSchedule) is forward_schedule(resolve_schedule("zero-bubble")) is InferenceSchedule
+
+
+def test_forwards_of_written_schedules(timed: dict[str, type[PipeSchedule]]) -> None:
+    for name in ("FoldedSplitSchedule", "RingSchedule"):
+        kind = forward_schedule(timed[name])
+        check_schedule(kind, 5, 3, training=False)
+        Machine(lower_schedule(kind, 5, 3, training=False)).run()

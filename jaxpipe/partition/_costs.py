@@ -1,0 +1,131 @@
+"""What layers cost in time and memory, measured or estimated: plain numbers, for cuts and for tables."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from jaxpipe.errors import PartitionError
+
+from ._checks import checked_count
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """What one layer costs for one microbatch.
+
+    Attributes:
+        forward_s: Seconds of its forward.
+        backward_s: Seconds of its whole backward, with what that recomputes.
+        weight_s: The part of `backward_s` that makes the gradients of its parameters; the rest makes those of its
+            inputs.
+        num_params: Parameters that an optimiser updates; shared ones count in each layer that holds them.
+        kept_bytes: Bytes that wait between forward and backward. Where the model recomputes: its inputs, if it begins
+            a recomputed group.
+        recomputed_bytes: Bytes that a backward has to make again before it begins; 0 where nothing is recomputed.
+        is_marked: Whether it recomputes itself, outside the groups.
+    """
+
+    forward_s: float
+    backward_s: float
+    weight_s: float = 0.0
+    num_params: int = 0
+    kept_bytes: int = 0
+    recomputed_bytes: int = 0
+    is_marked: bool = False
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """What is known of a stage's memory before it is cut.
+
+    A part that holds some layers is taken to need `bytes_per_param` for each of their parameters, what these layers
+    keep for each microbatch in flight, and what is recomputed at once. Temporary memory inside a layer is not known.
+
+    Attributes:
+        in_flight: For each part the most microbatches that wait for their backward, such as
+            `min(M, 2 * (S - 1 - s) + 1)` on stage s of S for M microbatches and `"1f1b"`.
+        stages: The stage that holds each part; None: part p is on stage `p % num_stages`.
+        bytes_per_param: Bytes of a parameter, its gradient and the optimiser's numbers for it. 16: all of them
+            float32, with the two moments of Adam.
+        limit_bytes: Bytes that a stage may need; None: any.
+
+    Raises:
+        PartitionError: A number is not positive.
+    """
+
+    in_flight: tuple[int, ...]
+    stages: tuple[int, ...] | None = None
+    bytes_per_param: float = 16.0
+    limit_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        """Check the numbers."""
+        for part, number in enumerate(self.in_flight):
+            checked_count(number, f"in_flight[{part}]")
+        if self.limit_bytes is not None:
+            checked_count(self.limit_bytes, "limit_bytes")
+        if self.bytes_per_param < 0:
+            raise PartitionError(
+                f"bytes_per_param must be at least 0, but got bytes_per_param={self.bytes_per_param!r}. Use 16 for "
+                "float32 parameters under Adam."
+            )
+
+    def stage_of(self, part: int, num_stages: int) -> int:
+        """The stage that holds a part."""
+        return part % num_stages if self.stages is None else self.stages[part]
+
+
+@dataclass(frozen=True)
+class Profile:
+    """The costs of all layers of a model, for one microbatch on one device.
+
+    Attributes:
+        layers: One cost per layer; the loss is counted with the last one where it is known.
+        source: Where the numbers come from, for people to read.
+        interval: Layers per recomputed group, counted from a part's first layer; 0 for none.
+        memory: What is known of memory; None: nothing, and nothing is asked.
+    """
+
+    layers: tuple[LayerCost, ...]
+    source: str = "given"
+    interval: int = 0
+    memory: StageMemory | None = None
+
+    def seconds(self) -> list[float]:
+        """Forward and backward of each layer together."""
+        return [layer.forward_s + layer.backward_s for layer in self.layers]
+
+    def held_bytes(self, part: int, first: int) -> Iterator[int]:
+        """Bytes that a part needs if it holds the layers `[first, end)`, for each end from `first + 1` on.
+
+        Args:
+            part: The part; that of its stage decides how many microbatches are in flight.
+            first: Its first layer.
+
+        Yields:
+            Bytes; they never become less.
+        """
+        memory = self.memory or StageMemory((1,) * (part + 1))
+        num_params = kept = group = largest = 0
+        for index in range(first, len(self.layers)):
+            layer = self.layers[index]
+            num_params += layer.num_params
+            if self._begins_group(first, index):
+                kept, group = kept + layer.kept_bytes, 0
+            group += layer.recomputed_bytes
+            largest = max(largest, group)
+            yield round(memory.bytes_per_param * num_params) + memory.in_flight[part] * kept + largest
+
+    def part_bytes(self, boundaries: Sequence[int]) -> list[int]:
+        """Bytes that each part of a cut needs."""
+        cuts = enumerate(zip(boundaries[:-1], boundaries[1:], strict=True))
+        return [_nth(self.held_bytes(part, first), end - first) for part, (first, end) in cuts]
+
+    def _begins_group(self, first: int, index: int) -> bool:
+        """Whether a layer's inputs wait for the backward, in a part that begins with layer `first`."""
+        if self.interval == 0 or (index - first) % self.interval == 0:
+            return True
+        return self.layers[index].is_marked or self.layers[index - 1].is_marked
+
+
+def _nth(values: Iterator[int], count: int) -> int:
+    return [value for value, _ in zip(values, range(count), strict=False)][-1]

@@ -1,0 +1,184 @@
+"""Parts of nearly equal time, within the memory that each stage has."""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from heapq import heappop, heappush
+from itertools import pairwise, takewhile
+from typing import Literal
+
+from jaxpipe.errors import PartitionError
+
+from ._balanced import best_cut
+from ._checks import checked_parts, exact_weights
+from ._costs import Profile, StageMemory
+
+_TRIES = 200
+
+
+def profile_source(method: str | Sequence[int]) -> Literal["times", "counts"] | None:
+    """Where a partition method takes the costs of layers from.
+
+    Args:
+        method: As for `partition_layers`.
+
+    Returns:
+        `"times"` for `'profile'`, which measures them, `"counts"` for `'profile:flops'`, which estimates them from
+        numbers of operations and bytes, and None for methods that need no costs.
+
+    Raises:
+        PartitionError: The name begins with `profile:` and goes on otherwise.
+    """
+    if not isinstance(method, str):
+        return None
+    name, colon, source = method.lower().partition(":")
+    if name != "profile":
+        return None
+    if not colon:
+        return "times"
+    if source != "flops":
+        raise PartitionError(
+            f"partition_method must be 'profile' or 'profile:flops', but got partition_method={method!r}. Use "
+            "'profile' for measured times, or 'profile:flops' for counted operations and bytes."
+        )
+    return "counts"
+
+
+def partition_profile(profile: Profile, num_stages: int, num_parts: int | None = None) -> list[int]:
+    """Cut so that the slowest part is as fast as possible, and no stage needs more memory than it may.
+
+    The result is the optimum of `partition_balanced` for the times, among all cuts that keep to the limit. Where
+    stages hold several parts the limit couples parts that lie apart; if the search then takes too long, it ends with
+    the cut whose largest part needs the least memory.
+
+    Args:
+        profile: Costs of the layers, and in `profile.memory` what is known of memory.
+        num_stages: Number of stages.
+        num_parts: Number of parts, a multiple of it; None: one part a stage.
+
+    Returns:
+        The boundaries: `num_parts + 1` indices, first 0, last the number of layers, strictly increasing.
+
+    Raises:
+        PartitionError: There are more parts than layers, a time is negative or not finite, the memory is not
+            described part by part, or no cut was found that keeps to the limit; the message says what would do.
+
+    Example:
+        >>> from jaxpipe.partition import LayerCost, Profile
+        >>> costs = [LayerCost(1.0, 2.0), LayerCost(1.0, 2.0), LayerCost(3.0, 6.0), LayerCost(1.0, 2.0)]
+        >>> partition_profile(Profile(tuple(costs)), 2)
+        [0, 2, 4]
+    """
+    weights = exact_weights(profile.seconds())
+    num_parts = checked_parts(len(weights), num_stages if num_parts is None else num_parts, "layers")
+    memory = profile.memory
+    if memory is not None:
+        _check_parts(memory, num_stages, num_parts)
+    if memory is None or memory.limit_bytes is None:
+        return best_cut(weights, num_parts) or []
+    found = _search(profile, weights, num_stages, num_parts, memory.limit_bytes)
+    if found is None:
+        least = _least_memory(profile, num_parts)
+        if max(stage_bytes(profile, least, num_stages)) > memory.limit_bytes:
+            raise _too_small(profile, num_stages, least, memory.limit_bytes)
+        return least
+    return found
+
+
+def _search(profile: Profile, weights: Sequence[int], num_stages: int, num_parts: int, limit: int) -> list[int] | None:
+    """The fastest cut that keeps to a limit, or None where there is none or it is not found soon.
+
+    Best first: of all caps on single parts tried so far those with the fastest cut come next. Where a stage of that
+    cut needs too much, one of its parts has to become smaller, and each is tried in turn.
+    """
+    queue: list[tuple[int, tuple[int, ...], list[int]]] = []
+    seen: set[tuple[int, ...]] = set()
+
+    def add(caps: tuple[int, ...]) -> None:
+        cut = None if caps in seen else best_cut(weights, num_parts, _last_ends(profile, caps))
+        seen.add(caps)
+        if cut is not None:
+            slowest = max(sum(weights[a:b]) for a, b in pairwise(cut))
+            heappush(queue, (slowest, caps, cut))
+
+    add((limit,) * num_parts)
+    while queue and len(seen) < _TRIES:
+        _, caps, cut = heappop(queue)
+        totals, sizes = stage_bytes(profile, cut, num_stages), profile.part_bytes(cut)
+        fullest = totals.index(max(totals))
+        if totals[fullest] <= limit:
+            return cut
+        for part, size in enumerate(sizes):
+            if profile.memory is not None and profile.memory.stage_of(part, num_stages) == fullest:
+                add((*caps[:part], size - 1, *caps[part + 1 :]))
+    return None
+
+
+def stage_bytes(profile: Profile, boundaries: Sequence[int], num_stages: int) -> list[int]:
+    """Bytes that each stage of a cut needs, all its parts together.
+
+    Args:
+        profile: Costs of the layers, with what is known of memory.
+        boundaries: Of the parts.
+        num_stages: Number of stages.
+
+    Returns:
+        One number per stage.
+    """
+    memory = profile.memory or StageMemory((1,) * (len(boundaries) - 1))
+    totals = [0] * num_stages
+    for part, size in enumerate(profile.part_bytes(boundaries)):
+        totals[memory.stage_of(part, num_stages)] += size
+    return totals
+
+
+def _last_ends(profile: Profile, caps: Sequence[int]) -> list[list[int]]:
+    """Per part and first layer the last end with which the part keeps to its cap."""
+    firsts = range(len(profile.layers))
+    return [[_last_end(profile, part, first, cap) for first in firsts] for part, cap in enumerate(caps)]
+
+
+def _last_end(profile: Profile, part: int, first: int, cap: int) -> int:
+    return first + sum(1 for _ in takewhile(lambda size: size <= cap, profile.held_bytes(part, first)))
+
+
+def _least_memory(profile: Profile, num_parts: int) -> list[int]:
+    """The cut whose largest part needs the fewest bytes."""
+
+    def ends(cap: int) -> list[int]:
+        boundaries = [0]
+        for part in range(num_parts):  # as far as possible each time leaves the least to the others
+            last = len(profile.layers) - (num_parts - 1 - part)
+            boundaries.append(min(_last_end(profile, part, boundaries[-1], cap), last))
+        return boundaries
+
+    def suffices(cap: int) -> bool:
+        boundaries = ends(cap)
+        return boundaries[-1] == len(profile.layers) and all(a < b for a, b in pairwise(boundaries))
+
+    most = max(max(profile.held_bytes(part, 0)) for part in range(num_parts))
+    return ends(bisect_left(range(most), True, key=suffices))
+
+
+def _too_small(profile: Profile, num_stages: int, least: Sequence[int], limit: int) -> PartitionError:
+    num_parts, enough = len(least) - 1, max(stage_bytes(profile, least, num_stages))
+    parts = f"{num_stages} stages" if num_parts == num_stages else f"{num_parts} parts on {num_stages} stages"
+    return PartitionError(
+        f"limit_bytes must leave room for every stage of some cut into {parts}, but got limit_bytes={limit:,}, and "
+        f"the smallest that a cut was found for is {enough:,}. Raise the limit, recompute "
+        "(activation_checkpoint_interval), use smaller microbatches, or more stages."
+    )
+
+
+def _check_parts(memory: StageMemory, num_stages: int, num_parts: int) -> None:
+    for name in ("in_flight", "stages"):
+        given = getattr(memory, name)
+        if given is not None and len(given) != num_parts:
+            raise PartitionError(
+                f"{name} must have one number per part ({num_parts}), but got len({name})={len(given)}. Give one for "
+                "each chunk of each stage, in the order of the layers."
+            )
+    if memory.stages is not None and not all(stage in range(num_stages) for stage in memory.stages):
+        raise PartitionError(
+            f"stages must be numbers in [0, num_stages={num_stages}), but got stages={memory.stages}. Stages are "
+            "counted from 0."
+        )

@@ -1,0 +1,155 @@
+"""The schedule `"auto"`: what a stage costs on these devices, and the schedule that follows."""
+
+import dataclasses
+import json
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from jaxpipe._typing import PyTree
+from jaxpipe.layers import ModelTrace, PipelineModule
+from jaxpipe.partition import Profile, StageMemory
+from jaxpipe.processes import gather_texts, log
+from jaxpipe.schedules import Choice, StageCosts, choose_schedule
+
+from ._profile import can_measure, profile_layers
+from ._residuals import differentiable
+from ._settings import PipelineSettings
+
+_TICKS = 64
+_BYTES_PER_PARAM = 16
+"""A parameter, its gradient and the two moments of Adam in float32."""
+
+
+def choose_settings(
+    module: PipelineModule,
+    trace: ModelTrace,
+    mesh: Mesh,
+    labels: PyTree,
+    num_microbatches: int,
+    settings: PipelineSettings,
+) -> tuple[Choice, PipelineSettings]:
+    """Choose schedule, chunks and what is done in idle cells, and log why; all processes call.
+
+    Layers are timed on the mesh's devices, or their operations counted where nothing can be run on these.
+
+    Args:
+        module: The model.
+        trace: Its shapes, for one microbatch of one replica.
+        mesh: The devices.
+        labels: Shapes and dtypes of a microbatch's labels.
+        num_microbatches: Microbatches per step.
+        settings: The settings, with `schedule="auto"`.
+
+    Returns:
+        The choice, and the settings that follow.
+
+    Raises:
+        PartitionError: The layers cannot be cut as asked.
+        LayerError: A layer cannot be differentiated.
+    """
+    runs = can_measure(mesh)
+    profile = profile_layers(module, trace, mesh, labels, "times" if runs else "counts", halves=True)
+    parts = module.partition(trace, module.num_stages, profile=profile)
+    costs, held_bytes = _largest_stage(profile, parts)
+    if runs:
+        tick_s, branch_s = _overheads(mesh, trace.boundaries[parts[1]] if module.num_stages > 1 else ())
+        costs = dataclasses.replace(costs, tick_overhead_s=tick_s, branch_overhead_s=branch_s)
+    limit = limit_of(settings, mesh)
+    choice = choose_schedule(
+        costs,
+        module.num_stages,
+        num_microbatches,
+        memory_limit_bytes=None if limit is None else max(limit - held_bytes, 0),
+        num_layers=len(module.layers),
+        chunk_counts=(1, 2, 4) if settings.num_chunks is None else (settings.num_chunks,),
+        skip_idle=True if mesh.devices.flat[0].platform == "cpu" else settings.skip_idle,
+    )
+    best = choice.best
+    log(logging.INFO, "schedule='auto', with layers %s:\n%s", profile.source, choice)
+    return choice, dataclasses.replace(
+        settings,
+        schedule=best.schedule,
+        num_chunks=best.num_chunks,
+        max_pending=best.max_pending,
+        skip_idle=best.skip_idle,
+    )
+
+
+def limit_of(settings: PipelineSettings, mesh: Mesh) -> int | None:
+    """Bytes that training may hold on a device: those of the settings, or the device's; None where it tells none."""
+    if settings.memory_limit_bytes is not None:
+        return settings.memory_limit_bytes
+    if not can_measure(mesh):
+        return None
+    own = next(device for device in mesh.devices.flat if device.process_index == jax.process_index())
+    limit = (own.memory_stats() or {}).get("bytes_limit")
+    return None if limit is None else _agreed([limit], min)[0]
+
+
+def _largest_stage(profile: Profile, parts: tuple[int, ...]) -> tuple[StageCosts, int]:
+    """What the slowest stage costs, and the most bytes of parameters, gradients and moments on a stage."""
+    cuts = [profile.layers[first:end] for first, end in zip(parts[:-1], parts[1:], strict=True)]
+    slowest = max(cuts, key=lambda layers: sum(layer.forward_s + layer.backward_s for layer in layers))
+    weight_s = sum(layer.weight_s for layer in slowest)
+    alone = dataclasses.replace(profile, memory=StageMemory((1,) * len(cuts), bytes_per_param=0.0))
+    kept = max(alone.part_bytes(parts))
+    costs = StageCosts(
+        forward_s=sum(layer.forward_s for layer in slowest),
+        input_s=sum(layer.backward_s for layer in slowest) - weight_s,
+        weight_s=weight_s,
+        activation_bytes=kept,
+        pending_bytes=kept,
+    )
+    return costs, _BYTES_PER_PARAM * max(sum(layer.num_params for layer in layers) for layers in cuts)
+
+
+def _overheads(mesh: Mesh, activation: PyTree) -> tuple[float, float]:
+    """Seconds that a tick takes beside its cells, and that a branch around a cell takes, as process 0 measures them."""
+    num_stages = mesh.shape["stage"]
+    pairs = [(s, (s + 1) % num_stages) for s in range(num_stages)]
+
+    def send(x: jax.Array) -> jax.Array:
+        return jax.lax.ppermute(x, "stage", pairs)
+
+    def ticks(tick: Callable[[jax.Array, PyTree], PyTree]) -> float:
+        def run() -> PyTree:
+            zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), differentiable(activation))
+            start = jax.lax.axis_index("stage") + jnp.arange(_TICKS)
+            carry, _ = jax.lax.scan(lambda c, t: (tick(t, c), None), zeros, start)
+            return [jnp.sum(x)[None] for x in carry]
+
+        spec = P(mesh.axis_names)
+        jitted = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=(), out_specs=spec, check_vma=False))
+        jax.block_until_ready(jitted())
+        seconds = []
+        for _ in range(5):
+            start = time.perf_counter()
+            jax.block_until_ready(jitted())
+            seconds.append(time.perf_counter() - start)
+        return min(seconds) / _TICKS
+
+    def both(carry: PyTree) -> PyTree:
+        return jax.tree.map(lambda x: send(send(x)), carry)
+
+    def branched(tick: jax.Array, carry: PyTree) -> PyTree:
+        return both(jax.lax.cond(tick % 2 == 0, lambda c: jax.tree.map(lambda x: x + 1, c), lambda c: c, carry))
+
+    plain_s = ticks(lambda _, carry: both(jax.tree.map(lambda x: x + 1, carry)))
+    branch_s = max(ticks(branched) - plain_s, 0.0)
+    tick_s, branch_s = _agreed([plain_s, branch_s], lambda found: found[0])
+    return tick_s, branch_s
+
+
+def _agreed(values: list[Any], pick: Callable[[list[Any]], Any]) -> list[Any]:
+    """Numbers on which all processes agree, picked from those of each."""
+    if jax.process_count() == 1:
+        return values
+    found = [json.loads(text) for text in gather_texts(json.dumps(values))]
+    return [pick(list(each)) for each in zip(*found, strict=True)]

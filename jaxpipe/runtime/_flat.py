@@ -1,0 +1,165 @@
+"""A traced function without calls, as what can be run in part.
+
+`jit`, custom rules and recompute are replaced by what they call. The bodies of scans are held beside the equations, so
+that a scan too can be run in part. Every other equation with an inner program stays one thing. Nothing moves between
+memories: what waited in host memory is on the device when the program starts.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+
+_CALLS = frozenset(
+    {"jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2", "custom_jvp_call", "custom_vjp_call"}
+)
+
+Values = dict[Any, Any]
+"""Arrays by variable."""
+
+
+class Carry(NamedTuple):
+    """What a scan hands from step to step: its first value, its names inside, and its last value."""
+
+    initial: Any
+    inner: Any
+    output: Any
+    result: Any
+
+
+class Scan(NamedTuple):
+    """A scan's body, and how the equation's operands and results correspond to the body's.
+
+    Attributes:
+        body: The body.
+        fixed: Pairs `(operand, body's input)` of what is the same in every step.
+        carried: What is handed from step to step.
+        sliced: Pairs `(operand, body's input)` of what is sliced.
+        stacked: Pairs `(body's output, result)` of what is stacked.
+    """
+
+    body: "Program"
+    fixed: list[tuple[Any, Any]]
+    carried: list[Carry]
+    sliced: list[tuple[Any, Any]]
+    stacked: list[tuple[Any, Any]]
+
+
+@dataclass(frozen=True)
+class Program:
+    """A traced function without calls.
+
+    No variable occurs in two programs, so sets of variables tell values of all bodies apart.
+
+    Attributes:
+        inputs: Its inputs.
+        outputs: Its outputs; variables or literals.
+        eqns: Its equations.
+        consts: Arrays that it closes over.
+        scans: The scans among its equations, by index.
+        variables: Its inputs and all that its equations give, those of the bodies of its scans included.
+    """
+
+    inputs: Sequence[Any]
+    outputs: Sequence[Any]
+    eqns: Sequence[Any]
+    consts: Values
+    scans: Mapping[int, Scan]
+    variables: Set[Any]
+
+
+def flatten(closed: ClosedJaxpr) -> Program:
+    """A traced function without its calls."""
+    shapes = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in closed.jaxpr.invars]
+    flat = jax.make_jaxpr(lambda *args: _inline(closed.jaxpr, closed.consts, args))(*shapes)
+    eqns = flat.jaxpr.eqns
+    scans = {i: _scan(eqn) for i, eqn in enumerate(eqns) if eqn.primitive.name == "scan"}
+    found = {var for eqn in eqns for var in eqn.outvars}.union(
+        flat.jaxpr.invars, *(x.body.variables for x in scans.values())
+    )
+    consts = dict(zip(flat.jaxpr.constvars, flat.consts, strict=True))
+    return Program(flat.jaxpr.invars, flat.jaxpr.outvars, eqns, consts, scans, found)
+
+
+def is_barrier(eqn: Any) -> bool:
+    """Whether an equation hands on each of its operands by itself, and only forbids the compiler to look through."""
+    return eqn.primitive.name == "optimization_barrier"
+
+
+def operands(eqn: Any) -> list[tuple[list[Any], list[Any]]]:
+    """What each result of an equation is computed from, as `(results, operands)`; literals left out."""
+    if is_barrier(eqn):
+        return [([out], variables([x])) for out, x in zip(eqn.outvars, eqn.invars, strict=True)]
+    return [(eqn.outvars, variables(eqn.invars))]
+
+
+def bind(eqn: Any, values: Sequence[Any]) -> list[Any]:
+    """The results of an equation."""
+    with jax.named_scope(str(eqn.source_info.name_stack)), eqn.ctx.manager:
+        out = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
+    return list(out) if eqn.primitive.multiple_results else [out]
+
+
+def read(values: Values, x: Any) -> Any:
+    """The value of a variable or literal."""
+    return x.val if isinstance(x, Literal) else values[x]
+
+
+def variables(atoms: Iterable[Any]) -> list[Any]:
+    """Those that are no literals."""
+    return [x for x in atoms if not isinstance(x, Literal)]
+
+
+def _scan(eqn: Any) -> Scan:
+    """Read a scan from the shapes: what is sliced and stacked has one dim less inside."""
+    inner = _inner(eqn)
+    assert inner is not None
+    body = flatten(inner)
+    num_sliced = sum(x.aval.shape != v.aval.shape for x, v in zip(eqn.invars, body.inputs, strict=True))
+    num_stacked = sum(x.aval.shape != v.aval.shape for x, v in zip(body.outputs, eqn.outvars, strict=True))
+    num_carried = len(eqn.outvars) - num_stacked
+    start, stop = len(eqn.invars) - num_sliced - num_carried, len(eqn.invars) - num_sliced
+    into = list(zip(eqn.invars, body.inputs, strict=True))
+    out = list(zip(body.outputs, eqn.outvars, strict=True))
+    carried = [Carry(*a, *b) for a, b in zip(into[start:stop], out[:num_carried], strict=True)]
+    return Scan(body, into[:start], carried, into[stop:], out[num_carried:])
+
+
+def _inner(eqn: Any) -> ClosedJaxpr | None:
+    found = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
+    if isinstance(found, ClosedJaxpr):
+        return found
+    return ClosedJaxpr(found, []) if isinstance(found, Jaxpr) else None
+
+
+def _inline(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+    env: Values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
+    for eqn in jaxpr.eqns:
+        values = [read(env, x) for x in eqn.invars]
+        inner = _inner(eqn) if eqn.primitive.name in _CALLS else None
+        if _moves_memory(eqn):
+            results = values
+        elif inner is None or len(inner.jaxpr.invars) != len(values):
+            results = bind(eqn, values)
+        else:
+            with jax.named_scope(str(eqn.source_info.name_stack)):
+                results = _inline(inner.jaxpr, inner.consts, _apart(eqn, values))
+        env.update(zip(eqn.outvars, results, strict=True))
+    return [read(env, x) for x in jaxpr.outvars]
+
+
+def _moves_memory(eqn: Any) -> bool:
+    places = eqn.params.get("devices", ()) if eqn.primitive.name == "device_put" else ()
+    return bool(places) and all(isinstance(place, jax.memory.Space) for place in places)
+
+
+def _apart(eqn: Any, values: list[Any]) -> list[Any]:
+    """The operands of recompute, kept from being merged with the first computation."""
+    mark = eqn.params.get("prevent_cse", False)
+    marks = mark if isinstance(mark, tuple) else (mark,) * len(values)
+    if not eqn.params.get("differentiated") or not any(marks):
+        return values
+    held = iter(jax.lax.optimization_barrier([x for x, m in zip(values, marks, strict=True) if m]))
+    return [next(held) if m else x for x, m in zip(values, marks, strict=True)]

@@ -1,0 +1,151 @@
+"""One layer by itself, cut into forward and backward as the executor cuts a stage."""
+
+import dataclasses
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from jaxpipe._typing import PyTree
+from jaxpipe.layers import ModelTrace, PipelineModule, cast_floats, layer_signatures, struct_of
+from jaxpipe.partition import LayerCost
+
+from ._residuals import Residuals, differentiable
+
+
+@dataclass(frozen=True)
+class LayerWork:
+    """What a layer, or the loss, computes for one microbatch.
+
+    Attributes:
+        residuals: Its forward and backward.
+        params: Shapes and dtypes of its parameters.
+        inputs: Those of its inputs.
+        context: Those of a key, and of what else has no gradient: side inputs and collections, or labels.
+        num_places: Places of a `model` axis that it computes for at once.
+    """
+
+    residuals: Residuals
+    params: PyTree
+    inputs: PyTree
+    context: PyTree
+    num_places: int
+
+    @property
+    def cotangents(self) -> list[Any]:
+        """Shapes and dtypes of the gradients of its outputs."""
+        return differentiable(jax.eval_shape(self.residuals.forward, self.params, self.inputs, self.context)[0])
+
+    def weight_s(self, forward_s: float, backward_s: float, *, recomputes: bool) -> float:
+        """Seconds for the gradients of parameters, taken for half of what the backward does not recompute."""
+        if not jax.tree.leaves(self.params):
+            return 0.0
+        if not differentiable(self.inputs):
+            return backward_s
+        return max(0.0, backward_s - recomputes * forward_s) / 2
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes that wait on the device between forward and backward, per place."""
+        each = zip(self.residuals.kept, self.residuals.is_hosted, strict=True)
+        return sum(x.size * x.dtype.itemsize for x, is_hosted in each if not is_hosted) // self.num_places
+
+
+Cost = Callable[[LayerWork], tuple[float, float, float | None]]
+"""Gives `(forward_s, backward_s, weight_s)`; None where `weight_s` is not known."""
+
+
+def layer_work(module: PipelineModule, trace: ModelTrace, index: int) -> LayerWork:
+    """The work of one layer, recomputed as the module says.
+
+    Args:
+        module: The model.
+        trace: Its shapes.
+        index: The layer.
+
+    Returns:
+        The work; where the model has a `model` axis, of all its places at once.
+    """
+
+    def function(params: PyTree, inputs: PyTree, context: PyTree) -> PyTree:
+        key, (side, held) = context
+        outputs, extras = module.run_layers([index], [params], train=True)(inputs, key, side, [held])
+        new, aux = extras[0]
+        return (outputs, aux.get("losses", {})), (new, aux.get("metrics", {}))
+
+    params = cast_floats(trace.params[index], module.compute_dtype)
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    context = key, (dict(trace.side), trace.collections[index])
+    return _work(function, params, trace.boundaries[index], context, trace.num_model)
+
+
+def loss_work(module: PipelineModule, trace: ModelTrace, labels: PyTree) -> LayerWork:
+    """The work of the loss.
+
+    Args:
+        module: The model.
+        trace: Its shapes.
+        labels: A microbatch's labels, or their shapes.
+    """
+
+    def function(params: PyTree, outputs: PyTree, context: PyTree) -> PyTree:
+        del params
+        return module.loss_terms(outputs, context[1])[0], ()
+
+    return _work(function, {}, trace.boundaries[-1], (None, struct_of(labels)), trace.num_model)
+
+
+def costs_of_all(module: PipelineModule, trace: ModelTrace, labels: PyTree, cost: Cost) -> tuple[LayerCost, ...]:
+    """The costs of all layers, each distinct one looked at once.
+
+    Args:
+        module: The model.
+        trace: Its shapes.
+        labels: A microbatch's labels, or their shapes; None leaves out the loss, which is else counted with the last
+            layer.
+        cost: Gives the seconds of a layer's work.
+
+    Returns:
+        One cost per layer.
+
+    Raises:
+        LayerError: A layer cannot be differentiated.
+    """
+    known: dict[Hashable, LayerCost] = {}
+    signatures = layer_signatures(module.layers, trace, module.compute_dtype)
+    for named, signature in zip(module.layers, signatures, strict=True):
+        key = signature, named.is_marked
+        if key not in known:
+            known[key] = _layer_cost(module, trace, named.index, cost)
+    costs = [known[signature, named.is_marked] for named, signature in zip(module.layers, signatures, strict=True)]
+    if labels is not None and module.loss_fn is not None:
+        forward_s, backward_s, _ = cost(loss_work(module, trace, labels))
+        last = costs[-1]
+        both = {"forward_s": last.forward_s + forward_s, "backward_s": last.backward_s + backward_s}
+        costs[-1] = dataclasses.replace(last, **both)
+    return tuple(costs)
+
+
+def _layer_cost(module: PipelineModule, trace: ModelTrace, index: int, cost: Cost) -> LayerCost:
+    work, is_marked = layer_work(module, trace, index), module.layers[index].is_marked
+    recomputed = 0
+    if module.activation_checkpoint_interval:
+        recomputed = layer_work(module.replace(activation_checkpoint_interval=0), trace, index).kept_bytes
+    forward_s, backward_s, weight_s = cost(work)
+    if weight_s is None:
+        recomputes = is_marked or module.activation_checkpoint_interval > 0
+        weight_s = work.weight_s(forward_s, backward_s, recomputes=recomputes)
+    num_params = trace.num_params()[index]
+    return LayerCost(forward_s, backward_s, weight_s, num_params, work.kept_bytes, recomputed, is_marked)
+
+
+def _work(function: Callable[..., Any], params: PyTree, inputs: PyTree, context: PyTree, num_model: int) -> LayerWork:
+    if num_model:
+        key, rest = context
+        function = jax.vmap(function, in_axes=(0, 0, (None, 0)), axis_name="model", axis_size=num_model)
+        params, inputs, rest = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct((num_model, *x.shape), x.dtype), (params, inputs, rest)
+        )
+        context = key, rest
+    return LayerWork(Residuals(function, params, inputs, context), params, inputs, context, max(num_model, 1))

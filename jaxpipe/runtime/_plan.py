@@ -1,0 +1,97 @@
+"""What is decided before a pipeline is built: schedule, placement and cut."""
+
+import dataclasses
+from dataclasses import dataclass
+
+from jax.sharding import Mesh
+
+from jaxpipe._typing import PyTree
+from jaxpipe.layers import ModelTrace, PipelineModule
+from jaxpipe.partition import Profile, StageMemory
+from jaxpipe.schedules import (
+    Choice,
+    PipeSchedule,
+    Placement,
+    TickProgram,
+    forward_schedule,
+    lower_schedule,
+    placement_of,
+    resolve_schedule,
+)
+
+from ._auto import choose_settings, limit_of
+from ._profile import cut_module
+from ._settings import PipelineSettings
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a model goes onto a pipeline.
+
+    Attributes:
+        settings: With the schedule, and what is done in idle cells, decided.
+        schedule: The training schedule's class.
+        program: The same, lowered.
+        forward_only: The program of evaluation.
+        placement: The stage and chunk that each part of the model is.
+        parts: Boundaries of the parts.
+        profile: Costs of the layers, where the cut was made by them.
+        choice: Where the schedule was `"auto"`, what it was chosen from.
+    """
+
+    settings: PipelineSettings
+    schedule: type[PipeSchedule]
+    program: TickProgram
+    forward_only: TickProgram
+    placement: Placement
+    parts: tuple[int, ...]
+    profile: Profile | None
+    choice: Choice | None
+
+    @property
+    def skips(self) -> bool:
+        """Whether idle cells are branched around."""
+        return bool(self.settings.skip_idle)
+
+
+def make_plan(
+    module: PipelineModule,
+    trace: ModelTrace,
+    mesh: Mesh,
+    labels: PyTree,
+    num_microbatches: int,
+    settings: PipelineSettings,
+) -> Plan:
+    """Decide what is left open; all processes call.
+
+    Args:
+        module: The model.
+        trace: Its shapes, for one microbatch of one replica.
+        mesh: The devices.
+        labels: Shapes and dtypes of a microbatch's labels.
+        num_microbatches: Microbatches per step.
+        settings: How the pipeline runs.
+
+    Returns:
+        The plan.
+
+    Raises:
+        ScheduleError: The schedule is unsound, or cannot have so many chunks.
+        PartitionError: The layers cannot be cut as asked.
+        LayerError: A layer whose costs are needed cannot be differentiated.
+    """
+    choice = None
+    if settings.schedule == "auto":
+        choice, settings = choose_settings(module, trace, mesh, labels, num_microbatches, settings)
+    if settings.skip_idle is None:
+        settings = dataclasses.replace(settings, skip_idle=mesh.devices.flat[0].platform == "cpu")
+    num_stages = module.num_stages
+    schedule = resolve_schedule(settings.schedule, settings.num_chunks, settings.max_pending)
+    program = lower_schedule(schedule, num_microbatches, num_stages)
+    placement = placement_of([schedule(num_microbatches, num_stages, stage) for stage in range(num_stages)])
+    stages = tuple(stage for stage, _ in placement.home)
+    in_flight = tuple(program.chunk_in_flight(*place) for place in placement.home)
+    memory = StageMemory(in_flight, stages, limit_bytes=limit_of(settings, mesh))
+    parts, profile = cut_module(module, trace, mesh, num_parts=len(stages), stages=stages, labels=labels, memory=memory)
+    forward_only = lower_schedule(forward_schedule(schedule), num_microbatches, num_stages, training=False)
+    return Plan(settings, schedule, program, forward_only, placement, parts, profile, choice)

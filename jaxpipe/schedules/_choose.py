@@ -1,0 +1,175 @@
+"""Choosing a schedule from what a stage costs."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from jaxpipe.errors import ScheduleError
+from jaxpipe.schedules._choice import Candidate, Choice, StageCosts, gigabytes
+from jaxpipe.schedules._cost import makespan
+from jaxpipe.schedules._lowering import lower_schedule
+from jaxpipe.schedules._program import TickProgram, TickRun
+from jaxpipe.schedules._resolve import resolve_schedule
+
+CLEAR_GAIN = 0.01
+"""What a less simple schedule must gain, as a share of the step, to be preferred."""
+
+STEADY = 3
+"""Groups of S microbatches after which a schedule only repeats itself; longer steps are extrapolated."""
+
+
+def choose_schedule(
+    costs: StageCosts,
+    num_stages: int,
+    num_microbatches: int,
+    *,
+    memory_limit_bytes: float | None = None,
+    num_layers: int | None = None,
+    chunk_counts: Sequence[int] = (1, 2, 4),
+    skip_idle: bool | None = None,
+) -> Choice:
+    """Choose the schedule with the shortest step whose activations fit.
+
+    Each candidate is lowered and its ticks are added up: in lockstep a tick takes as long as its busiest stage (where
+    idle cells are skipped) or as long as all kinds of cells of its run together (where they are computed), and the
+    overheads. Candidates are `"1f1b"`, `"1f1b-v"`, `"interleaved"` and `"zero-bubble"` with all numbers of chunks,
+    `"train"`, each with idle cells skipped and computed. A zero-bubble that does not fit is tried again with as many
+    pending weight halves as do fit. The simplest within `CLEAR_GAIN` of the shortest step wins; where nothing fits, the
+    smallest memory.
+
+    Args:
+        costs: What a microbatch costs on the largest stage.
+        num_stages: Pipeline stages.
+        num_microbatches: Microbatches in a batch.
+        memory_limit_bytes: What activations and pending weight halves may take on a device, beside parameters,
+            gradients and optimiser state. Default: any number.
+        num_layers: Equal layers of the model. More chunks than layers allow are left out, and chunks that come out
+            uneven cost what the largest does. Default: stages can be cut into any number of equal chunks.
+        chunk_counts: Numbers of chunks to look at.
+        skip_idle: Whether idle cells are skipped. Default: both are looked at.
+
+    Returns:
+        The choice, with all candidates.
+
+    Raises:
+        ScheduleError: A cost is negative, or the work takes no time.
+
+    Example:
+        >>> costs = StageCosts(forward_s=0.010, input_s=0.010, weight_s=0.010, activation_bytes=1e9, pending_bytes=5e8)
+        >>> choose_schedule(costs, num_stages=4, num_microbatches=16).best.schedule
+        'zero-bubble'
+    """
+    if costs.work_s <= 0 or any(cost is not None and cost < 0 for cost in vars(costs).values()):
+        raise ScheduleError(
+            f"Costs must not be negative and the work must take time, but got {costs}. Measure a stage's forward and "
+            "backward, in seconds."
+        )
+    chooser = _Chooser(costs, num_stages, num_microbatches, memory_limit_bytes, num_layers)
+    policies = (False, True) if skip_idle is None else (skip_idle,)
+    candidates = tuple(
+        one
+        for name, chunks in _plans(chooser.possible(chunk_counts))
+        for one in chooser.candidates(name, chunks, policies)
+    )
+    fitting = [one for one in candidates if one.fits]
+    shortest = min(fitting, key=lambda one: one.step_s, default=None)
+    if shortest is None:
+        best = min(candidates, key=lambda one: (one.memory_bytes, one.step_s))
+        reason = "Nothing fits; this holds the least. Recompute activations, or use smaller microbatches."
+    else:
+        best = next(one for one in fitting if one.step_s <= shortest.step_s * (1 + CLEAR_GAIN))
+        reason = f"The simplest within {CLEAR_GAIN:.0%} of the shortest step"
+        reason += "." if memory_limit_bytes is None else f" that fits {gigabytes(memory_limit_bytes)}."
+    ideal_s = num_microbatches * costs.work_s
+    return Choice(best, candidates, ideal_s, memory_limit_bytes, f"{best.schedule}: {reason}")
+
+
+def _plans(chunk_counts: Sequence[int]) -> Iterator[tuple[str, int]]:
+    """The schedules to look at, simplest first."""
+    yield "1f1b", 1
+    if 2 in chunk_counts:
+        yield "1f1b-v", 2
+    yield from (("interleaved", chunks) for chunks in chunk_counts if chunks > 1)
+    yield from (("zero-bubble", chunks) for chunks in chunk_counts)
+    yield "train", 1
+
+
+@dataclass(frozen=True)
+class _Chooser:
+    """Costs the candidates of one model on one pipeline."""
+
+    costs: StageCosts
+    num_stages: int
+    num_microbatches: int
+    limit: float | None
+    num_layers: int | None
+
+    def possible(self, chunk_counts: Sequence[int]) -> list[int]:
+        """The numbers of chunks for which there are layers."""
+        return sorted({n for n in chunk_counts if self.num_layers is None or n * self.num_stages <= self.num_layers})
+
+    def candidates(self, schedule: str, num_chunks: int, policies: Sequence[bool]) -> list[Candidate]:
+        """A schedule with each way to treat idle cells, and with fewer pending halves where all are too large."""
+        found = self._costed(schedule, num_chunks, None, policies)
+        if found[0].fits or not found[0].pending or not self.costs.pending_bytes:
+            return found
+        room = (self.limit or 0) - found[0].in_flight * self.costs.activation_bytes
+        max_pending = int(room * num_chunks / self.costs.pending_bytes)
+        return found + (self._costed(schedule, num_chunks, max_pending, policies) if max_pending >= 1 else [])
+
+    def _costed(
+        self, schedule: str, num_chunks: int, max_pending: int | None, policies: Sequence[bool]
+    ) -> list[Candidate]:
+        costs, kind = self.costs, resolve_schedule(schedule, num_chunks, max_pending)
+        lowered = min(self.num_microbatches, STEADY * self.num_stages + self.num_microbatches % self.num_stages)
+        program = lower_schedule(kind, lowered, self.num_stages)
+        shorter = program
+        if lowered < self.num_microbatches:
+            shorter = lower_schedule(kind, lowered - self.num_stages, self.num_stages)
+        rounds = (self.num_microbatches - lowered) // self.num_stages
+
+        def extended(of: Callable[[TickProgram], float]) -> float:
+            return of(program) + rounds * (of(program) - of(shorter))
+
+        in_flight, pending = program.residual_slots / num_chunks, program.depth["pending"] / num_chunks
+        memory = in_flight * costs.activation_bytes + pending * costs.pending_bytes
+        return [
+            Candidate(
+                schedule,
+                num_chunks,
+                max_pending,
+                skip_idle,
+                step_s=extended(lambda program, skip_idle=skip_idle: self._step_s(program, skip_idle=skip_idle)),
+                num_ticks=int(extended(lambda program: program.num_ticks)),
+                in_flight=in_flight,
+                pending=pending,
+                memory_bytes=memory,
+                fits=self.limit is None or memory <= self.limit,
+            )
+            for skip_idle in policies
+        ]
+
+    def _step_s(self, program: TickProgram, *, skip_idle: bool) -> float:
+        costs = self.costs
+        backward_s = costs.input_s + costs.weight_s if program.has_split_backward else costs.whole_backward_s
+        span = makespan(
+            program, costs.forward_s, backward_s, weight_s=min(costs.weight_s, backward_s), skip_idle=skip_idle
+        )
+        branches = sum((run.stop - run.start) * _branches(program, run) for run in program.runs) if skip_idle else 0
+        overhead_s = program.num_ticks * costs.tick_overhead_s + branches * costs.branch_overhead_s
+        return self._unevenness(program.num_chunks) * span + overhead_s
+
+    def _unevenness(self, num_chunks: int) -> float:
+        """How much more than its share of the largest stage the largest chunk is."""
+        if self.num_layers is None:
+            return 1.0
+        largest, stage = (-(-self.num_layers // (chunks * self.num_stages)) for chunks in (num_chunks, 1))
+        return num_chunks * largest / stage
+
+
+def _branches(program: TickProgram, run: TickRun) -> int:
+    """Kinds of cells that need a branch in each tick of a run: those that may be idle, or be of several chunks."""
+    count = 0
+    for kind in ("forward", "backward", "weight"):
+        cells = {cell for row in program.tables[f"{kind}_chunk"] for cell in row[run.start : run.stop]}
+        count += len(cells) > 1
+    return count

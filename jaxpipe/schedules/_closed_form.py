@@ -1,0 +1,69 @@
+"""The step times that the named schedules promise, as formulas."""
+
+from jaxpipe.schedules._base import PipeSchedule
+from jaxpipe.schedules._cost import makespan
+from jaxpipe.schedules._gpipe import GPipeSchedule
+from jaxpipe.schedules._lowering import lower_schedule
+from jaxpipe.schedules._one_f_one_b_v import OneFOneBVSchedule
+from jaxpipe.schedules._resolve import resolve_schedule
+from jaxpipe.schedules._ring import RingTimetable
+from jaxpipe.schedules._zero_bubble import ZeroBubbleSchedule
+
+
+def closed_form(
+    schedule: str | type[PipeSchedule],
+    num_microbatches: int,
+    num_stages: int,
+    forward_s: float,
+    backward_s: float,
+    *,
+    weight_s: float | None = None,
+    num_chunks: int | None = None,
+) -> float:
+    """Give the step time that a schedule promises: the work of one stage, `M(F + B)`, and the bubble's formula.
+
+    | schedule | bubble time |
+    |---|---|
+    | `"1f1b"`, `"1f1b-v"`, `"gpipe"` | `(S - 1)(F + B)` |
+    | `"interleaved"`, S divides M | `(S - 1)(F + B)/v` |
+    | `"interleaved"`, r microbatches in the last group | `(S - r + (r - 1)/v)(F + B)` |
+    | `"zero-bubble"`, `v(M - S) >= S - 2` | `(S - 1)(F + I - W)/v` |
+    | `"zero-bubble"`, fewer microbatches, v = 1 or S divides M | `((S - 1)(F + I) - max(0, v(M - S) + 1) W)/v` |
+    | others | that of `makespan`: the sum over steps of the longest cell |
+
+    What a program takes in lockstep is `makespan`. It is longer than this for `"zero-bubble"` with `W > min(F, I)`,
+    with a small `max_pending`, or with several chunks where S does not divide M.
+
+    Args:
+        schedule: A name, or a schedule class.
+        num_microbatches: M.
+        num_stages: S.
+        forward_s: Seconds of the forward of one microbatch through a whole stage, all its chunks: F.
+        backward_s: Seconds of its whole backward: B = I + W.
+        weight_s: Seconds of the weight half W. Default: half of `backward_s`.
+        num_chunks: Chunks a stage. Default: the schedule's own number.
+
+    Returns:
+        Seconds.
+
+    Raises:
+        ScheduleError: The schedule is not known or cannot have so many chunks, or a size is out of range.
+
+    Example:
+        >>> closed_form("interleaved", 8, 4, forward_s=1.0, backward_s=2.0)
+        28.5
+    """
+    kind = resolve_schedule(schedule, num_chunks)
+    one = kind(num_microbatches, num_stages, 0)
+    tick_s = forward_s + backward_s
+    if isinstance(one, (GPipeSchedule, OneFOneBVSchedule)):
+        return (num_microbatches + num_stages - 1) * tick_s
+    if isinstance(one, ZeroBubbleSchedule):
+        hidden = min(num_stages - 1, max(0, one.num_chunks * (num_microbatches - num_stages) + 1))
+        half_s = backward_s / 2 if weight_s is None else weight_s
+        bubble_s = (num_stages - 1) * (tick_s - half_s) - hidden * half_s
+        return num_microbatches * tick_s + max(0.0, bubble_s) / one.num_chunks
+    if isinstance(one, RingTimetable):
+        return (one.num_slots() + num_stages - 1) * tick_s / one.num_chunks
+    program = lower_schedule(kind, num_microbatches, num_stages)
+    return makespan(program, forward_s, backward_s, weight_s=weight_s)

@@ -1,0 +1,61 @@
+"""Putting the weight halves of split backwards into a timetable, so that lockstep loses as little as it can."""
+
+from collections.abc import Sequence
+
+IDLE = -1
+
+Row = Sequence[bool]
+"""Whether a stage runs something, by step."""
+
+
+def fill_weights(forwards: Sequence[Row], backwards: Sequence[Row], max_pending: int) -> tuple[tuple[int, ...], ...]:
+    """Say in which step each stage runs which weight half, first in, first out.
+
+    A step costs what its busiest stage runs. So a weight half costs nothing where the stage lacks the forward or the
+    input half that others run, and no more than its own time where all stages run one together. Hence, step by step:
+
+    - a stage that lacks what others run completes its oldest pending backward;
+    - a step in which no stage lacks anything gets a weight half on every stage;
+    - so does a step after which some stage would have to keep more than `max_pending`;
+    - what is left comes in steps of its own at the end.
+
+    Args:
+        forwards: For each stage, the steps in which it runs a forward.
+        backwards: For each stage, the steps in which it runs an input half.
+        max_pending: The most input halves that a stage may keep without their weight half.
+
+    Returns:
+        For each stage a row over steps, longer than the given ones by the steps at the end: the step of the input half
+        that is completed, or -1.
+    """
+    stages = range(len(forwards))
+    num_steps = len(forwards[0])
+    pending: list[list[int]] = [[] for _ in stages]
+    filled: list[list[int]] = [[] for _ in stages]
+    for step in range(num_steps):
+        held = [(row[step], half[step]) for row, half in zip(forwards, backwards, strict=True)]
+        content = any(has for has, _ in held), any(has for _, has in held)
+        gets = [cell != content for cell in held]
+        for stage in stages:
+            if held[stage][1]:
+                pending[stage].append(step)
+        if not any(gets) or _is_full(step, gets, pending, backwards, max_pending):
+            gets = [True] * len(gets)
+        _complete(gets, pending, filled)
+    while any(pending):
+        _complete([True] * len(pending), pending, filled)
+    return tuple(map(tuple, filled))
+
+
+def _is_full(step: int, gets: list[bool], pending: list[list[int]], backwards: Sequence[Row], limit: int) -> bool:
+    """Whether a stage that gets no weight half in this step has no room for the input half of the next."""
+    following = step + 1
+    return any(
+        not runs and len(kept) >= limit and following < len(row) and row[following]
+        for runs, kept, row in zip(gets, pending, backwards, strict=True)
+    )
+
+
+def _complete(gets: list[bool], pending: list[list[int]], filled: list[list[int]]) -> None:
+    for runs, kept, row in zip(gets, pending, filled, strict=True):
+        row.append(kept.pop(0) if runs and kept else IDLE)

@@ -1,0 +1,58 @@
+"""The forwards of a training schedule, for evaluation on the same placement of chunks."""
+
+import functools
+from collections.abc import Iterator
+
+from jaxpipe.schedules._base import PipeSchedule
+from jaxpipe.schedules._inference import InferenceSchedule
+from jaxpipe.schedules._instructions import (
+    ForwardPass,
+    LoadMicroBatch,
+    PipeInstruction,
+    RecvActivation,
+    SendActivation,
+)
+from jaxpipe.schedules._stages import listed_steps, stage_schedules
+
+_FORWARD = (ForwardPass, LoadMicroBatch, RecvActivation, SendActivation)
+
+
+def forward_schedule(schedule: type[PipeSchedule]) -> type[PipeSchedule]:
+    """Give a forward-only schedule whose chunks lie where those of a training schedule lie.
+
+    With one chunk a stage, in order, this is `InferenceSchedule`. Otherwise it is the training schedule's own
+    forwards, without the steps in which no stage has one to run or to move: `vM + S - 1` steps for `"interleaved"` (if
+    S divides M), `2M + 2S - 2` for `"1f1b-v"`.
+
+    Args:
+        schedule: A training schedule class.
+
+    Returns:
+        The class, to be lowered with `training=False`.
+
+    Example:
+        >>> program = lower_schedule(forward_schedule(InterleavedSchedule), 8, 4, training=False)
+        >>> program.num_chunks, program.num_ticks
+        (2, 19)
+    """
+    if schedule.num_chunks == 1 and schedule.virtual_stage is PipeSchedule.virtual_stage:
+        return InferenceSchedule
+
+    class ForwardSchedule(schedule):
+        def steps(self) -> Iterator[list[PipeInstruction]]:
+            listed = _forward_steps(schedule, self.micro_batches, self.stages)
+            return (list(commands[self.stage_id]) for commands in listed)
+
+    return ForwardSchedule
+
+
+@functools.lru_cache(maxsize=1)
+def _forward_steps(
+    schedule: type[PipeSchedule], num_microbatches: int, num_stages: int
+) -> tuple[tuple[tuple[PipeInstruction, ...], ...], ...]:
+    """List what belongs to forwards, by step and stage, without the steps that are empty on all stages."""
+    listed = [listed_steps(one) for one in stage_schedules(schedule, num_microbatches, num_stages)]
+    steps = zip(
+        *([tuple(op for op in ops if isinstance(op, _FORWARD)) for ops in steps] for steps in listed), strict=True
+    )
+    return tuple(commands for commands in steps if any(commands))

@@ -1,0 +1,75 @@
+"""1F1B on combined ticks with the chunks folded: S microbatches in flight."""
+
+from typing import ClassVar
+
+from jaxpipe.schedules._timetable import Cell, TimetableSchedule
+
+
+class OneFOneBVSchedule(TimetableSchedule):
+    """1F1B with two chunks a stage, the first going down the stages, the second up again: `"1f1b-v"`.
+
+    The model is cut into `2S` parts; stage s holds parts `s` and `2S - 1 - s`. Part p runs the forward of microbatch m
+    at step `2m + p` and its backward at step `2m + 4S - 2 - p`: `2M + 4S - 3` steps, of which the first `2S - 1` hold
+    forwards only, the next `2M - 1` both, the last `2S - 1` backwards only. The two chunks of a stage never want the
+    same step, and what the last stage hands from its first chunk to its second needs no exchange. The input and the
+    loss are both on stage 0.
+
+    - Makespan: `(M + S - 1)(F + B)`; bubble time `(S - 1)(F + B)`, as `"1f1b"`.
+    - In flight on stage s: `min(2S, M + min(M, s + 1))` microbatches counted on each chunk, so the activations of at
+      most S whole stages, where `"1f1b"` holds up to `2S - 1`.
+    - Use it where the activations of `"1f1b"` do not fit, before paying for recomputing them. Steps are half as long
+      and twice as many.
+
+    Reference:
+        Qi et al. (2024), "Pipeline Parallelism with Controllable Memory", the V-shaped placement; its order on
+        combined ticks.
+    """
+
+    num_chunks: ClassVar[int] = 2
+
+    def virtual_stage(self, stage: int, chunk: int) -> int:
+        """Place the chunks: the first downwards, the second upwards.
+
+        Args:
+            stage: A stage, in `[0, num_stages)`.
+            chunk: 0 or 1.
+
+        Returns:
+            `s` or `2S - 1 - s`.
+        """
+        return stage if chunk == 0 else 2 * self.stages - 1 - stage
+
+    def num_steps(self) -> int:
+        """Give the number of steps.
+
+        Returns:
+            `2M + 4S - 3`.
+        """
+        return 2 * self.micro_batches + 4 * self.stages - 3
+
+    def forward_at(self, step: int) -> Cell:
+        """Give what runs its forward at a step.
+
+        Args:
+            step: A step.
+
+        Returns:
+            Chunk and microbatch; a microbatch outside `[0, micro_batches)` means none.
+        """
+        return self._due(step, direction=1)
+
+    def backward_at(self, step: int) -> Cell:
+        """Give what runs its backward at a step.
+
+        Args:
+            step: A step.
+
+        Returns:
+            Chunk and microbatch; a microbatch outside `[0, micro_batches)` means none.
+        """
+        return self._due(step - (4 * self.stages - 2), direction=-1)
+
+    def _due(self, since: int, *, direction: int) -> Cell:
+        """Find the chunk whose part, passed in this direction, is an even number of steps away."""
+        chunk = (since - self.stage_id) % 2
+        return chunk, (since - direction * self.virtual_stage(self.stage_id, chunk)) // 2

@@ -1,0 +1,61 @@
+"""The timetable of combined ticks on the ring, for any number of chunks a stage."""
+
+from jaxpipe.schedules._timetable import Cell, TimetableSchedule
+
+
+class RingTimetable(TimetableSchedule):
+    """Forwards and backwards on combined ticks, the model cut into `V = vS` parts, part `cS + s` on stage s.
+
+    The microbatches go round the ring in groups of S: let `R(m) = vS (m // S) + m % S`. Part p runs the forward of
+    microbatch m at step `R(m) + p` and its backward at step `R(m) + 2(V - 1) - p`. No stage has two forwards or two
+    backwards in one step. With one chunk `R(m) = m`, and this is 1F1B.
+
+    The forwards of a stage fill `num_slots()` successive steps, as do its backwards, with gaps only where the last
+    group is short of S microbatches.
+    """
+
+    def num_steps(self) -> int:
+        """Give the number of steps.
+
+        Returns:
+            `R(M - 1) + 2V - 1`.
+        """
+        return self.num_slots() + self.num_chunks * self.stages + self.stages - 2
+
+    def num_slots(self) -> int:
+        """Give the number of steps from the first to the last forward of a stage.
+
+        Returns:
+            `R(M - 1) + V - S + 1`; it is `vM` if S divides M, or with one chunk.
+        """
+        group, place = divmod(self.micro_batches - 1, self.stages)
+        return (group + 1) * self.stages * self.num_chunks - self.stages + place + 1
+
+    def forward_at(self, step: int) -> Cell:
+        """Give what runs its forward at a step.
+
+        Args:
+            step: A step.
+
+        Returns:
+            Chunk and microbatch; a microbatch outside `[0, micro_batches)` means none.
+        """
+        return self._turn(step - self.stage_id)
+
+    def backward_at(self, step: int) -> Cell:
+        """Give what runs its backward at a step.
+
+        Args:
+            step: A step.
+
+        Returns:
+            Chunk and microbatch; a microbatch outside `[0, micro_batches)` means none.
+        """
+        parts = self.num_chunks * self.stages
+        chunk, microbatch = self._turn(step - (parts + self.stages - 2 - self.stage_id))
+        return self.num_chunks - 1 - chunk, microbatch
+
+    def _turn(self, slot: int) -> Cell:
+        group, place = divmod(slot, self.num_chunks * self.stages)
+        chunk, member = divmod(place, self.stages)
+        return chunk, group * self.stages + member

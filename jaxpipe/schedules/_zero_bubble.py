@@ -1,0 +1,75 @@
+"""Zero-bubble: backwards in two halves, the weight halves put where the pipeline would idle."""
+
+import functools
+from typing import ClassVar
+
+from jaxpipe.schedules._fill import IDLE, fill_weights
+from jaxpipe.schedules._ring import RingTimetable
+from jaxpipe.schedules._timetable import NOTHING, Cell
+
+
+class ZeroBubbleSchedule(RingTimetable):
+    """Combined ticks with the backward B split into an input half I and a weight half W: `"zero-bubble"`.
+
+    Forwards and input halves run as in `"1f1b"`, or as in `"interleaved"` with `num_chunks` v above 1. Only the input
+    half is waited for by another stage, so the weight halves go where they cost least (`fill_weights`): one on every
+    stage in the steady steps, where all stages are busy; in the cool-down, one wherever a stage has nothing else to
+    do; the rest, `S - 1` of them, in steps of their own at the end. Each stage so hides `S - 1` weight halves.
+
+    - Makespan: `M(F + I + W) + (S - 1)(F + I - W)/v` for `W <= min(F, I)`, if S divides M or v is 1, and
+      `v(M - S) >= S - 2` (fewer microbatches leave less to hide). A step in which some stages run I and W while others
+      run F and I costs the longer, so each of W - F and W - I, where above 0, counts `(S - 1)/v` times on top.
+    - In flight on stage s: as the schedule without the split has on stage 0, `vS + S - 1` microbatches counted on each
+      chunk, one less on the other stages; a residual is kept until its weight half.
+    - Pending, between the halves: up to `S - 1 + s` on stage s, and `2S - 2` (v = 1) or `2S - 1` (v > 1) on the last.
+      `max_pending` K bounds it: each one less than these costs up to `W/v`, down to K = 1 and no gain.
+    - Where S does not divide M and v is above 1, weight halves also fill the gaps that the last group leaves. Time is
+      then between the formula and that of `"interleaved"`, in flight a few more; a larger K makes it faster.
+    - Use it where the bubble matters and the pending halves fit. With full recompute they are the expensive memory.
+      Layers whose backward cannot be split gain nothing.
+
+    Reference:
+        Qi et al. (2023), "Zero Bubble Pipeline Parallelism", ZB-H1, re-timed so that stages keep step.
+    """
+
+    min_chunks: ClassVar[int | None] = 1
+    split_backward: ClassVar[bool] = True
+
+    max_pending: ClassVar[int | None] = None
+    """The most input halves, counted on each chunk, that a stage keeps without their weight half; None: `2S - 1`, all
+    that helps where S divides M."""
+
+    def num_steps(self) -> int:
+        """Give the number of steps.
+
+        Returns:
+            Those of the forwards and input halves, `R(M - 1) + 2V - 1`, and those for weight halves alone.
+        """
+        return len(self._filled()[0])
+
+    def weight_at(self, step: int) -> Cell:
+        """Give what runs the weight half of its backward at a step.
+
+        Args:
+            step: A step.
+
+        Returns:
+            Chunk and microbatch; a microbatch outside `[0, micro_batches)` means none.
+        """
+        row = self._filled()[self.stage_id]
+        half = row[step] if step >= 0 else IDLE
+        return NOTHING if half == IDLE else self.backward_at(half)
+
+    def _filled(self) -> tuple[tuple[int, ...], ...]:
+        return _filled(type(self), self.micro_batches, self.stages)
+
+
+@functools.lru_cache(maxsize=4)
+def _filled(kind: type[ZeroBubbleSchedule], num_microbatches: int, num_stages: int) -> tuple[tuple[int, ...], ...]:
+    """Fill the steps of all stages together; each stage's object asks for the same."""
+    stages = [kind(num_microbatches, num_stages, stage) for stage in range(num_stages)]
+    steps = range(RingTimetable.num_steps(stages[0]))
+    there = range(num_microbatches)
+    forwards = [[one.forward_at(step)[1] in there for step in steps] for one in stages]
+    backwards = [[one.backward_at(step)[1] in there for step in steps] for one in stages]
+    return fill_weights(forwards, backwards, kind.max_pending or 2 * num_stages - 1)

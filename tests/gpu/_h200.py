@@ -1,0 +1,34 @@
+"""Pipelines compiled for H200s that are not there."""
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from jax.experimental import topologies
+from jax.sharding import AxisType, Mesh
+
+from jaxpipe import Pipeline, PipelineModule
+from jaxpipe.runtime import PipelineSettings
+
+TARGET = Path(__file__).with_name("h200_target.txtpb")
+
+
+@functools.cache
+def h200_mesh(stages: int, data: int, hosts: int = 1) -> Mesh:
+    """A mesh of GPUs that can be compiled for, `hosts` computers of equally many."""
+    description = topologies.get_topology_desc(
+        platform="cuda", topology=f"1x{hosts}x{stages * data // hosts}", target_config=TARGET.read_text()
+    )
+    devices = np.array(description.devices).reshape(stages, data)
+    return Mesh(devices, ("stage", "data"), axis_types=(AxisType.Auto,) * 2)
+
+
+def build(module: PipelineModule, mesh: Mesh, example: Any, microbatches: int = 8, **settings: Any) -> Pipeline:
+    return Pipeline(module, optax.adam(1e-3), mesh, example, microbatches, PipelineSettings(**settings))
+
+
+def compile_step(pipeline: Pipeline) -> jax.stages.Compiled:
+    return pipeline.step.lower(pipeline.state_struct, pipeline.batch_struct).compile()

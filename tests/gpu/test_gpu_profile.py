@@ -1,0 +1,36 @@
+"""Cutting a model for GPUs that are not there."""
+
+import importlib.util
+from pathlib import Path
+
+import flax.linen as nn
+import numpy as np
+import pytest
+from jax.experimental import topologies
+from jax.sharding import AxisType, Mesh
+
+from jaxpipe import LayerSpec, PipelineModule
+from jaxpipe.errors import PartitionError
+from jaxpipe.runtime._profile import cut_module
+
+PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
+pytestmark = [
+    pytest.mark.gpu_aot,
+    pytest.mark.skipif(
+        not any(map(importlib.util.find_spec, PLUGINS)), reason="needs the CUDA plugin: pip install jaxpipe[cuda12]"
+    ),
+]
+TARGET = Path(__file__).with_name("h200_target.txtpb")
+
+
+def test_absent_devices_are_not_measured() -> None:
+    description = topologies.get_topology_desc(platform="cuda", topology="1x1x2", target_config=TARGET.read_text())
+    mesh = Mesh(np.array(description.devices).reshape(2, 1), ("stage", "data"), axis_types=(AxisType.Auto,) * 2)
+    layers = [LayerSpec(nn.Dense, 64), LayerSpec(nn.Dense, 64), LayerSpec(nn.Dense, 512)]
+    module = PipelineModule(layers, 2, partition_method="profile:flops")
+    trace = module.trace(np.ones((4, 64), np.float32))
+    assert cut_module(module, trace, mesh)[0] == (0, 2, 3)
+    with pytest.raises(
+        PartitionError, match="a mesh of NVIDIA H200 devices that process 0 cannot run on. Use 'profile"
+    ):
+        cut_module(module.replace(partition_method="profile"), trace, mesh)

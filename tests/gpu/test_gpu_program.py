@@ -1,0 +1,140 @@
+"""The step's program on 8 and 64 H200s: what its loops send, copy and branch on, and what it holds."""
+
+import functools
+import importlib.util
+from dataclasses import dataclass
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from _h200 import build, compile_step, h200_mesh
+from _hlo import Program
+
+from jaxpipe import LayerSpec, Pipeline, PipelineModule
+
+PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
+pytestmark = [
+    pytest.mark.gpu_aot,
+    pytest.mark.skipif(
+        not any(map(importlib.util.find_spec, PLUGINS)), reason="needs the CUDA plugin: pip install jaxpipe[cuda12]"
+    ),
+]
+VOCAB, DIM, TIME, SAMPLES, STAGES, BLOCKS = 512, 256, 128, 8, 8, 16
+PIXELS = 65536
+
+
+class Embed(nn.Module):
+    @nn.compact
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        return nn.Embed(VOCAB, DIM)(tokens)
+
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x + nn.Dense(DIM)(nn.gelu(nn.Dense(4 * DIM)(nn.LayerNorm()(x))))
+
+
+class Head(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return nn.Dense(VOCAB)(nn.LayerNorm()(x))
+
+
+def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+
+@dataclass(frozen=True)
+class Step:
+    """A compiled step of a language model."""
+
+    pipeline: Pipeline
+    program: Program
+    memory: Any
+
+    @property
+    def steady(self) -> list[Any]:
+        """The loop in which most is sent, and most computed."""
+        return max(self.program.loops(), key=len)
+
+
+@functools.cache
+def language_model(data: int = 1, hosts: int = 1, microbatches: int = 16, **settings: Any) -> Step:
+    module = PipelineModule(
+        [LayerSpec(Embed), *[LayerSpec(Block) for _ in range(BLOCKS)], LayerSpec(Head)],
+        num_stages=STAGES,
+        loss_fn=cross_entropy,
+        partition_method="trunk",
+        compute_dtype="bfloat16",
+    )
+    tokens = jax.ShapeDtypeStruct((SAMPLES * data, TIME), jnp.int32)
+    pipeline = build(module, h200_mesh(STAGES, data, hosts), (tokens, tokens), microbatches, **settings)
+    compiled = compile_step(pipeline)
+    return Step(pipeline, Program(compiled.as_text()), compiled.memory_analysis())
+
+
+@pytest.mark.parametrize(("data", "hosts"), [(1, 1), (8, 8)], ids=["8", "64"])
+def test_both_exchanges_travel_under_products(data: int, hosts: int) -> None:
+    step = language_model(data, hosts)
+    under = step.program.under(step.steady)
+    assert len(under) == 2
+    assert min(under.values()) >= 1, under
+
+
+@pytest.mark.parametrize(("data", "hosts"), [(1, 1), (8, 8)], ids=["8", "64"])
+def test_the_trunk_is_straight_and_nothing_large_is_copied(data: int, hosts: int) -> None:
+    step = language_model(data, hosts)
+    products = sum(step.program.is_product(line) for line in step.steady)
+    assert products >= 6 * BLOCKS // STAGES, "the trunk's forward and backward outside of any branch"
+    branches = [line for line in step.steady if line.op == "conditional"]
+    assert len(branches) <= 3, "embedding, head and the embedding's backward"
+    ring = {(step.pipeline.program.residual_slots, *leaf.shape) for leaf in jax.tree.leaves(step.pipeline._stages.kept)}
+    weights = {(DIM, 4 * DIM), (4 * DIM, DIM)}
+    assert not step.program.copied(step.steady) & (ring | weights)
+
+
+def test_temporaries_do_not_grow_with_microbatches() -> None:
+    few, many = (language_model(microbatches=m).memory.temp_size_in_bytes for m in (16, 64))
+    assert many <= 1.02 * few
+
+
+def test_weights_of_chunks_are_the_only_thing_copied() -> None:
+    """A chunk's weights are taken from those of all chunks; rings are not copied."""
+    step = language_model(schedule="interleaved")
+    under = step.program.under(step.steady)
+    assert min(under.values()) >= 1, under
+    leaves = jax.tree.leaves(step.pipeline._stages.kept)
+    ring = {(step.pipeline.program.residual_slots, *leaf.shape) for leaf in leaves}
+    assert not step.program.copied(step.steady) & ring
+
+
+def picture_step(**settings: Any) -> Any:
+    module = PipelineModule(
+        [lambda x: x[:, :DIM], *[LayerSpec(Block) for _ in range(2)]],
+        num_stages=2,
+        loss_fn=lambda y, t: jnp.mean((y - t) ** 2),
+        compute_dtype="bfloat16",
+    )
+    pictures = jax.ShapeDtypeStruct((SAMPLES, PIXELS), jnp.float32)
+    labels = jax.ShapeDtypeStruct((SAMPLES, DIM), jnp.float32)
+    pipeline = build(module, h200_mesh(2, 1), (pictures, labels), 16, **settings)
+    return compile_step(pipeline).memory_analysis()
+
+
+def test_large_inputs_are_held_in_shares() -> None:
+    """32 MiB and more are spread without being asked."""
+    shared, whole = (picture_step(spread_inputs=wanted).argument_size_in_bytes for wanted in (None, False))
+    size = 16 * SAMPLES * PIXELS * 4
+    assert whole - shared == pytest.approx(size / 2, rel=0.02)
+
+
+def test_what_waits_lies_in_host_memory() -> None:
+    there, here = (language_model(offload_activations=wanted) for wanted in (True, False))
+    kept = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(here.pipeline._stages.kept))
+    ring = kept * here.pipeline.program.residual_slots
+    assert there.memory.host_temp_size_in_bytes >= 0.95 * ring
+    assert here.memory.temp_size_in_bytes - there.memory.temp_size_in_bytes >= 0.7 * ring

@@ -1,0 +1,44 @@
+"""All processes cut a model alike, whatever the layers take on each of them."""
+
+from pathlib import Path
+
+from _job import Job
+
+PROGRAM = """
+import functools, time
+import jax, jaxpipe
+import numpy as np
+from jaxpipe.runtime._profile import cut_module
+from jaxpipe.topology import PipeDataParallelTopology, make_pipeline_mesh
+jaxpipe.init_distributed()
+place = jax.process_index()
+
+def sleep(seconds, x):
+    time.sleep(seconds)
+    return x
+
+def layer(seconds):
+    @jax.custom_jvp
+    def call(x):
+        return jax.pure_callback(functools.partial(sleep, seconds), jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+    call.defjvp(lambda xs, dxs: (call(xs[0]), dxs[0]))
+    return call
+
+x = np.ones((2, 2), np.float32)
+mesh = make_pipeline_mesh(PipeDataParallelTopology(2, 1))
+seconds = [0.06, 0.0, 0.0, 0.0] if place == 0 else [0.0, 0.0, 0.0, 0.06]
+module = jaxpipe.PipelineModule([layer(s) for s in seconds], 2, partition_method="profile")
+parts, profile = cut_module(module, module.trace(x), mesh)
+print("cut", parts, repr(profile), flush=True)
+"""
+
+
+def test_what_process_0_measured_decides_for_all(tmp_path: Path) -> None:
+    job = Job(tmp_path, 2, 1).start([], {}, program=PROGRAM)
+    try:
+        assert [process.wait(120) for process in job.processes] == [0, 0], job.logs()
+    finally:
+        job.kill()
+    cuts = [next(line for line in job.log(i).splitlines() if line.startswith("cut ")) for i in range(2)]
+    assert cuts[0] == cuts[1]
+    assert cuts[0].startswith("cut (0, 1, 4)")

@@ -1,0 +1,148 @@
+"""Zero-bubble: the weight halves go where they cost least, and no more than asked for are pending."""
+
+from typing import ClassVar
+
+import pytest
+
+from jaxpipe.schedules import (
+    MAX_RUNS,
+    TickProgram,
+    ZeroBubbleSchedule,
+    closed_form,
+    format_grid,
+    lower_schedule,
+    makespan,
+    resolve_schedule,
+)
+from jaxpipe.schedules._fill import fill_weights
+
+COUNTS = (1, 2, 3, 4, 7, 8, 16, 32)
+
+
+def zero_bubble(num_microbatches: int, num_stages: int, num_chunks: int, max_pending: int | None = None) -> TickProgram:
+    kind = resolve_schedule("zero-bubble", num_chunks, max_pending)
+    return lower_schedule(kind, num_microbatches, num_stages)
+
+
+def takes(program: TickProgram, forward_s: float, input_s: float, weight_s: float) -> float:
+    return makespan(program, forward_s, input_s + weight_s, weight_s=weight_s)
+
+
+@pytest.mark.parametrize("num_chunks", [1, 2, 4])
+@pytest.mark.parametrize("num_stages", range(1, 9))
+def test_promises(num_stages: int, num_chunks: int) -> None:
+    parts = num_stages * num_chunks
+    for count in COUNTS:
+        program = zero_bubble(count, num_stages, num_chunks)
+        assert len(program.runs) <= MAX_RUNS
+        assert program.has_split_backward
+        assert {"act_in", "grad_in"} <= program.direct
+        assert program.depth["pending"] <= 2 * num_stages - 1
+        if num_chunks > 1 and count % num_stages:
+            ideal = 3.0 * count + (num_stages - 1) / num_chunks
+            assert ideal <= takes(program, 1.0, 1.0, 1.0)
+            unsplit = closed_form("interleaved", count, num_stages, 1.0, 2.0, num_chunks=num_chunks)
+            assert takes(program, 1.0, 1.0, 1.0) < unsplit
+            assert program.peak_in_flight <= parts + 2 * num_stages - 4 + (num_stages == 2)
+            continue
+        assert program.peak_in_flight == min(num_chunks * count, parts + num_stages - 1)
+        for forward_s, input_s, weight_s in ((1.0, 1.0, 1.0), (2.0, 3.0, 1.0), (2.0, 2.5, 2.0)):
+            expected = closed_form(
+                "zero-bubble",
+                count,
+                num_stages,
+                forward_s,
+                input_s + weight_s,
+                weight_s=weight_s,
+                num_chunks=num_chunks,
+            )
+            assert takes(program, forward_s, input_s, weight_s) == pytest.approx(expected)
+            if num_chunks * (count - num_stages) >= num_stages - 2:
+                bubble = (num_stages - 1) * (forward_s + input_s - weight_s) / num_chunks
+                assert expected == pytest.approx(count * (forward_s + input_s + weight_s) + bubble)
+
+
+@pytest.mark.parametrize("num_chunks", [1, 2, 4])
+@pytest.mark.parametrize("num_stages", range(2, 9))
+def test_memory_of_many_microbatches(num_stages: int, num_chunks: int) -> None:
+    stages, parts = range(num_stages), num_stages * num_chunks
+    for count in (2 * num_stages, 4 * num_stages):
+        program = zero_bubble(count, num_stages, num_chunks)
+        flying = [parts + num_stages - 1 - (s > 0) for s in stages]
+        assert [program.in_flight(s) for s in stages] == flying
+        pending = [num_stages - 1 + s for s in stages]
+        pending[-1] = max(2 * num_stages - 2 + (num_chunks > 1), num_stages)
+        assert list(program.stage_depth["pending"]) == pending
+
+
+@pytest.mark.parametrize(("num_stages", "num_chunks"), [(2, 1), (4, 1), (4, 2), (8, 1), (8, 2)])
+def test_each_pending_half_less_costs_one(num_stages: int, num_chunks: int) -> None:
+    count = 4 * num_stages
+    most = 2 * num_stages - 2 + (num_chunks > 1)
+    free = takes(zero_bubble(count, num_stages, num_chunks), 1.0, 1.0, 1.0)
+    for limit in range(1, 2 * num_stages + 1):
+        program = zero_bubble(count, num_stages, num_chunks, limit)
+        assert program.depth["pending"] == min(limit, max(most, num_stages))
+        assert takes(program, 1.0, 1.0, 1.0) == free + max(0, most - limit) / num_chunks
+        assert len(program.runs) <= MAX_RUNS
+
+
+def test_longer_weight_halves_cost_the_difference() -> None:
+    for num_stages, count, num_chunks in ((4, 16, 1), (8, 32, 1), (8, 32, 2)):
+        program = zero_bubble(count, num_stages, num_chunks)
+        promised = closed_form("zero-bubble", count, num_stages, 1.0, 3.0, num_chunks=num_chunks)
+        assert promised == 4.0 * count + (num_stages - 1) / num_chunks
+        longer = 0.5 * (num_stages - 1) / num_chunks
+        assert takes(program, 1.0, 1.5, 1.5) == promised + longer < 1.03 * promised
+        assert takes(program, 1.0, 1.0, 1.5) == 3.5 * count + 0.5 * (num_stages - 1) / num_chunks + 2 * longer
+
+
+def test_the_goal() -> None:
+    assert takes(zero_bubble(32, 8, 2), 1.0, 1.0, 1.0) == 32 * 3 + 7 / 2
+
+
+@pytest.mark.parametrize(
+    ("num_stages", "num_chunks", "lengths"), [(4, 1, [3, 3, 10, 3, 3, 3]), (4, 2, [7, 3, 22, 3, 7, 3])]
+)
+def test_the_steady_part_has_no_idle_cell(num_stages: int, num_chunks: int, lengths: list[int]) -> None:
+    program = zero_bubble(16, num_stages, num_chunks)
+    kinds = ("forward", "backward", "weight")
+    content = ["".join(k[0] for k in kinds if getattr(run, f"has_{k}")) for run in program.runs]
+    assert content == ["f", "fb", "fbw", "fbw", "bw", "w"]
+    assert [run.stop - run.start for run in program.runs] == lengths
+    steady = program.runs[2]
+    for kind in kinds:
+        table = program.tables[f"{kind}_microbatch"]
+        assert all(cell >= 0 for row in table for cell in row[steady.start : steady.stop])
+
+
+def test_grid() -> None:
+    assert (
+        format_grid(ZeroBubbleSchedule, 4, 3)
+        == """\
+step     0   1   2     3     4     5     6   7   8   9
+stage 0  F0  F1  F2    F3    I0W0  I1W1  I2  I3  W2  W3
+stage 1  .   F0  F1    F2I0  F3I1  I2W0  I3  W1  W2  W3
+stage 2  .   .   F0I0  F1I1  F2I2  F3I3  W0  W1  W2  W3"""
+    )
+
+
+def test_one_pending_half_is_a_whole_backward() -> None:
+    program = zero_bubble(8, 4, 1, 1)
+    assert program.depth["pending"] == 1
+    assert takes(program, 1.0, 1.0, 1.0) == takes(zero_bubble(8, 4, 1), 1.0, 1.0, 1.0) + 5
+
+
+def test_classes_may_set_their_own_limit() -> None:
+    class Frugal(ZeroBubbleSchedule):
+        num_chunks = 2
+        max_pending: ClassVar[int | None] = 3
+
+    assert lower_schedule(Frugal, 8, 4).depth["pending"] == 3
+
+
+def test_filling_rows_of_any_kind() -> None:
+    forwards = [[True, True, False, False], [False, True, True, False]]
+    backwards = [[False, False, True, True], [False, True, True, False]]
+    assert fill_weights(forwards, backwards, 9) == ((-1, -1, 2, -1, 3), (-1, -1, -1, 1, 2))
+    assert fill_weights(forwards, backwards, 1) == ((-1, -1, 2, -1, 3), (-1, 1, -1, 2, -1))
