@@ -1,10 +1,11 @@
 """Run all benchmarks, one after another, and draw their pictures.
 
-Each runs in a process of its own and prints its tables. Output, tables, machine and versions go to
-`<out>/results.json`, pictures beside it. --quick takes small sizes and few repeats, to see that everything runs; its
-figures mean nothing.
+Each runs in a process of its own and prints its tables. Output, tables, machine and versions of each go to
+`<out>/results.json`, beside those of earlier runs of others, and the pictures of all of them into the same folder.
+--draw only draws. --quick takes small sizes and few repeats, to see that everything runs, and keeps its results, which
+mean nothing, apart in `<out>/quick`.
 
-Run: python -m benchmarks [--quick] [--only bubble,work] [--peer-python PATH] [--out benchmarks/plots]
+Run: python -m benchmarks [--quick] [--only bubble,work] [--draw] [--peer-python PATH] [--out benchmarks/plots]
 """
 
 import argparse
@@ -17,6 +18,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from benchmarks._plots import draw
 from benchmarks._table import read_tables
@@ -25,8 +27,8 @@ QUICK = {
     "bubble": ["--cell-ms", "20", "--sizes", "4x8", "--steps", "1"],
     "work": ["--repeats", "2"],
     "update": ["--repeats", "2"],
-    "memory": [],
-    "compile": [],
+    "memory": ["--only", "1f1b"],
+    "compile": ["--repeats", "1"],
     "peers": ["--repeats", "1", "--sizes", "64x4x32x4", "--microbatches", "8"],
     "processes": ["--repeats", "1"],
     "checkpoint": ["--repeats", "1"],
@@ -37,7 +39,7 @@ QUICK = {
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "matplotlib")
 
 
-def run(name: str, arguments: list[str]) -> dict[str, object]:
+def run(name: str, arguments: list[str]) -> dict[str, Any]:
     """Run one benchmark, its output shown as it comes.
 
     Returns:
@@ -54,11 +56,11 @@ def run(name: str, arguments: list[str]) -> dict[str, object]:
     status, output = process.wait(), "".join(lines)
     took = round(time.monotonic() - began, 1)
     print(f"\n{name}: exit status {status}, {took} s", flush=True)
-    command = ["python", *command[1:]]
-    return {"command": command, "status": status, "seconds": took, "output": output, "tables": read_tables(output)}
+    told = {"command": ["python", *command[1:]], "status": status, "seconds": took, "machine": machine()}
+    return {**told, "output": output, "tables": read_tables(output)}
 
 
-def machine() -> dict[str, object]:
+def machine() -> dict[str, Any]:
     """What the figures were taken on."""
     versions = {}
     for package in PACKAGES:
@@ -80,22 +82,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="small sizes and few repeats")
     parser.add_argument("--only", default=",".join(QUICK), help="names of benchmarks")
+    parser.add_argument("--draw", action="store_true", help="only draw the pictures of earlier results")
     parser.add_argument("--peer-python", help="interpreter with torch and DeepSpeed, for peers")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/plots"), help="where results and pictures go")
     options = parser.parse_args()
-    names = options.only.split(",")
+    names = [] if options.draw else options.only.split(",")
     if unknown := set(names) - set(QUICK):
         parser.error(f"--only must name benchmarks of {', '.join(QUICK)}, but got {', '.join(sorted(unknown))}.")
-    results: dict[str, dict[str, object]] = {}
-    path = options.out / "results.json"
-    options.out.mkdir(parents=True, exist_ok=True)
+    directory = options.out / "quick" if options.quick else options.out
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / "results.json"
+    results: dict[str, dict[str, Any]] = json.loads(path.read_text()) if path.exists() else {}
     for name in names:
         more = ["--peer-python", options.peer_python] if name == "peers" and options.peer_python else []
         results[name] = run(name, [*(QUICK[name] if options.quick else []), *more])
-        path.write_text(json.dumps({**machine(), "quick": options.quick, "benchmarks": results}, indent=1) + "\n")
-    for said in draw({name: found["tables"] for name, found in results.items()}, options.out):
+        path.write_text(json.dumps(results, indent=1) + "\n")
+    for said in draw({name: found["tables"] for name, found in results.items()}, directory):
         print(said)
-    if failed := [name for name, found in results.items() if found["status"]]:
+    if failed := [name for name in names if results[name]["status"]]:
         raise SystemExit(f"some benchmarks failed or were left out, see above: {', '.join(failed)}")
 
 

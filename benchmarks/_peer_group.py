@@ -53,7 +53,7 @@ class PeerGroup:
         """Wait for the members' answers.
 
         Returns:
-            `seconds`, per step those of the slowest member, and `losses`.
+            `seconds`, per step those of the slowest member, `cpu`, those of all members' threads, and `losses`.
 
         Raises:
             PeerError: A member ended or took too long.
@@ -65,7 +65,8 @@ class PeerGroup:
         finally:
             done.set()
         known = next((a["losses"] for a in answers if not math.isnan(a["losses"][0])), answers[0]["losses"])
-        return {"seconds": [max(each) for each in zip(*(a["seconds"] for a in answers), strict=True)], "losses": known}
+        seconds, cpu = (list(zip(*(a[name] for a in answers), strict=True)) for name in ("seconds", "cpu"))
+        return {"seconds": list(map(max, seconds)), "cpu": list(map(sum, cpu)), "losses": known}
 
     def run(self, num_steps: int) -> dict[str, list[float]]:
         """Let all members run some steps, and wait."""

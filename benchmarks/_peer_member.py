@@ -55,19 +55,22 @@ def read_case() -> Case:
 
 
 def serve(step: Callable[[], float]) -> None:
-    """Warm up, then run as many steps as each line of standard input says, and print seconds and losses as JSON.
+    """Warm up, then run as many steps as each line of standard input says.
+
+    Prints seconds, processor seconds of all threads, and losses as JSON.
 
     Args:
         step: One training step; returns its loss, which ends the step.
     """
 
     def run(count: int) -> None:
-        seconds, losses = [], []
+        seconds, cpu, losses = [], [], []
         for _ in range(count):
-            start = time.perf_counter()
+            start, began = time.perf_counter(), time.process_time()
             losses.append(float(step()))
             seconds.append(time.perf_counter() - start)
-        print(MARK + json.dumps({"seconds": seconds, "losses": losses}), flush=True)
+            cpu.append(time.process_time() - began)
+        print(MARK + json.dumps({"seconds": seconds, "cpu": cpu, "losses": losses}), flush=True)
 
     run(1)
     for line in sys.stdin:

@@ -20,6 +20,7 @@ class Picture:
         title: What the picture shows.
         target: Where a line is drawn; None: nowhere.
         mark: A column whose number is marked at each bar; "" marks none.
+        spread: The column of the value's smallest and largest, where a table has it.
     """
 
     benchmark: str
@@ -29,6 +30,7 @@ class Picture:
     title: str
     target: float | None = None
     mark: str = ""
+    spread: str = "spread"
 
     @property
     def columns(self) -> set[str]:
@@ -41,7 +43,9 @@ PICTURES = (
     Picture("peers", "of ideal", ("step",), ("size", "M"), "Fraction of ideal on two processors", mark="bound"),
     Picture("work", "ratio", ("step",), (), "Processor time over a plain step's", 1.10),
     Picture("memory", "MiB at M=8S", ("schedule", "recompute"), ("S",), "Temporary memory of a step, MiB"),
-    Picture("compile", "compile s", ("trunk", "S", "blocks/S", "M"), (), "Seconds to compile"),
+    Picture(
+        "compile", "total s", ("schedule", "trunk", "S", "blocks/S", "M"), (), "Seconds to build and compile", spread=""
+    ),
     Picture("gpu", "step ms", ("schedule", "chunks", "idle cells"), (), "Projected step, milliseconds"),
 )
 
@@ -96,7 +100,7 @@ def _draw(picture: Picture, rows: list[Row], path: Path) -> None:
 
 def _draw_panel(picture: Picture, axes: Any, rows: list[Row]) -> None:
     values = [float(row[picture.value]) for row in rows]
-    ends = [_spread(row, value) for row, value in zip(rows, values, strict=True)]
+    ends = [_spread(row.get(picture.spread, ""), value) for row, value in zip(rows, values, strict=True)]
     errors = [
         [v - low for v, (low, _) in zip(values, ends, strict=True)],
         [h - v for v, (_, h) in zip(values, ends, strict=True)],
@@ -122,8 +126,8 @@ def _number(text: str) -> float | None:
         return None
 
 
-def _spread(row: Row, value: float) -> tuple[float, float]:
+def _spread(text: str, value: float) -> tuple[float, float]:
     """The smallest and largest, no further in than the value itself."""
-    low, _, high = row.get("spread", "").partition(" to ")
+    low, _, high = text.partition(" to ")
     ends = _number(low), _number(high)
     return min(value if ends[0] is None else ends[0], value), max(value if ends[1] is None else ends[1], value)

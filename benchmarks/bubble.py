@@ -4,13 +4,14 @@ Every layer sleeps in host callbacks, so simulated devices work truly in paralle
 makespan of the compiled executor can be measured on a laptop. A layer sleeps F in its forward, and I and W in the two
 halves of its backward, one for each chunk of the model; the callbacks are counted, so that no cell can be left out.
 
-F : I : W is 1 : 1 : 1, then 1 : 1.5 : 1.5. `formula` is `jaxpipe.schedules.closed_form`, for `train` the sum over steps of
-the longest cell; `lockstep` is that sum over the formula for all of them, the least that is to be had. Expected: at
-most 1.05 of the formula everywhere; about 3 ms a tick are the simulated devices' own.
+F : I : W is 1 : 1 : 1, then 1 : 1.5 : 1.5. `formula` is `jaxpipe.schedules.closed_form`, for `train` the sum over steps
+of the longest cell; `lockstep` is that sum over the formula for all of them, the least that is to be had. Expected: at
+most 1.05 of the formula everywhere, for `zero-bubble` with two chunks at 8x32 at most 1.03; about 3 ms a tick are the
+simulated devices' own.
 
-Steps are measured in several processes at once, when all have compiled: they only sleep. All take about 8 minutes.
+Steps are measured in several processes at once, when all have compiled: they only sleep. All take about 7 minutes.
 
-Run: python -m benchmarks.bubble [--cell-ms 100] [--sizes 4x16,8x32] [--only zero-bubble] [--steps 2] [--processes 6]
+Run: python -m benchmarks.bubble [--cell-ms 100] [--sizes 4x16,8x32] [--only zero-bubble] [--steps 3] [--processes 8]
 """
 
 import argparse
@@ -49,22 +50,25 @@ class Case:
     cells_s: tuple[float, float, float]
 
     @property
-    def costs(self) -> dict[str, float]:
-        """Seconds of a whole stage, as the formulas take them."""
+    def costs(self) -> tuple[float, float, float]:
+        """Seconds of a whole stage's F, B and W, as the formulas take them."""
         forward_s, input_s, weight_s = (self.num_chunks * x for x in self.cells_s)
-        return {"forward_s": forward_s, "backward_s": input_s + weight_s, "weight_s": weight_s}
+        return forward_s, input_s + weight_s, weight_s
 
     @property
     def formula_s(self) -> float:
         """The closed form."""
+        forward_s, backward_s, weight_s = self.costs
         sizes = self.num_microbatches, self.num_stages
-        return closed_form(self.schedule, *sizes, **self.costs, num_chunks=self.num_chunks)
+        return closed_form(self.schedule, *sizes, forward_s, backward_s, weight_s=weight_s, num_chunks=self.num_chunks)
 
     @property
     def lockstep_s(self) -> float:
         """The sum over ticks of the longest cell."""
         kind = resolve_schedule(self.schedule, self.num_chunks)
-        return makespan(lower_schedule(kind, self.num_microbatches, self.num_stages), **self.costs)
+        forward_s, backward_s, weight_s = self.costs
+        program = lower_schedule(kind, self.num_microbatches, self.num_stages)
+        return makespan(program, forward_s, backward_s, weight_s=weight_s)
 
 
 class Sleeps:
@@ -179,6 +183,7 @@ def measure(cases: Sequence[Case], num_steps: int, num_processes: int) -> list[l
     for process, share in zip(started, shares, strict=True):
         _tell(process, json.dumps([num_steps, [dataclasses.asdict(cases[i]) for i in share]]))
     for process in started:
+        assert process.stdout is not None
         if process.stdout.readline().strip() != "READY":
             raise SystemExit("a process of the benchmark must compile its steps, but it ended: see above.")
     for process in started:
@@ -195,6 +200,7 @@ def measure(cases: Sequence[Case], num_steps: int, num_processes: int) -> list[l
 
 
 def _tell(process: subprocess.Popen[str], line: str) -> None:
+    assert process.stdin is not None
     process.stdin.write(f"{line}\n")
     process.stdin.flush()
 
@@ -205,8 +211,8 @@ def main() -> None:
     parser.add_argument("--cell-ms", type=float, default=100.0, help="the shortest cell, of one chunk")
     parser.add_argument("--sizes", default="4x16,8x32", help="stages x microbatches")
     parser.add_argument("--only", default=",".join(dict(SCHEDULES)), help="schedules")
-    parser.add_argument("--steps", type=int, default=2)
-    parser.add_argument("--processes", type=int, default=6)
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--processes", type=int, default=8)
     parser.add_argument("--member", action="store_true", help="be one process, told by standard input")
     options = parser.parse_args()
     if options.member:
@@ -215,9 +221,9 @@ def main() -> None:
     cell_s = options.cell_ms / 1e3
     names = options.only.split(",")
     cases = [
-        Case(name, chunks, *map(int, size.split("x")), (cell_s, half * cell_s, half * cell_s))
+        Case(name, chunks, num_stages, num_microbatches, (cell_s, half * cell_s, half * cell_s))
         for half in (1.0, 1.5)
-        for size in options.sizes.split(",")
+        for num_stages, num_microbatches in (map(int, size.split("x")) for size in options.sizes.split(","))
         for name, chunks in SCHEDULES
         if name in names
     ]

@@ -1,12 +1,18 @@
-"""How long does building, lowering and compiling a step take, against depth, stages and microbatches?
+"""How long does building, lowering and compiling a step take, against depth, stages, microbatches and schedule?
 
-Expected: independent of the number of microbatches; with the trunk scanned at most 1.5 times as long for eight blocks a
-stage as for two; growing with depth where it is unrolled.
+By the clock, medians of runs in turn; `ratio` is the total over that of the first row of its table. Expected: 96 equal
+blocks on 8 stages below 60 s, with the trunk scanned at most 1.3 times as long as 48; independent of the number of
+microbatches; growing with depth where the trunk is unrolled. Schedules with several chunks compile the cells of each:
+up to twice as long as 1f1b for two.
 
-Run: python -m benchmarks.compile
+Run: python -m benchmarks.compile [--repeats 3]
 """
 
+import argparse
+import statistics
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import jax
 
@@ -16,18 +22,46 @@ import optax  # noqa: E402
 
 import jaxpipe  # noqa: E402
 from benchmarks._gpt import gpt, tokens  # noqa: E402
+from benchmarks._table import print_head, print_row  # noqa: E402
 from jaxpipe.runtime import PipelineSettings  # noqa: E402
 from jaxpipe.topology import make_pipeline_mesh  # noqa: E402
 
+COLUMNS = ("schedule", "trunk", "S", "blocks/S", "M", "build s", "lower s", "compile s", "total s", "ratio", "spread")
 
-def measure(num_stages: int, blocks_per_stage: int, num_microbatches: int, *, scan: bool) -> tuple[float, float, float]:
+
+@dataclass(frozen=True)
+class Case:
+    """One setting."""
+
+    num_stages: int = 8
+    blocks_per_stage: int = 6
+    num_microbatches: int = 16
+    scan: bool = True
+    schedule: str = "1f1b"
+    num_chunks: int = 1
+
+
+DEPTHS = [
+    *(Case(blocks_per_stage=blocks, scan=scan) for scan in (True, False) for blocks in (6, 12)),
+    *(Case(blocks_per_stage=12, num_microbatches=128), Case(num_stages=4, blocks_per_stage=12)),
+]
+SCHEDULES = [
+    Case(4, 4, 16, scan=False, schedule=name, num_chunks=chunks)
+    for name, chunks in (
+        *(("1f1b", 1), ("gpipe", 1), ("train", 1), ("1f1b-v", 2), ("interleaved", 2), ("interleaved", 4)),
+        *(("zero-bubble", 1), ("zero-bubble", 2), ("zero-bubble", 4)),
+    )
+]
+
+
+def measure(case: Case) -> tuple[float, float, float]:
     """Seconds to build the pipeline, to lower its step, and to compile it."""
-    model = gpt(num_stages, dim=64, num_blocks=num_stages * blocks_per_stage)
-    mesh = make_pipeline_mesh(jaxpipe.PipeDataParallelTopology(num_stages, 1))
+    model = gpt(case.num_stages, dim=64, num_blocks=case.num_stages * case.blocks_per_stage)
+    mesh = make_pipeline_mesh(jaxpipe.PipeDataParallelTopology(case.num_stages, 1))
     example = jax.tree.map(lambda a: a[0], tokens(1, 2, 32))
     start = time.perf_counter()
-    settings = PipelineSettings(scan_trunk=scan)
-    pipeline = jaxpipe.Pipeline(model, optax.adam(1e-3), mesh, example, num_microbatches, settings)
+    settings = PipelineSettings(scan_trunk=case.scan, schedule=case.schedule, num_chunks=case.num_chunks)
+    pipeline = jaxpipe.Pipeline(model, optax.adam(1e-3), mesh, example, case.num_microbatches, settings)
     built = time.perf_counter()
     lowered = pipeline.step.lower(pipeline.state_struct, pipeline.batch_struct)
     traced = time.perf_counter()
@@ -35,15 +69,32 @@ def measure(num_stages: int, blocks_per_stage: int, num_microbatches: int, *, sc
     return built - start, traced - built, time.perf_counter() - traced
 
 
+def report(cases: Sequence[Case], repeats: int) -> None:
+    """Measure in turn and print a table."""
+    rounds = [[measure(case) for case in cases] for _ in range(repeats)]
+    print_head(*COLUMNS)
+    first = statistics.median(sum(each[0]) for each in rounds)
+    for case, found in zip(cases, zip(*rounds, strict=True), strict=True):
+        total = sorted(map(sum, found))
+        middle = statistics.median(total)
+        print_row(
+            f"{case.schedule}, {case.num_chunks} chunks" if case.num_chunks > 1 else case.schedule,
+            "scanned" if case.scan else "unrolled",
+            *(case.num_stages, case.blocks_per_stage, case.num_microbatches),
+            *(f"{statistics.median(part):.1f}" for part in zip(*found, strict=True)),
+            *(f"{middle:.1f}", f"{middle / first:.2f}", f"{total[0] / first:.2f} to {total[-1] / first:.2f}"),
+        )
+    print(flush=True)
+
+
 def main() -> None:
-    """Print a line per setting."""
-    print(f"{'trunk':10}{'S':>4}{'blocks/S':>9}{'M':>5}{'build s':>9}{'lower s':>9}{'compile s':>10}{'total s':>9}")
-    for scan in (True, False):
-        for num_stages, blocks, num_microbatches in ((8, 2, 16), (8, 8, 16), (8, 2, 128), (4, 2, 16)):
-            seconds = measure(num_stages, blocks, num_microbatches, scan=scan)
-            columns = "".join(f"{s:9.1f}" for s in (*seconds, sum(seconds)))
-            name = "scanned" if scan else "unrolled"
-            print(f"{name:10}{num_stages:4}{blocks:9}{num_microbatches:5}{columns}", flush=True)
+    """Print a table of depths, and one of schedules."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=3)
+    repeats = parser.parse_args().repeats
+    measure(Case(2, 1))
+    report(DEPTHS, repeats)
+    report(SCHEDULES, 1)
 
 
 if __name__ == "__main__":

@@ -197,11 +197,11 @@ def hand_written_s(size: Size, repeats: int) -> float:
     return seconds(run, repeats)
 
 
-def tick_s(size: Size, num_stages: int, repeats: int) -> float:
+def tick_s(repeats: int) -> float:
     """Seconds that one microbatch more costs where a stage does next to nothing."""
-    small = Size(dim=128, num_blocks=1, time=16, microbatch=1, num_microbatches=2 * num_stages, vocab=256)
-    large = replace(small, num_microbatches=8 * num_stages)
-    extra = pipelined_s(large, num_stages, repeats) - pipelined_s(small, num_stages, repeats)
+    small = Size(dim=128, num_blocks=1, time=16, microbatch=1, num_microbatches=4, vocab=256)
+    large = replace(small, num_microbatches=36)
+    extra = pipelined_s(large, 1, repeats) - pipelined_s(small, 1, repeats)
     return extra / (large.num_microbatches - small.num_microbatches)
 
 
@@ -220,7 +220,7 @@ def report(size: Size, num_stages: int, repeats: int, peak: float | None) -> Non
 
     forward_s, input_s, weight_s = stage_costs(size, repeats)
     straight_s, branched_s = branch_costs(size, repeats)
-    overhead_s = tick_s(size, 1, repeats)
+    overhead_s = max(tick_s(repeats), 0.0)
     whole_s = forward_s + input_s + weight_s
     print(f"\nD = {size.dim}, {size.num_blocks} blocks, T = {size.time}, microbatch {size.microbatch}\n")
     print_head("what", "ms", "mfu")

@@ -4,8 +4,9 @@ The same GPT, weights and tokens, trained with Adam in float32 on two stages, ea
 with one thread: jaxpipe, torch.distributed.pipelining and DeepSpeed's PipelineEngine, all through gloo. Beside them one
 device of JAX and one process of torch, each on one processor, so that the speed of the framework is taken out: fraction
 of ideal = single step / (2 x pipeline step). `bound` is what the schedule leaves of it by its formula, with F = I = W.
-All members wait in their processes and step in turn; a step is that of its slowest member; figures are medians, the
-spread that of the fractions turn by turn. Losses are compared step by step with single-device JAX's.
+All members wait in their processes and step in turn; a step is that of its slowest member, `cpu s` the processor time
+of all its threads; figures are medians, the spread that of the fractions turn by turn. Losses are compared step by step
+with single-device JAX's.
 
 Expected: torch's 1F1B .84 and DeepSpeed's .81 at 256x8x128x4 with 8 microbatches; jaxpipe above both.
 
@@ -36,7 +37,7 @@ from benchmarks._table import print_head, print_row
 STAGES = 2
 LIMIT_S = 240.0
 LARGEST_LOSS_APART = 1e-4
-COLUMNS = ("size", "M", "step", "s", "times single", "of ideal", "spread", "bound", "loss apart")
+COLUMNS = ("size", "M", "step", "s", "cpu s", "times single", "of ideal", "spread", "bound", "loss apart")
 TORCH_SCHEDULES = {
     "1f1b": ("Schedule1F1B", 1),
     "interleaved": ("ScheduleInterleaved1F1B", 2),
@@ -118,7 +119,7 @@ def measure(case: Case, peers: Sequence[Peer], repeats: int, cores: Sequence[int
     """Let the peers step in turn; those that fail are named and left out.
 
     Returns:
-        `seconds` and `losses` by the peer's name; the first loss is that of the step before the measured ones.
+        `seconds`, `cpu` and `losses` by the peer's name; the first loss is that of the step before the measured ones.
     """
     groups: dict[str, PeerGroup] = {}
     found: dict[str, dict[str, list[float]]] = {}
@@ -135,9 +136,9 @@ def measure(case: Case, peers: Sequence[Peer], repeats: int, cores: Sequence[int
                     groups.pop(name)
                     found.pop(name, None)
                     continue
-                held = found.setdefault(name, {"seconds": [], "losses": []})
-                held["seconds"] += answer["seconds"] if turn >= 0 else []
-                held["losses"] += answer["losses"]
+                held = found.setdefault(name, {"seconds": [], "cpu": [], "losses": []})
+                for kind in held if turn >= 0 else ["losses"]:
+                    held[kind] += answer[kind]
     return found
 
 
@@ -158,7 +159,8 @@ def report(size: str, case: Case, peers: Sequence[Peer], found: dict[str, dict[s
             ideal = statistics.median(single) / middle / STAGES
             cells = [f"{1 / (STAGES * ideal):.3f}", f"{ideal:.3f}", f"{ratios[0]:.3f} to {ratios[-1]:.3f}"]
             cells.append(f"{peer.bound:.3f}")
-        print_row(size, case.num_microbatches, peer.name, f"{middle:.3f}", *cells, f"{apart:.1e}")
+        taken = f"{middle:.3f}", f"{statistics.median(found[peer.name]['cpu']):.3f}"
+        print_row(size, case.num_microbatches, peer.name, *taken, *cells, f"{apart:.1e}")
     return agree
 
 

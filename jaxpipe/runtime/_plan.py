@@ -83,11 +83,12 @@ def make_plan(
     choice = None
     if settings.schedule == "auto":
         choice, settings = choose_settings(module, trace, mesh, labels, num_microbatches, settings)
-    if settings.skip_idle is None:
-        settings = dataclasses.replace(settings, skip_idle=mesh.devices.flat[0].platform == "cpu")
     num_stages = module.num_stages
     schedule = resolve_schedule(settings.schedule, settings.num_chunks, settings.max_pending)
     program = lower_schedule(schedule, num_microbatches, num_stages)
+    if settings.skip_idle is None:
+        skips = mesh.devices.flat[0].platform == "cpu" or program.has_split_backward
+        settings = dataclasses.replace(settings, skip_idle=skips)
     placement = placement_of([schedule(num_microbatches, num_stages, stage) for stage in range(num_stages)])
     stages = tuple(stage for stage, _ in placement.home)
     in_flight = tuple(program.chunk_in_flight(*place) for place in placement.home)

@@ -17,7 +17,8 @@ class PipelineSettings:
         max_pending: The most pending weight halves of `"zero-bubble"`; None: the schedule's own number.
         memory_limit_bytes: What `"auto"`, and a cut by `"profile"`, may plan for on a device; None: the device's.
         skip_idle: Branch around idle cells instead of computing and dropping them. None: on CPUs yes; elsewhere the
-            branch would cost a host synchronisation and all overlap with communication, so no.
+            branch would cost a host synchronisation and all overlap with communication, so no, but for schedules that
+            split the backward: there an idle half, if it were computed, would take the time that splitting saves.
         spread_inputs: Hold inputs and labels in shares, one a stage, and gather each microbatch when it is needed.
             None: only leaves of at least 32 MiB.
         offload_activations: Let what waits between forward and backward lie in host memory.

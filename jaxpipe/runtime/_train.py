@@ -108,13 +108,16 @@ class TrainLoop(TickLoop):
         if not self._fused_loss:
             loss_gradient = read_ring(carry["loss_gradient"], row["residual_read"])
         gradient = select(self.is_last(device, row, "backward"), loss_gradient, arrived)
-        given = device.held, self._kept(carry, row["residual_read"]), gradient, device.seeds[1]
+        ring = carry["kept"]
+
+        def given() -> tuple:
+            return device.held, self._kept(ring, row["residual_read"]), gradient, device.seeds[1]
 
         def whole(at: Cell) -> tuple:
-            return (*self.parts.backward(at, *given), zeros_of(self.parts.pending))
+            return (*self.parts.backward(at, *given()), zeros_of(self.parts.pending))
 
         def half(at: Cell) -> tuple:
-            trunk, *rest = self.parts.backward_input(at, *given)
+            trunk, *rest = self.parts.backward_input(at, *given())
             return (_with_zeros(trunk, carry["trunk"]) if len(computes) > 1 else trunk, *rest)
 
         halves = self._halves(run)
@@ -127,11 +130,13 @@ class TrainLoop(TickLoop):
         self._add(carry, row["backward_chunk"], trunk, own)
 
     def _weight(self, device: Device, run: TickRun, carry: Carry, row: Row) -> None:
-        kept = self._kept(carry, row["weight_residual_read"])
-        pending = read_ring(carry["pending"], row["pending_read"])
-        trunk, own = self.cell(
-            device, run, "weight", row, [lambda at: self.parts.backward_weight(at, device.held, kept, pending)]
-        )
+        rings = carry["kept"], carry["pending"]
+
+        def half(at: Cell) -> tuple:
+            kept = self._kept(rings[0], row["weight_residual_read"])
+            return self.parts.backward_weight(at, device.held, kept, read_ring(rings[1], row["pending_read"]))
+
+        trunk, own = self.cell(device, run, "weight", row, [half])
         self._add(carry, row["weight_chunk"], trunk, own)
 
     def _halves(self, run: TickRun) -> set[bool]:
@@ -147,8 +152,8 @@ class TrainLoop(TickLoop):
     def _hosted(self, kept: PyTree, space: Any) -> PyTree:
         return to_memory(kept, self.parts.is_hosted, space)
 
-    def _kept(self, carry: Carry, slot: jax.Array) -> PyTree:
-        return self._hosted(read_ring(carry["kept"], slot), jax.memory.Space.Device)
+    def _kept(self, ring: PyTree, slot: jax.Array) -> PyTree:
+        return self._hosted(read_ring(ring, slot), jax.memory.Space.Device)
 
     def _add(self, carry: Carry, chunk: jax.Array, trunk: PyTree, own: PyTree) -> None:
         """Add a cell's gradients to the sums; leaves of the trunk that are None are not its to give."""

@@ -20,14 +20,14 @@ def tick_runs(
     """Group the ticks of a program.
 
     Ticks belong together as long as the same kinds of computing (forward, backward, weight) occur in them, on any
-    stage. What travels is counted afterwards. Where all three kinds occur, ticks in which every stage runs all of them
-    are kept apart, so that the steady part of a schedule with split backwards has no idle cell. A schedule whose
-    content alternates would give runs without number: beyond `MAX_RUNS`, neighbours shorter than `SHORT_RUN` ticks are
-    joined, and if that is not enough all but the first three and the last three.
+    stage. What travels is counted afterwards. With one chunk a stage, stretches of at least `SHORT_RUN` ticks in which
+    every stage runs all kinds are kept apart: the steady part of a schedule then has no idle cell and needs no branch.
+    A schedule whose content alternates would give runs without number: beyond `MAX_RUNS`, neighbours shorter than
+    `SHORT_RUN` ticks are joined, and if that is not enough all but the first three and the last three.
 
     Args:
         num_ticks: Length of the program.
-        tables: The tables `forward_microbatch`, `backward_microbatch` and `weight_microbatch`.
+        tables: The tables `forward_microbatch`, `backward_microbatch`, `weight_microbatch` and `forward_chunk`.
         hops: `act` and `grad`: for each tick the directions in which something travels.
         one_run: Whether to put all ticks into one run.
 
@@ -39,7 +39,7 @@ def tick_runs(
         for name in ("forward_microbatch", "backward_microbatch", "weight_microbatch")
     ]
     content = list(zip(*([max(column) >= 0 for column in kind] for kind in columns), strict=True))
-    is_steady = [min(map(min, cells)) >= 0 for cells in zip(*columns, strict=True)]
+    is_steady = _steady([kind for kind in columns if max(map(max, kind)) >= 0], tables)
     pieces: list[_Piece] = []
     for (has, _), ticks in groupby(range(num_ticks), key=lambda tick: (content[tick], is_steady[tick])):
         listed = list(ticks)
@@ -54,6 +54,17 @@ def tick_runs(
         TickRun(start, stop, *has, _directions(hops["act"][start:stop]), _directions(hops["grad"][start:stop]))
         for start, stop, has in pieces
     )
+
+
+def _steady(kinds: Sequence[Sequence[Sequence[int]]], tables: Mapping[str, Table]) -> list[bool]:
+    """For each tick whether it lies in a long stretch in which every stage runs all kinds of cells that occur."""
+    has_chunks = any(chunk > 0 for row in tables["forward_chunk"] for chunk in row)
+    marks = [len(kinds) > 1 and not has_chunks and min(map(min, cells)) >= 0 for cells in zip(*kinds, strict=True)]
+    steady: list[bool] = []
+    for mark, group in groupby(marks):
+        length = len(list(group))
+        steady += [mark and length >= SHORT_RUN] * length
+    return steady
 
 
 def _joined_short(pieces: list[_Piece]) -> list[_Piece]:

@@ -13,11 +13,12 @@ from _tolerances import MEMORY, STATE_BYTES
 
 from jaxpipe import LayerSpec, PipeDataParallelTopology, Pipeline, PipelineModule
 from jaxpipe.runtime import PipelineSettings
+from jaxpipe.schedules import resolve_schedule
 from jaxpipe.topology import make_pipeline_mesh
 
 STAGES = 4
 ADAM = optax.adam(1e-3)
-BOUNDED = ["1f1b", "train", "split", "split_at_once"]
+BOUNDED = ["1f1b", "train", "split", "split_at_once", "1f1b-v", "interleaved", "zero-bubble", "zero-bubble-2"]
 
 
 class Wide(nn.Module):
@@ -38,7 +39,7 @@ class Vocabulary(nn.Module):
 
 
 def wide_pipeline(num_microbatches: int, schedule: str, *, skip_idle: bool = True, interval: int = 0) -> Pipeline:
-    layers = [LayerSpec(Wide) for _ in range(STAGES)]
+    layers = [LayerSpec(Wide)] * (STAGES * resolve_schedule(SCHEDULES[schedule]).num_chunks)
     module = PipelineModule(
         layers,
         num_stages=STAGES,
@@ -75,18 +76,45 @@ def test_gpipe_grows_with_microbatches() -> None:
     assert many > 2 * few
 
 
-@pytest.mark.parametrize("stages", [2, 4, 8])
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "train"])
-@pytest.mark.parametrize("microbatches", [1, 3, 8])
+def slots_by_formula(schedule: str, stages: int, microbatches: int, chunks: int) -> int:
+    """Slots for what waits between forward and backward, counted on each chunk."""
+    return {
+        "1f1b": min(microbatches, 2 * (stages - 1) + 1),
+        "gpipe": microbatches,
+        "train": min(microbatches, stages),
+        "1f1b-v": min(2 * stages, microbatches + min(microbatches, stages)),
+        "interleaved": (chunks - 1) * min(microbatches, stages) + min(microbatches, 2 * (stages - 1) + 1),
+        "zero-bubble": min(chunks * microbatches, chunks * stages + stages - 1),
+    }[schedule.removesuffix("-2")]
+
+
+RINGS = [
+    *(
+        (schedule, stages, microbatches)
+        for schedule in ("1f1b", "gpipe", "train")
+        for stages in (2, 4, 8)
+        for microbatches in (1, 3, 8)
+    ),
+    *(
+        (schedule, stages, microbatches)
+        for schedule in ("1f1b-v", "interleaved", "zero-bubble", "zero-bubble-2")
+        for stages in (2, 4)
+        for microbatches in (stages, 8)
+    ),
+]
+
+
+@pytest.mark.parametrize(("schedule", "stages", "microbatches"), RINGS)
 def test_rings_are_as_deep_as_the_formula(schedule: str, stages: int, microbatches: int) -> None:
-    formula = {"1f1b": 2 * (stages - 1) + 1, "gpipe": microbatches, "train": stages}[schedule]
-    deepest = min(microbatches, formula)
     case = Case(stages=stages, microbatches=microbatches, schedule=schedule, model="functions", cut="uniform")
     pipeline = case.pipeline()
-    assert pipeline.program.peak_in_flight == deepest
-    spill = pipeline.program.residual_slots - deepest
-    assert spill == int(pipeline.program.needs_spill)
+    program = pipeline.program
+    deepest = slots_by_formula(schedule, stages, microbatches, program.num_chunks)
+    assert program.peak_in_flight == deepest
+    spill = program.residual_slots - deepest
+    assert spill == int(program.needs_spill)
     depths = _ring_depths(pipeline)
+    print(depths, deepest, spill, program.depth)
     assert depths == {deepest + spill}
 
 

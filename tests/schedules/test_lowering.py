@@ -171,4 +171,4 @@ def test_planning_a_large_pipeline(kind: type[PipeSchedule]) -> None:
     program = lower_schedule(kind, 1024, 64)
     flying = {OneFOneBSchedule: 127, TrainSchedule: 64}
     assert program.peak_in_flight == flying[kind]
-    assert len(program.runs) <= 3
+    assert len(program.runs) <= 5

@@ -101,15 +101,12 @@ def test_the_goal() -> None:
     assert takes(zero_bubble(32, 8, 2), 1.0, 1.0, 1.0) == 32 * 3 + 7 / 2
 
 
-@pytest.mark.parametrize(
-    ("num_stages", "num_chunks", "lengths"), [(4, 1, [3, 3, 10, 3, 3, 3]), (4, 2, [7, 3, 22, 3, 7, 3])]
-)
-def test_the_steady_part_has_no_idle_cell(num_stages: int, num_chunks: int, lengths: list[int]) -> None:
-    program = zero_bubble(16, num_stages, num_chunks)
+def test_the_steady_part_has_no_idle_cell() -> None:
+    program = zero_bubble(16, 4, 1)
     kinds = ("forward", "backward", "weight")
     content = ["".join(k[0] for k in kinds if getattr(run, f"has_{k}")) for run in program.runs]
     assert content == ["f", "fb", "fbw", "fbw", "bw", "w"]
-    assert [run.stop - run.start for run in program.runs] == lengths
+    assert [run.stop - run.start for run in program.runs] == [3, 3, 10, 3, 3, 3]
     steady = program.runs[2]
     for kind in kinds:
         table = program.tables[f"{kind}_microbatch"]
