@@ -6,7 +6,9 @@ holds what waits between forward and backward, counted on each chunk, `formula` 
 formula; bytes flat in the number of microbatches for every schedule but gpipe; with recompute little more than the
 stage inputs in flight; `1f1b-v` below `1f1b`, `zero-bubble` above it by what is pending.
 
-Run: python -m benchmarks.memory [--only 1f1b,zero-bubble]
+Each of 56 compilations takes several seconds.
+
+Run: python -m benchmarks.memory [--only 1f1b,zero-bubble] [--stages 2,4] [--recompute 0,1]
 """
 
 import argparse
@@ -62,17 +64,20 @@ def main() -> None:
     """Print a line per setting."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default=",".join(dict(SCHEDULES)), help="schedules")
-    names = parser.parse_args().only.split(",")
+    parser.add_argument("--stages", default="2,4")
+    parser.add_argument("--recompute", default="0,1", help="blocks recomputed together, 0: none")
+    options = parser.parse_args()
+    names = options.only.split(",")
     print_head(*COLUMNS, *SIZES)
     differ = []
-    for num_stages in (2, 4):
+    for num_stages in map(int, options.stages.split(",")):
         for schedule, num_chunks in SCHEDULES:
             if schedule not in names:
                 continue
             counts = 2 * num_stages, 8 * num_stages
             wanted = [formula(schedule, num_chunks, num_stages, m) for m in counts]
             label = f"{schedule}, {num_chunks} chunks" if num_chunks > 1 else schedule
-            for recompute in (0, 1):
+            for recompute in map(int, options.recompute.split(",")):
                 found = [temporary_bytes(schedule, num_chunks, num_stages, m, recompute) for m in counts]
                 sizes, slots, pending = zip(*found, strict=True)
                 differ += [] if list(slots) == wanted else [label]

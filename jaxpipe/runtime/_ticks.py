@@ -45,7 +45,9 @@ class TickLoop:
     """A tick program bound to the computing of a model's parts.
 
     What was computed in one tick and is sent in the next does not wait in a ring: activations travel at the end of
-    their tick, under its backward, and gradients at the beginning of the next, under its forward.
+    their tick, under its backward, and gradients at the beginning of the next, under its forward. Where idle cells are
+    skipped nothing travels under a cell, and an exchange amid a tick would make stages without a forward wait for those
+    that have one; there both travel at the beginning of the next.
 
     Args:
         parts: The computing.
@@ -95,7 +97,7 @@ class TickLoop:
         cell = CELLS[kind]
         pairs = travelling(self.program, kind, range(run.start, run.stop))
         arrived = carry[kind] if kind in carry else self._forms[kind].zeros()
-        if pairs and not (kind == "act" and kind in self._prompt):
+        if pairs and not self._travels_early(kind):
             sent = carry[kind] if kind in carry else read_ring(carry[f"{kind}_out"], row[f"{kind}_send"])
             arrived = exchange(sent, pairs, device.stage, row[f"{kind}_from"], self.program.num_stages)
         if f"{kind}_in" in carry:
@@ -116,11 +118,15 @@ class TickLoop:
         if kind not in carry:
             return
         carry[kind] = value
-        if kind == "act":
+        if self._travels_early(kind):
             pairs = travelling(self.program, kind, range(run.start + 1, run.stop + 1))
             arrived = exchange(value, pairs, device.stage, row["act_from_next"], self.program.num_stages)
             # Keeps XLA from moving the exchange into the next tick, where nothing would lie between it and its use.
             carry[kind] = jax.lax.optimization_barrier(arrived)
+
+    def _travels_early(self, kind: str) -> bool:
+        """Whether a kind of value travels in the tick that computes it."""
+        return kind == "act" and kind in self._prompt and not self._skip
 
     def cell(
         self,

@@ -88,19 +88,10 @@ def slots_by_formula(schedule: str, stages: int, microbatches: int, chunks: int)
     }[schedule.removesuffix("-2")]
 
 
+PLAIN, CHUNKED = ("1f1b", "gpipe", "train"), ("1f1b-v", "interleaved", "zero-bubble", "zero-bubble-2")
 RINGS = [
-    *(
-        (schedule, stages, microbatches)
-        for schedule in ("1f1b", "gpipe", "train")
-        for stages in (2, 4, 8)
-        for microbatches in (1, 3, 8)
-    ),
-    *(
-        (schedule, stages, microbatches)
-        for schedule in ("1f1b-v", "interleaved", "zero-bubble", "zero-bubble-2")
-        for stages in (2, 4)
-        for microbatches in (stages, 8)
-    ),
+    *((schedule, stages, microbatches) for schedule in PLAIN for stages in (2, 4, 8) for microbatches in (1, 3, 8)),
+    *((schedule, *sizes) for schedule in CHUNKED for sizes in ((2, 2), (4, 8))),
 ]
 
 
@@ -113,9 +104,7 @@ def test_rings_are_as_deep_as_the_formula(schedule: str, stages: int, microbatch
     assert program.peak_in_flight == deepest
     spill = program.residual_slots - deepest
     assert spill == int(program.needs_spill)
-    depths = _ring_depths(pipeline)
-    print(depths, deepest, spill, program.depth)
-    assert depths == {deepest + spill}
+    assert _ring_depths(pipeline) == {deepest + spill}
 
 
 def _ring_depths(pipeline: Pipeline) -> set[int]:
