@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from _models import LENGTH, MODELS, VOCAB
+from _models import ALL_MODELS, LENGTH, VOCAB
 
 import jaxpipe
 from jaxpipe import PipeDataParallelTopology, PipelineEngine, PipelineModule, ProcessTopology
@@ -40,7 +40,7 @@ class Layout:
         return "-".join(name for name in named if name not in ("", "tied", "Adam", "1f1b", "auto"))
 
     def engine(self, config: dict[str, Any] | None = None, **kwargs: Any) -> PipelineEngine:
-        model = MODELS[self.model]
+        model = ALL_MODELS[self.model]
         if self.inside == "stage":
             topology = ProcessTopology(["data", "pipe"], [self.data, self.stages])
         else:

@@ -12,7 +12,10 @@ import optax
 from flax import nnx
 
 from jaxpipe import LayerSpec, PipelineModule, TiedLayerSpec
-from jaxpipe.layers import AuxLoss, Metric
+from jaxpipe.layers import AuxLoss, Metric, VocabEmbed, VocabHead, vocab_cross_entropy
+
+ROWS = 16
+"""Rows of tables that are split over stages."""
 
 VOCAB, DIM, LENGTH, MICROBATCH, BLOCKS = 11, 8, 3, 2, 8
 
@@ -316,3 +319,63 @@ MODELS = {
     "weighted": Model(lambda: [LayerSpec(Embed), *specs(Block), LayerSpec(Head)], weighted_loss),
     "no_loss": Model(lambda: [LayerSpec(Embed), *specs(Block), LayerSpec(Loss)], loss_fn=None),
 }
+
+
+class SplitEmbed(nn.Module):
+    """A table that is split over the stages, positions that are not, and dropout."""
+
+    rate: float = 0.5
+
+    @nn.compact
+    def __call__(self, tokens: jax.Array, *, train: bool = False) -> jax.Array:
+        position = self.param("position", nn.initializers.normal(1.0), (tokens.shape[-1], DIM))
+        x = VocabEmbed(ROWS, DIM)(tokens) + position[None]
+        return nn.Dropout(self.rate, deterministic=not train)(x)
+
+
+class SplitHead(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return VocabHead(ROWS)(nn.LayerNorm()(x))
+
+
+def split_loss(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    return vocab_cross_entropy(logits, labels, ROWS).mean()
+
+
+def split_weighted_loss(logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
+    mask = labels % 3 > 0
+    return jnp.sum(vocab_cross_entropy(logits, labels, ROWS) * mask), jnp.sum(mask)
+
+
+def split_text(rng: np.random.Generator, *lead: int) -> tuple[Any, Any, Any]:
+    inputs, labels = rng.integers(0, ROWS, (2, *lead, LENGTH), np.int32)
+    return inputs, labels, {}
+
+
+def split_tied(*, split: bool = True) -> list[Any]:
+    def table(**kwargs: Any) -> TiedLayerSpec:
+        return TiedLayerSpec("table", VocabEmbed, ROWS, DIM, split=split, **kwargs)
+
+    return [table(), lambda x: x * 2.0, *specs(Block), nn.LayerNorm(), table(forward_fn=VocabEmbed.attend)]
+
+
+SPLIT_MODELS = {
+    "split": Model(
+        lambda: [SplitEmbed(), *[LayerSpec(Block, 0.2) for _ in range(BLOCKS)], LayerSpec(SplitHead)],
+        split_weighted_loss,
+        split_text,
+        is_random=True,
+    ),
+    "split_tied": Model(split_tied, split_loss, split_text),
+    "whole_tied": Model(lambda: split_tied(split=False), split_loss, split_text),
+    "split_first": Model(
+        lambda: [VocabEmbed(ROWS, DIM), Widen(DIM), *specs(Block), nn.Dense(ROWS)], split_loss, split_text
+    ),
+    "split_last": Model(
+        lambda: [nn.Embed(ROWS, DIM), *specs(Block), nn.LayerNorm(), VocabHead(ROWS)], split_loss, split_text
+    ),
+}
+"""Models whose embedding or head is split over the stages."""
+
+ALL_MODELS = {**MODELS, **SPLIT_MODELS}

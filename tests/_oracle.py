@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 import optax
-from _models import MICROBATCH, MODELS, Model
+from _models import ALL_MODELS, MICROBATCH, Model
 from _schedules import LastInFirstOutSchedule, OneByOneSchedule, SplitAtOnceSchedule, SplitSchedule
 
 from jaxpipe import PipeDataParallelTopology, Pipeline, PipelineModule, PipeSchedule, microbatch_key
@@ -61,11 +61,11 @@ class Case:
 
     def module(self) -> PipelineModule:
         kwargs = {"partition_method": self.boundaries(), "activation_checkpoint_interval": self.interval}
-        return MODELS[self.model].module(self.stages, **kwargs)
+        return ALL_MODELS[self.model].module(self.stages, **kwargs)
 
     def boundaries(self) -> Any:
         """`front` gives the first part most layers, `back` the last."""
-        num_layers = len(MODELS[self.model].layers())
+        num_layers = len(ALL_MODELS[self.model].layers())
         uneven = {
             "front": [0, *range(num_layers - self.parts + 1, num_layers + 1)],
             "back": [*range(self.parts), num_layers],
@@ -73,7 +73,7 @@ class Case:
         return uneven.get(self.cut, self.cut)
 
     def batch(self, seed: int = 0) -> tuple[Any, Any, Any]:
-        return make_batch(MODELS[self.model], self.microbatches, self.data, seed)
+        return make_batch(ALL_MODELS[self.model], self.microbatches, self.data, seed)
 
     def pipeline(self) -> Pipeline:
         mesh = make_pipeline_mesh(PipeDataParallelTopology(self.stages, self.data))
@@ -122,7 +122,7 @@ class Sequential:
 
 @functools.cache
 def sequential_model(name: str, compute_dtype: str | None = None) -> Sequential:
-    model = MODELS[name]
+    model = ALL_MODELS[name]
     module = model.module(compute_dtype=compute_dtype)
 
     def objective(
@@ -219,7 +219,7 @@ def reference(
 
 @functools.cache
 def cached_reference(name: str, microbatches: int, data: int) -> tuple[float, Any]:
-    return reference(name, make_batch(MODELS[name], microbatches, data), microbatches, data)
+    return reference(name, make_batch(ALL_MODELS[name], microbatches, data), microbatches, data)
 
 
 def evaluation(name: str, batch: Any, microbatches: int, data: int) -> float:

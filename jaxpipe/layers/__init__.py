@@ -19,6 +19,9 @@ from ._tree import ParamPaths as ParamPaths
 from ._tree import flatten_dict as flatten_dict
 from ._tree import merge_layers as merge_layers
 from ._tree import unflatten_dict as unflatten_dict
+from ._vocab import VocabEmbed as VocabEmbed
+from ._vocab import VocabHead as VocabHead
+from ._vocab import vocab_cross_entropy as vocab_cross_entropy
 
 __all__ = [
     "AuxLoss",
@@ -30,6 +33,8 @@ __all__ = [
     "ParamPaths",
     "PipelineModule",
     "TiedLayerSpec",
+    "VocabEmbed",
+    "VocabHead",
     "as_arrays",
     "cast_floats",
     "flatten_dict",
@@ -39,5 +44,6 @@ __all__ = [
     "program_key",
     "struct_of",
     "unflatten_dict",
+    "vocab_cross_entropy",
     "with_model_axis",
 ]

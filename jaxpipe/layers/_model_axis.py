@@ -76,30 +76,31 @@ def unbox(tree: PyTree) -> PyTree:
     return jax.tree.map(one, tree, is_leaf=_is_box)
 
 
-def sharded_dims(label: str, tree: PyTree) -> Mapping[Path, int]:
-    """Which variables are sharded over the axis `model`, and along which dim, by Flax's partition metadata.
+def sharded_dims(label: str, tree: PyTree, axis: str = _AXIS) -> Mapping[Path, int]:
+    """Which variables are sharded over an axis, and along which dim, by Flax's partition metadata.
 
-    Other names than `model` are ignored: they are for automatic partitioning, which a pipeline does not use.
+    Other names are ignored: they are for automatic partitioning, which a pipeline does not use.
 
     Args:
         label: How errors name the layer.
         tree: Variables, those with metadata in boxes of `flax.core.meta`.
+        axis: The axis.
 
     Returns:
         Dims by path.
 
     Raises:
-        LayerError: A variable names `model` for more than one dim.
+        LayerError: A variable names the axis for more than one dim.
     """
     found = {}
     for keys, leaf in jax.tree.leaves_with_path(tree, is_leaf=_is_box):
         spec = tuple(nn.get_partition_spec(leaf) or ()) if _is_box(leaf) else ()
         path = tuple(jax.tree_util.keystr((key,), simple=True) for key in keys)
-        dims = [dim for dim, names in enumerate(spec) if _AXIS in (names if isinstance(names, tuple) else (names,))]
+        dims = [dim for dim, names in enumerate(spec) if axis in (names if isinstance(names, tuple) else (names,))]
         if len(dims) > 1:
             raise LayerError(
-                f"{'.'.join(path)!r} of layer {label} must be sharded over the {_AXIS!r} axis along one dim, but got "
-                f"the partition metadata {spec}. Leave {_AXIS!r} at one dim."
+                f"{'.'.join(path)!r} of layer {label} must be sharded over the {axis!r} axis along one dim, but got "
+                f"the partition metadata {spec}. Leave {axis!r} at one dim."
             )
         if dims:
             found[path] = dims[0]

@@ -285,7 +285,7 @@ class PipelineModule(SequentialModel, DeepSpeedNames):
             num_parts=num_parts,
             names=[named.name for named in self.layers],
             class_names=[named.layer.class_name for named in self.layers],
-            num_params=None if trace is None else trace.num_params(),
+            num_params=None if trace is None else trace.num_own_params(),
             repeated=repeated_layers(self.layers, trace, self.compute_dtype)
             if self._cuts_trunk and trace is not None
             else None,

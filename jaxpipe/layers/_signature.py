@@ -162,7 +162,9 @@ def layer_signature(named: NamedLayer, trace: ModelTrace, compute_dtype: Any = N
     evaluation = jax.make_jaxpr(forward)(*args)
     held = (params, inputs, trace.boundaries[named.index + 1], trace.collections[named.index], trace.aux[named.index])
     structures = tuple(jax.tree.structure(tree) for tree in held)
-    dims = tuple(frozenset(each[named.index].items()) for each in (trace.param_dims, trace.collection_dims))
+    dims = tuple(
+        frozenset(each[named.index].items()) for each in (trace.param_dims, trace.collection_dims, trace.stage_dims)
+    )
     return program_key(training), program_key(evaluation), structures, dims
 
 

@@ -34,6 +34,7 @@ class ModelTrace:
         aux: What each layer reports in training, `{"losses": {...}, "metrics": {...}}`, each a scalar.
         param_dims: For each layer the dims along which parameters are sharded over the `model` axis, by path.
         collection_dims: The same of collections.
+        stage_dims: For each layer the dims along which a pipeline splits parameters over the `stage` axis, by path.
         num_model: Length of the `model` axis, one place of which holds these shapes; 0 where there is none.
     """
 
@@ -46,11 +47,17 @@ class ModelTrace:
     aux: tuple[PyTree, ...]
     param_dims: tuple[Mapping[Path, int], ...]
     collection_dims: tuple[Mapping[Path, int], ...]
+    stage_dims: tuple[Mapping[Path, int], ...]
     num_model: int
 
     def num_params(self) -> tuple[int, ...]:
         """Numbers of parameters, per layer, that an optimiser updates; shared ones count in each layer."""
         return tuple(sum(math.prod(x.shape) for x in jax.tree.leaves(p)) for p in self.params)
+
+    def num_own_params(self) -> tuple[int, ...]:
+        """The same without those that are split over the `stage` axis, of which every stage has as many."""
+        layers = zip(map(flatten_dict, self.params), self.stage_dims, strict=True)
+        return tuple(sum(math.prod(x.shape) for p, x in leaves.items() if p not in dims) for leaves, dims in layers)
 
     def owners(self) -> dict[Path, tuple[int, Path]]:
         """For each path in the model's tree the first layer that holds it, which makes it, and its path in there."""
@@ -67,6 +74,13 @@ class ModelTrace:
             for at, (index, local) in self.owners().items()
             if local in self.param_dims[index]
         }
+
+    def split_dims(self) -> dict[Path, int]:
+        """The dims of parameters that are split over the `stage` axis by path in the model's tree."""
+        found: dict[Path, int] = {}
+        for paths, dims in zip(self.paths, self.stage_dims, strict=True):
+            found |= {paths.paths[local]: dim for local, dim in dims.items()}
+        return found
 
     def tree(self) -> PyTree:
         """The model's one parameter tree, as shapes and dtypes."""
@@ -136,6 +150,7 @@ def trace_layers(
     all_collections, all_aux, all_dims = [], [], []
     shared: dict[Path, tuple[str, Any]] = {}
     shared_dims: dict[Path, int | None] = {}
+    shared_stage_dims: dict[Path, int | None] = {}
     known: dict[Hashable, int] = {}
     firsts: list[int] = []
     for named in layers:
@@ -157,7 +172,8 @@ def trace_layers(
         boundaries.append(outputs if named.index == len(layers) - 1 else cast_floats(outputs, compute_dtype))
         all_collections.append(collections)
         all_aux.append(aux)
-        all_dims.append((_with_shared(paths, dims[0], shared_dims), dims[1]))
+        stage_dims = _with_shared(paths, dims[2], shared_stage_dims)
+        all_dims.append((_with_shared(paths, dims[0], shared_dims), dims[1], stage_dims))
         all_params.append(params)
         all_paths.append(paths)
         firsts.append(first)
@@ -197,8 +213,8 @@ class _Call:
     side: PyTree
     dtype: Any
 
-    def variables(self, given: PyTree) -> tuple[PyTree, PyTree, tuple[Mapping[Path, int], Mapping[Path, int]]]:
-        """Shapes of parameters and collections, and the dims of each that are sharded."""
+    def variables(self, given: PyTree) -> tuple[PyTree, PyTree, tuple[Mapping[Path, int], ...]]:
+        """Shapes of parameters and collections, the dims of each that are sharded, and those split over stages."""
 
         def make(x: PyTree, s: PyTree, given: PyTree) -> tuple[PyTree, PyTree]:
             _, params, collections = self.named.layer.init(jax.random.key(0), x, side=s, given=given)
@@ -211,9 +227,10 @@ class _Call:
                 if not given:
                     raise
                 made = jax.eval_shape(make, self.inputs, self.side, given)
-            dims = {}, {}
+            dims: tuple[Mapping[Path, int], ...] = {}, {}
             if bound_model_axis():
                 dims = sharded_dims(self.named.name, made[0]), sharded_dims(self.named.name, made[1])
+            dims = *dims, sharded_dims(self.named.name, made[0], "stage")
         return unbox(made[0]), unbox(made[1]), dims
 
     def results(self, params: PyTree, collections: PyTree) -> tuple[PyTree, PyTree]:

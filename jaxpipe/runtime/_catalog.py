@@ -44,7 +44,8 @@ class Leaf:
     Attributes:
         shape: Its shape.
         dtype: Its dtype, by name.
-        dim: The dim along which the spans of a copy are put together, where it is sharded over the `model` axis.
+        dim: The dim along which the spans of a copy are put together, where it is sharded over the `model` axis or
+            split over the stages.
         copies: Where it lies. Each copy is whole, and all are equal: shared layers lie on several stages.
     """
 
@@ -122,30 +123,36 @@ def make_catalog(
         The leaves by `params/<path>`, `opt_state/<path>` and `collections/<path>`.
     """
     found: dict[str, _Found] = {}
+    split = params.split_dims
 
-    def add(key: str, struct: Any, dim: int | None, spans: Callable[[int], Span]) -> None:
+    def add(key: str, struct: Any, dim: int | None, spans: Callable[[int], Span], *, is_split: bool = False) -> None:
         leaf = found.setdefault(key, _Found(as_words(struct), dim, []))
         places = [spans(place) for place in range(num_places)]
-        leaf.copies.extend([(span,) for span in places] if dim is None else [tuple(places)])
+        if is_split:
+            begun: list[tuple[Span, ...]] = leaf.copies or [()] * num_places
+            leaf.copies[:] = [(*copy, span) for copy, span in zip(begun, places, strict=True)]
+        else:
+            leaf.copies.extend([(span,) for span in places] if dim is None else [tuple(places)])
 
     kept = division.kept
     for stage, held in enumerate(params.stages):
         for name, path in held.paths.items():
             member, replicas = kept.lies(stage, name)
             spans = _spans("params", kept.rows, member, name, _rows(stage, replicas, kept.num_shards, num_places))
-            add(_key("params", path), params.struct[path], dims.get(path), spans)
+            dim = split.get(path, dims.get(path))
+            add(_key("params", path), params.struct[path], dim, spans, is_split=path in split)
     whole = updater.whole_struct()
     for member in range(kept.rows.num_stages):
         stage = kept.stage_of(member)
         for group, layout, name, label, path in updater.leaves(member):
             struct = whole[label]
             is_like_param = path is not None and struct.shape == params.struct[path].shape
-            dim = dims.get(path) if is_like_param and path is not None else None
             every = kept.replicas_of(member)
             for replicas in [every] if is_like_param else [(replica,) for replica in every]:
                 rows = _rows(stage, replicas, kept.num_shards, num_places)
                 spans = _spans(f"opt_state/{group}", layout, member, name, rows)
-                add(f"opt_state/{label}", struct, dim, spans)
+                dim = split.get(path, dims.get(path)) if is_like_param and path is not None else None
+                add(f"opt_state/{label}", struct, dim, spans, is_split=is_like_param and path in split)
     for stage, name, path in collections.leaves():
         spans = _spans("collections", collections.layout, stage, name, _rows(stage, (0,), 1, num_places))
         add(_key("collections", path), collections.struct[path], collections.dims.get(path), spans)

@@ -43,6 +43,8 @@ def describe_pipeline(pipeline: Pipeline, max_width: int = 120) -> str:
         "",
         f"alike on every stage: {_count(len(pipeline.cuts[0].trunk), 'layer')}; parameters per device: {size}",
     ]
+    if pipeline.ends.layers:
+        lines.append(f"run by all stages together: {', '.join(names[i] for i in pipeline.ends.layers)}")
     return "\n".join(lines)
 
 

@@ -1,5 +1,7 @@
 """The evaluation loop: a forward-only tick program, from a batch to the model's outputs or their losses."""
 
+import dataclasses
+import functools
 from collections.abc import Callable
 
 import jax
@@ -34,7 +36,8 @@ class EvaluateLoop(TickLoop):
 
         Args:
             device: This device.
-            measure: What is wanted of each microbatch; run where the last part is, alone.
+            measure: What is wanted of each microbatch; run where the last part is, alone, or on all stages where they
+                run the last layers together.
 
         Returns:
             There the results of `measure`, leaves `[num_microbatches, ...]`, elsewhere zeros.
@@ -42,7 +45,7 @@ class EvaluateLoop(TickLoop):
 
         def start() -> PyTree:
             nothing, none = self.parts.activations.zeros(), jnp.int32(-1)
-            return self._measure(device, device.feed.microbatch(none, none, none), nothing, measure)
+            return self._measure(device, device.feed.microbatch(none, none, none), none >= 0, nothing, measure)
 
         results = make_ring(jax.eval_shape(start), self.program.num_microbatches)
         carry: Carry = {"results": results, **self.empty_rings()}
@@ -50,7 +53,7 @@ class EvaluateLoop(TickLoop):
 
     def _tick(self, device: Device, run: TickRun, carry: Carry, row: Row, measure: Measure) -> None:
         arrived = self.arrive(device, run, carry, row, "act")
-        batch = device.feed.microbatch(row["entering"], row["leaving"], row["forward_microbatch"]).without_key()
+        batch = self.microbatch(device, run, row, train=False)
         output = self.cell(
             device,
             run,
@@ -59,10 +62,18 @@ class EvaluateLoop(TickLoop):
             [lambda at: self.parts.evaluate(at, device.held, batch, device.collections, arrived)],
         )
         self.leave(device, run, carry, row, "act", output)
-        which = jnp.where(self.is_last(device, row, "forward"), 0, -1)
-        result = run_cell(which, [lambda: self._measure(device, batch, output, measure)])
-        carry["results"] = write_ring_if(carry["results"], result, jnp.where(which >= 0, row["forward_microbatch"], -1))
+        is_last = self.is_last(device, row, "forward")
+        if self.parts.final is None:
+            which = jnp.where(is_last, 0, -1)
+            result = run_cell(which, [lambda: self._measure(device, batch, is_last, output, measure)])
+        else:
+            batch = dataclasses.replace(batch, context=device.feed.context(row["leaving"]))
+            compute = functools.partial(self._measure, device, batch, is_last, output, measure)
+            result = self.together(run, row, "leaving", compute)
+        carry["results"] = write_ring_if(carry["results"], result, jnp.where(is_last, row["forward_microbatch"], -1))
 
-    def _measure(self, device: Device, batch: Microbatch, output: PyTree, measure: Measure) -> PyTree:
+    def _measure(
+        self, device: Device, batch: Microbatch, is_last: jax.Array, output: PyTree, measure: Measure
+    ) -> PyTree:
         batch = batch.without_key()
-        return measure(self.parts.outputs(device.held, batch, device.collections, output), batch.labels)
+        return measure(self.parts.outputs(device.held, batch, is_last, device.collections, output), batch.labels)

@@ -61,9 +61,12 @@ class Feed:
             leaving: The one whose labels the loss takes.
             own: The one that this stage works on.
         """
-        at = jnp.maximum(own, 0)
-        key = microbatch_key(self.rng, self.step, self.first + at, self.replica)
-        return Microbatch(self.inputs(entering), self.labels(leaving), (key, read_ring(self.batch[2], at)))
+        return Microbatch(self.inputs(entering), self.labels(leaving), self.context(own))
+
+    def context(self, index: jax.Array) -> tuple[jax.Array, PyTree]:
+        """Key and side inputs of a microbatch."""
+        at = jnp.maximum(index, 0)
+        return microbatch_key(self.rng, self.step, self.first + at, self.replica), read_ring(self.batch[2], at)
 
     def inputs(self, index: jax.Array) -> PyTree:
         """The inputs of a microbatch."""
@@ -75,12 +78,13 @@ class Feed:
 
 
 def feeding(program: TickProgram) -> dict[str, Any]:
-    """Tables of the microbatch that enters the model in a tick, and of the one that leaves it, alike on all stages."""
+    """Tables of microbatches, alike on all stages: `entering`, `leaving`, and `returning`, at part 0's backward."""
     found = {}
     home = {part: (s, c) for s, parts in enumerate(program.placement) for c, part in enumerate(parts)}
-    for name, part in (("entering", 0), ("leaving", len(home) - 1)):
+    last = len(home) - 1
+    for name, part, cell in (("entering", 0, "forward"), ("leaving", last, "forward"), ("returning", 0, "backward")):
         stage, chunk = home[part]
-        cells = zip(program.tables["forward_microbatch"][stage], program.tables["forward_chunk"][stage], strict=True)
+        cells = zip(program.tables[f"{cell}_microbatch"][stage], program.tables[f"{cell}_chunk"][stage], strict=True)
         row = tuple(microbatch if at == chunk else -1 for microbatch, at in cells)
         found[name] = (row,) * program.num_stages
     return found

@@ -22,7 +22,7 @@ class Packing:
     """
 
     def __init__(self, structs: Sequence[PyTree]) -> None:
-        self._structs = tuple(structs)
+        self.structs = tuple(structs)
         flat = [jax.tree.flatten(struct) for struct in structs]
         self._leaves = tuple(leaves for leaves, _ in flat)
         self._treedefs = tuple(treedef for _, treedef in flat)
@@ -41,12 +41,12 @@ class Packing:
     def struct(self) -> PyTree:
         """Shapes and dtypes of the common form."""
         if self.is_identity:
-            return self._structs[0] if self._structs else ()
+            return self.structs[0] if self.structs else ()
         return {dtype: jax.ShapeDtypeStruct((size,), dtype) for dtype, size in self._sizes.items()}
 
     def struct_of(self, member: int) -> PyTree:
         """Shapes and dtypes of a member's own form."""
-        return self._structs[member]
+        return self.structs[member]
 
     def describe(self, member: int) -> tuple[object, ...]:
         """A value that is equal for members that are packed alike."""

@@ -13,6 +13,7 @@ from jaxpipe.layers import ModelTrace, cast_floats, flatten_dict, unflatten_dict
 from jaxpipe.schedules import Placement
 
 from ._cut import StageCut
+from ._ends import Ends, slice_struct
 from ._layout import Layout
 
 
@@ -21,7 +22,7 @@ class StageParams:
     """Names of one stage's parameters in storage, each with its path in the model's tree.
 
     Attributes:
-        own: Parameters of prologues and epilogue.
+        own: Parameters of prologues and epilogue, and of the ends that all stages run together.
         trunk: Parameters of the trunk of every chunk; the names are the same on every stage.
         layers: For each layer of the stage: paths inside the layer, to names.
     """
@@ -51,15 +52,18 @@ class ModelParams:
         trace: The model's shapes.
         cuts: The parts of the model, from the input on.
         placement: The stage and chunk that each part is.
+        ends: The layers that all stages run together; without them nothing is split over the stages.
         dtype: What real floating-point parameters are held in; None: as the layers make them.
         grad_dtype: What their gradients are summed in; None: float32, or their own dtype where that is wider.
 
     Attributes:
         stages: Names and paths, stage by stage.
-        struct: Shapes and dtypes by path in the model's tree.
+        struct: Shapes and dtypes by path in the model's tree; of a parameter split over the stages those of a slice.
         layout: Where the parameters lie.
         grad_layout: Where their summed gradients lie, in the same order.
-        tied: Shared parameters that several stages hold, each with those stages; the first one owns it.
+        tied: Parameters that several stages hold alike, each with those stages; the first one owns it.
+        split_dims: The dims along which parameters are split over the stages, by path.
+        end_names: Parameters of the layers that all stages run together.
     """
 
     def __init__(
@@ -67,13 +71,17 @@ class ModelParams:
         trace: ModelTrace,
         cuts: Sequence[StageCut],
         placement: Placement,
+        ends: Ends = Ends(),  # noqa: B008  # frozen
         *,
         dtype: Any = None,
         grad_dtype: Any = None,
     ) -> None:
         paths = [paths.paths for paths in trace.paths]
-        self.stages: tuple[StageParams, ...] = name_leaves(paths, cuts, placement)
-        struct = {path: cast_floats(leaf, dtype) for path, leaf in flatten_dict(trace.tree()).items()}
+        self.stages: tuple[StageParams, ...] = name_leaves(paths, cuts, placement, ends.layers)
+        self.split_dims = ends.dims
+        whole = {path: cast_floats(leaf, dtype) for path, leaf in flatten_dict(trace.tree()).items()}
+        num_stages = placement.num_stages
+        struct = {path: slice_struct(leaf, ends.dims.get(path), num_stages) for path, leaf in whole.items()}
         self.struct: Mapping[Path, jax.ShapeDtypeStruct] = struct
         held = [{name: struct[path] for name, path in stage.paths.items()} for stage in self.stages]
         dims = trace.tree_dims()
@@ -83,12 +91,14 @@ class ModelParams:
         self.grad_layout = Layout(summed, sharded=sharded)
         self.trunk_names = tuple(self.stages[0].trunk)
         """Parameters of the trunk of all chunks, chunk after chunk, in the same order in each."""
-        self.common_names = tuple(name for name in self.layout.stacked if name not in self.stages[0].trunk)
-        """Parameters outside the trunk that every stage holds, such as a tied layer used by all."""
+        self.end_names = tuple(self.stages[0].names_of(ends.layers))
+        others = {n for stage in self.stages for n in stage.names_of([i for i in stage.layers if i not in ends.layers])}
+        self.common_names = tuple(n for n in self.layout.stacked if n in others and n not in self.stages[0].trunk)
+        """Parameters of prologues and epilogue that every stage holds, such as a tied layer used by all."""
         holders: dict[str, list[int]] = {}
         for s, stage in enumerate(self.stages):
             for name, path in stage.own.items():
-                if path[0] == "tied":
+                if path not in ends.dims:
                     holders.setdefault(name, []).append(s)
         self.tied = {name: tuple(stages) for name, stages in holders.items() if len(stages) > 1}
 
@@ -100,15 +110,23 @@ class ModelParams:
     def leaves(self, stage: int, tree: PyTree) -> dict[str, np.ndarray]:
         """One stage's parameters by name as numpy arrays, from the part of the model's tree that holds them."""
         flat = flatten_dict(tree)
-        return {name: np.asarray(flat[path]) for name, path in self.stages[stage].paths.items()}
+        return {
+            name: self._slice(stage, path, np.asarray(flat[path])) for name, path in self.stages[stage].paths.items()
+        }
 
     def tree(self, leaves: Sequence[Mapping[str, Any]]) -> PyTree:
         """The model's tree from the parameters of every stage by name."""
-        flat: dict[Path, Any] = {}
+        found: dict[Path, list[Any]] = {}
         for stage, held in zip(self.stages, leaves, strict=True):
             for name, path in stage.paths.items():
-                flat.setdefault(path, held[name])
-        return unflatten_dict({path: flat[path] for path in self.struct})
+                found.setdefault(path, []).append(held[name])
+        dims = self.split_dims
+        joined = {path: np.concatenate(found[path], axis=dim) for path, dim in dims.items()}
+        return unflatten_dict({path: joined[path] if path in dims else found[path][0] for path in self.struct})
+
+    def _slice(self, stage: int, path: Path, leaf: np.ndarray) -> np.ndarray:
+        dim = self.split_dims.get(path)
+        return leaf if dim is None else np.split(leaf, len(self.stages), axis=dim)[stage]
 
 
 def summed_struct(leaf: Any, grad_dtype: Any = None) -> Any:
@@ -119,7 +137,7 @@ def summed_struct(leaf: Any, grad_dtype: Any = None) -> Any:
 
 
 def name_leaves(
-    paths: Sequence[Mapping[Path, Path]], cuts: Sequence[StageCut], placement: Placement
+    paths: Sequence[Mapping[Path, Path]], cuts: Sequence[StageCut], placement: Placement, ends: Sequence[int] = ()
 ) -> tuple[StageParams, ...]:
     """Name the leaves of every stage: after their place in the trunk of their chunk, or after their path.
 
@@ -127,22 +145,27 @@ def name_leaves(
         paths: For each layer of the model, paths inside the layer to paths in the model's tree.
         cuts: The parts of the model.
         placement: The stage and chunk that each part is.
+        ends: Layers that lie on all stages.
     """
     stages = []
     for parts in placement.virtual:
         stage = StageParams({}, {}, {})
         for chunk, part in enumerate(parts):
-            _name_part(paths, cuts[part], chunk, stage)
+            cut = cuts[part]
+            _name_layers(paths, (*cut.prologue, *cut.trunk, *cut.epilogue), cut.trunk, chunk, stage)
+        _name_layers(paths, ends, range(0), 0, stage)
         stages.append(stage)
     return tuple(stages)
 
 
-def _name_part(paths: Sequence[Mapping[Path, Path]], cut: StageCut, chunk: int, stage: StageParams) -> None:
-    for index in (*cut.prologue, *cut.trunk, *cut.epilogue):
+def _name_layers(
+    paths: Sequence[Mapping[Path, Path]], indices: Sequence[int], trunk: range, chunk: int, stage: StageParams
+) -> None:
+    for index in indices:
         names = stage.layers[index] = {}
         for local, path in paths[index].items():
-            if index in cut.trunk:
-                names[local] = "/".join(("trunk", str(chunk), str(index - cut.trunk.start), *local))
+            if index in trunk:
+                names[local] = "/".join(("trunk", str(chunk), str(index - trunk.start), *local))
                 stage.trunk[names[local]] = path
             else:
                 names[local] = "/".join(path)

@@ -11,7 +11,8 @@ from jaxpipe.layers import ModelTrace, PipelineModule, layer_signatures
 from ._blueprint import Blueprint
 from ._cell import Cell
 from ._collections import ModelCollections
-from ._cut import StageCut, cut_stages
+from ._cut import cut_stages
+from ._ends import find_ends
 from ._epilogue import Epilogue
 from ._feed import Microbatch
 from ._packing import Packing
@@ -19,6 +20,7 @@ from ._params import ModelParams, summed_struct
 from ._plan import Plan
 from ._prologue import Prologue
 from ._residuals import differentiable
+from ._together import FirstTogether, LastTogether
 from ._trunk import Trunk
 
 
@@ -34,7 +36,8 @@ class StageParts:
     """Forward, loss and backward of the parts of a model, the same program on every device.
 
     Activations and gradients that travel are in common form (`activations`, `gradients`): member p is the output of
-    part p; for the last part it is the epilogue's input.
+    part p; for the last part it is the epilogue's input. One member more is part 0's input, where all stages run the
+    layers before it together.
 
     Args:
         module: The model.
@@ -50,10 +53,13 @@ class StageParts:
         """The last part; the only one where it is 0."""
         self.compute_dtype = dtype = module.compute_dtype
         signatures = layer_signatures(module.layers, trace, dtype) if self.last else (None,) * len(module.layers)
-        self.cuts: tuple[StageCut, ...] = cut_stages(signatures, boundaries)
-        self.params = ModelParams(trace, self.cuts, placement, dtype=dtype, grad_dtype=self._grad_dtype)
+        cuts = cut_stages(signatures, boundaries)
+        self.ends, self.cuts = find_ends(module.layers, trace, cuts, module.num_stages)
+        self.params = ModelParams(trace, self.cuts, placement, self.ends, dtype=dtype, grad_dtype=self._grad_dtype)
         self.collections = ModelCollections(module.layers, trace, self.cuts, placement)
         outputs = [trace.boundaries[stop] for stop in (*boundaries[1:-1], self.cuts[-1].epilogue.start)]
+        if self.ends.first:
+            outputs.append(trace.boundaries[self.ends.first.stop])
         self.activations = Packing(outputs)
         self.gradients = Packing([differentiable(x) for x in outputs])
         context = (jax.eval_shape(lambda: jax.random.key(0)), dict(trace.side))
@@ -63,6 +69,10 @@ class StageParts:
         leaving = self.activations if self.trunk.is_empty else Packing(trunk_inputs)
         self.prologue = Prologue(blueprint, self.activations, leaving, split=split)
         self.epilogue = Epilogue(blueprint)
+        self.first = FirstTogether(blueprint, self.ends.first) if self.ends.first else None
+        """The layers before part 0, where all stages run them together."""
+        self.final = LastTogether(blueprint, self.ends.last) if self.ends.last else None
+        """The layers after the last part, where all stages run them together."""
         self.kept = (self.prologue.kept, self.trunk.kept)
         """Shapes and dtypes of what a forward leaves for its backward."""
         self.pending = (self.prologue.pending, self.trunk.pending)
@@ -165,15 +175,60 @@ class StageParts:
         )
         return loss, own, self.gradients.pack(self.last, gradient), collections, values
 
+    def first_gradients(self, held: Held, batch: Microbatch, gradient: PyTree) -> dict[str, jax.Array]:
+        """Run the backward of the layers before part 0, on all stages.
+
+        Args:
+            held: The stage's parameters.
+            batch: The microbatch, with the model's inputs.
+            gradient: The gradient of part 0's input, in common form; zero on stages that do not hold part 0.
+
+        Returns:
+            Gradients of parameters, by name.
+        """
+        assert self.first is not None
+        given = self.gradients.unpack(self.last + 1, gradient)
+        return self.first.gradients(held.storage, batch.inputs, batch.context, given)
+
+    def loss_together(
+        self, held: Held, batch: Microbatch, is_home: jax.Array, output: PyTree, seed: jax.Array
+    ) -> tuple[jax.Array, dict[str, jax.Array], PyTree]:
+        """Run the layers after the last part and the loss, on all stages.
+
+        Returns:
+            `(loss, gradients of parameters by name, gradient of the output in common form)`; loss and the latter are
+            zero where the last part is not.
+        """
+        assert self.final is not None
+        inputs = self.activations.unpack(self.last, output)
+        given = batch.labels, batch.context, seed
+        loss, grads, gradient = self.final.loss_and_gradients(held.storage, is_home, inputs, *given)
+        return loss, grads, self.gradients.pack(self.last, gradient)
+
     def evaluate(self, at: Cell, held: Held, batch: Microbatch, collections: PyTree, arrived: PyTree) -> PyTree:
         """Run prologue and trunk outside training."""
         x = self.prologue.evaluate(at, held.storage, collections, batch.inputs, arrived, batch.context)
         return self.trunk.evaluate(at, held.trunk, collections, x, batch.context)
 
-    def outputs(self, held: Held, batch: Microbatch, collections: PyTree, output: PyTree) -> PyTree:
-        """Run the epilogue's layers outside training: the model's output."""
+    def outputs(self, held: Held, batch: Microbatch, is_home: jax.Array, collections: PyTree, output: PyTree) -> PyTree:
+        """Run the epilogue's layers outside training: the model's output, or this stage's slices of it."""
         inputs = self.activations.unpack(self.last, output)
+        if self.final is not None:
+            return self.final.outputs_of(held.storage, is_home, inputs, batch.context)
         return self.epilogue.outputs(held.storage, collections, inputs, batch.context)
+
+    def check_loss(self, labels: PyTree) -> None:
+        """Refuse a loss that does not know that it gets slices of the outputs.
+
+        Raises:
+            LayerError: It has no collectives over the stages.
+        """
+        if self.final is not None:
+            self.final.check_loss(labels)
+
+    def whole_outputs(self, outputs: PyTree) -> PyTree:
+        """The model's output from what `outputs` gives."""
+        return outputs if self.final is None else self.final.whole(outputs)
 
     def loss_terms(self, outputs: PyTree, labels: PyTree) -> tuple[jax.Array, jax.Array | None]:
         """The loss of one microbatch as `(sum, weight)`, or `(mean, None)`."""
@@ -188,3 +243,8 @@ class StageParts:
         layout = self.params.grad_layout
         common = {n: jnp.zeros(layout.stacked[n].shape, layout.stacked[n].dtype) for n in self.params.common_names}
         return {"stacked": common, "packed": layout.zeros()["packed"]}
+
+    def zero_end_gradients(self) -> dict[str, jax.Array]:
+        """Zeros in the form of the summed gradients of layers that all stages run together."""
+        stacked = self.params.grad_layout.stacked
+        return {n: jnp.zeros(stacked[n].shape, stacked[n].dtype) for n in self.params.end_names}

@@ -23,6 +23,7 @@ from ._catalog import Catalog, make_catalog
 from ._check_params import check_params
 from ._cut import StageCut
 from ._division import divide
+from ._ends import Ends
 from ._evaluate import EvaluateLoop
 from ._feed import WHOLE
 from ._init import StageInit
@@ -78,12 +79,12 @@ class Pipeline:
     Raises:
         TopologyError: The mesh's `stage` axis is not `num_stages` long, or its `model` axis not as the topology says.
         DataError: A leaf of the example is not `microbatch_size * data` samples long.
-        LayerError: Two layers do not fit, the loss is not a scalar, or a variable is sharded over the `model` axis
-            otherwise than its partition metadata says.
+        LayerError: Two layers do not fit, the loss is not a scalar, a variable is sharded over the `model` axis
+            otherwise than its partition metadata says, or a parameter cannot be split over the stages.
         PartitionError: The layers cannot be cut as asked.
         ScheduleError: The schedule is unsound, or cannot have so many chunks.
         ConfigError: The optimiser couples parameters of different stages, or looks at whole arrays where a parameter
-            is sharded over the `model` axis.
+            is sharded over the `model` axis or split over the stages.
     """
 
     def __init__(
@@ -116,7 +117,9 @@ class Pipeline:
         self._batch_specs = (*jax.tree.map(batch_spec, spread), side_specs)
         is_mixed = module.compute_dtype is not None
         self._stages = with_model_axis(num_model, lambda: StageParts(module, self.trace, plan))
-        self._params = ModelParams(self.trace, self.cuts, plan.placement, dtype="float32" if is_mixed else None)
+        kept_dtype, ends = "float32" if is_mixed else None, self._stages.ends
+        self._params = ModelParams(self.trace, self.cuts, plan.placement, ends, dtype=kept_dtype)
+        self._stages.check_loss(labels)
         num_shards = self.num_replicas if settings.zero_stage else 1
         check_sharded(optimizer, self._whole, self._params)
         self._division = divide(self._params, self._stages.params, optimizer, num_shards, num_model)
@@ -159,6 +162,11 @@ class Pipeline:
     def cuts(self) -> tuple[StageCut, ...]:
         """Prologue, trunk and epilogue of each part of the model."""
         return self._stages.cuts
+
+    @property
+    def ends(self) -> Ends:
+        """The first and last layers, where all stages run them together; they are in none of the cuts."""
+        return self._stages.ends
 
     @property
     def state_struct(self) -> TrainState:

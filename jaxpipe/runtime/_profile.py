@@ -77,7 +77,7 @@ def profile_layers(
         halves: Whether to find the cost of each half of the backward.
 
     Returns:
-        The costs.
+        The costs; layers with parameters split over the stages count nothing, as all stages share their work.
 
     Raises:
         PartitionError: The mesh's devices cannot be measured on.
@@ -92,7 +92,9 @@ def profile_layers(
             module.profiles[key] = estimate_layers(module, trace, labels=labels, halves=halves)
         else:
             module.profiles[key] = _measured_together(module, trace, mesh, labels, halves=halves)
-    return module.profiles[key]
+    found = module.profiles[key]
+    pairs = zip(found.layers, trace.stage_dims, strict=True)
+    return dataclasses.replace(found, layers=tuple(LayerCost(0.0, 0.0) if dims else cost for cost, dims in pairs))
 
 
 def can_measure(mesh: Mesh) -> bool:

@@ -37,12 +37,13 @@ class _Program:
 class Prologue:
     """Forward and backward of each part's prologue, from what arrives at the part to the trunk's input.
 
-    At part 0 what arrives is the model's inputs. Parts whose prologues are alike share one branch; where no part
-    has one there is no switch.
+    At part 0 what arrives is the model's inputs, or what layers before it hand over. Parts whose prologues are alike
+    share one branch; where no part has one there is no switch.
 
     Args:
         plan: The model, cut.
-        arriving: Common form of what parts hand over; member p is the output of part p.
+        arriving: Common form of what parts hand over; member p is the output of part p. One member more is the input
+            of part 0, where that has a gradient.
         leaving: Common form of the prologues' outputs; member p belongs to part p.
         split: Make the halves of the backward too.
 
@@ -56,7 +57,8 @@ class Prologue:
         self._arriving, self._leaving = arriving, leaving
         self._placement, self._is_split = plan.placement, split
         parts = range(len(plan.cuts))
-        self._gradients = Packing([differentiable(arriving.struct_of(p)) for p in parts])
+        self._gradients = Packing([differentiable(struct) for struct in arriving.structs])
+        self._before_first = len(parts) if len(arriving.structs) > len(parts) else None
         self._programs: list[_Program] = []
         self._branch: list[int] = []
         self._starts = tuple(cut.prologue.start for cut in plan.cuts)
@@ -72,7 +74,7 @@ class Prologue:
         self._kept = Packing([program.residuals.kept for program in self._programs])
         self._pending = Packing([program.split.pending if program.split else [] for program in self._programs])
         self._outgoing = Packing([differentiable(leaving.struct_of(p)) for p in parts])
-        inputs = Packing([plan.trace.boundaries[0], *(arriving.struct_of(p) for p in parts)])
+        inputs = Packing([plan.trace.boundaries[self._starts[0]], *(arriving.struct_of(p) for p in parts)])
         self._is_empty = len(plan.cuts) > 1 and inputs.is_identity and not any(cut.prologue for cut in plan.cuts)
 
     @property
@@ -99,7 +101,7 @@ class Prologue:
             at: The part.
             storage: The stage's parameters.
             collections: Its collections.
-            first: The microbatch's inputs, which part 0 takes.
+            first: What part 0 takes, such as the microbatch's inputs.
             arrived: What arrived from the part before, in common form.
             context: The microbatch's key and side inputs.
 
@@ -237,7 +239,8 @@ class Prologue:
         return [*self._outgoing.unpack(program.part, gradient), *seeds]
 
     def _leave(self, program: _Program, dx: list[jax.Array]) -> PyTree:
-        return self._gradients.zeros() if program.part == 0 else self._gradients.pack(program.part - 1, dx)
+        member = program.part - 1 if program.part else self._before_first
+        return self._gradients.zeros() if member is None else self._gradients.pack(member, dx)
 
     def _take(self, program: _Program, storage: PyTree) -> dict[str, jax.Array]:
         return {name: self._params.layout.get(program.stage, name, storage) for name in program.names}

@@ -58,6 +58,7 @@ class DevicePrograms:
         self._train, self._evaluate, self._objective = train, evaluate, objective
         self._scaler, self._limit = settings.loss_scaler, settings.gradient_clipping
         self._tied, self._spread = parts.params.tied, spread
+        self._whole = parts.whole_outputs
 
     def init_optimizer(self, params: PyTree) -> PyTree:
         """The optimiser's state for new parameters."""
@@ -94,11 +95,11 @@ class DevicePrograms:
 
     def predict(self, state: TrainState, batch: Batch) -> PyTree:
         """The model's outputs for every microbatch, on every stage."""
-        return jax.tree.map(_from_last, self._results(state, batch, lambda outputs, _: outputs))
+        return jax.tree.map(_from_last, self._results(state, batch, lambda outputs, _: self._whole(outputs)))
 
     def evaluate_and_predict(self, state: TrainState, batch: Batch) -> tuple[Metrics, PyTree]:
         """Both at once."""
-        terms, outputs = self._results(state, batch, lambda y, t: (self._objective.measure(y, t), y))
+        terms, outputs = self._results(state, batch, lambda y, t: (self._objective.measure(y, t), self._whole(y)))
         return self._losses(terms), jax.tree.map(_from_last, outputs)
 
     def _losses(self, terms: tuple[jax.Array, jax.Array]) -> Metrics:
@@ -141,8 +142,10 @@ class DevicePrograms:
             seeds = (seeds[0] / num_model, seeds[1] / num_model)
         device = self._device(state, feed, seeds)
         totals = self._train.run(device)
+        own = totals.own["stacked"]
+        ends = {name: g + own[name] if name in own else g for name, g in totals.ends.items()}
         grads = {
-            "stacked": {**totals.own["stacked"], **self._parts.trunk.named(totals.trunk)},
+            "stacked": {**own, **ends, **self._parts.trunk.named(totals.trunk)},
             "packed": totals.own["packed"],
         }
         grads = sum_tied(self._parts.params, device.stage, grads)

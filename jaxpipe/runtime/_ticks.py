@@ -1,5 +1,6 @@
 """Running a tick program: what travels, what waits in rings, and which cell a device runs in a tick."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,7 @@ from jaxpipe.schedules import TickProgram, TickRun
 
 from ._cell import Cell
 from ._exchange import exchange, following, is_prompt, travelling
-from ._feed import Feed, feeding
+from ._feed import Feed, Microbatch, feeding
 from ._parts import Held, StageParts
 from ._ring import make_ring, read_ring, run_cell, select, write_ring_if, zeros_of
 
@@ -67,7 +68,8 @@ class TickLoop:
         self._buffers = [name for name in buffers if program.depth[name]]
         sources = {f"{kind}_from": program.tables[f"{kind}_recv_from"] for kind in kinds}
         later = {f"{name}_next": following(table) for name, table in sources.items()}
-        self._tables = {**program.tables, **feeding(program), **sources, **later}
+        self._feeding = feeding(program)
+        self._tables = {**program.tables, **self._feeding, **sources, **later}
 
     def empty_rings(self) -> Carry:
         """What the carry holds for values that travel, before the first tick."""
@@ -164,6 +166,32 @@ class TickLoop:
             return run_cell(None, cells)
         return run_cell(jnp.where(index >= 0, which, -1), cells, skip=self._skip)
 
+    def together(self, run: TickRun, row: Row, name: str, compute: Callable[[], PyTree]) -> PyTree:
+        """Run what all stages run at once, or give zeros in ticks without it.
+
+        Args:
+            run: The run that the tick is in.
+            row: The tick's tables.
+            name: `entering`, `leaving` or `returning`: the microbatch it works on.
+            compute: The computing; it may hold collectives over the stages.
+        """
+        is_always = all(microbatch >= 0 for microbatch in self._feeding[name][0][run.start : run.stop])
+        return run_cell(None if is_always else jnp.where(row[name] >= 0, 0, -1), [compute])
+
+    def microbatch(self, device: Device, run: TickRun, row: Row, *, train: bool) -> Microbatch:
+        """What this tick's forward knows of its microbatch; layers before part 0 have run where all stages run them."""
+        batch = device.feed.microbatch(row["entering"], row["leaving"], row["forward_microbatch"])
+        first = self.parts.first
+        if first is not None:
+            context = device.feed.context(row["entering"])
+
+            def compute() -> PyTree:
+                own = context if train else (None, context[1])
+                return first.outputs(device.held.storage, batch.inputs, own, train=train)
+
+            batch = dataclasses.replace(batch, inputs=self.together(run, row, "entering", compute))
+        return batch if train else batch.without_key()
+
     def chunks(self, kind: str, stage: int, run: TickRun | None = None) -> Sequence[int]:
         """The chunks that a stage's cells of a kind are on, tick by tick; -1 where idle."""
         row = self.program.tables[f"{kind}_chunk"][stage]
@@ -175,5 +203,12 @@ class TickLoop:
 
     def is_last(self, device: Device, row: Row, kind: str) -> jax.Array:
         """Whether this device's cell is the last part of the model."""
-        stage, chunk = self.parts.placement.home[-1]
+        return self._is_part(device, row, kind, -1)
+
+    def is_first(self, device: Device, row: Row, kind: str) -> jax.Array:
+        """Whether it is part 0."""
+        return self._is_part(device, row, kind, 0)
+
+    def _is_part(self, device: Device, row: Row, kind: str, part: int) -> jax.Array:
+        stage, chunk = self.parts.placement.home[part]
         return (device.stage == stage) & (row[f"{kind}_chunk"] == chunk)

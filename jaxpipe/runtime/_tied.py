@@ -28,6 +28,11 @@ def spread_tied(tied: Tied, shards: Shards, member: jax.Array, row: PyTree) -> P
 
 def drop_copies(tied: Tied, shards: Shards, member: jax.Array, row: PyTree) -> PyTree:
     """Put zeros for a shared parameter everywhere but on its owner, so that a sum over stages counts it once."""
+    everywhere, tied = _by_place(tied, shards.rows)
+    if everywhere:
+        stage = jnp.asarray([shards.stage_of(m) for m in range(shards.rows.num_stages)])[member]
+        owned = {name: jnp.where(stage == owner, row["stacked"][name], 0) for name, (owner, *_) in everywhere.items()}
+        row = {**row, "stacked": {**row["stacked"], **owned}}
     if not tied:
         return row
 
@@ -43,6 +48,13 @@ def _exchange(
     tied: Tied, layout: Layout, stages: Sequence[int], member: jax.Array, storage: PyTree, *, is_sum: bool
 ) -> PyTree:
     """Sum the shared leaves of all holders (or the owner's alone) over the stages, and give all holders the result."""
+    everywhere, tied = _by_place(tied, layout)
+    if everywhere:
+        stage = jnp.asarray(stages)[member]
+        given = {name: storage["stacked"][name] for name in everywhere}
+        if not is_sum:
+            given = {name: jnp.where(stage == everywhere[name][0], leaf, 0) for name, leaf in given.items()}
+        storage = {**storage, "stacked": {**storage["stacked"], **jax.lax.psum(given, "stage")}}
     if not tied:
         return storage
     members = range(layout.num_stages)
@@ -64,3 +76,9 @@ def _exchange(
 
     given = jax.lax.switch(member, [give(m) for m in members], storage)
     return jax.lax.switch(member, [take(m) for m in members], storage, jax.lax.psum(given, "stage"))
+
+
+def _by_place(tied: Tied, layout: Layout) -> tuple[Tied, Tied]:
+    """Those that lie in an array of their own on every stage, which need no switch, and the others."""
+    everywhere = {name: stages for name, stages in tied.items() if name in layout.stacked}
+    return everywhere, {name: stages for name, stages in tied.items() if name not in everywhere}

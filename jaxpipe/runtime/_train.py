@@ -1,5 +1,7 @@
 """The training loop: a tick program run by every device, from a batch to summed losses and gradients."""
 
+import dataclasses
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +12,7 @@ from jaxpipe._typing import PyTree
 from jaxpipe.schedules import TickProgram, TickRun
 
 from ._cell import Cell
+from ._feed import Microbatch
 from ._parts import StageParts
 from ._ring import make_ring, read_ring, run_cell, select, to_memory, write_ring, write_ring_if, zeros_of
 from ._ticks import Carry, Device, Row, TickLoop
@@ -23,6 +26,7 @@ class Totals:
         loss: Losses, on the last part's stage, else 0.
         trunk: Gradients of the trunk, `[num_chunks, ...]`.
         own: Gradients of the stage's own parameters.
+        ends: Gradients of the layers that all stages run together, by name.
         collections: The stage's collections after the last microbatch.
         values: What the stage's layers reported.
     """
@@ -30,6 +34,7 @@ class Totals:
     loss: jax.Array
     trunk: PyTree
     own: PyTree
+    ends: dict[str, jax.Array]
     collections: PyTree
     values: jax.Array
 
@@ -60,13 +65,14 @@ class TrainLoop(TickLoop):
             carry["loss_gradient"] = make_ring(parts.gradients.struct, program.residual_slots)
         carry["trunk"] = parts.zero_trunk_gradients()
         carry["own"] = parts.zero_own_gradients()
+        carry["ends"] = parts.zero_end_gradients()
         carry["loss"] = jnp.zeros((), jnp.float32)
         carry["collections"] = device.collections
         carry["values"] = jnp.zeros((program.num_chunks, parts.num_values), jnp.float32)
         carry["last_values"] = jnp.zeros((len(parts.epilogue.aux.names),), jnp.float32)
         carry = self.scan(device, lambda run, c, row: self._tick(device, run, c, row), carry)
         values = jnp.concatenate([carry["values"].reshape(-1), carry["last_values"]])
-        return Totals(carry["loss"], carry["trunk"], carry["own"], carry["collections"], values)
+        return Totals(carry["loss"], carry["trunk"], carry["own"], carry["ends"], carry["collections"], values)
 
     def _tick(self, device: Device, run: TickRun, carry: Carry, row: Row) -> None:
         activation, gradient = (self.arrive(device, run, carry, row, kind) for kind in ("act", "grad"))
@@ -80,7 +86,7 @@ class TrainLoop(TickLoop):
 
     def _forward(self, device: Device, run: TickRun, carry: Carry, row: Row, arrived: PyTree) -> PyTree:
         parts, held = self.parts, carry["collections"]
-        batch = device.feed.microbatch(row["entering"], row["leaving"], row["forward_microbatch"])
+        batch = self.microbatch(device, run, row, train=True)
         output, kept, collections, values = self.cell(
             device, run, "forward", row, [lambda at: parts.forward(at, device.held, batch, held, arrived)]
         )
@@ -88,6 +94,20 @@ class TrainLoop(TickLoop):
         carry["values"] = carry["values"].at[row["forward_chunk"]].add(values)
         carry["kept"] = write_ring(carry["kept"], self._hosted(kept, jax.memory.Space.Host), row["residual_write"])
         self.leave(device, run, carry, row, "act", output)
+        if parts.final is not None:
+            carry["collections"] = held
+            gradient = self._loss_together(device, run, carry, row, batch, output)
+        else:
+            gradient = self._loss(device, run, carry, row, batch, held, output)
+        if not self._fused_loss:
+            carry["loss_gradient"] = write_ring(carry["loss_gradient"], gradient, row["residual_write"])
+        return gradient
+
+    def _loss(
+        self, device: Device, run: TickRun, carry: Carry, row: Row, batch: Microbatch, held: PyTree, output: PyTree
+    ) -> PyTree:
+        """Run the epilogue where the last part is; gives the gradient of the output."""
+        parts = self.parts
         is_last = self.is_last(device, row, "forward")
         is_always = parts.last == 0 and self.is_full("forward", run)
         loss, own, gradient, collections, values = run_cell(
@@ -98,8 +118,21 @@ class TrainLoop(TickLoop):
         carry["last_values"] = carry["last_values"] + values
         carry["loss"] = carry["loss"] + loss
         carry["own"] = jax.tree.map(jnp.add, carry["own"], own)
-        if not self._fused_loss:
-            carry["loss_gradient"] = write_ring(carry["loss_gradient"], gradient, row["residual_write"])
+        return gradient
+
+    def _loss_together(
+        self, device: Device, run: TickRun, carry: Carry, row: Row, batch: Microbatch, output: PyTree
+    ) -> PyTree:
+        """Run the last layers and the loss on all stages; gives the gradient of the output where the last part is."""
+        is_home = self.is_last(device, row, "forward")
+        batch = dataclasses.replace(batch, context=device.feed.context(row["leaving"]))
+
+        def compute() -> PyTree:
+            return self.parts.loss_together(device.held, batch, is_home, output, device.seeds[0])
+
+        loss, grads, gradient = self.together(run, row, "leaving", compute)
+        carry["loss"] = carry["loss"] + loss
+        _add_ends(carry, grads)
         return gradient
 
     def _backward(
@@ -128,6 +161,13 @@ class TrainLoop(TickLoop):
             carry["pending"] = write_ring_if(carry["pending"], pending, row["pending_write"])
         self.leave(device, run, carry, row, "grad", outgoing)
         self._add(carry, row["backward_chunk"], trunk, own)
+        if self.parts.first is not None:
+            is_first = self.is_first(device, row, "backward")
+            entered = select(is_first, outgoing, zeros_of(outgoing))
+            returning = row["returning"]
+            batch = Microbatch(device.feed.inputs(returning), None, device.feed.context(returning))
+            compute = functools.partial(self.parts.first_gradients, device.held, batch, entered)
+            _add_ends(carry, self.together(run, row, "returning", compute))
 
     def _weight(self, device: Device, run: TickRun, carry: Carry, row: Row) -> None:
         rings = carry["kept"], carry["pending"]
@@ -169,6 +209,11 @@ class TrainLoop(TickLoop):
 
 
 _COMPUTING = ("forward", "backward")
+
+
+def _add_ends(carry: Carry, grads: dict[str, jax.Array]) -> None:
+    totals = carry["ends"]
+    carry["ends"] = totals | {name: totals[name] + g.astype(totals[name].dtype) for name, g in grads.items()}
 
 
 def _with_zeros(grads: PyTree, totals: PyTree) -> PyTree:

@@ -1,6 +1,6 @@
 """The optimiser, run on each device for the parameters of its row."""
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -47,7 +47,8 @@ class Updater:
             paths = params.stages[shards.stage_of(m)].paths
             held = {name: paths[name] for name in shards.rows.names(m)}
             in_trunk = {name: held[name] for name in self._trunk_names}
-            own.append(_Group(shards.rows, m, {n: p for n, p in held.items() if n not in in_trunk}, optimizer))
+            others = {n: p for n, p in held.items() if n not in in_trunk}
+            own.append(_Group(shards.rows, m, others, optimizer, params.end_names))
             trunk.append(_Group(shards.rows, m, in_trunk, optimizer))
         if not any(group.depends_on_layer_names() for group in trunk):
             trunk = [_Group(shards.rows, 0, _anonymous(trunk[0].paths), optimizer)] * len(trunk)
@@ -90,8 +91,7 @@ class Updater:
         """The inverse of `tree`."""
         packed = {}
         for name, tree in trees.items():
-            leaves = {str(i): jnp.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(tree))}
-            packed[name] = self._layouts[name].pack(member, leaves)
+            packed[name] = self._layouts[name].pack(member, self._groups[name][member].by_name(tree))
         return packed
 
     def _init_branches(self, name: str) -> list[Callable[[PyTree], PyTree]]:
@@ -140,28 +140,39 @@ class Updater:
 class _Group:
     """The optimiser on some parameters of one row, as a tree with the model's paths."""
 
-    def __init__(self, layout: Layout, member: int, paths: Paths, optimizer: optax.GradientTransformation) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        member: int,
+        paths: Paths,
+        optimizer: optax.GradientTransformation,
+        common: Collection[str] = (),
+    ) -> None:
         self._layout, self._member, self.paths, self._optimizer = layout, member, paths, optimizer
         self.struct = unflatten_dict({path: layout.struct_of(member, name) for name, path in paths.items()})
         state = state_struct(optimizer, self.struct)
         leaves, self._treedef = jax.tree.flatten(state)
-        self.state_leaves = {str(i): leaf for i, leaf in enumerate(leaves)}
         self._places = [_names(path) for path, _ in jax.tree.leaves_with_path(state)]
+        alike = {path for name, path in paths.items() if name in common}
+        names = ["/".join(place) if _run_in(place, alike) else str(i) for i, place in enumerate(self._places)]
+        self.state_leaves = dict(zip(names, leaves, strict=True))
 
     def labels(self, real: Paths) -> dict[str, tuple[str, Path | None]]:
         """For each leaf of the state its path with the real paths of parameters, and the parameter it belongs to."""
         known = {path: real[name] for name, path in self.paths.items()}
         found: dict[str, tuple[str, Path | None]] = {}
         for leaf, place in zip(self.state_leaves, self._places, strict=True):
-            runs = ((i, j) for i in range(len(place)) for j in range(i + 1, len(place) + 1) if place[i:j] in known)
-            i, j = next(runs, (0, 0))
+            i, j = _run_in(place, known) or (0, 0)
             path = known[place[i:j]] if j else None
             found[leaf] = "/".join((*place[:i], *(path or ()), *place[j:])), path
         return found
 
     def init(self, row: PyTree) -> dict[str, jax.Array]:
         state = self._optimizer.init(self._tree(row))
-        return {str(i): jnp.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(state))}
+        return self.by_name(state)
+
+    def by_name(self, state: PyTree) -> dict[str, jax.Array]:
+        return {name: jnp.asarray(leaf) for name, leaf in zip(self.state_leaves, jax.tree.leaves(state), strict=True)}
 
     def state(self, leaves: Mapping[str, Any]) -> PyTree:
         return jax.tree.unflatten(self._treedef, [leaves[name] for name in self.state_leaves])
@@ -173,7 +184,7 @@ class _Group:
         updates, opt_state = self._optimizer.update(self._tree(grads), self.state(state), params)
         flat = flatten_dict(optax.apply_updates(params, updates)) if self.paths else {}
         changed = {name: flat[path] for name, path in self.paths.items()}
-        return changed, {str(i): leaf for i, leaf in enumerate(jax.tree.leaves(opt_state))}
+        return changed, dict(zip(self.state_leaves, jax.tree.leaves(opt_state), strict=True))
 
     def depends_on_layer_names(self) -> bool:
         """Whether the optimiser's program changes when the layers are called otherwise, in the same order."""
@@ -195,6 +206,12 @@ class _Group:
 
     def _tree(self, row: PyTree) -> PyTree:
         return unflatten_dict({path: self._layout.get(self._member, name, row) for name, path in self.paths.items()})
+
+
+def _run_in(place: Path, known: Collection[Path]) -> tuple[int, int] | None:
+    """Where the path of a parameter begins and ends in that of a leaf of the state."""
+    runs = ((i, j) for i in range(len(place)) for j in range(i + 1, len(place) + 1) if place[i:j] in known)
+    return next(runs, None)
 
 
 def _names(path: Sequence[Any]) -> Path:
