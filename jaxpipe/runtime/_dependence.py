@@ -50,7 +50,7 @@ _CALLS = frozenset(
 )
 
 
-def _scan(eqn: Any, body: Jaxpr, sets: list[int]) -> list[int]:
+def _scan(eqn: Any, body: Any, sets: list[int]) -> list[int]:
     num_sliced = sum(x.aval.shape != v.aval.shape for x, v in zip(eqn.invars, body.invars, strict=True))
     num_carry = sum(x.aval.shape == v.aval.shape for x, v in zip(eqn.outvars, body.outvars, strict=True))
     num_consts = len(eqn.invars) - num_sliced - num_carry
