@@ -8,6 +8,9 @@ from jaxpipe.errors import LaunchError
 DEFAULT_PORT = 29500
 """DeepSpeed's and torch's port of the coordinator."""
 
+MPI4PY = "mpi4py"
+"""Source of jobs under MPICH, Intel MPI or Open MPI 5, which JAX asks through mpi4py."""
+
 
 @dataclass(frozen=True)
 class Job:
@@ -96,6 +99,8 @@ def _from_schedulers(environ: Mapping[str, str], port: int) -> Job | None:
         return Job("Slurm")
     if "OMPI_MCA_orte_hnp_uri" in environ and environ.get("OMPI_COMM_WORLD_SIZE", "1") != "1":
         return Job("Open MPI")
+    if any(environ.get(name, "1") != "1" for name in ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE")):
+        return Job(MPI4PY)
     if "KUBERNETES_SERVICE_HOST" in environ and "JOB_COMPLETION_INDEX" in environ:
         return Job("Kubernetes")
     return None

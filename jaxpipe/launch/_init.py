@@ -2,6 +2,7 @@
 
 import dataclasses
 import datetime
+import importlib.util
 import logging
 import os
 import socket
@@ -15,7 +16,7 @@ from jaxpipe.errors import LaunchError
 from jaxpipe.processes import log
 
 from ._devices import warn_of_unused_devices
-from ._environment import DEFAULT_PORT, Job, check_address, check_index, find_job
+from ._environment import DEFAULT_PORT, MPI4PY, Job, check_address, check_index, find_job
 
 _BACKENDS = ("nccl", "gloo", "mpi", "ccl", "hccl", "rccl")
 DEFAULT_TIMEOUT_S = 300
@@ -44,9 +45,9 @@ def init_distributed(  # noqa: PLR0913  # DeepSpeed's arguments
 
     Where they are is taken from the first of these that says so: the arguments; `JAX_COORDINATOR_ADDRESS`,
     `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID`; torchrun's `MASTER_ADDR`, `MASTER_PORT`, `WORLD_SIZE` and `RANK`;
-    SkyPilot's variables; Slurm, Open MPI or Kubernetes, as JAX detects them. Without any, or with one process, nothing
-    is done. Call it before anything asks JAX for a device; `initialize` does where the environment names other
-    processes. Later calls do nothing.
+    SkyPilot's variables; Slurm, Open MPI, other MPIs (through mpi4py) or Kubernetes, as JAX detects them. Without any, or
+    with one process, nothing is done. Call it before anything asks JAX for a device; `initialize` does where the
+    environment names other processes. Later calls do nothing.
 
     Args:
         dist_backend: DeepSpeed's name of the collectives: `'gloo'` and `'mpi'` choose those between CPUs; others have
@@ -174,7 +175,7 @@ def _join(job: Job, timeout_s: int, heartbeat_timeout_s: int) -> None:
         "coordinator_address": job.coordinator_address,
         "num_processes": job.num_processes,
         "process_id": job.process_id,
-        "cluster_detection_method": None if job.coordinator_address is None else "deactivate",
+        "cluster_detection_method": _detection(job),
     }
     try:
         jax.distributed.initialize(
@@ -191,6 +192,20 @@ def _join(job: Job, timeout_s: int, heartbeat_timeout_s: int) -> None:
             f"{job.source}, but got: {first}. Check that {job.num_processes or 'all'} processes start, that the port "
             "is free on the first node, and that init_distributed comes before anything asks JAX for a device."
         ) from error
+
+
+def _detection(job: Job) -> str | None:
+    """How JAX is to find what the job leaves open."""
+    if job.coordinator_address is not None:
+        return "deactivate"
+    if job.source != MPI4PY:
+        return None
+    if importlib.util.find_spec("mpi4py") is None:
+        raise LaunchError(
+            "a job that mpiexec started must have mpi4py, through which JAX finds the other processes, but got none "
+            "installed. Run pip install mpi4py, or set JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID."
+        )
+    return "mpi4py"
 
 
 def _check_reachable(job: Job, timeout_s: int) -> None:

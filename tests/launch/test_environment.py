@@ -41,6 +41,8 @@ SLURM = {
         ({**TORCH, **JAX, **SLURM}, "the variables JAX_*", "10.0.0.1:1234", 4, 3, None),
         (SLURM, "Slurm", None, None, None, None),
         ({"OMPI_MCA_orte_hnp_uri": "1.0;tcp://a:1", "OMPI_COMM_WORLD_SIZE": "2"}, "Open MPI", None, None, None, None),
+        ({"PMI_SIZE": "4", "PMI_RANK": "1"}, "mpi4py", None, None, None, None),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, "mpi4py", None, None, None, None),
         ({"KUBERNETES_SERVICE_HOST": "h", "JOB_COMPLETION_INDEX": "0"}, "Kubernetes", None, None, None, None),
     ],
 )
