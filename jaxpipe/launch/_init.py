@@ -45,8 +45,8 @@ def init_distributed(  # noqa: PLR0913  # DeepSpeed's arguments
 
     Where they are is taken from the first of these that says so: the arguments; `JAX_COORDINATOR_ADDRESS`,
     `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID`; torchrun's `MASTER_ADDR`, `MASTER_PORT`, `WORLD_SIZE` and `RANK`;
-    SkyPilot's variables; Slurm, Open MPI, other MPIs (through mpi4py) or Kubernetes, as JAX detects them. Without any, or
-    with one process, nothing is done. Call it before anything asks JAX for a device; `initialize` does where the
+    SkyPilot's variables; Slurm, Open MPI, other MPIs (through mpi4py) or Kubernetes, as JAX detects them. Without any,
+    or with one process, nothing is done. Call it before anything asks JAX for a device; `initialize` does where the
     environment names other processes. Later calls do nothing.
 
     Args:
