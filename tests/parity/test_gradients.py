@@ -73,11 +73,10 @@ def test_every_pair_of_factors(case: Case) -> None:
     check(case)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", [name for name in SCHEDULES if name not in LAYOUTS["schedule"]])
 @pytest.mark.parametrize("stages", [1, 4])
-def test_every_schedule(schedule: str, stages: int) -> None:
-    case = Case(stages=stages, microbatches=8, schedule=schedule, model="tuple")
-    check(case if case.parts <= BLOCKS else replace(case, model="deep"))
+def test_every_other_schedule(schedule: str, stages: int) -> None:
+    check(Case(stages=stages, microbatches=8, schedule=schedule, model="tuple"))
 
 
 def test_all_blocks_of_an_equal_cut_are_trunk() -> None:
