@@ -27,11 +27,12 @@ QUICK = {
     "bubble": ["--cell-ms", "20", "--sizes", "4x8", "--steps", "1"],
     "work": ["--repeats", "2"],
     "update": ["--repeats", "2"],
-    "memory": ["--only", "1f1b"],
+    "memory": ["--stages", "2", "--only", "1f1b,gpipe"],
     "compile": ["--repeats", "1"],
     "peers": ["--repeats", "1", "--sizes", "64x4x32x4", "--microbatches", "8"],
     "processes": ["--repeats", "1"],
     "checkpoint": ["--repeats", "1"],
+    "vocab": ["--repeats", "1"],
     "gpu": ["--smoke"],
 }
 """The benchmarks in the order in which they run, and what makes each quick."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 _CALLS = frozenset(
@@ -105,6 +106,11 @@ def bind(eqn: Any, values: Sequence[Any]) -> list[Any]:
 def read(values: Values, x: Any) -> Any:
     """The value of a variable or literal."""
     return x.val if isinstance(x, Literal) else values[x]
+
+
+def value_of(values: Values, x: Any) -> jax.Array:
+    """The same as an array."""
+    return jnp.asarray(read(values, x))
 
 
 def variables(atoms: Iterable[Any]) -> list[Any]:

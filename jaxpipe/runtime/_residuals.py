@@ -2,9 +2,11 @@
 
 What is kept are the arrays that depend on the function's inputs. Everything that follows from the parameters alone
 (the weights themselves, casts of them, causal masks) is taken again from the parameters when the backward runs, so
-weights are never kept per microbatch.
+weights are never kept per microbatch. What a layer does beside computing, such as printing, it does in the forward;
+the backward repeats it only where it recomputes.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,7 +16,9 @@ import jax.numpy as jnp
 from jaxpipe._typing import PyTree
 
 from ._dependence import output_dependence
+from ._flat import Program, flatten, value_of
 from ._keep import asks_for_recompute, keep_products
+from ._slice import Slice, effects_of, evaluate, needed_for, reached_from
 
 
 def differentiable(tree: PyTree) -> list[jax.Array]:
@@ -44,7 +48,7 @@ class Residuals:
 
     def __init__(self, function: Callable[..., PyTree], params: PyTree, inputs: PyTree, context: PyTree) -> None:
         self._function = function
-        self._inputs, self._context = inputs, context
+        self._params, self._inputs, self._context = params, inputs, context
         plain = jax.make_jaxpr(function)(params, inputs, context).jaxpr
         self._choose = (lambda moving: moving) if asks_for_recompute(plain) else keep_products
 
@@ -102,13 +106,41 @@ class Residuals:
         Returns:
             `(gradients of the parameters, gradients of the differentiable leaves of the inputs)`.
         """
-        zeros = jax.tree.map(_zeros, (self._inputs, self._context))
-        _, leaves, treedef = self._vjp(params, *zeros)
-        leaves = [
-            leaf if source is None else _decode(kept[source], leaf)
-            for leaf, source in zip(leaves, self._source, strict=True)
-        ]
-        return jax.tree.unflatten(treedef, leaves)(list(cotangents))
+        args = [*jax.tree.leaves(params), *kept, *cotangents]
+        values, _ = evaluate(self.program, dict(zip(self.program.inputs, args, strict=True)), self._part, {}, [])
+        grads = [value_of(values, x) for x in self.program.outputs]
+        num_params = len(jax.tree.leaves(params))
+        return jax.tree.unflatten(jax.tree.structure(params), grads[:num_params]), grads[num_params:]
+
+    @functools.cached_property
+    def program(self) -> Program:
+        """The backward of parameters, `kept` and cotangents; what is left of a forward on zeros is in it."""
+
+        def pull(params: PyTree, kept: Sequence[jax.Array], cotangents: Sequence[jax.Array]) -> Any:
+            zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (self._inputs, self._context))
+            _, leaves, treedef = self._vjp(params, *zeros)
+            leaves = [
+                leaf if source is None else _decode(kept[source], leaf)
+                for leaf, source in zip(leaves, self._source, strict=True)
+            ]
+            return jax.tree.unflatten(treedef, leaves)(list(cotangents))
+
+        outputs = jax.eval_shape(self._function, self._params, self._inputs, self._context)[0]
+        return flatten(jax.make_jaxpr(pull)(self._params, self.kept, differentiable(outputs)))
+
+    @functools.cached_property
+    def effects(self) -> set[int]:
+        """Ids of the program's equations that do something and are not of the forward on zeros."""
+        return effects_of(self.program, self.moving)
+
+    @functools.cached_property
+    def moving(self) -> set[Any]:
+        """The program's variables that do not follow from the parameters alone."""
+        return reached_from(self.program, set(self.program.inputs[len(jax.tree.leaves(self._params)) :]))
+
+    @functools.cached_property
+    def _part(self) -> Slice:
+        return needed_for(self.program, self.program.outputs, forced=self.effects)
 
     def _vjp(self, params: PyTree, inputs: PyTree, context: PyTree) -> tuple[PyTree, list[jax.Array], Any]:
         def moving(params: PyTree, values: list[jax.Array]) -> tuple[list[jax.Array], PyTree]:
@@ -122,10 +154,6 @@ class Residuals:
 
 def _is_key(leaf: Any) -> bool:
     return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
-def _zeros(like: Any) -> jax.Array:
-    return jax.random.key(0) if _is_key(like) else jnp.zeros(like.shape, like.dtype)
 
 
 def _is_hosted(leaf: Any) -> bool:

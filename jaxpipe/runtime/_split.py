@@ -16,10 +16,10 @@ from jax.extend.core import Literal
 from jaxpipe._typing import PyTree
 from jaxpipe.processes import log
 
-from ._flat import Program, Values, flatten
+from ._flat import Program, Values, value_of
 from ._frontier import Halves, frontier, is_cheap
-from ._residuals import Residuals, differentiable
-from ._slice import Slice, computed_by, effects_of, evaluate, needed_for, reached_from
+from ._residuals import Residuals
+from ._slice import Slice, computed_by, evaluate, needed_for, reached_from
 
 _PRODUCTS = frozenset(
     {"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general", "scaled_matmul"}
@@ -63,15 +63,12 @@ class SplitBackward:
 
     def __init__(self, residuals: Residuals, params: PyTree) -> None:
         leaves, self._treedef = jax.tree.flatten(params)
-        outputs = jax.eval_shape(residuals._function, params, residuals._inputs, residuals._context)[0]
-        args = (params, residuals.kept, differentiable(outputs))
-        self._program = program = flatten(jax.make_jaxpr(residuals.backward)(*args))
+        self._program = program = residuals.program
         self._grads, self._dx = program.outputs[: len(leaves)], program.outputs[len(leaves) :]
         kept = program.inputs[len(leaves) : len(leaves) + len(residuals.kept)]
         seeds = program.inputs[len(leaves) + len(kept) :]
 
-        moving = reached_from(program, {*kept, *seeds})
-        effects = effects_of(program, moving)
+        moving, effects = residuals.moving, residuals.effects
         first = needed_for(program, self._dx, forced=effects)
         largest = max((leaf.size for leaf in leaves), default=0)
         can_wait = _with_product(program, first, largest) if self._dx else moving
@@ -87,7 +84,9 @@ class SplitBackward:
         self._second = needed_for(program, goals, given=set(self._frontier))
         self.kept = tuple(i for i, x in enumerate(kept) if x in self._second.variables)
         self._impls: list[Any] = []
-        self.pending: list[jax.ShapeDtypeStruct] = jax.eval_shape(self.input_half, *args)[2]
+        self.pending: list[jax.ShapeDtypeStruct] = jax.eval_shape(
+            self.input_half, params, residuals.kept, [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in seeds]
+        )[2]
 
     @property
     def is_whole(self) -> bool:
@@ -122,7 +121,7 @@ class SplitBackward:
         pending = [handed[x] for x in self._frontier]
         self._impls = [jax.random.key_impl(x) if _is_key(x) else None for x in pending]
         bits = [jax.random.key_data(x) if _is_key(x) else x for x in pending]
-        return self._tree(self.immediate, values), [_value(values, x) for x in self._dx], bits
+        return self._tree(self.immediate, values), [value_of(values, x) for x in self._dx], bits
 
     def weight_half(self, params: PyTree, kept: Sequence[jax.Array | None], pending: Sequence[jax.Array]) -> PyTree:
         """Compute the gradients of the weights.
@@ -143,7 +142,7 @@ class SplitBackward:
         return self._tree(self.deferred, evaluate(self._program, env, self._second, given, [])[0])
 
     def _tree(self, places: Sequence[int], values: Values) -> PyTree:
-        grads = [_value(values, x) if i in places else None for i, x in enumerate(self._grads)]
+        grads = [value_of(values, x) if i in places else None for i, x in enumerate(self._grads)]
         return jax.tree.unflatten(self._treedef, grads)
 
 
@@ -171,10 +170,6 @@ def _shared(program: Program, first: Slice, var: Any) -> str:
             return eqn.primitive.name if id(eqn) in first.steps and len(eqn.outvars) > 1 else ""
         var = next((x for x in eqn.invars if not isinstance(x, Literal)), eqn.invars[0] if eqn.invars else None)
     return ""
-
-
-def _value(values: Values, x: Any) -> jax.Array:
-    return jnp.asarray(x.val) if isinstance(x, Literal) else values[x]
 
 
 def _is_key(x: Any) -> bool:

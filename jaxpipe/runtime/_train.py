@@ -78,13 +78,16 @@ class TrainLoop(TickLoop):
         activation, gradient = (self.arrive(device, run, carry, row, kind) for kind in ("act", "grad"))
         loss_gradient = self.parts.gradients.zeros()
         if run.has_forward:
-            loss_gradient = self._forward(device, run, carry, row, activation)
+            loss_gradient, gradient = self._forward(device, run, carry, row, activation, gradient)
         if run.has_backward and self.parts.last:
             self._backward(device, run, carry, row, gradient, loss_gradient)
         if run.has_weight and self.parts.last:
             self._weight(device, run, carry, row)
 
-    def _forward(self, device: Device, run: TickRun, carry: Carry, row: Row, arrived: PyTree) -> PyTree:
+    def _forward(
+        self, device: Device, run: TickRun, carry: Carry, row: Row, arrived: PyTree, gradient: PyTree
+    ) -> tuple[PyTree, PyTree]:
+        """Run the forward; gives the gradient of the loss, and the gradient that arrived."""
         parts, held = self.parts, carry["collections"]
         batch = self.microbatch(device, run, row, train=True)
         output, kept, collections, values = self.cell(
@@ -93,15 +96,18 @@ class TrainLoop(TickLoop):
         held = select(row["forward_microbatch"] >= 0, collections, held)
         carry["values"] = carry["values"].at[row["forward_chunk"]].add(values)
         carry["kept"] = write_ring(carry["kept"], self._hosted(kept, jax.memory.Space.Host), row["residual_write"])
+        if not self._skip:
+            # Else XLA merges exchanges of gradients and activations in one direction, and neither lies under a cell.
+            output, gradient = jax.lax.optimization_barrier((output, gradient))
         self.leave(device, run, carry, row, "act", output)
         if parts.final is not None:
             carry["collections"] = held
-            gradient = self._loss_together(device, run, carry, row, batch, output)
+            loss_gradient = self._loss_together(device, run, carry, row, batch, output)
         else:
-            gradient = self._loss(device, run, carry, row, batch, held, output)
+            loss_gradient = self._loss(device, run, carry, row, batch, held, output)
         if not self._fused_loss:
-            carry["loss_gradient"] = write_ring(carry["loss_gradient"], gradient, row["residual_write"])
-        return gradient
+            carry["loss_gradient"] = write_ring(carry["loss_gradient"], loss_gradient, row["residual_write"])
+        return loss_gradient, gradient
 
     def _loss(
         self, device: Device, run: TickRun, carry: Carry, row: Row, batch: Microbatch, held: PyTree, output: PyTree

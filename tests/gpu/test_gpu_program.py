@@ -85,6 +85,14 @@ def test_both_exchanges_travel_under_products(data: int, hosts: int) -> None:
     assert min(under.values()) >= 1, under
 
 
+def test_exchanges_in_both_directions_travel_under_products() -> None:
+    """Folded chunks send activations and gradients up and down; those of one direction must not become one exchange."""
+    step = language_model(schedule="1f1b-v")
+    under = step.program.under(step.steady)
+    assert len(under) == 4
+    assert min(under.values()) >= 1, under
+
+
 @pytest.mark.parametrize(("data", "hosts"), [(1, 1), (8, 8)], ids=["8", "64"])
 def test_the_trunk_is_straight_and_nothing_large_is_copied(data: int, hosts: int) -> None:
     step = language_model(data, hosts)

@@ -99,6 +99,26 @@ def test_no_weights_and_no_constants_are_kept(function: Callable[..., Any]) -> N
     assert all(leaf.shape[-2:] != (SIZE, SIZE) for leaf in residuals.kept)
 
 
+@pytest.mark.parametrize("scanned", [False, True], ids=["plain", "scanned"])
+def test_a_layer_that_prints_does_so_in_the_forward_alone(scanned: bool) -> None:
+    seen: list[float] = []
+
+    def layer(x: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
+        y = x @ w
+        jax.debug.callback(lambda total: seen.append(float(total)), jnp.sum(y))
+        return jnp.tanh(y), None
+
+    def function(params: Any, x: jax.Array, context: Any) -> jax.Array:
+        return jax.lax.scan(layer, x, params["w"][None])[0] if scanned else layer(x, params["w"])[0]
+
+    params, (x, _), _ = arguments()
+    residuals = Residuals(with_others(function), *structs((params, x, ())))
+    y, _, kept = jax.jit(residuals.forward)(params, x, ())
+    jax.block_until_ready(jax.jit(residuals.backward)(params, kept, [jnp.ones_like(y)]))
+    jax.effects_barrier()
+    assert seen == pytest.approx([float(jnp.sum(x @ params["w"]))], rel=1e-4)
+
+
 def test_a_rematerialised_function_keeps_its_inputs_alone() -> None:
     args = structs(arguments())
     kept = Residuals(with_others(jax.checkpoint(lambda p, x, c: plain(p, x, c))), *args).kept
