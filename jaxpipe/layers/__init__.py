@@ -5,6 +5,7 @@ from ._model_axis import with_model_axis as with_model_axis
 from ._module import PipelineModule as PipelineModule
 from ._nnx import AuxLoss as AuxLoss
 from ._nnx import Metric as Metric
+from ._numbering import value_numbers as value_numbers
 from ._precision import cast_floats as cast_floats
 from ._protocol import Layer as Layer
 from ._signature import layer_signatures as layer_signatures
@@ -44,6 +45,7 @@ __all__ = [
     "program_key",
     "struct_of",
     "unflatten_dict",
+    "value_numbers",
     "vocab_cross_entropy",
     "with_model_axis",
 ]

@@ -43,37 +43,39 @@ def _closed_key(jaxpr: Jaxpr, consts: Sequence[Any]) -> Hashable:
 
     def atom(var: Any) -> Hashable:
         if isinstance(var, Literal):
-            return "literal", var.aval, _value_key(var.val)
+            return "literal", var.aval, value_key(var.val)
         return numbers.setdefault(var, len(numbers))
 
     inputs = tuple((atom(var), var.aval) for var in (*jaxpr.constvars, *jaxpr.invars))
     equations = tuple(
         (
             eqn.primitive.name,
-            _params_key(eqn.primitive.name, eqn.params),
+            params_key(eqn.primitive.name, eqn.params),
             tuple(atom(var) for var in eqn.invars),
             tuple((atom(var), var.aval) for var in eqn.outvars),
         )
         for eqn in jaxpr.eqns
     )
-    return inputs, equations, tuple(atom(var) for var in jaxpr.outvars), tuple(_value_key(c) for c in consts)
+    return inputs, equations, tuple(atom(var) for var in jaxpr.outvars), tuple(value_key(c) for c in consts)
 
 
-def _params_key(primitive: str, params: Mapping[str, Any]) -> Hashable:
+def params_key(primitive: str, params: Mapping[str, Any]) -> Hashable:
+    """A value that is equal for parameters of an equation that mean the same."""
     if primitive in _CUSTOM_RULES:  # the rest are the rules, which the trace of the gradient holds applied
-        return _value_key(params["call_jaxpr"])
-    return _value_key(params)
+        return value_key(params["call_jaxpr"])
+    return value_key(params)
 
 
-def _value_key(value: Any) -> Hashable:
+def value_key(value: Any) -> Hashable:
+    """A value that is equal for equal parameters, arrays and programs among them."""
     if isinstance(value, ClosedJaxpr):
         return _closed_key(value.jaxpr, value.consts)
     if isinstance(value, Jaxpr):
         return _closed_key(value, ())
     if isinstance(value, Mapping):
-        return tuple((key, _value_key(value[key])) for key in value)
+        return tuple((key, value_key(value[key])) for key in value)
     if isinstance(value, (tuple, list)):
-        return type(value), tuple(_value_key(item) for item in value)
+        return type(value), tuple(value_key(item) for item in value)
     if isinstance(value, (bool, int, float, complex)):
         return type(value), repr(value)  # told apart: 1 and True, 0.0 and -0.0; the same: nan and nan
     if isinstance(value, jax.Array) or (hasattr(value, "__array__") and not isinstance(value, type)):

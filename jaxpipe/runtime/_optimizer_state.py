@@ -1,9 +1,11 @@
 """The state of an optimiser for a part of a model."""
 
+from collections.abc import Collection
+
 import jax
 import optax
 
-from jaxpipe._typing import PyTree
+from jaxpipe._typing import Path, PyTree
 from jaxpipe.errors import ConfigError
 
 
@@ -28,3 +30,15 @@ def state_struct(optimizer: optax.GradientTransformation, tree: PyTree) -> PyTre
             "the optimizer must accept any part of the parameters, as each device updates its own, but got one that "
             f"fails with {type(error).__name__}: {first}. Give masks and labels as functions of a tree, not as trees."
         ) from error
+
+
+def leaf_paths(tree: PyTree) -> list[Path]:
+    """The path of every leaf of a tree, as the names of its keys, attributes and indices."""
+    paths = [path for path, _ in jax.tree.leaves_with_path(tree)]
+    return [tuple(jax.tree_util.keystr((key,), simple=True) for key in path) for path in paths]
+
+
+def find_param(place: Path, known: Collection[Path]) -> tuple[int, int] | None:
+    """Where the path of a parameter begins and ends in that of a leaf of the state."""
+    runs = ((i, j) for i in range(len(place)) for j in range(i + 1, len(place) + 1) if place[i:j] in known)
+    return next(runs, None)

@@ -1,6 +1,6 @@
 """The optimiser, run on each device for the parameters of its row."""
 
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -11,11 +11,11 @@ from jaxpipe._typing import Path, PyTree
 from jaxpipe.layers import flatten_dict, unflatten_dict
 
 from ._layout import Layout
-from ._leafwise import check_leafwise
-from ._optimizer_state import state_struct
+from ._leafwise import check_leafwise, trace_optimizer, updates_alike
+from ._optimizer_state import find_param, leaf_paths, state_struct
 from ._params import ModelParams
 from ._shards import Shards
-from ._switch import switch_stages, traced_key
+from ._switch import switch_stages
 
 Paths = Mapping[str, Path]
 
@@ -24,8 +24,8 @@ class Updater:
     """One optax transformation over the rows of a model.
 
     Each row's parameters are updated as trees with their paths in the model, so masks and labels by path mean what
-    they mean unpipelined. Trunk and own parameters are updated apart. Where the optimiser does not look at layer
-    names, all stages update their trunk with one straight program.
+    they mean unpipelined. Trunk and own parameters are updated apart. Where the optimiser treats the trunks of all
+    stages alike, they are updated with one straight program, that of the first.
 
     Args:
         params: The parameters, in the dtype they are updated in.
@@ -39,20 +39,21 @@ class Updater:
     def __init__(self, params: ModelParams, shards: Shards, optimizer: optax.GradientTransformation) -> None:
         self._shards, self._params, self._optimizer = shards, params, optimizer
         members = range(shards.rows.num_stages)
-        if len(members) > 1:
-            check_leafwise(optimizer, [unflatten_dict(params.struct)])
         self._trunk_names = tuple(name for name in params.trunk_names if name in shards.rows.stacked)
-        own, trunk = [], []
+        firsts = [0] * len(members)
+        if len(members) > 1:
+            trace = trace_optimizer(optimizer, unflatten_dict(params.struct))
+            check_leafwise(trace)
+            if not updates_alike(trace, [{s.trunk[name]: name for name in self._trunk_names} for s in params.stages]):
+                firsts = list(members)
+        own, trunk = [], {}
         for m in members:
             paths = params.stages[shards.stage_of(m)].paths
-            held = {name: paths[name] for name in shards.rows.names(m)}
-            in_trunk = {name: held[name] for name in self._trunk_names}
-            others = {n: p for n, p in held.items() if n not in in_trunk}
+            others = {name: paths[name] for name in shards.rows.names(m) if name not in self._trunk_names}
             own.append(_Group(shards.rows, m, others, optimizer, params.end_names))
-            trunk.append(_Group(shards.rows, m, in_trunk, optimizer))
-        if not any(group.depends_on_layer_names() for group in trunk):
-            trunk = [_Group(shards.rows, 0, _anonymous(trunk[0].paths), optimizer)] * len(trunk)
-        self._groups = {"trunk": trunk, "own": own}
+            if m in firsts:
+                trunk[m] = _Group(shards.rows, m, {name: paths[name] for name in self._trunk_names}, optimizer)
+        self._groups = {"trunk": [trunk[m] for m in firsts], "own": own}
         self._layouts = {
             name: Layout([group.state_leaves for group in groups]) for name, groups in self._groups.items()
         }
@@ -76,11 +77,11 @@ class Updater:
     def whole_struct(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Shapes and dtypes of the optimiser's state for the whole model, by label."""
         state = state_struct(self._optimizer, unflatten_dict(self._params.struct))
-        return {"/".join(_names(path)): leaf for path, leaf in jax.tree.leaves_with_path(state)}
+        return {"/".join(path): leaf for path, leaf in zip(leaf_paths(state), jax.tree.leaves(state), strict=True)}
 
     def init(self, member: jax.Array, row: PyTree) -> PyTree:
         """The optimiser state of this device's row, from its parameters."""
-        return {name: switch_stages(member, self._init_branches(name), row) for name in self._groups}
+        return {name: switch_stages(member, self._branches(name, self._init_branch), row) for name in self._groups}
 
     def tree(self, member: int, state: PyTree) -> dict[str, PyTree]:
         """One row's optimiser state as the optimiser made it, for the trunk and for the row's own parameters."""
@@ -94,13 +95,15 @@ class Updater:
             packed[name] = self._layouts[name].pack(member, self._groups[name][member].by_name(tree))
         return packed
 
-    def _init_branches(self, name: str) -> list[Callable[[PyTree], PyTree]]:
-        layout = self._layouts[name]
+    def _branches(self, name: str, make: Callable[[str, int], Callable[..., PyTree]]) -> list[Callable[..., PyTree]]:
+        """A function per row, the same one for rows of one group."""
+        groups = self._groups[name]
+        made = {group: make(name, m) for m, group in enumerate(groups)}
+        return [made[group] for group in groups]
 
-        def branch(m: int, group: "_Group") -> Callable[[PyTree], PyTree]:
-            return lambda row: layout.pack(m, group.init(row))
-
-        return [branch(m, group) for m, group in enumerate(self._groups[name])]
+    def _init_branch(self, name: str, m: int) -> Callable[[PyTree], PyTree]:
+        group, layout = self._groups[name][m], self._layouts[name]
+        return lambda row: layout.pack(m, group.init(row))
 
     def update(self, member: jax.Array, row: PyTree, grads: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
         """One update of this device's row.
@@ -119,13 +122,13 @@ class Updater:
         for name, names in (("trunk", self._trunk_names), ("own", common)):
             with_packed = name == "own"
             parts = [_part(tree, names, with_packed=with_packed) for tree in (row, grads)]
-            branches = [self._branch(name, m) for m in range(self._shards.rows.num_stages)]
+            branches = self._branches(name, self._update_branch)
             changed, new_state[name] = switch_stages(member, branches, *parts, state[name])
             stacked |= changed["stacked"]
             packed = changed["packed"] if with_packed else packed
         return {"stacked": stacked, "packed": packed}, new_state
 
-    def _branch(self, name: str, m: int) -> Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]:
+    def _update_branch(self, name: str, m: int) -> Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]:
         group, layout = self._groups[name][m], self._layouts[name]
 
         def run(params: PyTree, grads: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
@@ -152,9 +155,9 @@ class _Group:
         self.struct = unflatten_dict({path: layout.struct_of(member, name) for name, path in paths.items()})
         state = state_struct(optimizer, self.struct)
         leaves, self._treedef = jax.tree.flatten(state)
-        self._places = [_names(path) for path, _ in jax.tree.leaves_with_path(state)]
+        self._places = leaf_paths(state)
         alike = {path for name, path in paths.items() if name in common}
-        names = ["/".join(place) if _run_in(place, alike) else str(i) for i, place in enumerate(self._places)]
+        names = ["/".join(place) if find_param(place, alike) else str(i) for i, place in enumerate(self._places)]
         self.state_leaves = dict(zip(names, leaves, strict=True))
 
     def labels(self, real: Paths) -> dict[str, tuple[str, Path | None]]:
@@ -162,7 +165,7 @@ class _Group:
         known = {path: real[name] for name, path in self.paths.items()}
         found: dict[str, tuple[str, Path | None]] = {}
         for leaf, place in zip(self.state_leaves, self._places, strict=True):
-            i, j = _run_in(place, known) or (0, 0)
+            i, j = find_param(place, known) or (0, 0)
             path = known[place[i:j]] if j else None
             found[leaf] = "/".join((*place[:i], *(path or ()), *place[j:])), path
         return found
@@ -186,43 +189,8 @@ class _Group:
         changed = {name: flat[path] for name, path in self.paths.items()}
         return changed, dict(zip(self.state_leaves, jax.tree.leaves(opt_state), strict=True))
 
-    def depends_on_layer_names(self) -> bool:
-        """Whether the optimiser's program changes when the layers are called otherwise, in the same order."""
-        keys = sorted({path[1] for path in self.paths.values()})
-        other = {key: f"{place:09d}" for place, key in enumerate(keys)}
-        renamed = {name: (path[0], other[path[1]], *path[2:]) for name, path in self.paths.items()}
-        own = self._key()
-        try:
-            return own != _Group(self._layout, self._member, renamed, self._optimizer)._key()
-        except Exception:  # noqa: BLE001  # a function of the names that knows only the real ones
-            return True
-
-    def _key(self) -> Hashable:
-        def run(params: PyTree, grads: PyTree) -> Any:
-            state = self._optimizer.init(params)
-            return jax.tree.leaves(self._optimizer.update(grads, state, params))
-
-        return traced_key(run, self.struct, self.struct)
-
     def _tree(self, row: PyTree) -> PyTree:
         return unflatten_dict({path: self._layout.get(self._member, name, row) for name, path in self.paths.items()})
-
-
-def _run_in(place: Path, known: Collection[Path]) -> tuple[int, int] | None:
-    """Where the path of a parameter begins and ends in that of a leaf of the state."""
-    runs = ((i, j) for i in range(len(place)) for j in range(i + 1, len(place) + 1) if place[i:j] in known)
-    return next(runs, None)
-
-
-def _names(path: Sequence[Any]) -> Path:
-    """A path in a tree, as the names of its keys, attributes and indices."""
-    return tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
-
-
-def _anonymous(paths: Paths) -> Paths:
-    """Paths of a trunk's parameters with the layer's place in the trunk for a name."""
-    keys = list(dict.fromkeys(path[1] for path in paths.values()))
-    return {name: (path[0], f"{keys.index(path[1]):09d}", *path[2:]) for name, path in paths.items()}
 
 
 def _part(storage: PyTree, names: Sequence[str], *, with_packed: bool) -> PyTree:

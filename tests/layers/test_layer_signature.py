@@ -11,7 +11,7 @@ from flax import nnx
 from jax.extend.core import ClosedJaxpr
 
 from jaxpipe.errors import LayerError
-from jaxpipe.layers import LayerSpec, PipelineModule, TiedLayerSpec, layer_signatures, program_key
+from jaxpipe.layers import LayerSpec, PipelineModule, TiedLayerSpec, layer_signatures, program_key, value_numbers
 from jaxpipe.layers._signature import repeated_layers
 
 X = np.ones((2, 3), np.float32)
@@ -189,3 +189,12 @@ def test_programs_are_compared_by_content() -> None:
     keys = [program_key(_key(f)) for f in functions]
     assert keys == [program_key(_key(f)) for f in functions]
     assert len(set(keys)) == len(keys)
+
+
+def test_results_are_numbered_by_how_they_are_computed() -> None:
+    def run(a: jax.Array, b: jax.Array, c: jax.Array) -> Any:
+        return a + 1, b + 1, b + 2, c + 1, a * b, b * c, jnp.where(a > 0, a, 0), jnp.where(b > 0, b, 0)
+
+    numbers = value_numbers(jax.make_jaxpr(run)(X, X, X), ["x", "x", "other"])
+    same = {(i, j) for i in range(8) for j in range(i) if numbers[i] == numbers[j]}
+    assert same == {(1, 0), (7, 6)}

@@ -1,5 +1,6 @@
 """Which optimisers may run stage by stage, and that those which may do what they do unpipelined."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -13,6 +14,7 @@ from _tolerances import assert_close
 
 from jaxpipe import PipeDataParallelTopology, Pipeline, PipelineModule
 from jaxpipe.errors import ConfigError
+from jaxpipe.runtime._leafwise import trace_optimizer, updates_alike
 from jaxpipe.topology import make_pipeline_mesh
 
 
@@ -106,3 +108,71 @@ def test_clipping_on_one_stage_is_that_of_the_model() -> None:
     grads = cached_reference("linen", case.microbatches, case.data)[1]
     updates, _ = optimizer.update(grads, optimizer.init(params), params)
     assert_close(pipeline.params_tree(state.params), jax.device_get(optax.apply_updates(params, updates)))
+
+
+def by_stage(params: Any, labels: Sequence[Any]) -> Any:
+    """Labels of the layers of the two stages below."""
+    known = {f"{i}_Dense": label for i, label in enumerate(labels)}
+    return jax.tree.map_with_path(lambda path, _: known.get(path[1].key, labels[0]), params)
+
+
+def late_ones(params: Any) -> Any:
+    return optax.EmptyState(), jax.tree.map_with_path(
+        lambda path, x: jnp.full_like(x, float(path[1].key >= "2")), params
+    )
+
+
+def swap_late(updates: Any, state: Any, params: Any = None) -> Any:
+    def one(path: Any, g: Any, first: Any, second: Any) -> Any:
+        return g + (first if path[1].key < "2" else second)
+
+    return jax.tree.map_with_path(one, updates, *state), state
+
+
+def two_zeros(params: Any) -> Any:
+    return jax.tree.map(jnp.zeros_like, params), jax.tree.map(jnp.zeros_like, params)
+
+
+def two_parts(labels: str) -> optax.GradientTransformation:
+    return optax.multi_transform({"a": optax.adam(0.1), "b": optax.adam(0.1)}, lambda tree: by_stage(tree, labels))
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "expected"),
+    [
+        pytest.param(optax.adam(0.1), True, id="adam"),
+        pytest.param(LEAFWISE["adamw masked by name"], True, id="masked by name"),
+        pytest.param(two_parts("abab"), True, id="layers of a stage differ"),
+        pytest.param(two_parts("abbb"), False, id="equal parts with a state of their own"),
+        pytest.param(
+            optax.masked(optax.scale(2.0), lambda t: by_stage(t, [False, False, False, True])),
+            False,
+            id="masked by layer",
+        ),
+        pytest.param(optax.GradientTransformation(late_ones, optax.identity().update), False, id="first state"),
+        pytest.param(optax.GradientTransformation(two_zeros, swap_late), False, id="equal first states swapped"),
+    ],
+)
+def test_stages_are_alike_where_the_optimiser_has_one_program_for_them(
+    optimizer: optax.GradientTransformation, expected: bool
+) -> None:
+    like = jax.ShapeDtypeStruct((3,), jnp.float32)
+    tree = {"layers": {f"{i}_Dense": {"kernel": like, "bias": like} for i in range(4)}, "tied": {"e": {"kernel": like}}}
+    stages = [
+        {("layers", f"{2 * s + i}_Dense", key): f"{i}/{key}" for i in range(2) for key in ("kernel", "bias")}
+        for s in range(2)
+    ]
+    assert updates_alike(trace_optimizer(optimizer, tree), stages) == expected
+
+
+def test_building_calls_the_optimiser_once_per_parameter() -> None:
+    seen = []
+
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        seen.extend(jax.tree.leaves(updates))
+        return updates, state
+
+    optimizer = optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+    pipeline = Case(stages=4, cut="trunk", optimizer=optimizer).pipeline()
+    assert len(seen) == len(jax.tree.leaves(sequential("linen")[0]))
+    assert len(set(pipeline._updater._groups["trunk"])) == 1
