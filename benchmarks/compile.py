@@ -35,7 +35,7 @@ class Case:
 
     num_stages: int = 8
     blocks_per_stage: int = 6
-    num_microbatches: int = 32
+    num_microbatches: int = 16
     scan: bool = True
     schedule: str = "1f1b"
     num_chunks: int = 1
@@ -46,7 +46,7 @@ DEPTHS = [
     *(Case(blocks_per_stage=12, num_microbatches=128), Case(num_stages=4, blocks_per_stage=12)),
 ]
 SCHEDULES = [
-    Case(4, 4, 32, scan=False, schedule=name, num_chunks=chunks)
+    Case(4, 4, 16, scan=False, schedule=name, num_chunks=chunks)
     for name, chunks in (
         *(("1f1b", 1), ("gpipe", 1), ("train", 1), ("1f1b-v", 2), ("interleaved", 2), ("interleaved", 4)),
         *(("zero-bubble", 1), ("zero-bubble", 2), ("zero-bubble", 4)),
