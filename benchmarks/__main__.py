@@ -57,7 +57,8 @@ def run(name: str, arguments: list[str]) -> dict[str, Any]:
     status, output = process.wait(), "".join(lines)
     took = round(time.monotonic() - began, 1)
     print(f"\n{name}: exit status {status}, {took} s", flush=True)
-    told = {"command": ["python", *command[1:]], "status": status, "seconds": took, "machine": machine()}
+    shown = ["python", *(Path(part).name if Path(part).is_absolute() else part for part in command[1:])]
+    told = {"command": shown, "status": status, "seconds": took, "machine": machine()}
     return {**told, "output": output, "tables": read_tables(output)}
 
 
