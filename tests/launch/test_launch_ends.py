@@ -137,6 +137,15 @@ def test_a_process_that_is_done_is_not_late(here: Path) -> None:
     assert _run(here, 2, source, "--stall-timeout", 3) == 0
 
 
+@pytest.fixture
+def hangup() -> Iterator[None]:
+    """SIGHUP as it is without nohup, under which it is ignored."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.usefixtures("hangup")
 @pytest.mark.parametrize(
     ("number", "passed_on", "code"),
     [
