@@ -109,8 +109,8 @@ class Residuals:
         args = [*jax.tree.leaves(params), *kept, *cotangents]
         values, _ = evaluate(self.program, dict(zip(self.program.inputs, args, strict=True)), self._part, {}, [])
         grads = [value_of(values, x) for x in self.program.outputs]
-        num_params = len(jax.tree.leaves(params))
-        return jax.tree.unflatten(jax.tree.structure(params), grads[:num_params]), grads[num_params:]
+        treedef = jax.tree.structure(params)
+        return jax.tree.unflatten(treedef, grads[: treedef.num_leaves]), grads[treedef.num_leaves :]
 
     @functools.cached_property
     def program(self) -> Program:
