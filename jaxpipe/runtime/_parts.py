@@ -234,9 +234,10 @@ class StageParts:
         """The loss of one microbatch as `(sum, weight)`, or `(mean, None)`."""
         return self._module.loss_terms(outputs, labels)
 
-    def zero_trunk_gradients(self) -> PyTree:
-        """Zeros in the form of the trunk's summed gradients, all chunks along a first dim."""
-        return self.trunk.zero_gradients(lambda like: summed_struct(like, self._grad_dtype))
+    @property
+    def trunk_gradients(self) -> PyTree:
+        """Shapes and dtypes of the summed gradients of one chunk's trunk."""
+        return self.trunk.gradients(lambda like: summed_struct(like, self._grad_dtype))
 
     def zero_own_gradients(self) -> PyTree:
         """Zeros in the form of a stage's own gradients."""

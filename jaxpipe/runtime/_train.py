@@ -63,7 +63,9 @@ class TrainLoop(TickLoop):
         carry["pending"] = make_ring(parts.pending, program.depth["pending"])
         if not self._fused_loss:
             carry["loss_gradient"] = make_ring(parts.gradients.struct, program.residual_slots)
-        carry["trunk"] = parts.zero_trunk_gradients()
+        sums = parts.trunk_gradients
+        # One chunk has no dim of its own: with it XLA would copy every sum in every tick.
+        carry["trunk"] = make_ring(sums, program.num_chunks) if program.num_chunks > 1 else zeros_of(sums)
         carry["own"] = parts.zero_own_gradients()
         carry["ends"] = parts.zero_end_gradients()
         carry["loss"] = jnp.zeros((), jnp.float32)
@@ -72,7 +74,8 @@ class TrainLoop(TickLoop):
         carry["last_values"] = jnp.zeros((len(parts.epilogue.aux.names),), jnp.float32)
         carry = self.scan(device, lambda run, c, row: self._tick(device, run, c, row), carry)
         values = jnp.concatenate([carry["values"].reshape(-1), carry["last_values"]])
-        return Totals(carry["loss"], carry["trunk"], carry["own"], carry["ends"], carry["collections"], values)
+        trunk = carry["trunk"] if program.num_chunks > 1 else jax.tree.map(lambda x: x[None], carry["trunk"])
+        return Totals(carry["loss"], trunk, carry["own"], carry["ends"], carry["collections"], values)
 
     def _tick(self, device: Device, run: TickRun, carry: Carry, row: Row) -> None:
         activation, gradient = (self.arrive(device, run, carry, row, kind) for kind in ("act", "grad"))
@@ -157,7 +160,7 @@ class TrainLoop(TickLoop):
 
         def half(at: Cell) -> tuple:
             trunk, *rest = self.parts.backward_input(at, *given())
-            return (_with_zeros(trunk, carry["trunk"]) if len(computes) > 1 else trunk, *rest)
+            return (_with_zeros(trunk, self.parts.trunk_gradients) if len(computes) > 1 else trunk, *rest)
 
         halves = self._halves(run)
         computes = [compute for compute, is_half in ((whole, False), (half, True)) if is_half in halves]
@@ -204,11 +207,14 @@ class TrainLoop(TickLoop):
     def _add(self, carry: Carry, chunk: jax.Array, trunk: PyTree, own: PyTree) -> None:
         """Add a cell's gradients to the sums; leaves of the trunk that are None are not its to give."""
         totals, treedef = jax.tree.flatten(carry["trunk"])
-        at = jnp.maximum(chunk, 0) if self.program.num_chunks > 1 else jnp.int32(0)
-        added = [
-            total if g is None else write_ring(total, read_ring(total, at) + g.astype(total.dtype), at)
-            for total, g in zip(totals, treedef.flatten_up_to(trunk), strict=True)
-        ]
+        at = jnp.maximum(chunk, 0)
+
+        def add(total: jax.Array, g: jax.Array) -> jax.Array:
+            g = g.astype(total.dtype)
+            return write_ring(total, read_ring(total, at) + g, at) if self.program.num_chunks > 1 else total + g
+
+        grads = treedef.flatten_up_to(trunk)
+        added = [total if g is None else add(total, g) for total, g in zip(totals, grads, strict=True)]
         carry["trunk"] = jax.tree.unflatten(treedef, added)
         if self.parts.prologue.has_params:
             carry["own"] = jax.tree.map(jnp.add, carry["own"], own)
@@ -222,8 +228,8 @@ def _add_ends(carry: Carry, grads: dict[str, jax.Array]) -> None:
     carry["ends"] = totals | {name: totals[name] + g.astype(totals[name].dtype) for name, g in grads.items()}
 
 
-def _with_zeros(grads: PyTree, totals: PyTree) -> PyTree:
-    """Zeros in place of leaves that are None, in the shapes of sums over chunks."""
-    leaves, treedef = jax.tree.flatten(totals)
+def _with_zeros(grads: PyTree, struct: PyTree) -> PyTree:
+    """Zeros in place of leaves that are None."""
+    leaves, treedef = jax.tree.flatten(struct)
     pairs = zip(treedef.flatten_up_to(grads), leaves, strict=True)
-    return jax.tree.unflatten(treedef, [jnp.zeros(x.shape[1:], x.dtype) if g is None else g for g, x in pairs])
+    return jax.tree.unflatten(treedef, [zeros_of(x) if g is None else g for g, x in pairs])

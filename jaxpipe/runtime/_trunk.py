@@ -88,21 +88,16 @@ class Trunk:
         each = [self._prepare(stacked, chunk) for chunk in range(len(self._names))]
         return jax.tree.map(lambda *xs: jnp.stack(xs), *each) if self._join else each
 
-    def zero_gradients(self, struct_of: Callable[[Any], Any]) -> PyTree:
-        """Zeros in the form of the gradients, all chunks along a first dim.
+    def gradients(self, struct_of: Callable[[Any], Any]) -> PyTree:
+        """Shapes and dtypes of one chunk's summed gradients.
 
         Args:
             struct_of: Gives shape and dtype of the sum of a parameter's gradients.
         """
-
-        def zeros(like: Any) -> jax.Array:
-            summed = struct_of(like)
-            return jnp.zeros((len(self._names), *summed.shape), summed.dtype)
-
-        return jax.tree.map(zeros, self._struct)
+        return jax.tree.map(struct_of, self._struct)
 
     def named(self, grads: PyTree) -> dict[str, jax.Array]:
-        """Gradients by name, from gradients in the form of `zero_gradients`."""
+        """Gradients by name, from those of all chunks along a first dim."""
         found: dict[str, jax.Array] = {}
         for chunk, names in enumerate(self._names):
             own = jax.tree.map(lambda x, chunk=chunk: x[chunk], grads)

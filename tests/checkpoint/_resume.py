@@ -1,11 +1,9 @@
 """Trains some layouts; run as `python _resume.py first|second ROOT`, each in a process of its own."""
 
 import json
-import os
 import sys
 from pathlib import Path
 
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import jax  # noqa: E402

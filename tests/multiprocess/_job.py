@@ -20,10 +20,9 @@ def free_port() -> int:
 
 
 def environment(**others: Any) -> dict[str, str]:
-    """That of a process which imports from the tests and compiles little optimised code."""
+    """That of a process which imports from the tests."""
     paths = [TESTS.parent, TESTS, SCRIPT.parent]
-    flags = "--xla_backend_optimization_level=0"
-    settings = {"PYTHONPATH": os.pathsep.join(map(str, paths)), "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", **others}
+    settings = {"PYTHONPATH": os.pathsep.join(map(str, paths)), "JAX_PLATFORMS": "cpu", **others}
     return {**os.environ, **{name: str(value) for name, value in settings.items()}}
 
 
