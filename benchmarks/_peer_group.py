@@ -115,11 +115,17 @@ class PeerGroup:
                 os.killpg(member.pid, signal.SIGKILL)
 
 
+KEPT_MEMORY = {"ARENA_MAX": 1, "MMAP_MAX_": 0, "TRIM_THRESHOLD_": 2**40, "TOP_PAD_": 2**26}
+"""Settings of glibc with which freed memory stays with the process, as accelerators' allocators keep it; else every
+step faults in its pages again."""
+
+
 def _names_of_rank(rank: int, num_ranks: int, port: str) -> dict[str, str]:
-    """What torch, DeepSpeed and jaxpipe read, one processor thread for each process of torch."""
+    """What torch, DeepSpeed and jaxpipe read, one processor thread for each process of torch, and the C library."""
     names = {"RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_RANK": rank, "LOCAL_SIZE": num_ranks}
     told = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu"}
-    return {**{name: str(value) for name, value in names.items()}, **told}
+    memory = {f"MALLOC_{name}": value for name, value in KEPT_MEMORY.items()}
+    return {**{name: str(value) for name, value in {**names, **memory}.items()}, **told}
 
 
 def _pipe(stream: IO[str] | None) -> IO[str]:

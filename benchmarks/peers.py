@@ -1,12 +1,13 @@
 """Does jaxpipe lose less of two processors than DeepSpeed's and torch's pipelines do?
 
 The same GPT, weights and tokens, trained with Adam in float32 on two stages, each a process on a processor of its own,
-with one thread: jaxpipe, torch.distributed.pipelining and DeepSpeed's PipelineEngine, all through gloo. Beside them one
-device of JAX and one process of torch, each on one processor, so that the speed of the framework is taken out: fraction
-of ideal = single step / (2 x pipeline step). `bound` is what the schedule leaves of it by its formula, with F = I = W.
-All members wait in their processes and step in turn; a step is that of its slowest member, `cpu s` the processor time
-of all its threads; figures are medians, the spread that of the fractions turn by turn. Losses are compared step by step
-with single-device JAX's.
+with one thread: jaxpipe, torch.distributed.pipelining and DeepSpeed's PipelineEngine, all through gloo, and all with an
+allocator that keeps what a step has freed for the next one, as those of accelerators do. Beside them one device of JAX
+and one process of torch, each on one processor, so that the speed of the framework is taken out: fraction of ideal =
+single step / (2 x pipeline step). `bound` is what the schedule leaves of it by its formula, with F = I = W. All members
+wait in their processes and step in turn; a step is that of its slowest member, `cpu s` the processor time of all its
+threads; figures are medians, the spread that of the fractions turn by turn. Losses are compared step by step with
+single-device JAX's.
 
 Expected: torch's 1F1B .84 and DeepSpeed's .81 at 256x8x128x4 with 8 microbatches; jaxpipe above both.
 
