@@ -13,8 +13,9 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe._typing import PyTree
+from jaxpipe.errors import PartitionError
 from jaxpipe.layers import ModelTrace, PipelineModule
-from jaxpipe.partition import Profile, StageMemory
+from jaxpipe.partition import Profile, StageMemory, stage_bytes
 from jaxpipe.processes import gather_texts, log
 from jaxpipe.schedules import Choice, StageCosts, choose_schedule
 
@@ -23,6 +24,7 @@ from ._residuals import differentiable
 from ._settings import PipelineSettings
 
 _TICKS = 64
+_CHUNK_COUNTS = (1, 2, 4)
 _BYTES_PER_PARAM = 16
 """A parameter, its gradient and the two moments of Adam in float32."""
 
@@ -45,31 +47,37 @@ def choose_settings(
         mesh: The devices.
         labels: Shapes and dtypes of a microbatch's labels.
         num_microbatches: Microbatches per step.
-        settings: The settings, with `schedule="auto"`.
+        settings: The settings, with `schedule="auto"`; chunks, pending weight halves and what is done in idle cells are
+            kept to where they are set.
 
     Returns:
         The choice, and the settings that follow.
 
     Raises:
-        PartitionError: The layers cannot be cut as asked.
+        PartitionError: The layers cannot be cut as asked, or not into as many chunks as are set.
+        ScheduleError: The work takes no time.
         LayerError: A layer cannot be differentiated.
     """
     runs = can_measure(mesh)
     profile = profile_layers(module, trace, mesh, labels, "times" if runs else "counts", halves=True)
-    parts = module.partition(trace, module.num_stages, profile=profile)
-    costs, held_bytes = _largest_stage(profile, parts)
+    cuts = _possible_cuts(module, trace, profile, settings.num_chunks)
+    parts = cuts[min(cuts)]
+    costs, held_bytes = _largest_stage(profile, parts, module.num_stages)
     if runs:
         tick_s, branch_s = _overheads(mesh, trace.boundaries[parts[1]] if module.num_stages > 1 else ())
         costs = dataclasses.replace(costs, tick_overhead_s=tick_s, branch_overhead_s=branch_s)
-    limit = limit_of(settings, mesh)
+    limit, skip_idle = limit_of(settings, mesh), settings.skip_idle
+    if skip_idle is None and mesh.devices.flat[0].platform == "cpu":
+        skip_idle = True
     choice = choose_schedule(
         costs,
         module.num_stages,
         num_microbatches,
         memory_limit_bytes=None if limit is None else max(limit - held_bytes, 0),
         num_layers=len(module.layers),
-        chunk_counts=(1, 2, 4) if settings.num_chunks is None else (settings.num_chunks,),
-        skip_idle=True if mesh.devices.flat[0].platform == "cpu" else settings.skip_idle,
+        chunk_counts=tuple(cuts),
+        max_pending=settings.max_pending,
+        skip_idle=skip_idle,
     )
     best = choice.best
     log(logging.INFO, "schedule='auto', with layers %s:\n%s", profile.source, choice)
@@ -93,13 +101,38 @@ def limit_of(settings: PipelineSettings, mesh: Mesh) -> int | None:
     return None if limit is None else _agreed([limit], min)[0]
 
 
-def _largest_stage(profile: Profile, parts: tuple[int, ...]) -> tuple[StageCosts, int]:
-    """What the slowest stage costs, and the most bytes of parameters, gradients and moments on a stage."""
-    cuts = [profile.layers[first:end] for first, end in zip(parts[:-1], parts[1:], strict=True)]
-    slowest = max(cuts, key=lambda layers: sum(layer.forward_s + layer.backward_s for layer in layers))
+def _possible_cuts(
+    module: PipelineModule, trace: ModelTrace, profile: Profile, num_chunks: int | None
+) -> dict[int, tuple[int, ...]]:
+    """The cut for each number of chunks that the settings allow and the partition method can cut into."""
+    method, num_stages = module.partition_method, module.num_stages
+    if num_chunks is not None:
+        counts: tuple[int, ...] = (num_chunks,)
+    else:
+        counts = _CHUNK_COUNTS if isinstance(method, str) else (max(1, (len(method) - 1) // num_stages),)
+    found: dict[int, tuple[int, ...]] = {}
+    errors: list[PartitionError] = []
+    for count in counts:
+        try:
+            found[count] = module.partition(trace, count * num_stages, profile=profile)
+        except PartitionError as error:
+            errors.append(error)
+    if not found:
+        raise errors[0]
+    return found
+
+
+def _largest_stage(profile: Profile, parts: tuple[int, ...], num_stages: int) -> tuple[StageCosts, int]:
+    """What the slowest stage costs, and the most bytes of parameters, gradients and moments on a stage.
+
+    Where stages hold several parts, part p is taken to be on stage `p % num_stages`.
+    """
+    chunks = [profile.layers[first:end] for first, end in zip(parts[:-1], parts[1:], strict=True)]
+    stages = [[layer for chunk in chunks[s::num_stages] for layer in chunk] for s in range(num_stages)]
+    slowest = max(stages, key=lambda layers: sum(layer.forward_s + layer.backward_s for layer in layers))
     weight_s = sum(layer.weight_s for layer in slowest)
-    alone = dataclasses.replace(profile, memory=StageMemory((1,) * len(cuts), bytes_per_param=0.0))
-    kept = max(alone.part_bytes(parts))
+    alone = dataclasses.replace(profile, memory=StageMemory((1,) * len(chunks), bytes_per_param=0.0))
+    kept = max(stage_bytes(alone, parts, num_stages))
     costs = StageCosts(
         forward_s=sum(layer.forward_s for layer in slowest),
         input_s=sum(layer.backward_s for layer in slowest) - weight_s,
@@ -107,7 +140,7 @@ def _largest_stage(profile: Profile, parts: tuple[int, ...]) -> tuple[StageCosts
         activation_bytes=kept,
         pending_bytes=kept,
     )
-    return costs, _BYTES_PER_PARAM * max(sum(layer.num_params for layer in layers) for layers in cuts)
+    return costs, _BYTES_PER_PARAM * max(sum(layer.num_params for layer in layers) for layers in stages)
 
 
 def _overheads(mesh: Mesh, activation: PyTree) -> tuple[float, float]:

@@ -12,7 +12,8 @@ class PipelineSettings:
     """Settings of a `Pipeline`; the configuration's keys in the form the runtime takes.
 
     Attributes:
-        schedule: Name of a training schedule, or a `PipeSchedule` class; `"auto"` chooses one.
+        schedule: Name of a training schedule, or a `PipeSchedule` class; `"auto"` chooses one, within what the other
+            settings say.
         num_chunks: Model chunks on each stage; None: the schedule's own number.
         max_pending: The most pending weight halves of `"zero-bubble"`; None: the schedule's own number.
         memory_limit_bytes: What `"auto"`, and a cut by `"profile"`, may plan for on a device; None: the device's.

@@ -25,16 +25,17 @@ def choose_schedule(
     memory_limit_bytes: float | None = None,
     num_layers: int | None = None,
     chunk_counts: Sequence[int] = (1, 2, 4),
+    max_pending: int | None = None,
     skip_idle: bool | None = None,
 ) -> Choice:
     """Choose the schedule with the shortest step whose activations fit.
 
     Each candidate is lowered and its ticks are added up: in lockstep a tick takes as long as its busiest stage (where
     idle cells are skipped) or as long as all kinds of cells of its run together (where they are computed), and the
-    overheads. Candidates are `"1f1b"`, `"1f1b-v"`, `"interleaved"` and `"zero-bubble"` with all numbers of chunks,
-    `"train"`, each with idle cells skipped and computed. A zero-bubble that does not fit is tried again with as many
-    pending weight halves as do fit. The simplest within `CLEAR_GAIN` of the shortest step wins; where nothing fits, the
-    smallest memory.
+    overheads. Candidates are `"1f1b"`, `"1f1b-v"`, `"interleaved"`, `"zero-bubble"` and `"train"` with all numbers of
+    chunks that each can have, with idle cells skipped and computed. A zero-bubble that does not fit is tried again with
+    as many pending weight halves as do fit. The simplest within `CLEAR_GAIN` of the shortest step wins; where nothing
+    fits, the smallest memory.
 
     Args:
         costs: What a microbatch costs on the largest stage.
@@ -45,13 +46,14 @@ def choose_schedule(
         num_layers: Equal layers of the model. More chunks than layers allow are left out, and chunks that come out
             uneven cost what the largest does. Default: stages can be cut into any number of equal chunks.
         chunk_counts: Numbers of chunks to look at.
+        max_pending: The most weight halves that a zero-bubble may keep pending. Default: the schedule's own number.
         skip_idle: Whether idle cells are skipped. Default: both are looked at.
 
     Returns:
         The choice, with all candidates.
 
     Raises:
-        ScheduleError: A cost is negative, or the work takes no time.
+        ScheduleError: A cost is negative, the work takes no time, or no schedule is left to choose from.
 
     Example:
         >>> costs = StageCosts(forward_s=0.010, input_s=0.010, weight_s=0.010, activation_bytes=1e9, pending_bytes=5e8)
@@ -63,13 +65,16 @@ def choose_schedule(
             f"Costs must not be negative and the work must take time, but got {costs}. Measure a stage's forward and "
             "backward, in seconds."
         )
-    chooser = _Chooser(costs, num_stages, num_microbatches, memory_limit_bytes, num_layers)
+    chooser = _Chooser(costs, num_stages, num_microbatches, memory_limit_bytes, num_layers, max_pending)
+    possible = chooser.possible(chunk_counts)
+    if not possible:
+        raise ScheduleError(
+            f"chunk_counts must hold a number of chunks for which num_layers={num_layers} layers suffice on "
+            f"num_stages={num_stages} stages, but got chunk_counts={tuple(chunk_counts)}. Allow fewer chunks, or use "
+            "fewer stages."
+        )
     policies = (False, True) if skip_idle is None else (skip_idle,)
-    candidates = tuple(
-        one
-        for name, chunks in _plans(chooser.possible(chunk_counts))
-        for one in chooser.candidates(name, chunks, policies)
-    )
+    candidates = tuple(one for name, chunks in _plans(possible) for one in chooser.candidates(name, chunks, policies))
     fitting = [one for one in candidates if one.fits]
     shortest = min(fitting, key=lambda one: one.step_s, default=None)
     if shortest is None:
@@ -85,12 +90,14 @@ def choose_schedule(
 
 def _plans(chunk_counts: Sequence[int]) -> Iterator[tuple[str, int]]:
     """The schedules to look at, simplest first."""
-    yield "1f1b", 1
+    if 1 in chunk_counts:
+        yield "1f1b", 1
     if 2 in chunk_counts:
         yield "1f1b-v", 2
     yield from (("interleaved", chunks) for chunks in chunk_counts if chunks > 1)
     yield from (("zero-bubble", chunks) for chunks in chunk_counts)
-    yield "train", 1
+    if 1 in chunk_counts:
+        yield "train", 1
 
 
 @dataclass(frozen=True)
@@ -102,19 +109,23 @@ class _Chooser:
     num_microbatches: int
     limit: float | None
     num_layers: int | None
+    max_pending: int | None
 
     def possible(self, chunk_counts: Sequence[int]) -> list[int]:
         """The numbers of chunks for which there are layers."""
-        return sorted({n for n in chunk_counts if self.num_layers is None or n * self.num_stages <= self.num_layers})
+        return sorted(
+            {n for n in chunk_counts if n >= 1 and (self.num_layers is None or n * self.num_stages <= self.num_layers)}
+        )
 
     def candidates(self, schedule: str, num_chunks: int, policies: Sequence[bool]) -> list[Candidate]:
         """A schedule with each way to treat idle cells, and with fewer pending halves where all are too large."""
-        found = self._costed(schedule, num_chunks, None, policies)
+        most = self.max_pending if schedule == "zero-bubble" else None
+        found = self._costed(schedule, num_chunks, most, policies)
         if found[0].fits or not found[0].pending or not self.costs.pending_bytes:
             return found
         room = (self.limit or 0) - found[0].in_flight * self.costs.activation_bytes
-        max_pending = int(room * num_chunks / self.costs.pending_bytes)
-        return found + (self._costed(schedule, num_chunks, max_pending, policies) if max_pending >= 1 else [])
+        fitting = int(room * num_chunks / self.costs.pending_bytes)
+        return found + (self._costed(schedule, num_chunks, fitting, policies) if fitting >= 1 else [])
 
     def _costed(
         self, schedule: str, num_chunks: int, max_pending: int | None, policies: Sequence[bool]

@@ -85,6 +85,19 @@ def test_pending_halves_are_limited_to_what_fits() -> None:
     assert choice.best == limited
 
 
+def test_pending_halves_stay_within_what_is_asked() -> None:
+    options = {"memory_limit_bytes": 16e9, "chunk_counts": (1,), "skip_idle": True}
+    for asked, expected in ((1, [1]), (2, [2]), (3, [3, 2])):
+        candidates = choose_schedule(GPU, 8, 32, max_pending=asked, **options).candidates
+        assert [one.max_pending for one in candidates if one.schedule == "zero-bubble"] == expected
+
+
+def test_only_numbers_of_chunks_that_are_asked_for_are_looked_at() -> None:
+    assert {one.num_chunks for one in choose_schedule(GPU, 4, 8, chunk_counts=(2,)).candidates} == {2}
+    with pytest.raises(ScheduleError, match=r"num_layers=7 layers suffice on num_stages=4 stages, but got .*=\(2, 4\)"):
+        choose_schedule(GPU, 4, 8, chunk_counts=(2, 4), num_layers=7)
+
+
 def test_uneven_chunks_cost_what_the_largest_does() -> None:
     even, uneven = (
         {(one.schedule, one.num_chunks): one.step_s for one in choose_schedule(COSTS, 4, 8, num_layers=n).candidates}

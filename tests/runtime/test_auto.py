@@ -1,0 +1,108 @@
+"""What the schedule `"auto"` may choose from: what the cut can have, and what the settings leave open."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxpipe import PipeDataParallelTopology, PipelineModule
+from jaxpipe.errors import JaxpipeError
+from jaxpipe.partition import LayerCost, Profile
+from jaxpipe.runtime import PipelineSettings
+from jaxpipe.runtime._auto import choose_settings
+from jaxpipe.runtime._plan import make_plan
+from jaxpipe.schedules import Choice
+from jaxpipe.topology import make_pipeline_mesh
+
+X = np.ones((2, 4), np.float32)
+MESH = make_pipeline_mesh(PipeDataParallelTopology(4, 1), jax.devices()[:4])
+COST = LayerCost(0.01, 0.02, 0.01, num_params=1000, kept_bytes=100)
+
+
+@pytest.fixture(autouse=True)
+def costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers that cost the same each time, in place of measured ones."""
+
+    def given(module: PipelineModule, *_: Any, **__: Any) -> Profile:
+        return Profile((COST,) * len(module.layers), interval=module.activation_checkpoint_interval)
+
+    monkeypatch.setattr("jaxpipe.runtime._auto.profile_layers", given)
+    monkeypatch.setattr("jaxpipe.runtime._auto._overheads", lambda *_: (0.0, 0.0))
+
+
+def model(method: Any = "uniform", num_layers: int = 16, **options: Any) -> PipelineModule:
+    return PipelineModule([jnp.sin] * num_layers, 4, partition_method=method, **options)
+
+
+def choose(module: PipelineModule, **settings: Any) -> tuple[Choice, PipelineSettings]:
+    asked = PipelineSettings("auto", **settings)
+    return choose_settings(module, module.trace(X), MESH, X, 8, asked)
+
+
+def found(choice: Choice) -> set[tuple[str, int]]:
+    return {(one.schedule, one.num_chunks) for one in choice.candidates}
+
+
+ONE = {("1f1b", 1), ("zero-bubble", 1), ("train", 1)}
+TWO = {("1f1b-v", 2), ("interleaved", 2), ("zero-bubble", 2)}
+THREE = {("interleaved", 3), ("zero-bubble", 3)}
+FOUR = {("interleaved", 4), ("zero-bubble", 4)}
+
+
+@pytest.mark.parametrize(
+    ("method", "num_layers", "num_chunks", "expected"),
+    [
+        ("uniform", 16, None, ONE | TWO | FOUR),
+        ("uniform", 12, None, ONE | TWO),
+        ("trunk", 12, None, ONE),
+        ("trunk", 8, None, ONE | TWO),
+        ([0, 4, 8, 12, 16], 16, None, ONE),
+        (range(0, 17, 2), 16, None, TWO),
+        (range(13), 12, None, THREE),
+        ("uniform", 16, 1, ONE),
+        ("uniform", 16, 2, TWO),
+        (range(0, 17, 2), 16, 2, TWO),
+    ],
+)
+def test_chunks_are_those_that_the_cut_can_have(
+    method: Any, num_layers: int, num_chunks: int | None, expected: set[tuple[str, int]]
+) -> None:
+    choice, settings = choose(model(method, num_layers), num_chunks=num_chunks)
+    assert found(choice) == expected
+    assert settings.num_chunks == choice.best.num_chunks
+
+
+def test_the_plan_has_the_chunks_of_the_boundaries() -> None:
+    module = model([0, 1, 4, 6, 8, 10, 12, 14, 16])
+    plan = make_plan(module, module.trace(X), MESH, X, 8, PipelineSettings("auto"))
+    assert plan.parts == (0, 1, 4, 6, 8, 10, 12, 14, 16)
+    assert plan.settings.num_chunks == 2
+
+
+@pytest.mark.parametrize(
+    ("method", "num_chunks", "message"),
+    [
+        ("uniform", 5, r"must be at most the number of layers \(16\), .* but got num_stages=4 and num_chunks=5\."),
+        ("trunk", 3, r"on every chunk, but got num_stages=4 and num_chunks=3\."),
+        ([0, 4, 8, 12, 16], 2, r"must be num_stages \* num_chunks \+ 1 = 9 boundaries"),
+        ([0, 2, 4, 8, 12, 16], None, r"must be num_stages \+ 1 = 5 boundaries"),
+    ],
+)
+def test_chunks_that_cannot_be_are_refused(method: Any, num_chunks: int | None, message: str) -> None:
+    with pytest.raises(JaxpipeError, match=message):
+        choose(model(method), num_chunks=num_chunks)
+
+
+def test_pending_halves_stay_within_what_is_set() -> None:
+    choice, _ = choose(model(), max_pending=1)
+    assert {one.max_pending for one in choice.candidates if one.schedule == "zero-bubble"} == {1}
+    assert {one.max_pending for one in choice.candidates if one.schedule != "zero-bubble"} == {None}
+
+
+@pytest.mark.parametrize(("asked", "expected"), [(None, True), (True, True), (False, False)])
+def test_idle_cells_are_treated_as_is_set(asked: bool | None, expected: bool) -> None:
+    choice, settings = choose(model(), skip_idle=asked)
+    assert {one.skip_idle for one in choice.candidates} == {expected}
+    assert settings.skip_idle is expected
