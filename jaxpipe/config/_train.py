@@ -40,11 +40,12 @@ class PipelineConfig(Section):
         seed_layers: Whether each layer's random keys depend on its place alone; None takes the module's. DeepSpeed
             reads the key and does nothing with it.
         num_chunks: Model chunks on each stage, for schedules that interleave them; `'auto'` takes the schedule's own
-            number.
+            number, or leaves it to the schedule `'auto'`.
         max_pending_weights: The most weight halves of backwards, counted on each chunk, that the schedule
             `'zero-bubble'` keeps pending on a stage; `'auto'` takes the schedule's own number.
-        memory_limit_gb: What the schedule `'auto'` may plan for on a device, in GB of 10^9 bytes, all that training
-            holds included; `'auto'` takes the device's memory.
+        memory_limit_gb: What the schedule `'auto'` and the partition `'profile'` may plan for on a device, in GB of
+            10^9 bytes, all that training holds included; refused where neither is used. `'auto'` takes the device's
+            memory.
         spread_inputs: Whether inputs and labels are held in shares, one a stage, and each microbatch gathered when it
             is needed; `'auto'` does so with arrays of at least 32 MiB.
         offload_activations: Whether what waits between forward and backward lies in host memory.

@@ -15,6 +15,7 @@ from jaxpipe.config import TrainConfig, load_config
 from jaxpipe.errors import ConfigError
 from jaxpipe.layers import PipelineModule
 from jaxpipe.optim import LossScaler
+from jaxpipe.partition import profile_source
 from jaxpipe.schedules import resolve_schedule
 from jaxpipe.topology import adopt_mesh, make_pipeline_mesh, mesh_shape, topology_for
 
@@ -115,7 +116,8 @@ def configure_model(model: PipelineModule, config: TrainConfig) -> PipelineModul
         A model of the same layers.
 
     Raises:
-        ConfigError: The configuration and the constructor say different things.
+        ConfigError: The configuration and the constructor say different things, or a limit on memory is set that
+            nothing keeps to.
     """
     section = config.pipeline
     if section.stages not in ("auto", model.num_stages):
@@ -141,7 +143,9 @@ def configure_model(model: PipelineModule, config: TrainConfig) -> PipelineModul
         key = "bf16.enabled" if config.bf16.enabled else "fp16.enabled"
         _check_agreement(f"the dtype of {key}=True", config.compute_dtype, "compute_dtype", given, None)
         changes["compute_dtype"] = config.compute_dtype
-    return model.replace(**changes) if changes else model
+    model = model.replace(**changes) if changes else model
+    _check_memory_limit(config, model)
+    return model
 
 
 def pipeline_settings(config: TrainConfig) -> PipelineSettings:
@@ -187,3 +191,15 @@ def _check_agreement(key: str, asked: Any, name: str, given: Any, default: Any) 
         raise ConfigError(
             f"{key} must not contradict the module, but got {key}={asked!r} and {name}={given!r}. Say it in one place."
         )
+
+
+def _check_memory_limit(config: TrainConfig, model: PipelineModule) -> None:
+    section = config.pipeline
+    if "auto" in (section.memory_limit_gb, section.schedule) or profile_source(model.partition_method):
+        return
+    raise ConfigError(
+        "pipeline.memory_limit_gb must be set only where a choice keeps to it, which the schedule 'auto' and the "
+        f"partition 'profile' do, but got pipeline.memory_limit_gb={section.memory_limit_gb!r}, "
+        f"pipeline.schedule={section.schedule!r} and partition_method={model.partition_method!r}. Remove it, or use "
+        "one of the two."
+    )

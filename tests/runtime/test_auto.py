@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from jaxpipe import PipeDataParallelTopology, PipelineModule
-from jaxpipe.errors import JaxpipeError
+from jaxpipe.config import load_config
+from jaxpipe.errors import ConfigError, JaxpipeError
 from jaxpipe.partition import LayerCost, Profile
-from jaxpipe.runtime import PipelineSettings
+from jaxpipe.runtime import PipelineSettings, configure_model, pipeline_settings
 from jaxpipe.runtime._auto import choose_settings
 from jaxpipe.runtime._plan import make_plan
 from jaxpipe.schedules import Choice
@@ -106,3 +107,19 @@ def test_idle_cells_are_treated_as_is_set(asked: bool | None, expected: bool) ->
     choice, settings = choose(model(), skip_idle=asked)
     assert {one.skip_idle for one in choice.candidates} == {expected}
     assert settings.skip_idle is expected
+
+
+LIMITED = {"train_batch_size": 1, "pipeline": {"memory_limit_gb": 80}}
+
+
+def test_a_limit_on_memory_that_nothing_keeps_to_is_refused() -> None:
+    message = r"memory_limit_gb=80\.0, pipeline\.schedule='1f1b' and partition_method='uniform'\. Remove it, or use one"
+    with pytest.raises(ConfigError, match=message):
+        configure_model(model(), load_config(LIMITED))
+
+
+@pytest.mark.parametrize("section", [{"schedule": "auto"}, {"partition": "profile"}, {"partition": "Profile:flops"}])
+def test_a_limit_on_memory_that_something_keeps_to(section: dict[str, str]) -> None:
+    asked = load_config(LIMITED | {"pipeline": {"memory_limit_gb": 80, **section}})
+    configure_model(model("parameters"), asked)
+    assert pipeline_settings(asked).memory_limit_bytes == 80 * 10**9
