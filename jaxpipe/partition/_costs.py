@@ -2,10 +2,13 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from jaxpipe.errors import PartitionError
 
 from ._checks import checked_count
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -22,6 +25,8 @@ class LayerCost:
             a recomputed group.
         recomputed_bytes: Bytes that a backward has to make again before it begins; 0 where nothing is recomputed.
         is_marked: Whether it recomputes itself, outside the groups.
+        pending_bytes: Bytes that wait beside those kept, between the two halves of its backward where that is cut in
+            two; known only where the halves were looked at.
     """
 
     forward_s: float
@@ -31,6 +36,7 @@ class LayerCost:
     kept_bytes: int = 0
     recomputed_bytes: int = 0
     is_marked: bool = False
+    pending_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -105,6 +111,21 @@ class Profile:
             Bytes; they never become less.
         """
         memory = self.memory or StageMemory((1,) * (part + 1))
+        for num_params, kept, largest in self._sizes(first):
+            yield round(memory.bytes_per_param * num_params) + memory.in_flight[part] * kept + largest
+
+    def part_bytes(self, boundaries: Sequence[int]) -> list[int]:
+        """Bytes that each part of a cut needs."""
+        cuts = enumerate(zip(boundaries[:-1], boundaries[1:], strict=True))
+        return [_nth(self.held_bytes(part, first), end - first) for part, (first, end) in cuts]
+
+    def part_sizes(self, boundaries: Sequence[int]) -> list[tuple[int, int, int]]:
+        """For each part of a cut its parameters, bytes kept for each microbatch in flight, and bytes made again."""
+        cuts = zip(boundaries[:-1], boundaries[1:], strict=True)
+        return [_nth(self._sizes(first), end - first) for first, end in cuts]
+
+    def _sizes(self, first: int) -> Iterator[tuple[int, int, int]]:
+        """What `part_sizes` tells of the layers `[first, end)`, for each end from `first + 1` on."""
         num_params = kept = group = largest = 0
         for index in range(first, len(self.layers)):
             layer = self.layers[index]
@@ -113,12 +134,7 @@ class Profile:
                 kept, group = kept + layer.kept_bytes, 0
             group += layer.recomputed_bytes
             largest = max(largest, group)
-            yield round(memory.bytes_per_param * num_params) + memory.in_flight[part] * kept + largest
-
-    def part_bytes(self, boundaries: Sequence[int]) -> list[int]:
-        """Bytes that each part of a cut needs."""
-        cuts = enumerate(zip(boundaries[:-1], boundaries[1:], strict=True))
-        return [_nth(self.held_bytes(part, first), end - first) for part, (first, end) in cuts]
+            yield num_params, kept, largest
 
     def _begins_group(self, first: int, index: int) -> bool:
         """Whether a layer's inputs wait for the backward, in a part that begins with layer `first`."""
@@ -127,5 +143,5 @@ class Profile:
         return self.layers[index].is_marked or self.layers[index - 1].is_marked
 
 
-def _nth(values: Iterator[int], count: int) -> int:
+def _nth(values: Iterator[_T], count: int) -> _T:
     return [value for value, _ in zip(values, range(count), strict=False)][-1]

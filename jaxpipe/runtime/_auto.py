@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from jaxpipe._typing import PyTree
 from jaxpipe.errors import PartitionError
 from jaxpipe.layers import ModelTrace, PipelineModule
-from jaxpipe.partition import Profile, StageMemory, stage_bytes
+from jaxpipe.partition import Profile
 from jaxpipe.processes import gather_texts, log
 from jaxpipe.schedules import Choice, StageCosts, choose_schedule
 
@@ -123,24 +123,26 @@ def _possible_cuts(
 
 
 def _largest_stage(profile: Profile, parts: tuple[int, ...], num_stages: int) -> tuple[StageCosts, int]:
-    """What the slowest stage costs, and the most bytes of parameters, gradients and moments on a stage.
+    """What the slowest stage costs, and the most bytes that a stage holds whatever the schedule.
 
-    Where stages hold several parts, part p is taken to be on stage `p % num_stages`.
+    These are parameters, gradients and moments, and what a backward makes again, of one microbatch at a time. Where
+    stages hold several parts, part p is taken to be on stage `p % num_stages`.
     """
     chunks = [profile.layers[first:end] for first, end in zip(parts[:-1], parts[1:], strict=True)]
     stages = [[layer for chunk in chunks[s::num_stages] for layer in chunk] for s in range(num_stages)]
     slowest = max(stages, key=lambda layers: sum(layer.forward_s + layer.backward_s for layer in layers))
     weight_s = sum(layer.weight_s for layer in slowest)
-    alone = dataclasses.replace(profile, memory=StageMemory((1,) * len(chunks), bytes_per_param=0.0))
-    kept = max(stage_bytes(alone, parts, num_stages))
+    sizes = profile.part_sizes(parts)
+    sums = [[sum(each) for each in zip(*sizes[s::num_stages], strict=True)] for s in range(num_stages)]
     costs = StageCosts(
         forward_s=sum(layer.forward_s for layer in slowest),
         input_s=sum(layer.backward_s for layer in slowest) - weight_s,
         weight_s=weight_s,
-        activation_bytes=kept,
-        pending_bytes=kept,
+        activation_bytes=max(kept for _, kept, _ in sums),
+        pending_bytes=max(sum(layer.pending_bytes for layer in layers) for layers in stages),
     )
-    return costs, _BYTES_PER_PARAM * max(sum(layer.num_params for layer in layers) for layers in stages)
+    held_bytes = _BYTES_PER_PARAM * max(num_params for num_params, _, _ in sums)
+    return costs, held_bytes + max(recomputed for _, _, recomputed in sizes)
 
 
 def _overheads(mesh: Mesh, activation: PyTree) -> tuple[float, float]:

@@ -43,16 +43,18 @@ def estimate_layers(
     def seconds(work: Work) -> float:
         return work.flops / flops_per_s + work.moved_bytes / bytes_per_s
 
-    def cost(work: LayerWork) -> tuple[float, float, float | None]:
+    def cost(work: LayerWork) -> tuple[float, float, float | None, int]:
         residuals, params, cotangents = work.residuals, work.params, work.cotangents
         found = [count_work(residuals.forward, params, work.inputs, work.context)]
         found.append(count_work(residuals.backward, params, residuals.kept, cotangents))
+        pending_bytes = 0
         if halves:
             split = SplitBackward(residuals, params)
+            pending_bytes = work.bytes_of(split.pending)
             half = (split.weight_half, params, residuals.kept, split.pending)
             found.append(Work(0, 0) if split.is_whole else count_work(*half))
         forward_s, backward_s, *rest = (seconds(part) / work.num_places for part in found)
-        return forward_s, backward_s, rest[0] if rest else None
+        return forward_s, backward_s, rest[0] if rest else None, pending_bytes
 
     costs = costs_of_all(module, trace, labels, cost)
     source = f"estimated, {flops_per_s:.3g} FLOP/s and {bytes_per_s:.3g} B/s"

@@ -1,7 +1,7 @@
 """One layer by itself, cut into forward and backward as the executor cuts a stage."""
 
 import dataclasses
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,11 +49,15 @@ class LayerWork:
     def kept_bytes(self) -> int:
         """Bytes that wait on the device between forward and backward, per place."""
         each = zip(self.residuals.kept, self.residuals.is_hosted, strict=True)
-        return sum(x.size * x.dtype.itemsize for x, is_hosted in each if not is_hosted) // self.num_places
+        return self.bytes_of(x for x, is_hosted in each if not is_hosted)
+
+    def bytes_of(self, structs: Iterable[jax.ShapeDtypeStruct]) -> int:
+        """Bytes of arrays of all places, per place."""
+        return sum(x.size * x.dtype.itemsize for x in structs) // self.num_places
 
 
-Cost = Callable[[LayerWork], tuple[float, float, float | None]]
-"""Gives `(forward_s, backward_s, weight_s)`; None where `weight_s` is not known."""
+Cost = Callable[[LayerWork], tuple[float, float, float | None, int]]
+"""Gives `(forward_s, backward_s, weight_s, pending_bytes)`; None and 0 where the halves were not looked at."""
 
 
 def layer_work(module: PipelineModule, trace: ModelTrace, index: int) -> LayerWork:
@@ -120,7 +124,7 @@ def costs_of_all(module: PipelineModule, trace: ModelTrace, labels: PyTree, cost
             known[key] = _layer_cost(module, trace, named.index, cost)
     costs = [known[signature, named.is_marked] for named, signature in zip(module.layers, signatures, strict=True)]
     if labels is not None and module.loss_fn is not None:
-        forward_s, backward_s, _ = cost(loss_work(module, trace, labels))
+        forward_s, backward_s, *_ = cost(loss_work(module, trace, labels))
         last = costs[-1]
         both = {"forward_s": last.forward_s + forward_s, "backward_s": last.backward_s + backward_s}
         costs[-1] = dataclasses.replace(last, **both)
@@ -132,12 +136,12 @@ def _layer_cost(module: PipelineModule, trace: ModelTrace, index: int, cost: Cos
     recomputed = 0
     if module.activation_checkpoint_interval:
         recomputed = layer_work(module.replace(activation_checkpoint_interval=0), trace, index).kept_bytes
-    forward_s, backward_s, weight_s = cost(work)
+    forward_s, backward_s, weight_s, pending = cost(work)
     if weight_s is None:
         recomputes = is_marked or module.activation_checkpoint_interval > 0
         weight_s = work.weight_s(forward_s, backward_s, recomputes=recomputes)
     num_params = trace.num_params()[index]
-    return LayerCost(forward_s, backward_s, weight_s, num_params, work.kept_bytes, recomputed, is_marked)
+    return LayerCost(forward_s, backward_s, weight_s, num_params, work.kept_bytes, recomputed, is_marked, pending)
 
 
 def _work(function: Callable[..., Any], params: PyTree, inputs: PyTree, context: PyTree, num_model: int) -> LayerWork:

@@ -55,18 +55,20 @@ def measure_layers(
     """
     device = jax.local_devices()[0] if device is None else device
 
-    def cost(work: LayerWork) -> tuple[float, float, float | None]:
+    def cost(work: LayerWork) -> tuple[float, float, float | None, int]:
         forward, backward = jax.jit(work.residuals.forward), jax.jit(work.residuals.backward)
         args = _filled((work.params, work.inputs, work.context))
         params, kept, cotangents = args[0], forward(*args)[2], _filled(work.cotangents)
         seconds = [_median_s(forward, args, rounds), _median_s(backward, (params, kept, cotangents), rounds)]
+        pending_bytes = 0
         if halves:
             split = SplitBackward(work.residuals, work.params)
+            pending_bytes = work.bytes_of(split.pending)
             pending = jax.jit(split.input_half)(params, kept, cotangents)[2]
             weight_s = 0.0 if split.is_whole else _median_s(jax.jit(split.weight_half), (params, kept, pending), rounds)
             seconds.append(min(weight_s, seconds[1]))
         forward_s, backward_s, *rest = (value / work.num_places for value in seconds)
-        return forward_s, backward_s, rest[0] if rest else None
+        return forward_s, backward_s, rest[0] if rest else None, pending_bytes
 
     with jax.default_device(device):
         costs = costs_of_all(module, trace, labels, cost)

@@ -42,7 +42,7 @@ def choose_schedule(
         num_stages: Pipeline stages.
         num_microbatches: Microbatches in a batch.
         memory_limit_bytes: What activations and pending weight halves may take on a device, beside parameters,
-            gradients and optimiser state. Default: any number.
+            gradients, optimiser state and what is recomputed at once. Default: any number.
         num_layers: Equal layers of the model. More chunks than layers allow are left out, and chunks that come out
             uneven cost what the largest does. Default: stages can be cut into any number of equal chunks.
         chunk_counts: Numbers of chunks to look at.

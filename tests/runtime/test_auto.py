@@ -19,7 +19,7 @@ from jaxpipe.topology import make_pipeline_mesh
 
 X = np.ones((2, 4), np.float32)
 MESH = make_pipeline_mesh(PipeDataParallelTopology(4, 1), jax.devices()[:4])
-COST = LayerCost(0.01, 0.02, 0.01, num_params=1000, kept_bytes=100)
+COST = LayerCost(0.01, 0.02, 0.01, num_params=1000, kept_bytes=100, recomputed_bytes=1000, pending_bytes=30)
 
 
 @pytest.fixture(autouse=True)
@@ -107,6 +107,16 @@ def test_idle_cells_are_treated_as_is_set(asked: bool | None, expected: bool) ->
     choice, settings = choose(model(), skip_idle=asked)
     assert {one.skip_idle for one in choice.candidates} == {expected}
     assert settings.skip_idle is expected
+
+
+@pytest.mark.parametrize(("num_chunks", "recomputed"), [(1, 4 * 1000), (2, 2 * 1000)])
+def test_what_is_made_again_counts_once(num_chunks: int, recomputed: int) -> None:
+    module = model(activation_checkpoint_interval=4)
+    choice, _ = choose(module, num_chunks=num_chunks, memory_limit_bytes=10**6)
+    kept = num_chunks * 100
+    assert choice.memory_limit_bytes == 10**6 - 16 * 4 * 1000 - recomputed
+    for one in choice.candidates:
+        assert one.memory_bytes == one.in_flight * kept + one.pending * 4 * 30
 
 
 LIMITED = {"train_batch_size": 1, "pipeline": {"memory_limit_gb": 80}}

@@ -184,6 +184,7 @@ def test_halves_of_a_backward(make: Any) -> None:
     costs = make(module, trace, labels=np.ones((4, 8), np.float32), halves=True, **options).layers
     assert all(0 < cost.weight_s <= cost.backward_s for cost in (costs[0], costs[2]))
     assert costs[1].weight_s == 0
+    assert [cost.pending_bytes for cost in costs] == [4 * 16 * 4, 0, 4 * 8 * 4]
 
 
 def test_layers_split_over_a_model_axis_count_for_their_share() -> None:
