@@ -111,7 +111,8 @@ def costs_of_all(module: PipelineModule, trace: ModelTrace, labels: PyTree, cost
         cost: Gives the seconds of a layer's work.
 
     Returns:
-        One cost per layer.
+        One cost per layer. A layer with parameters split over the stages, whose work all stages share, is not looked
+        at: it counts a stage's share of them and no time, and neither does a loss that follows it.
 
     Raises:
         LayerError: A layer cannot be differentiated.
@@ -120,15 +121,30 @@ def costs_of_all(module: PipelineModule, trace: ModelTrace, labels: PyTree, cost
     signatures = layer_signatures(module.layers, trace, module.compute_dtype)
     for named, signature in zip(module.layers, signatures, strict=True):
         key = signature, named.is_marked
-        if key not in known:
+        if key in known:
+            continue
+        if _is_split(module, trace, named.index):
+            known[key] = LayerCost(0.0, 0.0, num_params=_params_of_stage(module, trace, named.index))
+        else:
             known[key] = _layer_cost(module, trace, named.index, cost)
     costs = [known[signature, named.is_marked] for named, signature in zip(module.layers, signatures, strict=True)]
-    if labels is not None and module.loss_fn is not None:
+    if labels is not None and module.loss_fn is not None and not _is_split(module, trace, len(costs) - 1):
         forward_s, backward_s, *_ = cost(loss_work(module, trace, labels))
         last = costs[-1]
         both = {"forward_s": last.forward_s + forward_s, "backward_s": last.backward_s + backward_s}
         costs[-1] = dataclasses.replace(last, **both)
     return tuple(costs)
+
+
+def _is_split(module: PipelineModule, trace: ModelTrace, index: int) -> bool:
+    """Whether all stages run a layer together."""
+    return module.num_stages > 1 and bool(trace.stage_dims[index])
+
+
+def _params_of_stage(module: PipelineModule, trace: ModelTrace, index: int) -> int:
+    """How many parameters of such a layer each stage holds."""
+    own = trace.num_own_params()[index]
+    return own + -(-(trace.num_params()[index] - own) // module.num_stages)
 
 
 def _layer_cost(module: PipelineModule, trace: ModelTrace, index: int, cost: Cost) -> LayerCost:

@@ -77,14 +77,15 @@ def profile_layers(
         halves: Whether to find the cost of each half of the backward.
 
     Returns:
-        The costs; layers with parameters split over the stages count nothing, as all stages share their work.
+        The costs; layers with parameters split over the stages count their share of these and no time, as all stages
+        share their work.
 
     Raises:
         PartitionError: The mesh's devices cannot be measured on.
         LayerError: A layer cannot be differentiated.
     """
     kind = mesh.devices.flat[0].device_kind
-    settings = module.activation_checkpoint_interval, module.compute_dtype
+    settings = module.num_stages, module.activation_checkpoint_interval, module.compute_dtype
     functions = id(module.loss_fn), id(module.activation_checkpoint_func)
     key = source, halves, kind, settings, functions, _shapes((trace.boundaries, trace.params, labels))
     if key not in module.profiles:
@@ -92,9 +93,7 @@ def profile_layers(
             module.profiles[key] = estimate_layers(module, trace, labels=labels, halves=halves)
         else:
             module.profiles[key] = _measured_together(module, trace, mesh, labels, halves=halves)
-    found = module.profiles[key]
-    pairs = zip(found.layers, trace.stage_dims, strict=True)
-    return dataclasses.replace(found, layers=tuple(LayerCost(0.0, 0.0) if dims else cost for cost, dims in pairs))
+    return module.profiles[key]
 
 
 def can_measure(mesh: Mesh) -> bool:

@@ -14,9 +14,11 @@ import pytest
 from _parallel import make_batch, make_module
 
 from jaxpipe import LayerSpec, PipeDataParallelTopology, PipelineModule
-from jaxpipe.layers import struct_of
+from jaxpipe.layers import VocabEmbed, VocabHead, struct_of, vocab_cross_entropy
 from jaxpipe.partition import LayerCost, Profile, StageMemory
+from jaxpipe.runtime import _layer_work
 from jaxpipe.runtime._estimate import estimate_layers
+from jaxpipe.runtime._layer_work import layer_work
 from jaxpipe.runtime._measure import measure_layers
 from jaxpipe.runtime._model_axis import trace_places
 from jaxpipe.runtime._profile import cut_module, profile_of_text, text_of_profile
@@ -193,6 +195,22 @@ def test_layers_split_over_a_model_axis_count_for_their_share() -> None:
     _, trace = trace_places(module, struct_of(inputs[0]), {}, 2)
     profile = measure_layers(module, trace, labels=labels[0], rounds=1)
     assert all(cost.forward_s > 0 and cost.backward_s > 0 for cost in profile.layers)
+
+
+@pytest.mark.parametrize("make", [measure_layers, estimate_layers], ids=["measured", "estimated"])
+def test_layers_that_all_stages_share_count_their_share_of_parameters(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked_at = []
+    monkeypatch.setattr(_layer_work, "layer_work", lambda *args: looked_at.append(args[2]) or layer_work(*args))
+    layers = [LayerSpec(VocabEmbed, 32, 8), *[LayerSpec(nn.Dense, 8)] * 2, LayerSpec(VocabHead, 32)]
+    module, tokens = PipelineModule(layers, 2, loss_fn=vocab_cross_entropy), np.zeros((2, 4), np.int32)
+    options = {"rounds": 1} if make is measure_layers else {}
+    costs = make(module, module.trace(tokens), labels=tokens, **options).layers
+    assert set(looked_at) == {1}
+    assert [cost.num_params for cost in costs] == [32 * 8 // 2, 72, 72, 32 * 9 // 2]
+    assert costs[0] == LayerCost(0.0, 0.0, num_params=128)
+    assert costs[3] == LayerCost(0.0, 0.0, num_params=144)
 
 
 def test_numbers_keep_every_digit_on_their_way_to_other_processes() -> None:
