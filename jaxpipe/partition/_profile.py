@@ -1,5 +1,6 @@
 """Parts of nearly equal time, within the memory that each stage has."""
 
+import dataclasses
 from bisect import bisect_left
 from collections.abc import Sequence
 from heapq import heappop, heappush
@@ -10,7 +11,7 @@ from jaxpipe.errors import PartitionError
 
 from ._balanced import best_cut
 from ._checks import checked_parts, exact_weights
-from ._costs import Profile, StageMemory
+from ._costs import LayerCost, Profile, StageMemory
 
 _TRIES = 200
 
@@ -162,11 +163,24 @@ def _least_memory(profile: Profile, num_parts: int) -> list[int]:
 def _too_small(profile: Profile, num_stages: int, least: Sequence[int], limit: int) -> PartitionError:
     num_parts, enough = len(least) - 1, max(stage_bytes(profile, least, num_stages))
     parts = f"{num_stages} stages" if num_parts == num_stages else f"{num_parts} parts on {num_stages} stages"
+    repair = "recompute (activation_checkpoint_interval), use smaller microbatches, or more stages."
+    bare = dataclasses.replace(profile, layers=tuple(_bare(layer) for layer in profile.layers))
+    fixed = max(stage_bytes(bare, _least_memory(bare, num_parts), num_stages))
+    if fixed > limit:
+        repair = (
+            f"or use more stages. Parameters, gradients and optimiser state alone need {fixed:,}, so that neither "
+            "recompute nor smaller microbatches would do."
+        )
     return PartitionError(
-        f"limit_bytes must leave room for every stage of some cut into {parts}, but got limit_bytes={limit:,}, and "
-        f"the smallest that a cut was found for is {enough:,}. Raise the limit, recompute "
-        "(activation_checkpoint_interval), use smaller microbatches, or more stages."
+        "limit_bytes (pipeline.memory_limit_gb where it is set, else the device's memory) must leave room for every "
+        f"stage of some cut into {parts}, but got limit_bytes={limit:,}, and the smallest that a cut was found for is "
+        f"{enough:,}. Raise the limit, {repair}"
     )
+
+
+def _bare(layer: LayerCost) -> LayerCost:
+    """A layer that keeps nothing but its parameters."""
+    return dataclasses.replace(layer, kept_bytes=0, recomputed_bytes=0)
 
 
 def _check_parts(memory: StageMemory, num_stages: int, num_parts: int) -> None:

@@ -62,7 +62,7 @@ def choose_settings(
     profile = profile_layers(module, trace, mesh, labels, "times" if runs else "counts", halves=True)
     cuts = _possible_cuts(module, trace, profile, settings.num_chunks)
     parts = cuts[min(cuts)]
-    costs, held_bytes = _largest_stage(profile, parts, module.num_stages)
+    costs, param_bytes, recomputed_bytes = _largest_stage(profile, parts, module.num_stages)
     if runs:
         tick_s, branch_s = _overheads(mesh, trace.boundaries[parts[1]] if module.num_stages > 1 else ())
         costs = dataclasses.replace(costs, tick_overhead_s=tick_s, branch_overhead_s=branch_s)
@@ -73,12 +73,18 @@ def choose_settings(
         costs,
         module.num_stages,
         num_microbatches,
-        memory_limit_bytes=None if limit is None else max(limit - held_bytes, 0),
+        memory_limit_bytes=None if limit is None else max(limit - param_bytes - recomputed_bytes, 0),
         num_layers=len(module.layers),
         chunk_counts=tuple(cuts),
         max_pending=settings.max_pending,
         skip_idle=skip_idle,
     )
+    if limit is not None and param_bytes > limit:
+        reason = (
+            f"{choice.best.schedule}: Nothing fits; parameters, gradients and optimiser state alone take "
+            f"{param_bytes:,} bytes, and {limit:,} are there. Use more stages, or raise pipeline.memory_limit_gb."
+        )
+        choice = dataclasses.replace(choice, reason=reason)
     best = choice.best
     log(logging.INFO, "schedule='auto', with layers %s:\n%s", profile.source, choice)
     return choice, dataclasses.replace(
@@ -122,11 +128,11 @@ def _possible_cuts(
     return found
 
 
-def _largest_stage(profile: Profile, parts: tuple[int, ...], num_stages: int) -> tuple[StageCosts, int]:
+def _largest_stage(profile: Profile, parts: tuple[int, ...], num_stages: int) -> tuple[StageCosts, int, int]:
     """What the slowest stage costs, and the most bytes that a stage holds whatever the schedule.
 
-    These are parameters, gradients and moments, and what a backward makes again, of one microbatch at a time. Where
-    stages hold several parts, part p is taken to be on stage `p % num_stages`.
+    These are those of parameters, gradients and moments, and those of what a backward makes again, for one microbatch
+    at a time. Where stages hold several parts, part p is taken to be on stage `p % num_stages`.
     """
     chunks = [profile.layers[first:end] for first, end in zip(parts[:-1], parts[1:], strict=True)]
     stages = [[layer for chunk in chunks[s::num_stages] for layer in chunk] for s in range(num_stages)]
@@ -141,8 +147,8 @@ def _largest_stage(profile: Profile, parts: tuple[int, ...], num_stages: int) ->
         activation_bytes=max(kept for _, kept, _ in sums),
         pending_bytes=max(sum(layer.pending_bytes for layer in layers) for layers in stages),
     )
-    held_bytes = _BYTES_PER_PARAM * max(num_params for num_params, _, _ in sums)
-    return costs, held_bytes + max(recomputed for _, _, recomputed in sizes)
+    param_bytes = _BYTES_PER_PARAM * max(num_params for num_params, _, _ in sums)
+    return costs, param_bytes, max(recomputed for _, _, recomputed in sizes)
 
 
 def _overheads(mesh: Mesh, activation: PyTree) -> tuple[float, float]:

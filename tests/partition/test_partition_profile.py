@@ -65,8 +65,22 @@ def test_a_limit_too_small_names_the_least_that_would_do() -> None:
     message = r"cut into 4 stages, but got limit_bytes=60, and .* is 70. Raise the limit, recompute"
     with pytest.raises(PartitionError, match=message):
         partition_profile(profile, 4)
+    with pytest.raises(
+        PartitionError, match=r"^limit_bytes \(pipeline\.memory_limit_gb where it is set, else the device's"
+    ):
+        partition_profile(profile, 4)
     enough = _profile([1] * 8, sizes, in_flight=(7, 5, 3, 1), bytes_per_param=0, limit_bytes=70)
     assert max(stage_bytes(enough, partition_profile(enough, 4), 4)) == 70
+
+
+def test_parameters_that_do_not_fit_alone_are_told_apart() -> None:
+    sizes = [10] * 8
+    profile = _profile([1] * 8, sizes, in_flight=(7, 5, 3, 1), bytes_per_param=4, limit_bytes=79)
+    message = (
+        r"Raise the limit, or use more stages\. Parameters, .* alone need 80, so that neither recompute nor smaller"
+    )
+    with pytest.raises(PartitionError, match=message):
+        partition_profile(profile, 4)
 
 
 @settings(max_examples=40, deadline=None)

@@ -119,6 +119,15 @@ def test_what_is_made_again_counts_once(num_chunks: int, recomputed: int) -> Non
         assert one.memory_bytes == one.in_flight * kept + one.pending * 4 * 30
 
 
+def test_where_parameters_alone_are_too_large_recompute_is_no_advice() -> None:
+    choice, _ = choose(model(), memory_limit_bytes=63_999)
+    assert str(choice).endswith(
+        "Nothing fits; parameters, gradients and optimiser state alone take 64,000 bytes, and 63,999 are there. "
+        "Use more stages, or raise pipeline.memory_limit_gb."
+    )
+    assert "Recompute" in str(choose(model(), memory_limit_bytes=64_000)[0])
+
+
 LIMITED = {"train_batch_size": 1, "pipeline": {"memory_limit_gb": 80}}
 
 
