@@ -25,8 +25,6 @@ from ._settings import PipelineSettings
 
 _TICKS = 64
 _CHUNK_COUNTS = (1, 2, 4)
-_BYTES_PER_PARAM = 16
-"""A parameter, its gradient and the two moments of Adam in float32."""
 
 
 def choose_settings(
@@ -36,6 +34,7 @@ def choose_settings(
     labels: PyTree,
     num_microbatches: int,
     settings: PipelineSettings,
+    param_size: float = 16.0,
 ) -> tuple[Choice, PipelineSettings]:
     """Choose schedule, chunks and what is done in idle cells, and log why; all processes call.
 
@@ -49,6 +48,7 @@ def choose_settings(
         num_microbatches: Microbatches per step.
         settings: The settings, with `schedule="auto"`; chunks, pending weight halves and what is done in idle cells are
             kept to where they are set.
+        param_size: Bytes of a parameter, its gradient and the optimiser's numbers for it.
 
     Returns:
         The choice, and the settings that follow.
@@ -62,7 +62,8 @@ def choose_settings(
     profile = profile_layers(module, trace, mesh, labels, "times" if runs else "counts", halves=True)
     cuts = _possible_cuts(module, trace, profile, settings.num_chunks)
     parts = cuts[min(cuts)]
-    costs, param_bytes, recomputed_bytes = _largest_stage(profile, parts, module.num_stages)
+    costs, num_params, recomputed_bytes = _largest_stage(profile, parts, module.num_stages)
+    param_bytes = round(param_size * num_params)
     if runs:
         tick_s, branch_s = _overheads(mesh, trace.boundaries[parts[1]] if module.num_stages > 1 else ())
         costs = dataclasses.replace(costs, tick_overhead_s=tick_s, branch_overhead_s=branch_s)
@@ -129,10 +130,10 @@ def _possible_cuts(
 
 
 def _largest_stage(profile: Profile, parts: tuple[int, ...], num_stages: int) -> tuple[StageCosts, int, int]:
-    """What the slowest stage costs, and the most bytes that a stage holds whatever the schedule.
+    """What the slowest stage costs, and the most that a stage holds whatever the schedule.
 
-    These are those of parameters, gradients and moments, and those of what a backward makes again, for one microbatch
-    at a time. Where stages hold several parts, part p is taken to be on stage `p % num_stages`.
+    This is the number of its parameters, and the bytes that a backward makes again, for one microbatch at a time. Where
+    stages hold several parts, part p is taken to be on stage `p % num_stages`.
     """
     chunks = [profile.layers[first:end] for first, end in zip(parts[:-1], parts[1:], strict=True)]
     stages = [[layer for chunk in chunks[s::num_stages] for layer in chunk] for s in range(num_stages)]
@@ -147,8 +148,7 @@ def _largest_stage(profile: Profile, parts: tuple[int, ...], num_stages: int) ->
         activation_bytes=max(kept for _, kept, _ in sums),
         pending_bytes=max(sum(layer.pending_bytes for layer in layers) for layers in stages),
     )
-    param_bytes = _BYTES_PER_PARAM * max(num_params for num_params, _, _ in sums)
-    return costs, param_bytes, max(recomputed for _, _, recomputed in sizes)
+    return costs, max(num_params for num_params, _, _ in sums), max(recomputed for _, _, recomputed in sizes)
 
 
 def _overheads(mesh: Mesh, activation: PyTree) -> tuple[float, float]:

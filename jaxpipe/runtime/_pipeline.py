@@ -108,7 +108,7 @@ class Pipeline:
             lambda x: jax.ShapeDtypeStruct((self.microbatch_size, *x.shape[1:]), x.dtype), self._entry
         )
         self._whole, self.trace = trace_places(module, inputs, side, num_model)
-        self.plan = plan = make_plan(module, self.trace, self.mesh, labels, num_microbatches, settings)
+        self.plan = plan = make_plan(module, self.trace, self.mesh, labels, num_microbatches, settings, optimizer)
         self.settings = settings = plan.settings
         outputs, num_terms = self.trace.boundaries[-1], num_microbatches * self.num_replicas
         objective = with_model_axis(num_model, lambda: Objective(module, outputs, labels, num_terms))

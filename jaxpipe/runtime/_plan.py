@@ -3,11 +3,12 @@
 import dataclasses
 from dataclasses import dataclass
 
+import optax
 from jax.sharding import Mesh
 
 from jaxpipe._typing import PyTree
 from jaxpipe.layers import ModelTrace, PipelineModule
-from jaxpipe.partition import Profile, StageMemory
+from jaxpipe.partition import Profile, StageMemory, profile_source
 from jaxpipe.schedules import (
     Choice,
     PipeSchedule,
@@ -18,8 +19,10 @@ from jaxpipe.schedules import (
     placement_of,
     resolve_schedule,
 )
+from jaxpipe.topology import mesh_shape
 
 from ._auto import choose_settings, limit_of
+from ._param_bytes import bytes_per_param
 from ._profile import cut_module
 from ._settings import PipelineSettings
 
@@ -61,6 +64,7 @@ def make_plan(
     labels: PyTree,
     num_microbatches: int,
     settings: PipelineSettings,
+    optimizer: optax.GradientTransformation | None = None,
 ) -> Plan:
     """Decide what is left open; all processes call.
 
@@ -71,6 +75,7 @@ def make_plan(
         labels: Shapes and dtypes of a microbatch's labels.
         num_microbatches: Microbatches per step.
         settings: How the pipeline runs.
+        optimizer: What updates the parameters, for the memory that it takes; None: as much as Adam in float32.
 
     Returns:
         The plan.
@@ -79,10 +84,15 @@ def make_plan(
         ScheduleError: The schedule is unsound, or cannot have so many chunks.
         PartitionError: The layers cannot be cut as asked.
         LayerError: A layer whose costs are needed cannot be differentiated.
+        ConfigError: Memory is looked at, and the optimiser does not take these parameters.
     """
-    choice = None
+    choice, param_size = None, 16.0
+    if optimizer is not None and (settings.schedule == "auto" or profile_source(module.partition_method)):
+        num_shards = mesh_shape(mesh)["data"] if settings.zero_stage else 1
+        dtypes = {"compute_dtype": module.compute_dtype, "grad_dtype": settings.grad_accum_dtype}
+        param_size = bytes_per_param(trace, optimizer, num_shards=num_shards, **dtypes)
     if settings.schedule == "auto":
-        choice, settings = choose_settings(module, trace, mesh, labels, num_microbatches, settings)
+        choice, settings = choose_settings(module, trace, mesh, labels, num_microbatches, settings, param_size)
     num_stages = module.num_stages
     schedule = resolve_schedule(settings.schedule, settings.num_chunks, settings.max_pending)
     program = lower_schedule(schedule, num_microbatches, num_stages)
@@ -92,7 +102,7 @@ def make_plan(
     placement = placement_of([schedule(num_microbatches, num_stages, stage) for stage in range(num_stages)])
     stages = tuple(stage for stage, _ in placement.home)
     in_flight = tuple(program.chunk_in_flight(*place) for place in placement.home)
-    memory = StageMemory(in_flight, stages, limit_bytes=limit_of(settings, mesh))
+    memory = StageMemory(in_flight, stages, param_size, limit_of(settings, mesh))
     parts, profile = cut_module(module, trace, mesh, num_parts=len(stages), stages=stages, labels=labels, memory=memory)
     forward_only = lower_schedule(forward_schedule(schedule), num_microbatches, num_stages, training=False)
     return Plan(settings, schedule, program, forward_only, placement, parts, profile, choice)

@@ -2,17 +2,20 @@
 
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
-from jaxpipe import PipeDataParallelTopology, PipelineModule
+from jaxpipe import LayerSpec, PipeDataParallelTopology, PipelineModule
 from jaxpipe.config import load_config
 from jaxpipe.errors import ConfigError, JaxpipeError
 from jaxpipe.partition import LayerCost, Profile
 from jaxpipe.runtime import PipelineSettings, configure_model, pipeline_settings
 from jaxpipe.runtime._auto import choose_settings
+from jaxpipe.runtime._param_bytes import bytes_per_param
 from jaxpipe.runtime._plan import make_plan
 from jaxpipe.schedules import Choice
 from jaxpipe.topology import make_pipeline_mesh
@@ -126,6 +129,37 @@ def test_where_parameters_alone_are_too_large_recompute_is_no_advice() -> None:
         "Use more stages, or raise pipeline.memory_limit_gb."
     )
     assert "Recompute" in str(choose(model(), memory_limit_bytes=64_000)[0])
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "options", "expected"),
+    [
+        (optax.adam(0.1), {}, 4 + 4 + 8),
+        (optax.sgd(0.1), {}, 4 + 4),
+        (optax.sgd(0.1, 0.9), {}, 4 + 4 + 4),
+        (optax.adam(0.1), {"num_shards": 4}, 4 + 4 + (4 + 8) / 4),
+        (optax.adam(0.1), {"compute_dtype": "bfloat16"}, 2 + 4 + 4 + 8),
+        (optax.adam(0.1), {"compute_dtype": "bfloat16", "grad_dtype": "bfloat16"}, 2 + 2 + 4 + 8),
+        (optax.adam(0.1), {"compute_dtype": "bfloat16", "num_shards": 2}, 2 + 4 + (4 + 8) / 2),
+    ],
+    ids=["adam", "sgd", "momentum", "zero", "mixed", "half gradients", "mixed zero"],
+)
+def test_bytes_of_a_parameter(optimizer: Any, options: dict[str, Any], expected: float) -> None:
+    trace = PipelineModule([LayerSpec(nn.Dense, 255)], 1).trace(X)
+    assert bytes_per_param(trace, optimizer, **options) == pytest.approx(expected, abs=0.01)
+
+
+@pytest.mark.parametrize("schedule", ["auto", "1f1b"])
+def test_the_plan_knows_what_the_optimiser_holds(schedule: str) -> None:
+    module = PipelineModule([LayerSpec(nn.Dense, 4)] * 8, 4, partition_method="profile:flops")
+    settings = PipelineSettings(schedule, memory_limit_bytes=10**6, zero_stage=1)
+    mesh = make_pipeline_mesh(PipeDataParallelTopology(4, 2), jax.devices())
+    plan = make_plan(module, module.trace(X), mesh, X, 8, settings, optax.sgd(0.1))
+    assert plan.profile is not None
+    assert plan.profile.memory is not None
+    assert plan.profile.memory.bytes_per_param == 4 + 4 + 4 / 2
+    if plan.choice is not None:
+        assert plan.choice.memory_limit_bytes == 10**6 - 2000 * 10 - 1000
 
 
 LIMITED = {"train_batch_size": 1, "pipeline": {"memory_limit_gb": 80}}
