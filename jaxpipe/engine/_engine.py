@@ -94,7 +94,16 @@ class PipelineEngine(TrainingReports, BatchCounts, ModuleState, Checkpoints, Eng
         recompute = settings_for(config, mesh)
         self.data_shard = process_shard(mesh)
         replicas = self.data_shard.replicas
-        self._cache = ProgramCache(module, optimizer, mesh, self.micro_batch_size, settings, recompute, replicas)
+        self._cache = ProgramCache(
+            module,
+            optimizer,
+            mesh,
+            self.micro_batch_size,
+            settings,
+            recompute,
+            replicas,
+            lambda: self.micro_batches,
+        )
         self._source, self._lockstep = MicrobatchSource(data_iter), Lockstep(self.data_shard)
         self._watch, self._heartbeat = OverflowWatch(settings.loss_scaler), Heartbeat()
         self._model_parameters = model_parameters

@@ -2,7 +2,7 @@
 
 import logging
 from collections import OrderedDict
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from jaxpipe._typing import Path, PyTree
 from jaxpipe.checkpointing import RecomputeSettings, use_settings
 from jaxpipe.errors import DataError
 from jaxpipe.layers import PipelineModule, flatten_dict, format_struct, struct_of
+from jaxpipe.partition import profile_source
 from jaxpipe.processes import log
 from jaxpipe.runtime import Pipeline, PipelineSettings, entry_struct
 from jaxpipe.topology import mesh_shape
@@ -49,6 +50,8 @@ class ProgramCache:
         settings: How pipelines run and update.
         recompute: What they are traced with.
         replicas: Those whose samples this process feeds.
+        planned_microbatches: Tells the microbatches of a training step. A schedule and a cut that are chosen are chosen
+            for these, whatever the first batch has.
 
     Attributes:
         latest: The pipeline of the last batch with labels, or of the last at all if none had; None before the first.
@@ -63,10 +66,11 @@ class ProgramCache:
         settings: PipelineSettings,
         recompute: RecomputeSettings,
         replicas: range,
+        planned_microbatches: Callable[[], int],
     ) -> None:
         self._module, self._optimizer, self._mesh = module, optimizer, mesh
         self._microbatch_size, self._settings, self._recompute = microbatch_size, settings, recompute
-        self._replicas = replicas
+        self._replicas, self._planned_microbatches = replicas, planned_microbatches
         self._programs: OrderedDict[Hashable, Pipeline] = OrderedDict()
         self._form: _Form | None = None
         self._like: dict[str, PyTree] = {}
@@ -151,6 +155,9 @@ class ProgramCache:
         self._programs = OrderedDict((key, kept) for key, kept in self._programs.items() if kept is self.latest)
 
     def _make(self, struct: Any, num_microbatches: int, has_labels: bool) -> Pipeline:
+        planned = self._planned_microbatches()
+        if self._form is None and self._is_open and num_microbatches != planned:
+            self._make(struct, planned, has_labels)
         changes: dict[str, Any] = {} if self._form is None else {"partition_method": list(self._form.parts)}
         if not has_labels:
             changes["loss_fn"] = _no_loss
@@ -166,6 +173,12 @@ class ProgramCache:
         else:
             _check_form(form, self._form)
         return pipeline
+
+    @property
+    def _is_open(self) -> bool:
+        """Whether the schedule or the cut is chosen by what the model costs."""
+        is_chosen = self._settings.schedule == "auto" or profile_source(self._module.partition_method) is not None
+        return is_chosen and self._module.num_stages > 1
 
     def _check_like(self, struct: Any, has_labels: bool) -> None:
         """Compare structure and dtypes with those of the batches before."""

@@ -1,5 +1,6 @@
 """Batches of other shapes and sizes than the first."""
 
+import dataclasses
 import logging
 from typing import Any
 
@@ -87,6 +88,22 @@ def test_training_goes_on_over_lengths() -> None:
         losses = [mean_square(jnp.asarray(apply(engine, x)), y) for x, y in entries(0, length)]
         np.testing.assert_allclose(engine.train_batch(entries(0, length)), np.mean(losses), rtol=1e-5)
     assert engine.global_steps == int(engine.state.step) == 3
+
+
+def test_a_schedule_is_chosen_for_training_whatever_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    planned = []
+
+    def choose(*args: Any) -> Any:
+        planned.append(args[4])
+        return None, dataclasses.replace(args[5], schedule="gpipe")
+
+    monkeypatch.setattr("jaxpipe.runtime._plan.choose_settings", choose)
+    engine = build(config={"pipeline": {"schedule": "auto"}, "gradient_accumulation_steps": 3})
+    engine.predict(entry(0, 3)[0])
+    assert engine.pipeline.num_microbatches == 1
+    engine.train_batch(entries(0, 3, count=3))
+    assert (planned, engine.pipeline.num_microbatches) == ([3], 3)
+    assert engine.pipeline.schedule.__name__ == "GPipeSchedule"
 
 
 @pytest.mark.parametrize(
