@@ -204,7 +204,10 @@ def test_layers_that_all_stages_share_count_their_share_of_parameters(
     looked_at = []
     monkeypatch.setattr(_layer_work, "layer_work", lambda *args: looked_at.append(args[2]) or layer_work(*args))
     layers = [LayerSpec(VocabEmbed, 32, 8), *[LayerSpec(nn.Dense, 8)] * 2, LayerSpec(VocabHead, 32)]
-    module, tokens = PipelineModule(layers, 2, loss_fn=vocab_cross_entropy), np.zeros((2, 4), np.int32)
+    module, tokens = (
+        PipelineModule(layers, 2, loss_fn=functools.partial(vocab_cross_entropy, num_embeddings=32)),
+        np.zeros((2, 4), np.int32),
+    )
     options = {"rounds": 1} if make is measure_layers else {}
     costs = make(module, module.trace(tokens), labels=tokens, **options).layers
     assert set(looked_at) == {1}
