@@ -9,7 +9,13 @@ import jax
 import numpy as np
 import optax
 from _models import ALL_MODELS, MICROBATCH, Model
-from _schedules import LastInFirstOutSchedule, OneByOneSchedule, SplitAtOnceSchedule, SplitSchedule
+from _schedules import (
+    LastInFirstOutSchedule,
+    OneByOneSchedule,
+    SplitAtOnceSchedule,
+    SplitByTurnsSchedule,
+    SplitSchedule,
+)
 
 from jaxpipe import PipeDataParallelTopology, Pipeline, PipelineModule, PipeSchedule, microbatch_key
 from jaxpipe.runtime import PipelineSettings
@@ -30,6 +36,7 @@ SCHEDULES: dict[str, str | type[PipeSchedule]] = {
     "last_in_first_out": LastInFirstOutSchedule,
     "split": SplitSchedule,
     "split_at_once": SplitAtOnceSchedule,
+    "split_by_turns": SplitByTurnsSchedule,
 }
 
 

@@ -32,6 +32,9 @@ class UserSchedule(PipeSchedule):
     def backward_time(self, stage: int, microbatch: int) -> int:
         raise NotImplementedError
 
+    def is_split(self, microbatch: int) -> bool:
+        return self.weight_delay is not None
+
     def cells(self) -> Iterator[tuple[int, int, PipeInstruction]]:
         """Step, place in the step, instruction."""
         s = self.stage_id
@@ -46,11 +49,11 @@ class UserSchedule(PipeSchedule):
             if self.is_first_stage or self.is_last_stage:
                 yield self.forward_time(s, m), 1, LoadMicroBatch(**names)
             yield self.forward_time(s, m), 2, ForwardPass(**names)
-            if self.weight_delay is None:
-                yield self.backward_time(s, m), 3, BackwardPass(**names)
-            else:
+            if self.is_split(m):
                 yield self.backward_time(s, m), 3, BackwardInput(**names)
-                yield self.backward_time(s, m) + self.weight_delay, 4, BackwardWeight(**names)
+                yield self.backward_time(s, m) + (self.weight_delay or 0), 4, BackwardWeight(**names)
+            else:
+                yield self.backward_time(s, m), 3, BackwardPass(**names)
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
         stages, microbatches = range(self.stages), range(self.micro_batches)
@@ -98,6 +101,13 @@ class SplitAtOnceSchedule(SplitSchedule):
     """Both halves of a backward in one step."""
 
     weight_delay = 0
+
+
+class SplitByTurnsSchedule(SplitSchedule):
+    """Every second backward whole."""
+
+    def is_split(self, microbatch: int) -> bool:
+        return microbatch % 2 == 1
 
 
 class TwoChunkSchedule(PipeSchedule):

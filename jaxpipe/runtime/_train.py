@@ -160,7 +160,7 @@ class TrainLoop(TickLoop):
 
         def half(at: Cell) -> tuple:
             trunk, *rest = self.parts.backward_input(at, *given())
-            return (_with_zeros(trunk, self.parts.trunk_gradients) if len(computes) > 1 else trunk, *rest)
+            return (_with_zeros(trunk, jax.eval_shape(lambda: whole(at))[0]) if len(computes) > 1 else trunk, *rest)
 
         halves = self._halves(run)
         computes = [compute for compute, is_half in ((whole, False), (half, True)) if is_half in halves]

@@ -44,6 +44,7 @@ CASES = {
     "tuple": {"stages": 4, "data": 2, "schedule": "train"},
     "reports": {"stages": 2, "data": 2},
     "dropout": {"stages": 4, "data": 2, "interval": 2},
+    "weighted": {"stages": 2, "schedule": "split_by_turns"},
 }
 
 
