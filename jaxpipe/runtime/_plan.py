@@ -101,8 +101,9 @@ def make_plan(
         settings = dataclasses.replace(settings, skip_idle=skips)
     placement = placement_of([schedule(num_microbatches, num_stages, stage) for stage in range(num_stages)])
     stages = tuple(stage for stage, _ in placement.home)
-    in_flight = tuple(program.chunk_in_flight(*place) for place in placement.home)
-    memory = StageMemory(in_flight, stages, param_size, limit_of(settings, mesh))
+    # Every device has a ring as long as the fullest stage needs, so a part needs no less where fewer are in flight.
+    in_flight = -(-program.residual_slots // schedule.num_chunks)
+    memory = StageMemory((in_flight,) * len(stages), stages, param_size, limit_of(settings, mesh))
     parts, profile = cut_module(module, trace, mesh, num_parts=len(stages), stages=stages, labels=labels, memory=memory)
     forward_only = lower_schedule(forward_schedule(schedule), num_microbatches, num_stages, training=False)
     return Plan(settings, schedule, program, forward_only, placement, parts, profile, choice)

@@ -108,25 +108,6 @@ class TickProgram:
         """
         return self.stage_depth["residual"][stage]
 
-    def chunk_in_flight(self, stage: int, chunk: int) -> int:
-        """Give the most microbatches whose residuals of one chunk live on a stage at once.
-
-        Args:
-            stage: The stage.
-            chunk: A chunk of it.
-
-        Returns:
-            Number of microbatches, at least 1.
-        """
-        of = {name: self.tables[name][stage] for name in ("forward_chunk", "backward_chunk", "weight_chunk")}
-        pending, flying, peak = self.tables["pending_write"][stage], 0, 1
-        for tick in range(self.num_ticks):
-            flying += of["forward_chunk"][tick] == chunk
-            peak = max(peak, flying)
-            flying -= of["backward_chunk"][tick] == chunk and pending[tick] < 0
-            flying -= of["weight_chunk"][tick] == chunk
-        return peak
-
     @property
     def peak_in_flight(self) -> int:
         """The largest `in_flight` of all stages."""

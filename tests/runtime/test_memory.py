@@ -232,3 +232,13 @@ def test_recompute_keeps_the_inputs_of_groups_alone() -> None:
     stage_input = 64 * 64 * 4
     assert kept(1) <= stage_input * 1.02 + 64
     assert kept(0) >= 2 * stage_input
+
+
+@pytest.mark.parametrize(("schedule", "slots"), [("1f1b", 7), ("interleaved", 6)])
+def test_a_cut_by_profile_plans_for_the_ring_that_every_device_has(schedule: str, slots: int) -> None:
+    pipeline = Case(model="deep", stages=4, cut="profile:flops", microbatches=8, schedule=schedule).pipeline()
+    assert pipeline.plan.profile is not None
+    memory = pipeline.plan.profile.memory
+    assert memory is not None
+    assert memory.in_flight == (slots,) * len(pipeline.plan.parts[1:])
+    assert slots == -(-pipeline.program.residual_slots // pipeline.program.num_chunks)
