@@ -11,7 +11,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from jaxpipe._typing import PyTree
 
 from ._keep import is_arithmetic
-from ._optimizer_state import state_struct
+from ._optimizer_state import apply_update, state_struct
 
 _OTHERS = frozenset(
     {"cbrt", "ceil", "convert_element_type", "copy", "eq", "floor", "ge", "gt", "imag", "is_finite", "le", "lt", "ne"}
@@ -43,14 +43,11 @@ def is_elementwise(optimizer: optax.GradientTransformation, whole: PyTree, piece
 
 def _trace(optimizer: optax.GradientTransformation, tree: PyTree, *, init: bool) -> ClosedJaxpr:
     """The first state, or one update."""
-
-    def update(grads: PyTree, state: PyTree, params: PyTree) -> Any:
-        updates, state = optimizer.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
     if init:
         return jax.make_jaxpr(optimizer.init)(tree)
-    return jax.make_jaxpr(update)(tree, jax.eval_shape(optimizer.init, tree), tree)
+    return jax.make_jaxpr(lambda g, s, p: apply_update(optimizer, g, s, p))(
+        tree, jax.eval_shape(optimizer.init, tree), tree
+    )
 
 
 def _inner(eqn: Any) -> list[Jaxpr]:

@@ -2,7 +2,6 @@
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import optax
@@ -14,13 +13,13 @@ from jaxpipe.layers import ModelTrace, flatten_dict, format_struct, unflatten_di
 
 from ._dependence import output_dependence
 from ._elementwise import is_elementwise
-from ._optimizer_state import find_param, leaf_paths
+from ._optimizer_state import apply_update, find_param, leaf_paths
 from ._params import ModelParams
 
 
 @dataclass(frozen=True)
 class OptimizerTrace:
-    """An optimiser on the parameters of a whole model.
+    """An optimiser on the parameters of a model, or of a part of it.
 
     Attributes:
         init: Parameters to state.
@@ -40,20 +39,23 @@ def trace_optimizer(optimizer: optax.GradientTransformation, tree: PyTree) -> Op
 
     Args:
         optimizer: The optimiser.
-        tree: The model's parameters, as shapes and dtypes.
+        tree: The parameters, as shapes and dtypes, with the paths of the model.
 
     Returns:
         The trace.
+
+    Raises:
+        ConfigError: It asks for more than gradients, state and parameters.
     """
     init, state = jax.make_jaxpr(optimizer.init, return_shape=True)(tree)
-    update = jax.make_jaxpr(lambda g, s, p: _update(optimizer, g, s, p))(tree, state, tree)
+    update = jax.make_jaxpr(lambda g, s, p: apply_update(optimizer, g, s, p))(tree, state, tree)
     return OptimizerTrace(init, update, leaf_paths(tree), leaf_paths(state))
 
 
 def check_leafwise(trace: OptimizerTrace) -> None:
     """Refuse an optimiser whose update of one parameter looks at another's gradient.
 
-    Stages hold their own parameters only, so such an update would differ from that of the unpipelined model.
+    Devices update parts of the model apart, so such an update would differ from that of the unpipelined model.
 
     Args:
         trace: The optimiser.
@@ -67,8 +69,8 @@ def check_leafwise(trace: OptimizerTrace) -> None:
         if mixed & (mixed - 1):
             first, second = ["/".join(path) for i, path in enumerate(trace.params) if mixed >> i & 1][:2]
             raise ConfigError(
-                "the optimizer must update each parameter from its own gradient alone if num_stages > 1 or ZeRO "
-                f"deals parameters out to replicas, but got one whose result mixes {first} and {second}. Devices "
+                "the optimizer must update each parameter from its own gradient alone if num_stages > 1 or ZeRO or "
+                f"num_chunks > 1 divides the parameters, but got one whose result mixes {first} and {second}. Devices "
                 "do not see each other's gradients: remove the transformation that couples parameters; in place of "
                 "optax.clip_by_global_norm set gradient_clipping in the config, in place of optax.apply_if_finite "
                 "fp16 or bf16."
@@ -136,8 +138,3 @@ def check_sharded(optimizer: optax.GradientTransformation, whole: ModelTrace, pa
         f"{format_struct(trees[0][path])}. Use one such as Adam, AdamW, Lion or SGD for it; optax.multi_transform "
         "gives other parameters another one."
     )
-
-
-def _update(optimizer: optax.GradientTransformation, grads: PyTree, state: PyTree, params: PyTree) -> Any:
-    updates, state = optimizer.update(grads, state, params)
-    return optax.apply_updates(params, updates), state

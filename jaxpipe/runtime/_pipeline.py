@@ -83,8 +83,9 @@ class Pipeline:
             otherwise than its partition metadata says, or a parameter cannot be split over the stages.
         PartitionError: The layers cannot be cut as asked.
         ScheduleError: The schedule is unsound, or cannot have so many chunks.
-        ConfigError: The optimiser couples parameters of different stages, or looks at whole arrays where a parameter
-            is sharded over the `model` axis or split over the stages.
+        ConfigError: The optimiser couples parameters of different stages, treats them by what else is in their tree,
+            asks for more than gradients, state and parameters, or looks at whole arrays where a parameter is sharded
+            over the `model` axis or split over the stages.
     """
 
     def __init__(

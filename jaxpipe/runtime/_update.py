@@ -10,9 +10,10 @@ import optax
 from jaxpipe._typing import Path, PyTree
 from jaxpipe.layers import flatten_dict, unflatten_dict
 
+from ._apart import check_apart
 from ._layout import Layout
 from ._leafwise import check_leafwise, trace_optimizer, updates_alike
-from ._optimizer_state import find_param, leaf_paths, state_struct
+from ._optimizer_state import apply_update, find_param, leaf_paths, state_struct
 from ._params import ModelParams
 from ._shards import Shards
 from ._switch import switch_stages
@@ -33,19 +34,23 @@ class Updater:
         optimizer: Any optax transformation that treats every parameter by itself.
 
     Raises:
-        ConfigError: The optimiser couples parameters and they lie in more than one row.
+        ConfigError: The optimiser asks for more than gradients, state and parameters; or it couples parameters, or
+            treats them by what else is in their tree, and they lie in more than one row.
     """
 
     def __init__(self, params: ModelParams, shards: Shards, optimizer: optax.GradientTransformation) -> None:
         self._shards, self._params, self._optimizer = shards, params, optimizer
         members = range(shards.rows.num_stages)
         self._trunk_names = tuple(name for name in params.trunk_names if name in shards.rows.stacked)
-        firsts = [0] * len(members)
-        if len(members) > 1:
-            trace = trace_optimizer(optimizer, unflatten_dict(params.struct))
+        trace = trace_optimizer(optimizer, unflatten_dict(params.struct))
+        is_apart = len(members) > 1 or 0 < len(self._trunk_names) < len(params.struct)
+        if is_apart:
             check_leafwise(trace)
-            if not updates_alike(trace, [{s.trunk[name]: name for name in self._trunk_names} for s in params.stages]):
-                firsts = list(members)
+        firsts = [0] * len(members)
+        if len(members) > 1 and not updates_alike(
+            trace, [{s.trunk[name]: name for name in self._trunk_names} for s in params.stages]
+        ):
+            firsts = list(members)
         own, trunk = [], {}
         for m in members:
             paths = params.stages[shards.stage_of(m)].paths
@@ -53,6 +58,8 @@ class Updater:
             own.append(_Group(shards.rows, m, others, optimizer, params.end_names))
             if m in firsts:
                 trunk[m] = _Group(shards.rows, m, {name: paths[name] for name in self._trunk_names}, optimizer)
+        if is_apart:
+            check_apart(optimizer, trace, params.struct, [group.paths.values() for group in (*trunk.values(), *own)])
         self._groups = {"trunk": [trunk[m] for m in firsts], "own": own}
         self._layouts = {
             name: Layout([group.state_leaves for group in groups]) for name, groups in self._groups.items()
@@ -63,14 +70,14 @@ class Updater:
         return {name: layout.struct() for name, layout in self._layouts.items()}
 
     def leaves(self, member: int) -> Iterator[tuple[str, Layout, str, str, Path | None]]:
-        """Every leaf of a row's optimiser state.
+        """Every leaf of a row's optimiser state; first that of a group which holds parameters.
 
         Returns:
             `(group, its layout, name, label, path)`: the label is the leaf's path in the state of the whole model, the
             path that of the parameter it belongs to, if it belongs to one.
         """
         paths = self._params.stages[self._shards.stage_of(member)].paths
-        for group, groups in self._groups.items():
+        for group, groups in sorted(self._groups.items(), key=lambda item: not item[1][member].paths):
             for name, (label, path) in groups[member].labels(paths).items():
                 yield group, self._layouts[group], name, label, path
 
@@ -184,8 +191,8 @@ class _Group:
         self, row: PyTree, grads: PyTree, state: Mapping[str, jax.Array]
     ) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
         params = self._tree(row)
-        updates, opt_state = self._optimizer.update(self._tree(grads), self.state(state), params)
-        flat = flatten_dict(optax.apply_updates(params, updates)) if self.paths else {}
+        new, opt_state = apply_update(self._optimizer, self._tree(grads), self.state(state), params)
+        flat = flatten_dict(new) if self.paths else {}
         changed = {name: flat[path] for name, path in self.paths.items()}
         return changed, dict(zip(self.state_leaves, jax.tree.leaves(opt_state), strict=True))
 

@@ -1,6 +1,7 @@
 """Runs of one small model with all kinds of state, each trained once and saved twice."""
 
 import functools
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -60,7 +61,22 @@ ZERO = {"zero_optimization": {"stage": 1}}
 WARMUP = {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.02, "warmup_num_steps": 9}}}
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 1, "hysteresis": 2}}
 PARTS = {KERNEL: optax.adam(0.01), BIAS: optax.inject_hyperparams(optax.sgd)(0.1, momentum=0.9)}
-NOISE = optax.add_noise(0.1, 0.5, jax.random.key(5))
+
+
+def add_noise_by_path(key: jax.Array) -> optax.GradientTransformation:
+    """Noise whose key lies in the state, drawn for each parameter by its path."""
+
+    def update(updates: Any, state: jax.Array, params: Any = None) -> Any:
+        def one(path: Any, grad: jax.Array) -> jax.Array:
+            folded = jax.random.fold_in(state, zlib.crc32(jax.tree_util.keystr(path).encode()))
+            return grad + 0.1 * jax.random.normal(folded, grad.shape, grad.dtype)
+
+        return jax.tree.map_with_path(one, updates), jax.random.split(state, 1)[0]
+
+    return optax.GradientTransformation(lambda params: key, update)
+
+
+NOISE = add_noise_by_path(jax.random.key(5))
 NOTHING = ("nothing",)
 
 KINDS = {

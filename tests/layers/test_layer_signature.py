@@ -198,3 +198,16 @@ def test_results_are_numbered_by_how_they_are_computed() -> None:
     numbers = value_numbers(jax.make_jaxpr(run)(X, X, X), ["x", "x", "other"])
     same = {(i, j) for i in range(8) for j in range(i) if numbers[i] == numbers[j]}
     assert same == {(1, 0), (7, 6)}
+
+
+def test_results_of_two_programs_are_compared_through_calls() -> None:
+    def both(a: jax.Array, b: jax.Array) -> Any:
+        return a + 1, b * 2
+
+    def second(b: jax.Array) -> Any:
+        return b * 2, b * 3
+
+    table: dict[Any, int] = {}
+    first = value_numbers(jax.make_jaxpr(jax.jit(both))(X, X), ["a", "b"], table)
+    assert value_numbers(jax.make_jaxpr(second)(X), ["b"], table)[0] == first[1]
+    assert len({*first, *value_numbers(jax.make_jaxpr(jax.jit(second))(X), ["b"], table)}) == 3
