@@ -47,8 +47,8 @@ class StageMemory:
     keep for each microbatch in flight, and what is recomputed at once. Temporary memory inside a layer is not known.
 
     Attributes:
-        in_flight: For each part the most microbatches that wait for their backward, such as
-            `min(M, 2 * (S - 1 - s) + 1)` on stage s of S for M microbatches and `"1f1b"`.
+        in_flight: For each part for how many microbatches it has room to wait for their backward, such as
+            `min(M, 2 * S - 1)` on all of S stages for M microbatches and `"1f1b"`, whose devices hold equal rings.
         stages: The stage that holds each part; None: part p is on stage `p % num_stages`.
         bytes_per_param: Bytes of a parameter, its gradient and the optimiser's numbers for it. 16: all of them
             float32, with the two moments of Adam.
