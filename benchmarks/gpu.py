@@ -248,7 +248,8 @@ def report(size: Size, num_stages: int, repeats: int, peak: float | None) -> Non
         f"\nProjected on {num_stages} stages of {size.num_blocks} blocks, M = {num_microbatches}, without exchanges:\n"
     )
     print_head("schedule", "chunks", "idle cells", "step ms", "of ideal", "mfu of the blocks", "in flight")
-    choice = choose_schedule(costs, num_stages, num_microbatches, num_layers=size.num_blocks * num_stages)
+    counts = {n: n * -(-size.num_blocks // n) / size.num_blocks for n in (1, 2, 4) if n <= size.num_blocks}
+    choice = choose_schedule(costs, num_stages, num_microbatches, chunk_counts=counts)
     for one in choice.candidates:
         idle, ideal = "skipped" if one.skip_idle else "computed", num_microbatches * whole_s / one.step_s
         share = mfu(size.stage_flops * num_microbatches, one.step_s)

@@ -64,6 +64,7 @@ def choose_settings(
     parts = cuts[min(cuts)]
     costs, num_params, recomputed_bytes = _largest_stage(profile, parts, module.num_stages)
     param_bytes = round(param_size * num_params)
+    stage_s = costs.forward_s + costs.input_s + costs.weight_s or 1.0
     if runs:
         tick_s, branch_s = _overheads(mesh, trace.boundaries[parts[1]] if module.num_stages > 1 else ())
         costs = dataclasses.replace(costs, tick_overhead_s=tick_s, branch_overhead_s=branch_s)
@@ -75,8 +76,7 @@ def choose_settings(
         module.num_stages,
         num_microbatches,
         memory_limit_bytes=None if limit is None else max(limit - param_bytes - recomputed_bytes, 0),
-        num_layers=len(module.layers),
-        chunk_counts=tuple(cuts),
+        chunk_counts={count: count * _slowest_part_s(profile, cut) / stage_s for count, cut in cuts.items()},
         max_pending=settings.max_pending,
         skip_idle=skip_idle,
     )
@@ -127,6 +127,11 @@ def _possible_cuts(
     if not found:
         raise errors[0]
     return found
+
+
+def _slowest_part_s(profile: Profile, parts: tuple[int, ...]) -> float:
+    seconds = profile.seconds()
+    return max(sum(seconds[first:end]) for first, end in zip(parts[:-1], parts[1:], strict=True))
 
 
 def _largest_stage(profile: Profile, parts: tuple[int, ...], num_stages: int) -> tuple[StageCosts, int, int]:

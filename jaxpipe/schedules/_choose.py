@@ -1,7 +1,8 @@
 """Choosing a schedule from what a stage costs."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from jaxpipe.errors import ScheduleError
 from jaxpipe.schedules._choice import Candidate, Choice, StageCosts, gigabytes
@@ -17,14 +18,16 @@ STEADY = 3
 """Groups of S microbatches after which a schedule only repeats itself; longer steps are extrapolated."""
 
 
+EVEN_CHUNKS: Mapping[int, float] = MappingProxyType({1: 1.0, 2: 1.0, 4: 1.0})
+
+
 def choose_schedule(
     costs: StageCosts,
     num_stages: int,
     num_microbatches: int,
     *,
     memory_limit_bytes: float | None = None,
-    num_layers: int | None = None,
-    chunk_counts: Sequence[int] = (1, 2, 4),
+    chunk_counts: Mapping[int, float] = EVEN_CHUNKS,
     max_pending: int | None = None,
     skip_idle: bool | None = None,
 ) -> Choice:
@@ -43,9 +46,8 @@ def choose_schedule(
         num_microbatches: Microbatches in a batch.
         memory_limit_bytes: What activations and pending weight halves may take on a device, beside parameters,
             gradients, optimiser state and what is recomputed at once. Default: any number.
-        num_layers: Equal layers of the model. More chunks than layers allow are left out, and chunks that come out
-            uneven cost what the largest does. Default: stages can be cut into any number of equal chunks.
-        chunk_counts: Numbers of chunks to look at.
+        chunk_counts: Numbers of chunks to look at, and how many times its share of the largest stage the largest of so
+            many chunks takes: 1 where they come out equal. Default: 1, 2 and 4 equal chunks.
         max_pending: The most weight halves that a zero-bubble may keep pending. Default: the schedule's own number.
         skip_idle: Whether idle cells are skipped. Default: both are looked at.
 
@@ -65,16 +67,16 @@ def choose_schedule(
             f"Costs must not be negative and the work must take time, but got {costs}. Measure a stage's forward and "
             "backward, in seconds."
         )
-    chooser = _Chooser(costs, num_stages, num_microbatches, memory_limit_bytes, num_layers, max_pending)
-    possible = chooser.possible(chunk_counts)
-    if not possible:
+    if not chunk_counts or min(chunk_counts) < 1 or min(chunk_counts.values()) <= 0:
         raise ScheduleError(
-            f"chunk_counts must hold a number of chunks for which num_layers={num_layers} layers suffice on "
-            f"num_stages={num_stages} stages, but got chunk_counts={tuple(chunk_counts)}. Allow fewer chunks, or use "
-            "fewer stages."
+            "chunk_counts must hold positive numbers of chunks and, with each, how many times an equal share its "
+            f"largest chunk takes, but got chunk_counts={dict(chunk_counts)}. Give {{1: 1.0}} for one chunk a stage."
         )
+    chooser = _Chooser(costs, num_stages, num_microbatches, memory_limit_bytes, chunk_counts, max_pending)
     policies = (False, True) if skip_idle is None else (skip_idle,)
-    candidates = tuple(one for name, chunks in _plans(possible) for one in chooser.candidates(name, chunks, policies))
+    candidates = tuple(
+        one for name, chunks in _plans(sorted(chunk_counts)) for one in chooser.candidates(name, chunks, policies)
+    )
     fitting = [one for one in candidates if one.fits]
     shortest = min(fitting, key=lambda one: one.step_s, default=None)
     if shortest is None:
@@ -108,14 +110,8 @@ class _Chooser:
     num_stages: int
     num_microbatches: int
     limit: float | None
-    num_layers: int | None
+    chunk_counts: Mapping[int, float]
     max_pending: int | None
-
-    def possible(self, chunk_counts: Sequence[int]) -> list[int]:
-        """The numbers of chunks for which there are layers."""
-        return sorted(
-            {n for n in chunk_counts if n >= 1 and (self.num_layers is None or n * self.num_stages <= self.num_layers)}
-        )
 
     def candidates(self, schedule: str, num_chunks: int, policies: Sequence[bool]) -> list[Candidate]:
         """A schedule with each way to treat idle cells, and with fewer pending halves where all are too large."""
@@ -167,14 +163,7 @@ class _Chooser:
         )
         branches = sum((run.stop - run.start) * _branches(program, run) for run in program.runs) if skip_idle else 0
         overhead_s = program.num_ticks * costs.tick_overhead_s + branches * costs.branch_overhead_s
-        return self._unevenness(program.num_chunks) * span + overhead_s
-
-    def _unevenness(self, num_chunks: int) -> float:
-        """How much more than its share of the largest stage the largest chunk is."""
-        if self.num_layers is None:
-            return 1.0
-        largest, stage = (-(-self.num_layers // (chunks * self.num_stages)) for chunks in (num_chunks, 1))
-        return num_chunks * largest / stage
+        return self.chunk_counts[program.num_chunks] * span + overhead_s
 
 
 def _branches(program: TickProgram, run: TickRun) -> int:

@@ -78,6 +78,14 @@ def test_chunks_are_those_that_the_cut_can_have(
     assert settings.num_chunks == choice.best.num_chunks
 
 
+def test_chunks_cost_what_the_slowest_of_them_does() -> None:
+    steps = []
+    for boundaries in (range(0, 17, 2), [0, 3, 6, 9, 12, 13, 14, 15, 16]):
+        candidates = choose(model(boundaries))[0].candidates
+        steps.append(next(one.step_s for one in candidates if one.schedule == "interleaved"))
+    assert steps[1] == pytest.approx(1.5 * steps[0])
+
+
 def test_the_plan_has_the_chunks_of_the_boundaries() -> None:
     module = model([0, 1, 4, 6, 8, 10, 12, 14, 16])
     plan = make_plan(module, module.trace(X), MESH, X, 8, PipelineSettings("auto"))

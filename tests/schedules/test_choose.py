@@ -55,12 +55,11 @@ def test_steps_are_those_of_the_closed_forms() -> None:
         (COSTS, 4, 1024, {}, ("1f1b", 1, False)),
         (GPU, 8, 32, {}, ("zero-bubble", 2, True)),
         (GPU, 8, 32, {"skip_idle": False}, ("interleaved", 4, False)),
-        (GPU, 8, 32, {"chunk_counts": (1,)}, ("zero-bubble", 1, True)),
+        (GPU, 8, 32, {"chunk_counts": {1: 1.0}}, ("zero-bubble", 1, True)),
         (GPU, 8, 32, {"memory_limit_bytes": 10e9}, ("interleaved", 4, False)),
         (GPU, 8, 32, {"memory_limit_bytes": 8.5e9}, ("1f1b-v", 2, False)),
-        (GPU, 8, 32, {"memory_limit_bytes": 9.5e9, "chunk_counts": (1,)}, ("train", 1, True)),
-        (GPU, 8, 32, {"num_layers": 8}, ("zero-bubble", 1, True)),
-        (GPU, 8, 32, {"num_layers": 24}, ("zero-bubble", 1, True)),
+        (GPU, 8, 32, {"memory_limit_bytes": 9.5e9, "chunk_counts": {1: 1.0}}, ("train", 1, True)),
+        (GPU, 8, 32, {"chunk_counts": {1: 1.0, 2: 4 / 3}}, ("zero-bubble", 1, True)),
         (dataclasses.replace(GPU, backward_s=0.014), 8, 32, {}, ("interleaved", 4, False)),
         (dataclasses.replace(GPU, tick_overhead_s=0.01), 8, 32, {"skip_idle": False}, ("1f1b", 1, False)),
     ],
@@ -77,7 +76,7 @@ def test_choices(
 
 
 def test_pending_halves_are_limited_to_what_fits() -> None:
-    choice = choose_schedule(GPU, 8, 32, memory_limit_bytes=16e9, chunk_counts=(1,), skip_idle=True)
+    choice = choose_schedule(GPU, 8, 32, memory_limit_bytes=16e9, chunk_counts={1: 1.0}, skip_idle=True)
     whole, limited = (one for one in choice.candidates if one.schedule == "zero-bubble")
     assert (whole.max_pending, whole.pending, whole.fits) == (None, 14, False)
     assert (limited.max_pending, limited.pending, limited.fits) == (2, 2, True)
@@ -86,22 +85,25 @@ def test_pending_halves_are_limited_to_what_fits() -> None:
 
 
 def test_pending_halves_stay_within_what_is_asked() -> None:
-    options = {"memory_limit_bytes": 16e9, "chunk_counts": (1,), "skip_idle": True}
+    options = {"memory_limit_bytes": 16e9, "chunk_counts": {1: 1.0}, "skip_idle": True}
     for asked, expected in ((1, [1]), (2, [2]), (3, [3, 2])):
         candidates = choose_schedule(GPU, 8, 32, max_pending=asked, **options).candidates
         assert [one.max_pending for one in candidates if one.schedule == "zero-bubble"] == expected
 
 
 def test_only_numbers_of_chunks_that_are_asked_for_are_looked_at() -> None:
-    assert {one.num_chunks for one in choose_schedule(GPU, 4, 8, chunk_counts=(2,)).candidates} == {2}
-    with pytest.raises(ScheduleError, match=r"num_layers=7 layers suffice on num_stages=4 stages, but got .*=\(2, 4\)"):
-        choose_schedule(GPU, 4, 8, chunk_counts=(2, 4), num_layers=7)
+    assert {one.num_chunks for one in choose_schedule(GPU, 4, 8, chunk_counts={2: 1.0}).candidates} == {2}
+    for wrong in ({}, {0: 1.0}, {2: 0.0}):
+        with pytest.raises(
+            ScheduleError, match=rf"chunk_counts must .* got chunk_counts={wrong}\. Give {{1: 1\.0}} for"
+        ):
+            choose_schedule(GPU, 4, 8, chunk_counts=wrong)
 
 
 def test_uneven_chunks_cost_what_the_largest_does() -> None:
     even, uneven = (
-        {(one.schedule, one.num_chunks): one.step_s for one in choose_schedule(COSTS, 4, 8, num_layers=n).candidates}
-        for n in (16, 12)
+        {(one.schedule, one.num_chunks): one.step_s for one in choose_schedule(COSTS, 4, 8, chunk_counts=n).candidates}
+        for n in ({1: 1.0, 2: 1.0, 4: 1.0}, {1: 1.0, 2: 4 / 3})
     )
     assert even["interleaved", 2] == pytest.approx(closed_form("interleaved", 8, 4, 0.010, 0.020))
     assert uneven["interleaved", 2] == pytest.approx(4 / 3 * even["interleaved", 2])
@@ -120,7 +122,7 @@ def test_where_nothing_fits_the_smallest_is_chosen() -> None:
 
 
 def test_the_table() -> None:
-    text = str(choose_schedule(COSTS, 4, 16, memory_limit_bytes=6e9, chunk_counts=(1, 2), skip_idle=True))
+    text = str(choose_schedule(COSTS, 4, 16, memory_limit_bytes=6e9, chunk_counts={1: 1.0, 2: 1.0}, skip_idle=True))
     assert (
         text
         == """\
