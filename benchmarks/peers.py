@@ -12,11 +12,11 @@ single-device JAX's.
 Expected: torch's 1F1B .84 and DeepSpeed's .81 at 256x8x128x4 with 8 microbatches; jaxpipe above both.
 
 DeepSpeed and torch may live in an environment of their own: --peer-python PATH of its interpreter. What is not
-installed is named and left out. On two processors all of it takes about 8 minutes; --sizes, --microbatches and
+installed is named and left out. On two processors all of it takes about 13 minutes; --sizes, --microbatches and
 --schedules take a part of it. --processes 1,2 adds jaxpipe with two simulated devices in one process, --recompute the
 same with every block computed again in the backward.
 
-Run: python -m benchmarks.peers [--peer-python PATH] [--repeats 5] [--sizes 256x8x128x4,512x4x64x2]
+Run: python -m benchmarks.peers [--peer-python PATH] [--repeats 3] [--sizes 256x8x128x4,512x4x64x2]
      [--microbatches 8,16] [--schedules 1f1b,interleaved,zero-bubble] [--processes 2] [--recompute]
 """
 
@@ -175,7 +175,7 @@ def main() -> None:
     """Print a table of all sizes and peers."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peer-python", default=sys.executable, help="interpreter with torch and DeepSpeed")
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--sizes", default="256x8x128x4,512x4x64x2", help="dim x blocks x tokens x microbatch")
     parser.add_argument("--microbatches", default="8,16")
     parser.add_argument("--schedules", default="1f1b,interleaved,zero-bubble")

@@ -221,7 +221,7 @@ def test_dist_init_required_of_one_process(required: bool) -> None:
         (
             {"example_batch": entry(), "optimizer": optax.clip_by_global_norm(1.0)},
             ConfigError,
-            r"num_stages > 1 or ZeRO deals .*one whose result mixes",
+            r"num_stages > 1 or ZeRO or num_chunks > 1 divides .*one whose result mixes",
         ),
         (
             {"example_batch": entry(), "model": module(loss_fn=lambda y, t: y[0])},
