@@ -6,17 +6,17 @@ allocator that keeps what a step has freed for the next one, as those of acceler
 and one process of torch, each on one processor, so that the speed of the framework is taken out: fraction of ideal =
 single step / (2 x pipeline step). `bound` is what the schedule leaves of it by its formula, with F = I = W. All members
 wait in their processes and step in turn; a step is that of its slowest member, `cpu s` the processor time of all its
-threads; figures are medians, the spread that of the fractions turn by turn. Losses are compared step by step with
-single-device JAX's.
+threads; figures are medians, the spread the quartiles of the fractions turn by turn. Losses are compared step by step
+with single-device JAX's.
 
 Expected: torch's 1F1B .84 and DeepSpeed's .81 at 256x8x128x4 with 8 microbatches; jaxpipe above both.
 
 DeepSpeed and torch may live in an environment of their own: --peer-python PATH of its interpreter. What is not
-installed is named and left out. On two processors all of it takes about 13 minutes; --sizes, --microbatches and
+installed is named and left out. On two processors all of it takes about half an hour; --sizes, --microbatches and
 --schedules take a part of it. --processes 1,2 adds jaxpipe with two simulated devices in one process, --recompute the
 same with every block computed again in the backward.
 
-Run: python -m benchmarks.peers [--peer-python PATH] [--repeats 3] [--sizes 256x8x128x4,512x4x64x2]
+Run: python -m benchmarks.peers [--peer-python PATH] [--repeats 9] [--sizes 256x8x128x4,512x4x64x2]
      [--microbatches 8,16] [--schedules 1f1b,interleaved,zero-bubble] [--processes 2] [--recompute]
 """
 
@@ -156,9 +156,10 @@ def report(size: str, case: Case, peers: Sequence[Peer], found: dict[str, dict[s
         cells = ["1", "", "", ""]
         if peer.single:
             single = found[peer.single]["seconds"]
-            ratios = sorted(a / b / STAGES for a, b in zip(single, seconds, strict=True))
+            ratios = [a / b / STAGES for a, b in zip(single, seconds, strict=True)]
+            low, _, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
             ideal = statistics.median(single) / middle / STAGES
-            cells = [f"{1 / (STAGES * ideal):.3f}", f"{ideal:.3f}", f"{ratios[0]:.3f} to {ratios[-1]:.3f}"]
+            cells = [f"{1 / (STAGES * ideal):.3f}", f"{ideal:.3f}", f"{low:.3f} to {high:.3f}"]
             cells.append(f"{peer.bound:.3f}")
         taken = f"{middle:.3f}", f"{statistics.median(found[peer.name]['cpu']):.3f}"
         print_row(size, case.num_microbatches, peer.name, *taken, *cells, f"{apart:.1e}")
@@ -175,7 +176,7 @@ def main() -> None:
     """Print a table of all sizes and peers."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peer-python", default=sys.executable, help="interpreter with torch and DeepSpeed")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--sizes", default="256x8x128x4,512x4x64x2", help="dim x blocks x tokens x microbatch")
     parser.add_argument("--microbatches", default="8,16")
     parser.add_argument("--schedules", default="1f1b,interleaved,zero-bubble")

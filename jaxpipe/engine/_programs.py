@@ -26,6 +26,7 @@ MAX_PROGRAMS = 8
 """Shapes whose programs are kept; beyond it the one least recently used is dropped."""
 
 _PARTS = ("inputs", "labels", "side")
+_PRECISION = "jax_default_matmul_precision"
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,8 @@ class _Form:
 
 class ProgramCache:
     """Makes and keeps a `Pipeline` for each shape of a batch and number of microbatches, all over one form of state.
+
+    A pipeline traces its layers once, so there is one for each `jax.default_matmul_precision` too.
 
     Args:
         module: The layers and their cut.
@@ -123,7 +126,13 @@ class ProgramCache:
         struct = self._whole(entry, is_whole)
         self._check_like(struct, has_labels)
         leaves, treedef = jax.tree.flatten(struct)
-        key = (num_microbatches, has_labels, treedef, tuple((x.shape, x.dtype) for x in leaves))
+        key = (
+            num_microbatches,
+            has_labels,
+            getattr(jax.config, _PRECISION),
+            treedef,
+            tuple((x.shape, x.dtype) for x in leaves),
+        )
         pipeline = self._programs.get(key)
         if pipeline is None:
             pipeline = self._make(struct, num_microbatches, has_labels)

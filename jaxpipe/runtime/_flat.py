@@ -72,9 +72,8 @@ class Program:
 
 
 def flatten(closed: ClosedJaxpr) -> Program:
-    """A traced function without its calls."""
-    shapes = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in closed.jaxpr.invars]
-    flat = jax.make_jaxpr(lambda *args: _inline(closed.jaxpr, closed.consts, args))(*shapes)
+    """A traced function without its calls, as what can be run in part."""
+    flat = inline(closed)
     eqns = flat.jaxpr.eqns
     scans = {i: _scan(eqn) for i, eqn in enumerate(eqns) if eqn.primitive.name == "scan"}
     found = {var for eqn in eqns for var in eqn.outvars}.union(
@@ -82,6 +81,12 @@ def flatten(closed: ClosedJaxpr) -> Program:
     )
     consts = dict(zip(flat.jaxpr.constvars, flat.consts, strict=True))
     return Program(flat.jaxpr.invars, flat.jaxpr.outvars, eqns, consts, scans, found)
+
+
+def inline(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """A traced function without its calls, as JAX holds it."""
+    shapes = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in closed.jaxpr.invars]
+    return jax.make_jaxpr(lambda *args: _inline(closed.jaxpr, closed.consts, args))(*shapes)
 
 
 def is_barrier(eqn: Any) -> bool:
@@ -145,7 +150,7 @@ def _inline(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[An
     for eqn in jaxpr.eqns:
         values = [read(env, x) for x in eqn.invars]
         inner = _inner(eqn) if eqn.primitive.name in _CALLS else None
-        if _moves_memory(eqn):
+        if _moves_memory(eqn) or _keeps_all_bits(eqn):
             results = values
         elif inner is None or len(inner.jaxpr.invars) != len(values):
             results = bind(eqn, values)
@@ -159,6 +164,14 @@ def _inline(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[An
 def _moves_memory(eqn: Any) -> bool:
     places = eqn.params.get("devices", ()) if eqn.primitive.name == "device_put" else ()
     return bool(places) and all(isinstance(place, jax.memory.Space) for place in places)
+
+
+def _keeps_all_bits(eqn: Any) -> bool:
+    """Whether an equation rounds to a precision that its operand has anyway, and never more: what recompute adds."""
+    if eqn.primitive.name != "reduce_precision" or eqn.outvars[0].aval.dtype.itemsize < 4:
+        return False
+    bits = jnp.finfo(eqn.outvars[0].aval.dtype)
+    return (eqn.params["exponent_bits"], eqn.params["mantissa_bits"]) == (bits.nexp, bits.nmant)
 
 
 def _apart(eqn: Any, values: list[Any]) -> list[Any]:

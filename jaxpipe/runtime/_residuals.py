@@ -12,11 +12,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import jaxpr_as_fun
 
 from jaxpipe._typing import PyTree
 
 from ._dependence import output_dependence
-from ._flat import Program, flatten, value_of
+from ._flat import Program, flatten, inline, value_of
 from ._keep import asks_for_recompute, keep_products
 from ._slice import Slice, effects_of, evaluate, needed_for, reached_from
 
@@ -54,15 +55,17 @@ class Residuals:
 
         hosted: list[bool] = []
 
-        def trace(params: PyTree, inputs: PyTree, context: PyTree) -> list[jax.Array]:
-            leaves = self._vjp(params, inputs, context)[1]
+        def trace(params: PyTree, inputs: PyTree, context: PyTree) -> tuple[PyTree, list[jax.Array]]:
+            outputs, leaves, _ = self._vjp(params, inputs, context)
             hosted.extend(map(_is_hosted, leaves))
-            return [_encode(leaf) for leaf in leaves]
+            return outputs, [_encode(leaf) for leaf in leaves]
 
-        closed = jax.make_jaxpr(trace)(params, inputs, context)
+        closed, results = jax.make_jaxpr(trace, return_shape=True)(params, inputs, context)
+        self._compute, self._results = jaxpr_as_fun(inline(closed)), jax.tree.structure(results)
         num_params = len(jax.tree.leaves(params))
         bits = [0 if i < num_params else 1 for i in range(len(closed.jaxpr.invars))]
-        depends = output_dependence(closed.jaxpr, bits)
+        start = len(closed.jaxpr.outvars) - len(hosted)
+        leaves = zip(closed.jaxpr.outvars[start:], output_dependence(closed.jaxpr, bits)[start:], strict=True)
         seen: dict[Any, int] = {}
         self._source: list[int | None] = []
         """Per leaf of the vjp its place among the kept ones, or None where the parameters alone give it."""
@@ -70,7 +73,7 @@ class Residuals:
         """Shapes and dtypes of what `forward` returns beside the outputs."""
         self.is_hosted: list[bool] = []
         """For each of them whether recompute asked for it to wait in host memory."""
-        for i, (var, dependent) in enumerate(zip(closed.jaxpr.outvars, depends, strict=True)):
+        for i, (var, dependent) in enumerate(leaves):
             if not dependent:
                 self._source.append(None)
                 continue
@@ -86,12 +89,9 @@ class Residuals:
         Returns:
             `(outputs, others, kept)`.
         """
-        (outputs, others), leaves, _ = self._vjp(params, inputs, context)
-        kept: list[Any] = [None] * len(self.kept)
-        for leaf, source in zip(leaves, self._source, strict=True):
-            if source is not None:
-                kept[source] = _encode(leaf)
-        return outputs, others, kept
+        values = self._compute(*jax.tree.leaves((params, inputs, context)))
+        (outputs, others), leaves = jax.tree.unflatten(self._results, values)
+        return outputs, others, [leaves[self._source.index(place)] for place in range(len(self.kept))]
 
     def backward(
         self, params: PyTree, kept: Sequence[jax.Array], cotangents: Sequence[jax.Array]

@@ -56,6 +56,22 @@ def test_another_number_of_microbatches_is_only_noted(engine: PipelineEngine, ca
     assert "for 1 microbatches of inputs float32[2, 3, 4]; the last" in messages(caplog)[1]
 
 
+def test_products_have_the_precision_of_each_call() -> None:
+    engine = build()
+
+    def precisions() -> set[str]:
+        engine.train_batch(entries(0, 3))
+        pipeline = engine.pipeline
+        assert pipeline is not None
+        lowered = pipeline.step.lower(pipeline.state_struct, pipeline.batch_struct).as_text()
+        return {line.partition("precision = ")[2][:17] for line in lowered.splitlines() if "dot_general" in line}
+
+    assert precisions() == {"[DEFAULT, DEFAULT"}
+    with jax.default_matmul_precision("highest"):
+        assert precisions() == {"[HIGHEST, HIGHEST"}
+    assert precisions() == {"[DEFAULT, DEFAULT"}
+
+
 def test_programs_are_bounded_and_can_be_dropped(engine: PipelineEngine, caplog: pytest.LogCaptureFixture) -> None:
     engine.reset_activation_shape()
     evaluate(engine, 3)

@@ -125,6 +125,16 @@ def test_a_rematerialised_function_keeps_its_inputs_alone() -> None:
     assert sorted(leaf.shape for leaf in kept) == [(3, 1), (3, SIZE)]
 
 
+@pytest.mark.parametrize(("dtype", "times"), [("float32", 0), ("bfloat16", 1)])
+def test_nothing_is_rounded_that_has_no_excess_precision(dtype: str, times: int) -> None:
+    def function(params: Any, x: jax.Array, context: Any) -> jax.Array:
+        return jnp.sin(x @ params)
+
+    w, x = jax.ShapeDtypeStruct((SIZE, SIZE), dtype), jax.ShapeDtypeStruct((3, SIZE), dtype)
+    forward = jax.make_jaxpr(Residuals(with_others(function), w, x, ()).forward)(w, x, ())
+    assert str(forward).count("reduce_precision") == times
+
+
 def test_an_array_that_is_needed_twice_is_kept_once() -> None:
     def twice(params: Any, x: jax.Array, context: Any) -> jax.Array:
         y = jnp.sin(x)
