@@ -27,6 +27,8 @@ class LayerCost:
         is_marked: Whether it recomputes itself, outside the groups.
         pending_bytes: Bytes that wait beside those kept, between the two halves of its backward where that is cut in
             two; known only where the halves were looked at.
+        is_everywhere: Whether all stages run it together: then `num_params` is each stage's share of its parameters,
+            which every stage holds, whichever part it is in.
     """
 
     forward_s: float
@@ -37,6 +39,7 @@ class LayerCost:
     recomputed_bytes: int = 0
     is_marked: bool = False
     pending_bytes: int = 0
+    is_everywhere: bool = False
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,11 @@ class Profile:
     interval: int = 0
     memory: StageMemory | None = None
 
+    @property
+    def params_everywhere(self) -> int:
+        """Parameters that every stage holds beside those of its parts."""
+        return sum(layer.num_params for layer in self.layers if layer.is_everywhere)
+
     def seconds(self) -> list[float]:
         """Forward and backward of each layer together."""
         return [layer.forward_s + layer.backward_s for layer in self.layers]
@@ -115,12 +123,15 @@ class Profile:
             yield round(memory.bytes_per_param * num_params) + memory.in_flight[part] * kept + largest
 
     def part_bytes(self, boundaries: Sequence[int]) -> list[int]:
-        """Bytes that each part of a cut needs."""
+        """Bytes that each part of a cut needs, without parameters that every stage holds."""
         cuts = enumerate(zip(boundaries[:-1], boundaries[1:], strict=True))
         return [_nth(self.held_bytes(part, first), end - first) for part, (first, end) in cuts]
 
     def part_sizes(self, boundaries: Sequence[int]) -> list[tuple[int, int, int]]:
-        """For each part of a cut its parameters, bytes kept for each microbatch in flight, and bytes made again."""
+        """For each part of a cut its parameters, bytes kept for each microbatch in flight, and bytes made again.
+
+        Parameters that every stage holds are not among them.
+        """
         cuts = zip(boundaries[:-1], boundaries[1:], strict=True)
         return [_nth(self._sizes(first), end - first) for first, end in cuts]
 
@@ -129,7 +140,7 @@ class Profile:
         num_params = kept = group = largest = 0
         for index in range(first, len(self.layers)):
             layer = self.layers[index]
-            num_params += layer.num_params
+            num_params += 0 if layer.is_everywhere else layer.num_params
             if self._begins_group(first, index):
                 kept, group = kept + layer.kept_bytes, 0
             group += layer.recomputed_bytes

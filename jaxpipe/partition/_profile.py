@@ -115,7 +115,7 @@ def _search(profile: Profile, weights: Sequence[int], num_stages: int, num_parts
 
 
 def stage_bytes(profile: Profile, boundaries: Sequence[int], num_stages: int) -> list[int]:
-    """Bytes that each stage of a cut needs, all its parts together.
+    """Bytes that each stage of a cut needs: all its parts, and the parameters that every stage holds.
 
     Args:
         profile: Costs of the layers, with what is known of memory.
@@ -126,7 +126,7 @@ def stage_bytes(profile: Profile, boundaries: Sequence[int], num_stages: int) ->
         One number per stage.
     """
     memory = profile.memory or StageMemory((1,) * (len(boundaries) - 1))
-    totals = [0] * num_stages
+    totals = [round(memory.bytes_per_param * profile.params_everywhere)] * num_stages
     for part, size in enumerate(profile.part_bytes(boundaries)):
         totals[memory.stage_of(part, num_stages)] += size
     return totals

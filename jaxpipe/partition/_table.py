@@ -50,7 +50,8 @@ def format_partition(
     Returns:
         Lines of equal width: stage, layers `[first, end)`, their names (equal neighbours counted), the stage's
         parameters, these as a share of the largest stage's, milliseconds per microbatch, these as a share of the
-        slowest stage's, and bytes; then a line of totals, and where the times come from. No newline at the end.
+        slowest stage's, and bytes; then a line of totals, where the times come from, and what every stage holds
+        beside. No newline at the end.
 
     Example:
         >>> print(format_partition([0, 2, 4], ["Embed", "Block", "Block", "Head"], [50, 200, 200, 0]))
@@ -80,7 +81,11 @@ def format_partition(
         ).rstrip()
         for row in zip(*columns, strict=True)
     ]
-    return "\n".join(lines if profile is None else [*lines, f"times: {profile.source}"])
+    if profile is not None:
+        lines.append(f"times: {profile.source}")
+        if profile.params_everywhere:
+            lines.append(f"every stage also holds {_plural(profile.params_everywhere, 'parameter')} of split layers")
+    return "\n".join(lines)
 
 
 def _cost_columns(profile: Profile, boundaries: Sequence[int], cuts: Sequence[tuple[int, int]]) -> list[list[str]]:

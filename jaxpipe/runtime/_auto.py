@@ -80,14 +80,16 @@ def choose_settings(
         max_pending=settings.max_pending,
         skip_idle=skip_idle,
     )
-    if limit is not None and param_bytes > limit:
+    best, level = choice.best, logging.INFO
+    if limit is not None and (param_bytes > limit or not best.fits):
+        level = logging.WARNING
+        less = "." if param_bytes > limit else "; or recompute activations, or use smaller microbatches."
         reason = (
-            f"{choice.best.schedule}: Nothing fits; parameters, gradients and optimiser state alone take "
-            f"{param_bytes:,} bytes, and {limit:,} are there. Use more stages, or raise pipeline.memory_limit_gb."
+            f"{best.schedule}: Nothing fits; this holds the least. Parameters, gradients and optimiser state take "
+            f"{param_bytes:,} of {limit:,} bytes. Use more stages, or raise pipeline.memory_limit_gb{less}"
         )
         choice = dataclasses.replace(choice, reason=reason)
-    best = choice.best
-    log(logging.INFO, "schedule='auto', with layers %s:\n%s", profile.source, choice)
+    log(level, "schedule='auto', with layers %s:\n%s", profile.source, choice)
     return choice, dataclasses.replace(
         settings,
         schedule=best.schedule,
@@ -153,7 +155,8 @@ def _largest_stage(profile: Profile, parts: tuple[int, ...], num_stages: int) ->
         activation_bytes=max(kept for _, kept, _ in sums),
         pending_bytes=max(sum(layer.pending_bytes for layer in layers) for layers in stages),
     )
-    return costs, max(num_params for num_params, _, _ in sums), max(recomputed for _, _, recomputed in sizes)
+    most = max(num_params for num_params, _, _ in sums) + profile.params_everywhere
+    return costs, most, max(recomputed for _, _, recomputed in sizes)
 
 
 def _overheads(mesh: Mesh, activation: PyTree) -> tuple[float, float]:

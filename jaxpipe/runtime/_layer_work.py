@@ -124,7 +124,8 @@ def costs_of_all(module: PipelineModule, trace: ModelTrace, labels: PyTree, cost
         if key in known:
             continue
         if _is_split(module, trace, named.index):
-            known[key] = LayerCost(0.0, 0.0, num_params=_params_of_stage(module, trace, named.index))
+            num_params = _params_of_stage(module, trace, named.index)
+            known[key] = LayerCost(0.0, 0.0, num_params=num_params, is_everywhere=True)
         else:
             known[key] = _layer_cost(module, trace, named.index, cost)
     costs = [known[signature, named.is_marked] for named, signature in zip(module.layers, signatures, strict=True)]

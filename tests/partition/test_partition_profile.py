@@ -1,3 +1,4 @@
+import dataclasses
 from itertools import combinations
 
 import pytest
@@ -48,6 +49,18 @@ def test_with_a_limit_it_is_the_best_of_all_cuts_that_fit(data: st.DataObject) -
     cut = partition_profile(profile, num_stages)
     assert cut in fitting
     assert _slowest(profile, cut) == min(_slowest(profile, c) for c in fitting)
+
+
+def test_what_every_stage_holds_counts_on_each() -> None:
+    split = LayerCost(0.0, 0.0, num_params=5, is_everywhere=True)
+    layers = (split, *[LayerCost(1.0, 2.0, num_params=10)] * 4, split)
+    memory = StageMemory((1, 1), bytes_per_param=2.0, limit_bytes=60)
+    profile = Profile(layers, memory=memory)
+    assert profile.part_bytes([0, 3, 6]) == [40, 40]
+    assert stage_bytes(profile, [0, 3, 6], 2) == [60, 60]
+    assert partition_profile(profile, 2) == [0, 3, 6]
+    with pytest.raises(PartitionError, match="got limit_bytes=59, and the smallest that a cut was found for is 60"):
+        partition_profile(dataclasses.replace(profile, memory=dataclasses.replace(memory, limit_bytes=59)), 2)
 
 
 def test_early_stages_keep_more_microbatches() -> None:

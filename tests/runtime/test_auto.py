@@ -1,5 +1,6 @@
 """What the schedule `"auto"` may choose from: what the cut can have, and what the settings leave open."""
 
+import logging
 from typing import Any
 
 import flax.linen as nn
@@ -130,13 +131,18 @@ def test_what_is_made_again_counts_once(num_chunks: int, recomputed: int) -> Non
         assert one.memory_bytes == one.in_flight * kept + one.pending * 4 * 30
 
 
-def test_where_parameters_alone_are_too_large_recompute_is_no_advice() -> None:
-    choice, _ = choose(model(), memory_limit_bytes=63_999)
+@pytest.mark.parametrize(
+    ("limit", "repair"),
+    [(63_999, "memory_limit_gb."), (64_000, "memory_limit_gb; or recompute activations, or use smaller microbatches.")],
+)
+def test_where_nothing_fits_the_key_is_named(limit: int, repair: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "jaxpipe"):
+        choice, _ = choose(model(), memory_limit_bytes=limit)
     assert str(choice).endswith(
-        "Nothing fits; parameters, gradients and optimiser state alone take 64,000 bytes, and 63,999 are there. "
-        "Use more stages, or raise pipeline.memory_limit_gb."
+        "Nothing fits; this holds the least. Parameters, gradients and optimiser state take 64,000 of "
+        f"{limit:,} bytes. Use more stages, or raise pipeline.{repair}"
     )
-    assert "Recompute" in str(choose(model(), memory_limit_bytes=64_000)[0])
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
 
 
 @pytest.mark.parametrize(
