@@ -4,7 +4,8 @@ The same GPT, weights and tokens, trained with Adam in float32 on two stages, ea
 with one thread: jaxpipe, torch.distributed.pipelining and DeepSpeed's PipelineEngine, all through gloo, and all with an
 allocator that keeps what a step has freed for the next one, as those of accelerators do. Beside them one device of JAX
 and one process of torch, each on one processor, so that the speed of the framework is taken out: fraction of ideal =
-single step / (2 x pipeline step). `bound` is what the schedule leaves of it by its formula, with F = I = W. All members
+single step / (2 x pipeline step). `bound` is what the schedule leaves of it by its formula, with F = I = W. Two single
+steps at once, one a processor, show what sharing the machine costs: there it is single step / both steps. All members
 wait in their processes and step in turn; a step is that of its slowest member, `cpu s` the processor time of all its
 threads; figures are medians, the spread the quartiles of the fractions turn by turn. Losses are compared step by step
 with single-device JAX's.
@@ -59,6 +60,7 @@ class Peer:
         num_chunks: Chunks per stage.
         num_processes: Processes, each with an equal share of the processors.
         bound: The largest fraction of ideal that the schedule allows.
+        batches: Batches that all its processes train on in a step.
         recompute: Recompute every block.
     """
 
@@ -71,6 +73,7 @@ class Peer:
     num_processes: int = 1
     bound: float = 1.0
     recompute: bool = False
+    batches: int = 1
 
 
 def bound(schedule: str, num_chunks: int, num_microbatches: int) -> float:
@@ -90,6 +93,10 @@ def peers_of(
         Peer(alone["jax"], jax, sys.executable, recompute=recompute),
         Peer(alone["torch"], torch, python, recompute=recompute),
     ]
+    for module, interpreter in ((jax, sys.executable), (torch, python)):
+        name = alone[module.rpartition("_")[2]]
+        twice = {"num_processes": STAGES, "recompute": recompute, "batches": STAGES}
+        found.append(Peer(f"{name}, twice at once", module, interpreter, name, **twice))
     for schedule in schedules:
         num_chunks = 1 if schedule in ("1f1b", "gpipe") else 2
         limit = bound(schedule, num_chunks, num_microbatches)
@@ -156,10 +163,11 @@ def report(size: str, case: Case, peers: Sequence[Peer], found: dict[str, dict[s
         cells = ["1", "", "", ""]
         if peer.single:
             single = found[peer.single]["seconds"]
-            ratios = [a / b / STAGES for a, b in zip(single, seconds, strict=True)]
+            share = peer.batches / STAGES
+            ratios = [share * a / b for a, b in zip(single, seconds, strict=True)]
             low, _, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
-            ideal = statistics.median(single) / middle / STAGES
-            cells = [f"{1 / (STAGES * ideal):.3f}", f"{ideal:.3f}", f"{low:.3f} to {high:.3f}"]
+            times = middle / statistics.median(single)
+            cells = [f"{times:.3f}", f"{share / times:.3f}", f"{low:.3f} to {high:.3f}"]
             cells.append(f"{peer.bound:.3f}")
         taken = f"{middle:.3f}", f"{statistics.median(found[peer.name]['cpu']):.3f}"
         print_row(size, case.num_microbatches, peer.name, *taken, *cells, f"{apart:.1e}")
