@@ -73,7 +73,7 @@ class Program:
 
 def flatten(closed: ClosedJaxpr) -> Program:
     """A traced function without its calls, as what can be run in part."""
-    flat = inline(closed)
+    flat = inline(closed, moves=False)
     eqns = flat.jaxpr.eqns
     scans = {i: _scan(eqn) for i, eqn in enumerate(eqns) if eqn.primitive.name == "scan"}
     found = {var for eqn in eqns for var in eqn.outvars}.union(
@@ -83,10 +83,10 @@ def flatten(closed: ClosedJaxpr) -> Program:
     return Program(flat.jaxpr.invars, flat.jaxpr.outvars, eqns, consts, scans, found)
 
 
-def inline(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """A traced function without its calls, as JAX holds it."""
+def inline(closed: ClosedJaxpr, *, moves: bool) -> ClosedJaxpr:
+    """A traced function without its calls, as JAX holds it; with its moves between memories or without."""
     shapes = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in closed.jaxpr.invars]
-    return jax.make_jaxpr(lambda *args: _inline(closed.jaxpr, closed.consts, args))(*shapes)
+    return jax.make_jaxpr(lambda *args: _inline(closed.jaxpr, closed.consts, args, moves))(*shapes)
 
 
 def is_barrier(eqn: Any) -> bool:
@@ -145,18 +145,18 @@ def _inner(eqn: Any) -> ClosedJaxpr | None:
     return ClosedJaxpr(found, []) if isinstance(found, Jaxpr) else None
 
 
-def _inline(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+def _inline(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], moves: bool) -> list[Any]:
     env: Values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
     for eqn in jaxpr.eqns:
         values = [read(env, x) for x in eqn.invars]
         inner = _inner(eqn) if eqn.primitive.name in _CALLS else None
-        if _moves_memory(eqn) or _keeps_all_bits(eqn):
+        if _keeps_all_bits(eqn) or (_moves_memory(eqn) and not moves):
             results = values
         elif inner is None or len(inner.jaxpr.invars) != len(values):
             results = bind(eqn, values)
         else:
             with jax.named_scope(str(eqn.source_info.name_stack)):
-                results = _inline(inner.jaxpr, inner.consts, _apart(eqn, values))
+                results = _inline(inner.jaxpr, inner.consts, _apart(eqn, values), moves)
         env.update(zip(eqn.outvars, results, strict=True))
     return [read(env, x) for x in jaxpr.outvars]
 

@@ -61,7 +61,7 @@ class Residuals:
             return outputs, [_encode(leaf) for leaf in leaves]
 
         closed, results = jax.make_jaxpr(trace, return_shape=True)(params, inputs, context)
-        self._compute, self._results = jaxpr_as_fun(inline(closed)), jax.tree.structure(results)
+        self._compute, self._results = jaxpr_as_fun(inline(closed, moves=True)), jax.tree.structure(results)
         num_params = len(jax.tree.leaves(params))
         bits = [0 if i < num_params else 1 for i in range(len(closed.jaxpr.invars))]
         start = len(closed.jaxpr.outvars) - len(hosted)
