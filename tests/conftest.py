@@ -6,6 +6,11 @@ QUICK = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {QUICK}"
 
 import jax  # noqa: E402
+from hypothesis import HealthCheck, settings  # noqa: E402
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# A loaded machine makes every example slow; that says nothing about the code.
+settings.register_profile("loaded_machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("loaded_machine")
