@@ -7,6 +7,7 @@ batch first, as GPipe does, and then the backwards last in, first out: the last 
 has just finished, whose activations are the youngest.
 """
 
+import argparse
 import itertools
 from collections.abc import Iterator
 
@@ -72,8 +73,8 @@ class Impatient(LastInFirstOut):
     hop = 0
 
 
-def train(schedule: str | type[schedules.PipeSchedule]) -> list[float]:
-    """Losses of a few steps of a small model under a schedule."""
+def train(schedule: str | type[schedules.PipeSchedule], num_steps: int) -> list[float]:
+    """Losses of some steps of a small model under a schedule."""
     layers = [jaxpipe.LayerSpec(nn.Dense, 16), jnp.tanh, jaxpipe.LayerSpec(nn.Dense, 16), jnp.tanh]
     model = jaxpipe.PipelineModule(
         [*layers, jaxpipe.LayerSpec(nn.Dense, 1)],
@@ -91,11 +92,14 @@ def train(schedule: str | type[schedules.PipeSchedule]) -> list[float]:
     )
     inputs = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
     data_iter = itertools.repeat((inputs, np.sin(inputs.sum(1, keepdims=True))))
-    return [float(engine.train_batch(data_iter)) for _ in range(NUM_STEPS)]
+    return [float(engine.train_batch(data_iter)) for _ in range(num_steps)]
 
 
 def main() -> None:
     """Print the grid, the checker's verdicts and the losses."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=NUM_STEPS, help=f"optimiser steps (default: {NUM_STEPS})")
+    num_steps = parser.parse_args().steps
     jax.config.update("jax_num_cpu_devices", 8)
     print("LastInFirstOut:")
     print(schedules.format_grid(LastInFirstOut, NUM_MICROBATCHES, NUM_STAGES))
@@ -105,7 +109,7 @@ def main() -> None:
         schedules.check_schedule(Impatient, NUM_MICROBATCHES, NUM_STAGES)
     except jaxpipe.errors.ScheduleError as error:
         print(f"the checker refuses it: {error}\n")
-    own, default = train(LastInFirstOut), train("1f1b")
+    own, default = train(LastInFirstOut, num_steps), train("1f1b", num_steps)
     for step, pair in enumerate(zip(own, default, strict=True)):
         print(f"step {step}: loss {pair[0]:.6f} with LastInFirstOut, {pair[1]:.6f} with 1f1b")
     print(f"largest difference: {max(abs(a - b) for a, b in zip(own, default, strict=True)):.1e}")

@@ -7,6 +7,7 @@ at those alone. Which are hidden is an integer mask. It travels beside the activ
 layer takes and returns a pair.
 """
 
+import argparse
 from collections.abc import Iterator
 
 import flax.linen as nn
@@ -92,6 +93,9 @@ def batches() -> Iterator[tuple[tuple[np.ndarray, np.ndarray], np.ndarray]]:
 
 def main() -> None:
     """Train, and print losses and parameters."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=NUM_STEPS, help=f"optimiser steps (default: {NUM_STEPS})")
+    num_steps = parser.parse_args().steps
     jax.config.update("jax_num_cpu_devices", 8)
     layers = [
         jaxpipe.TiedLayerSpec("numbers", nn.Embed, VOCAB_SIZE, DIM, forward_fn=embed),
@@ -110,9 +114,9 @@ def main() -> None:
         model=model, optimizer=optax.adam(1e-2), config=config, example_batch=next(data_iter)
     )
     print(jaxpipe.describe_pipeline(engine.pipeline), "\n")
-    for step in range(NUM_STEPS):
+    for step in range(num_steps):
         loss = engine.train_batch(data_iter)
-        if step % 20 == 0 or step == NUM_STEPS - 1:
+        if step % 20 == 0 or step == num_steps - 1:
             print(f"step {step}: loss {float(loss):.3f}")
     params = engine.module_state_dict()
     print("\nparameters:")

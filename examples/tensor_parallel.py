@@ -19,6 +19,7 @@ Dropout draws the same mask on all devices of the axis, as activations that are 
 mask on each, draw with `jaxpipe.checkpointing.get_cuda_rng_tracker().fork(key=self.make_rng("dropout"))`.
 """
 
+import argparse
 from collections.abc import Iterator
 from pydoc_data import topics
 
@@ -149,6 +150,9 @@ def entries() -> Iterator[tuple[np.ndarray, np.ndarray]]:
 
 def main() -> None:
     """Train, then compare with one device."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=NUM_STEPS, help=f"optimiser steps (default: {NUM_STEPS})")
+    num_steps = parser.parse_args().steps
     jax.config.update("jax_num_cpu_devices", NUM_STAGES * NUM_MODEL * NUM_REPLICAS)
     layers = [
         jaxpipe.LayerSpec(ParallelEmbed),
@@ -163,9 +167,9 @@ def main() -> None:
         model=model, optimizer=optax.adam(3e-3), config=config, example_batch=next(data_iter)
     )
     print(jaxpipe.describe_pipeline(engine.pipeline), "\n")
-    for step in range(NUM_STEPS):
+    for step in range(num_steps):
         loss = engine.train_batch(data_iter)
-        if step % 20 == 0 or step == NUM_STEPS - 1:
+        if step % 20 == 0 or step == num_steps - 1:
             print(f"step {step}: loss {float(loss):.3f}")
     held_out = [next(data_iter) for _ in range(NUM_MICROBATCHES)]
     params = engine.module_state_dict()

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -37,9 +37,24 @@ from ._plan import make_plan
 from ._settings import PipelineSettings
 from ._spread import batch_spec, spread_dims
 from ._state import TrainState, state_shardings, state_specs
-from ._step import Batch, DevicePrograms
+from ._step import Batch, DevicePrograms, Metrics
 from ._train import TrainLoop
 from ._update import Updater
+
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result", covariant=True)
+
+
+class Compiled(Protocol[_Arguments, _Result]):
+    """A jitted function, compiled at its first call."""
+
+    def __call__(self, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+        """Run it."""
+        ...
+
+    def lower(self, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> jax.stages.Lowered:
+        """Lower it for arguments or their structs, to be compiled ahead of time or read."""
+        ...
 
 
 class Pipeline:
@@ -87,6 +102,14 @@ class Pipeline:
             asks for more than gradients, state and parameters, or looks at whole arrays where a parameter is sharded
             over the `model` axis or split over the stages.
     """
+
+    step: Compiled[[TrainState, Batch], tuple[TrainState, Metrics]]
+    gradients: Compiled[[TrainState, Batch], tuple[Metrics, PyTree, PyTree]]
+    partial_gradients: Compiled[[TrainState, Batch, jax.Array], tuple[Metrics, PyTree, PyTree]]
+    update: Compiled[[TrainState, PyTree], tuple[TrainState, Metrics]]
+    evaluate: Compiled[[TrainState, Batch], Metrics]
+    predict: Compiled[[TrainState, Batch], PyTree]
+    evaluate_and_predict: Compiled[[TrainState, Batch], tuple[Metrics, PyTree]]
 
     def __init__(
         self,

@@ -1,0 +1,26 @@
+import re
+from pathlib import Path
+
+import pytest
+from _run_example import run_example
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_it_learns() -> None:
+    losses = [float(loss) for loss in re.findall(r": loss (\S+)$", run_example("minimal.py"), re.MULTILINE)]
+    assert losses[-1] < losses[0] / 3
+
+
+def test_the_first_block_of_the_readme_is_the_example() -> None:
+    block = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert block is not None
+    code = (ROOT / "examples/minimal.py").read_text().split('"""\n\n', 1)[1]
+    assert block[1] == code
+
+
+@pytest.mark.parametrize("name", ["custom_schedule.py", "linen_and_nnx.py", "tensor_parallel.py", "train_gpt.py"])
+def test_help_trains_nothing(name: str) -> None:
+    printed = run_example(name, "--help")
+    assert "--steps" in printed
+    assert "loss:" not in printed
