@@ -20,6 +20,17 @@ ROWS = 16
 VOCAB, DIM, LENGTH, MICROBATCH, BLOCKS = 11, 8, 3, 2, 8
 
 
+def bend(size: float) -> Callable[[jax.Array], jax.Array]:
+    """The identity, whose backward is not linear: it bends cotangents of about `size`."""
+
+    @jax.custom_vjp
+    def identity(x: jax.Array) -> jax.Array:
+        return x
+
+    identity.defvjp(lambda x: (x, None), lambda _, g: (size * jnp.tanh(g / size),))
+    return identity
+
+
 class Embed(nn.Module):
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxpipe._typing import PyTree
 from jaxpipe.errors import PipelineError
@@ -26,8 +27,8 @@ class Share:
     What `(sum, weight)` losses are divided by is known only after the last microbatch, so a share holds sums.
 
     Attributes:
-        gradients: Gradients times `weight`, in the form of `TrainState.params`.
-        loss: Loss times `weight`.
+        gradients: Gradients of `loss` over the number of microbatches in a step, in the form of `TrainState.params`.
+        loss: Sum of the losses, not yet divided by any weight.
         weight: How many losses that is the mean of, or the sum of the weights that `loss_fn` returns.
         reported: What layers reported, summed over microbatches.
         count: Number of microbatches.
@@ -49,8 +50,9 @@ def add_shares(total: Share, share: Share) -> Share:
 def compile_forward(pipeline: Pipeline, num_microbatches: int) -> Callable[..., tuple[PyTree, Share, jax.Array]]:
     """Make the function that a step calls for each of its microbatches.
 
-    In float16 the loss scale is divided by the number of microbatches, as it is for a whole batch, so that gradients
-    overflow at the same scale.
+    Layers see the cotangent of the mean over the step's microbatches, as they do in a whole batch. Where losses are
+    `(sum, weight)`, the weights of microbatches that are still to come are taken to be that of the present one: only a
+    layer whose backward is not linear can tell.
 
     Args:
         pipeline: A pipeline of one microbatch.
@@ -67,15 +69,12 @@ def compile_forward(pipeline: Pipeline, num_microbatches: int) -> Callable[..., 
         _check_aux_losses(pipeline, num_microbatches)
 
     def forward(state: TrainState, batch: Batch, index: jax.Array) -> tuple[PyTree, Share, jax.Array]:
-        loss_scale: Any = state.loss_scale
-        if jax.tree.leaves(loss_scale):
-            loss_scale = dataclasses.replace(loss_scale, scale=loss_scale.scale / num_microbatches)
-            state = dataclasses.replace(state, loss_scale=loss_scale)
-        metrics, gradients, collections = pipeline.partial_gradients(state, batch, index)
+        metrics, gradients, collections = pipeline.partial_gradients(state, batch, index, np.int32(num_microbatches))
         loss, weight = metrics["loss"], metrics["weight"]
-        gradients = jax.tree.map(lambda g: g * weight.astype(g.real.dtype), gradients)
+        divisor = _divisor(weight)
+        gradients = jax.tree.map(lambda g: g * divisor.astype(g.real.dtype), gradients)
         reported = {kind: metrics[kind] for kind in ("losses", "metrics") if kind in metrics}
-        return collections, Share(gradients, loss * weight, weight, reported, jnp.int32(1)), loss
+        return collections, Share(gradients, loss * divisor, weight, reported, jnp.int32(1)), loss
 
     return jax.jit(forward)
 
@@ -92,18 +91,25 @@ def compile_update(pipeline: Pipeline) -> Callable[[TrainState, PyTree, Share], 
     """
 
     def update(state: TrainState, collections: PyTree, total: Share) -> tuple[TrainState, Metrics]:
-        weight = jnp.where(total.weight == 0, 1.0, total.weight)
+        divisor = _divisor(total.weight)
         after = state.collections
-        gradients = jax.tree.map(lambda g: g / weight.astype(g.real.dtype), total.gradients)
+        # Each share was divided by the number of shares, as if they weighed alike; now that all weights are known,
+        # it is their sum that divides.
+        gradients = jax.tree.map(lambda g: g * (total.count / divisor).astype(g.real.dtype), total.gradients)
         state, metrics = pipeline.update(state, gradients)
         if "overflow" in metrics:
             after = jax.tree.map(lambda old, new: jnp.where(metrics["overflow"], old, new), collections, after)
         reported = jax.tree.map(lambda x: x / total.count, total.reported)
-        metrics |= {"loss": total.loss / weight, "weight": total.weight, **reported}
+        metrics |= {"loss": total.loss / divisor, "weight": total.weight, **reported}
         return dataclasses.replace(state, collections=after), metrics
 
     of_state = jax.tree.map(lambda x: x.sharding, pipeline.state_struct)
     return jax.jit(update, donate_argnums=0, out_shardings=(of_state, None))
+
+
+def _divisor(weight: jax.Array) -> jax.Array:
+    """What a sum of losses is divided by, here and in the pipeline: 1 where nothing weighs."""
+    return jnp.where(weight == 0, 1.0, weight)
 
 
 def _check_aux_losses(pipeline: Pipeline, num_microbatches: int) -> None:

@@ -81,8 +81,9 @@ class Pipeline:
         gradients: `gradients(state, batch) -> (metrics, storage, collections)`, jitted: mean gradients in the form of
             `state.params`, which `params_tree` turns into the model's tree, and the collections after the batch.
             `metrics["weight"]` is what the losses of the batch were divided by: their number, or the sum of weights.
-        partial_gradients: `partial_gradients(state, batch, first)`, the same for a part of a step's microbatches, which
-            begins with microbatch `first` of the step and is keyed so.
+        partial_gradients: `partial_gradients(state, batch, first, num_parts)`, the same for one of `num_parts` parts of
+            a step, which begins with microbatch `first` of the step and is keyed so. Its gradients are the part's share
+            of those of the mean over all parts: already divided by `num_parts`.
         update: `update(state, storage) -> (state, metrics)`, jitted: clips and applies such gradients.
         evaluate: `evaluate(state, batch) -> metrics`, jitted, forward only: `metrics["loss"]`, and
             `metrics["microbatch_losses"]` of shape `[num_microbatches]`.
@@ -398,7 +399,7 @@ class Pipeline:
         self.predict = compiled(self._whole_outputs(programs.predict), over_data)
         self.evaluate_and_predict = compiled(self._whole_outputs(programs.evaluate_and_predict), (P(), over_data))
         everywhere = NamedSharding(self.mesh, P())
-        self.partial_gradients = compiled(programs.partial_gradients, of_gradients, others=(everywhere,))
+        self.partial_gradients = compiled(programs.partial_gradients, of_gradients, others=(everywhere, everywhere))
         self.update = jax.jit(self._shard_map(programs.update, (specs, rows), (specs, P())), donate_argnums=(0,))
 
 

@@ -76,13 +76,16 @@ class DevicePrograms:
 
     def gradients(self, state: TrainState, batch: Batch) -> tuple[Metrics, PyTree, PyTree]:
         """Metrics, mean gradients in the form of the parameters, and the collections after the batch."""
-        return self.partial_gradients(state, batch, 0)
+        return self.partial_gradients(state, batch, 0, 1)
 
     def partial_gradients(
-        self, state: TrainState, batch: Batch, first: jax.Array | int
+        self, state: TrainState, batch: Batch, first: jax.Array | int, num_parts: jax.Array | int
     ) -> tuple[Metrics, PyTree, PyTree]:
-        """The same for a part of a step's microbatches, which begins with microbatch `first`."""
-        metrics, grads, collections = self._gradients(state, batch, first)
+        """The same for one of `num_parts` parts of a step, which begins with microbatch `first`.
+
+        Gradients are those of the part's mean loss over `num_parts`, which is its share of the mean of all parts.
+        """
+        metrics, grads, collections = self._gradients(state, batch, first, num_parts)
         return metrics, _expand(self._unscale(state, grads)), _expand(collections)
 
     def update(self, state: TrainState, grads: PyTree) -> tuple[TrainState, Metrics]:
@@ -129,18 +132,15 @@ class DevicePrograms:
             seeds=seeds,
         )
 
-    def _gradients(self, state: TrainState, batch: Batch, first: jax.Array | int = 0) -> tuple[Metrics, PyTree, PyTree]:
+    def _gradients(
+        self, state: TrainState, batch: Batch, first: jax.Array | int = 0, num_parts: jax.Array | int = 1
+    ) -> tuple[Metrics, PyTree, PyTree]:
         """Metrics, gradients of the row times the loss scale, and collections."""
         feed = self._feed(state, batch, first)
         weight = self._objective.divisor(feed.labels, self._train.program.num_microbatches)
-        divisor = jnp.where(weight == 0, 1.0, weight)
-        num_replicas = jax.lax.axis_size("data")
-        seed = self._loss_scale(state) * (num_replicas / divisor if self._scaler else 1.0)
-        seeds = (seed, seed * divisor / self._objective.num_terms)
+        divisor = jnp.where(weight == 0, 1.0, weight)  # a batch in which nothing weighs has a loss of 0, not of NaN
         num_model = self._division.num_model
-        if num_model:
-            seeds = (seeds[0] / num_model, seeds[1] / num_model)
-        device = self._device(state, feed, seeds)
+        device = self._device(state, feed, self._seeds(state, divisor, num_parts))
         totals = self._train.run(device)
         own = totals.own["stacked"]
         ends = {name: g + own[name] if name in own else g for name, g in totals.ends.items()}
@@ -150,14 +150,28 @@ class DevicePrograms:
         }
         grads = sum_tied(self._parts.params, device.stage, grads)
         grads = self._division.reduce_gradients(device.stage, self._member(), grads)
-        by = num_replicas if self._scaler else divisor
-        grads = jax.tree.map(lambda g: g / by.astype(g.real.dtype) if isinstance(by, jax.Array) else g / by, grads)
         values = mean_over_places(totals.values, num_model)
         values = gather_values(values, self._parts.aux_names, self._objective.num_terms)
         loss = jax.lax.psum(mean_over_places(totals.loss, num_model), ("stage", "data")) / divisor
         metrics: Metrics = {"loss": sum(values["losses"].values(), loss), "weight": weight}
         metrics |= {kind: reported for kind, reported in values.items() if reported}
         return metrics, grads, mean_over_replicas(totals.collections)
+
+    def _seeds(self, state: TrainState, divisor: jax.Array, num_parts: jax.Array | int) -> tuple[jax.Array, jax.Array]:
+        """What `loss_fn`'s losses, and those that layers report, are multiplied with before differentiation.
+
+        With them the losses of all microbatches, replicas and places add up to the loss of the step times the loss
+        scale. So each layer's backward sees the cotangent that `jax.grad` of that loss gives it, in every precision:
+        a backward that is not linear, which clips or rounds, would not forgive a division afterwards.
+        """
+        # float16 has no numbers below 6e-8, where most cotangents of a mean over a large batch would lie; 1 otherwise.
+        scale = self._loss_scale(state)
+        # A step of several calls differentiates one part in each, and its loss is the mean over the parts.
+        scale = scale / num_parts
+        # Every place of the model axis seeds the same loss, and the transpose of a psum over the axis adds them up.
+        scale = scale / max(self._division.num_model, 1)
+        # The main losses count by weight, each of the others as one of microbatches times replicas.
+        return scale / divisor, scale / self._objective.num_terms
 
     def _update(self, state: TrainState, grads: PyTree) -> tuple[TrainState, Metrics]:
         """Clip and apply gradients that are still multiplied with the loss scale."""

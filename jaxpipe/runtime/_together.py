@@ -5,6 +5,7 @@ what all stages have seeded. The seeds therefore are zero on all stages but one:
 end. The gradients of what all stages hold alike are summed over the stages afterwards.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,9 +19,12 @@ from jaxpipe.layers import format_struct
 from ._blueprint import Blueprint
 from ._dependence import output_dependence
 from ._residuals import differentiable, replace_differentiable
+from ._ring import select, zeros_of
 from ._trunk import Context
 
 _AXIS = "stage"
+Leaves = dict[str, jax.Array]
+"""Parameters, or their gradients, by name."""
 
 
 class LayersTogether:
@@ -35,19 +39,15 @@ class LayersTogether:
         self._module, self._trace, self._layers = plan.module, plan.trace, layers
         self._num_stages = plan.placement.num_stages
         self._stage = plan.params.stages[0]
-        self._names = self._stage.names_of(layers)
-        self._struct = {name: plan.params.layout.stacked[name] for name in self._names}
+        self._struct = {name: plan.params.layout.stacked[name] for name in self._stage.names_of(layers)}
         self.outputs_struct = self._traced(plan.context)
-
-    def outputs(self, storage: PyTree, inputs: PyTree, context: Context, *, train: bool) -> PyTree:
-        """What the layers hand over; `inputs` and `context` must be the same on all stages."""
-        return self._run(self._take(storage), inputs, context, train=train)
 
     def _traced(self, context: Context) -> PyTree:
         """Shapes and dtypes of the output on a stage."""
         inputs, names = self._trace.boundaries[self._layers.start], [self._module.layers[i].name for i in self._layers]
         try:
-            return self._abstract(lambda *args: self._run(*args, train=False), self._struct, inputs, context)[1]
+            run = functools.partial(self._run, self._layers, train=False)
+            return self._abstract(run, self._struct, inputs, context)[1]
         except Exception as error:
             raise LayerError(
                 f"the layers {', '.join(names)}, which all stages run together, must accept slices of the parameters "
@@ -59,13 +59,12 @@ class LayersTogether:
     def _abstract(self, function: Any, *args: PyTree) -> tuple[Any, PyTree]:
         return jax.make_jaxpr(function, axis_env=[(_AXIS, self._num_stages)], return_shape=True)(*args)
 
-    def _take(self, storage: PyTree) -> dict[str, jax.Array]:
-        return {name: storage["stacked"][name] for name in self._names}
+    def _take(self, storage: PyTree, layers: range) -> Leaves:
+        return {name: storage["stacked"][name] for name in self._stage.names_of(layers)}
 
-    def _run(self, leaves: dict[str, jax.Array], inputs: PyTree, context: Context, *, train: bool) -> PyTree:
-        views = [self._stage.view(i, leaves) for i in self._layers]
-        run = self._module.run_layers(self._layers, views, train=train)
-        return run(inputs, *context, [{} for _ in self._layers])[0]
+    def _run(self, layers: range, leaves: Leaves, inputs: PyTree, context: Context, *, train: bool) -> PyTree:
+        views = [self._stage.view(i, leaves) for i in layers]
+        return self._module.run_layers(layers, views, train=train)(inputs, *context, [{} for _ in layers])[0]
 
 
 class FirstTogether(LayersTogether):
@@ -85,19 +84,32 @@ class FirstTogether(LayersTogether):
                 "'stage'."
             )
 
-    def gradients(
-        self, storage: PyTree, inputs: PyTree, context: Context, gradient: Sequence[jax.Array]
-    ) -> dict[str, jax.Array]:
+    def outputs(self, storage: PyTree, inputs: PyTree, context: Context, *, train: bool) -> PyTree:
+        """What the layers hand over; `inputs` and `context` must be the same on all stages."""
+        return self._run(self._layers, self._take(storage, self._layers), inputs, context, train=train)
+
+    def gradients(self, storage: PyTree, inputs: PyTree, context: Context, gradient: Sequence[jax.Array]) -> Leaves:
         """Gradients of the parameters by name, from those of the output, zero on all stages but one."""
 
-        def moving(leaves: dict[str, jax.Array]) -> list[jax.Array]:
-            return differentiable(self._run(leaves, inputs, context, train=True))
+        def moving(leaves: Leaves) -> list[jax.Array]:
+            return differentiable(self._run(self._layers, leaves, inputs, context, train=True))
 
-        return jax.vjp(moving, self._take(storage))[1](list(gradient))[0]
+        return jax.vjp(moving, self._take(storage, self._layers))[1](list(gradient))[0]
 
 
 class LastTogether(LayersTogether):
-    """The last layers and the loss, with nothing kept between forward and backward."""
+    """The last layers and the loss, with nothing kept between forward and backward.
+
+    Only from the first split layer on do all stages compute the same. The layers before it count on the home stage, the
+    one that holds the last part, and what they hand over is then given to all: the cotangent of what all stages have
+    is, on each of them, a share of the whole, and a layer whose backward is not linear must not see shares. Within a
+    split layer it does: what `VocabHead` is given by its own layer has the cotangent of one slice of the logits.
+    """
+
+    def __init__(self, plan: Blueprint, layers: range) -> None:
+        super().__init__(plan, layers)
+        first = next(i for i in layers if plan.trace.stage_dims[i])
+        self._alone, self._shared = range(layers.start, first), range(first, layers.stop)
 
     def check_loss(self, labels: PyTree) -> None:
         """Refuse a loss that takes a stage's slice of the outputs for the whole.
@@ -130,7 +142,8 @@ class LastTogether(LayersTogether):
             inputs: The trunk's output.
             context: The microbatch's key and side inputs.
         """
-        return self.outputs(storage, _from_home(is_home, inputs), context, train=False)
+        given = self._take(storage, self._alone), self._take(storage, self._shared)
+        return self._outputs(is_home, *given, inputs, context, train=False)
 
     def whole(self, outputs: PyTree) -> PyTree:
         """Outputs put together from those of all stages."""
@@ -143,7 +156,7 @@ class LastTogether(LayersTogether):
 
     def loss_and_gradients(
         self, storage: PyTree, is_home: jax.Array, inputs: PyTree, labels: PyTree, context: Context, seed: jax.Array
-    ) -> tuple[jax.Array, dict[str, jax.Array], list[jax.Array]]:
+    ) -> tuple[jax.Array, Leaves, list[jax.Array]]:
         """The loss of one microbatch with its gradients.
 
         Args:
@@ -159,15 +172,24 @@ class LastTogether(LayersTogether):
             of inputs are zero on all stages but the one that holds the last part.
         """
 
-        def of_moving(leaves: dict[str, jax.Array], values: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
-            moved = _from_home(is_home, replace_differentiable(inputs, values))
-            outputs = self._run(leaves, moved, context, train=True)
+        def of_moving(alone: Leaves, shared: Leaves, values: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
+            moved = replace_differentiable(inputs, values)
+            outputs = self._outputs(is_home, alone, shared, moved, context, train=True)
             loss = jnp.where(is_home, self._module.loss_terms(outputs, labels)[0].astype(jnp.float32), 0.0)
             return loss * seed, loss
 
-        gradient = jax.grad(of_moving, argnums=(0, 1), has_aux=True)
-        (grads, dx), loss = gradient(self._take(storage), differentiable(inputs))
-        return loss, grads, dx
+        given = self._take(storage, self._alone), self._take(storage, self._shared), differentiable(inputs)
+        (alone, shared, dx), loss = jax.grad(of_moving, argnums=(0, 1, 2), has_aux=True)(*given)
+        # Elsewhere the layers before the split one ran on what is not theirs.
+        alone, dx = select(is_home, (alone, dx), zeros_of((alone, dx)))
+        both = {name: alone[name] + shared[name] for name in alone.keys() & shared.keys()}
+        return loss, {**alone, **shared, **both}, dx
+
+    def _outputs(
+        self, is_home: jax.Array, alone: Leaves, shared: Leaves, inputs: PyTree, context: Context, *, train: bool
+    ) -> PyTree:
+        handed = self._run(self._alone, alone, inputs, context, train=train)
+        return self._run(self._shared, shared, _from_home(is_home, handed), context, train=train)
 
 
 def _from_home(is_home: jax.Array, tree: PyTree) -> PyTree:

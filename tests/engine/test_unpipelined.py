@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from _tolerances import assert_close, assert_loss
+from _models import bend
+from _tolerances import BFLOAT16, FLOAT16, GRADIENT, assert_close, assert_loss, tree_error
 from flax import nnx
 
 from jaxpipe import LayerSpec, PipeDataParallelTopology, PipelineEngine
@@ -134,7 +135,7 @@ def test_a_plain_loop_on_one_device(count: int, data: int) -> None:
     assert int(engine.state.step) == STEPS
 
 
-FP16 = {"enabled": True, "initial_scale_power": 17, "hysteresis": 1, "loss_scale_window": 2}
+FP16 = {"enabled": True, "initial_scale_power": 18, "hysteresis": 1, "loss_scale_window": 2}
 
 
 @pytest.mark.parametrize(
@@ -173,6 +174,58 @@ def test_whole_batches(model: nn.Module, loss_fn: Loss, config: dict[str, Any]) 
     assert set(engine.module_collections()) == ({"batch_stats"} if "fp16" in config else set())
     assert int(engine.state.skipped_steps) == (2 if "fp16" in config else 0)
     assert (engine.micro_steps, engine.global_steps) == (count * (STEPS + 1), STEPS + 1)
+
+
+class Limited(nn.Module):
+    """Its backward is not linear in the cotangent."""
+
+    size: float
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return nn.Dense(2)(bend(self.size)(jnp.tanh(nn.Dense(8)(x))))
+
+
+@pytest.mark.parametrize(
+    ("config", "scale", "tolerance"),
+    [
+        ({}, 1.0, GRADIENT),
+        ({"bf16": {"enabled": True}}, 1.0, BFLOAT16),
+        ({"fp16": {"enabled": True}}, 2.0**12, FLOAT16),
+    ],
+    ids=["float32", "bfloat16", "float16"],
+)
+def test_each_layer_sees_the_cotangent_of_the_steps_loss(config: Any, scale: float, tolerance: float) -> None:
+    if scale != 1:
+        config = {"fp16": {"enabled": True, "loss_scale": scale}}
+    engine = build(
+        Limited(0.02 * scale), data=2, count=3, optimizer=optax.sgd(1.0), config=config, example_batch=entries(1, 2)[0]
+    )
+    batch, before = entries(3, 2), engine.module_state_dict()
+    call(engine, batch)
+    inputs, labels = (np.concatenate(part) for part in zip(*batch, strict=True))
+    module = engine.module
+
+    @jax.jit
+    def gradient(params: Any) -> Any:
+        return jax.grad(lambda p: scale * module.loss(module.apply(p, inputs, train=True), labels))(params)
+
+    wanted = jax.tree.map(lambda g: g / scale, gradient({"layers": {engine._layer: before}}))["layers"][engine._layer]
+    found = jax.tree.map(np.subtract, before, engine.module_state_dict())
+    error, name = tree_error(found, jax.device_get(wanted))
+    assert error <= tolerance, f"{name} is wrong by {error:.2e} of its largest value"
+
+
+def test_a_step_in_which_nothing_weighs() -> None:
+    def nothing(outputs: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return 0 * masked_square(outputs, labels)[0], jnp.zeros(())
+
+    engines = [build(Balanced(), nothing, cls=cls) for cls in (UnpipelinedEngine, PipelineEngine)]
+    call(engines[0], entries(1))
+    engines[1].train_batch(iter(entries(1)))
+    assert_close(*(jax.device_get(engine.state.params) for engine in engines))
+    assert_loss(engines[0].metrics["loss"], engines[1].metrics["loss"])
+    assert float(engines[0].metrics["grad_norm"]) > 0
 
 
 @pytest.fixture(scope="module")
