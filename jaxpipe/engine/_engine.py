@@ -16,7 +16,7 @@ from jaxpipe.errors import PipelineError
 from jaxpipe.launch import Heartbeat
 from jaxpipe.layers import PipelineModule
 from jaxpipe.processes import log
-from jaxpipe.runtime import ChosenOptimizer, Hyperparams, Pipeline, TrainState, pipeline_settings
+from jaxpipe.runtime import ChosenOptimizer, Hyperparams, Pipeline, TrainState, own, pipeline_settings
 from jaxpipe.topology import PipelineParallelGrid, ProcessTopology, mesh_shape
 
 from ._checkpoints import Checkpoints
@@ -106,7 +106,8 @@ class PipelineEngine(TrainingReports, BatchCounts, ModuleState, Checkpoints, Eng
         )
         self._source, self._lockstep = MicrobatchSource(data_iter), Lockstep(self.data_shard)
         self._watch, self._heartbeat = OverflowWatch(settings.loss_scaler), Heartbeat()
-        self._model_parameters = model_parameters
+        # Kept until shapes are known; what the caller does to these arrays meanwhile must not change the run.
+        self._model_parameters = jax.tree.map(own, model_parameters)
         self._access: Hyperparams | None = None
         self._in_flight: Any = None
         if example_batch is not None:

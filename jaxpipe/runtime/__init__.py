@@ -18,6 +18,7 @@ from ._make import mesh_for as mesh_for
 from ._make import pipeline_settings as pipeline_settings
 from ._measure import measure_layers as measure_layers
 from ._pipeline import Pipeline as Pipeline
+from ._place import own as own
 from ._place import place_everywhere as place_everywhere
 from ._rng import microbatch_key as microbatch_key
 from ._rows import HostRows as HostRows
@@ -31,6 +32,7 @@ __all__ = [
     "HostRows",
     "Leaf",
     "Span",
+    "own",
     "place_everywhere",
     "read_leaf",
     "write_leaf",

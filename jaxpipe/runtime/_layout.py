@@ -150,10 +150,12 @@ class Layout:
         return {"stacked": stacked, "packed": packed}
 
     def host_row(self, stage: int, leaves: Mapping[str, np.ndarray]) -> dict[str, dict[str, np.ndarray]]:
-        """A stage's storage as numpy arrays."""
+        """A stage's storage as numpy arrays; those made here are read-only, so that nothing copies them again."""
         packed = {name: np.zeros((size,), dtype_of(name)) for name, size in self.packed_sizes.items()}
         for name, place in self._places[stage].items():
             packed[place.buffer][place.offset : place.end] = np.asarray(leaves[name]).reshape(-1)
+        for buffer in packed.values():
+            buffer.flags.writeable = False
         stacked = {name: np.asarray(leaves[name], like.dtype) for name, like in self.stacked.items()}
         return {"stacked": stacked, "packed": packed}
 

@@ -14,6 +14,29 @@ from jaxpipe._typing import PyTree
 from ._layout import is_key
 
 
+def own(leaf: Any) -> Any:
+    """The values of an array in memory that nobody will write into.
+
+    On CPU a device array may be the caller's own memory, whatever `device_put(may_alias=False)` says of numpy arrays
+    (seen with JAX 0.10), and elsewhere the transfer may not have begun when the caller writes the next values.
+
+    Args:
+        leaf: A numpy array, what numpy takes for one, or anything else, such as a device array.
+
+    Returns:
+        A numpy array: the given one where it is read-only down to the memory it views, and a copy where it is not.
+        What is none, itself.
+    """
+    if isinstance(leaf, jax.Array) or not hasattr(leaf, "__array__"):
+        return leaf
+    value = seen = np.asarray(leaf)
+    while isinstance(seen, np.ndarray):
+        if seen.flags.writeable:
+            return value.copy()
+        seen = seen.base
+    return value
+
+
 def place_everywhere(tree: PyTree, mesh: Mesh) -> PyTree:
     """Put small host values onto every device of all processes, which must give the same.
 
@@ -47,7 +70,7 @@ def place_samples(leaf: Any, like: Any, replicas: range) -> jax.Array:
     Returns:
         The global array `[num_microbatches, microbatch_size * data, ...]`.
     """
-    value = np.asarray(leaf)
+    value = np.asarray(own(leaf))
     first = replicas.start * (like.shape[1] // like.sharding.mesh.shape["data"])
 
     def share(index: Any) -> np.ndarray:
@@ -81,14 +104,16 @@ def place_rows(make_rows: Callable[[int], Sequence[Sequence[PyTree]]], struct: P
     leaves, treedef = jax.tree.flatten(struct)
     shards: list[list[Any]] = [[] for _ in leaves]
     for stage, devices in enumerate(mesh.devices):
-        own = [(at, d) for at, d in np.ndenumerate(devices) if d.process_index == jax.process_index()]
-        if not own:
+        local = [(at, d) for at, d in np.ndenumerate(devices) if d.process_index == jax.process_index()]
+        if not local:
             continue
-        rows = [[jax.tree.leaves(row) for row in replicas] for replicas in make_rows(stage)]
-        for (replica, *place), device in own:
+        # Before the loop over devices: on CPU those of all replicas share one copy.
+        made = make_rows(stage)
+        rows = [[[np.asarray(own(leaf)) for leaf in jax.tree.leaves(row)] for row in replicas] for replicas in made]
+        for (replica, *place), device in local:
             replicas = rows[place[0] if place else 0]
             for held, value in zip(shards, replicas[replica if len(replicas) > 1 else 0], strict=True):
-                held.append(jax.device_put(value[None], device, may_alias=False))
+                held.append(jax.device_put(value[None], device))
     arrays = [
         jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, held)
         for leaf, held in zip(leaves, shards, strict=True)

@@ -62,7 +62,7 @@ class HostRows(dict[tuple[str, int], np.ndarray]):
 
     def _place(self, name: str, like: Any) -> jax.Array:
         rows = {row: self.pop((name, row)).reshape(1, *like.shape[1:]) for row in set(_rows_by_device(like).values())}
-        shards = [jax.device_put(rows[row], device, may_alias=False) for device, row in _rows_by_device(like).items()]
+        shards = [jax.device_put(rows[row], device) for device, row in _rows_by_device(like).items()]
         return jax.make_array_from_single_device_arrays(like.shape, like.sharding, shards)
 
 
