@@ -82,7 +82,7 @@ class PipelineEngine(TrainingReports, BatchCounts, ModuleState, Checkpoints, Eng
         data_iter: Iterator[Entry] | None = None,
     ) -> None:
         settings, shape = pipeline_settings(config), mesh_shape(mesh)
-        TrainingReports.__init__(self, chosen, settings.loss_scaler)
+        TrainingReports.__init__(self, chosen, settings.loss_scaler, config)
         BatchCounts.__init__(self, config.batch_sizes(shape["data"]), shape["data"])
         Checkpoints.__init__(self, config)
         self.module, self.config, self.mesh = module, config, mesh

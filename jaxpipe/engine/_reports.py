@@ -3,12 +3,14 @@
 import dataclasses
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
+import numpy as np
 import optax
 
+from jaxpipe.config import TrainConfig
 from jaxpipe.errors import PipelineError
 from jaxpipe.optim import LossScaler, next_hyperparams
 from jaxpipe.runtime import ChosenOptimizer, Hyperparams, TrainState
@@ -24,17 +26,22 @@ class TrainingReports(ABC):
     Args:
         chosen: The optimiser.
         scaler: What scales the loss, if anything does.
+        config: The configuration; its sections `optimizer` and `scheduler` count.
 
     Attributes:
         optimizer: The optax transformation in use; None: the engine only evaluates.
         lr_scheduler: The schedule in use, where one was given apart from the optimiser.
     """
 
-    def __init__(self, chosen: ChosenOptimizer, scaler: LossScaler | None) -> None:
+    def __init__(self, chosen: ChosenOptimizer, scaler: LossScaler | None, config: TrainConfig) -> None:
         self.optimizer: optax.GradientTransformation | None = chosen.transformation
         self.lr_scheduler: optax.Schedule | None = chosen.lr_scheduler
         self._schedules = chosen.schedules
         self._scaler = LossScaler.none() if scaler is None else scaler
+        self._written = {
+            np.float32(x): x for x in _numbers([s.params for s in (config.optimizer, config.scheduler) if s])
+        }
+        """By the value that the optimiser's state has in float32, a number as the user wrote it."""
         self._state: TrainState | None = None
         self._metrics: dict[str, Any] = {}
         self._clock: tuple[int, float] | None = None
@@ -59,6 +66,9 @@ class TrainingReports(ABC):
     def get_lr(self) -> list[float]:
         """The learning rate of the next update, in a list as DeepSpeed's groups have it.
 
+        The optimiser computes with it in float32. A number of the configuration, or one that was set, is given as it
+        was written there, any other as the shortest that is the same in float32.
+
         For Muon the second is that of the parameters which Adam updates. A schedule built into a finished optax
         optimiser is not known here: its rate is that of the last update.
 
@@ -72,7 +82,7 @@ class TrainingReports(ABC):
         return [values[_RATE], *others]
 
     def get_mom(self) -> list[float | tuple[float, float]]:
-        """The momentum of the next update, in a list as DeepSpeed's groups have it.
+        """The momentum of the next update, in a list as DeepSpeed's groups have it, as numbers as in `get_lr`.
 
         `momentum`, or `(b1, b2)`, or `b1` alone where the state does not keep `b2`; for Muon both.
 
@@ -91,7 +101,7 @@ class TrainingReports(ABC):
         """Set the learning rate for all updates from now on.
 
         Args:
-            lr: The rate.
+            lr: The rate, at least 0.
 
         Raises:
             ConfigError: As `set_hyperparams` raises it.
@@ -108,12 +118,14 @@ class TrainingReports(ABC):
             **values: Name to number, such as `learning_rate=1e-4`.
 
         Raises:
-            ConfigError: The optimiser keeps none of that name, it follows a schedule, or a value is no finite number.
+            ConfigError: The optimiser keeps none of that name, it follows a schedule, or a value is no finite number or
+                out of the range that the configuration would accept.
             PipelineError: No shapes are known yet.
         """
         state = self.state
         opt_state = self._hyperparams().write(state.opt_state, values)
         self._state = dataclasses.replace(state, opt_state=opt_state)
+        self._written |= {np.float32(x): x for x in _numbers(values)}
 
     def get_global_grad_norm(self) -> jax.Array | None:
         """Norm of the last batch's gradient over all stages, before clipping; None before the first batch."""
@@ -144,8 +156,14 @@ class TrainingReports(ABC):
         if self.optimizer is None:
             return {}
         if self._state is None:
-            return next_hyperparams(self.optimizer.init({}), self._schedules) or {}
-        return self._hyperparams().read(self._state.opt_state)
+            values = next_hyperparams(self.optimizer.init({}), self._schedules) or {}
+        else:
+            values = self._hyperparams().read(self._state.opt_state)
+        return {name: self._as_written(x) if isinstance(x, float) else x for name, x in values.items()}
+
+    def _as_written(self, value: float) -> float:
+        held = np.float32(value)
+        return self._written.get(held, float(np.format_float_scientific(held)))
 
     def _not_kept(self, what: str, call: str, values: Mapping[str, float]) -> PipelineError:
         kept = ", ".join(values) or ("no hyperparameters" if self.optimizer is not None else "no optimizer")
@@ -174,3 +192,14 @@ class TrainingReports(ABC):
             parts.append(f"samples/sec: {(step - since) * batch_size / (now - then):.1f}")
         self._clock = (step, now)
         return " ".join(parts)
+
+
+def _numbers(value: Any) -> Iterator[float]:
+    """All Python numbers in dictionaries and lists that float32 has."""
+    if isinstance(value, Mapping | list | tuple):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from _numbers(item)
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        limits = np.finfo(np.float32)
+        if value == 0 or limits.tiny <= abs(value) <= limits.max:
+            yield float(value)

@@ -15,7 +15,10 @@ from jax.core import Tracer
 from jaxpipe._typing import PyTree
 from jaxpipe.errors import ConfigError
 
-from ._check import shown, unknown_name
+from ._check import Reader, number, shown, unknown_name
+
+_LARGEST = float(np.finfo(np.float32).max)
+"""Hyperparameters lie in float32; what is larger would become infinite there."""
 
 
 def read_hyperparams(opt_state: PyTree) -> dict[str, Any] | None:
@@ -82,7 +85,7 @@ def set_hyperparams(opt_state: PyTree, **values: float) -> PyTree:
 
     Raises:
         ConfigError: The state keeps no hyperparameters, or none of that name, or one that follows a schedule; or a
-            value is not a finite number.
+            value is not a finite number, or out of the range that the configuration would accept.
 
     Example:
         >>> optimizer = optax.inject_hyperparams(optax.sgd)(learning_rate=0.5)
@@ -106,9 +109,30 @@ def set_hyperparams(opt_state: PyTree, **values: float) -> PyTree:
                 f"{name} must not follow a schedule to be set, but got {name}={shown(value)} where a schedule decides "
                 "it. Leave the schedule out, or change it instead."
             )
-        if not isinstance(value, Real | np.ndarray | jax.Array) or np.ndim(value) or not math.isfinite(value):
+        real = _real(value)
+        if not abs(real) <= _LARGEST:
             raise ConfigError(f"{name} must be a finite number, but got {name}={shown(value)}. Use for instance 0.001.")
+        _reader(name)(real, name)
     return _replace_states(opt_state, lambda state: _with_values(state, values))
+
+
+def _real(value: Any) -> float:
+    """A scalar as a float; NaN where it is none."""
+    if isinstance(value, np.ndarray | jax.Array) and not np.ndim(value) and jnp.issubdtype(value.dtype, jnp.number):
+        value = np.asarray(value).item()
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return math.nan
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
+
+
+def _reader(name: str) -> Reader:
+    """What the configuration reads a hyperparameter of this name with."""
+    if name in ("b1", "b2"):
+        return number(0.0, below=1.0)
+    return number(0.0 if name in ("momentum", "weight_decay") or name.endswith("learning_rate") else None)
 
 
 def _is_state(node: Any) -> bool:

@@ -21,6 +21,7 @@ def test_every_leaf_gets_a_leading_dim(num_microbatches: int) -> None:
     assert inputs["ids"].dtype == np.int32
     assert inputs["mask"].dtype == np.bool_
     assert all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves((inputs, labels)))
+    assert not any(leaf.flags.writeable for leaf in jax.tree.leaves((inputs, labels)))
     np.testing.assert_array_equal(labels, np.arange(num_microbatches, dtype=np.float32))
 
 

@@ -98,6 +98,30 @@ def test_rates_before_shapes_are_known(arguments: dict[str, Any], rates: Any, mo
             ask()
 
 
+@pytest.mark.parametrize("rate", [0.001, 3e-4, 5e-5 * 8**0.5, 1 / 3, 1])
+def test_numbers_come_back_as_they_were_written(rate: float) -> None:
+    betas = [0.9, 1 - 1 / 3]
+    engine = build(config={"optimizer": {"type": "Adam", "params": {"lr": rate, "betas": betas}}})
+    assert (engine.get_lr(), engine.get_mom()) == ([rate], [tuple(betas)])
+    engine.train_batch(entries())
+    assert (engine.get_lr(), engine.get_mom()) == ([rate], [tuple(betas)])
+    engine.set_lr(0.7 * rate)
+    engine.set_hyperparams(b2=np.float32(0.95))
+    assert (engine.get_lr(), engine.get_mom()) == ([0.7 * rate], [(0.9, 0.95)])
+    for wrong in (-1, float("nan"), "0.1", None, True):
+        with pytest.raises(ConfigError, match=r"learning_rate must be a finite number.*, but got learning_rate=.*Use"):
+            engine.set_lr(wrong)
+    assert engine.get_lr() == [0.7 * rate]
+
+
+def test_a_schedule_that_has_come_to_its_end_gives_the_number_as_it_was_written() -> None:
+    params = {"warmup_max_lr": 1 / 7, "warmup_num_steps": 2, "warmup_type": "linear"}
+    engine = build(config={"scheduler": {"type": "WarmupLR", "params": params}})
+    for _ in range(4):
+        engine.train_batch(entries())
+    assert engine.get_lr() == [1 / 7]
+
+
 def test_before_the_first_batch() -> None:
     engine = build(config={"fp16": FP16})
     assert (engine.skipped_steps, engine.was_step_applied(), engine.loss_scale) == (0, False, 2.0)
