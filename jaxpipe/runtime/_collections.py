@@ -6,8 +6,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 
 from jaxpipe._typing import Path, PyTree
+from jaxpipe.errors import LayerError
 from jaxpipe.layers import ModelTrace, NamedLayer, flatten_dict, unflatten_dict
 from jaxpipe.schedules import Placement
 
@@ -84,6 +86,24 @@ class ModelCollections:
             leaves = self.layout.unpack(s, row)
             flat |= {path: leaves[name] for name, path in stage.paths.items()}
         return unflatten_dict({path: flat[path] for path in self.struct})
+
+
+def check_collections(layers: Sequence[NamedLayer], trace: ModelTrace) -> None:
+    """Refuse variables that move backward only, such as the scales of Flax's FP8 layers.
+
+    Raises:
+        LayerError: A layer keeps variables that are to be replaced with their gradient.
+    """
+    for named in layers:
+        found = flatten_dict(trace.collections[named.index] or {})
+        names = [".".join(path) for path in found if OVERWRITE_WITH_GRADIENT in path]
+        if names:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            raise LayerError(
+                f"layer {named.name} must keep only what its call itself changes, but got {names[0]!r}{more}, which "
+                "flax.training replaces with its gradient. A pipeline takes gradients of parameters alone, so FP8 "
+                "scales would stay at 1 and clip without a word. Leave out dot_general=Fp8..., and train in bf16."
+            )
 
 
 def mean_over_replicas(storage: PyTree) -> PyTree:

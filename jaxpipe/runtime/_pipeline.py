@@ -21,6 +21,7 @@ from jaxpipe.topology import adopt_mesh, mesh_shape
 from ._batch import check_batch, entry_struct, infer_microbatch_size
 from ._catalog import Catalog, make_catalog
 from ._check_params import check_params
+from ._collections import check_collections
 from ._cut import StageCut
 from ._division import divide
 from ._ends import Ends
@@ -96,7 +97,8 @@ class Pipeline:
         TopologyError: The mesh's `stage` axis is not `num_stages` long, or its `model` axis not as the topology says.
         DataError: A leaf of the example is not `microbatch_size * data` samples long.
         LayerError: Two layers do not fit, the loss is not a scalar, a variable is sharded over the `model` axis
-            otherwise than its partition metadata says, or a parameter cannot be split over the stages.
+            otherwise than its partition metadata says, or is one that its gradient replaces, or a parameter cannot be
+            split over the stages.
         PartitionError: The layers cannot be cut as asked.
         ScheduleError: The schedule is unsound, or cannot have so many chunks.
         ConfigError: The optimiser couples parameters of different stages, treats them by what else is in their tree,
@@ -133,6 +135,7 @@ class Pipeline:
             lambda x: jax.ShapeDtypeStruct((self.microbatch_size, *x.shape[1:]), x.dtype), self._entry
         )
         self._whole, self.trace = trace_places(module, inputs, side, num_model)
+        check_collections(module.layers, self.trace)
         self.plan = plan = make_plan(module, self.trace, self.mesh, labels, num_microbatches, settings, optimizer)
         self.settings = settings = plan.settings
         outputs, num_terms = self.trace.boundaries[-1], num_microbatches * self.num_replicas
