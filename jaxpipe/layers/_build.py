@@ -14,7 +14,7 @@ from ._deepspeed import DeepSpeedNames
 from ._function import FunctionLayer
 from ._linen import LinenLayer
 from ._nnx import NNXLayer
-from ._protocol import Layer
+from ._protocol import TRAIN_FLAGS, Layer
 from ._remat import remat_layer
 from ._spec import LayerSpec, TiedLayerSpec
 
@@ -84,6 +84,13 @@ def as_layers(items: Iterable[Any] | nn.Sequential) -> tuple[NamedLayer, ...]:
 def _name(index: int, item: Any) -> NamedLayer:
     layer = _adapt(index, item)
     name = f"{index}_{layer.class_name}"
+    for flag in item.train_flags if isinstance(item, LayerSpec) else ():
+        if not layer.takes_flag(flag):
+            known = ", ".join(layer.arguments.names) or "it has no arguments beside its inputs"
+            raise LayerError(
+                f"train_flag must name an argument, field or attribute of layer {name}, but got train_flag({flag!r}). "
+                f"Name one of those of its call ({known}), a boolean field, or a boolean attribute."
+            )
     mark = item.remat_mark if isinstance(item, LayerSpec) else None
     if mark is not None:
         layer = remat_layer(layer, mark)
@@ -94,12 +101,14 @@ def _name(index: int, item: Any) -> NamedLayer:
 
 def _adapt(index: int, item: Any) -> Layer:
     forward_fn = item.forward_fn if isinstance(item, TiedLayerSpec) else None
+    flags, given = TRAIN_FLAGS, ()
     if isinstance(item, LayerSpec):
         if isinstance(item.typename, type) and issubclass(item.typename, nnx.Module):
             return _checked(index, item, lambda: NNXLayer(item, forward_fn))
+        flags, given = {**TRAIN_FLAGS, **item.train_flags}, item.given_names()
         item = _checked(index, item, item.build)
     if isinstance(item, nn.Module):
-        return LinenLayer(item, forward_fn)
+        return LinenLayer(item, forward_fn, flags, given)
     kind = type(item).__name__
     if isinstance(item, nnx.Module):
         raise LayerError(
@@ -122,7 +131,7 @@ def _adapt(index: int, item: Any) -> Layer:
             f"layer {index} must be a Linen module, a LayerSpec or a function, but got {item!r}. "
             "A model must be a list of layers that each take the output of the one before."
         )
-    return FunctionLayer(item)
+    return FunctionLayer(item, flags)
 
 
 def _checked(index: int, spec: LayerSpec, build: Callable[[], Any]) -> Any:

@@ -8,7 +8,7 @@ import jax
 
 from jaxpipe._typing import PyTree
 
-from ._protocol import Applied, CallArguments, Layer, Rngs, identity_of
+from ._protocol import TRAIN_FLAGS, Applied, CallArguments, Layer, Rngs, identity_of
 
 
 class FunctionLayer(Layer):
@@ -16,15 +16,16 @@ class FunctionLayer(Layer):
 
     Args:
         function: Called as `function(inputs)`, with the standard arguments its signature names.
+        flags: Names that tell it whether this is training, with their values in training.
     """
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, function: Callable[..., Any], flags: Mapping[str, bool] = TRAIN_FLAGS) -> None:
         named = function.func if isinstance(function, functools.partial) else function
         name = getattr(named, "__name__", type(named).__name__)
         self.class_name = "lambda" if name == "<lambda>" else name
         self._function = function
-        self.identity = identity_of(function)
-        self._arguments = CallArguments(function, 1, f"layer {self.class_name}")
+        self.identity = identity_of(function, tuple(flags.items()))
+        self.arguments = CallArguments(function, 1, f"layer {self.class_name}", flags)
 
     def init(
         self, key: jax.Array, inputs: PyTree, *, side: Mapping[str, PyTree], given: PyTree | None = None
@@ -44,5 +45,5 @@ class FunctionLayer(Layer):
         side: Mapping[str, PyTree],
     ) -> Applied:
         """See `Layer.apply`."""
-        args, kwargs = self._arguments.select(rngs=rngs, train=train, side=side)
+        args, kwargs = self.arguments.select(rngs=rngs, train=train, side=side)
         return self._function(inputs, *args, **kwargs), {}, {}

@@ -1,7 +1,7 @@
 """Flax Linen modules as layers."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import flax.linen as nn
@@ -13,12 +13,13 @@ from jaxpipe.errors import LayerError
 
 from ._model_axis import unbox
 from ._protocol import (
-    STANDARD_ARGUMENTS,
+    TRAIN_FLAGS,
     Applied,
     CallArguments,
     Layer,
     Rngs,
     call_of,
+    flag_values,
     identity_of,
     layer_rngs,
     named_scalars,
@@ -33,12 +34,21 @@ class LinenLayer(Layer):
     Args:
         module: An unbound module.
         forward_fn: `forward_fn(bound_module, inputs)` in place of `__call__`.
+        flags: Names that tell it whether this is training, with their values in training: arguments of its call, or
+            boolean fields that are at their default.
+        given: Names of the fields that the user gave a value, which stay as they are.
 
     Raises:
         LayerError: The module is bound to variables, or has no `__call__`.
     """
 
-    def __init__(self, module: nn.Module, forward_fn: Callable[..., Any] | None = None) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        forward_fn: Callable[..., Any] | None = None,
+        flags: Mapping[str, bool] = TRAIN_FLAGS,
+        given: Collection[str] = (),
+    ) -> None:
         self.class_name = type(module).__name__
         if module.scope is not None:
             raise LayerError(
@@ -46,22 +56,35 @@ class LinenLayer(Layer):
                 "Put the module itself into the list, and the variables into model_parameters=."
             )
         self._module = module
-        self.identity = identity_of(type(module), module, forward_fn)
         self._call = call_of(type(module)) if forward_fn is None else forward_fn
-        decided = [f.name for f in dataclasses.fields(module) if getattr(module, f.name, None) is not None]
-        skip = [name for name in STANDARD_ARGUMENTS if name in decided]
-        self._arguments = CallArguments(self._call, 2, f"layer {self.class_name}", skip)
+        fields = {f.name: (getattr(module, f.name, None), f.default) for f in dataclasses.fields(module)}
+        own = [name for name, (value, _) in fields.items() if isinstance(value, bool)]
+        self._fields = {
+            name: in_training
+            for name, in_training in flags.items()
+            if name in own and (name not in TRAIN_FLAGS or (name not in given and fields[name][0] == fields[name][1]))
+        }
+        """The fields that are set in each call."""
+        skip = [name for name in (*flags, "rngs") if fields.get(name, (None,))[0] is not None]
+        self.arguments = CallArguments(self._call, 2, f"layer {self.class_name}", flags, skip)
+        settings = tuple(flags.items()), tuple(self._fields)
+        self.identity = identity_of(type(module), module, forward_fn, settings)
+
+    def takes_flag(self, name: str) -> bool:
+        """See `Layer.takes_flag`; a boolean field is one too."""
+        return name in self._fields or super().takes_flag(name)
 
     def init(
         self, key: jax.Array, inputs: PyTree, *, side: Mapping[str, PyTree], given: PyTree | None = None
     ) -> tuple[PyTree, dict, dict]:
         """See `Layer.init`; variables keep the partition metadata that the module gives them."""
-        args, kwargs = self._arguments.select(rngs=None, train=False, side=side)
+        args, kwargs = self.arguments.select(rngs=None, train=False, side=side)
+        module = self._told(train=False)
         if given:
-            call = nn.apply(self._call, self._module, mutable=DenyList(["intermediates"]))
+            call = nn.apply(self._call, module, mutable=DenyList(["intermediates"]))
             outputs, variables = call({"params": given}, inputs, *args, rngs=layer_rngs(key), **kwargs)
         else:
-            call = nn.init_with_output(self._call, self._module)
+            call = nn.init_with_output(self._call, module)
             outputs, variables = call(layer_rngs(key), inputs, *args, **kwargs)
         variables = dict(variables)
         for name in ("intermediates", *_REPORTED):
@@ -83,10 +106,14 @@ class LinenLayer(Layer):
         Raises:
             LayerError: It sows what is no scalar under one of these.
         """
-        args, kwargs = self._arguments.select(rngs=rngs, train=train, side=side)
+        args, kwargs = self.arguments.select(rngs=rngs, train=train, side=side)
         mutable = [*collections, *_REPORTED] if train else []
-        run = nn.apply(self._call, self._module, mutable=mutable)
+        run = nn.apply(self._call, self._told(train=train), mutable=mutable)
         outputs, updated = run({"params": params, **collections}, inputs, *args, rngs=rngs, **kwargs)
         changed = dict(unbox(updated))
         reported = {name: named_scalars(self.class_name, changed.pop(name)) for name in _REPORTED if name in changed}
         return outputs, {**collections, **changed}, reported
+
+    def _told(self, *, train: bool) -> nn.Module:
+        """The module, its fields told whether this is training."""
+        return self._module.clone(**flag_values(self._fields, train=train)) if self._fields else self._module

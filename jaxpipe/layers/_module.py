@@ -104,6 +104,8 @@ class PipelineModule(SequentialModel, DeepSpeedNames):
         self.num_stages = checked_stages(num_stages, topology)
         self._topology = topology
         self.has_model_axis = topology is not None and "model" in topology.axes
+        self._warned: set[str] = set()
+        """What building has warned of; copies share it."""
         self.profiles: dict[Hashable, Profile] = {}
         """Costs of the layers that have been measured, by what they depend on; copies share them."""
         self._set(

@@ -13,7 +13,17 @@ from jaxpipe._typing import PyTree
 from jaxpipe.errors import LayerError
 
 from ._model_axis import bound_model_axis, with_model_axis
-from ._protocol import Applied, CallArguments, Layer, Rngs, call_of, identity_of, named_scalars
+from ._protocol import (
+    TRAIN_FLAGS,
+    Applied,
+    CallArguments,
+    Layer,
+    Rngs,
+    call_of,
+    flag_values,
+    identity_of,
+    named_scalars,
+)
 from ._spec import LayerSpec
 
 
@@ -47,17 +57,30 @@ class NNXLayer(Layer):
         self.class_name = getattr(spec.typename, "__name__", "Module")
         _check_spec(spec)
         self._spec = spec
-        self.identity = identity_of(spec.typename, spec.module_args, tuple(spec.module_kwargs.items()), forward_fn)
+        flags = {**TRAIN_FLAGS, **spec.train_flags}
+        arguments = (spec.module_args, tuple(spec.module_kwargs.items()))
+        self.identity = identity_of(spec.typename, *arguments, forward_fn, tuple(flags.items()))
         self._cls: Any = spec.typename
         parameters = inspect.signature(self._cls.__init__).parameters
         self._takes_rngs = "rngs" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         self._call = call_of(self._cls) if forward_fn is None else forward_fn
-        self._arguments = CallArguments(self._call, 2, f"layer {self.class_name}")
+        self._flags = flags
+        self.arguments = CallArguments(self._call, 2, f"layer {self.class_name}", flags)
         self._structures: dict[int, tuple[Any, nnx.State, nnx.State, nnx.State]] = {}
         try:
             self._structure()
         except NameError:  # a class that asks for the axis `model`
             with_model_axis(1, self._structure)
+
+    @property
+    def holds_streams(self) -> bool:
+        """See `Layer.holds_streams`."""
+        return bool(jax.tree.leaves(self._structure()[2]))
+
+    def takes_flag(self, name: str) -> bool:
+        """See `Layer.takes_flag`; a boolean attribute of a module in it is one too."""
+        graph, *states = self._structure()
+        return bool(_holders(nnx.merge(graph, *states), name)) or super().takes_flag(name)
 
     def init(
         self, key: jax.Array, inputs: PyTree, *, side: Mapping[str, PyTree], given: PyTree | None = None
@@ -97,9 +120,11 @@ class NNXLayer(Layer):
             _fill(streams_like, _fresh_streams(streams_like, key)),
             _fill(rest_like, collections.get("state", {})),
         )
-        module.set_attributes(deterministic=not train, use_running_average=not train, raise_if_not_found=False)
-        streams = None if rngs is None else nnx.Rngs(rngs["dropout"])
-        args, kwargs = self._arguments.select(rngs=streams, train=train, side=side)
+        for name, value in flag_values(self._flags, train=train).items():
+            for holder in _holders(module, name):
+                setattr(holder, name, value)
+        streams = nnx.Rngs(rngs["dropout"]) if rngs is not None and "dropout" in rngs else None
+        args, kwargs = self.arguments.select(rngs=streams, train=train, side=side)
         run = nnx.capture(lambda module: self._call(module, inputs, *args, **kwargs), AuxLoss, Metric)
         outputs, losses, metrics = cast("tuple[Any, nnx.State, nnx.State]", run(module))
         _, _, _, rest = nnx.split(module, *_KINDS)
@@ -127,6 +152,16 @@ class NNXLayer(Layer):
                     "call."
                 )
         return module
+
+
+def _holders(module: Any, name: str) -> list[nnx.Module]:
+    """The modules in a module with an attribute of this name that is a boolean or not decided yet.
+
+    Methods of this name, such as `nnx.Module.train`, do not count.
+    """
+    nodes = [node for _, node in nnx.iter_modules(module)]
+    values = [vars(node).get(name, getattr(type(node), name, ...)) for node in nodes]
+    return [node for node, value in zip(nodes, values, strict=True) if value is None or isinstance(value, bool)]
 
 
 def _attributes(node: Any) -> list[tuple[str, Any]]:
@@ -187,6 +222,10 @@ def _fresh_streams(state: nnx.State, key: jax.Array) -> PyTree:
     """Random state keyed from `key`: every stream a key of its own, every count zero."""
     leaves, treedef = jax.tree.flatten(_to_tree(state))
     is_key = [jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key) for leaf in leaves]
-    keys = [jax.random.fold_in(key, i) for i in range(len(leaves))]
-    counts = [jax.numpy.zeros((), leaf.dtype) for leaf in leaves]
+    # Streams that were split, for a scan or a vmap inside the module, are arrays of keys.
+    keys = [
+        jax.random.split(jax.random.fold_in(key, i), leaf.shape) if leaf.shape else jax.random.fold_in(key, i)
+        for i, leaf in enumerate(leaves)
+    ]
+    counts = [jax.numpy.zeros(leaf.shape, leaf.dtype) for leaf in leaves]
     return jax.tree.unflatten(treedef, [k if is_k else c for k, c, is_k in zip(keys, counts, is_key, strict=True)])

@@ -1,6 +1,7 @@
 """What the rest of the library knows of a layer: how to make its variables and how to call it."""
 
 import abc
+import copy
 import functools
 import inspect
 from collections.abc import Callable, Collection, Hashable, Mapping
@@ -14,7 +15,19 @@ from jaxpipe.errors import LayerError
 
 Rngs = Mapping[str, jax.Array]
 Applied = tuple[PyTree, dict[str, PyTree], dict[str, PyTree]]
-STANDARD_ARGUMENTS = ("train", "deterministic", "rngs")
+TRAIN_FLAGS: Mapping[str, bool] = {
+    "train": True,
+    "training": True,
+    "is_training": True,
+    "is_train": True,
+    "train_mode": True,
+    "deterministic": False,
+    "inference": False,
+    "use_running_average": False,
+}
+"""The names by which layers are told whether this is training, each with its value in training."""
+
+STANDARD_ARGUMENTS = (*TRAIN_FLAGS, "rngs")
 
 
 class Layer(abc.ABC):
@@ -27,6 +40,23 @@ class Layer(abc.ABC):
     class_name: str
     identity: Hashable = None
     """Equal for layers of equal code and arguments; None where that cannot be told."""
+    arguments: "CallArguments"
+    """What its call takes beside its inputs."""
+
+    @property
+    def holds_streams(self) -> bool:
+        """Whether it holds random streams of its own, for which it makes keys where it is given none."""
+        return False
+
+    def takes_flag(self, name: str) -> bool:
+        """Whether it can be told under this name whether this is training."""
+        return name in self.arguments.names
+
+    def with_argument(self, name: str, value: bool) -> "Layer":
+        """The same layer with an argument of its call fixed."""
+        changed = copy.copy(self)
+        changed.arguments = self.arguments.fix(name, value)
+        return changed
 
     @abc.abstractmethod
     def init(
@@ -62,7 +92,8 @@ class Layer(abc.ABC):
             params: As made by `init`.
             collections: As made by `init`.
             inputs: What the layer before hands over.
-            rngs: Random keys by stream, from `layer_rngs`; None where nothing random may happen.
+            rngs: Random keys by stream, from `layer_rngs`; None where nothing random may happen. With `"params"`
+                alone, the streams that a layer holds are keyed from it, and its call gets no keys.
             train: Whether this is training.
             side: Side inputs by name.
 
@@ -105,6 +136,11 @@ def layer_rngs(key: jax.Array | None) -> Rngs | None:
     return {"params": jax.random.fold_in(key, 0), "dropout": jax.random.fold_in(key, 1)}
 
 
+def flag_values(flags: Mapping[str, bool], *, train: bool) -> dict[str, bool]:
+    """What each flag is, from its value in training."""
+    return {name: value if train else not value for name, value in flags.items()}
+
+
 def identity_of(*parts: Any) -> Hashable:
     """What tells layers apart without tracing them; None where the parts have no hash.
 
@@ -135,18 +171,28 @@ def call_of(cls: type) -> Callable[..., Any]:
 class CallArguments:
     """What a callable takes beside its inputs, found once from its signature.
 
-    A callable receives `train`, `deterministic`, `rngs` or a side input only if its signature names it; by position
-    where it can, since transformations such as `flax.linen.remat` make only positional arguments static.
+    A callable receives a flag such as `train` or `deterministic`, `rngs` or a side input only if its signature names
+    it; by position where it can, since transformations such as `flax.linen.remat` make only positional arguments
+    static.
 
     Args:
         function: The layer's call, or a tied layer's `forward_fn`.
         num_leading: How many parameters come first and are passed by position (a module, the inputs).
         label: How errors name the layer.
+        flags: What tells it whether this is training: names with their values in training.
         skip: Names that have their value already.
     """
 
-    def __init__(self, function: Callable[..., Any], num_leading: int, label: str, skip: Collection[str] = ()) -> None:
-        self._label = label
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        num_leading: int,
+        label: str,
+        flags: Mapping[str, bool] = TRAIN_FLAGS,
+        skip: Collection[str] = (),
+    ) -> None:
+        self._label, self._flags = label, flags
+        self._fixed: Mapping[str, bool] = {}
         bound = function.keywords if isinstance(function, functools.partial) else ()
         try:
             parameters = list(inspect.signature(function).parameters.values())[num_leading:]
@@ -155,6 +201,22 @@ class CallArguments:
         variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
         self._parameters = [p for p in parameters if p.kind not in variadic]
         self._skip = {*skip, *bound}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the arguments."""
+        return tuple(p.name for p in self._parameters)
+
+    def open_switches(self, side: Collection[str]) -> dict[str, bool]:
+        """The boolean arguments that nothing sets, with their defaults."""
+        known = {*self._flags, *self._skip, *self._fixed, *side}
+        return {p.name: p.default for p in self._parameters if isinstance(p.default, bool) and p.name not in known}
+
+    def fix(self, name: str, value: bool) -> "CallArguments":
+        """The same with an argument that has one value from now on."""
+        changed = copy.copy(self)
+        changed._fixed = {**self._fixed, name: value}
+        return changed
 
     def select(self, *, rngs: Any, train: bool, side: Mapping[str, PyTree]) -> tuple[list[Any], dict[str, Any]]:
         """Pick from what there is what the signature names.
@@ -165,7 +227,7 @@ class CallArguments:
         Raises:
             LayerError: A parameter without default that is neither a standard argument nor a side input.
         """
-        offered = {"train": train, "deterministic": not train, "rngs": rngs, **side}
+        offered = {**side, **flag_values(self._flags, train=train), "rngs": rngs, **self._fixed}
         args: list[Any] = []
         kwargs: dict[str, Any] = {}
         in_order, gap = True, []
@@ -187,5 +249,6 @@ class CallArguments:
     def _missing(self, name: str, side: Mapping[str, PyTree]) -> LayerError:
         return LayerError(
             f"{self._label} must find its argument {name!r} among the side inputs, but got side={sorted(side)}. "
-            f"Give the batch a third entry {{{name!r}: array}}, or the argument a default."
+            f"Give the batch a third entry {{{name!r}: array}}, or the argument a default; if it says whether this is "
+            f"training, write LayerSpec(...).train_flag({name!r})."
         )

@@ -1,6 +1,5 @@
 """Recompute: groups of layers, and single marked layers, whose inner activations are not kept for the backward."""
 
-import copy
 import functools
 import inspect
 import types
@@ -104,11 +103,34 @@ def remat_layer(layer: Layer, mark: RematMark) -> Layer:
         mark: What it keeps.
 
     Returns:
-        A layer of the same kind and class name.
+        A layer of the same variables and class name.
     """
-    apply = layer.apply
+    return _RematLayer(layer, mark)
 
-    def rematted(
+
+class _RematLayer(Layer):
+    def __init__(self, layer: Layer, mark: RematMark) -> None:
+        self._layer, self._mark = layer, mark
+        self.class_name, self.arguments = layer.class_name, layer.arguments
+        self.identity = None if layer.identity is None else (layer.identity, mark)
+
+    @property
+    def holds_streams(self) -> bool:
+        return self._layer.holds_streams
+
+    def takes_flag(self, name: str) -> bool:
+        return self._layer.takes_flag(name)
+
+    def with_argument(self, name: str, value: bool) -> Layer:
+        return _RematLayer(self._layer.with_argument(name, value), self._mark)
+
+    def init(
+        self, key: jax.Array, inputs: PyTree, *, side: Mapping[str, PyTree], given: PyTree | None = None
+    ) -> tuple[PyTree, dict, dict]:
+        return self._layer.init(key, inputs, side=side, given=given)
+
+    def apply(
+        self,
         params: PyTree,
         collections: Mapping[str, PyTree],
         inputs: PyTree,
@@ -117,13 +139,8 @@ def remat_layer(layer: Layer, mark: RematMark) -> Layer:
         train: bool,
         side: Mapping[str, PyTree],
     ) -> Applied:
-        call = functools.partial(apply, params, collections, rngs=rngs, train=train, side=side)
-        return mark.call(lambda x: call(x), inputs) if train else call(inputs)
-
-    marked = copy.copy(layer)
-    marked.apply = rematted
-    marked.identity = None if layer.identity is None else (layer.identity, mark)
-    return marked
+        call = functools.partial(self._layer.apply, params, collections, rngs=rngs, train=train, side=side)
+        return self._mark.call(lambda x: call(x), inputs) if train else call(inputs)
 
 
 def group_layers(items: Sequence[T], interval: int) -> list[Sequence[T]]:

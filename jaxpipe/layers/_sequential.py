@@ -31,6 +31,7 @@ class SequentialModel:
     activation_checkpoint_func: Callable[..., Any] | None
     compute_dtype: Any
     has_model_axis: bool
+    _warned: set[str]
 
     def trace(self, inputs: PyTree, side: Mapping[str, PyTree] | None = None) -> ModelTrace:
         """Shapes of all boundaries and parameters for inputs of these shapes; see `trace_layers`.
@@ -39,7 +40,7 @@ class SequentialModel:
             LayerError: Two neighbouring layers do not fit.
         """
         return with_model_axis(
-            int(self.has_model_axis), lambda: trace_layers(self.layers, inputs, side, self.compute_dtype)
+            int(self.has_model_axis), lambda: trace_layers(self.layers, inputs, side, self.compute_dtype, self._warned)
         )
 
     def init(self, key: jax.Array, inputs: PyTree, *, side: Mapping[str, PyTree] | None = None) -> PyTree:

@@ -1,6 +1,8 @@
 """Layers described but not built: nothing is allocated until a stage needs its own."""
 
 import copy
+import inspect
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any, Self
 
@@ -8,6 +10,7 @@ import flax.linen as nn
 from flax import nnx
 
 from jaxpipe.errors import LayerError
+from jaxpipe.processes import log as write_log
 
 from ._remat import RematMark
 
@@ -44,6 +47,8 @@ class LayerSpec:
         self.module_args = module_args
         self.module_kwargs = module_kwargs
         self.remat_mark: RematMark | None = None
+        self.train_flags: dict[str, bool] = {}
+        """What `train_flag` has named: names with their values in training."""
 
     def remat(self, policy: Callable[..., Any] | None = None) -> Self:
         """The same layer, marked to be recomputed in training whatever the module's interval is.
@@ -71,21 +76,65 @@ class LayerSpec:
         marked.remat_mark = RematMark(policy)
         return marked
 
-    def build(self, **more: Any) -> Any:
+    def train_flag(self, name: str, *, in_training: bool = True) -> Self:
+        """The same layer, told under this name whether this is training.
+
+        The names that the ecosystem uses are known without it: `train`, `training`, `is_training`, `is_train`,
+        `train_mode`, and with the opposite value `deterministic`, `inference` and `use_running_average`.
+
+        Args:
+            name: An argument of the layer's call (or of `forward_fn`), a boolean field of a Linen module, or a boolean
+                attribute of an NNX module or a module in it.
+            in_training: Its value in training; it has the opposite one in evaluation.
+
+        Returns:
+            A copy; this spec stays as it is.
+
+        Raises:
+            LayerError: It is no name. `PipelineModule` raises it where the layer has nothing of this name.
+
+        Example:
+            >>> import flax.linen as nn
+            >>> LayerSpec(nn.Dense, 4).train_flag("add_noise")
+            Dense(4).train_flag('add_noise')
+        """
+        if not isinstance(name, str) or not name.isidentifier():
+            raise LayerError(
+                f"train_flag must be given the name of an argument, but got name={name!r}. Write for instance "
+                "LayerSpec(...).train_flag('add_noise')."
+            )
+        marked = copy.copy(self)
+        marked.train_flags = {**self.train_flags, name: bool(in_training)}
+        return marked
+
+    def given_names(self) -> tuple[str, ...]:
+        """Names of the arguments of the class that this spec gives; those by keyword where it has no signature."""
+        try:
+            given = inspect.signature(self.typename).bind_partial(*self.module_args, **self.module_kwargs).arguments
+        except (TypeError, ValueError):
+            given = self.module_kwargs
+        return tuple(given)
+
+    def build(self, log: bool = False, **more: Any) -> Any:
         """Make the layer.
 
         Args:
+            log: Whether to say so in the log.
             **more: Keyword arguments beside the stored ones, such as `rngs` for an NNX module.
 
         Returns:
             What the class returns.
         """
+        if log:
+            write_log(logging.INFO, "building %r", self)
         return self.typename(*self.module_args, **self.module_kwargs, **more)
 
     def __repr__(self) -> str:
         args = [repr(a) for a in self.module_args] + [f"{k}={v!r}" for k, v in self.module_kwargs.items()]
-        mark = "" if self.remat_mark is None else f".{self.remat_mark!r}"
-        return f"{getattr(self.typename, '__name__', repr(self.typename))}({', '.join(args)}){mark}"
+        marks = "" if self.remat_mark is None else f".{self.remat_mark!r}"
+        for name, in_training in self.train_flags.items():
+            marks += f".train_flag({name!r}{'' if in_training else ', in_training=False'})"
+        return f"{getattr(self.typename, '__name__', repr(self.typename))}({', '.join(args)}){marks}"
 
 
 class TiedLayerSpec(LayerSpec):

@@ -1,7 +1,9 @@
 """The shapes of a model, found by abstract evaluation, layer by layer."""
 
 import contextlib
+import functools
 import math
+import warnings
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.errors import InvalidRngError, ModifyScopeVariableError
 
 from jaxpipe._typing import Path, PyTree
 from jaxpipe.errors import JaxpipeError, LayerError
@@ -16,8 +19,9 @@ from jaxpipe.errors import JaxpipeError, LayerError
 from ._build import NamedLayer
 from ._model_axis import bound_model_axis, sharded_dims, unbox
 from ._precision import cast_floats
-from ._protocol import STANDARD_ARGUMENTS, layer_rngs
+from ._protocol import STANDARD_ARGUMENTS, Layer, layer_rngs
 from ._tree import ParamPaths, flatten_dict, merge_layers, unflatten_dict
+from ._usage import used_inputs
 
 
 @dataclass(frozen=True)
@@ -127,15 +131,23 @@ def format_struct(tree: PyTree) -> str:
 
 
 def trace_layers(
-    layers: Sequence[NamedLayer], inputs: PyTree, side: Mapping[str, PyTree] | None = None, compute_dtype: Any = None
+    layers: Sequence[NamedLayer],
+    inputs: PyTree,
+    side: Mapping[str, PyTree] | None = None,
+    compute_dtype: Any = None,
+    warned: set[str] | None = None,
 ) -> ModelTrace:
-    """Evaluate all layers abstractly; nothing is allocated.
+    """Evaluate all layers abstractly, in training and in evaluation; nothing is allocated.
+
+    Warns of boolean arguments at their default that keep a layer from drawing random numbers or from changing its
+    collections in training.
 
     Args:
         layers: The model.
         inputs: Shapes and dtypes (or arrays) of what the first layer gets.
         side: Side inputs by name.
         compute_dtype: What floating-point parameters and what flows between layers are cast to; None casts nothing.
+        warned: What has been warned of, which grows. None: nothing yet.
 
     Returns:
         The shapes; parameters have the dtypes they are made in.
@@ -153,6 +165,7 @@ def trace_layers(
     shared_stage_dims: dict[Path, int | None] = {}
     known: dict[Hashable, int] = {}
     firsts: list[int] = []
+    switches: dict[int, dict[str, bool]] = {}
     for named in layers:
         alone = named.tied_key is not None or named.layer.identity is None
         kind = named.index if alone else (named.layer.identity, _struct_key(boundaries[-1]))
@@ -166,6 +179,8 @@ def trace_layers(
             call = _Call(named, before, boundaries[-1], side_struct, compute_dtype)
             params, collections, dims = call.variables(unflatten_dict(given))
             outputs, aux = call.results(params, collections)
+            call.check_evaluation(params, collections)
+            switches[first] = call.open_switches(params, collections)
         _check_params(named, params)
         paths = ParamPaths(named, params)
         _check_shared(named, paths, params, shared)
@@ -177,6 +192,7 @@ def trace_layers(
         all_params.append(params)
         all_paths.append(paths)
         firsts.append(first)
+    _warn_of_switches({named.name: switches[firsts[named.index]] for named in layers}, warned)
     return ModelTrace(
         tuple(boundaries),
         tuple(all_params),
@@ -235,16 +251,9 @@ class _Call:
 
     def results(self, params: PyTree, collections: PyTree) -> tuple[PyTree, PyTree]:
         """Shapes of what the layer hands over and of what it reports, in training."""
-
-        def run(params: PyTree, collections: PyTree, x: PyTree, s: PyTree, key: jax.Array) -> tuple:
-            rngs = layer_rngs(key)
-            outputs, kept, aux = self.named.layer.apply(params, collections, x, rngs=rngs, train=True, side=s)
-            return as_arrays(outputs), as_arrays(kept), aux
-
-        key = jax.eval_shape(lambda: jax.random.key(0))
         with self._naming_faults():
-            params = cast_floats(params, self.dtype)
-            outputs, kept, aux = jax.eval_shape(run, params, collections, self.inputs, self.side, key)
+            run = functools.partial(_train, self.named.layer)
+            outputs, kept, aux = jax.eval_shape(run, *self._arguments(params, collections))
         if _struct_key(kept) != _struct_key(collections):
             raise LayerError(
                 f"layer {self.named.name} must keep collections of one shape, but got {format_struct(collections)} "
@@ -252,28 +261,108 @@ class _Call:
             )
         return outputs, aux
 
+    def check_evaluation(self, params: PyTree, collections: PyTree) -> None:
+        """Refuse a layer that cannot be evaluated, which would be found at the first evaluation only."""
+        layer, fault = self.named.layer, "random numbers from its streams"
+
+        def run(params: PyTree, collections: PyTree, x: PyTree, side: PyTree, key: jax.Array) -> PyTree:
+            rngs = {"params": key} if layer.holds_streams else None
+            return as_arrays(layer.apply(params, collections, x, rngs=rngs, train=False, side=side)[0])
+
+        with self._naming_faults(" in evaluation"):
+            try:
+                if not used_inputs(run, *self._arguments(params, collections))[-1]:
+                    return
+            except (InvalidRngError, ModifyScopeVariableError) as error:
+                fault = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        calls = [_train_flag(name, value) for name, value in layer.arguments.open_switches(self.side).items()]
+        left = f"; if an argument at its default says so, write {' or '.join(calls)}" if calls else ""
+        raise LayerError(
+            f"layer {self.named.name} must neither draw random numbers nor change its collections in evaluation, but "
+            f"got {fault}. Let it do so in training alone, as nn.Dropout(rate)(x, deterministic=not train) and "
+            "nn.BatchNorm(use_running_average=not train)(x) do with an argument train of its call, and leave such "
+            f"settings out of its own arguments{left}."
+        )
+
+    def open_switches(self, params: PyTree, collections: PyTree) -> dict[str, bool]:
+        """Boolean arguments whose default keeps training from being random, or from moving collections.
+
+        Returns:
+            The values by name with which it would be.
+        """
+        layer = self.named.layer
+        defaults = layer.arguments.open_switches(self.side)
+        if not defaults:
+            return {}
+        before = self._effects(layer, params, collections)
+        found = {}
+        for name, default in defaults.items():
+            with contextlib.suppress(Exception):  # whatever a layer raises that is not meant to be called so
+                if self._effects(layer.with_argument(name, not default), params, collections) - before:
+                    found[name] = not default
+        return found
+
+    def _effects(self, layer: Layer, params: PyTree, collections: PyTree) -> set[str]:
+        """Whether a layer draws random numbers in training, and whether its collections follow its inputs."""
+        args = self._arguments(params, collections)
+        draws = used_inputs(functools.partial(_train, layer), *args)[-1]
+        moves = used_inputs(lambda *args: _train(layer, *args)[1], *args)[2]
+        return {name for name, is_there in (("draws", draws), ("moves", moves)) if is_there}
+
+    def _arguments(self, params: PyTree, collections: PyTree) -> tuple[PyTree, ...]:
+        key = jax.eval_shape(lambda: jax.random.key(0))
+        return cast_floats(params, self.dtype), collections, self.inputs, self.side, key
+
     @contextlib.contextmanager
-    def _naming_faults(self) -> Iterator[None]:
+    def _naming_faults(self, when: str = "") -> Iterator[None]:
         try:
             yield
         except JaxpipeError:
             raise
         except NameError as error:
             if bound_model_axis() or "unbound axis name: model" not in str(error):
-                raise self._misfit(error) from error
+                raise self._misfit(error, when) from error
             raise LayerError(
                 f"layer {self.named.name} must run on a mesh with the axis 'model', which it uses, but got none. Give "
                 "the PipelineModule topology=PipeModelDataParallelTopology(num_pp, num_mp, num_dp)."
             ) from error
         except Exception as error:
-            raise self._misfit(error) from error
+            raise self._misfit(error, when) from error
 
-    def _misfit(self, error: Exception) -> LayerError:
+    def _misfit(self, error: Exception, when: str) -> LayerError:
         return LayerError(
-            f"layer {self.named.name} must accept {self.before}, but got inputs={format_struct(self.inputs)} and "
+            f"layer {self.named.name} must accept {self.before}{when}, but got inputs={format_struct(self.inputs)} and "
             f"failed with {type(error).__name__}: {error}. Make the two layers agree, or put a function between "
             "them."
         )
+
+
+def _train(
+    layer: Layer, params: PyTree, collections: PyTree, inputs: PyTree, side: PyTree, key: jax.Array
+) -> tuple[PyTree, PyTree, PyTree]:
+    rngs = layer_rngs(key)
+    outputs, kept, aux = layer.apply(params, collections, inputs, rngs=rngs, train=True, side=side)
+    return as_arrays(outputs), as_arrays(kept), aux
+
+
+def _warn_of_switches(switches: Mapping[str, Mapping[str, bool]], warned: set[str] | None) -> None:
+    """Warn of the switches of each layer, once."""
+    warned = set() if warned is None else warned
+    found = {layer: names for layer, names in switches.items() if names and layer not in warned}
+    if found:
+        warned.update(found)
+        calls = {_train_flag(name, value): None for names in found.values() for name, value in names.items()}
+        listed = ", ".join(f"{layer} ({', '.join(names)})" for layer, names in found.items())
+        warnings.warn(
+            "boolean arguments of the calls of these layers are at their defaults, with which training draws no random "
+            f"numbers, or leaves collections as they are: {listed}. If they say whether this is training, write "
+            f"{' or '.join(calls)}.",
+            stacklevel=5,
+        )
+
+
+def _train_flag(name: str, in_training: bool) -> str:
+    return f"LayerSpec(...).train_flag({name!r}{'' if in_training else ', in_training=False'})"
 
 
 def _check_params(named: NamedLayer, params: PyTree) -> None:

@@ -140,8 +140,8 @@ def test_equal_layers_are_compiled_once() -> None:
     model = PipelineModule([LayerSpec(Watched) for _ in range(6)], num_stages=1)
     tree = model.init(KEY, X)["layers"]
     assert len(tree) == 6
-    # shapes of the variables and of a call, twice: for the boundaries and for the weights; then the one program
-    assert len(traces) == 5
+    # variables and calls in training and evaluation, twice: for the boundaries and the weights; then the one program
+    assert len(traces) == 7
 
 
 def test_initial_weights_in_bfloat16_and_without_weak_types() -> None:

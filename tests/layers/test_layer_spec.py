@@ -16,6 +16,14 @@ def test_a_spec_builds_its_class_with_its_arguments() -> None:
     assert spec.build(name="other").name == "other"
 
 
+def test_building_a_spec_may_be_logged(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "jaxpipe"):
+        assert LayerSpec(nn.Dense, 4).build(log=False) == nn.Dense(4)
+        assert not caplog.messages
+        assert LayerSpec(nn.Dense, 4).build(log=True) == nn.Dense(4)
+    assert caplog.messages == ["building Dense(4)"]
+
+
 def test_a_spec_prints_as_the_call() -> None:
     assert repr(LayerSpec(nn.Dense, 4, use_bias=False)) == "Dense(4, use_bias=False)"
     assert repr(TiedLayerSpec("embed", nn.Embed, 7, features=2)) == "Embed(7, features=2)"

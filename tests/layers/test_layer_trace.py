@@ -74,8 +74,8 @@ def test_layers_of_equal_code_and_shapes_are_traced_once() -> None:
     specs = [LayerSpec(Counting, factor) for factor in (1, 1, 1.0, True, 2, 1)]
     trace = _trace(*specs, lambda x: x[:1], LayerSpec(Counting, 1))
     assert trace.firsts == (0, 0, 2, 3, 4, 0, 6, 7)
-    assert calls == [c for c in (1, 1.0, True, 2, 1) for _ in range(2)]  # its variables, and a call
-    assert [type(c) for c in calls[::2]] == [int, float, bool, int, int]
+    assert calls == [c for c in (1, 1.0, True, 2, 1) for _ in range(3)]  # variables, training, evaluation
+    assert [type(c) for c in calls[::3]] == [int, float, bool, int, int]
 
 
 def test_unhashable_arguments_are_no_obstacle() -> None:

@@ -1,0 +1,27 @@
+"""Which inputs of a traced function its outputs are computed from."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.interpreters.partial_eval import dce_jaxpr
+
+from jaxpipe._typing import PyTree
+
+
+def used_inputs(function: Callable[..., PyTree], *args: PyTree) -> tuple[bool, ...]:
+    """Trace a function and drop what its outputs do not need, inside calls, loops and branches too.
+
+    Args:
+        function: A function of trees of arrays.
+        *args: Its arguments, arrays or shapes.
+
+    Returns:
+        For each argument whether any of its leaves is needed.
+    """
+    jaxpr = jax.make_jaxpr(function)(*args).jaxpr
+    _, is_used = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+    leaves: list[Any] = list(is_used)
+    counts = [len(jax.tree.leaves(arg)) for arg in args]
+    starts = [sum(counts[:i]) for i in range(len(counts))]
+    return tuple(any(leaves[start : start + count]) for start, count in zip(starts, counts, strict=True))
