@@ -1,7 +1,8 @@
 """The model as layers: specs, the protocol that all kinds of layers share, and the sequential model."""
 
+from ._axes import call_on_one as call_on_one
+from ._axes import with_axes as with_axes
 from ._build import NamedLayer as NamedLayer
-from ._model_axis import with_model_axis as with_model_axis
 from ._module import PipelineModule as PipelineModule
 from ._nnx import AuxLoss as AuxLoss
 from ._nnx import Metric as Metric
@@ -37,6 +38,7 @@ __all__ = [
     "VocabEmbed",
     "VocabHead",
     "as_arrays",
+    "call_on_one",
     "cast_floats",
     "flatten_dict",
     "format_struct",
@@ -47,5 +49,5 @@ __all__ = [
     "unflatten_dict",
     "value_numbers",
     "vocab_cross_entropy",
-    "with_model_axis",
+    "with_axes",
 ]

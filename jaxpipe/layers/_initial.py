@@ -10,19 +10,23 @@ import jax.numpy as jnp
 from jaxpipe._typing import Path, PyTree
 from jaxpipe.errors import LayerError
 
+from ._axes import call_on_one, unbox
 from ._build import NamedLayer
-from ._model_axis import call_on_one, unbox
+from ._precision import init_inputs
 from ._trace import ModelTrace, as_arrays
 from ._tree import flatten_dict, unflatten_dict
 
 
-def init_layer(named: NamedLayer, trace: ModelTrace, key: jax.Array) -> tuple[PyTree, PyTree]:
+def init_layer(
+    named: NamedLayer, trace: ModelTrace, key: jax.Array, compute_dtype: Any = None
+) -> tuple[PyTree, PyTree]:
     """Make one layer's parameters and collections, with the paths inside the layer; traceable.
 
     Args:
         named: The layer.
         trace: The model's shapes.
         key: The layer's own key.
+        compute_dtype: What the model is cast to in a run; None: nothing is cast.
 
     Returns:
         `(parameters, collections)`; parameters that another layer of the same tied key makes are included, but their
@@ -33,7 +37,8 @@ def init_layer(named: NamedLayer, trace: ModelTrace, key: jax.Array) -> tuple[Py
         owners, leaves = trace.owners(), flatten_dict(trace.params[named.index])
         paths = trace.paths[named.index].paths
         given = {local: leaves[local] for local, at in paths.items() if owners[at][0] != named.index}
-    structs = (trace.boundaries[named.index], dict(trace.side), unflatten_dict(given))
+    inputs, side = init_inputs((trace.boundaries[named.index], dict(trace.side)), compute_dtype)
+    structs = (inputs, side, unflatten_dict(given))
 
     def make(inputs: PyTree, side: PyTree, given: PyTree) -> tuple[PyTree, PyTree]:
         _, params, collections = named.layer.init(key, inputs, side=side, given=given)

@@ -11,7 +11,7 @@ from flax.core import DenyList
 from jaxpipe._typing import PyTree
 from jaxpipe.errors import LayerError
 
-from ._model_axis import unbox
+from ._axes import unbox
 from ._protocol import (
     TRAIN_FLAGS,
     Applied,

@@ -12,7 +12,7 @@ from jax.core import Tracer
 from jaxpipe._typing import PyTree
 from jaxpipe.errors import LayerError
 
-from ._model_axis import bound_model_axis, with_model_axis
+from ._axes import DATA, MODEL, bound_axis, with_axes
 from ._protocol import (
     TRAIN_FLAGS,
     Applied,
@@ -69,8 +69,8 @@ class NNXLayer(Layer):
         self._structures: dict[int, tuple[Any, nnx.State, nnx.State, nnx.State]] = {}
         try:
             self._structure()
-        except NameError:  # a class that asks for the axis `model`
-            with_model_axis(1, self._structure)
+        except NameError:  # a class that asks for an axis
+            with_axes({MODEL: 1, DATA: 1}, self._structure)
 
     @property
     def holds_streams(self) -> bool:
@@ -134,7 +134,7 @@ class NNXLayer(Layer):
 
     def _structure(self) -> tuple[Any, nnx.State, nnx.State, nnx.State]:
         """The module without values: its graph, parameters, random streams and the rest."""
-        size = bound_model_axis()
+        size = bound_axis(MODEL)
         if size not in self._structures:
             made = nnx.split(nnx.eval_shape(lambda: self._build(jax.random.key(0))), *_KINDS)
             self._structures[size] = cast("tuple[Any, nnx.State, nnx.State, nnx.State]", made)

@@ -29,3 +29,19 @@ def cast_floats(tree: PyTree, dtype: Any) -> PyTree:
         return leaf.astype(dtype)
 
     return jax.tree.map(one, tree)
+
+
+def init_inputs(tree: PyTree, compute_dtype: Any) -> PyTree:
+    """What a layer is initialised with: its inputs, no narrower than the float32 that parameters are made in.
+
+    In a run a layer gets inputs and parameters of one dtype. Its parameters are made before they are cast, so narrow
+    inputs beside them would be a mixture that no run has, and that loops refuse whose carry changes its dtype.
+
+    Args:
+        tree: The inputs in a run, or their shapes and dtypes.
+        compute_dtype: What the run casts them to; None: it casts nothing, and they stay as they are.
+
+    Returns:
+        A tree of the same structure.
+    """
+    return tree if compute_dtype is None else cast_floats(tree, jnp.promote_types(compute_dtype, jnp.float32))

@@ -10,9 +10,9 @@ from jaxpipe._typing import PyTree
 from jaxpipe.errors import JaxpipeError, LayerError
 
 from ._arguments import checked_loss
+from ._axes import DATA, MODEL, call_on_one, with_axes
 from ._build import NamedLayer
 from ._initial import init_layer, init_params, seeded_keys
-from ._model_axis import call_on_one, with_model_axis
 from ._precision import cast_floats
 from ._run import Extras, Runner, compose_layers
 from ._trace import ModelTrace, as_arrays, trace_layers
@@ -39,8 +39,9 @@ class SequentialModel:
         Raises:
             LayerError: Two neighbouring layers do not fit.
         """
-        return with_model_axis(
-            int(self.has_model_axis), lambda: trace_layers(self.layers, inputs, side, self.compute_dtype, self._warned)
+        return with_axes(
+            {MODEL: int(self.has_model_axis), DATA: 1},
+            lambda: trace_layers(self.layers, inputs, side, self.compute_dtype, self._warned),
         )
 
     def init(self, key: jax.Array, inputs: PyTree, *, side: Mapping[str, PyTree] | None = None) -> PyTree:
@@ -97,7 +98,7 @@ class SequentialModel:
             own = seeded_keys(self.seed_fn, self.base_seed, len(self.layers))[place]
         else:
             own = jax.random.fold_in(key, place)
-        return init_layer(self.layers[index], trace, own)
+        return init_layer(self.layers[index], trace, own, self.compute_dtype)
 
     def apply(
         self,

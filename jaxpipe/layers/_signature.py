@@ -13,8 +13,8 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from jaxpipe._typing import PyTree
 from jaxpipe.errors import JaxpipeError, LayerError
 
+from ._axes import with_axes
 from ._build import NamedLayer
-from ._model_axis import with_model_axis
 from ._precision import cast_floats
 from ._protocol import layer_rngs
 from ._trace import ModelTrace
@@ -190,7 +190,7 @@ def layer_signatures(
     def signature_of(named: NamedLayer) -> Hashable:
         if named.tied_key:
             return "tied", named.index
-        return with_model_axis(trace.num_model, lambda: layer_signature(named, trace, compute_dtype))
+        return with_axes(trace.axes, lambda: layer_signature(named, trace, compute_dtype))
 
     numbers: dict[Hashable, int] = {}
     found: list[int] = []

@@ -4,9 +4,9 @@ import contextlib
 import functools
 import math
 import warnings
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -16,12 +16,15 @@ from flax.errors import InvalidRngError, ModifyScopeVariableError
 from jaxpipe._typing import Path, PyTree
 from jaxpipe.errors import JaxpipeError, LayerError
 
+from ._axes import DATA, MODEL, bound_axis, is_unbound_axis, sharded_dims, unbox, with_axes
 from ._build import NamedLayer
-from ._model_axis import bound_model_axis, sharded_dims, unbox
-from ._precision import cast_floats
+from ._precision import cast_floats, init_inputs
 from ._protocol import STANDARD_ARGUMENTS, Layer, layer_rngs
 from ._tree import ParamPaths, flatten_dict, merge_layers, unflatten_dict
 from ._usage import used_inputs
+
+T = TypeVar("T")
+_ONLY_IN_TRAINING = (InvalidRngError, ModifyScopeVariableError)
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,8 @@ class ModelTrace:
         param_dims: For each layer the dims along which parameters are sharded over the `model` axis, by path.
         collection_dims: The same of collections.
         stage_dims: For each layer the dims along which a pipeline splits parameters over the `stage` axis, by path.
-        num_model: Length of the `model` axis, one place of which holds these shapes; 0 where there is none.
+        axes: Lengths of the mesh axes `model` and `data`, one device of which holds these shapes; 0 where there is
+            none.
     """
 
     boundaries: tuple[PyTree, ...]
@@ -52,7 +56,12 @@ class ModelTrace:
     param_dims: tuple[Mapping[Path, int], ...]
     collection_dims: tuple[Mapping[Path, int], ...]
     stage_dims: tuple[Mapping[Path, int], ...]
-    num_model: int
+    axes: Mapping[str, int]
+
+    @property
+    def num_model(self) -> int:
+        """Length of the `model` axis; 0 where there is none."""
+        return self.axes[MODEL]
 
     def num_params(self) -> tuple[int, ...]:
         """Numbers of parameters, per layer, that an optimiser updates; shared ones count in each layer."""
@@ -200,7 +209,7 @@ def trace_layers(
         side_struct,
         tuple(firsts),
         *map(tuple, (all_collections, all_aux, *zip(*all_dims, strict=True))),
-        num_model=bound_model_axis(),
+        axes={name: bound_axis(name) for name in (MODEL, DATA)},
     )
 
 
@@ -236,24 +245,27 @@ class _Call:
             _, params, collections = self.named.layer.init(jax.random.key(0), x, side=s, given=given)
             return as_arrays(params), as_arrays(collections)
 
-        with self._naming_faults():
+        def made_alone_or_given() -> tuple[PyTree, PyTree]:
+            inputs = init_inputs((self.inputs, self.side), self.dtype)
             try:
-                made = jax.eval_shape(make, self.inputs, self.side, {})
+                return jax.eval_shape(make, *inputs, {})
             except Exception:
                 if not given:
                     raise
-                made = jax.eval_shape(make, self.inputs, self.side, given)
-            dims: tuple[Mapping[Path, int], ...] = {}, {}
-            if bound_model_axis():
-                dims = sharded_dims(self.named.name, made[0]), sharded_dims(self.named.name, made[1])
-            dims = *dims, sharded_dims(self.named.name, made[0], "stage")
+                return jax.eval_shape(make, *inputs, given)
+
+        made = self._naming_faults(made_alone_or_given)
+        dims: tuple[Mapping[Path, int], ...] = {}, {}
+        if bound_axis(MODEL):
+            dims = sharded_dims(self.named.name, made[0]), sharded_dims(self.named.name, made[1])
+        dims = *dims, sharded_dims(self.named.name, made[0], "stage")
         return unbox(made[0]), unbox(made[1]), dims
 
     def results(self, params: PyTree, collections: PyTree) -> tuple[PyTree, PyTree]:
         """Shapes of what the layer hands over and of what it reports, in training."""
-        with self._naming_faults():
-            run = functools.partial(_train, self.named.layer)
-            outputs, kept, aux = jax.eval_shape(run, *self._arguments(params, collections))
+        run = functools.partial(_train, self.named.layer)
+        args = self._arguments(params, collections)
+        outputs, kept, aux = self._naming_faults(lambda: jax.eval_shape(run, *args))
         if _struct_key(kept) != _struct_key(collections):
             raise LayerError(
                 f"layer {self.named.name} must keep collections of one shape, but got {format_struct(collections)} "
@@ -269,12 +281,12 @@ class _Call:
             rngs = {"params": key} if layer.holds_streams else None
             return as_arrays(layer.apply(params, collections, x, rngs=rngs, train=False, side=side)[0])
 
-        with self._naming_faults(" in evaluation"):
-            try:
-                if not used_inputs(run, *self._arguments(params, collections))[-1]:
-                    return
-            except (InvalidRngError, ModifyScopeVariableError) as error:
-                fault = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        args = self._arguments(params, collections)
+        try:
+            if not self._naming_faults(lambda: used_inputs(run, *args)[-1], " in evaluation", _ONLY_IN_TRAINING):
+                return
+        except _ONLY_IN_TRAINING as error:
+            fault = f"{type(error).__name__}: {str(error).splitlines()[0]}"
         calls = [_train_flag(name, value) for name, value in layer.arguments.open_switches(self.side).items()]
         left = f"; if an argument at its default says so, write {' or '.join(calls)}" if calls else ""
         raise LayerError(
@@ -313,21 +325,25 @@ class _Call:
         key = jax.eval_shape(lambda: jax.random.key(0))
         return cast_floats(params, self.dtype), collections, self.inputs, self.side, key
 
-    @contextlib.contextmanager
-    def _naming_faults(self, when: str = "") -> Iterator[None]:
+    def _naming_faults(self, trace: Callable[[], T], when: str = "", passing: tuple[type[Exception], ...] = ()) -> T:
         try:
-            yield
-        except JaxpipeError:
+            return trace()
+        except (JaxpipeError, *passing):
             raise
-        except NameError as error:
-            if bound_model_axis() or "unbound axis name: model" not in str(error):
-                raise self._misfit(error, when) from error
-            raise LayerError(
+        except Exception as error:
+            raise (self._axis_fault(error, trace) if is_unbound_axis(error) else self._misfit(error, when)) from error
+
+    def _axis_fault(self, error: Exception, trace: Callable[[], Any]) -> LayerError:
+        if not bound_axis(MODEL) and _finds_its_axes(lambda: with_axes({MODEL: 1}, trace)):
+            return LayerError(
                 f"layer {self.named.name} must run on a mesh with the axis 'model', which it uses, but got none. Give "
                 "the PipelineModule topology=PipeModelDataParallelTopology(num_pp, num_mp, num_dp)."
-            ) from error
-        except Exception as error:
-            raise self._misfit(error, when) from error
+            )
+        return LayerError(
+            f"layer {self.named.name} must use collectives over the axis 'data', the replicas, or 'model' alone, but "
+            f"got: {str(error).partition('. ')[0]}. Name 'data' to compute over the samples of all replicas, as "
+            "nn.BatchNorm(axis_name='data') does, or name no axis, to compute over each replica's own."
+        )
 
     def _misfit(self, error: Exception, when: str) -> LayerError:
         return LayerError(
@@ -343,6 +359,14 @@ def _train(
     rngs = layer_rngs(key)
     outputs, kept, aux = layer.apply(params, collections, inputs, rngs=rngs, train=True, side=side)
     return as_arrays(outputs), as_arrays(kept), aux
+
+
+def _finds_its_axes(trace: Callable[[], Any]) -> bool:
+    try:
+        trace()
+    except Exception as error:  # noqa: BLE001  # another fault is told where the axis is there
+        return not is_unbound_axis(error)
+    return True
 
 
 def _warn_of_switches(switches: Mapping[str, Mapping[str, bool]], warned: set[str] | None) -> None:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from jaxpipe.errors import LayerError
 
-from ._model_axis import unbox
+from ._axes import unbox
 
 STAGE = "stage"
 

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from jaxpipe._typing import PyTree
-from jaxpipe.layers import ModelTrace, PipelineModule, cast_floats, layer_signatures, struct_of
+from jaxpipe.layers import ModelTrace, PipelineModule, call_on_one, cast_floats, layer_signatures, struct_of
 from jaxpipe.partition import LayerCost
 
 from ._residuals import Residuals, differentiable
@@ -161,7 +161,11 @@ def _layer_cost(module: PipelineModule, trace: ModelTrace, index: int, cost: Cos
     return LayerCost(forward_s, backward_s, weight_s, num_params, work.kept_bytes, recomputed, is_marked, pending)
 
 
-def _work(function: Callable[..., Any], params: PyTree, inputs: PyTree, context: PyTree, num_model: int) -> LayerWork:
+def _work(layer: Callable[..., Any], params: PyTree, inputs: PyTree, context: PyTree, num_model: int) -> LayerWork:
+    def function(params: PyTree, inputs: PyTree, context: PyTree) -> PyTree:
+        key, rest = context
+        return call_on_one(False, lambda *args: layer(*args[:2], (key, args[2])), params, inputs, rest)
+
     if num_model:
         key, rest = context
         function = jax.vmap(function, in_axes=(0, 0, (None, 0)), axis_name="model", axis_size=num_model)

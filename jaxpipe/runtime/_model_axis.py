@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxpipe._typing import Path, PyTree
 from jaxpipe.errors import LayerError, TopologyError
-from jaxpipe.layers import ModelTrace, PipelineModule, flatten_dict, format_struct, unflatten_dict, with_model_axis
+from jaxpipe.layers import ModelTrace, PipelineModule, flatten_dict, format_struct, unflatten_dict, with_axes
 
 
 def check_axes(module: PipelineModule, lengths: Mapping[str, int]) -> None:
@@ -40,7 +40,7 @@ def check_axes(module: PipelineModule, lengths: Mapping[str, int]) -> None:
 
 
 def trace_places(
-    module: PipelineModule, inputs: PyTree, side: Mapping[str, PyTree], num_model: int
+    module: PipelineModule, inputs: PyTree, side: Mapping[str, PyTree], num_model: int, num_data: int
 ) -> tuple[ModelTrace, ModelTrace]:
     """Trace a whole model, and one place of its `model` axis.
 
@@ -49,6 +49,7 @@ def trace_places(
         inputs: Shapes and dtypes of a microbatch.
         side: The same of side inputs, by name.
         num_model: Length of the axis; 0 where there is none.
+        num_data: Length of the axis `data`.
 
     Returns:
         `(whole, place)`.
@@ -57,11 +58,11 @@ def trace_places(
         LayerError: Layers do not fit, or a variable's shapes on a place and as a whole do not agree with its partition
             metadata.
     """
-    whole = with_model_axis(min(num_model, 1), lambda: module.trace(inputs, side))
+    whole = with_axes({"model": min(num_model, 1), "data": num_data}, lambda: module.trace(inputs, side))
     if num_model <= 1:
         return whole, whole
     _compare(module, whole, None, num_model)
-    place = with_model_axis(num_model, lambda: module.trace(inputs, side))
+    place = with_axes({"model": num_model, "data": num_data}, lambda: module.trace(inputs, side))
     _compare(module, whole, place, num_model)
     return whole, place
 

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpipe._typing import PyTree
 from jaxpipe.checkpointing import current_settings, use_settings
-from jaxpipe.layers import PipelineModule, flatten_dict, struct_of, with_model_axis
+from jaxpipe.layers import PipelineModule, flatten_dict, struct_of, with_axes
 from jaxpipe.schedules import PipeSchedule, TickProgram
 from jaxpipe.topology import adopt_mesh, mesh_shape
 
@@ -134,17 +134,17 @@ class Pipeline:
         inputs, labels, side = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct((self.microbatch_size, *x.shape[1:]), x.dtype), self._entry
         )
-        self._whole, self.trace = trace_places(module, inputs, side, num_model)
+        self._whole, self.trace = trace_places(module, inputs, side, num_model, self.num_replicas)
         check_collections(module.layers, self.trace)
         self.plan = plan = make_plan(module, self.trace, self.mesh, labels, num_microbatches, settings, optimizer)
         self.settings = settings = plan.settings
         outputs, num_terms = self.trace.boundaries[-1], num_microbatches * self.num_replicas
-        objective = with_model_axis(num_model, lambda: Objective(module, outputs, labels, num_terms))
+        objective = with_axes(self.trace.axes, lambda: Objective(module, outputs, labels, num_terms))
         spread = spread_dims((inputs, labels), num_microbatches, module.num_stages, settings.spread_inputs)
         side_specs = jax.tree.map(lambda _: batch_spec(WHOLE), side)
         self._batch_specs = (*jax.tree.map(batch_spec, spread), side_specs)
         is_mixed = module.compute_dtype is not None
-        self._stages = with_model_axis(num_model, lambda: StageParts(module, self.trace, plan))
+        self._stages = with_axes(self.trace.axes, lambda: StageParts(module, self.trace, plan))
         kept_dtype, ends = "float32" if is_mixed else None, self._stages.ends
         self._params = ModelParams(self.trace, self.cuts, plan.placement, ends, dtype=kept_dtype)
         self._stages.check_loss(labels)

@@ -11,7 +11,7 @@ from flax import nnx
 
 from jaxpipe import LayerSpec, PipelineModule, PipeModelDataParallelTopology
 from jaxpipe.errors import LayerError
-from jaxpipe.layers import with_model_axis
+from jaxpipe.layers import with_axes
 
 X = np.arange(8, dtype=np.float32).reshape(2, 4)
 
@@ -61,7 +61,7 @@ def test_parameters_are_whole_and_as_those_of_an_undivided_layer() -> None:
 
 def test_a_place_holds_a_share() -> None:
     model = _module(LayerSpec(_Columns), _exchange, LayerSpec(_NNXRows))
-    place = with_model_axis(2, lambda: model.trace(X))
+    place = with_axes({"model": 2}, lambda: model.trace(X))
     assert [jax.tree.map(jnp.shape, params) for params in place.params] == [
         {"kernel": (4, 4)},
         {},
@@ -86,7 +86,9 @@ def test_the_topology_must_have_the_axis(layer: Any) -> None:
         LayerError, match=r"layer 0_\S+ must run on a mesh with the axis 'model'.*PipeModelDataParallel"
     ):
         model.init(jax.random.key(0), X)
-    with pytest.raises(LayerError, match=r"layer 0_\S+ must accept .*unbound axis name: other"):
+    with pytest.raises(
+        LayerError, match=r"layer 0_lambda must use .*'data', .* but got: .*unbound axis name: other. Name 'data' to"
+    ):
         PipelineModule([lambda x: jax.lax.psum(x, "other")], num_stages=1).init(jax.random.key(0), X)
 
 

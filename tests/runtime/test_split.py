@@ -14,7 +14,7 @@ from _oracle import Case
 from _tolerances import assert_close
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxpipe.layers import with_model_axis
+from jaxpipe.layers import with_axes
 from jaxpipe.runtime._frontier import Cut
 from jaxpipe.runtime._residuals import Residuals, differentiable
 from jaxpipe.runtime._split import SplitBackward
@@ -408,7 +408,7 @@ def test_collectives_of_the_model_axis_are_cut_too() -> None:
         residuals = Residuals(function, *struct((params, x, ())))
         return residuals, SplitBackward(residuals, struct(params))
 
-    residuals, split = with_model_axis(2, make)
+    residuals, split = with_axes({"model": 2}, make)
     assert len(split.deferred) == 2
 
     def both(params: Any, kept: Any) -> Any:

@@ -1,6 +1,9 @@
-"""The mesh axis `model`, over which the layers of a stage are split with collectives of their own."""
+"""The mesh axes that layers may use with collectives of their own.
 
-from collections.abc import Callable, Mapping
+`model`: the layers of a stage are split over it. `data`: the replicas, each with its own samples.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import flax.linen as nn
@@ -12,46 +15,53 @@ from flax.core import meta
 from jaxpipe._typing import Path, PyTree
 from jaxpipe.errors import LayerError
 
-_AXIS = "model"
+MODEL, DATA = "model", "data"
 
 T = TypeVar("T")
 
 
-def bound_model_axis() -> int:
-    """Length of the axis `model` around this code; 0 where there is none."""
+def bound_axis(name: str) -> int:
+    """Length of a mesh axis around this code; 0 where there is none."""
     try:
-        return jax.lax.axis_size(_AXIS)
+        return jax.lax.axis_size(name)
     except NameError:
         return 0
 
 
-def with_model_axis(size: int, trace: Callable[[], T]) -> T:
-    """Trace layers as they run on one place of a `model` axis.
+def is_unbound_axis(error: Exception) -> bool:
+    """Whether an error says that there is no axis of some name; Python's own errors of names tell which."""
+    return type(error) is NameError and error.name is None
+
+
+def with_axes(lengths: Mapping[str, int], trace: Callable[[], T]) -> T:
+    """Trace layers as they run on one device of a mesh.
 
     Args:
-        size: Length of the axis; 0 for none. An axis that is around this code already stays as it is.
+        lengths: Lengths of the mesh's axes; 0 for none. One that is around this code already stays as it is.
         trace: A function that traces layers abstractly and returns no traced values.
 
     Returns:
         What `trace` returns.
     """
-    if not size or bound_model_axis():
+    name = next((name for name, length in lengths.items() if length and not bound_axis(name)), None)
+    if name is None:
         return trace()
     found: list[T] = []
 
     def run(place: Any) -> Any:
-        found.append(trace())
+        found.append(with_axes(lengths, trace))
         return place
 
-    jax.vmap(run, axis_name=_AXIS, axis_size=size)(np.arange(size))
+    jax.vmap(run, axis_name=name, axis_size=lengths[name])(np.arange(lengths[name]))
     return found[0]
 
 
-def call_on_one(has_axis: bool, function: Callable[..., PyTree], *args: PyTree) -> PyTree:
-    """Call layers on a `model` axis one wide, where sharded parameters are whole.
+def call_on_one(has_model_axis: bool, function: Callable[..., PyTree], *args: PyTree) -> PyTree:
+    """Call layers on axes one wide, where sharded parameters are whole and all samples are on one replica.
 
     Args:
-        has_axis: Whether there is to be such an axis. One that is around this code already stays as it is.
+        has_model_axis: Whether there is to be an axis `model`. The axis `data` is there for layers that ask for it. An
+            axis that is around this code already stays as it is.
         function: A function of trees of arrays. What it closes over is not mapped, so that random bits stay the same;
             `all_to_all` wants mapped arrays.
         *args: Its arguments.
@@ -59,9 +69,20 @@ def call_on_one(has_axis: bool, function: Callable[..., PyTree], *args: PyTree) 
     Returns:
         What it returns.
     """
-    if not has_axis or bound_model_axis():
+    names = (MODEL,) if has_model_axis and not bound_axis(MODEL) else ()
+    try:
+        return _call_on(names, function, *args)
+    except NameError as error:
+        if not is_unbound_axis(error) or bound_axis(DATA):
+            raise
+    # Only now: not everything that a layer may call can be mapped, such as a callback to the host.
+    return _call_on((*names, DATA), function, *args)
+
+
+def _call_on(names: Sequence[str], function: Callable[..., PyTree], *args: PyTree) -> PyTree:
+    if not names:
         return function(*args)
-    mapped = jax.vmap(function, axis_name=_AXIS, axis_size=1)
+    mapped = jax.vmap(lambda *args: _call_on(names[1:], function, *args), axis_name=names[0], axis_size=1)
     return jax.tree.map(lambda x: x[0], mapped(*jax.tree.map(lambda x: jnp.asarray(x)[None], args)))
 
 
@@ -76,7 +97,7 @@ def unbox(tree: PyTree) -> PyTree:
     return jax.tree.map(one, tree, is_leaf=_is_box)
 
 
-def sharded_dims(label: str, tree: PyTree, axis: str = _AXIS) -> Mapping[Path, int]:
+def sharded_dims(label: str, tree: PyTree, axis: str = MODEL) -> Mapping[Path, int]:
     """Which variables are sharded over an axis, and along which dim, by Flax's partition metadata.
 
     Other names are ignored: they are for automatic partitioning, which a pipeline does not use.
