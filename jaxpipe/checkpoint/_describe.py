@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpipe._typing import PyTree
-from jaxpipe.layers import format_struct
+from jaxpipe.layers import format_struct, join_path
 from jaxpipe.runtime import Pipeline, TrainState, place_everywhere
 
 from ._index import StoredLayer
@@ -27,7 +27,7 @@ def describe_layers(pipeline: Pipeline) -> tuple[StoredLayer, ...]:
             kind=named.name.partition("_")[2],
             stage=sum(part <= named.index for part in parts[1:]),
             signature=f"{format_struct(boundaries[named.index])} -> {format_struct(boundaries[named.index + 1])}",
-            parameters=tuple("/".join(("params", *path)) for path in pipeline.trace.paths[named.index].paths.values()),
+            parameters=tuple(join_path(("params", *path)) for path in pipeline.trace.paths[named.index].paths.values()),
         )
         for named in pipeline.module.layers
     )

@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxpipe._typing import PyTree
 from jaxpipe.errors import CheckpointError
-from jaxpipe.layers import unflatten_dict
+from jaxpipe.layers import split_path, unflatten_dict
 from jaxpipe.processes import together
 from jaxpipe.runtime import HostRows, Leaf, Pipeline, TrainState, read_leaf, state_arrays, with_arrays, write_leaf
 
@@ -151,7 +151,7 @@ def _load_part(path: str | Path, tag: str | None, part: str) -> dict[str, PyTree
     checkpoint = open_checkpoint(path, tag)
     keys = [key for key in checkpoint.index.leaves if key.startswith(part)]
     found = dict(read_leaves(checkpoint, keys))
-    return unflatten_dict({tuple(key.removeprefix(part).split("/")): found[key] for key in keys})
+    return unflatten_dict({split_path(key.removeprefix(part)): found[key] for key in keys})
 
 
 def _compare_optimizer(
@@ -178,11 +178,11 @@ def _compare_optimizer(
 def _schedule_keys(keys: set[str]) -> Callable[[str], bool]:
     """Which keys hold hyperparameters, or count the updates of their schedules."""
     marks = ("hyperparams", "hyperparams_states")
-    owners = {tuple(path[:i]) for path in (key.split("/") for key in keys) for i, at in enumerate(path) if at in marks}
+    owners = {path[:i] for path in map(split_path, keys) for i, at in enumerate(path) if at in marks}
 
     def is_schedule(key: str) -> bool:
-        path = key.split("/")
-        return any(tuple(path[:i]) in owners and (at in marks or path[i:] == ["count"]) for i, at in enumerate(path))
+        path = split_path(key)
+        return any(path[:i] in owners and (at in marks or path[i:] == ("count",)) for i, at in enumerate(path))
 
     return is_schedule
 

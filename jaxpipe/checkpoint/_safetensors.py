@@ -20,7 +20,7 @@ import numpy as np
 from safetensors import safe_open
 
 from jaxpipe.errors import CheckpointError
-from jaxpipe.layers import unflatten_dict
+from jaxpipe.layers import split_path, unflatten_dict
 from jaxpipe.runtime import Leaf
 
 from ._directory import replace_file
@@ -81,8 +81,9 @@ def export_safetensors(
     """Write the parameters of a checkpoint, and what layers keep beside them, as safetensors; one process calls.
 
     Tensors are named by their path in the model's tree: `layers/<index>_<name>/...`, `tied/<key>/...`, and
-    `collections/<index>_<name>/...`. The files are the same for every number of stages and replicas. They get their
-    names when they are whole, and no more than a few of the checkpoint's arrays are held in memory.
+    `collections/<index>_<name>/...`; a slash inside a parameter's own name is `%2F`. The files are the same for every
+    number of stages and replicas. They get their names when they are whole, and no more than a few of the checkpoint's
+    arrays are held in memory.
 
     Args:
         path: What was given to `save_checkpoint`, or a checkpoint's own folder.
@@ -139,7 +140,7 @@ def load_safetensors(path: str | PathLike[str], part: Literal["params", "collect
             as `load_collections` does.
 
     Returns:
-        Nested dictionaries of numpy arrays; names are split at slashes.
+        Nested dictionaries of numpy arrays; names are split at slashes, and `%2F` in them is a slash in a key.
 
     Raises:
         CheckpointError: Something is missing, is no safetensors file, or holds a dtype that numpy has not; the index
@@ -153,14 +154,14 @@ def load_safetensors(path: str | PathLike[str], part: Literal["params", "collect
         wanted = [name for name in names if name.startswith(_COLLECTIONS) == (part == "collections")]
         with _opened(file) as tensors:
             found.update({name: tensors.get_tensor(name) for name in wanted})
-    paths = {tuple(name.split("/")): name for name in sorted(found)}
-    for each, name in paths.items():
-        for i in range(1, len(each)):
-            if each[:i] in paths:
-                raise CheckpointError(
-                    f"{path} must name tensors by paths in a tree, but got {paths[each[:i]]!r} and {name!r}. Rename "
-                    "the first."
-                )
+    paths = {split_path(name): name for name in sorted(found)}
+    for name in found:
+        each = split_path(name)
+        others = [paths[each[:i]] for i in range(1, len(each) + 1) if paths.get(each[:i], name) != name]
+        if others:
+            raise CheckpointError(
+                f"{path} must name tensors by paths in a tree, but got {others[0]!r} and {name!r}. Rename the first."
+            )
     prefix = 1 if part == "collections" else 0
     return unflatten_dict({each[prefix:]: found[name] for each, name in paths.items()})
 

@@ -19,7 +19,9 @@ from ._trace import format_struct as format_struct
 from ._trace import struct_of as struct_of
 from ._tree import ParamPaths as ParamPaths
 from ._tree import flatten_dict as flatten_dict
+from ._tree import join_path as join_path
 from ._tree import merge_layers as merge_layers
+from ._tree import split_path as split_path
 from ._tree import unflatten_dict as unflatten_dict
 from ._vocab import VocabEmbed as VocabEmbed
 from ._vocab import VocabHead as VocabHead
@@ -42,9 +44,11 @@ __all__ = [
     "cast_floats",
     "flatten_dict",
     "format_struct",
+    "join_path",
     "layer_signatures",
     "merge_layers",
     "program_key",
+    "split_path",
     "struct_of",
     "unflatten_dict",
     "value_numbers",

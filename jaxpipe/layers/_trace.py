@@ -163,7 +163,7 @@ def trace_layers(
 
     Raises:
         LayerError: A layer cannot take the output of the one before, changes the shapes of its collections, has a
-            parameter that is no floating-point array or whose name holds a slash, or shares one whose shape differs
+            parameter that is no floating-point array, or shares one whose shape differs
             from the one it is tied to; or a side input has the name of a standard argument.
     """
     side_struct = cast_floats(_side_struct(side or {}), compute_dtype)
@@ -392,8 +392,6 @@ def _train_flag(name: str, in_training: bool) -> str:
 def _check_params(named: NamedLayer, params: PyTree) -> None:
     for path, leaf in flatten_dict(params).items():
         where = f"parameter {'.'.join(path)!r} of layer {named.name}"
-        if any("/" in key for key in (named.name, *path)):
-            raise LayerError(f"{where} must have no '/' in its name, but got {path!r}. Rename it.")
         if not isinstance(leaf, jax.ShapeDtypeStruct):
             raise LayerError(
                 f"{where} must be one array, but got a {type(leaf).__name__}. Make a parameter of each of its arrays."

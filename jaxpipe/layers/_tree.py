@@ -23,6 +23,16 @@ def flatten_dict(tree: Any, prefix: Path = ()) -> dict[Path, Any]:
     return flat
 
 
+def join_path(path: Path) -> str:
+    """A path as one key, its names apart by slashes; a slash inside a name is `%2F`, a percent sign `%25`."""
+    return "/".join(name.replace("%", "%25").replace("/", "%2F") for name in path)
+
+
+def split_path(key: str) -> Path:
+    """The inverse of `join_path`."""
+    return tuple(name.replace("%2F", "/").replace("%25", "%") for name in key.split("/"))
+
+
 def unflatten_dict(flat: Mapping[Path, Any]) -> dict[str, Any]:
     """The nest of dictionaries whose leaves lie at the given paths."""
     tree: dict[str, Any] = {}

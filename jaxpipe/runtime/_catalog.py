@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from jaxpipe._typing import Path
+from jaxpipe.layers import join_path
 
 from ._collections import ModelCollections
 from ._division import Division
@@ -140,7 +141,7 @@ def make_catalog(
             member, replicas = kept.lies(stage, name)
             spans = _spans("params", kept.rows, member, name, _rows(stage, replicas, kept.num_shards, num_places))
             dim = split.get(path, dims.get(path))
-            add(_key("params", path), params.struct[path], dim, spans, is_split=path in split)
+            add(join_path(("params", *path)), params.struct[path], dim, spans, is_split=path in split)
     whole = updater.whole_struct()
     for member in range(kept.rows.num_stages):
         stage = kept.stage_of(member)
@@ -155,7 +156,7 @@ def make_catalog(
                 add(f"opt_state/{label}", struct, dim, spans, is_split=is_like_param and path in split)
     for stage, name, path in collections.leaves():
         spans = _spans("collections", collections.layout, stage, name, _rows(stage, (0,), 1, num_places))
-        add(_key("collections", path), collections.struct[path], collections.dims.get(path), spans)
+        add(join_path(("collections", *path)), collections.struct[path], collections.dims.get(path), spans)
     return {key: leaf.finished() for key, leaf in found.items()}
 
 
@@ -171,10 +172,6 @@ class _Found:
         count = len(self.copies[0])
         shape = tuple(n * count if d == self.dim else n for d, n in enumerate(self.struct.shape))
         return Leaf(shape, np.dtype(self.struct.dtype).name, self.dim, tuple(self.copies))
-
-
-def _key(part: str, path: Path) -> str:
-    return "/".join((part, *path))
 
 
 def _rows(stage: int, replicas: Iterator[int] | Any, num_shards: int, num_places: int) -> Callable[[int], Any]:

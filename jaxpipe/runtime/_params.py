@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpipe._typing import Path, PyTree
-from jaxpipe.layers import ModelTrace, cast_floats, flatten_dict, unflatten_dict
+from jaxpipe.layers import ModelTrace, cast_floats, flatten_dict, join_path, unflatten_dict
 from jaxpipe.schedules import Placement
 
 from ._cut import StageCut
@@ -165,8 +165,8 @@ def _name_layers(
         names = stage.layers[index] = {}
         for local, path in paths[index].items():
             if index in trunk:
-                names[local] = "/".join(("trunk", str(chunk), str(index - trunk.start), *local))
+                names[local] = join_path(("trunk", str(chunk), str(index - trunk.start), *local))
                 stage.trunk[names[local]] = path
             else:
-                names[local] = "/".join(path)
+                names[local] = join_path(path)
                 stage.own[names[local]] = path

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxpipe._typing import Path, PyTree
-from jaxpipe.layers import flatten_dict, unflatten_dict
+from jaxpipe.layers import flatten_dict, join_path, unflatten_dict
 
 from ._apart import check_apart
 from ._layout import Layout
@@ -84,7 +84,7 @@ class Updater:
     def whole_struct(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Shapes and dtypes of the optimiser's state for the whole model, by label."""
         state = state_struct(self._optimizer, unflatten_dict(self._params.struct))
-        return {"/".join(path): leaf for path, leaf in zip(leaf_paths(state), jax.tree.leaves(state), strict=True)}
+        return {join_path(path): leaf for path, leaf in zip(leaf_paths(state), jax.tree.leaves(state), strict=True)}
 
     def init(self, member: jax.Array, row: PyTree) -> PyTree:
         """The optimiser state of this device's row, from its parameters."""
@@ -164,7 +164,7 @@ class _Group:
         leaves, self._treedef = jax.tree.flatten(state)
         self._places = leaf_paths(state)
         alike = {path for name, path in paths.items() if name in common}
-        names = ["/".join(place) if find_param(place, alike) else str(i) for i, place in enumerate(self._places)]
+        names = [join_path(place) if find_param(place, alike) else str(i) for i, place in enumerate(self._places)]
         self.state_leaves = dict(zip(names, leaves, strict=True))
 
     def labels(self, real: Paths) -> dict[str, tuple[str, Path | None]]:
@@ -174,7 +174,7 @@ class _Group:
         for leaf, place in zip(self.state_leaves, self._places, strict=True):
             i, j = find_param(place, known) or (0, 0)
             path = known[place[i:j]] if j else None
-            found[leaf] = "/".join((*place[:i], *(path or ()), *place[j:])), path
+            found[leaf] = join_path((*place[:i], *(path or ()), *place[j:])), path
         return found
 
     def init(self, row: PyTree) -> dict[str, jax.Array]:

@@ -4,7 +4,16 @@ import pytest
 from flax.core import freeze
 
 from jaxpipe.errors import LayerError
-from jaxpipe.layers import ParamPaths, PipelineModule, TiedLayerSpec, flatten_dict, merge_layers, unflatten_dict
+from jaxpipe.layers import (
+    ParamPaths,
+    PipelineModule,
+    TiedLayerSpec,
+    flatten_dict,
+    join_path,
+    merge_layers,
+    split_path,
+    unflatten_dict,
+)
 from jaxpipe.layers._tree import layer_view
 
 OWN = {"a": {"w": 1, "b": 2}, "c": 3}
@@ -21,6 +30,13 @@ def test_flattening_and_back() -> None:
     assert unflatten_dict(flat) == OWN
     assert flatten_dict({}) == {}
     assert flatten_dict({"0": {1: 2}}) == {("0", "1"): 2}
+
+
+def test_a_slash_in_a_name_stays_in_one_key() -> None:
+    paths = [("a/b", "c"), ("a", "b", "c"), ("a%2Fb", "c"), ("%", "%25", "/")]
+    keys = [join_path(path) for path in paths]
+    assert keys == ["a%2Fb/c", "a/b/c", "a%252Fb/c", "%25/%2525/%2F"]
+    assert [split_path(key) for key in keys] == paths
 
 
 def test_paths_of_a_layer_lie_under_its_place_and_name() -> None:
