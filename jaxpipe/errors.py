@@ -1,12 +1,30 @@
 """Every exception the library raises on purpose, under one base class."""
 
+from collections.abc import Sequence
+
 
 class JaxpipeError(Exception):
     """Base class of all errors raised by jaxpipe."""
 
 
 class ConfigError(JaxpipeError, ValueError):
-    """A configuration value is unknown, missing, or contradicts another."""
+    """A configuration value is unknown, missing, or contradicts another; or a list of all that is wrong.
+
+    Args:
+        message: What is wrong and what to do about it.
+        paths: JSON paths of the keys that the error is about, such as `"fp16.enabled"`.
+        errors: The errors that the message lists, where it lists any.
+
+    Attributes:
+        paths: As given; those of all `errors` where there are any.
+        errors: As given.
+    """
+
+    def __init__(self, message: str, *, paths: Sequence[str] = (), errors: Sequence[JaxpipeError] = ()) -> None:
+        super().__init__(message)
+        listed = [path for error in errors if isinstance(error, ConfigError) for path in error.paths]
+        self.paths: tuple[str, ...] = tuple(listed) or tuple(paths)
+        self.errors: tuple[JaxpipeError, ...] = tuple(errors)
 
 
 class TopologyError(JaxpipeError, ValueError):

@@ -8,6 +8,7 @@ from ._checkpoint import CheckpointSection as CheckpointSection
 from ._classes import BatchConfig as BatchConfig
 from ._classes import FP16Config as FP16Config
 from ._classes import TrainingConfig as TrainingConfig
+from ._collect import Collector as Collector
 from ._load import ConfigWarning as ConfigWarning
 from ._load import load_config as load_config
 from ._optimizer import OptimizerSection as OptimizerSection
@@ -21,6 +22,9 @@ from ._recompute import ActivationCheckpointingSection as ActivationCheckpointin
 from ._struct import Config as Config
 from ._train import PipelineConfig as PipelineConfig
 from ._train import TrainConfig as TrainConfig
+from ._values import as_number as as_number
+from ._values import shown as shown
+from ._values import wrong_value as wrong_value
 from ._zero import ZeroSection as ZeroSection
 
 __all__ = [
@@ -29,6 +33,7 @@ __all__ = [
     "BatchConfig",
     "BatchSizes",
     "CheckpointSection",
+    "Collector",
     "Config",
     "ConfigWarning",
     "DataTypesSection",
@@ -43,7 +48,10 @@ __all__ = [
     "TrainingConfig",
     "ZeroSection",
     "add_config_arguments",
+    "as_number",
     "config_from_args",
     "load_config",
     "resolve_batch_sizes",
+    "shown",
+    "wrong_value",
 ]

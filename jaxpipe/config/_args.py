@@ -8,6 +8,7 @@ from typing import Any, cast
 
 from jaxpipe.errors import ConfigError
 
+from ._collect import Collector
 from ._load import load_config
 from ._train import TrainConfig
 from ._values import shown
@@ -19,8 +20,8 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     """Add DeepSpeed's arguments to a script's parser.
 
     `--deepspeed_config` is the path of the configuration. `--deepspeed` is a flag for the script's own use: nothing
-    here reads it. `--local_rank`, which DeepSpeed's launcher passes, is understood and not used, because one process
-    drives all devices of its host; a script may have added it before.
+    here reads it. `--local_rank` and `--local-rank`, which DeepSpeed's launcher and torchrun pass, are understood and
+    not used, because one process drives all devices of its host; a script may have its own, added before or after.
 
     Args:
         parser: The script's parser.
@@ -39,8 +40,20 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     group = parser.add_argument_group("DeepSpeed", "configuration")
     group.add_argument("--deepspeed", action="store_true", help="flag for the script's own use")
     group.add_argument("--deepspeed_config", type=str, default=None, help="path of the JSON configuration")
-    with contextlib.suppress(argparse.ArgumentError):
-        group.add_argument("--local_rank", type=int, default=-1, help="passed by launchers; not used")
+    launcher = parser.add_argument_group("launcher", conflict_handler="error")
+    parse = parser.parse_known_args
+
+    def parse_with_local_rank(args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        default = parser.get_default("local_rank")
+        options: dict[str, Any] = {"dest": "local_rank", "type": int, "default": -1 if default is None else default}
+        for name in ("--local_rank", "--local-rank"):
+            with contextlib.suppress(argparse.ArgumentError):  # the script has it
+                launcher.add_argument(name, **options, help="passed by launchers; not used")
+        return parse(args, namespace)
+
+    # Only when the parser is used is it known whether the script has the option itself: argparse refuses to add one
+    # twice, so one added here would be in the way of a script that adds its own later.
+    setattr(parser, "parse_known_args", parse_with_local_rank)  # noqa: B010  # a method, to type checkers
     return parser
 
 
@@ -48,6 +61,7 @@ def config_from_args(
     args: object,
     config: TrainConfig | Mapping[str, Any] | str | PathLike[str] | None = None,
     config_params: TrainConfig | Mapping[str, Any] | str | PathLike[str] | None = None,
+    errors: Collector | None = None,
 ) -> TrainConfig:
     """Read the configuration from the one place that gives it.
 
@@ -58,6 +72,7 @@ def config_from_args(
             one.
         config: A dictionary, a path, or a configuration.
         config_params: DeepSpeed's older name of `config`.
+        errors: As for `load_config`.
 
     Returns:
         The configuration.
@@ -83,7 +98,7 @@ def config_from_args(
             'Pass config={"train_batch_size": ...} or the path of a JSON file'
             + (f", and keep one of {values}." if given else ".")
         )
-    return load_config(next(iter(given.values())))
+    return load_config(next(iter(given.values())), errors)
 
 
 def _argument(args: object, name: str) -> object:

@@ -6,6 +6,7 @@ from jaxpipe.errors import ConfigError
 
 from ._values import integer_of_at_least
 
+_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 _EQUATION = "train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x data_parallel_size"
 
 
@@ -66,7 +67,8 @@ def resolve_batch_sizes(
     if batch is None and micro is None:
         raise ConfigError(
             f"{_EQUATION} must be given train_batch_size or train_micro_batch_size_per_gpu, but got "
-            f"{_equation(given)}. Add one of the two keys."
+            f"{_equation(given)}. Add one of the two keys.",
+            paths=_SIZES,
         )
     if steps is None and (batch is None or micro is None):
         steps = given["gradient_accumulation_steps"] = 1
@@ -74,7 +76,8 @@ def resolve_batch_sizes(
         batch = (micro or 1) * (steps or 1) * data_parallel_size
     factor = (micro or 1) * (steps or 1) * data_parallel_size
     if batch % factor or (micro and steps and batch != factor):
-        raise ConfigError(f"{_EQUATION} must hold, but got {_equation(given)}. {_repair(batch, micro, steps, factor)}")
+        repair = _repair(batch, micro, steps, factor)
+        raise ConfigError(f"{_EQUATION} must hold, but got {_equation(given)}. {repair}", paths=_SIZES)
     return BatchSizes(batch, micro or batch // factor, steps or batch // factor)
 
 

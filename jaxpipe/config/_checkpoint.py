@@ -1,5 +1,6 @@
 """The section that says how checkpoints are written and which are kept."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -32,14 +33,11 @@ class CheckpointSection(Section):
     keep_last: int | None = setting(None, optional(integer_of_at_least(1)))
     keep_every: int | None = setting(None, optional(integer_of_at_least(1)))
 
-    def check(self) -> None:
-        """Check that what is kept apart would be removed otherwise.
-
-        Raises:
-            ConfigError: `keep_every` is given without `keep_last`.
-        """
+    def check(self) -> Iterable[ConfigError]:
+        """Check that what is kept apart would be removed otherwise."""
         if self.keep_every is not None and self.keep_last is None:
-            raise ConfigError(
+            yield ConfigError(
                 "checkpoint.keep_every must come with checkpoint.keep_last, without which nothing is removed, but got "
-                f"checkpoint.keep_every={self.keep_every} alone. Add for instance checkpoint.keep_last=3."
+                f"checkpoint.keep_every={self.keep_every} alone. Add for instance checkpoint.keep_last=3.",
+                paths=["checkpoint.keep_every", "checkpoint.keep_last"],
             )

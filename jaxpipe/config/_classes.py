@@ -2,11 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import Any, Self
+from typing import Any, Self, cast
 
 from jaxpipe.errors import ConfigError
 
 from ._batch import resolve_batch_sizes
+from ._collect import Collector
 from ._precision import FP16Section
 from ._section import Section, read_section
 from ._struct import Config
@@ -37,7 +38,7 @@ class BatchConfig(Config):
         """Complete the sizes, as `resolve_batch_sizes` does.
 
         Returns:
-            A copy with all sizes.
+            The configuration itself, which has all sizes now.
 
         Raises:
             ConfigError: A size is not a positive integer, the sizes do not suffice, or they do not multiply.
@@ -48,7 +49,7 @@ class BatchConfig(Config):
             self.gradient_accumulation_steps,
             data_parallel_size=self.data_parallel_size,
         )
-        return type(self)(**{**super().resolve(), **vars(sizes)})
+        return self._complete(**vars(sizes))
 
 
 class FP16Config(Config):
@@ -66,14 +67,14 @@ class FP16Config(Config):
         """Fill in what is not given.
 
         Returns:
-            A copy in which `enabled` is a truth value and `clip` a number, 0 for no clipping.
+            The configuration itself, in which `enabled` is a truth value now and `clip` a number, 0 for no clipping.
 
         Raises:
             ConfigError: `enabled` is no truth value or `clip` no number of at least 0.
         """
         enabled = optional(read_flag)(self.enabled, "fp16.enabled") or False
         clip = optional(number_of_at_least(0))(self.clip, "fp16.clip") or 0.0
-        return type(self)(**{**super().resolve(), "enabled": enabled, "clip": clip})
+        return self._complete(enabled=enabled, clip=clip)
 
 
 class TrainingConfig(Config):
@@ -102,19 +103,23 @@ class TrainingConfig(Config):
             The configuration.
 
         Raises:
-            ConfigError: A value is wrong, or clipping is given twice.
+            ConfigError: Values are wrong, or clipping is given twice.
         """
-        clip = self.fp16.clip
+        errors, clip = Collector(), self.fp16.clip
         own = _keys_of(TrainConfig, {name: value for name, value in self.items() if name != "fp16"})
-        if clip is not None and own.get("gradient_clipping") is not None:
-            raise ConfigError(
-                f"gradient_clipping must be given once, but got gradient_clipping={own['gradient_clipping']!r} and "
-                f"fp16.clip={clip!r}. Keep one of them."
-            )
-        if clip is not None:
-            own["gradient_clipping"] = number_of_at_least(0)(clip, "fp16.clip")
+        with errors.catch():
+            if clip is not None and own.get("gradient_clipping") is not None:
+                raise ConfigError(
+                    f"gradient_clipping must be given once, but got gradient_clipping={own['gradient_clipping']!r} and "
+                    f"fp16.clip={clip!r}. Keep one of them.",
+                    paths=["gradient_clipping", "fp16.clip"],
+                )
+            if clip is not None:
+                own["gradient_clipping"] = number_of_at_least(0)(clip, "fp16.clip")
         fp16 = _keys_of(FP16Section, self.fp16)
-        return read_section(TrainConfig, {**_keys_of(TrainConfig, self.batch), **own, "fp16": fp16})
+        config = read_section(TrainConfig, {**_keys_of(TrainConfig, self.batch), **own, "fp16": fp16}, "", errors)
+        errors.raise_all()
+        return cast("TrainConfig", config)
 
 
 def _keys_of(section: type[Section], config: Mapping[str, Any]) -> dict[str, Any]:

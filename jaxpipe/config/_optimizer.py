@@ -1,8 +1,11 @@
 """The sections that name an optimizer and a learning-rate schedule."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import ClassVar
+
+from jaxpipe.errors import ConfigError
 
 from ._params import Params, read_params
 from ._section import Section, join, required
@@ -61,16 +64,12 @@ class OptimizerSection(Section):
     type: str = required(read_optimizer_type)
     params: Params = field(default=Params({}), metadata={"reader": read_params})
 
-    def check(self) -> None:
-        """Refuse clipping among the optimizer's settings.
-
-        Raises:
-            ConfigError: `params` holds `max_grad_norm`.
-        """
+    def check(self) -> Iterable[ConfigError]:
+        """Refuse clipping among the optimizer's settings."""
         if "max_grad_norm" in self.params:
             norm = self.params["max_grad_norm"]
             repair = f"Set gradient_clipping={norm!r} beside the optimizer: it clips by the norm over all stages"
-            raise wrong_value(join(self.path, "params.max_grad_norm"), "left out", norm, repair)
+            yield wrong_value(join(self.path, "params.max_grad_norm"), "left out", norm, repair)
 
 
 @dataclass(frozen=True)

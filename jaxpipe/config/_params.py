@@ -6,6 +6,7 @@ from typing import Any, cast
 
 from jaxpipe.errors import ConfigError
 
+from ._collect import Collector
 from ._values import wrong_value
 
 
@@ -48,17 +49,21 @@ def read_params(value: object, path: str) -> Params:
         A frozen copy, its lists as tuples.
 
     Raises:
-        ConfigError: The value is no object, a key is no string, or something inside is no JSON value.
+        ConfigError: The value is no object, keys are no strings, or something inside is no JSON value; all of them.
     """
     if value is None:
         return Params({})
     if not isinstance(value, Mapping):
         raise wrong_value(path, "a JSON object", value, "Use an object such as {}")
     values: dict[str, Any] = {}
+    errors = Collector()
     for key, inner in cast("Mapping[object, object]", value).items():
-        if not isinstance(key, str):
-            raise ConfigError(f"A key of {path} must be a string, but got key={key!r}. Write it in quotes.")
-        values[key] = _frozen(inner, f"{path}.{key}")
+        with errors.catch():
+            if not isinstance(key, str):
+                message = f"A key of {path} must be a string, but got key={key!r}. Write it in quotes."
+                raise ConfigError(message, paths=[f"{path}.{key}"])
+            values[key] = _frozen(inner, f"{path}.{key}")
+    errors.raise_all()
     return Params(values)
 
 

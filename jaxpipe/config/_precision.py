@@ -64,6 +64,7 @@ class FP16Section(Section):
     """
 
     path: ClassVar[str] = "fp16"
+    switch: ClassVar[str | None] = "enabled"
 
     enabled: bool = setting(False, read_flag)
     auto_cast: bool = setting(False, read_flag)
@@ -91,6 +92,7 @@ class BF16Section(Section):
     """
 
     path: ClassVar[str] = "bf16"
+    switch: ClassVar[str | None] = "enabled"
 
     enabled: bool = setting(False, read_flag)
     immediate_grad_update: bool = setting(False, read_flag)

@@ -1,10 +1,13 @@
 """The section that says what recomputed groups of layers keep."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
+from jaxpipe.errors import ConfigError
+
 from ._section import Section, join, setting
-from ._values import integer_of_at_least, optional, read_flag, wrong_value
+from ._values import integer_of_at_least, optional, read_flag
 
 
 @dataclass(frozen=True)
@@ -33,18 +36,21 @@ class ActivationCheckpointingSection(Section):
     synchronize_checkpoint_boundary: bool = setting(False, read_flag)
     profile: bool = setting(False, read_flag)
 
-    def check(self) -> None:
-        """Check what one buffer for all groups needs.
-
-        Raises:
-            ConfigError: `contiguous_memory_optimization` is set without the keys it needs.
-        """
+    def check(self) -> Iterable[ConfigError]:
+        """Check what one buffer for all groups needs."""
         if not self.contiguous_memory_optimization:
             return
         path = join(self.path, "contiguous_memory_optimization")
-        if not self.partition_activations:
-            rule = f"false unless {self.path}.partition_activations=true"
-            raise wrong_value(path, rule, True, "Set both, or neither")
-        if self.number_checkpoints is None:
-            rule = f"false unless {self.path}.number_checkpoints is given"
-            raise wrong_value(path, rule, True, "Give the number of recomputed groups too, or set neither")
+        needed = {
+            "partition_activations": (self.partition_activations, "=true", "Set both, or neither"),
+            "number_checkpoints": (
+                self.number_checkpoints,
+                " is given",
+                "Give the number of recomputed groups too, or set neither",
+            ),
+        }
+        for key, (value, rule, repair) in needed.items():
+            if not value:
+                other = join(self.path, key)
+                message = f"{path} must be false unless {other}{rule}, but got {path}=True. {repair}."
+                yield ConfigError(message, paths=[path, other])

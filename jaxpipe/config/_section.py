@@ -1,15 +1,15 @@
 """What all sections of the configuration have in common."""
 
-from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import MISSING, Field, dataclass, field, fields
 from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar, cast
 
 from jaxpipe.errors import ConfigError
 
-from ._refused import REFUSED
-from ._unused import UNUSED
+from ._collect import Collector
+from ._other_keys import REFUSED, UNUSED, is_off
 from ._values import Reader, shown, wrong_value
 
 S = TypeVar("S", bound="Section")
@@ -23,21 +23,34 @@ class Section:
     made, whether from JSON or by keyword; what ties keys to each other goes into `check`. Keys of `UNUSED` and
     `REFUSED` are no fields.
 
+    Attributes:
+        path: Where the section stands in the configuration.
+        aliases: Other names of its keys.
+        switch: The key that must be true for the others to have an effect, if there is one.
+
     Raises:
-        ConfigError: A value is of the wrong type or out of range, or values contradict each other.
+        ConfigError: Values are of the wrong type or out of range, or contradict each other; all of them.
     """
 
     path: ClassVar[str] = ""
     aliases: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    switch: ClassVar[str | None] = None
 
     def __post_init__(self) -> None:
+        errors = Collector()
         for item in fields(self):
-            value = item.metadata["reader"](getattr(self, item.name), join(self.path, item.name))
+            value = _read_value(item, getattr(self, item.name), join(self.path, item.name), errors)
             object.__setattr__(self, item.name, value)
-        self.check()
+        errors.add(self.check())
+        errors.raise_all()
 
-    def check(self) -> None:
-        """Check the values against each other; each is already right by itself."""
+    def check(self) -> Iterable[ConfigError]:
+        """Compare the values, each of which is right by itself.
+
+        Returns:
+            Errors for those that contradict each other, with the paths of all keys that have a part in it.
+        """
+        return ()
 
 
 def setting(default: Any, reader: Reader) -> Any:
@@ -80,77 +93,81 @@ def subsection(cls: type[Section], *, absent: bool = False, instead: Reader | No
     def read(value: object, path: str) -> Section | None:
         if isinstance(value, cls) or (absent and value is None):
             return value
-        if not isinstance(value, Mapping):
-            if instead is not None:
-                instead(value, path)
-            keys = ", ".join(key.name for key in fields(cls))
-            raise wrong_value(path, "a JSON object", value, f"Use an object with any of the keys {keys}")
-        return read_section(cls, cast("Mapping[object, object]", value), path)
+        if instead is not None:
+            instead(value, path)
+        keys = ", ".join(key.name for key in fields(cls))
+        raise wrong_value(path, "a JSON object", value, f"Use an object with any of the keys {keys}")
 
     metadata = {"reader": read, "section": cls}
     return field(default=None, metadata=metadata) if absent else field(default_factory=cls, metadata=metadata)
 
 
-def read_section(cls: type[S], mapping: Mapping[object, object], path: str | None = None) -> S:
+def read_section(cls: type[S], mapping: Mapping[object, object], path: str, errors: Collector) -> S | None:
     """Read one JSON object.
 
     Args:
         cls: The section it holds.
         mapping: The object.
-        path: Where it stands, for errors; None: at the section's own path.
+        path: Where it stands, for errors.
+        errors: Gets all that is wrong: keys that are unknown or refused, missing or given under two names, values of
+            the wrong type or out of range, and contradictions.
 
     Returns:
-        The section.
-
-    Raises:
-        ConfigError: A key is unknown or refused, missing or given under two names, or a value is of the wrong type or
-            out of range.
+        The section, with the default in the place of each wrong value; None where a key without default is wrong.
     """
-    path = cls.path if path is None else path
     known = {item.name: item for item in fields(cls)}
     values: dict[str, Any] = {}
+    off = _is_switched_off(cls, mapping)
     for key, value in mapping.items():
-        if not isinstance(key, str):
-            where = path or "the configuration"
-            raise ConfigError(f"A key of {where} must be a string, but got key={key!r}. Write it in quotes.")
-        name = cls.aliases.get(key, key)
-        if name not in known:
-            _check_other_key(cls, key, value, path)
-            continue
-        if name in values:
-            names = [other for other in mapping if isinstance(other, str) and cls.aliases.get(other, other) == name]
-            got = " and ".join(f"{join(path, other)}={shown(mapping[other])}" for other in names)
-            raise ConfigError(f"{join(path, name)} must be given under one name, but got {got}. Keep one of them.")
-        values[name] = known[name].metadata["reader"](value, join(path, key))
+        with errors.catch():
+            name = cls.aliases.get(_checked_key(key, path), str(key))
+            if name not in known:
+                _check_other_key(cls, name, value, path, errors, off=off)
+                continue
+            if name in values:
+                raise _given_twice(cls, mapping, name, path)
+            values[name] = _read_value(known[name], value, join(path, name if name == key else str(key)), errors)
     for name, item in known.items():
-        if name not in values and item.default is MISSING and item.default_factory is MISSING:
-            raise ConfigError(
-                f"{join(path, name)} must be given, but got {path}={shown(mapping)}. Add the key {name!r} there."
-            )
-    return cls(**values)
+        if name not in values:
+            values[name] = _default(item)
+            if values[name] is MISSING:
+                where, given = join(path, name), shown(mapping)
+                message = f"{where} must be given, but got {path}={given}. Add the key {name!r} there."
+                errors.add([ConfigError(message, paths=[where])])
+    if any(value is MISSING for value in values.values()):
+        return None
+    # Filled in and not called: where a value was wrong, `check` would raise, and the section is still to be compared.
+    section = object.__new__(cls)
+    for name, value in values.items():
+        object.__setattr__(section, name, value)
+    errors.add(section.check())
+    return section
 
 
-def unused_keys(cls: type[Section], mapping: Mapping[object, object], path: str = "") -> list[str]:
-    """The keys of a valid JSON object that have no effect.
+def idle_keys(cls: type[Section], mapping: Mapping[object, object], path: str = "") -> Iterator[tuple[str, str]]:
+    """The keys of a valid JSON object that ask for something and have no effect.
 
     Args:
         cls: The section the object holds.
         mapping: The object.
         path: Where it stands.
 
-    Returns:
-        Their paths.
+    Yields:
+        Their paths, each with the reason.
     """
     inner = {item.name: item.metadata["section"] for item in fields(cls) if "section" in item.metadata}
-    found: list[str] = []
+    off = _is_switched_off(cls, mapping)
     for key, value in mapping.items():
         name = cls.aliases.get(str(key), str(key))
-        where = join(path, str(key))
-        if join(cls.path, name) in UNUSED:
-            found.append(where)
+        own, where = join(cls.path, name), join(path, str(key))
+        other = UNUSED.get(own) or REFUSED.get(own)
+        asks = name != cls.switch and not is_off(value, other.off if other else (False,))
+        if off and asks:
+            yield where, f"without {join(path, str(cls.switch))}=true the section is off"
+        elif own in UNUSED and asks:
+            yield where, UNUSED[own].reason
         elif name in inner and isinstance(value, Mapping):
-            found += unused_keys(inner[name], cast("Mapping[object, object]", value), where)
-    return found
+            yield from idle_keys(inner[name], cast("Mapping[object, object]", value), where)
 
 
 def join(path: str, key: str) -> str:
@@ -166,22 +183,65 @@ def join(path: str, key: str) -> str:
     return f"{path}.{key}" if path else key
 
 
-def _check_other_key(cls: type[Section], key: str, value: object, path: str) -> None:
+def _read_value(item: Field[Any], value: object, path: str, errors: Collector) -> Any:
+    """The value of a key; its default, or `MISSING` where it has none, if it is wrong."""
+    section: type[Section] | None = item.metadata.get("section")
+    with errors.catch():
+        if section is not None and isinstance(value, Mapping):
+            return read_section(section, cast("Mapping[object, object]", value), path, errors)
+        return item.metadata["reader"](value, path)
+    return _default(item)
+
+
+def _default(item: Field[Any]) -> Any:
+    return item.default if item.default_factory is MISSING else item.default_factory()
+
+
+def _is_switched_off(cls: type[Section], mapping: Mapping[object, object]) -> bool:
+    return cls.switch is not None and mapping.get(cls.switch, False) is False
+
+
+def _checked_key(key: object, path: str) -> str:
+    if isinstance(key, str):
+        return key
+    raise ConfigError(
+        f"A key of {path or 'the configuration'} must be a string, but got key={key!r}. Write it in quotes.",
+        paths=[join(path, str(key))],
+    )
+
+
+def _given_twice(cls: type[Section], mapping: Mapping[object, object], name: str, path: str) -> ConfigError:
+    names = [other for other in mapping if isinstance(other, str) and cls.aliases.get(other, other) == name]
+    got = " and ".join(f"{join(path, other)}={shown(mapping[other])}" for other in names)
+    return ConfigError(
+        f"{join(path, name)} must be given under one name, but got {got}. Keep one of them.",
+        paths=[join(path, other) for other in names],
+    )
+
+
+def _check_other_key(cls: type[Section], key: str, value: object, path: str, errors: Collector, *, off: bool) -> None:
     own, where = join(cls.path, key), join(path, key)
     if own in UNUSED:
-        UNUSED[own](value, where)
+        if not is_off(value, UNUSED[own].off):
+            UNUSED[own].reader(value, where)
         return
     if own not in REFUSED:
-        raise ConfigError(f"{where} is not a known key. {_nearest(cls, key, path)}")
+        near = _nearest(cls, key)
+        if near:
+            errors.mark(join(path, near))
+            raise ConfigError(f"{where} is not a known key. Did you mean {join(path, near)}?", paths=[where])
+        names = ", ".join(join(path, item.name) for item in fields(cls))
+        raise ConfigError(f"{where} is not a known key. Remove it, or use one of {names}.", paths=[where])
     refusal = REFUSED[own]
-    if not refusal.allows(value):
-        raise ConfigError(
-            f"{where} must not be set: {refusal.reason}, but got {where}={shown(value)}. {refusal.repair}."
-        )
+    if is_off(value, refusal.off) or (off and refusal.can_idle):
+        return
+    raise ConfigError(
+        f"{where} must not be set: {refusal.reason}, but got {where}={shown(value)}. {refusal.repair}.", paths=[where]
+    )
 
 
-def _nearest(cls: type[Section], key: str, path: str) -> str:
-    """What to write for a key that is unknown."""
+def _nearest(cls: type[Section], key: str) -> str | None:
+    """What a key that is unknown may stand for, from the section that it is in."""
     names = [item.name for item in fields(cls)]
     candidates = _other_keys(cls)
     for item in fields(cls):
@@ -191,9 +251,7 @@ def _nearest(cls: type[Section], key: str, path: str) -> str:
             candidates = {name: f"{item.name}.{name}" for name in keys} | candidates
     candidates |= {name: name for name in (*cls.aliases, *names)}
     near = get_close_matches(key, candidates, n=1, cutoff=0.7)
-    if near:
-        return f"Did you mean {join(path, candidates[near[0]])}?"
-    return f"Remove it, or use one of {', '.join(join(path, name) for name in names)}."
+    return candidates[near[0]] if near else None
 
 
 def _other_keys(cls: type[Section]) -> dict[str, str]:

@@ -1,5 +1,6 @@
 """A struct to be extended by topic, in the form of DeepSpeed's first reference manual."""
 
+import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import FrozenInstanceError
 from difflib import get_close_matches
@@ -7,11 +8,12 @@ from typing import Any, Self, cast
 
 from jaxpipe.errors import ConfigError
 
+from ._collect import Collector
 from ._values import shown
 
 
 class Config(Mapping[str, Any]):
-    """A struct whose fields are read as attributes and as items, and never change.
+    """A struct whose fields are read as attributes and as items, and change only where `resolve` completes them.
 
     `Config` itself takes any field. A subclass declares its fields as class attributes, whose values are the
     defaults, and takes no others; a field whose default is a `Config` may be given as a dictionary.
@@ -38,7 +40,8 @@ class Config(Mapping[str, Any]):
 
     def __init__(self, **kwargs: Any) -> None:
         cls = type(self)
-        values = _defaults(cls)
+        # A default that is a `Config` belongs to the class: each struct completes a copy of its own.
+        values = {k: copy.deepcopy(v) if isinstance(v, Config) else v for k, v in _defaults(cls).items()}
         for name, value in (values | kwargs).items():
             if hasattr(Config, name) or name.startswith("_"):
                 raise ConfigError(
@@ -73,27 +76,50 @@ class Config(Mapping[str, Any]):
         return cls(**mapping)
 
     def resolve(self) -> Self:
-        """Infer what is missing.
+        """Infer what is missing, in every `Config` inside too.
+
+        A subclass completes its own fields here, by `return self._complete(field=value)`.
 
         Returns:
-            A completed copy, with every `Config` inside completed too; a subclass completes its own fields here.
+            The configuration itself, completed.
 
         Raises:
-            ConfigError: What is given is wrong, or does not suffice.
+            ConfigError: What is given is wrong, or does not suffice; all of it.
         """
-        return type(self)(**{k: v.resolve() if isinstance(v, Config) else v for k, v in self.items()})
+        return self._complete()
 
     def is_valid(self) -> bool:
-        """Whether the configuration can be completed.
+        """Whether the configuration can be completed; it is, as far as it goes.
 
         Returns:
-            Whether `resolve` succeeds; the configuration stays as it is.
+            Whether `resolve` succeeds.
         """
         try:
             self.resolve()
         except ConfigError:
             return False
         return True
+
+    def _complete(self, **values: Any) -> Self:
+        """Set the fields that a subclass has inferred, and complete every `Config` inside.
+
+        Args:
+            **values: Values of the fields.
+
+        Returns:
+            The configuration itself.
+
+        Raises:
+            ConfigError: What `resolve` of those inside raises; all of it.
+        """
+        self.__dict__.update(type(self)(**{**self, **values}))
+        errors = Collector()
+        for value in self.values():
+            if isinstance(value, Config):
+                with errors.catch():
+                    value.resolve()
+        errors.raise_all()
+        return self
 
     def __getitem__(self, key: str) -> Any:
         return self.__dict__[key]

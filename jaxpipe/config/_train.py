@@ -1,6 +1,6 @@
 """The sections of the configuration."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import ClassVar, Literal
@@ -112,16 +112,13 @@ class TrainConfig(Section):
     activation_checkpointing: ActivationCheckpointingSection = subsection(ActivationCheckpointingSection)
     checkpoint: CheckpointSection = subsection(CheckpointSection)
 
-    def check(self) -> None:
-        """Check that one dtype is computed in.
-
-        Raises:
-            ConfigError: `fp16` and `bf16` are both enabled.
-        """
+    def check(self) -> Iterable[ConfigError]:
+        """Check that one dtype is computed in."""
         if self.fp16.enabled and self.bf16.enabled:
-            raise ConfigError(
+            yield ConfigError(
                 "fp16.enabled and bf16.enabled must not both be true, but got fp16.enabled=True and "
-                "bf16.enabled=True. Remove one of the two sections."
+                "bf16.enabled=True. Remove one of the two sections.",
+                paths=["fp16.enabled", "bf16.enabled"],
             )
 
     @property

@@ -10,9 +10,12 @@ from typing import cast
 
 from jaxpipe.errors import ConfigError
 
+from ._collect import Collector
+
 Reader = Callable[[object, str], object]
 
 _SHOWN = 80
+_LARGEST = 2**63
 
 
 def wrong_value(path: str, rule: str, value: object, repair: str) -> ConfigError:
@@ -27,7 +30,9 @@ def wrong_value(path: str, rule: str, value: object, repair: str) -> ConfigError
     Returns:
         The error, with the value cut to a line's length.
     """
-    return ConfigError(f"{path} must be {rule}, but got {path}={shown(value)}. {repair}.")
+    if isinstance(value, str) and value == "auto":
+        repair += "; 'auto' belongs to Hugging Face's Trainer, which writes its own arguments there"
+    return ConfigError(f"{path} must be {rule}, but got {path}={shown(value)}. {repair}.", paths=[path])
 
 
 def shown(value: object) -> str:
@@ -37,9 +42,12 @@ def shown(value: object) -> str:
         value: Any value.
 
     Returns:
-        Its `repr`, the end cut off where it is long.
+        Its `repr`, the end cut off where it is long; its type where Python prints no number that long.
     """
-    text = repr(value)
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):
+        text = f"<{type(value).__name__} too long to be printed>"
     return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
 
 
@@ -67,8 +75,11 @@ def integer_of_at_least(minimum: int) -> Reader:
 
     def read(value: object, path: str) -> int:
         integer = as_integer(value)
-        if integer is None or integer < minimum:
-            raise wrong_value(path, f"an integer of at least {minimum}", value, f"Use for instance {max(minimum, 1)}")
+        if integer is None or not minimum <= integer < _LARGEST:
+            rule = f"an integer of at least {minimum}"
+            if integer is not None and integer >= _LARGEST:
+                rule += " and below 2**63"
+            raise wrong_value(path, rule, value, f"Use for instance {max(minimum, 1)}")
         return integer
 
     return read
@@ -302,5 +313,10 @@ def read_partition(value: object, path: str) -> str | tuple[int, ...]:
     if not boundaries:
         rule = "the name of a partition method or a list of boundaries"
         raise wrong_value(path, rule, cast("object", value), "Use 'best', or boundaries such as [0, 3, 6]")
-    boundary = integer_of_at_least(0)
-    return tuple(cast("int", boundary(item, f"{path}[{index}]")) for index, item in enumerate(boundaries))
+    boundary, errors = integer_of_at_least(0), Collector()
+    found: list[int] = []
+    for index, item in enumerate(boundaries):
+        with errors.catch():
+            found.append(cast("int", boundary(item, f"{path}[{index}]")))
+    errors.raise_all()
+    return tuple(found)

@@ -8,7 +8,7 @@ from ._values import as_integer, wrong_value
 
 _COSTS = {
     2: "would have to reduce-scatter the gradients after every microbatch and not once a step",
-    3: "would have to gather the parameters again at every tick of the schedule",
+    3: "would have to gather the parameters again for every microbatch",
 }
 
 
@@ -30,10 +30,7 @@ def read_stage(value: object, path: str) -> int:
         return stage
     repair = "Use 0 or 1"
     if stage in _COSTS:
-        repair = (
-            f"Use 1: in a pipeline stage {stage} {_COSTS[stage]}, so that communication grows by the number of "
-            "microbatches"
-        )
+        repair = f"Use 1: stage {stage} {_COSTS[stage]}, so that communication grows by the number of microbatches"
     raise wrong_value(path, "0 or 1", value, repair)
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from jaxpipe.config import TrainConfig, add_config_arguments, config_from_args
+from jaxpipe.config import Collector, TrainConfig, add_config_arguments, config_from_args
 from jaxpipe.errors import ConfigError
 
 CONFIG = {"train_batch_size": 8}
@@ -23,10 +23,41 @@ def test_arguments() -> None:
     assert vars(parser.parse_args([])) == {"deepspeed": False, "deepspeed_config": None, "local_rank": -1}
 
 
-def test_a_script_may_have_its_own_local_rank() -> None:
-    parser = _parser()
-    parser.add_argument("--local_rank", type=int, default=-1)
-    assert add_config_arguments(parser).parse_args(["--local_rank", "2"]).local_rank == 2
+SPELLINGS = ["--local_rank", "--local-rank"]
+
+
+@pytest.mark.parametrize("passed", SPELLINGS)
+@pytest.mark.parametrize("own", [None, *SPELLINGS])
+@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize("handler", ["error", "resolve"])
+def test_a_script_may_have_its_own_local_rank(passed: str, own: str | None, is_first: bool, handler: str) -> None:
+    parser = argparse.ArgumentParser(conflict_handler=handler)
+    if not is_first:
+        add_config_arguments(parser)
+    if own:
+        parser.add_argument(own, type=int, default=7, help="rank of mine")
+    if is_first:
+        add_config_arguments(parser)
+    for _ in range(2):
+        assert parser.parse_args([passed, "2"]).local_rank == 2
+        assert parser.parse_args([f"{passed}=3"]).local_rank == 3
+        assert parser.parse_known_args([f"{passed}=4", "--other"])[0].local_rank == 4
+        assert parser.parse_args([]).local_rank == (7 if own else -1)
+    assert ("rank of mine" in parser.format_help()) == bool(own)
+
+
+def test_two_options_of_the_script_are_still_in_conflict() -> None:
+    parser = add_config_arguments(_parser())
+    parser.add_argument("--lr")
+    with pytest.raises(argparse.ArgumentError, match="--lr"):
+        parser.add_argument("--lr")
+
+
+def test_errors_of_a_configuration_may_be_gathered() -> None:
+    errors = Collector()
+    assert config_from_args(None, {"train_batch_size": 4, "zzz": 1}, errors=errors) == TrainConfig(4)
+    with pytest.raises(ConfigError, match=r"^zzz is not a known key"):
+        errors.raise_all()
 
 
 @pytest.mark.parametrize("deepspeed", [[], ["--deepspeed"]])

@@ -64,17 +64,51 @@ def test_the_names_of_the_manual() -> None:
     assert TrainingConfig() == {"batch": BatchConfig(), "fp16": FP16Config()}
 
 
-def test_resolve_completes_a_copy() -> None:
-    config = TrainingConfig(
-        batch={"train_batch_size": 64, "train_micro_batch_size_per_gpu": 4, "data_parallel_size": 2}
-    )
-    whole = config.resolve()
-    assert isinstance(whole, TrainingConfig)
-    assert whole.batch.gradient_accumulation_steps == 8
-    assert whole.fp16 == {"enabled": False, "clip": 0.0}
-    assert config.batch.gradient_accumulation_steps is None
-    assert whole.resolve() == whole
+def test_resolve_completes_the_configuration_itself() -> None:
+    sizes = BatchConfig(train_batch_size=64, train_micro_batch_size_per_gpu=4, data_parallel_size=2)
+    config = TrainingConfig(batch=sizes)
+    assert config.resolve() is config
+    assert config.batch is sizes
+    assert sizes.gradient_accumulation_steps == 8
+    assert config.fp16 == {"enabled": False, "clip": 0.0}
+    assert config.resolve() == config
     assert ScriptConfig(batch=config.batch).resolve().name == "run"
+
+
+def test_validity_completes_too() -> None:
+    config = BatchConfig(train_batch_size=64, gradient_accumulation_steps=4)
+    assert config.is_valid()
+    assert config.train_micro_batch_size_per_gpu == 16
+
+
+def test_what_is_completed_is_no_default_of_the_class() -> None:
+    config = ScriptConfig(batch={"train_batch_size": 8}).resolve()
+    assert config.fp16.enabled is False
+    assert ScriptConfig().fp16.enabled is None
+    assert FP16Config().enabled is None
+
+
+def test_a_subclass_completes_its_own_fields() -> None:
+    class RunConfig(Config):
+        steps: int | None = None
+        every: int | None = None
+        log = LogConfig()
+
+        def resolve(self) -> "RunConfig":
+            return self._complete(every=self.every or self.steps // 10)
+
+    config = RunConfig(steps=100)
+    config.resolve()
+    assert config.every == 10
+
+
+def test_all_that_does_not_fit_is_said_at_once() -> None:
+    config = TrainingConfig(batch={"train_batch_size": 7, "train_micro_batch_size_per_gpu": 2}, fp16={"clip": -1})
+    with pytest.raises(ConfigError, match=r"changed in 2 places:\n  - .*7 = 2 x \? x 1. Use .*\n  - fp16.clip must be"):
+        config.resolve()
+    with pytest.raises(ConfigError) as error:
+        load_config(ScriptConfig(batch={"train_batch_size": 0}, fp16={"clip": "x", "enabled": 1}, pipeline={"x": 1}))
+    assert error.value.paths == ("fp16.clip", "train_batch_size", "pipeline.x", "fp16.enabled")
 
 
 @pytest.mark.parametrize(

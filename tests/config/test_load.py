@@ -1,8 +1,10 @@
 import json
+import random
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import hjson
 import numpy as np
 import pytest
 
@@ -149,17 +151,39 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
 
 
 def test_invalid_json_names_the_line_and_the_column(tmp_path: Path) -> None:
-    file = _write(tmp_path, '{\n  "train_batch_size": 4,\n}')
+    file = _write(tmp_path, '{ # a comment\n  "train_batch_size": 4, /* and\nanother */ "steps_per_print" 1,\n}')
     with pytest.raises(
-        ConfigError, match=r"valid JSON, but got .* in .*config.json at line \d, column \d. Correct the"
+        ConfigError, match=r"valid JSON, but got .* in .*config.json at line 3, column 30. Correct .* only comments"
     ):
         load_config(file)
 
 
-@pytest.mark.parametrize("text", ["[" * 100_000, '{"train_batch_size": ' + "1" * 5000 + "}"])
-def test_json_that_python_will_not_read(tmp_path: Path, text: str) -> None:
+def test_json_that_is_nested_too_deep(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"valid JSON, but got .* in .*config.json. Correct the file"):
+        load_config(_write(tmp_path, "[" * 100_000))
+    inside: dict[str, Any] = {}
+    inside["again"] = inside
+    with pytest.raises(ConfigError, match=r"nested as far as JSON .* object inside itself.* Give a dictionary of plai"):
+        load_config({"optimizer": {"type": "Adam", "params": inside}})
+
+
+def test_numbers_that_python_will_not_read(tmp_path: Path) -> None:
+    long, longer = "2" * 4301, "1" * 5000
+    text = f'{{"train_batch_size": {longer}, "gradient_clipping": -{long}, "steps_per_print": 0}}'
+    with pytest.raises(ConfigError) as error:
         load_config(_write(tmp_path, text))
+    assert error.value.paths == ("train_batch_size", "gradient_clipping", "steps_per_print")
+    assert "train_batch_size=1111111111... (5000 digits). Use for instance 1" in str(error.value)
+    assert "gradient_clipping=-222222222... (4301 digits). Use for instance 1" in str(error.value)
+
+
+@pytest.mark.parametrize("value", [10**5000, 2**63], ids=["huge", "large"])
+def test_integers_of_python_that_no_size_can_be(value: int) -> None:
+    match = r"^train_batch_size must be an integer of at least 1 and below 2\*\*63, but got train_batch_size=.*Use for"
+    with pytest.raises(ConfigError, match=match):
+        load_config({"train_batch_size": value})
+    with pytest.raises(ConfigError, match=r"^gradient_accumulation_steps must be .*<list too long to be printed>"):
+        load_config({"gradient_accumulation_steps": [10**5000]})
 
 
 @pytest.mark.parametrize("text", ["[]", "3", '"train_batch_size"', "null"])
@@ -169,18 +193,80 @@ def test_json_that_is_not_an_object(tmp_path: Path, text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "match"),
+    ("text", "paths", "match"),
     [
+        ('{"train_batch_size": 4, "train_batch_size": 8}', ["train_batch_size"], r"train_batch_size=4 and 8\."),
+        ('{"pipeline": {"stages": 1, "stages": 1}}', ["pipeline.stages"], r"pipeline.stages=1 and 1\."),
         (
-            '{"train_batch_size": 4, "train_batch_size": 8}',
-            r"^train_batch_size must be .*train_batch_size=4 and 8 in .*",
+            '{"steps_per_print": 1, "steps_per_print": 1, "pipeline": {"partition": [{"a": 1, "a": 2}]}}',
+            ["steps_per_print", "pipeline.partition[0].a", "pipeline.partition[0]"],
+            r"pipeline.partition\[0\].a=1 and 2\.",
         ),
-        ('{"pipeline": {"stages": 1, "stages": 1}}', r"^pipeline.stages must be .*pipeline.stages=1 and 1 in"),
-        ('{"pipeline": {"partition": [{"a": 1, "a": 2}]}}', r"^pipeline.partition\[0\].a must be given once"),
     ],
 )
-def test_keys_given_twice(tmp_path: Path, text: str, match: str) -> None:
-    with pytest.raises(ConfigError, match=rf"{match}.*Remove all but one"):
+def test_keys_given_twice(tmp_path: Path, text: str, paths: list[str], match: str) -> None:
+    with pytest.raises(ConfigError, match=rf"must be given once, but got .*{match} Remove all but one.*") as error:
+        load_config(_write(tmp_path, text))
+    assert list(error.value.paths) == paths
+
+
+def _decorated(value: object, rng: random.Random) -> str:
+    """JSON with comments and trailing commas wherever they may stand."""
+
+    def gap() -> str:
+        return rng.choice(["", " ", "\n", '# x: {1}, "\n', "// y ]\n", '/* z, \n } " */', "\n// é\n\t"])
+
+    def comma(is_last: bool) -> str:
+        return gap() + ("," if not is_last or rng.random() < 0.5 else "") + gap()
+
+    if isinstance(value, dict):
+        items = [f"{gap()}{json.dumps(key)}{gap()}:{gap()}{_decorated(item, rng)}" for key, item in value.items()]
+    elif isinstance(value, list):
+        items = [gap() + _decorated(item, rng) for item in value]
+    else:
+        return json.dumps(value)
+    inner = "".join(item + comma(place == len(items) - 1) for place, item in enumerate(items))
+    return f"{{{inner}}}" if isinstance(value, dict) else f"[{inner}]"
+
+
+def test_comments_and_trailing_commas_mean_what_they_mean_in_hjson(tmp_path: Path) -> None:
+    rng = random.Random(3)
+    params = {"lr": 1e-3, "note": "# no, // comment /* at */ all,}", "a": [], "b": {}, "c": [None, True, "\\", '\\"']}
+    value = {**FULL, "optimizer": {"type": "Adam", "params": params}}
+    expected = load_config(value)
+    for _ in range(200):
+        text = _decorated(value, rng)
+        assert json.loads(json.dumps(hjson.loads(text))) == value, text
+        assert load_config(_write(tmp_path, text)) == expected
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "train_batch_size: 4",
+        "{train_batch_size: 4}",
+        '{"train_batch_size": 4 "steps_per_print": 2}',
+        '{"train_batch_size": 4\n"steps_per_print": 2}',
+        "{'train_batch_size': 4}",
+        '{"optimizer": {"type": Adam}}',
+        '{"optimizer": {"type": """Adam"""}}',
+        "{\"optimizer\": {\"type\": '''Adam'''}}",
+        '{"train_batch_size": 4,,}',
+        '{"train_batch_size": ,}',
+        '{"pipeline": {"partition": [,]}}',
+        "{,}",
+        '{"train_batch_size": 4} 5',
+        '{"train_batch_size": 4 /* never closed }',
+        '{"train_batch_size": 0x10}',
+        '{"optimizer": {"type": "Ad\nam"}}',
+        '{"optimizer": {"type": "Adam # }}',
+        "",
+        "# only a comment",
+    ],
+)
+def test_nothing_else_of_hjson_is_read(tmp_path: Path, text: str) -> None:
+    match = r"^config must be valid JSON, but got .* at line \d, column \d+. Correct the file there; .*trailing commas"
+    with pytest.raises(ConfigError, match=match):
         load_config(_write(tmp_path, text))
 
 

@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from _full import FULL, OFF, UNUSED, put
+from _full import FULL, OFF, UNUSED, UNUSED_OFF, put
 
 from jaxpipe.config import ConfigWarning, TrainConfig, load_config
-from jaxpipe.config._refused import REFUSED
-from jaxpipe.config._unused import UNUSED as READERS
+from jaxpipe.config._other_keys import REFUSED
+from jaxpipe.config._other_keys import UNUSED as READERS
 from jaxpipe.errors import ConfigError
 
 
@@ -16,6 +16,22 @@ def _config(path: str, value: object) -> dict[str, Any]:
     config: dict[str, Any] = {"optimizer": {"type": "Adam"}} if path.startswith("optimizer") else {}
     put(config, path, value)
     return config
+
+
+def _quietly(config: Mapping[str, Any]) -> TrainConfig:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return load_config(config)
+
+
+def _warned(config: Mapping[str, Any]) -> dict[str, str]:
+    """The keys that one warning names, each with its reason."""
+    with pytest.warns(ConfigWarning, match="have no effect and change no number; remove them to silence") as caught:
+        load_config(config)
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+    lines = [line[4:].split(": ", 1) for line in str(caught[0].message).splitlines()[1:]]
+    return {path: reason for paths, reason in lines for path in paths.split(", ")}
 
 
 def test_the_tables_are_complete() -> None:
@@ -26,26 +42,26 @@ def test_the_tables_are_complete() -> None:
 
 def test_one_warning_names_all_keys_without_effect() -> None:
     config = copy.deepcopy(FULL)
-    for path, value in UNUSED.items():
-        put(config, path, value)
-    with pytest.warns(ConfigWarning, match=r"keys that have no effect: .*remove them to silence") as caught:
+    for path, values in UNUSED.items():
+        put(config, path, values[0])
+    with pytest.warns(ConfigWarning):
         assert load_config(config) == load_config(FULL)
-    assert len(caught) == 1
-    named = str(caught[0].message).split(": ", 1)[1].split(". They")[0].split(", ")
-    assert sorted(named) == sorted(UNUSED)
-    assert caught[0].filename == __file__
+    assert _warned(config) == {path: f"{READERS[path].reason}." for path in UNUSED}
 
 
 @pytest.mark.parametrize("path", sorted(UNUSED))
 def test_each_is_named_at_its_path(path: str) -> None:
-    with pytest.warns(ConfigWarning, match=rf"have no effect: {path}\. They"):
-        load_config(_config(path, UNUSED[path]))
+    for value in UNUSED[path]:
+        config = _config(path, value)
+        if path.startswith("fp16"):
+            config["fp16"]["enabled"] = True
+        assert _warned(config) == {path: f"{READERS[path].reason}."}
 
 
-@pytest.mark.parametrize("mode", ["Ignore", "WARN", "fail"])
-def test_modes_are_read_in_capitals_or_not(mode: str) -> None:
-    with pytest.warns(ConfigWarning, match=r"have no effect: checkpoint\.tag_validation\. They"):
-        load_config({"checkpoint": {"tag_validation": mode}})
+@pytest.mark.parametrize("path", sorted(UNUSED))
+def test_of_those_that_ask_for_nothing_nothing_is_said(path: str) -> None:
+    for value in (None, *UNUSED_OFF.get(path, [])):
+        assert isinstance(_quietly(_config(path, value)), TrainConfig)
 
 
 @pytest.mark.parametrize("path", sorted(UNUSED))
@@ -53,6 +69,46 @@ def test_their_values_are_checked_all_the_same(path: str) -> None:
     wrong = "yes" if path != "log_level" else 3
     with pytest.raises(ConfigError, match=rf"^{path} must be .*, but got {path}={wrong!r}. (Use|Write)"):
         load_config(_config(path, wrong))
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "match"),
+    [
+        ("wall_clock_breakdown", True, "use jax.profiler"),
+        ("tensorboard", {"enabled": True}, "log what train_batch returns, or engine.metrics"),
+        ("dump_state", True, "log engine.config"),
+        ("dataloader_drop_last", False, "is not full is dropped all the same"),
+        ("prescale_gradients", True, "averaged over the replicas once a step"),
+        ("allgather_size", 1, "an old name; it tunes PyTorch"),
+    ],
+)
+def test_reasons(path: str, value: object, match: str) -> None:
+    assert match in _warned(_config(path, value))[path]
+
+
+def test_a_section_that_is_off_has_no_effect() -> None:
+    fp16 = {"loss_scale": 0, "initial_scale_power": 16, "auto_cast": False, "fp16_master_weights_and_grads": True}
+    off = "without fp16.enabled=true the section is off."
+    assert _warned({"fp16": {"enabled": False, **fp16}, "bf16": {"enabled": True}}) == {
+        "fp16.loss_scale": off,
+        "fp16.initial_scale_power": off,
+        "fp16.fp16_master_weights_and_grads": off,
+    }
+    assert _warned({"fp16": {"hysteresis": 2}}) == {"fp16.hysteresis": off}
+    assert _warned({"bfloat16": {"enabled": False, "check_grad_overflow": True}}) == {
+        "bfloat16.check_grad_overflow": "without bfloat16.enabled=true the section is off."
+    }
+    _quietly({"fp16": {"enabled": False}, "bf16": {"enabled": False, "check_grad_overflow": False}})
+    _quietly({"fp16": {"enabled": True, "loss_scale": 0, "hysteresis": 2}})
+
+
+def test_a_section_that_is_off_is_checked_all_the_same() -> None:
+    with pytest.raises(ConfigError, match=r"^fp16.loss_scale must be .*=-1. Use"):
+        load_config({"fp16": {"enabled": False, "loss_scale": -1}})
+    with pytest.raises(ConfigError, match=r"^fp16.los_scale is not a known key. Did you mean fp16.loss_scale"):
+        load_config({"fp16": {"enabled": False, "los_scale": 0}})
+    with pytest.raises(ConfigError, match=r"^fp16.clip must not be set: .*=1.0. Use gradient_clipping"):
+        load_config({"fp16": {"enabled": False, "clip": 1.0}})
 
 
 def test_a_file_as_users_of_deepspeed_have_it() -> None:
@@ -79,24 +135,32 @@ def test_a_file_as_users_of_deepspeed_have_it() -> None:
         "flops_profiler": {"enabled": False, "profile_step": 1, "detailed": True},
         "tensorboard": {"enabled": False},
     }
-    with pytest.warns(ConfigWarning, match=r"zero_allow_untested_optimizer, zero_optimization.allgather_bucket_size, "):
+    with pytest.warns(ConfigWarning):
         assert load_config(config).compute_dtype == "float16"
+    assert set(_warned(config)) == {
+        "zero_allow_untested_optimizer",
+        "zero_optimization.allgather_bucket_size",
+        "zero_optimization.contiguous_gradients",
+        "zero_optimization.overlap_comm",
+    }
 
 
 @pytest.mark.parametrize("path", sorted(OFF))
 def test_what_is_refused_may_be_written_as_off(path: str) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for value in (None, *OFF[path]):
-            assert isinstance(load_config(_config(path, value)), TrainConfig)
+    for value in (None, *OFF[path]):
+        assert isinstance(_quietly(_config(path, value)), TrainConfig)
 
 
 @pytest.mark.parametrize("path", sorted(OFF))
 @pytest.mark.parametrize("value", ["on", [], {"enabled": True}, {"enabled": None}, 7])
 def test_what_is_refused_gives_reason_and_repair(path: str, value: object) -> None:
-    refusal = REFUSED[path]
+    refusal, config = REFUSED[path], _config(path, value)
+    for section in ("fp16", "bf16"):
+        if path.startswith(section):
+            config[section]["enabled"] = True
     with pytest.raises(ConfigError) as error:
-        load_config(_config(path, value))
+        load_config(config)
+    assert error.value.paths == (path,)
     assert str(error.value) == f"{path} must not be set: {refusal.reason}, but got {path}={value!r}. {refusal.repair}."
     assert refusal.repair.startswith(("Remove", "Use"))
 
@@ -104,14 +168,13 @@ def test_what_is_refused_gives_reason_and_repair(path: str, value: object) -> No
 @pytest.mark.parametrize(
     ("path", "value", "match"),
     [
-        ("dataloader_drop_last", False, r"Use true: batches that are not full are dropped"),
         ("zero_optimization.offload_optimizer", {"device": "cpu"}, r"nothing is offloaded .*={'device': 'cpu'}. Remo"),
-        ("zero_optimization.stage3_max_live_parameters", 1e9, r"ZeRO stage 3, which no pipeline has.*=1000000000.0"),
+        ("zero_optimization.stage3_max_live_parameters", 1e9, r"ZeRO stage 3, which is not supported.*=1000000000.0"),
         ("zero_optimization.zero_quantized_weights", True, r"ZeRO\+\+.*=True. Remove"),
-        ("gradient_predivide_factor", True, r"averaged over the replicas.*=True. Remove"),
         ("gradient_allreduce_op", "sum", r"averaged over the replicas.*='sum'. Remove"),
-        ("wall_clock_breakdown", True, r"use jax.profiler"),
-        ("wall_clock_breakdown", 0, r"use jax.profiler"),
+        ("max_grad_norm", 1.0, r"=1.0. Use gradient_clipping"),
+        ("train_step_batch_size", 4, r"=4. Use train_micro_batch_size_per_gpu"),
+        ("batch", {"train_batch_size": 4}, r"TrainingConfig in Python alone, .*. Use its keys without it"),
         ("sparse_attention", {}, r"not supported"),
     ],
 )

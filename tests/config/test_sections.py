@@ -49,7 +49,7 @@ def test_every_key_of_every_section() -> None:
         PipelineConfig(4, (0, 3, 6), "gpipe", 2, True, True, True, 2, 3, 80.0),
         1.0,
         FP16Section(True, True, 0.0, 12, 500, 3, True, 0.5),
-        BF16Section(False, True, False),
+        BF16Section(False, False, False),
         DataTypesSection("float32"),
         ZeroSection(1),
         OptimizerSection("AdamW", Params({"lr": 3e-4, "betas": (0.9, 0.95), "adam_w_mode": True})),
@@ -62,7 +62,8 @@ def test_every_key_of_every_section() -> None:
 
 
 def test_numbers_are_stored_as_floats() -> None:
-    config = load_config({"gradient_clipping": 1, "fp16": {"loss_scale": 128, "min_loss_scale": 2}})
+    fp16 = {"enabled": True, "loss_scale": 128, "min_loss_scale": 2}
+    config = load_config({"gradient_clipping": 1, "fp16": fp16})
     numbers = (config.gradient_clipping, config.fp16.loss_scale, config.fp16.min_loss_scale)
     assert numbers == (1.0, 128.0, 2.0)
     assert {type(number) for number in numbers} == {float}
@@ -125,7 +126,11 @@ def test_a_section_under_both_of_its_names(names: tuple[str, str]) -> None:
         ("gradient_clipping", None, r"a finite number of at least 0, but got .*=None"),
         ("gradient_clipping", float("nan"), r"a finite number of at least 0, but got .*=nan"),
         ("gradient_clipping", 10**400, r"a finite number of at least 0, but got .*=10000"),
-        ("fp16.enabled", "auto", r"true or false, but got .*='auto'. Use true or false without quotes"),
+        (
+            "fp16.enabled",
+            "auto",
+            r"true or false, but got .*='auto'. Use true or false without quotes; .* Hugging Face's Trainer",
+        ),
         ("fp16.loss_scale", True, r"a finite number of at least 0, but got .*=True. Use"),
         ("fp16.loss_scale", float("inf"), r"a finite number of at least 0, but got .*=inf. Use"),
         ("fp16.loss_scale", float("nan"), r"a finite number of at least 0, but got .*=nan. Use"),
