@@ -19,6 +19,7 @@ from ._rng_tracker import get_cuda_rng_tracker as get_cuda_rng_tracker
 from ._rng_tracker import model_parallel_cuda_manual_seed as model_parallel_cuda_manual_seed
 from ._rng_tracker import model_parallel_reconfigure_tp_seed as model_parallel_reconfigure_tp_seed
 from ._settings import RecomputeSettings as RecomputeSettings
+from ._settings import check_settings as check_settings
 from ._settings import current_settings as current_settings
 from ._settings import use_settings as use_settings
 
@@ -27,6 +28,7 @@ __all__ = [
     "CudaRNGStatesTracker",
     "RNGState",
     "RecomputeSettings",
+    "check_settings",
     "checkpoint",
     "configure",
     "current_settings",

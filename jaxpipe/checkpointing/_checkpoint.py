@@ -11,7 +11,7 @@ import numpy as np
 from jaxpipe._typing import PyTree
 from jaxpipe.errors import LayerError, PipelineError
 
-from ._settings import RecomputeSettings, current_settings
+from ._settings import RecomputeSettings, follow_settings
 from ._stored import call_with_stored_inputs, model_axis_size
 
 
@@ -55,7 +55,7 @@ def checkpoint(function: Callable[..., PyTree], *args: Any) -> PyTree:
         )
     if any(module.is_initializing() for module in _linen_modules(function)):
         return function(*args)
-    settings = current_settings()
+    settings = follow_settings()
     leaves, treedef = jax.tree.flatten(args)
     arrays = [leaf for leaf in leaves if _is_array(leaf)]
 

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from jaxpipe.config import TrainConfig, load_config
+from jaxpipe.config import ConfigWarning, TrainConfig, load_config
 from jaxpipe.errors import ConfigError
 
 from ._settings import RecomputeSettings, current_settings, set_settings
@@ -27,6 +27,9 @@ _KEYS = {
 """From the arguments of `configure` to the keys of the section `activation_checkpointing`."""
 
 _NO_EFFECT = {
+    "partition_activations": "the mesh has no axis 'model' of more than one device to share them; use "
+    "PipeModelDataParallelTopology",
+    "checkpoint_in_cpu": "the devices are CPUs, whose own memory is the host's; leave it to GPUs and TPUs",
     "contiguous_checkpointing": "XLA lays out all of a program's memory before it runs, so nothing fragments",
     "num_checkpoints": "there is no buffer whose size it would give",
     "synchronize": "a compiled program orders its own operations; to time one, use jax.profiler, or "
@@ -57,13 +60,14 @@ def configure(
         deepspeed_config: A configuration, a dictionary, or the path of a JSON file.
         partition_activations: Keep on each device of the `model` axis only its share of the inputs, gathered again
             in the backward pass. They must be equal along that axis, as they are at the boundary of a tensor-parallel
-            block. No effect without such an axis, or on one that is 1 wide. JSON key `partition_activations`.
+            block. No effect without such an axis, or on one that is 1 wide; a warning where a mesh says so. JSON key
+            `partition_activations`.
         contiguous_checkpointing: No effect, with a warning: XLA lays out memory by itself. Needs
             `partition_activations` and `num_checkpoints`, as in DeepSpeed. JSON key
             `contiguous_memory_optimization`.
         num_checkpoints: No effect, with a warning. JSON key `number_checkpoints`.
         checkpoint_in_cpu: Keep the inputs in host memory. Unlike DeepSpeed's manual says of its own, works with and
-            without `partition_activations`. JSON key `cpu_checkpointing`.
+            without `partition_activations`. No effect on CPU devices, with a warning. JSON key `cpu_checkpointing`.
         synchronize: No effect, with a warning: a compiled program orders its operations by itself. JSON key
             `synchronize_checkpoint_boundary`.
         profile: Name each recomputed function in profiles, as `checkpoint/<function>`, its second run below
@@ -187,16 +191,20 @@ def _resolve(unit: Any, config: ConfigLike, explicit: Mapping[str, Any]) -> tupl
             "num_checkpoints=None. Give num_checkpoints (activation_checkpointing.number_checkpoints), or leave both "
             "out: XLA lays out memory by itself."
         )
+    device = unit.devices.flat[0] if isinstance(unit, Mesh) else jax.local_devices()[0]
     if values["checkpoint_in_cpu"]:
-        device = unit.devices.flat[0] if isinstance(unit, Mesh) else jax.local_devices()[0]
         kinds = [memory.kind for memory in device.addressable_memories()]
         check_host_memory(device.platform, device.default_memory().kind, kinds)
+    has_effect = {
+        "partition_activations": not isinstance(unit, Mesh) or unit.shape.get("model", 1) > 1,
+        "checkpoint_in_cpu": device.platform != "cpu",
+    }
     settings = RecomputeSettings(
         partition_activations=values["partition_activations"],
         checkpoint_in_cpu=values["checkpoint_in_cpu"],
         profile=values["profile"],
     )
-    return settings, [name for name in _NO_EFFECT if values[name]]
+    return settings, [name for name in _NO_EFFECT if values[name] and not has_effect.get(name, False)]
 
 
 def _check_types(arguments: Mapping[str, Any], *, optional: bool = True) -> None:
@@ -225,4 +233,4 @@ def _check_unit(unit: Any) -> None:
 
 def _warn(names: Collection[str]) -> None:
     reasons = "; ".join(f"{name} (activation_checkpointing.{_KEYS[name]}): {_NO_EFFECT[name]}" for name in names)
-    warnings.warn(f"No effect in JAX: {reasons}.", stacklevel=3)
+    warnings.warn(f"No effect: {reasons}.", ConfigWarning, stacklevel=3)

@@ -8,14 +8,13 @@ import optax
 from jax.sharding import Mesh
 
 from jaxpipe._typing import PyTree
-from jaxpipe.config import config_from_args
+from jaxpipe.config import Collector, config_from_args
 from jaxpipe.data import BatchLoader, RepeatingLoader, process_shard
 from jaxpipe.errors import ConfigError
 from jaxpipe.launch import init_distributed, names_other_processes
 from jaxpipe.layers import PipelineModule
 from jaxpipe.processes import handshake
-from jaxpipe.runtime import ConfigLike, choose_optimizer, configure_model, mesh_for
-from jaxpipe.topology import adopt_mesh, mesh_shape
+from jaxpipe.runtime import ConfigLike, prepare
 
 from ._engine import PipelineEngine
 from ._unpipelined import UnpipelinedEngine, as_one_stage
@@ -111,16 +110,14 @@ def initialize(  # noqa: PLR0913  # DeepSpeed's arguments
             raise ConfigError(f"{name} must be None, but got {name}={value!r}. Instead, {instead}.")
     if dist_init_required or (dist_init_required is None and names_other_processes()):
         init_distributed()
-    settings = config_from_args(args, config, config_params)
-    chosen = choose_optimizer(settings, optimizer, lr_scheduler)
-    module = configure_model(module, settings)
-    mesh = mesh_for(module) if mesh is None else adopt_mesh(mesh)
+    errors = Collector()
+    settings = config_from_args(args, config, config_params, errors)
+    module, chosen, mesh, sizes = prepare(module, settings, optimizer, lr_scheduler, mesh, errors)
     if jax.process_count() > 1:
         handshake(mesh, HANDSHAKE_TIMEOUT_S)
     loader = None
     if training_data is not None:
         shard = process_shard(mesh)
-        sizes = settings.batch_sizes(mesh_shape(mesh)["data"])
         size = sizes.train_micro_batch_size_per_gpu * len(shard.replicas)
         seed = module.base_seed
         loader = RepeatingLoader(BatchLoader(training_data, size, seed=seed, collate_fn=collate_fn, shard=shard))

@@ -12,7 +12,7 @@ import optax
 from jax.sharding import Mesh
 
 from jaxpipe._typing import Path, PyTree
-from jaxpipe.checkpointing import RecomputeSettings, use_settings
+from jaxpipe.checkpointing import RecomputeSettings, check_settings, use_settings
 from jaxpipe.errors import DataError
 from jaxpipe.layers import PipelineModule, flatten_dict, format_struct, struct_of
 from jaxpipe.partition import profile_source
@@ -171,7 +171,8 @@ class ProgramCache:
         if not has_labels:
             changes["loss_fn"] = _no_loss
         module = self._module.replace(**changes) if changes else self._module
-        with use_settings(self._recompute):
+        hold = check_settings if self._form is None else use_settings
+        with hold(self._recompute):
             pipeline = Pipeline(module, self._optimizer, self._mesh, struct, num_microbatches, self._settings)
         inputs, params = format_struct(struct[0]), flatten_dict(pipeline.trace.tree())
         form = _Form(pipeline.parts, pipeline.cuts, params, pipeline.state_struct, inputs)

@@ -132,7 +132,8 @@ def _build_adamw(values: Mapping[str, Any]) -> tuple[Factory, Hyperparams]:
         path = f"{SECTION}.adam_w_mode"
         raise ConfigError(
             f"{path} must be true with optimizer.type='AdamW', but got {path}=False. Use optimizer.type='Adam' for "
-            "weight decay that is added to the gradient."
+            "weight decay that is added to the gradient.",
+            paths=[path],
         )
     return _build_adam(values)
 

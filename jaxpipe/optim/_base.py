@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jaxpipe.errors import ConfigError
+from jaxpipe.config import Collector
 
-from ._check import Reader, unknown_param
+from ._check import Reader, missing_param, unknown_param
 
 SECTION = "scheduler.params"
 
@@ -59,19 +59,23 @@ class LRSchedule(ABC):
             The schedule.
 
         Raises:
-            ConfigError: A parameter is unknown, missing, of the wrong type or out of range.
+            ConfigError: Parameters are unknown, missing, of the wrong type or out of range; all of them.
         """
-        known = [item for item in fields(cls) if not item.metadata["hidden"]]
-        for name in params:
-            if name not in {item.name for item in known}:
-                raise unknown_param(SECTION, name, [item.name for item in known])
-        for item in known:
-            if item.default is MISSING and item.name not in params:
-                raise ConfigError(
-                    f"{SECTION}.{item.name} must be given for {cls.__name__}, but got {SECTION}.{item.name}=None. "
-                    f"Add {item.name} to {SECTION}."
-                )
-        return cls(**params, **extra)
+        known = {item.name: item for item in fields(cls) if not item.metadata["hidden"]}
+        errors = Collector()
+        values = dict(extra)
+        for name, value in params.items():
+            with errors.catch():
+                if name not in known:
+                    raise unknown_param(SECTION, name, known)
+                values[name] = known[name].metadata["reader"](value, f"{SECTION}.{name}")
+        missing = [name for name, item in known.items() if item.default is MISSING and name not in values]
+        errors.add(missing_param(SECTION, name, cls.__name__) for name in missing)
+        if not missing:
+            with errors.catch(compares=True):
+                cls(**values)
+        errors.raise_all()
+        return cls(**values)
 
 
 def param(default: Any, reader: Reader, *, hidden: bool = False) -> Any:

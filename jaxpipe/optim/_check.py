@@ -3,38 +3,15 @@
 A reader takes a value and its JSON path, and returns the value in one form, or raises `ConfigError`.
 """
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
-from numbers import Integral, Real
+from numbers import Integral
 from typing import Any
 
+from jaxpipe.config import as_number, shown, wrong_value
 from jaxpipe.errors import ConfigError
 
 Reader = Callable[[Any, str], Any]
-
-_SHOWN = 80
-
-
-def wrong_value(path: str, rule: str, value: object, repair: str) -> ConfigError:
-    """The error for a value that breaks a rule.
-
-    Args:
-        path: JSON path of the parameter.
-        rule: What the value must be.
-        value: What it is.
-        repair: What to do about it, a sentence without its full stop.
-
-    Returns:
-        The error.
-    """
-    return ConfigError(f"{path} must be {rule}, but got {path}={shown(value)}. {repair}.")
-
-
-def shown(value: object) -> str:
-    """A value as text of at most a line."""
-    text = repr(value)
-    return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
 
 
 def unknown_name(path: str, name: object, known: Iterable[str]) -> ConfigError:
@@ -52,7 +29,7 @@ def unknown_name(path: str, name: object, known: Iterable[str]) -> ConfigError:
     rule = f"one of {', '.join(names)}"
     near = _nearest(name, names) if isinstance(name, str) else None
     repair = f"Did you mean {near!r}?" if near else "Use one of these names."
-    return ConfigError(f"{path} must be {rule}, but got {path}={shown(name)}. {repair}")
+    return ConfigError(f"{path} must be {rule}, but got {path}={shown(name)}. {repair}", paths=[path])
 
 
 def unknown_param(section: str, name: object, known: Iterable[str]) -> ConfigError:
@@ -68,10 +45,27 @@ def unknown_param(section: str, name: object, known: Iterable[str]) -> ConfigErr
     """
     names = list(known)
     if not isinstance(name, str):
-        return ConfigError(f"A name in {section} must be a string, but got name={name!r}. Write it in quotes.")
+        message = f"A name in {section} must be a string, but got name={name!r}. Write it in quotes."
+        return ConfigError(message, paths=[section])
     near = _nearest(name, names)
     repair = f"Did you mean {section}.{near}?" if near else f"Remove it, or use one of {', '.join(names)}."
-    return ConfigError(f"{section}.{name} is not a known parameter. {repair}")
+    return ConfigError(f"{section}.{name} is not a known parameter. {repair}", paths=[f"{section}.{name}"])
+
+
+def missing_param(section: str, param: str, name: str) -> ConfigError:
+    """The error for a parameter without default that is not given.
+
+    Args:
+        section: JSON path of the parameters.
+        param: The parameter.
+        name: The optimiser or schedule that needs it.
+
+    Returns:
+        The error.
+    """
+    path = f"{section}.{param}"
+    message = f"{path} must be given for {name}, but got {path}=None. Add {param} to {section}."
+    return ConfigError(message, paths=[path])
 
 
 def _nearest(name: str, names: Sequence[str]) -> str | None:
@@ -95,9 +89,8 @@ def number(minimum: float | None = None, *, below: float | None = None) -> Reade
     rule = " ".join(["a finite number", " and ".join(limits)]).strip()
 
     def read(value: Any, path: str) -> float:
-        real = float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
-        low, high = minimum is not None and real < minimum, below is not None and real >= below
-        if not math.isfinite(real) or low or high:
+        real = as_number(value)
+        if real is None or (minimum is not None and real < minimum) or (below is not None and real >= below):
             raise wrong_value(path, rule, value, "Use a number such as 0.001, without quotes")
         return real
 

@@ -13,9 +13,10 @@ import optax
 from jax.core import Tracer
 
 from jaxpipe._typing import PyTree
+from jaxpipe.config import shown
 from jaxpipe.errors import ConfigError
 
-from ._check import Reader, number, shown, unknown_name
+from ._check import Reader, number, unknown_name
 
 _LARGEST = float(np.finfo(np.float32).max)
 """Hyperparameters lie in float32; what is larger would become infinite there."""

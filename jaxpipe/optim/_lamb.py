@@ -65,7 +65,8 @@ def _build(values: Mapping[str, Any]) -> tuple[Factory, Hyperparams]:
     low, high = values["min_coeff"], values["max_coeff"]
     if low > high:
         path = f"{SECTION}.min_coeff"
-        raise ConfigError(f"{path} must be at most max_coeff={high}, but got {path}={low}. Swap the two.")
+        message = f"{path} must be at most max_coeff={high}, but got {path}={low}. Swap the two."
+        raise ConfigError(message, paths=[path])
 
     def factory(learning_rate: Any, b1: Any, b2: Any, weight_decay: Any) -> optax.GradientTransformation:
         return optax.chain(

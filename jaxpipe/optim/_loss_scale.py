@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxpipe.config import wrong_value
 from jaxpipe.errors import ConfigError
 
-from ._check import flag, integer, number, wrong_value
+from ._check import flag, integer, number
 
 _FACTOR = 2.0
 
@@ -87,7 +88,8 @@ class LossScaler:
             path = "fp16.min_loss_scale"
             raise ConfigError(
                 f"{path} must be above 0 and at most the initial scale of {scale:g}, but got {path}={smallest:g}. "
-                "Lower it, or raise fp16.initial_scale_power."
+                "Lower it, or raise fp16.initial_scale_power.",
+                paths=[path, "fp16.initial_scale_power"],
             )
 
     @classmethod

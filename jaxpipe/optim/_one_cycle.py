@@ -7,8 +7,10 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
+from jaxpipe.config import wrong_value
+
 from ._base import SECTION, LRSchedule, iteration_of, param, required
-from ._check import flag, integer, number, optional, wrong_value
+from ._check import flag, integer, number, optional
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,10 @@ from typing import Any
 
 import optax
 
+from jaxpipe.config import Collector, shown
 from jaxpipe.errors import ConfigError
 
-from ._check import shown, unknown_param
+from ._check import missing_param, unknown_param
 
 REJECTIONS = (TypeError, ValueError, AttributeError, LookupError, ArithmeticError, AssertionError, NotImplementedError)
 """What optax and JAX raise for arguments that they cannot use."""
@@ -57,18 +58,15 @@ def check_arguments(section: str, name: str, function: Callable[..., Any], argum
         arguments: The arguments by name.
 
     Raises:
-        ConfigError: One is unknown, or one without a default is missing.
+        ConfigError: Arguments are unknown, or such without a default are missing; all of them.
     """
     parameters = inspect.signature(function).parameters
-    for argument in arguments:
-        if argument not in parameters:
-            raise unknown_param(section, argument, parameters)
+    errors = Collector()
+    errors.add(unknown_param(section, argument, parameters) for argument in arguments if argument not in parameters)
     for parameter in parameters.values():
         if parameter.default is inspect.Parameter.empty and parameter.name not in arguments:
-            raise ConfigError(
-                f"{section}.{parameter.name} must be given for {name}, but got {section}.{parameter.name}=None. "
-                f"Add {parameter.name} to {section}."
-            )
+            errors.add([missing_param(section, parameter.name, name)])
+    errors.raise_all()
 
 
 def rejected(section: str, name: str, arguments: Mapping[str, Any], error: Exception) -> ConfigError:
@@ -86,5 +84,6 @@ def rejected(section: str, name: str, arguments: Mapping[str, Any], error: Excep
     first = (str(error).splitlines() or [type(error).__name__])[0]
     return ConfigError(
         f"{section} must be arguments that optax's {name} accepts, but got {section}={shown(dict(arguments))}, which "
-        f"fails with: {first} Correct the values as the documentation of optax's {name} asks."
+        f"fails with: {first} Correct the values as the documentation of optax's {name} asks.",
+        paths=[section],
     )

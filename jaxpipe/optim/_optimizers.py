@@ -10,11 +10,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxpipe.config import shown
 from jaxpipe.errors import ConfigError
 
 from ._adagrad import adagrad_recipe
 from ._adam import adam_recipe
-from ._check import shown, unknown_name
+from ._check import unknown_name
 from ._lamb import lamb_recipe
 from ._lion import lion_recipe
 from ._muon import muon_recipe

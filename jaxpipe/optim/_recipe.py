@@ -7,7 +7,9 @@ from typing import Any, TypeAlias
 
 import optax
 
-from ._check import Reader, unknown_param, wrong_value
+from jaxpipe.config import Collector, wrong_value
+
+from ._check import Reader, unknown_param
 
 SECTION = "optimizer.params"
 
@@ -55,31 +57,34 @@ def read_params(recipe: Recipe, params: Mapping[str, Any]) -> dict[str, Any]:
         All its parameters, defaults filled in.
 
     Raises:
-        ConfigError: A parameter is unknown or refused, of the wrong type or out of range.
+        ConfigError: Parameters are unknown or refused, of the wrong type or out of range; all of them.
     """
+    errors = Collector()
+    values = {name: default for name, (default, _) in recipe.params.items()}
     for name, value in params.items():
         path = f"{SECTION}.{name}"
-        if name in recipe.refused:
-            reason, repair = recipe.refused[name]
-            raise wrong_value(path, f"left out, because {reason}", value, repair)
-        if name in tuning_params():
-            if value not in (None, True, False):
-                raise wrong_value(path, "true, false or null", value, "Remove the key: it has no effect here")
-        elif name not in recipe.params:
-            raise unknown_param(SECTION, name, recipe.params)
-    return {
-        name: reader(params[name], f"{SECTION}.{name}") if name in params else default
-        for name, (default, reader) in recipe.params.items()
-    }
+        with errors.catch():
+            if name in recipe.refused:
+                reason, repair = recipe.refused[name]
+                raise wrong_value(path, f"left out, because {reason}", value, repair)
+            if name in tuning_params():
+                if value not in (None, True, False):
+                    raise wrong_value(path, "true, false or null", value, "Remove the key: it has no effect here")
+            elif name in recipe.params:
+                values[name] = recipe.params[name][1](value, path)
+            else:
+                raise unknown_param(SECTION, name, recipe.params)
+    errors.raise_all()
+    return values
 
 
 def warn_of_tuning(params: Mapping[str, Any]) -> None:
-    """Say once which parameters have no effect.
+    """Say once which parameters ask for something and have no effect.
 
     Args:
         params: `optimizer.params`.
     """
-    idle = sorted(set(params) & tuning_params())
+    idle = sorted(name for name in tuning_params() if params.get(name))
     if idle:
         names = ", ".join(f"{SECTION}.{name}" for name in idle)
         warnings.warn(f"{names} tunes PyTorch and has no effect here. Remove it.", UserWarning, stacklevel=3)

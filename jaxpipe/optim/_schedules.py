@@ -80,6 +80,7 @@ def _make_optax_schedule(name: str, function: Callable[..., Any], params: Mappin
     if shape != ():
         raise ConfigError(
             f"{SECTION} must give one rate per update, but got rates of shape={shape} from {name}. Use numbers, not "
-            "lists, for the rates."
+            "lists, for the rates.",
+            paths=[SECTION],
         )
     return learning_rate

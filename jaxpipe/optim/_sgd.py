@@ -76,7 +76,8 @@ def _build(values: Mapping[str, Any]) -> tuple[Factory, Hyperparams]:
         raise ConfigError(
             f"{path} must be false without a momentum or with a dampening, but got {path}=True, "
             f"momentum={values['momentum']:g} and dampening={dampening:g}. Set {SECTION}.momentum to for instance 0.9, "
-            "and leave dampening out."
+            "and leave dampening out.",
+            paths=[path],
         )
 
     def plain(learning_rate: Any, weight_decay: Any) -> optax.GradientTransformation:

@@ -52,7 +52,8 @@ class WarmupLR(LRSchedule):
             path = f"{SECTION}.warmup_max_lr"
             raise ConfigError(
                 f"{path} must be a number where the optimizer has no lr of its own, but got {path}=None. Set "
-                "warmup_max_lr, or optimizer.params.lr."
+                "warmup_max_lr, or optimizer.params.lr.",
+                paths=[path],
             )
 
     def __call__(self, count: ArrayLike) -> jax.Array:

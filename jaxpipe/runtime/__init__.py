@@ -16,6 +16,7 @@ from ._make import configure_model as configure_model
 from ._make import make_pipeline as make_pipeline
 from ._make import mesh_for as mesh_for
 from ._make import pipeline_settings as pipeline_settings
+from ._make import prepare as prepare
 from ._measure import measure_layers as measure_layers
 from ._pipeline import Pipeline as Pipeline
 from ._place import own as own
@@ -52,6 +53,7 @@ __all__ = [
     "make_pipeline",
     "measure_layers",
     "mesh_for",
+    "prepare",
     "microbatch_key",
     "pipeline_settings",
 ]

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxpipe.config import TrainConfig
+from jaxpipe.config import Collector, OptimizerSection, TrainConfig, shown
 from jaxpipe.errors import ConfigError
 from jaxpipe.optim import (
     factory_schedules,
@@ -20,7 +20,6 @@ from jaxpipe.optim import (
     with_schedule,
 )
 
-_SHOWN = 80
 _CONSTRUCTOR = "Pass the constructor, such as optimizer=optax.adamw or functools.partial(optax.sgd, momentum=0.9)"
 
 
@@ -56,58 +55,81 @@ def choose_optimizer(
         What to use.
 
     Raises:
-        ConfigError: The optimiser or the schedule is given in two places, is none, or has a wrong parameter; a schedule
-            is given for an optimiser that is built already, or for none; or a constructor without a schedule.
+        ConfigError: The optimiser or the schedule is given in two places, is none, or has wrong parameters; a schedule
+            is given for an optimiser that is built already, or for none; or a constructor without a schedule. All that
+            is wrong in one error.
     """
-    named, schedule_named = config.optimizer, config.scheduler
-    if optimizer is not None and named is not None:
-        raise _given_twice("optimizer", optimizer, named.type)
-    if lr_scheduler is not None and schedule_named is not None:
-        raise _given_twice("lr_scheduler", lr_scheduler, schedule_named.type, key="scheduler")
-    if lr_scheduler is not None:
-        _check_schedule(lr_scheduler)
-    if named is not None:
-        schedule = lr_scheduler or _named_schedule(config, lambda: optimizer_lr(named.type, named.params))
-        transformation = make_optimizer(named.type, named.params, schedule)
-        return ChosenOptimizer(transformation, schedule, hyperparam_schedules(named.type, named.params, schedule))
+    named, section = config.optimizer, config.scheduler
     is_constructor = callable(optimizer)
-    if not (optimizer is None or is_constructor or isinstance(optimizer, optax.GradientTransformation)):
+    errors = Collector()
+    if optimizer is not None and named is not None:
+        errors.add([_given_twice("optimizer", optimizer, named.type)])
+    if lr_scheduler is not None and section is not None:
+        errors.add([_given_twice("lr_scheduler", lr_scheduler, section.type, key="scheduler")])
+    if lr_scheduler is not None:
+        with errors.catch():
+            _check_schedule(lr_scheduler)
+    rate: float | None = 0.0  # stands in for that of a wrong optimizer, so that the schedule is checked all the same
+    with errors.catch():
+        if named is not None:
+            rate = optimizer_lr(named.type, named.params)
+        elif is_constructor:
+            rate = _default_rate(optimizer)
+    schedule = lr_scheduler
+    if section is not None:
+        schedule = optax.constant_schedule(0.0)  # likewise
+        with errors.catch():
+            schedule = make_schedule(section.type, section.params, rate)
+    chosen = ChosenOptimizer(None)
+    with errors.catch(compares=True):
+        if named is not None:
+            chosen = _named_optimizer(named, schedule)
+        elif is_constructor:
+            chosen = _constructed(optimizer, schedule)
+        else:
+            _check_finished(config, optimizer, lr_scheduler)
+            chosen = ChosenOptimizer(optimizer)
+    errors.raise_all()
+    return chosen
+
+
+def _named_optimizer(section: OptimizerSection, schedule: optax.Schedule | None) -> ChosenOptimizer:
+    transformation = make_optimizer(section.type, section.params, schedule)
+    return ChosenOptimizer(transformation, schedule, hyperparam_schedules(section.type, section.params, schedule))
+
+
+def _constructed(optimizer: Any, schedule: optax.Schedule | None) -> ChosenOptimizer:
+    if schedule is None:
+        raise ConfigError(
+            "optimizer must be built unless a schedule gives its learning rate, but got "
+            f"optimizer={shown(optimizer)} and no schedule. Call it, as in optax.adamw(3e-4), or give "
+            "lr_scheduler or the section scheduler.",
+            paths=["scheduler"],
+        )
+    return ChosenOptimizer(with_schedule(optimizer, schedule), schedule, factory_schedules(optimizer, schedule))
+
+
+def _check_finished(config: TrainConfig, optimizer: Any, lr_scheduler: Any) -> None:
+    if not (optimizer is None or isinstance(optimizer, optax.GradientTransformation)):
         raise ConfigError(
             "optimizer must be an optax transformation, or a constructor of one with an argument learning_rate, but "
-            f"got optimizer={_shown(optimizer)}. Pass for instance optax.adamw(3e-4)."
+            f"got optimizer={shown(optimizer)}. Pass for instance optax.adamw(3e-4)."
         )
-    if is_constructor:
-        schedule = lr_scheduler or _named_schedule(config, lambda: _default_rate(optimizer))
-        if schedule is None:
-            raise ConfigError(
-                "optimizer must be built unless a schedule gives its learning rate, but got "
-                f"optimizer={_shown(optimizer)} and no schedule. Call it, as in optax.adamw(3e-4), or give "
-                "lr_scheduler or the section scheduler."
-            )
-        return ChosenOptimizer(with_schedule(optimizer, schedule), schedule, factory_schedules(optimizer, schedule))
-    _check_no_schedule(config, optimizer, lr_scheduler)
-    return ChosenOptimizer(optimizer)
-
-
-def _check_no_schedule(config: TrainConfig, optimizer: Any, lr_scheduler: Any) -> None:
     section = config.scheduler
     if lr_scheduler is None and section is None:
         return
-    given = f"scheduler.type={section.type!r}" if section is not None else f"lr_scheduler={_shown(lr_scheduler)}"
+    given = f"scheduler.type={section.type!r}" if section is not None else f"lr_scheduler={shown(lr_scheduler)}"
     if optimizer is None:
         raise ConfigError(
             f"a learning-rate schedule must have an optimizer to act on, but got {given} and optimizer=None. "
-            f"{_CONSTRUCTOR}, or name one in the section optimizer."
+            f"{_CONSTRUCTOR}, or name one in the section optimizer.",
+            paths=["scheduler", "optimizer"],
         )
     raise ConfigError(
         "a learning-rate schedule must be given to an optimizer whose learning rate is open, but got "
-        f"{given} and the finished optimizer={_shown(optimizer)}. {_CONSTRUCTOR}."
+        f"{given} and the finished optimizer={shown(optimizer)}. {_CONSTRUCTOR}.",
+        paths=["scheduler"],
     )
-
-
-def _named_schedule(config: TrainConfig, base_lr: Callable[[], float | None]) -> optax.Schedule | None:
-    section = config.scheduler
-    return None if section is None else make_schedule(section.type, section.params, base_lr())
 
 
 def _default_rate(factory: Any) -> float | None:
@@ -135,7 +157,7 @@ def _check_schedule(schedule: Any) -> None:
             found = f"one that gives rates of shape={rate.shape}"
     raise ConfigError(
         "lr_scheduler must be a function of the number of updates that gives one rate, but got "
-        f"lr_scheduler={_shown(schedule)}, {found}. Pass for instance optax.cosine_decay_schedule(3e-4, 1000) or "
+        f"lr_scheduler={shown(schedule)}, {found}. Pass for instance optax.cosine_decay_schedule(3e-4, 1000) or "
         "jaxpipe.optim.WarmupLR(warmup_max_lr=3e-4)."
     )
 
@@ -143,11 +165,7 @@ def _check_schedule(schedule: Any) -> None:
 def _given_twice(name: str, value: Any, named: str, key: str | None = None) -> ConfigError:
     key = key or name
     return ConfigError(
-        f"{name} must be given in one place, but got {name}={_shown(value)} and {key}.type={named!r} in the "
-        f"configuration. Remove one of them."
+        f"{name} must be given in one place, but got {name}={shown(value)} and {key}.type={named!r} in the "
+        f"configuration. Remove one of them.",
+        paths=[key],
     )
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."

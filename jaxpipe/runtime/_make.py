@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +10,8 @@ import optax
 from jax.sharding import Mesh
 
 from jaxpipe._typing import PyTree
-from jaxpipe.checkpointing import settings_for, use_settings
-from jaxpipe.config import TrainConfig, load_config
+from jaxpipe.checkpointing import check_settings, settings_for
+from jaxpipe.config import BatchSizes, Collector, TrainConfig, load_config
 from jaxpipe.errors import ConfigError
 from jaxpipe.layers import PipelineModule
 from jaxpipe.optim import LossScaler
@@ -20,7 +20,7 @@ from jaxpipe.schedules import resolve_schedule
 from jaxpipe.topology import adopt_mesh, make_pipeline_mesh, mesh_shape, topology_for
 
 from ._batch import entry_struct
-from ._choose import choose_optimizer
+from ._choose import ChosenOptimizer, choose_optimizer
 from ._pipeline import Pipeline
 from ._settings import PipelineSettings
 
@@ -72,20 +72,73 @@ def make_pipeline(
         >>> int(state.step)
         1
     """
-    config = load_config(config)
-    model = configure_model(model, config)
-    chosen = choose_optimizer(config, optimizer, lr_scheduler)
+    errors = Collector()
+    config = load_config(config, errors)
+    model, chosen, mesh, sizes = prepare(model, config, optimizer, lr_scheduler, mesh, errors)
     if chosen.transformation is None:
         raise ConfigError(
             "a pipeline must have an optimizer, but got optimizer=None and a configuration without the section "
             "optimizer. Pass for instance optax.adamw(3e-4), or optax.identity() to evaluate only."
         )
-    mesh = mesh_for(model) if mesh is None else adopt_mesh(mesh)
-    sizes = config.batch_sizes(mesh_shape(mesh)["data"])
     entry_struct(example_batch, sizes.train_micro_batch_size_per_gpu, mesh_shape(mesh)["data"])
     num_microbatches, settings = sizes.gradient_accumulation_steps, pipeline_settings(config)
-    with use_settings(settings_for(config, mesh)):
+    with check_settings(settings_for(config, mesh)):
         return Pipeline(model, chosen.transformation, mesh, example_batch, num_microbatches, settings)
+
+
+class Prepared(NamedTuple):
+    """What a configuration makes of the arguments that come with it.
+
+    Attributes:
+        model: The model with the configuration's settings.
+        chosen: The optimiser and the schedule.
+        mesh: The mesh to run on.
+        sizes: The sizes of a batch.
+    """
+
+    model: PipelineModule
+    chosen: ChosenOptimizer
+    mesh: Mesh
+    sizes: BatchSizes
+
+
+def prepare(
+    model: PipelineModule,
+    config: TrainConfig,
+    optimizer: optax.GradientTransformation | Callable[..., optax.GradientTransformation] | None,
+    lr_scheduler: optax.Schedule | None,
+    mesh: Mesh | None,
+    errors: Collector,
+) -> Prepared:
+    """Hold a configuration against the model, the optimiser, the schedule and the devices.
+
+    Args:
+        model: The layers and their cut.
+        config: The configuration.
+        optimizer: As for `choose_optimizer`.
+        lr_scheduler: As for `choose_optimizer`.
+        mesh: The mesh; None: that of the model's topology.
+        errors: What was wrong with the configuration when it was read.
+
+    Returns:
+        What to build a pipeline from.
+
+    Raises:
+        JaxpipeError: What does not fit, together with `errors`: a `ConfigError` that lists it where it is more than
+            one thing.
+    """
+    chosen, sizes = ChosenOptimizer(None), BatchSizes(1, 1, 1)
+    with errors.catch(compares=True):
+        chosen = choose_optimizer(config, optimizer, lr_scheduler)
+    with errors.catch(compares=True):
+        model = configure_model(model, config)
+    with errors.catch(compares=True):
+        pipeline_settings(config)
+    with errors.catch(compares=True):
+        mesh = mesh_for(model) if mesh is None else adopt_mesh(mesh)
+        sizes = config.batch_sizes(mesh_shape(mesh)["data"])
+    errors.raise_all()
+    return Prepared(model, chosen, cast("Mesh", mesh), sizes)
 
 
 def mesh_for(model: PipelineModule, devices: Sequence[Any] | None = None) -> Mesh:
@@ -117,34 +170,38 @@ def configure_model(model: PipelineModule, config: TrainConfig) -> PipelineModul
 
     Raises:
         ConfigError: The configuration and the constructor say different things, or a limit on memory is set that
-            nothing keeps to.
+            nothing keeps to; all of it.
     """
-    section = config.pipeline
+    section, errors = config.pipeline, Collector()
     if section.stages not in ("auto", model.num_stages):
-        raise ConfigError(
+        message = (
             f"pipeline.stages must be the module's num_stages, but got pipeline.stages={section.stages} and "
             f"num_stages={model.num_stages}. Change one of them, or leave pipeline.stages at 'auto'."
         )
+        errors.add([ConfigError(message, paths=["pipeline.stages"])])
     changes: dict[str, Any] = {}
     if section.partition != "best":
-        asked = section.partition
-        given = model.partition_method
-        _check_agreement("pipeline.partition", asked, "partition_method", given, "parameters")
-        changes["partition_method"] = asked
+        changes["partition_method"] = section.partition
+        with errors.catch():
+            _check_agreement("pipeline.partition", section.partition, model, "partition_method", "parameters")
     if section.activation_checkpoint_interval:
-        name, asked = "activation_checkpoint_interval", section.activation_checkpoint_interval
-        _check_agreement(f"pipeline.{name}", asked, name, model.activation_checkpoint_interval, 0)
-        changes[name] = asked
+        name = "activation_checkpoint_interval"
+        changes[name] = section.activation_checkpoint_interval
+        with errors.catch():
+            _check_agreement(f"pipeline.{name}", section.activation_checkpoint_interval, model, name, 0)
     if section.seed_layers is not None:
-        _check_agreement("pipeline.seed_layers", section.seed_layers, "seed_layers", model.seed_layers, False)
         changes["seed_layers"] = section.seed_layers
+        with errors.catch():
+            _check_agreement("pipeline.seed_layers", section.seed_layers, model, "seed_layers", False)
     if config.compute_dtype != "float32":
-        given = None if model.compute_dtype is None else jnp.dtype(model.compute_dtype).name
-        key = "bf16.enabled" if config.bf16.enabled else "fp16.enabled"
-        _check_agreement(f"the dtype of {key}=True", config.compute_dtype, "compute_dtype", given, None)
         changes["compute_dtype"] = config.compute_dtype
-    model = model.replace(**changes) if changes else model
-    _check_memory_limit(config, model)
+        key = "bf16.enabled" if config.bf16.enabled else "fp16.enabled"
+        with errors.catch():
+            _check_agreement(key, config.compute_dtype, model, "compute_dtype", None)
+    with errors.catch(compares=True):
+        model = model.replace(**changes) if changes else model
+        _check_memory_limit(config, model)
+    errors.raise_all()
     return model
 
 
@@ -159,17 +216,21 @@ def pipeline_settings(config: TrainConfig) -> PipelineSettings:
 
     Raises:
         ScheduleError: The schedule is unknown, or cannot have so many chunks.
+        ConfigError: The loss scale cannot start where it is to; or it and the schedule are both wrong.
     """
-    section = config.pipeline
+    section, errors = config.pipeline, Collector()
     num_chunks = None if section.num_chunks == "auto" else section.num_chunks
     max_pending = None if section.max_pending_weights == "auto" else section.max_pending_weights
     if section.schedule != "auto":
-        resolve_schedule(section.schedule, num_chunks, max_pending)
+        with errors.catch():
+            resolve_schedule(section.schedule, num_chunks, max_pending)
     scaler = None
     if config.fp16.enabled:
-        scaler = LossScaler.from_section(config.fp16)
+        with errors.catch():
+            scaler = LossScaler.from_section(config.fp16)
     elif config.bf16.enabled and config.bf16.check_grad_overflow:
         scaler = LossScaler.none()
+    errors.raise_all()
     return PipelineSettings(
         schedule=section.schedule,
         num_chunks=num_chunks,
@@ -186,10 +247,15 @@ def pipeline_settings(config: TrainConfig) -> PipelineSettings:
     )
 
 
-def _check_agreement(key: str, asked: Any, name: str, given: Any, default: Any) -> None:
+def _check_agreement(path: str, asked: Any, model: PipelineModule, name: str, default: Any) -> None:
+    given = getattr(model, name)
+    if name == "compute_dtype" and given is not None:
+        given = jnp.dtype(given).name
     if given not in (default, asked):
+        key = f"the dtype of {path}=True" if name == "compute_dtype" else path
         raise ConfigError(
-            f"{key} must not contradict the module, but got {key}={asked!r} and {name}={given!r}. Say it in one place."
+            f"{key} must not contradict the module, but got {key}={asked!r} and {name}={given!r}. Say it in one place.",
+            paths=[path],
         )
 
 
@@ -201,5 +267,6 @@ def _check_memory_limit(config: TrainConfig, model: PipelineModule) -> None:
         "pipeline.memory_limit_gb must be set only where a choice keeps to it, which the schedule 'auto' and the "
         f"partition 'profile' do, but got pipeline.memory_limit_gb={section.memory_limit_gb!r}, "
         f"pipeline.schedule={section.schedule!r} and partition_method={model.partition_method!r}. Remove it, or use "
-        "one of the two."
+        "one of the two.",
+        paths=["pipeline.memory_limit_gb", "pipeline.schedule", "pipeline.partition"],
     )

@@ -11,8 +11,11 @@ from jax.sharding import AxisType
 
 from jaxpipe import checkpointing
 from jaxpipe.checkpointing import RecomputeSettings
+from jaxpipe.config import ConfigWarning
 from jaxpipe.errors import ConfigError
 from jaxpipe.topology import PipelineParallelGrid, PipeModelDataParallelTopology
+
+pytestmark = pytest.mark.filterwarnings("ignore:No effect. checkpoint_in_cpu .*the devices are CPUs")
 
 
 @pytest.fixture(autouse=True)
@@ -106,7 +109,7 @@ def test_a_refused_call_changes_nothing() -> None:
     ],
 )
 def test_what_has_no_effect_says_so_once(arguments: dict[str, Any]) -> None:
-    with pytest.warns(UserWarning, match="No effect in JAX") as caught:
+    with pytest.warns(UserWarning, match="^No effect: ") as caught:
         checkpointing.configure(None, **arguments)
     assert len(caught) == 1
     assert caught[0].filename == __file__
@@ -115,6 +118,29 @@ def test_what_has_no_effect_says_so_once(arguments: dict[str, Any]) -> None:
 def test_the_warning_names_argument_key_and_substitute() -> None:
     with pytest.warns(UserWarning, match=r"synchronize \(activation_checkpointing.synchronize_.*jax.profiler"):
         checkpointing.configure(None, synchronize=True)
+
+
+def test_host_memory_of_cpus_is_their_own() -> None:
+    match = r"^No effect: checkpoint_in_cpu \(activation_checkpointing.cpu_checkpointing\): the devices are CPUs.*GPUs"
+    with pytest.warns(ConfigWarning, match=match):
+        checkpointing.settings_for(_section(cpu_checkpointing=True))
+    with pytest.warns(ConfigWarning, match=match):
+        checkpointing.configure(None, checkpoint_in_cpu=True)
+
+
+@pytest.mark.parametrize(("shape", "axes"), [((2, 2), ("stage", "data")), ((2, 1), ("stage", "model"))])
+def test_activations_are_not_shared_without_an_axis_for_it(shape: tuple[int, ...], axes: tuple[str, ...]) -> None:
+    mesh = jax.make_mesh(shape, axes, axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[: shape[0] * shape[1]])
+    match = r"^No effect: partition_activations \(activation_.*no axis 'model' .* use PipeModelDataParallelTopology"
+    with pytest.warns(ConfigWarning, match=match):
+        checkpointing.settings_for(_section(partition_activations=True), mesh)
+
+
+def test_activations_are_shared_over_an_axis_for_it() -> None:
+    mesh = jax.make_mesh((1, 2), ("stage", "model"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:2])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        checkpointing.settings_for(_section(partition_activations=True), mesh)
 
 
 def test_set_num_layers_has_no_effect() -> None:

@@ -140,7 +140,7 @@ def test_ways_to_give_a_configuration(given: str, tmp_path: Path) -> None:
         ({"config": {"train_batch_sise": 8}}, r"train_batch_sise is not a known key\. Did you mean train_batch_size"),
         (
             {"config": {"zero_optimization": {"stage": 3}}},
-            r"zero_optimization\.stage must be 0 or 1, but got zero_optimization\.stage=3\. Use 1: in a pipeline",
+            r"zero_optimization\.stage must be 0 or 1, but got zero_optimization\.stage=3\. Use 1: stage 3 would",
         ),
         ({"config": {"train_batch_size": 7, **CONFIG}}, r"7 != 2 x 2 x 1\. Use train_batch_size=4"),
         ({"config": {}}, r"must be given train_batch_size or train_micro_batch_size_per_gpu.*Add one of the two keys"),
@@ -308,3 +308,54 @@ def test_training_data_that_a_batch_fn_brings_into_form() -> None:
     engine, *_ = initialize(training_data=data)
     engine.set_batch_fn(lambda batch: (batch["x"], batch["y"]))
     assert np.isfinite(float(engine.train_batch()))
+
+
+def test_all_that_is_wrong_with_a_configuration_comes_in_one_error() -> None:
+    config = {
+        "train_batch_size": 7,
+        "train_micro_batch_size_per_gpu": 2,
+        "tensor_parallel": {"autotp_size": 2},
+        "fp16": {"enabled": True, "min_loss_scale": 1e9},
+        "pipeline": {"stages": 3, "schedule": "1f2b", "activation_checkpoint_interval": 1},
+        "optimizer": {"type": "Adam", "params": {"lr": "auto", "betas": [0.9, 1.0], "torch_adma": True}},
+        "scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 10**400, "cycle_first_step": 3}},
+    }
+    with pytest.raises(ConfigError, match=r"^The configuration must be changed in 12 places:\n  - ") as error:
+        jaxpipe.initialize(model=module(activation_checkpoint_interval=2), config=config)
+    expected = {
+        "tensor_parallel",
+        "optimizer.params.lr",
+        "optimizer.params.betas[1]",
+        "optimizer.params.torch_adma",
+        "scheduler.params.cycle_min_lr",
+        "scheduler.params.cycle_first_step",
+        "scheduler.params.cycle_max_lr",
+        "pipeline.stages",
+        "pipeline.activation_checkpoint_interval",
+        *("fp16.min_loss_scale", "fp16.initial_scale_power"),
+        *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"),
+    }
+    assert set(error.value.paths) == expected
+    assert "1f2b" in str(error.value)
+    with pytest.raises(ConfigError) as again:
+        jaxpipe.make_pipeline(module(activation_checkpoint_interval=2), None, config, None, entry())
+    assert set(again.value.paths) == expected
+
+
+def test_nothing_is_said_of_what_follows_from_a_refusal() -> None:
+    config = {
+        "train_batch_size": "auto",
+        "gradient_accumulation_steps": 2,
+        "optimizer": {"type": "OneBitAdam", "params": {"freeze_step": 3, "cuda_aware": False}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}},
+    }
+    with pytest.raises(ConfigError, match=r"belongs to Hugging Face's Trainer") as error:
+        jaxpipe.initialize(model=module(), config=config)
+    assert error.value.paths == ("train_batch_size", "optimizer.type", "scheduler.params.warmup_num_steps")
+
+
+def test_an_error_of_the_optimizer_names_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text('{"train_batch_size": 4, "optimizer": {"type": "Adam", "params": {"lr": -1}}}')
+    with pytest.raises(ConfigError, match=r"^optimizer.params.lr must be .*=-1. Use .*\(Read from .*config.json.\)$"):
+        jaxpipe.initialize(model=module(), config=file)
