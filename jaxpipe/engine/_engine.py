@@ -1,7 +1,7 @@
 """`PipelineEngine`: the object that holds the training state and calls the compiled step."""
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,8 +16,8 @@ from jaxpipe.errors import PipelineError
 from jaxpipe.launch import Heartbeat
 from jaxpipe.layers import PipelineModule
 from jaxpipe.processes import log
-from jaxpipe.runtime import ChosenOptimizer, Hyperparams, Pipeline, TrainState, own, pipeline_settings
-from jaxpipe.topology import PipelineParallelGrid, ProcessTopology, mesh_shape
+from jaxpipe.runtime import ChosenOptimizer, Hyperparams, Pipeline, TrainState, model_topology, own, pipeline_settings
+from jaxpipe.topology import PipelineParallelGrid, mesh_shape, rank_devices
 
 from ._checkpoints import Checkpoints
 from ._counts import BatchCounts
@@ -58,7 +58,8 @@ class PipelineEngine(TrainingReports, BatchCounts, ModuleState, Checkpoints, Eng
         config: The configuration.
         mesh: The devices, axes `stage` and `data`.
         data_shard: The replicas whose samples this process feeds; all of them where there is one process.
-        grid: Ranks and groups of this topology, as DeepSpeed counts them, for this process's first device.
+        grid: Ranks and groups of the module's topology, for this process's first device. Rank r is the device at
+            the topology's r-th place: `jax.devices()[r]`, unless a mesh was given.
         global_steps: Batches trained so far, those whose update was skipped included.
         global_samples: Samples trained so far.
 
@@ -86,8 +87,8 @@ class PipelineEngine(TrainingReports, BatchCounts, ModuleState, Checkpoints, Eng
         BatchCounts.__init__(self, config.batch_sizes(shape["data"]), shape["data"])
         Checkpoints.__init__(self, config)
         self.module, self.config, self.mesh = module, config, mesh
-        axes = ["pipe" if axis == "stage" else axis for axis in shape]
-        self.grid = PipelineParallelGrid(ProcessTopology(axes, list(shape.values())), _first_place(mesh))
+        topology = model_topology(module, mesh)
+        self.grid = PipelineParallelGrid(topology, _first_rank(rank_devices(topology, mesh)))
         self.global_steps = 0
         self.global_samples = 0
         optimizer = optax.identity() if self.optimizer is None else self.optimizer
@@ -383,7 +384,6 @@ class PipelineEngine(TrainingReports, BatchCounts, ModuleState, Checkpoints, Eng
         return any(device.process_index == jax.process_index() for device in self.mesh.devices[stage].flat)
 
 
-def _first_place(mesh: Mesh) -> int:
-    """Place on the mesh, row-major, of this process's first device."""
-    places = [i for i, device in enumerate(mesh.devices.flat) if device.process_index == jax.process_index()]
-    return places[0] if places else 0
+def _first_rank(devices: Sequence[Any]) -> int:
+    """The rank of this process's first device; 0 where it has none."""
+    return next((rank for rank, device in enumerate(devices) if device.process_index == jax.process_index()), 0)

@@ -18,6 +18,7 @@ from ._make import mesh_for as mesh_for
 from ._make import pipeline_settings as pipeline_settings
 from ._make import prepare as prepare
 from ._measure import measure_layers as measure_layers
+from ._model_axis import model_topology as model_topology
 from ._pipeline import Pipeline as Pipeline
 from ._place import own as own
 from ._place import place_everywhere as place_everywhere
@@ -55,5 +56,6 @@ __all__ = [
     "mesh_for",
     "prepare",
     "microbatch_key",
+    "model_topology",
     "pipeline_settings",
 ]

@@ -10,33 +10,41 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from jaxpipe._typing import Path, PyTree
 from jaxpipe.errors import LayerError, TopologyError
-from jaxpipe.layers import ModelTrace, PipelineModule, flatten_dict, format_struct, unflatten_dict, with_axes
+from jaxpipe.layers import (
+    ModelTrace,
+    PipelineModule,
+    flatten_dict,
+    format_struct,
+    unflatten_dict,
+    with_axes,
+)
+from jaxpipe.topology import ProcessTopology, mesh_shape, mesh_topology
 
 
-def check_axes(module: PipelineModule, lengths: Mapping[str, int]) -> None:
-    """Compare the mesh's axes `stage` and `model` with what the module was given.
+def model_topology(module: PipelineModule, mesh: Mesh) -> ProcessTopology:
+    """The topology that numbers the places of a mesh, as the module was given it.
 
     Args:
         module: The model.
-        lengths: Lengths of the mesh's axes.
+        mesh: A pipeline's mesh.
+
+    Returns:
+        The module's own; where it was given a number of stages alone, the axes of the mesh.
 
     Raises:
-        TopologyError: They differ.
+        TopologyError: The mesh has other lengths than the module.
     """
-    if lengths["stage"] != module.num_stages:
+    num_stages = mesh_shape(mesh)["stage"]
+    if num_stages != module.num_stages:
         raise TopologyError(
-            f"the mesh's stage axis must be num_stages={module.num_stages} long, but got stage={lengths['stage']}. "
+            f"the mesh's stage axis must be num_stages={module.num_stages} long, but got stage={num_stages}. "
             "Make the mesh from the module's topology, or change num_stages."
         )
-    topology, num_model = module.given_topology, lengths.get("model", 0)
-    if topology is not None and "model" in topology.axes and topology.get_dim("model") != num_model:
-        raise TopologyError(
-            f"the mesh's model axis must be as long as that of the module's topology ({topology.describe()}), but got "
-            f"model={num_model or 'none'}. Make the mesh from the topology, or change the topology."
-        )
+    return mesh_topology(mesh, module.given_topology)
 
 
 def trace_places(

@@ -29,7 +29,7 @@ from ._evaluate import EvaluateLoop
 from ._feed import WHOLE
 from ._init import StageInit
 from ._leafwise import check_sharded
-from ._model_axis import Places, check_axes, check_whole_outputs, trace_places
+from ._model_axis import Places, check_whole_outputs, model_topology, trace_places
 from ._objective import Objective
 from ._params import ModelParams
 from ._parts import StageParts
@@ -127,7 +127,7 @@ class Pipeline:
         self._recompute = current_settings()
         shape = mesh_shape(self.mesh)
         num_model = shape.get("model", 0)
-        check_axes(module, shape)
+        model_topology(module, self.mesh)
         self.num_replicas = shape["data"]
         self.microbatch_size = infer_microbatch_size(example, self.num_replicas)
         self._entry = entry_struct(example, self.microbatch_size, self.num_replicas)

@@ -4,6 +4,8 @@ from ._grid import PipelineParallelGrid as PipelineParallelGrid
 from ._mesh import adopt_mesh as adopt_mesh
 from ._mesh import make_pipeline_mesh as make_pipeline_mesh
 from ._mesh import mesh_shape as mesh_shape
+from ._mesh import mesh_topology as mesh_topology
+from ._mesh import rank_devices as rank_devices
 from ._process import PipeDataParallelTopology as PipeDataParallelTopology
 from ._process import PipeModelDataParallelTopology as PipeModelDataParallelTopology
 from ._process import ProcessTopology as ProcessTopology
@@ -17,5 +19,7 @@ __all__ = [
     "adopt_mesh",
     "make_pipeline_mesh",
     "mesh_shape",
+    "mesh_topology",
+    "rank_devices",
     "topology_for",
 ]

@@ -113,5 +113,49 @@ def adopt_mesh(mesh: Mesh) -> Mesh:
     return _auto_mesh(mesh.devices.transpose([mesh.axis_names.index(axis) for axis in axes]), axes)
 
 
+def mesh_topology(mesh: Mesh, given: ProcessTopology | None = None) -> ProcessTopology:
+    """The topology that numbers the places of a mesh.
+
+    Args:
+        mesh: A pipeline's mesh.
+        given: The topology of the model; None: the model has only a number of stages.
+
+    Returns:
+        The given topology; else one with the axes `pipe`, `data`, and `model` where the mesh has it, in this order,
+        which is that of `topology_for`.
+
+    Raises:
+        TopologyError: An axis of the mesh is not as long as that of the given topology.
+    """
+    lengths = mesh_shape(mesh)
+    if given is None:
+        names = [axis for axis, name in _MESH_AXES.items() if name in lengths]
+        return ProcessTopology(names, list(lengths.values()))
+    dims = pipeline_dims(given)
+    for axis, name in _MESH_AXES.items():
+        if lengths.get(name, 1) != dims.get(axis, 1):
+            raise TopologyError(
+                f"the mesh's {name} axis must be as long as the axis {axis!r} of the module's topology "
+                f"({given.describe()}), but got {name}={lengths.get(name, 'none')}. Make the mesh from the topology, "
+                "or give the module num_stages instead of a topology."
+            )
+    return given
+
+
+def rank_devices(topology: ProcessTopology, mesh: Mesh) -> list[Any]:
+    """The devices of a mesh in the order of a topology's ranks.
+
+    Args:
+        topology: A topology whose axes are as long as the mesh's.
+        mesh: The mesh.
+
+    Returns:
+        For each rank the device at its coordinate.
+    """
+    names = {name: axis for axis, name in _MESH_AXES.items()}
+    coords = map(topology.get_coord, range(topology.world_size()))
+    return [mesh.devices[tuple(getattr(at, names[name], 0) for name in mesh.axis_names)] for at in coords]
+
+
 def _auto_mesh(devices: np.ndarray, axes: tuple[str, ...]) -> Mesh:
     return Mesh(devices, axes, axis_types=(AxisType.Auto,) * len(axes))
