@@ -1,15 +1,25 @@
 """Batches on their way to the engine."""
 
+from ._leaves import array_fault as array_fault
+from ._leaves import host_array as host_array
 from ._loaders import BatchLoader as BatchLoader
 from ._loaders import RepeatingLoader as RepeatingLoader
 from ._shard import Shard as Shard
 from ._shard import process_shard as process_shard
+from ._stack import MicrobatchStack as MicrobatchStack
+from ._stack import split_entry as split_entry
 from ._stack import stack_microbatches as stack_microbatches
+from ._stack import structures_differ as structures_differ
 
 __all__ = [
     "BatchLoader",
+    "MicrobatchStack",
     "RepeatingLoader",
     "Shard",
+    "array_fault",
+    "host_array",
     "process_shard",
+    "split_entry",
     "stack_microbatches",
+    "structures_differ",
 ]

@@ -1,6 +1,6 @@
 """Stacking pytrees of arrays on the host."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -8,8 +8,59 @@ import numpy as np
 
 from jaxpipe.errors import DataError
 
+from ._leaves import host_array
+
 _ENTRY = ("inputs", "labels", "side")
-_NUMERIC_KINDS = "biufcV"  # V: bfloat16 and other types that numpy does not know itself
+
+
+class MicrobatchStack:
+    """The microbatches of one step, each copied into its place as it comes.
+
+    An iterator may yield the same array again with other values: what it does to an entry after it was added is not
+    seen here.
+
+    Args:
+        num_microbatches: How many there will be.
+    """
+
+    def __init__(self, num_microbatches: int) -> None:
+        self._parts = [_TreeStack(num_microbatches, name, "entry") for name in _ENTRY]
+        self._num_parts = 0
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def add(self, entry: Any) -> None:
+        """Copy the next microbatch.
+
+        Args:
+            entry: `(inputs, labels)` or `(inputs, labels, side)`, as a tuple or list; each part any pytree of arrays or
+                numbers, alike in all entries.
+
+        Raises:
+            DataError: It is not such a tuple, or structure, shapes or dtypes are not those of the first; the message
+                names leaf and entry.
+        """
+        split = split_entry(entry, f"entry {self._count}")
+        self._num_parts = self._num_parts or len(entry)
+        if len(entry) != self._num_parts:
+            raise DataError(
+                f"All microbatches of a step must have equally many parts, but got {self._num_parts} in entry 0 and "
+                f"{len(entry)} in entry {self._count}. Yield the side inputs always or never."
+            )
+        for part, tree in zip(self._parts, split, strict=True):
+            part.add(tree)
+        self._count += 1
+
+    def batch(self) -> tuple[Any, Any, dict[str, Any]]:
+        """The stacked microbatches.
+
+        Returns:
+            `(inputs, labels, side)`, every leaf a read-only numpy array `[num_microbatches, ...]` of the entries' dtype.
+        """
+        inputs, labels, side = (part.tree() for part in self._parts)
+        return inputs, labels, side
 
 
 def stack_microbatches(entries: Sequence[Any]) -> tuple[Any, ...]:
@@ -20,8 +71,7 @@ def stack_microbatches(entries: Sequence[Any]) -> tuple[Any, ...]:
             pytree of arrays or numbers, alike in all entries.
 
     Returns:
-        One tuple of the same parts, every leaf a numpy array `[num_microbatches, ...]` of the entries' dtype. They are
-        read-only, so that nothing has to copy them again on their way to the devices.
+        One tuple of the same parts, every leaf a read-only numpy array `[num_microbatches, ...]` of the entries' dtype.
 
     Raises:
         DataError: There is no entry, an entry is not such a tuple, or structures, shapes or dtypes differ; the message
@@ -29,23 +79,41 @@ def stack_microbatches(entries: Sequence[Any]) -> tuple[Any, ...]:
     """
     if not entries:
         raise DataError("A step must have at least one microbatch, but got entries=[]. Give one entry per microbatch.")
-    for index, entry in enumerate(entries):
-        if not isinstance(entry, tuple | list) or len(entry) not in (2, 3):
-            what = f"{type(entry).__name__}" + (f" of {len(entry)}" if isinstance(entry, tuple | list) else "")
-            raise DataError(
-                f"A microbatch must be a tuple (inputs, labels) or (inputs, labels, side), but got entry {index} = "
-                f"a {what}. Yield such tuples, or map them with set_batch_fn."
-            )
-        if len(entry) != len(entries[0]):
-            raise DataError(
-                f"All microbatches of a step must have equally many parts, but got {len(entries[0])} in entry 0 and "
-                f"{len(entry)} in entry {index}. Yield the side inputs always or never."
-            )
-    parts = zip(_ENTRY, zip(*entries, strict=True), strict=False)
-    stacked = tuple(stack_trees(part, name, "entry") for name, part in parts)
-    for leaf in jax.tree.leaves(stacked):
-        leaf.flags.writeable = False
-    return stacked
+    stack = MicrobatchStack(len(entries))
+    for entry in entries:
+        stack.add(entry)
+    return stack.batch()[: len(entries[0])]
+
+
+def split_entry(entry: Any, name: str) -> tuple[Any, Any, dict[str, Any]]:
+    """The inputs, labels and side inputs of a microbatch.
+
+    Args:
+        entry: `(inputs, labels)` or `(inputs, labels, side)`, as a tuple or list; `side` may be None.
+        name: What the entry is called, for messages.
+
+    Returns:
+        `(inputs, labels, side)`; `side` is empty where there is none.
+
+    Raises:
+        DataError: It is not such a tuple, or `side` is no dictionary with names as keys.
+    """
+    if not isinstance(entry, tuple | list) or len(entry) not in (2, 3):
+        what = f"{type(entry).__name__}" + (f" of {len(entry)}" if isinstance(entry, tuple | list) else "")
+        raise DataError(
+            f"A microbatch must be a tuple (inputs, labels) or (inputs, labels, side), but got {name} = a {what}. "
+            "Yield such tuples, or map them with set_batch_fn."
+        )
+    inputs, labels, side = (*entry, None)[:3]
+    if side is None:
+        return inputs, labels, {}
+    if not isinstance(side, Mapping) or not all(isinstance(key, str) for key in side):
+        what = f"the keys {[*side]}" if isinstance(side, Mapping) else f"a {type(side).__name__}"
+        raise DataError(
+            "The side inputs of a microbatch must be a dictionary, from the names of layers' arguments to arrays, but "
+            f"got side = {what} in {name}. Yield (inputs, labels, {{'mask': mask}}) for a layer with an argument mask."
+        )
+    return inputs, labels, dict(side)
 
 
 def stack_trees(trees: Sequence[Any], name: str, item: str) -> Any:
@@ -60,27 +128,46 @@ def stack_trees(trees: Sequence[Any], name: str, item: str) -> Any:
         A pytree of numpy arrays `[len(trees), ...]`.
 
     Raises:
-        DataError: A leaf is not numeric, or structures, shapes or dtypes differ.
+        DataError: A leaf is no array of numbers, or structures, shapes or dtypes differ.
     """
-    structure = jax.tree.structure(trees[0])
-    columns: list[list[np.ndarray]] = [[] for _ in range(structure.num_leaves)]
-    for index, tree in enumerate(trees):
-        if jax.tree.structure(tree) != structure:
-            raise _structures_differ(trees[0], tree, name, f"{item} {index}", f"{item} 0")
-        for column, (path, leaf) in zip(columns, jax.tree.leaves_with_path(tree), strict=True):
-            array = np.asarray(leaf)
-            where = name + jax.tree_util.keystr(path)
-            _check_leaf(array, column[0] if column else array, where, f"{item} {index}", f"{item} 0")
-            column.append(array)
-    return jax.tree.unflatten(structure, [np.stack(column) for column in columns])
+    stack = _TreeStack(len(trees), name, item)
+    for tree in trees:
+        stack.add(tree)
+    return stack.tree()
 
 
-def _check_leaf(array: np.ndarray, first: np.ndarray, where: str, this: str, other: str) -> None:
-    if array.dtype.kind not in _NUMERIC_KINDS:
-        raise DataError(
-            f"A leaf of a batch must be an array of numbers, but got {where} of dtype {array.dtype} in {this}. "
-            "Encode it as numbers, or leave it out."
-        )
+class _TreeStack:
+    """Pytrees stacked leaf by leaf along a new leading dim, one after another."""
+
+    def __init__(self, size: int, name: str, item: str) -> None:
+        self._size, self._name, self._item = size, name, item
+        self._first: Any = None
+        self._columns: list[np.ndarray] = []
+        self._count = 0
+
+    def add(self, tree: Any) -> None:
+        structure = jax.tree.structure(tree)
+        if not self._count:
+            self._first = jax.tree.map(lambda _: 0, tree)
+        elif structure != jax.tree.structure(self._first):
+            raise structures_differ(self._first, tree, self._name, f"{self._item} {self._count}", f"{self._item} 0")
+        for i, (path, leaf) in enumerate(jax.tree.leaves_with_path(tree)):
+            where, this = self._name + jax.tree_util.keystr(path), f"{self._item} {self._count}"
+            array = host_array(leaf, f"{where} in {this}")
+            if not self._count:
+                self._columns.append(np.empty((self._size, *array.shape), array.dtype))
+            column = self._columns[i]
+            _check_alike(array, column[0], where, this, f"{self._item} 0")
+            column[self._count] = array
+        self._count += 1
+
+    def tree(self) -> Any:
+        for column in self._columns:  # read-only, so that nothing copies them again on their way to the devices
+            column.flags.writeable = False
+        return jax.tree.unflatten(jax.tree.structure(self._first), self._columns)
+
+
+def _check_alike(array: np.ndarray, first: np.ndarray, where: str, this: str, other: str) -> None:
     for what, got, expected in (("shape", array.shape, first.shape), ("dtype", array.dtype, first.dtype)):
         if got != expected:
             raise DataError(
@@ -89,13 +176,27 @@ def _check_leaf(array: np.ndarray, first: np.ndarray, where: str, this: str, oth
             )
 
 
-def _structures_differ(first: Any, tree: Any, name: str, this: str, other: str) -> DataError:
+def structures_differ(first: Any, tree: Any, name: str, this: str, other: str) -> DataError:
+    """The error for two trees of different structure.
+
+    Args:
+        first: The tree that the other one should be like.
+        tree: The other one.
+        name: What both are called; paths to leaves begin with it.
+        this: Where the other one was found.
+        other: Where the first one was found.
+
+    Returns:
+        An error that names the first leaf that one of them lacks.
+    """
     paths = [
         {name + jax.tree_util.keystr(path): None for path, _ in jax.tree.leaves_with_path(t)} for t in (first, tree)
     ]
     missing = [path for path in paths[0] if path not in paths[1]]
     unexpected = [path for path in paths[1] if path not in paths[0]]
-    if missing:
+    if missing and unexpected:
+        problem = f"{unexpected[0]} in place of {missing[0]} in {this}"
+    elif missing:
         problem = f"no {missing[0]} in {this}"
     elif unexpected:
         problem = f"an additional {unexpected[0]} in {this}"

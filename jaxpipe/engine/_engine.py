@@ -152,7 +152,8 @@ class PipelineEngine(TrainingReports, BatchCounts, ModuleState, Checkpoints, Eng
             caller goes on. `float(loss)` waits for it.
 
         Raises:
-            StopIteration: The iterator ended; nothing has changed.
+            StopIteration: The iterator ended; nothing has changed. Where it ended within the batch, the log names the
+                microbatches that are lost.
             PipelineError: There is no optimiser or no iterator, or gradients overflowed at the smallest loss scale, now
                 or in a batch before.
             DataError: An entry does not fit its neighbours or the batches before; nothing has changed.
@@ -232,11 +233,11 @@ class PipelineEngine(TrainingReports, BatchCounts, ModuleState, Checkpoints, Eng
             The model's outputs: arrays `[num_samples, ...]`, on every device.
 
         Raises:
-            DataError: There is no sample, leaves disagree on how many there are, or structure or dtypes are not those
-                of the batches before.
+            DataError: There is no sample, leaves disagree on how many there are, one is no array of numbers, or
+                structure or dtypes are not those of the batches before.
             LayerError: Outputs have no dim of samples.
         """
-        batch, num_samples = split_samples(inputs, side or {}, self.micro_batch_size * self._num_replicas)
+        batch, num_samples = split_samples(inputs, side, self.micro_batch_size * self._num_replicas)
         num_microbatches = jax.tree.leaves(batch)[0].shape[0]
         pipeline = self._cache.for_batch(batch, num_microbatches, has_labels=False, is_whole=True)
         check_outputs(pipeline)
@@ -311,8 +312,12 @@ class PipelineEngine(TrainingReports, BatchCounts, ModuleState, Checkpoints, Eng
         has_labels: bool = True,
         is_training: bool = False,
     ) -> tuple[Pipeline, Batch]:
+        what = f"step {self.global_steps + 1}" if is_training else "an evaluation"
+
         def read() -> tuple[Pipeline, Batch]:
-            batch = self._source.pull(data_iter, num_microbatches, has_labels=has_labels, is_training=is_training)
+            batch = self._source.pull(
+                data_iter, num_microbatches, what=what, has_labels=has_labels, is_training=is_training
+            )
             return self._cache.for_batch(batch, num_microbatches, has_labels=has_labels), batch
 
         if jax.process_count() > 1:

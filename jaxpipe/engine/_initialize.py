@@ -14,7 +14,7 @@ from jaxpipe.errors import ConfigError
 from jaxpipe.launch import init_distributed, names_other_processes
 from jaxpipe.layers import PipelineModule
 from jaxpipe.processes import handshake
-from jaxpipe.runtime import ConfigLike, prepare
+from jaxpipe.runtime import ConfigLike, prepare, read_params
 
 from ._engine import PipelineEngine
 from ._unpipelined import UnpipelinedEngine, as_one_stage
@@ -82,6 +82,7 @@ def initialize(  # noqa: PLR0913  # DeepSpeed's arguments
             optimiser that is built already; an argument that has no meaning here; or a configuration that is wrong or
             contradicts the model.
         TopologyError: Devices, mesh and stages do not fit.
+        LayerError: `model_parameters` holds something that is no array of floating-point numbers.
         LaunchError: The environment is half set, or other processes do not answer.
         JaxpipeError: What building the pipeline raises, where shapes are known.
 
@@ -113,6 +114,8 @@ def initialize(  # noqa: PLR0913  # DeepSpeed's arguments
     errors = Collector()
     settings = config_from_args(args, config, config_params, errors)
     module, chosen, mesh, sizes = prepare(module, settings, optimizer, lr_scheduler, mesh, errors)
+    if model_parameters is not None:
+        model_parameters = read_params(model_parameters)
     if jax.process_count() > 1:
         handshake(mesh, HANDSHAKE_TIMEOUT_S)
     loader = None

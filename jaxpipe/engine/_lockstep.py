@@ -53,20 +53,20 @@ class Lockstep:
         if jax.process_count() == 1:
             return read()
         found: tuple[T, Batch] | None = None
-        own, failure, is_over = None, "", False
+        own, failure, over = None, "", None
         try:
             found = read()
-        except StopIteration:
-            is_over = True
+        except StopIteration as end:
+            over = end
         except Exception as error:  # noqa: BLE001  # raised again below, when all processes know
             own, failure = error, f"{type(error).__name__}\n{error}"
         form = "" if found is None else format_struct(struct_of(found[1]))
         content = 0 if found is None or self._is_checked else _checksum(found[1])
-        said = gather_numbers([bool(failure), is_over, zlib.crc32(form.encode()), content, self._shard.index])
+        said = gather_numbers([bool(failure), over is not None, zlib.crc32(form.encode()), content, self._shard.index])
         if said[:, 0].any():
             raise_together(own, gather_texts(failure))
-        if said[:, 1].all():
-            raise StopIteration
+        if over is not None and said[:, 1].all():
+            raise over
         if said[:, 1].any():
             raise DataError(
                 f"the data of all processes must end after the same batch, but got the end in process "

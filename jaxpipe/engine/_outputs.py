@@ -7,8 +7,10 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.tree_util import keystr
 
 from jaxpipe._typing import PyTree
+from jaxpipe.data import host_array, split_entry
 from jaxpipe.errors import DataError, LayerError
 from jaxpipe.layers import format_struct
 from jaxpipe.runtime import Pipeline
@@ -16,28 +18,32 @@ from jaxpipe.runtime import Pipeline
 from ._source import Batch
 
 
-def split_samples(inputs: PyTree, side: Mapping[str, PyTree], size: int) -> tuple[Batch, int]:
+def split_samples(inputs: PyTree, side: Mapping[str, PyTree] | None, size: int) -> tuple[Batch, int]:
     """Cut samples into microbatches of all replicas, the last one filled up with copies of the last sample.
 
     Args:
         inputs: Leaves `[num_samples, ...]`.
-        side: Side inputs, likewise.
+        side: Side inputs, likewise; None: none.
         size: Samples per microbatch over all replicas.
 
     Returns:
         `(inputs, (), side)` with leaves `[num_microbatches, size, ...]`, and the number of samples.
 
     Raises:
-        DataError: There is no sample, or leaves disagree on how many there are.
+        DataError: There is no sample, leaves disagree on how many there are, or one is no array of numbers.
     """
     if hasattr(inputs, "__next__"):
         raise DataError(
             f"predict must be given the inputs of all samples as arrays, but got a {type(inputs).__name__}. For "
             "an iterator call eval_batch(data_iter, return_logits=True, compute_loss=False)."
         )
-    named = {"inputs": jax.tree.map(np.asarray, inputs), "side": jax.tree.map(np.asarray, dict(side))}
+    given, _, given_side = split_entry((inputs, (), side), "predict")
+    named = {
+        name: jax.tree.map_with_path(lambda path, leaf, name=name: host_array(leaf, name + keystr(path)), tree)
+        for name, tree in (("inputs", given), ("side", given_side))
+    }
     counts = {
-        name + jax.tree_util.keystr(path): leaf.shape[0] if leaf.ndim else None
+        name + keystr(path): leaf.shape[0] if leaf.ndim else None
         for name, tree in named.items()
         for path, leaf in jax.tree.leaves_with_path(tree)
     }

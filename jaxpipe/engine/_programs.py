@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 
 from jaxpipe._typing import Path, PyTree
 from jaxpipe.checkpointing import RecomputeSettings, check_settings, use_settings
+from jaxpipe.data import structures_differ
 from jaxpipe.errors import DataError
 from jaxpipe.layers import PipelineModule, flatten_dict, format_struct, struct_of
 from jaxpipe.partition import profile_source
@@ -196,13 +197,15 @@ class ProgramCache:
             like = self._like.get(name)
             if like is None or (name == "labels" and not has_labels):
                 continue
-            same = jax.tree.structure(given) == jax.tree.structure(like)
-            if not same or [x.dtype for x in jax.tree.leaves(given)] != [x.dtype for x in jax.tree.leaves(like)]:
-                raise DataError(
-                    f"the {name} of a microbatch must have the structure and dtypes of those before, "
-                    f"{format_struct(like)}, but got {name}={format_struct(given)}. Only shapes may change: convert "
-                    "them, or map entries with set_batch_fn."
-                )
+            if jax.tree.structure(given) != jax.tree.structure(like):
+                raise structures_differ(like, given, name, "this batch", "the batches before")
+            for (path, x), before in zip(jax.tree.leaves_with_path(given), jax.tree.leaves(like), strict=True):
+                if x.dtype != before.dtype:
+                    raise DataError(
+                        f"{name}{jax.tree_util.keystr(path)} must have the dtype of the batches before, which had "
+                        f"{format_struct(before)}, but got {format_struct(x)}. Only shapes may change: convert it, or "
+                        "map entries with set_batch_fn."
+                    )
 
     def _announce(self, struct: Any, num_microbatches: int, has_labels: bool) -> None:
         """Say that a program will be compiled, and make room for it."""

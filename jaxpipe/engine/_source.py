@@ -1,12 +1,14 @@
 """Where the engine's microbatches come from."""
 
+import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jaxpipe._typing import PyTree
-from jaxpipe.data import stack_microbatches
+from jaxpipe.data import MicrobatchStack
 from jaxpipe.errors import DataError, PipelineError
+from jaxpipe.processes import log
 
 Entry = Sequence[PyTree]
 Batch = tuple[PyTree, PyTree, PyTree]
@@ -103,14 +105,18 @@ class MicrobatchSource:
         data_iter: Iterator[Entry] | None,
         num_microbatches: int,
         *,
+        what: str = "a batch",
         has_labels: bool = True,
         is_training: bool = False,
     ) -> Batch:
         """Pull a batch.
 
+        Entries that are pulled for a batch which cannot be completed are lost: they are named, not given again.
+
         Args:
             data_iter: The iterator; None: the one that is set.
             num_microbatches: How many entries to take.
+            what: What the batch is for, for messages.
             has_labels: False leaves the labels of every entry out, whatever they are.
             is_training: Whether the batch will be trained; the place of this iterator is what `get_state` tells.
 
@@ -118,9 +124,10 @@ class MicrobatchSource:
             `(inputs, labels, side)` with leaves `[num_microbatches, ...]`, as numpy arrays.
 
         Raises:
-            StopIteration: The iterator ended.
+            StopIteration: The iterator ended; where it did so within a batch, with words and a line in the log.
             PipelineError: There is no iterator.
             DataError: It is none, or its entries do not stack.
+            Exception: What the iterator raised, with a note of how many entries it had given.
         """
         iterator = self._data_iter if data_iter is None else _checked_iterator(data_iter)
         if iterator is None:
@@ -131,15 +138,32 @@ class MicrobatchSource:
         if is_training:
             self._trained = iterator
             self._resume(iterator)
-        entries = []
-        for _ in range(num_microbatches):
-            entry = next(iterator)
-            entry = entry if self._batch_fn is None else self._batch_fn(entry)
-            if not has_labels and isinstance(entry, tuple | list) and len(entry) in (2, 3):
-                entry = (entry[0], (), *entry[2:])
-            entries.append(entry)
-        inputs, labels, side = (*stack_microbatches(entries), {})[:3]
-        return inputs, labels, side
+        stack = MicrobatchStack(num_microbatches)
+        try:
+            while len(stack) < num_microbatches:
+                stack.add(self._mapped(next(iterator), has_labels=has_labels))
+        except Exception as error:
+            if not len(stack):
+                raise
+            lost = f"after {len(stack)} of {num_microbatches} microbatches of {what}, which are lost"
+            if isinstance(error, StopIteration):
+                message = (
+                    f"the data ended {lost}: nothing was computed from them. Give a multiple of {num_microbatches} "
+                    "entries, or RepeatingLoader(...), which goes round without end."
+                )
+                # Loops take StopIteration for the end of an epoch, so that its words alone would not be seen.
+                log(logging.WARNING, "%s", message)
+                raise StopIteration(message) from error
+            error.add_note(f"This came from data_iter {lost}: nothing was computed from them.")
+            raise
+        return stack.batch()
+
+    def _mapped(self, entry: Any, *, has_labels: bool) -> Any:
+        """An entry in the form of `(inputs, labels)` or `(inputs, labels, side)`."""
+        entry = entry if self._batch_fn is None else self._batch_fn(entry)
+        if not has_labels and isinstance(entry, tuple | list) and len(entry) in (2, 3):
+            entry = (entry[0], (), *entry[2:])
+        return entry
 
 
 def _put(iterator: Any, state: Any) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from jaxpipe._typing import PyTree
 from jaxpipe.layers import flatten_dict, unflatten_dict
-from jaxpipe.runtime import Pipeline, TrainState
+from jaxpipe.runtime import Pipeline, TrainState, read_params
 
 
 class ModuleState(ABC):
@@ -52,7 +52,8 @@ class ModuleState(ABC):
             collections: What `module_collections` returned; None: they stay.
 
         Raises:
-            LayerError: Parameters are missing, unexpected or of another shape, and `strict` is true; nothing changed.
+            LayerError: Parameters are missing, unexpected or of another shape, and `strict` is true; or one is no array
+                of floating-point numbers. Nothing changed.
             PipelineError: No shapes are known yet.
         """
         tree = state_dict if strict else merge_state_dict(self.module_state_dict(), state_dict)
@@ -71,8 +72,11 @@ def merge_state_dict(present: PyTree, given: PyTree) -> PyTree:
 
     Returns:
         The present tree with every parameter replaced that `given` has in the same shape.
+
+    Raises:
+        LayerError: A leaf is no array of floating-point numbers.
     """
-    now, new = flatten_dict(present), flatten_dict(given)
+    now, new = flatten_dict(present), flatten_dict(read_params(given))
     fits = {
         path: new[path] for path, leaf in now.items() if path in new and tuple(new[path].shape) == tuple(leaf.shape)
     }

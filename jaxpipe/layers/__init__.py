@@ -3,6 +3,8 @@
 from ._axes import call_on_one as call_on_one
 from ._axes import with_axes as with_axes
 from ._build import NamedLayer as NamedLayer
+from ._model_axis import unbox as unbox
+from ._model_axis import with_model_axis as with_model_axis
 from ._module import PipelineModule as PipelineModule
 from ._nnx import AuxLoss as AuxLoss
 from ._nnx import Metric as Metric
@@ -50,6 +52,7 @@ __all__ = [
     "program_key",
     "split_path",
     "struct_of",
+    "unbox",
     "unflatten_dict",
     "value_numbers",
     "vocab_cross_entropy",

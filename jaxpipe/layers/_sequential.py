@@ -15,7 +15,7 @@ from ._build import NamedLayer
 from ._initial import init_layer, init_params, seeded_keys
 from ._precision import cast_floats
 from ._run import Extras, Runner, compose_layers
-from ._trace import ModelTrace, as_arrays, trace_layers
+from ._trace import ModelTrace, as_arrays, format_struct, struct_of, trace_layers
 from ._tree import flatten_dict, layer_view
 
 
@@ -238,10 +238,20 @@ class SequentialModel:
         """The loss of one microbatch as `(sum, weight)`, or `(mean, None)`, in float32 where the model casts.
 
         Raises:
-            LayerError: It is neither a scalar nor `(sum, weight)`.
+            LayerError: It is neither a scalar nor `(sum, weight)`, or `loss_fn` fails with these outputs and labels.
         """
         if self.compute_dtype is not None:
             outputs = cast_floats(outputs, "float32")
         loss_fn = self.loss_fn
-        result = outputs if loss_fn is None else call_on_one(self.has_model_axis, loss_fn, outputs, labels)
+        try:
+            result = outputs if loss_fn is None else call_on_one(self.has_model_axis, loss_fn, outputs, labels)
+        except (JaxpipeError, FloatingPointError):  # the latter is what jax_debug_nans looks for
+            raise
+        except Exception as error:
+            given = f"outputs {format_struct(struct_of(outputs))}, labels {format_struct(struct_of(labels))}"
+            failure = f"{type(error).__name__} while tracing loss_fn with {given}: {str(error).rstrip('.')}"
+            raise LayerError(
+                f"loss_fn must take the model's outputs and the labels of a microbatch, but got {failure}. Let the "
+                "data yield such labels as loss_fn expects, or change loss_fn."
+            ) from error
         return checked_loss(result, has_loss_fn=loss_fn is not None)

@@ -100,26 +100,30 @@ class ModelTrace:
         return merge_layers(self.paths, self.params)
 
 
-def struct_of(tree: PyTree) -> PyTree:
+def struct_of(tree: PyTree, name: str = "") -> PyTree:
     """Shapes and dtypes of a tree of arrays or Python numbers, as they are once on a device.
+
+    Args:
+        tree: The tree.
+        name: What it is called, for messages; paths to leaves begin with it.
 
     Raises:
         LayerError: A leaf is neither an array nor a number.
     """
 
-    def one(leaf: Any) -> jax.ShapeDtypeStruct:
+    def one(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
         dtype = getattr(leaf, "dtype", None)
         if dtype is None:
             if not isinstance(leaf, (bool, int, float, complex)):
                 raise LayerError(
-                    f"every leaf of a batch must be an array or a number, but got {type(leaf).__name__} {leaf!r}. "
-                    "Convert it, or leave it out of the batch."
+                    f"every leaf of a batch must be an array or a number, but got {name}{jax.tree_util.keystr(path)} = "
+                    f"{type(leaf).__name__} {leaf!r}. Convert it, or leave it out of the batch."
                 )
             dtype = jnp.result_type(leaf)
         is_extended = jnp.issubdtype(dtype, jax.dtypes.extended)
         return jax.ShapeDtypeStruct(np.shape(leaf), dtype if is_extended else jax.dtypes.canonicalize_dtype(dtype))
 
-    return jax.tree.map(one, tree)
+    return jax.tree.map_with_path(one, tree)
 
 
 def as_arrays(tree: PyTree) -> PyTree:

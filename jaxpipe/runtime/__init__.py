@@ -6,6 +6,7 @@ from ._catalog import Leaf as Leaf
 from ._catalog import Span as Span
 from ._catalog import read_leaf as read_leaf
 from ._catalog import write_leaf as write_leaf
+from ._check_params import read_params as read_params
 from ._choose import ChosenOptimizer as ChosenOptimizer
 from ._choose import choose_optimizer as choose_optimizer
 from ._describe import describe_pipeline as describe_pipeline
@@ -37,6 +38,7 @@ __all__ = [
     "own",
     "place_everywhere",
     "read_leaf",
+    "read_params",
     "write_leaf",
     "state_arrays",
     "with_arrays",

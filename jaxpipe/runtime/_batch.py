@@ -5,10 +5,12 @@ from collections.abc import Sequence
 import jax
 
 from jaxpipe._typing import PyTree
+from jaxpipe.data import split_entry
 from jaxpipe.errors import DataError
 from jaxpipe.layers import format_struct, struct_of
 
 _PARTS = ("inputs", "labels", "side")
+_LISTS = " A list of numbers is a tree of scalars: make an array of it with numpy.asarray."
 
 
 def infer_microbatch_size(entry: Sequence[PyTree], num_replicas: int) -> int:
@@ -32,15 +34,18 @@ def entry_struct(
         Shapes and dtypes of `(inputs, labels, side)`; `side` is empty where it is not given.
 
     Raises:
-        DataError: The entry is not such a tuple, or a leaf has another leading size; the leaf is named.
+        DataError: The entry is not such a tuple, its side inputs are no dictionary, its inputs hold no array, or a leaf
+            has another leading size; the leaf is named.
+        LayerError: A leaf is neither an array nor a number.
     """
-    if not isinstance(entry, (tuple, list)) or len(entry) not in (2, 3):
+    parts = zip(_PARTS, split_entry(entry, "the entry"), strict=True)
+    inputs, labels, side = (struct_of(part, name) for name, part in parts)
+    struct = (inputs, labels, side)
+    if not jax.tree.leaves(inputs):
         raise DataError(
-            f"a microbatch must be a tuple (inputs, labels) or (inputs, labels, side), but got {type(entry).__name__}. "
-            "Yield such tuples, or map them with set_batch_fn."
+            f"the inputs of a microbatch must hold at least one array, but got inputs={inputs!r}. Yield "
+            "(inputs, labels) with the arrays that the first layer takes."
         )
-    inputs, labels, side = (*entry, {})[:3]
-    struct = (struct_of(inputs), struct_of(labels), struct_of(dict(side or {})))
     wanted = microbatch_size * num_replicas
     for name, part in zip(_PARTS, struct, strict=True):
         for path, leaf in jax.tree.leaves_with_path(part):
@@ -49,7 +54,7 @@ def entry_struct(
                     f"every leaf of a microbatch must have train_micro_batch_size_per_gpu * {replicas} = "
                     f"{microbatch_size} * {num_replicas} = {wanted} samples as its first dim, but got "
                     f"{name}{jax.tree_util.keystr(path)} = {format_struct(leaf)}. Yield {wanted} samples per entry, or "
-                    "change the batch sizes in the config."
+                    f"change the batch sizes in the config.{'' if leaf.shape else _LISTS}"
                 )
     return struct
 

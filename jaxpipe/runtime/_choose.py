@@ -110,6 +110,12 @@ def _constructed(optimizer: Any, schedule: optax.Schedule | None) -> ChosenOptim
 
 
 def _check_finished(config: TrainConfig, optimizer: Any, lr_scheduler: Any) -> None:
+    if isinstance(optimizer, optax.MultiSteps):
+        raise ConfigError(
+            "optimizer must update the parameters at every step, but got optimizer=optax.MultiSteps, which adds up "
+            "gradients itself. Pass the optimizer inside it, and set gradient_accumulation_steps in the config.",
+            paths=["optimizer"],
+        )
     if not (optimizer is None or isinstance(optimizer, optax.GradientTransformation)):
         raise ConfigError(
             "optimizer must be an optax transformation, or a constructor of one with an argument learning_rate, but "

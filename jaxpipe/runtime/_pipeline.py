@@ -256,9 +256,9 @@ class Pipeline:
             The state.
 
         Raises:
-            LayerError: A parameter is missing, unexpected or of another shape.
+            LayerError: A parameter is missing, unexpected, of another shape, or no array of floating-point numbers.
         """
-        check_params(tree, flatten_dict(self._whole.tree()))
+        tree = check_params(tree, flatten_dict(self._whole.tree()))
         made = StageInit(self.module, self._whole, self._params, self._key)
         held = made.collections if collections is None else lambda stage: collections
         return self._state(lambda stage: self._params.subtree(stage, tree), held)
@@ -267,9 +267,9 @@ class Pipeline:
         """The state with other parameters; everything else stays.
 
         Raises:
-            LayerError: A parameter is missing, unexpected or of another shape.
+            LayerError: A parameter is missing, unexpected, of another shape, or no array of floating-point numbers.
         """
-        check_params(tree, flatten_dict(self._whole.tree()))
+        tree = check_params(tree, flatten_dict(self._whole.tree()))
         params = self._place(lambda stage: self._params.subtree(stage, tree))
         return dataclasses.replace(state, params=params)
 

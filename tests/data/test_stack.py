@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpipe.data import stack_microbatches
+from jaxpipe.data import MicrobatchStack, stack_microbatches
 from jaxpipe.errors import DataError
 
 
@@ -26,11 +26,12 @@ def test_every_leaf_gets_a_leading_dim(num_microbatches: int) -> None:
 
 
 def test_side_inputs_lists_and_empty_labels() -> None:
-    stacked = stack_microbatches([[np.zeros(2), None, (1, 2)]] * 3)
+    stacked = stack_microbatches([[np.zeros(2), None, {"a": 1, "b": (1, 2)}]] * 3)
     assert isinstance(stacked, tuple)
     assert stacked[0].shape == (3, 2)
     assert stacked[1] is None
-    np.testing.assert_array_equal(stacked[2][1], [2, 2, 2])
+    np.testing.assert_array_equal(stacked[2]["b"][1], [2, 2, 2])
+    assert stack_microbatches([(1, 2, None), (1, 2, {})])[2] == {}
 
 
 def test_arrays_of_jax_keep_their_dtype() -> None:
@@ -63,7 +64,7 @@ def test_an_entry_that_is_no_pair(entry: Any, what: str) -> None:
 
 def test_side_inputs_only_sometimes() -> None:
     with pytest.raises(DataError, match=r"got 2 in entry 0 and 3 in entry 1. Yield the side inputs always or never"):
-        stack_microbatches([(1, 2), (1, 2, 3)])
+        stack_microbatches([(1, 2), (1, 2, {"a": 3})])
 
 
 def test_shapes_that_differ() -> None:
@@ -84,6 +85,7 @@ def test_dtypes_that_differ() -> None:
         ({"a": 1, "b": 2}, {"a": 1}, r"no inputs\['b'\] in entry 1"),
         ({"a": 1}, {"a": 1, "b": 2}, r"an additional inputs\['b'\] in entry 1"),
         ((1, None), (1, 2), r"an additional inputs\[1\] in entry 1"),
+        (1, {"a": 1}, r"inputs\['a'\] in place of inputs in entry 1"),
         ([1, 2], (1, 2), r"PyTreeDef\(\(\*, \*\)\) in entry 1 and PyTreeDef\(\[\*, \*\]\) in entry 0"),
     ],
 )
@@ -94,9 +96,123 @@ def test_structures_that_differ(first: Any, second: Any, problem: str) -> None:
         stack_microbatches([(first, 0), (second, 0)])
 
 
-@pytest.mark.parametrize("leaf", ["text", b"bytes", object()])
-def test_leaves_that_are_no_numbers(leaf: Any) -> None:
+def _deleted() -> jax.Array:
+    array = jnp.ones((2, 3))
+    array.delete()
+    return array
+
+
+class _Unreadable:
+    """As a tensor of another library that cannot be an array of numpy."""
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
+        raise RuntimeError("requires grad\nsecond line")
+
+
+@pytest.mark.parametrize(
+    ("leaf", "match"),
+    [
+        ("text", r" = 'text', of dtype <U4\. Encode it as numbers"),
+        (b"bytes", r" = b'bytes', of dtype .*\. Encode it as numbers"),
+        (object(), r" = <object .*of dtype object\. Encode it"),
+        ({1, 2}, r" = \{1, 2\}, of dtype object\. Encode it"),
+        (10**30, r" = 10+, of dtype object\. Encode it"),
+        (np.array([1, None]), r" = array\(\[1, None\], dtype=object\), of dtype object\. Encode it"),
+        (np.array([[None] * 99] * 9), r" = array\(.*\.\.\., of dtype object\. Encode it"),
+        (np.array(["2020"], "M8[D]"), r" = .*of dtype datetime64\[D\]\. Encode it"),
+        (np.zeros(2, [("a", "f4")]), r" = .*of dtype \[\('a', '<f4'\)\]\. Encode it"),
+        (np.zeros(2, "V8"), r" = .*of dtype \|V8\. Encode it"),
+        (np.zeros(2, np.longdouble), r" = an array of float128\. Convert it to float32"),
+        (
+            np.ma.masked_array(np.zeros((2, 3)), True),
+            r" = a masked array of float64\[2, 3\]\. Fill it, and pass its mask",
+        ),
+        (jax.random.key(0), r" = PRNG keys, key<fry>\[\]\. Pass jax\.random\.key_data\(keys\)"),
+        (jax.random.split(jax.random.key(0), 2), r" = PRNG keys, key<fry>\[2\]\. Pass jax\.random"),
+        (_deleted(), r" = an array that has been deleted or donated, float32\[2, 3\]\. Keep a copy"),
+        (jax.ShapeDtypeStruct((2,), np.float32), r" = the shape float32\[2\] without values\. Give an array"),
+        (_Unreadable(), r" = a _Unreadable that numpy cannot read \(RuntimeError: requires grad\)\. Convert it"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_leaves_that_are_no_numbers(leaf: Any, match: str) -> None:
+    with pytest.raises(DataError, match=r"array of numbers, but got side\['name'\] in entry 1" + match):
+        stack_microbatches([(1, 2, {"name": 0}), (1, 2, {"name": leaf})])
+
+
+@pytest.mark.parametrize(
+    ("leaf", "values"),
+    [
+        (np.array([1, 10**12]), "from 1 to 1000000000000"),
+        (-(10**10), "from -10000000000 to -10000000000"),
+        (np.array([2**32], np.uint64), "from 4294967296 to 4294967296"),
+    ],
+)
+def test_integers_that_a_device_would_cut_off(leaf: Any, values: str) -> None:
     with pytest.raises(
-        DataError, match=r"array of numbers, but got side\['name'\] of dtype .* in entry 0. Encode it as"
+        DataError, match=rf"labels in entry 0 with values {values}\. Use smaller numbers, or jax\.config"
     ):
-        stack_microbatches([(1, 2, {"name": leaf})])
+        stack_microbatches([(1, leaf)])
+    assert stack_microbatches([(1, np.array([2**31 - 1]))])[1].dtype == np.int64
+
+
+@pytest.mark.parametrize(
+    ("side", "what"),
+    [
+        (np.zeros((2, 3)), "a ndarray"),
+        ([np.zeros(2)], "a list"),
+        ((1, 2), "a tuple"),
+        (0, "a int"),
+        ({0: 1}, r"the keys \[0\]"),
+    ],
+)
+def test_side_inputs_that_are_no_dictionary(side: Any, what: str) -> None:
+    with pytest.raises(DataError, match=rf"must be a dictionary, .*got side = {what} in entry 1\. Yield \(inputs, l"):
+        stack_microbatches([(1, 2, {}), (1, 2, side)])
+
+
+def test_an_array_that_is_filled_anew_for_each_microbatch() -> None:
+    def entries() -> Any:
+        held = np.zeros((2, 3), np.float32)
+        for index in range(3):
+            held[:] = index
+            yield held, {"labels": held[0]}
+
+    stack = MicrobatchStack(3)
+    for entry in entries():
+        stack.add(entry)
+    inputs, labels, side = stack.batch()
+    np.testing.assert_array_equal(inputs[:, 0, 0], [0, 1, 2])
+    np.testing.assert_array_equal(labels["labels"][:, 0], [0, 1, 2])
+    assert side == {}
+
+
+class _Tensor:
+    """As a tensor of another library on the processor."""
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
+        return np.arange(3, dtype=np.float16)
+
+
+@pytest.mark.parametrize(
+    ("leaf", "wanted"),
+    [
+        (np.float32(2), np.float32(2)),
+        (True, np.bool_(True)),
+        (np.arange(3, dtype=">i4"), np.arange(3, dtype=np.int32)),
+        (np.arange(3, dtype=">f8"), np.arange(3, dtype=np.float64)),
+        (np.asfortranarray(np.ones((2, 3))), np.ones((2, 3))),
+        (np.arange(6)[::-2], np.array([5, 3, 1])),
+        (np.broadcast_to(np.float32(1), (2, 3)), np.ones((2, 3), np.float32)),
+        (jnp.arange(3, dtype=jnp.int8), np.arange(3, dtype=np.int8)),
+        (np.ones(2, jnp.float8_e4m3fn), np.ones(2, jnp.float8_e4m3fn)),
+        (np.zeros((0, 3), np.int64), np.zeros((0, 3), np.int64)),
+        (_Tensor(), np.arange(3, dtype=np.float16)),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_leaves_that_are_taken(leaf: Any, wanted: np.ndarray) -> None:
+    [stacked] = jax.tree.leaves(stack_microbatches([({"x": leaf}, None)] * 2)[0])
+    np.testing.assert_array_equal(stacked, np.stack([wanted] * 2))
+    assert stacked.dtype == wanted.dtype
+    assert jnp.asarray(stacked).shape == (2, *wanted.shape)

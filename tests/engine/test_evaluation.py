@@ -152,7 +152,7 @@ def test_predicting_with_side_inputs() -> None:
         ),
         ({}, r"got no arrays\. Add the dim"),
         (iter([1]), r"predict must be given.*got a list_iterator\. For an iterator call eval_batch\(data_iter, return"),
-        (np.zeros((2, FEATURES), np.int32), r"dtypes of those before, float32\[4, 4\], but got inputs=int32\[4, 4\]"),
+        (np.zeros((2, FEATURES), np.int32), r"inputs must have the dtype .*float32\[4, 4\], but got int32\[4, 4\]"),
     ],
 )
 def test_inputs_that_cannot_be_predicted(engine: PipelineEngine, inputs: Any, match: str) -> None:

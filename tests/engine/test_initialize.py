@@ -136,6 +136,10 @@ def test_ways_to_give_a_configuration(given: str, tmp_path: Path) -> None:
         ({"loss_fn": cross_entropy}, r"loss_fn must be None with a PipelineModule.*<function cross.*Write PipelineM"),
         ({"mpu": 3}, r"mpu must be None.*got mpu=3\. Instead, .*PipelineModule\(topology=\.\.\.\)"),
         ({"optimizer": 3e-4}, r"optimizer must be an optax transformation, or.*got optimizer=0\.0003\. Pass"),
+        (
+            {"optimizer": optax.MultiSteps(SGD, 2)},
+            r"got optimizer=optax\.MultiSteps, which adds up .*set gradient_accumulation_steps in the config",
+        ),
         ({"config": {"train_batch_size": 8, "pipeline": {"stages": 4}}}, r"pipeline\.stages=4 and num_stages=2\. Ch"),
         ({"config": {"train_batch_sise": 8}}, r"train_batch_sise is not a known key\. Did you mean train_batch_size"),
         (
@@ -272,6 +276,37 @@ def test_initial_parameters() -> None:
     late, *_ = initialize(model=model, model_parameters={"layers": {}})
     with pytest.raises(LayerError, match=r"missing layers/0_Embed/Embed_0/embedding.*Give a tree as"):
         late.train_batch(iter([entry()] * 2))
+
+
+@pytest.mark.parametrize(
+    ("leaf", "match"),
+    [
+        ("text", r" = a str\. Convert"),
+        ([[1.0]], r" = a list\. Convert"),
+        (1.0, r" = a float\. Convert"),
+        (None, r" = a NoneType\. Convert"),
+        (np.ones((2, 2), np.int32), r" = int32\[2, 2\]\. Convert them, as in numpy\.asarray"),
+        (np.ones((2, 2), bool), r" = bool\[2, 2\]\. Convert"),
+        (np.ones((2, 2), object), r" = .*of dtype object\. Convert"),
+        (np.ma.masked_array(np.ones(2), True), r" = a masked array of float64\[2\]\. Convert"),
+        (jax.random.key(0), r" = PRNG keys, key<fry>\[\]\. Convert"),
+        (jax.ShapeDtypeStruct((2,), np.float32), r" = the shape float32\[2\] without values\. Convert"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_model_parameters_that_are_no_arrays(leaf: Any, match: str) -> None:
+    """Refused at once, though no shapes are known."""
+    tree = {"layers": {"0_Embed": {"Embed_0": {"embedding": leaf}}}}
+    with pytest.raises(LayerError, match=r"every parameter must be .*got layers/0_Embed/Embed_0/embedding" + match):
+        initialize(model_parameters=tree)
+
+
+@pytest.mark.parametrize("given", [[np.ones(2)], iter(()), np.ones(2)], ids=["list", "iterator", "array"])
+def test_model_parameters_that_are_no_tree(given: Any) -> None:
+    """Such as the list of torch's `parameters()`."""
+    match = rf"must be a tree of dictionaries, but got a {type(given).__name__}\. Give a tree as PipelineModule\.init"
+    with pytest.raises(LayerError, match=match):
+        initialize(model_parameters=given)
 
 
 def test_training_data_is_shuffled_each_epoch_from_the_seed() -> None:

@@ -104,7 +104,7 @@ def test_shapes_of_anything_as_it_is_on_a_device(leaf: Any, text: str) -> None:
 
 
 def test_what_is_no_array_is_refused() -> None:
-    with pytest.raises(LayerError, match="array or a number, but got str 'cat'. Convert it"):
+    with pytest.raises(LayerError, match=r"array or a number, but got \['label'\] = str 'cat'. Convert it"):
         struct_of({"x": X, "label": "cat"})
 
 

@@ -80,8 +80,8 @@ def spoiled(tree: Any, name: str) -> Any:
 @pytest.mark.parametrize(
     ("name", "match"),
     [
-        ("missing", r"got 1 differences: missing layers/0_Dense/kernel\. Give a tree as PipelineModule\.init"),
-        ("unexpected", r"got 1 differences: unexpected layers/0_Dense/extra\. Give a tree"),
+        ("missing", r"got 1 difference: missing layers/0_Dense/kernel\. Give a tree as PipelineModule\.init"),
+        ("unexpected", r"got 1 difference: unexpected layers/0_Dense/extra\. Give a tree"),
         ("shape", r"layers/1_Dense/bias is float32\[2, 2\], not float32\[300\]\. Give a tree"),
     ],
 )
@@ -92,6 +92,20 @@ def test_other_trees_are_refused(name: str, match: str) -> None:
     state = pipeline.init()
     with pytest.raises(LayerError, match=match):
         pipeline.replace_params(state, spoiled(tree, name))
+
+
+def test_parameters_in_boxes_of_flax_are_taken() -> None:
+    pipeline, tree = build([LayerSpec(nn.Dense, SIZE), LayerSpec(nn.Dense, SIZE)])
+    boxed = jax.tree.map(lambda x: nn.Partitioned(x, (None,) * x.ndim), tree)
+    states = [pipeline.init_from(given) for given in (tree, boxed)]
+    jax.tree.map(np.testing.assert_array_equal, *(pipeline.params_tree(state.params) for state in states))
+
+
+def test_complex_values_for_real_parameters_are_refused() -> None:
+    pipeline, tree = build([LayerSpec(nn.Dense, SIZE), LayerSpec(nn.Dense, SIZE)])
+    tree["layers"]["0_Dense"]["bias"] = np.zeros(SIZE, np.complex64)
+    with pytest.raises(LayerError, match=rf"layers/0_Dense/bias is complex64\[{SIZE}\], not float32\[{SIZE}\]\. Give"):
+        pipeline.init_from(tree)
 
 
 def test_many_differences_are_counted() -> None:

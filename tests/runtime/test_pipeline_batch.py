@@ -60,7 +60,7 @@ def test_batches_that_differ_from_the_example(pipeline: Pipeline, batch: Any, ma
 @pytest.mark.parametrize(
     ("entry", "match"),
     [
-        (TOKENS, r"must be a tuple \(inputs, labels\).*but got ndarray\. Yield such tuples"),
+        (TOKENS, r"must be a tuple \(inputs, labels\).*but got the entry = a ndarray\. Yield such tuples"),
         ((TOKENS,), r"must be a tuple \(inputs, labels\).*Yield such tuples"),
         ((TOKENS, TOKENS[:3]), r"2 \* 2 = 4 samples.*labels = int32\[3, 3\]\. Yield 4 samples"),
         ((TOKENS, {"a": TOKENS, "b": np.float32(1)}), r"labels\['b'\] = float32\[\]\. Yield 4 samples per entry, or"),

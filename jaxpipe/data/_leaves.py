@@ -1,0 +1,90 @@
+"""Leaves that are arrays of numbers, and what is wrong with others."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpipe.errors import DataError
+
+_SHOWN = 60
+
+
+def array_fault(leaf: Any) -> tuple[str, str] | None:
+    """What keeps a leaf from being an array of numbers.
+
+    Args:
+        leaf: Anything: an array of numpy or JAX, a number, an object with `__array__`.
+
+    Returns:
+        What it is instead, and the repair; None where nothing is wrong.
+    """
+    if isinstance(leaf, np.ma.MaskedArray):
+        return f"a masked array of {leaf.dtype}{list(leaf.shape)}", "Fill it, and pass its mask as an array of its own"
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return f"the shape {leaf.dtype}{list(leaf.shape)} without values", "Give an array"
+    if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer):
+        if leaf.is_deleted():
+            return (
+                f"an array that has been deleted or donated, {leaf.dtype}{list(leaf.shape)}",
+                "Keep a copy of what is given to a program that donates it",
+            )
+        if not (leaf.is_fully_addressable or leaf.is_fully_replicated):
+            return (
+                f"a global array that other processes hold parts of, {leaf.dtype}{list(leaf.shape)}",
+                "Give what this process is to feed, as an array of its own",
+            )
+        dtype: Any = leaf.dtype
+    else:
+        try:
+            dtype = np.asarray(leaf).dtype
+        except Exception as error:  # noqa: BLE001  # whatever the object's __array__ raises
+            first = (str(error).splitlines() or [""])[0]
+            return (
+                f"a {type(leaf).__name__} that numpy cannot read ({type(error).__name__}: {first})",
+                "Convert it to an array of numpy",
+            )
+    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        return (
+            f"PRNG keys, {dtype}{list(leaf.shape)}",
+            "Pass jax.random.key_data(keys), and wrap them where they are used",
+        )
+    # numpy's widest floats have a kind of their own on each machine, and XLA has none of them.
+    if dtype in (np.longdouble, np.clongdouble) and dtype.itemsize > np.dtype(np.complex128).itemsize // 2:
+        return f"an array of {dtype}", "Convert it to float32"
+    if not jnp.issubdtype(dtype, jnp.number) and dtype != np.bool_:
+        text = " ".join(repr(leaf).split())
+        shown = text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
+        return f"{shown}, of dtype {dtype}", "Encode it as numbers, or leave it out"
+    return None
+
+
+def host_array(leaf: Any, where: str) -> np.ndarray:
+    """A leaf of a batch as an array of numpy, in the machine's byte order.
+
+    Args:
+        leaf: Anything.
+        where: How errors name it.
+
+    Returns:
+        The array; it may share the leaf's memory.
+
+    Raises:
+        DataError: It is no array of numbers, or holds integers that the device would cut off.
+    """
+    fault = array_fault(leaf)
+    if fault is not None:
+        raise DataError(f"A leaf of a batch must be an array of numbers, but got {where} = {fault[0]}. {fault[1]}.")
+    array = np.asarray(leaf)
+    if not array.dtype.isnative:
+        array = array.astype(array.dtype.newbyteorder("="))
+    held = jax.dtypes.canonicalize_dtype(array.dtype)
+    if array.dtype.kind in "iu" and held != array.dtype and array.size:
+        limits, least, most = np.iinfo(held), array.min(), array.max()
+        if least < limits.min or most > limits.max:
+            raise DataError(
+                f"Integers of a batch must fit into {held}, which devices hold them in, but got {where} with values "
+                f"from {least} to {most}. Use smaller numbers, or jax.config.update('jax_enable_x64', True)."
+            )
+    return array

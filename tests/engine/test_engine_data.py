@@ -1,0 +1,168 @@
+"""What a user's iterator may do: yield anything, change its mind, end or fail in the middle of a batch."""
+
+import logging
+from collections.abc import Iterator
+from itertools import chain, repeat
+from typing import Any
+
+import flax.linen as nn
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from _small import FEATURES, MICROBATCH, build, entries, entry, mean_square, module
+
+from jaxpipe import LayerSpec, PipelineEngine
+from jaxpipe.errors import DataError, LayerError
+
+
+@pytest.fixture(scope="module")
+def engine() -> PipelineEngine:
+    return build(example_batch=entry())
+
+
+def before_and_after(engine: PipelineEngine) -> tuple[Any, ...]:
+    return engine.global_steps, engine.global_samples
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+def test_data_that_end_within_a_batch(engine: PipelineEngine, steps: int, caplog: pytest.LogCaptureFixture) -> None:
+    start = engine.global_steps
+    data = entries(count=2 * steps + 1)
+    for _ in range(steps):
+        engine.train_batch(data)
+    lost = (
+        rf"the data ended after 1 of 2 microbatches of step {start + steps + 1}, which are lost.*Give a multiple of 2"
+    )
+    with caplog.at_level(logging.WARNING, "jaxpipe"), pytest.raises(StopIteration, match=lost):
+        engine.train_batch(data)
+    assert [record.getMessage()[:39] for record in caplog.records] == ["the data ended after 1 of 2 microbatche"]
+    assert engine.global_steps == start + steps
+    caplog.clear()
+    with pytest.raises(StopIteration, match=r"^$"):
+        engine.train_batch(data)
+    with pytest.raises(
+        StopIteration, match=r"after 2 of 3 microbatches of an evaluation, which are lost.*multiple of 3"
+    ):
+        engine.eval_batch(entries(count=2), num_micro_batches=3)
+    assert len(caplog.records) == 1
+
+
+def failing(count: int, error: Exception) -> Iterator[Any]:
+    yield from entries(count=count)
+    raise error
+
+
+def test_data_that_fail_within_a_batch(engine: PipelineEngine) -> None:
+    start = before_and_after(engine)
+    with pytest.raises(OSError, match="^no such file\n") as found:
+        engine.train_batch(failing(1, OSError("no such file")))
+    [note] = found.value.__notes__
+    assert note == (
+        f"This came from data_iter after 1 of 2 microbatches of step {start[0] + 1}, which are lost: nothing was "
+        "computed from them."
+    )
+    with pytest.raises(OSError, match="^at once$") as found:
+        engine.train_batch(failing(0, OSError("at once")))
+    assert not hasattr(found.value, "__notes__")
+    assert before_and_after(engine) == start
+    engine.train_batch(entries())
+
+
+def test_a_batch_fn_that_fails_within_a_batch(engine: PipelineEngine) -> None:
+    def convert(found: Any) -> Any:
+        return found[0], found[1]
+
+    engine.set_batch_fn(convert)
+    with pytest.raises(KeyError) as found:
+        engine.train_batch(iter([entry(), {}]))
+    assert "after 1 of 2 microbatches" in found.value.__notes__[0]
+    engine.set_batch_fn(None)
+
+
+X, Y = entry()
+
+
+@pytest.mark.parametrize(
+    ("changed", "match"),
+    [
+        (
+            (X.astype(np.int32), Y),
+            r"^inputs must have the dtype .* had float32\[2, 4\], but got int32\[2, 4\]\. Only sh",
+        ),
+        (({"a": X}, Y), r"^inputs must have the same structure .*got inputs\['a'\] in place of inputs in this batch\."),
+        ((X, [Y, Y]), r"^labels must have the same structure .*got labels\[0\] in place of labels in this batch\. G"),
+        ((X, Y, {"mask": X}), r"^side must have the same structure.*got an additional side\['mask'\] in this batch"),
+        ((X[:1], Y[:1]), r"2 \* 1 = 2 samples as its first dim, but got inputs = float32\[1, 4\]\. Yield 2 samples"),
+        (
+            (np.ones((2, 5), np.float32), Y),
+            r"inputs=float32\[2, 5\] with .*kernel=float32\[5, 3\].*inputs=float32\[2, 4",
+        ),
+        ((X.tolist(), Y), r"got inputs\[0\]\[0\] = float32\[\]\..*make an array of it with numpy"),
+        ((X, None), r"labels must have the same structure .*no labels in this batch"),
+        ((None, Y), r"must hold at least one array, but got inputs=None\. Yield \(inputs, labels\)"),
+        ((X, Y, X), r"side inputs of a microbatch must be a dictionary.*got side = a ndarray in entry 0\. Yield"),
+        (
+            (jnp.asarray(X), np.ma.masked_array(Y, Y > 0)),
+            r"labels in entry 0 = a masked array of float32\[2, 1\]\. Fill",
+        ),
+    ],
+)
+def test_data_that_change_at_a_later_step(engine: PipelineEngine, changed: Any, match: str) -> None:
+    data = chain(entries(count=6), repeat(changed, 2), entries(count=2))
+    for _ in range(3):
+        engine.train_batch(data)
+    start = before_and_after(engine)
+    with pytest.raises(DataError, match=match):
+        engine.train_batch(data)
+    assert before_and_after(engine) == start
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "labels", "match"),
+    [
+        (mean_square, np.ones((2, 2), np.float32), r"labels float32\[2, 2\]: .*incompatible shapes"),
+        (mean_square, None, r"labels None: unsupported operand"),
+        (lambda y, t: mean_square(y, t["y"]), {"x": Y}, r"labels \{x: float32\[2, 1\]\}: 'y'"),
+    ],
+    ids=["shape", "none", "key"],
+)
+def test_labels_that_loss_fn_cannot_take(loss_fn: Any, labels: Any, match: str) -> None:
+    engine = build(module(LayerSpec(nn.Dense, 3), LayerSpec(nn.Dense, 3), loss_fn=loss_fn))
+    match = rf"while tracing loss_fn with outputs float32\[2, 3\], {match}.*\. Let the data yield"
+    with pytest.raises(LayerError, match=match) as found:
+        engine.train_batch(repeat((X, labels), 2))
+    assert isinstance(found.value.__cause__, TypeError | KeyError)
+
+
+def test_side_inputs_given_as_none(engine: PipelineEngine) -> None:
+    assert np.isfinite(float(engine.train_batch(iter([(X, Y, None), (X, Y, {})]))))
+
+
+def test_predict_takes_arrays_of_numbers_only(engine: PipelineEngine) -> None:
+    engine.train_batch(entries())
+    with pytest.raises(DataError, match=r"got inputs = a masked array of float32\[2, 4\]\. Fill it"):
+        engine.predict(np.ma.masked_array(X, X > 0))
+    side: Any = X
+    with pytest.raises(DataError, match=r"got side = a ndarray in predict\. Yield"):
+        engine.predict(X, side=side)
+    assert engine.predict(X).shape == (MICROBATCH, 1)
+    assert X.shape == (MICROBATCH, FEATURES)
+
+
+def test_an_array_that_is_filled_anew_for_each_microbatch() -> None:
+    def data(*, is_new: bool) -> Iterator[Any]:
+        held = X.copy(), Y.copy()
+        for seed in range(4):
+            held = (X.copy(), Y.copy()) if is_new else held
+            for array, values in zip(held, entry(seed), strict=True):
+                array[:] = values
+            yield held
+
+    engine = build()
+    state = engine.module_state_dict if engine._state else None
+    assert state is None
+    wanted, given = data(is_new=True), data(is_new=False)
+    losses = [
+        [float(each.train_batch(found)) for _ in range(2)] for each, found in ((engine, wanted), (build(), given))
+    ]
+    assert losses[0] == losses[1]
