@@ -87,7 +87,7 @@ def check_places(topology: ProcessTopology, num_devices: int, source: str) -> No
     if places > num_devices:
         raise TopologyError(
             f"The topology has {places} places ({topology.describe()}), but {source}={num_devices}. Ask for a topology "
-            f"whose axes multiply to {num_devices} or less, or start with {places} devices."
+            f"whose axes multiply to {num_devices} or less, or {_start_with(places)}"
         )
 
 
@@ -114,9 +114,21 @@ def _uneven(num_stages: int, num_devices: int, num_model: int) -> str:
     more = [n for n in fitting if n > num_stages][:1]
     values = f"num_stages={num_stages}" + (f", num_model={num_model}" if num_model > 1 else "")
     subject = "num_stages" if num_model == 1 else "num_stages x num_model"
-    repair = (
-        f"Use {' or '.join(map(str, fewer + more))} stages, or pass topology= to use fewer devices."
-        if fitting
-        else f"Use a num_model that divides {num_devices}."
-    )
+    needed = num_stages * num_model
+    counts = " or ".join(map(str, fewer + more)) + (" stage" if (fewer + more) == [1] else " stages")
+    if not fitting:
+        repair = f"Use a num_model that divides {num_devices}."
+    elif needed > num_devices:
+        repair = f"Use {counts}, or {_start_with(needed)}"
+    else:
+        repair = f"Use {counts}, or pass topology= to use fewer devices."
     return f"{subject} must divide the number of devices ({num_devices}), but got {values}. {repair}"
+
+
+def _start_with(num_devices: int) -> str:
+    """How to have so many devices, as the end of a message."""
+    return (
+        f"start with {num_devices} devices: on CPU write jax.config.update('jax_num_cpu_devices', {num_devices}) before "
+        "anything asks JAX for a device; on accelerators ask for more of them, or for more processes with jaxpipe "
+        "launch."
+    )
