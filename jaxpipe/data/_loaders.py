@@ -1,7 +1,7 @@
 """Iterables of batches."""
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from numbers import Integral
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -27,7 +27,8 @@ class Dataset(Protocol[T_co]):
 class RepeatingLoader(Generic[T]):
     """An endless iterator over a loader that begins anew whenever it ends.
 
-    A loader that shuffles itself at each `iter()`, such as `BatchLoader`, gives a new order each time round.
+    A loader that shuffles itself at each `iter()`, such as `BatchLoader`, gives a new order each time round. The first
+    round begins with the first item that is asked for.
 
     Args:
         loader: What to iterate. An iterator or generator can be gone through only once: to repeat, pass something
@@ -42,7 +43,8 @@ class RepeatingLoader(Generic[T]):
 
     def __init__(self, loader: Iterable[T]) -> None:
         self.loader = loader
-        self._iterator = iter(loader)
+        self._iterator: Iterator[T] | None = None
+        """The round under way; None before the first."""
         self._has_yielded = False
         self._position = 0
 
@@ -51,11 +53,11 @@ class RepeatingLoader(Generic[T]):
 
     def __next__(self) -> T:
         for _ in range(2):
-            for item in self._iterator:
+            for item in self._round():
                 self._has_yielded = True
                 self._position += 1
                 return item
-            self._iterator, self._position = iter(self.loader), 0
+            self._iterator, self._position = None, 0
         kind = type(self.loader).__name__
         if self._has_yielded:
             raise DataError(
@@ -76,8 +78,9 @@ class RepeatingLoader(Generic[T]):
         Returns:
             What `set_state` takes; None where the loader is neither a sequence nor gives iterators with `get_state`.
         """
-        if hasattr(self._iterator, "get_state"):
-            return {"iterator": self._iterator.get_state()}  # type: ignore[attr-defined]
+        holder = self._holder("get_state")
+        if holder is not None:
+            return {"iterator": holder.get_state()}
         return {"position": self._position} if isinstance(self.loader, Sequence) else None
 
     def set_state(self, state: Mapping[str, Any]) -> None:
@@ -91,8 +94,9 @@ class RepeatingLoader(Generic[T]):
         """
         size = len(self.loader) if isinstance(self.loader, Sequence) else -1
         known = state if isinstance(state, Mapping) else {}
-        if "iterator" in known and hasattr(self._iterator, "set_state"):
-            self._iterator.set_state(state["iterator"])  # type: ignore[attr-defined]
+        holder = self._holder("set_state")
+        if "iterator" in known and holder is not None:
+            holder.set_state(state["iterator"])
         elif type(known.get("position")) is int and 0 <= known["position"] <= size:
             self._position = state["position"]
             self._iterator = itertools.islice(self.loader, self._position, None)
@@ -101,6 +105,17 @@ class RepeatingLoader(Generic[T]):
                 f"state must be that of a repeated loader of the same kind, but got state={state!r} and "
                 f"loader=<{type(self.loader).__name__}>. Pass the loader that was trained with."
             )
+
+    def _round(self) -> Iterator[T]:
+        if self._iterator is None:
+            self._iterator = iter(self.loader)
+        return self._iterator
+
+    def _holder(self, method: str) -> Any:
+        """What knows the place in a round: the loader until one has begun, if it does, else the round's iterator."""
+        if self._iterator is None and hasattr(self.loader, method):
+            return self.loader
+        return self._round() if hasattr(self._round(), method) else None
 
     def __len__(self) -> int:
         """The number of items until the loader begins anew.
@@ -119,15 +134,17 @@ class RepeatingLoader(Generic[T]):
 class BatchLoader(Generic[T]):
     """Batches of samples, in a new order each epoch.
 
-    Each `iter()` begins an epoch. Its order is a function of the seed and the epoch's number alone, so that it does
-    not depend on what else draws random numbers, and any epoch can be repeated by setting `epoch`.
+    Each `iter()` begins an epoch, but for the first one after `set_state`, which goes on within one. An order is a
+    function of the seed and the epoch's number alone, so that it does not depend on what else draws random numbers, and
+    any epoch can be repeated by setting `epoch`.
 
     Args:
         dataset: Anything with a length and indexing. Samples are pytrees of arrays and numbers, such as `(x, y)`, all
             of the same structure, shapes and dtypes.
         batch_size: Samples per batch.
         seed: A non-negative integer.
-        shuffle: Whether to shuffle; else samples come in the order of the data set.
+        shuffle: Whether to shuffle; else samples come in the order of the data set, as those that are sorted by length
+            must.
         collate_fn: Makes a batch of a list of samples. Default: leaves are stacked along a new leading dim.
         drop_last: Whether to leave out the last batch of an epoch if it is not full.
         shard: The part of every batch that this process loads, as `process_shard` tells. A batch of all shards has
@@ -137,7 +154,7 @@ class BatchLoader(Generic[T]):
     Attributes:
         batch_size: Samples per batch.
         total_size: Samples per batch of all shards.
-        epoch: Number of the epoch that the next `iter()` begins, from 0.
+        epoch: Number of the epoch that the next `iter()` begins, from 0; may be set.
 
     Raises:
         DataError: The data set has no length, no indexing, or fewer samples than a batch; `batch_size` or `seed` is
@@ -179,11 +196,15 @@ class BatchLoader(Generic[T]):
                 "whose last batches could differ. Pad the data set, or leave drop_last out."
             )
         self.batch_size, self.total_size = int(batch_size), int(batch_size) * count
-        self.epoch = 0
+        self._epoch = 0
+        self._latest: EpochIterator | None = None
+        """The epoch that was begun last."""
+        self._resumed: EpochIterator | None = None
+        """The epoch that the next `iter()` goes on with."""
         self._dataset = dataset
         self._seed = int(seed)
         self._shuffle = shuffle
-        self._collate = collate_fn or _stack_samples
+        self._collate = collate_fn or self._stack
         self._drop_last = drop_last
 
     def __len__(self) -> int:
@@ -196,8 +217,48 @@ class BatchLoader(Generic[T]):
         return full + (1 if rest and not self._drop_last else 0)
 
     def __iter__(self) -> "EpochIterator":
-        self.epoch += 1
-        return EpochIterator(self, self.epoch - 1)
+        found = self._resumed
+        if found is None or found.is_over:
+            found = EpochIterator(self, self._epoch)
+            self.epoch += 1
+        self._latest, self._resumed = found, None
+        return found
+
+    @property
+    def epoch(self) -> int:
+        """Number of the epoch that the next `iter()` begins."""
+        return self._epoch
+
+    @epoch.setter
+    def epoch(self, number: int) -> None:
+        self._epoch, self._latest, self._resumed = number, None, None
+
+    def adopt(self, iterator: "EpochIterator", epoch: int) -> None:
+        """Take an iterator that was put into an epoch for the one that was begun last."""
+        self.epoch = epoch + 1
+        self._latest = iterator
+
+    def get_state(self) -> dict[str, int]:
+        """The place of the epoch that was begun last, for a checkpoint.
+
+        Returns:
+            What `set_state` takes.
+        """
+        found = self._resumed or self._latest
+        return {"epoch": self._epoch, "samples": 0} if found is None else found.get_state()
+
+    def set_state(self, state: Mapping[str, int]) -> None:
+        """Let the next `iter()` go on from where another one stood; from the end of an epoch it begins the next.
+
+        Args:
+            state: What `get_state` returned, of a loader or of an epoch's iterator.
+
+        Raises:
+            DataError: It is no place in an epoch of this loader.
+        """
+        resumed = EpochIterator(self, 0)
+        resumed.set_state(state)
+        self._resumed = resumed
 
     def order(self, epoch: int) -> list[int]:
         """The indices of samples in the order of an epoch."""
@@ -210,6 +271,12 @@ class BatchLoader(Generic[T]):
         """This shard's part of a batch of these samples."""
         own = indices[self._shard * self.batch_size : (self._shard + 1) * self.batch_size]
         return self._collate([self._dataset[index] for index in own])
+
+    def _stack(self, samples: list[Any]) -> Any:
+        repair = "Pad, cut or convert it before it is batched, in collate_fn for instance"
+        if self._shuffle:
+            repair += "; where the data set is sorted by shape, keep its order with shuffle=False"
+        return stack_trees(samples, "sample", "sample", repair)
 
 
 class EpochIterator:
@@ -227,8 +294,13 @@ class EpochIterator:
     def __iter__(self) -> "EpochIterator":
         return self
 
+    @property
+    def is_over(self) -> bool:
+        """Whether all batches were given."""
+        return self._position >= len(self._loader)
+
     def __next__(self) -> Any:
-        if self._position >= len(self._loader):
+        if self.is_over:
             raise StopIteration
         size = self._loader.total_size
         batch = self._loader.batch(self._order[self._position * size : (self._position + 1) * size])
@@ -274,8 +346,4 @@ class EpochIterator:
             )
         self._epoch, self._position = epoch, position
         self._order = self._loader.order(epoch)
-        self._loader.epoch = epoch + 1
-
-
-def _stack_samples(samples: list[Any]) -> Any:
-    return stack_trees(samples, "sample", "sample")
+        self._loader.adopt(self, epoch)

@@ -11,6 +11,7 @@ from jaxpipe.errors import DataError
 from ._leaves import host_array
 
 _ENTRY = ("inputs", "labels", "side")
+_REPAIR = "Pad, cut or convert it before it is batched"
 
 
 class MicrobatchStack:
@@ -116,13 +117,14 @@ def split_entry(entry: Any, name: str) -> tuple[Any, Any, dict[str, Any]]:
     return inputs, labels, dict(side)
 
 
-def stack_trees(trees: Sequence[Any], name: str, item: str) -> Any:
+def stack_trees(trees: Sequence[Any], name: str, item: str, repair: str = _REPAIR) -> Any:
     """Stack pytrees leaf by leaf along a new leading dim.
 
     Args:
         trees: At least one pytree of arrays or numbers.
         name: What the trees are called, for messages; paths to leaves begin with it.
         item: What one tree is called, for messages.
+        repair: What to do where shapes or dtypes differ, for messages.
 
     Returns:
         A pytree of numpy arrays `[len(trees), ...]`.
@@ -130,7 +132,7 @@ def stack_trees(trees: Sequence[Any], name: str, item: str) -> Any:
     Raises:
         DataError: A leaf is no array of numbers, or structures, shapes or dtypes differ.
     """
-    stack = _TreeStack(len(trees), name, item)
+    stack = _TreeStack(len(trees), name, item, repair)
     for tree in trees:
         stack.add(tree)
     return stack.tree()
@@ -139,8 +141,8 @@ def stack_trees(trees: Sequence[Any], name: str, item: str) -> Any:
 class _TreeStack:
     """Pytrees stacked leaf by leaf along a new leading dim, one after another."""
 
-    def __init__(self, size: int, name: str, item: str) -> None:
-        self._size, self._name, self._item = size, name, item
+    def __init__(self, size: int, name: str, item: str, repair: str = _REPAIR) -> None:
+        self._size, self._name, self._item, self._repair = size, name, item, repair
         self._first: Any = None
         self._columns: list[np.ndarray] = []
         self._count = 0
@@ -157,7 +159,12 @@ class _TreeStack:
             if not self._count:
                 self._columns.append(np.empty((self._size, *array.shape), array.dtype))
             column = self._columns[i]
-            _check_alike(array, column[0], where, this, f"{self._item} 0")
+            for what, got, first in (("shape", array.shape, column[0].shape), ("dtype", array.dtype, column.dtype)):
+                if got != first:
+                    raise DataError(
+                        f"{where} must have the same {what} everywhere, but got {what}={got} in {this} and "
+                        f"{what}={first} in {self._item} 0. {self._repair}."
+                    )
             column[self._count] = array
         self._count += 1
 
@@ -165,15 +172,6 @@ class _TreeStack:
         for column in self._columns:  # read-only, so that nothing copies them again on their way to the devices
             column.flags.writeable = False
         return jax.tree.unflatten(jax.tree.structure(self._first), self._columns)
-
-
-def _check_alike(array: np.ndarray, first: np.ndarray, where: str, this: str, other: str) -> None:
-    for what, got, expected in (("shape", array.shape, first.shape), ("dtype", array.dtype, first.dtype)):
-        if got != expected:
-            raise DataError(
-                f"{where} must have the same {what} everywhere, but got {what}={got} in {this} and {what}={expected} "
-                f"in {other}. Pad, cut or convert it before it is batched."
-            )
 
 
 def structures_differ(first: Any, tree: Any, name: str, this: str, other: str) -> DataError:

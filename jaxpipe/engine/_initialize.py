@@ -1,6 +1,7 @@
 """`jaxpipe.initialize`: DeepSpeed's entry point."""
 
-from collections.abc import Callable, Iterator, Sequence
+import logging
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ from jaxpipe.data import BatchLoader, RepeatingLoader, process_shard
 from jaxpipe.errors import ConfigError
 from jaxpipe.launch import init_distributed, names_other_processes
 from jaxpipe.layers import PipelineModule
-from jaxpipe.processes import handshake
+from jaxpipe.processes import handshake, log
 from jaxpipe.runtime import ConfigLike, prepare, read_params
 
 from ._engine import PipelineEngine
@@ -23,9 +24,7 @@ Optimizer = optax.GradientTransformation | Callable[..., optax.GradientTransform
 HANDSHAKE_TIMEOUT_S = 120.0
 """How long the first exchange along an axis of the mesh may take."""
 
-Initialized = tuple[
-    PipelineEngine, optax.GradientTransformation | None, RepeatingLoader[Any] | None, optax.Schedule | None
-]
+Initialized = tuple[PipelineEngine, optax.GradientTransformation | None, BatchLoader[Any] | None, optax.Schedule | None]
 
 
 def initialize(  # noqa: PLR0913  # DeepSpeed's arguments
@@ -44,6 +43,7 @@ def initialize(  # noqa: PLR0913  # DeepSpeed's arguments
     loss_fn: Callable[[PyTree, PyTree], Any] | None = None,
     example_batch: Sequence[PyTree] | None = None,
     mesh: Mesh | None = None,
+    shuffle: bool = True,
 ) -> Initialized:
     """Build an engine for a model.
 
@@ -59,8 +59,9 @@ def initialize(  # noqa: PLR0913  # DeepSpeed's arguments
             engine only evaluates.
         model_parameters: Initial parameters as `PipelineModule.init` returns them. None: made from the module's
             `base_seed`, each stage's on its own devices.
-        training_data: A sequence of samples `(input, label)` or `(input, label, side)`; `train_batch()` reads it,
-            shuffled anew each epoch from `base_seed`, without end.
+        training_data: A sequence of samples `(input, label)` or `(input, label, side)`; `train_batch()` reads it epoch
+            after epoch, without end. The last samples of an epoch that fill no microbatch of all replicas are left out,
+            with a line in the log.
         lr_scheduler: The learning rate as a function of the number of updates: an optax schedule, or one of
             `jaxpipe.optim`. None: the one that the configuration names, if it does.
         mpu: Must be None: the module knows its topology.
@@ -73,9 +74,13 @@ def initialize(  # noqa: PLR0913  # DeepSpeed's arguments
         example_batch: One entry `(inputs, labels)` or `(inputs, labels, side)`, leaves
             `[microbatch_size * data, ...]`, arrays or shapes.
         mesh: A mesh with the axes `stage` and `data`. None: the topology's, over all devices.
+        shuffle: Whether `training_data` is shuffled anew each epoch, from `base_seed`; else samples come in their
+            order, as those that are sorted by length must.
 
     Returns:
-        `(engine, optimizer, dataloader, lr_scheduler)`: what is in use, None where there is none.
+        `(engine, optimizer, dataloader, lr_scheduler)`: what is in use, None where there is none. The dataloader gives
+        the microbatches of `training_data`: `for batch in dataloader` goes through one epoch of `len(dataloader)`, the
+        next loop through the next; `train_batch()` reads it without end.
 
     Raises:
         ConfigError: No model or no configuration; two configurations, optimisers or schedules; a schedule for an
@@ -122,13 +127,23 @@ def initialize(  # noqa: PLR0913  # DeepSpeed's arguments
     if training_data is not None:
         shard = process_shard(mesh)
         size = sizes.train_micro_batch_size_per_gpu * len(shard.replicas)
-        seed = module.base_seed
-        loader = RepeatingLoader(BatchLoader(training_data, size, seed=seed, collate_fn=collate_fn, shard=shard))
+        loader = BatchLoader(
+            training_data, size, seed=module.base_seed, shuffle=shuffle, collate_fn=collate_fn, shard=shard
+        )
+        left_out = len(training_data) % loader.total_size
+        if left_out:
+            log(
+                logging.WARNING,
+                "training_data: each epoch leaves out %d of %d samples%s, which fill no microbatch of %d "
+                "(train_micro_batch_size_per_gpu * data)",
+                left_out,
+                len(training_data),
+                ", others each time" if shuffle else "",
+                loader.total_size,
+            )
         if example_batch is None:
-            ordered = BatchLoader(training_data, size, seed=0, shuffle=False, collate_fn=collate_fn, shard=shard)
-            entry = next(iter(ordered))
+            entry = loader.batch(range(loader.total_size))
             example_batch = entry if isinstance(entry, tuple | list) and len(entry) in (2, 3) else None
-    data_iter: Iterator[Any] | None = loader
     engine = (PipelineEngine if is_pipeline else UnpipelinedEngine)(
         module,
         chosen,
@@ -136,7 +151,7 @@ def initialize(  # noqa: PLR0913  # DeepSpeed's arguments
         mesh,
         model_parameters=model_parameters,
         example_batch=example_batch,
-        data_iter=data_iter,
+        data_iter=None if loader is None else RepeatingLoader(loader),
     )
     return engine, engine.optimizer, loader, engine.lr_scheduler
 

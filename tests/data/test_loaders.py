@@ -26,6 +26,18 @@ class _Squares:
         return np.full((3,), index, np.float32), index * index
 
 
+lengths, seeds, flags = st.integers(1, 24), st.integers(0, 3), st.booleans()
+
+
+def _stored(state: Any) -> Any:
+    """A state as it comes back from a checkpoint."""
+    return json.loads(json.dumps(state))
+
+
+def _items(batches: Any) -> list[Any]:
+    return [np.asarray(batch).tolist() for batch in batches]
+
+
 def _epoch(loader: BatchLoader[Any]) -> list[int]:
     return [int(x[0]) for batch in loader for x in batch[0]]
 
@@ -151,24 +163,67 @@ def test_seed_must_be_a_non_negative_integer(seed: Any) -> None:
         BatchLoader(_Squares(8), 2, seed=seed)
 
 
-def test_samples_that_do_not_stack() -> None:
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_samples_that_do_not_stack(shuffle: bool) -> None:
     samples = [{"ids": np.zeros(3)}, {"ids": np.zeros(2)}]
-    with pytest.raises(
-        DataError, match=r"sample\['ids'\] must have the same shape .*\(2,\) in sample 1 and shape=\(3,\)"
-    ):
-        list(BatchLoader(samples, 2, seed=0, shuffle=False))
+    loader = BatchLoader(samples, 2, seed=0, shuffle=shuffle)
+    order = r"; where the data set is sorted by shape, keep its order with shuffle=False\." if shuffle else r"\."
+    match = (
+        r"sample\['ids'\] must have the same shape .*\([23],\) in sample 1 and shape=\([32],\) .*in collate_fn for inst"
+    )
+    with pytest.raises(DataError, match=match + "ance" + order):
+        list(loader)
 
 
-def _stored(state: Any) -> Any:
-    """A state as it comes back from a checkpoint."""
-    return json.loads(json.dumps(state))
+def test_samples_that_are_sorted_by_length() -> None:
+    samples = [np.zeros(1 + i // 2) for i in range(8)]
+    assert [batch.shape for batch in BatchLoader(samples, 2, seed=0, shuffle=False)] == [(2, 1), (2, 2), (2, 3), (2, 4)]
 
 
-def _items(batches: Any) -> list[Any]:
-    return [np.asarray(batch).tolist() for batch in batches]
+@given(lengths, st.integers(1, 6), seeds, flags, st.integers(0, 30))
+def test_a_loop_over_a_loader_goes_on_from_any_place(
+    length: int, size: int, seed: int, drop_last: bool, num_taken: int
+) -> None:
+    """The loops of two epochs and more: after `set_state` the first gives the rest of its epoch, or the next epoch."""
+    size = min(size, length)
+
+    def make() -> BatchLoader[int]:
+        return BatchLoader(range(length), size, seed=seed, drop_last=drop_last)
+
+    def epochs(loader: BatchLoader[int]) -> list[Any]:
+        return [_items(loader) for _ in range(3)]
+
+    loader = make()
+    assert loader.get_state() == {"epoch": 0, "samples": 0}
+    taken: list[Any] = []
+    while len(taken) < num_taken:
+        taken += _items(islice(loader, num_taken - len(taken)))
+    state = _stored(loader.get_state())
+    fresh, repeating = make(), RepeatingLoader(make())
+    fresh.set_state(state)
+    repeating.set_state({"iterator": state})
+    assert fresh.get_state() == repeating.loader.get_state() == state  # type: ignore[attr-defined]
+    whole = make()
+    rest = sum([_items(whole) for _ in range(3 + num_taken)], [])[num_taken:]
+    found = epochs(fresh)
+    assert sum(found, []) == rest[: sum(map(len, found))]
+    assert all(found)
+    assert [len(epoch) for epoch in found[1:]] == [len(fresh)] * 2
+    assert _items(islice(repeating, 2 * len(fresh))) == rest[: 2 * len(fresh)]
 
 
-lengths, seeds, flags = st.integers(1, 24), st.integers(0, 3), st.booleans()
+def test_a_repeating_loader_knows_the_place_of_the_loops_over_its_loader() -> None:
+    loader = BatchLoader(range(12), 2, seed=0)
+    repeating = RepeatingLoader(loader)
+    next(iter(loader))
+    list(islice(loader, 2))
+    assert repeating.get_state() == {"iterator": {"epoch": 1, "samples": 4}}
+    next(repeating)
+    assert repeating.get_state() == {"iterator": {"epoch": 2, "samples": 2}}
+    list(loader)
+    assert repeating.get_state() == {"iterator": {"epoch": 2, "samples": 2}}
+    loader.epoch = 7
+    assert loader.get_state() == {"epoch": 7, "samples": 0}
 
 
 @given(lengths, st.integers(1, 8), seeds, flags, flags, st.data())

@@ -2,9 +2,11 @@
 
 import argparse
 import json
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import flax.linen as nn
 import jax
 import numpy as np
 import optax
@@ -13,6 +15,7 @@ from _models import MODELS, VOCAB, Embed, Head, cross_entropy
 
 import jaxpipe
 from jaxpipe import LayerSpec, PipeDataParallelTopology, PipelineModule, PipeModelDataParallelTopology, TrainConfig
+from jaxpipe.data import BatchLoader
 from jaxpipe.errors import ConfigError, DataError, LayerError, PartitionError, PipelineError, ScheduleError
 from jaxpipe.errors import TopologyError as BadTopology
 
@@ -45,7 +48,7 @@ def test_what_is_returned() -> None:
     assert (optimizer, loader, scheduler) == (SGD, None, None)
     engine, optimizer, loader, scheduler = initialize(training_data=samples(10), optimizer=None)
     assert (optimizer, scheduler) == (None, None)
-    assert isinstance(loader, jaxpipe.RepeatingLoader)
+    assert isinstance(loader, BatchLoader)
     assert len(loader) == 5
 
 
@@ -312,7 +315,7 @@ def test_model_parameters_that_are_no_tree(given: Any) -> None:
 def test_training_data_is_shuffled_each_epoch_from_the_seed() -> None:
     def epochs(seed: int) -> list[list[int]]:
         _, _, loader, _ = initialize(model=module(base_seed=seed), training_data=samples(10))
-        orders = [[int(x[0]) for _ in range(len(loader)) for x in next(loader)[0]] for _ in range(2)]
+        orders = [[int(x[0]) for inputs, _ in loader for x in inputs] for _ in range(2)]
         assert all(sorted(order) == sorted(i % VOCAB for i in range(10)) for order in orders)
         return orders
 
@@ -329,12 +332,67 @@ def test_training_data_feeds_train_batch_without_end() -> None:
     assert engine.global_samples == 120
 
 
+def test_training_data_in_their_order() -> None:
+    engine, _, loader, _ = initialize(training_data=samples(8), shuffle=False)
+    for _ in range(2):
+        assert [int(x[0]) for inputs, _ in loader for x in inputs] == [i % VOCAB for i in range(8)]
+    assert np.isfinite(float(engine.train_batch()))
+
+
+def test_training_data_sorted_by_length() -> None:
+    data = [(np.full(2 + i // 4, i % VOCAB, np.int32),) * 2 for i in range(8)]
+    engine, *_ = initialize(training_data=data, shuffle=False)
+    assert all(np.isfinite(float(engine.train_batch())) for _ in range(2))
+    shuffled, *_ = initialize(training_data=data)
+    with pytest.raises(DataError, match=r"same shape everywhere.*sorted by shape, keep its order with shuffle=False"):
+        list(iter(shuffled.train_batch, None))
+
+
+def test_samples_that_an_epoch_leaves_out_are_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("WARNING", "jaxpipe"):
+        _, _, loader, _ = initialize(training_data=samples(7))
+        said = [record.getMessage() for record in caplog.records]
+        assert len(said) == 1
+        assert "each epoch leaves out 1 of 7 samples, others each time, which fill no microbatch of 2" in said[0]
+        assert [len(x) for _ in range(2) for x, _ in loader] == [2] * 6
+        initialize(training_data=samples(8))
+        assert len(caplog.records) == 1
+        initialize(training_data=samples(7), shuffle=False)
+    assert "leaves out 1 of 7 samples, which fill no microbatch of 2" in caplog.records[1].getMessage()
+
+
+def test_the_loop_of_the_manual_ends(tmp_path: Path) -> None:
+    """`for step, batch in enumerate(loader)`, whose place a checkpoint of the engine holds."""
+
+    def build() -> Any:
+        model, config = nn.Sequential([Embed(), Head()]), {"train_micro_batch_size_per_gpu": 2}
+        return initialize(model=model, loss_fn=cross_entropy, training_data=samples(48), config=config)
+
+    def losses(engine: Any, batches: Any) -> list[float]:
+        found = []
+        for _, (inputs, labels) in enumerate(batches):
+            found.append(float(engine.backward(engine(inputs, labels))))
+            engine.step()
+        return found
+
+    engine, _, loader, _ = build()
+    assert len(loader) == len(losses(engine, loader)) == 3
+    second = iter(loader)
+    losses(engine, islice(second, 2))
+    engine.save_checkpoint(tmp_path)
+    wanted = [losses(engine, second), losses(engine, loader)]
+    other, _, loader, _ = build()
+    other.load_checkpoint(tmp_path)
+    assert [losses(other, loader) for _ in range(2)] == wanted
+    assert list(map(len, wanted)) == [1, 3]
+
+
 def test_collate_fn_makes_the_entries() -> None:
     def collate(picked: list[Any]) -> Any:
         return np.stack([x for x, _ in picked]), np.stack([y for _, y in picked]), {"unused": np.ones((2, 1), np.int8)}
 
     engine, _, loader, _ = initialize(training_data=samples(6), collate_fn=collate)
-    assert set(next(loader)[2]) == {"unused"}
+    assert set(next(iter(loader))[2]) == {"unused"}
     assert np.isfinite(float(engine.train_batch()))
 
 
