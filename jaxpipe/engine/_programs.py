@@ -86,7 +86,13 @@ class ProgramCache:
         return len(self._programs)
 
     def for_batch(
-        self, batch: Batch, num_microbatches: int, *, has_labels: bool = True, is_whole: bool = False
+        self,
+        batch: Batch,
+        num_microbatches: int,
+        *,
+        has_labels: bool = True,
+        is_whole: bool = False,
+        microbatch_size: int | None = None,
     ) -> Pipeline:
         """The pipeline for the part of a batch that this process feeds.
 
@@ -95,6 +101,7 @@ class ProgramCache:
             num_microbatches: As for `get`.
             has_labels: As for `get`.
             is_whole: As for `get`.
+            microbatch_size: As for `get`.
 
         Returns:
             The pipeline.
@@ -104,9 +111,19 @@ class ProgramCache:
             JaxpipeError: What `Pipeline` raises.
         """
         entry = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), struct_of(batch))
-        return self.get(entry, num_microbatches, has_labels=has_labels, is_whole=is_whole)
+        return self.get(
+            entry, num_microbatches, has_labels=has_labels, is_whole=is_whole, microbatch_size=microbatch_size
+        )
 
-    def get(self, entry: Any, num_microbatches: int, *, has_labels: bool = True, is_whole: bool = False) -> Pipeline:
+    def get(
+        self,
+        entry: Any,
+        num_microbatches: int,
+        *,
+        has_labels: bool = True,
+        is_whole: bool = False,
+        microbatch_size: int | None = None,
+    ) -> Pipeline:
         """The pipeline for shapes, made anew where they are new.
 
         Args:
@@ -115,6 +132,7 @@ class ProgramCache:
             num_microbatches: Microbatches per batch.
             has_labels: False: the entry's labels are empty, and the pipeline only predicts.
             is_whole: Whether the entry is for all replicas, not only those of this process.
+            microbatch_size: Samples per microbatch and replica; None: as many as configured.
 
         Returns:
             The pipeline; all share one form of state.
@@ -124,7 +142,7 @@ class ProgramCache:
                 would need another form of state.
             JaxpipeError: What `Pipeline` raises.
         """
-        struct = self._whole(entry, is_whole)
+        struct = self._whole(entry, is_whole, microbatch_size or self._microbatch_size)
         self._check_like(struct, has_labels)
         leaves, treedef = jax.tree.flatten(struct)
         key = (
@@ -146,9 +164,9 @@ class ProgramCache:
             self.latest, self._latest_has_labels = pipeline, has_labels
         return pipeline
 
-    def _whole(self, entry: Any, is_whole: bool) -> Any:
+    def _whole(self, entry: Any, is_whole: bool, size: int) -> Any:
         """Shapes for all replicas, from those of the part that is given."""
-        size, num_replicas = self._microbatch_size, mesh_shape(self._mesh)["data"]
+        num_replicas = mesh_shape(self._mesh)["data"]
         if is_whole or len(self._replicas) == num_replicas:
             return entry_struct(entry, size, num_replicas)
         part = entry_struct(entry, size, len(self._replicas), "replicas of this process")

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from jaxpipe._typing import PyTree
 from jaxpipe.config import TrainConfig
 from jaxpipe.data import stack_microbatches
-from jaxpipe.errors import ConfigError, PipelineError
+from jaxpipe.errors import ConfigError, DataError, PipelineError
 from jaxpipe.layers import LayerSpec, PipelineModule, TiedLayerSpec
 from jaxpipe.runtime import ChosenOptimizer
 
@@ -94,14 +94,16 @@ class UnpipelinedEngine(PipelineEngine):
         self.micro_steps = 0
         self._place = 0
         """Place of the present microbatch in its batch."""
-        self._pending: tuple[jax.Array, Share] | None = None
-        """What the last forward returned, and what it left for backward."""
+        self._pending: tuple[jax.Array, Share, int] | None = None
+        """What the last forward returned, what it left for backward, and how many samples it was short of."""
         self._total: Share | None = None
         """What backward has added up since the last update."""
         self._awaits_step = False
         """Whether a backward has not been followed by its step."""
         self._collections: PyTree = None
         """Collections before the first forward since the last update."""
+        self._missing = 0
+        """Samples by which the microbatches since the last update are short of full ones."""
         self._forward_of = functools.lru_cache(MAX_PROGRAMS)(compile_forward)
         self._update: Callable[..., Any] | None = None
         parameters = None if model_parameters is None else self._wrap(model_parameters)
@@ -125,7 +127,9 @@ class UnpipelinedEngine(PipelineEngine):
         In training it makes the gradients too and keeps them until `backward`; batch statistics move on.
 
         Args:
-            inputs: The model's input, leaves `[microbatch_size * data, ...]`; replica r takes the r-th block.
+            inputs: The model's input, leaves `[microbatch_size * data, ...]`; replica r takes the r-th block. A
+                microbatch may be smaller, as the last of an epoch is, if it divides over the replicas; its mean loss
+                counts as much as that of a full one.
             labels: What `loss_fn` compares the output with; None where the model's output is the loss.
             **side: Further arguments of the model's call by name, arrays with the same first dim.
 
@@ -136,7 +140,8 @@ class UnpipelinedEngine(PipelineEngine):
         Raises:
             PipelineError: In training, the labels or the optimiser are missing, `step` has not been called since the
                 last `backward`, or gradients overflowed at the smallest loss scale.
-            DataError: The microbatch does not fit the batch sizes or the batches before.
+            DataError: The microbatch does not fit the batches before, is larger than configured, or does not divide
+                over the replicas.
             JaxpipeError: What building the pipeline raises, for new shapes.
         """
         wants_output = labels is None and self.module.loss_fn is not None
@@ -145,7 +150,8 @@ class UnpipelinedEngine(PipelineEngine):
         if self.training:
             self._check_forward(has_labels=not wants_output)
         inputs, labels, side = stack_microbatches([(inputs, labels, side)])
-        pipeline = self._cache.for_batch((inputs, labels, side), 1)
+        size = self._size_of(inputs)
+        pipeline = self._cache.for_batch((inputs, labels, side), 1, microbatch_size=size)
         batch = pipeline.place_batch((inputs, labels, side), self.data_shard.replicas)
         if not self.training:
             return self._run(pipeline.evaluate, batch)["loss"]
@@ -155,7 +161,7 @@ class UnpipelinedEngine(PipelineEngine):
         place = np.int32(self._place)
         collections, share, loss = self._run(lambda state, batch: forward(state, batch, place), batch)
         self._state = dataclasses.replace(self.state, collections=collections)
-        self._pending = (loss, share)
+        self._pending = (loss, share, (self.micro_batch_size - size) * self._num_replicas)
         return loss
 
     def backward(self, loss: jax.Array) -> jax.Array:
@@ -177,7 +183,8 @@ class UnpipelinedEngine(PipelineEngine):
                 "inside loss_fn, since an array of JAX does not know how it was computed."
             )
         self._settle()
-        share = self._pending[1]
+        _, share, missing = self._pending
+        self._missing += missing
         self._total = share if self._total is None else add_shares(self._total, share)
         self._pending, self._awaits_step = None, True
         return loss
@@ -281,6 +288,7 @@ class UnpipelinedEngine(PipelineEngine):
     def _restart(self) -> None:
         super()._restart()
         self._pending = self._total = self._collections = None
+        self._missing = 0
         self._place, self._awaits_step = 0, False
         self.micro_steps = self.global_steps * self.gradient_accumulation_steps()
 
@@ -292,6 +300,21 @@ class UnpipelinedEngine(PipelineEngine):
                 f"gradient_accumulation_steps={size} microbatches. Go on with forward, backward and step until the "
                 "update."
             )
+
+    def _size_of(self, inputs: PyTree) -> int:
+        """Samples per replica of a microbatch, `[1, samples, ...]`: as many as configured, or fewer."""
+        num_replicas = len(self.data_shard.replicas)
+        shapes = [leaf.shape for leaf in jax.tree.leaves(inputs)]
+        num_samples = shapes[0][1] if shapes and len(shapes[0]) > 1 else 0
+        size, rest = divmod(num_samples, num_replicas)
+        if not 0 < num_samples < self.micro_batch_size * num_replicas:
+            return self.micro_batch_size
+        if rest:
+            raise DataError(
+                f"a smaller microbatch must divide over the replicas, but got {num_samples} samples for {num_replicas} "
+                f"replicas. Leave out the last {rest}, or let the data set have a multiple of {num_replicas} samples."
+            )
+        return size
 
     def _wrap(self, tree: PyTree) -> PyTree:
         return {"layers": {self._layer: tree}}
@@ -322,4 +345,6 @@ class UnpipelinedEngine(PipelineEngine):
         self._state, metrics = self._run(lambda state, total: update(state, collections, total), total)
         self._total = self._collections = None
         self._place = 0
+        self.global_samples -= self._missing  # _finish_step counts full microbatches
+        self._missing = 0
         self._finish_step(metrics)

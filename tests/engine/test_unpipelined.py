@@ -16,7 +16,7 @@ from flax import nnx
 from jaxpipe import LayerSpec, PipeDataParallelTopology, PipelineEngine
 from jaxpipe.config import load_config
 from jaxpipe.engine._unpipelined import UnpipelinedEngine, as_one_stage
-from jaxpipe.errors import ConfigError, LayerError, PipelineError
+from jaxpipe.errors import ConfigError, DataError, LayerError, PipelineError
 from jaxpipe.runtime import choose_optimizer, configure_model
 from jaxpipe.topology import make_pipeline_mesh
 
@@ -133,6 +133,36 @@ def test_a_plain_loop_on_one_device(count: int, data: int) -> None:
     assert (engine.micro_steps, engine.global_steps) == (STEPS * count, STEPS)
     assert engine.global_samples == STEPS * count * data * SIZE
     assert int(engine.state.step) == STEPS
+
+
+def test_a_smaller_microbatch() -> None:
+    """The mean of the microbatches' means, as there; of 3 configured samples per replica the last has one."""
+    optimizer, data, size = optax.sgd(0.1), 2, 1
+    model = Net()
+    params = model.init(jax.random.key(0), jnp.ones((1, FEATURES)), train=False)["params"]
+    config = {"train_micro_batch_size_per_gpu": 3}
+    engine = build(model, data=data, count=2, optimizer=optimizer, model_parameters=params, config=config)
+    batch = [tuple(np.concatenate(part) for part in zip(*entries(2, data, seed), strict=True)) for seed in range(2)]
+    batch = [tuple(x[: 3 * data] for x in batch[0]), tuple(x[: size * data] for x in batch[1])]
+
+    def objective(params: Any) -> jax.Array:
+        losses = [mean_square(model.apply({"params": params}, x, train=False), y) for x, y in batch]
+        return sum(losses, jnp.zeros(())) / 2
+
+    loss, grads = jax.jit(jax.value_and_grad(objective))(params)
+    updates, _ = optimizer.update(grads, optimizer.init(params), params)
+    assert_loss(np.mean(call(engine, batch)), loss)
+    assert_close(engine.module_state_dict(), jax.device_get(optax.apply_updates(params, updates)))
+    assert (engine.global_steps, engine.global_samples) == (1, (3 + size) * data)
+    engine.eval()
+    assert_loss(engine(*batch[1]), mean_square(engine(batch[1][0]), batch[1][1]))
+    engine.train()
+    with pytest.raises(
+        DataError, match=r"got 3 samples for 2 replicas\. Leave out the last 1, or let the data set have"
+    ):
+        engine(*(x[:3] for x in batch[0]))
+    with pytest.raises(DataError, match=r"3 \* 2 = 6 samples as its first dim, but got inputs = float32\[7, 3\]"):
+        engine(*(np.concatenate([x, x[:1]]) for x in batch[0]))
 
 
 FP16 = {"enabled": True, "initial_scale_power": 18, "hysteresis": 1, "loss_scale_window": 2}
