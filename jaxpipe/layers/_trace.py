@@ -15,6 +15,7 @@ from flax.errors import InvalidRngError, ModifyScopeVariableError
 
 from jaxpipe._typing import Path, PyTree
 from jaxpipe.errors import JaxpipeError, LayerError
+from jaxpipe.partition import Tie
 
 from ._axes import DATA, MODEL, bound_axis, is_unbound_axis, sharded_dims, unbox, with_axes
 from ._build import NamedLayer
@@ -71,6 +72,22 @@ class ModelTrace:
         """The same without those that are split over the `stage` axis, of which every stage has as many."""
         layers = zip(map(flatten_dict, self.params), self.stage_dims, strict=True)
         return tuple(sum(math.prod(x.shape) for p, x in leaves.items() if p not in dims) for leaves, dims in layers)
+
+    def ties(self) -> tuple[Tie, ...]:
+        """What several layers share, in groups of one key and the same layers."""
+        holders: dict[Path, list[int]] = {}
+        sizes: dict[Path, int] = {}
+        for index, (paths, params) in enumerate(zip(self.paths, self.params, strict=True)):
+            leaves = flatten_dict(params)
+            for local, at in paths.paths.items():
+                holders.setdefault(at, []).append(index)
+                sizes[at] = math.prod(leaves[local].shape)
+        groups: dict[tuple[str, tuple[int, ...]], int] = {}
+        for at, layers in holders.items():
+            if len(layers) > 1:
+                group = at[1], tuple(layers)
+                groups[group] = groups.get(group, 0) + sizes[at]
+        return tuple(Tie(key, layers, size) for (key, layers), size in groups.items())
 
     def owners(self) -> dict[Path, tuple[int, Path]]:
         """For each path in the model's tree the first layer that holds it, which makes it, and its path in there."""

@@ -9,6 +9,7 @@ from ._methods import partition_layers as partition_layers
 from ._profile import partition_profile as partition_profile
 from ._profile import profile_source as profile_source
 from ._profile import stage_bytes as stage_bytes
+from ._table import Tie as Tie
 from ._table import format_partition as format_partition
 from ._uniform import partition_uniform as partition_uniform
 
@@ -16,6 +17,7 @@ __all__ = [
     "LayerCost",
     "Profile",
     "StageMemory",
+    "Tie",
     "format_partition",
     "needs_params",
     "partition_balanced",

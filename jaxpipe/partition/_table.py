@@ -1,6 +1,7 @@
 """Layer lists and partitions as text."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import groupby
 
 from ._costs import Profile
@@ -8,6 +9,26 @@ from ._costs import Profile
 _LISTED = 60  # longer lists leave out the middle
 _NAME_RUNS = 4
 _UNITS = ((30, "GiB"), (20, "MiB"), (10, "KiB"), (0, "B"))
+
+
+@dataclass(frozen=True)
+class Tie:
+    """Parameters that several layers share.
+
+    Attributes:
+        key: What the layers are tied by.
+        layers: Indices of the layers that hold them, at least two.
+        num_params: Number of parameters, each counted once.
+    """
+
+    key: str
+    layers: tuple[int, ...]
+    num_params: int
+
+    def repeated(self, first: int, end: int) -> int:
+        """How much the layers `[first, end)` have too many, where each of them counts what it shares."""
+        holders = sum(first <= layer < end for layer in self.layers)
+        return max(holders - 1, 0) * self.num_params
 
 
 def format_layers(names: Sequence[str], num_params: Sequence[int] | None) -> str:
@@ -37,21 +58,23 @@ def format_partition(
     *,
     stages: Sequence[int] | None = None,
     profile: Profile | None = None,
+    ties: Sequence[Tie] = (),
 ) -> str:
     """A partition as a table, one line per stage, to show before training starts.
 
     Args:
         boundaries: `num_parts + 1` layer indices, first 0, last `len(names)`.
         names: One name per layer.
-        num_params: Parameters per layer; None leaves out the two columns that need them.
+        num_params: Parameters per layer, shared ones in each layer; None leaves out the two columns that need them.
         stages: The stage that holds each part, where stages hold several; None: part p is stage p.
         profile: Costs of the layers, which add columns of times, and of memory where it is known; None: none.
+        ties: What layers share. It counts once in each part that holds it, marked with a star, and once in the total.
 
     Returns:
         Lines of equal width: stage, layers `[first, end)`, their names (equal neighbours counted), the stage's
         parameters, these as a share of the largest stage's, milliseconds per microbatch, these as a share of the
-        slowest stage's, and bytes; then a line of totals, where the times come from, and what every stage holds
-        beside. No newline at the end.
+        slowest stage's, and bytes; then a line of totals, what is shared, where the times come from, and what
+        every stage holds beside. No newline at the end.
 
     Example:
         >>> print(format_partition([0, 2, 4], ["Embed", "Block", "Block", "Head"], [50, 200, 200, 0]))
@@ -69,8 +92,11 @@ def format_partition(
     names_column = len(columns)
     columns.append(["names", *(_short_names(names[a:b]) for a, b in cuts), ""])
     if num_params is not None:
-        sums = [sum(num_params[a:b]) for a, b in cuts]
-        columns += [["parameters", *(f"{value:,}" for value in (*sums, sum(sums)))], ["of largest", *_shares(sums), ""]]
+        spans = [*cuts, (0, len(names))]
+        sums = [sum(num_params[a:b]) - sum(tie.repeated(a, b) for tie in ties) for a, b in spans]
+        stars = ["*" if any(a <= i < b for tie in ties for i in tie.layers) else " " * bool(ties) for a, b in cuts]
+        counts = [f"{value:,}{star}" for value, star in zip(sums, [*stars, " " * bool(ties)], strict=True)]
+        columns += [["parameters", *counts], ["of largest", *_shares(sums[:-1]), ""]]
     if profile is not None:
         columns += _cost_columns(profile, boundaries, cuts)
     widths = [max(map(len, column)) for column in columns]
@@ -80,6 +106,12 @@ def format_partition(
             for index, (cell, width) in enumerate(zip(row, widths, strict=True))
         ).rstrip()
         for row in zip(*columns, strict=True)
+    ]
+    lines += [
+        f"* tied {tie.key!r}: layers {', '.join(names[i] for i in tie.layers)} share "
+        f"{_plural(tie.num_params, 'parameter')}, which count once in the total"
+        for tie in ties
+        if num_params is not None
     ]
     if profile is not None:
         lines.append(f"times: {profile.source}")

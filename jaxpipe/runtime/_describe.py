@@ -33,6 +33,7 @@ def describe_pipeline(pipeline: Pipeline, max_width: int = 120) -> str:
             pipeline.trace.num_params(),
             stages=pipeline.part_stages if pipeline.program.num_chunks > 1 else None,
             profile=pipeline.plan.profile,
+            ties=pipeline.trace.ties(),
         ),
         *([] if pipeline.plan.choice is None else ["", str(pipeline.plan.choice)]),
         "",

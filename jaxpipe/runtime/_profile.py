@@ -58,7 +58,7 @@ def cut_module(
     profile = dataclasses.replace(known, memory=memory)
     parts = module.partition(trace, num_parts, stages=stages, profile=profile)
     names = [named.name for named in module.layers]
-    table = format_partition(parts, names, trace.num_params(), stages=stages, profile=profile)
+    table = format_partition(parts, names, trace.num_params(), stages=stages, profile=profile, ties=trace.ties())
     log(logging.INFO, "cut by partition_method=%r:\n%s", module.partition_method, table)
     return parts, profile
 

@@ -1,4 +1,4 @@
-from jaxpipe.partition import LayerCost, Profile, StageMemory, format_partition
+from jaxpipe.partition import LayerCost, Profile, StageMemory, Tie, format_partition
 
 
 def test_the_table() -> None:
@@ -60,3 +60,21 @@ def test_costs_add_times_and_memory() -> None:
         ["1.0", "MiB", "1"],
         [],
     ]
+
+
+def test_what_layers_share_counts_once() -> None:
+    """Once in each part that holds it, and once in the total."""
+    names, counts = ["Embed", "Block", "Block", "Head"], [1050, 200, 200, 1010]
+    ties = [Tie("table", (0, 3), 1000)]
+    assert format_partition([0, 2, 3, 4], names, counts, ties=ties).split("\n") == [
+        "stage  layers  names         parameters  of largest",
+        "    0  [0, 2)  Embed, Block      1,250*       100 %",
+        "    1  [2, 3)  Block               200         16 %",
+        "    2  [3, 4)  Head              1,010*        81 %",
+        "total       4                    1,460",
+        "* tied 'table': layers Embed, Head share 1,000 parameters, which count once in the total",
+    ]
+    assert "    0  [0, 4)  Embed, Block x 2, Head      1,460*       100 %" in format_partition(
+        [0, 4], names, counts, ties=ties
+    )
+    assert "*" not in format_partition([0, 4], names, ties=ties)
