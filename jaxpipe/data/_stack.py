@@ -58,7 +58,8 @@ class MicrobatchStack:
         """The stacked microbatches.
 
         Returns:
-            `(inputs, labels, side)`, every leaf a numpy array `[num_microbatches, ...]` of the entries' dtype, read-only.
+            `(inputs, labels, side)`, every leaf a read-only numpy array
+            `[num_microbatches, ...]` of the entries' dtype.
         """
         inputs, labels, side = (part.tree() for part in self._parts)
         return inputs, labels, side
