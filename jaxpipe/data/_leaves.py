@@ -5,10 +5,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from jaxpipe.errors import DataError
 
 _SHOWN = 60
+_LONG = (np.dtype(np.longdouble), np.dtype(np.clongdouble))
+_WIDEST = (np.dtype(np.float64), np.dtype(np.complex128))
 
 
 def array_fault(leaf: Any) -> tuple[str, str] | None:
@@ -24,7 +27,7 @@ def array_fault(leaf: Any) -> tuple[str, str] | None:
         return f"a masked array of {leaf.dtype}{list(leaf.shape)}", "Fill it, and pass its mask as an array of its own"
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return f"the shape {leaf.dtype}{list(leaf.shape)} without values", "Give an array"
-    if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer):
+    if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer):
         if leaf.is_deleted():
             return (
                 f"an array that has been deleted or donated, {leaf.dtype}{list(leaf.shape)}",
@@ -50,8 +53,8 @@ def array_fault(leaf: Any) -> tuple[str, str] | None:
             f"PRNG keys, {dtype}{list(leaf.shape)}",
             "Pass jax.random.key_data(keys), and wrap them where they are used",
         )
-    # numpy's widest floats have a kind of their own on each machine, and XLA has none of them.
-    if dtype in (np.longdouble, np.clongdouble) and dtype.itemsize > np.dtype(np.complex128).itemsize // 2:
+    # numpy's long double is another format on each machine, and XLA has none of them.
+    if dtype in _LONG and dtype not in _WIDEST:
         return f"an array of {dtype}", "Convert it to float32"
     if not jnp.issubdtype(dtype, jnp.number) and dtype != np.bool_:
         text = " ".join(repr(leaf).split())
