@@ -12,7 +12,7 @@ import jaxpipe
 from jaxpipe import LayerSpec, PipelineModule
 from jaxpipe.errors import LayerError
 
-X = np.ones((4, 8), np.float32)
+X = np.ones((8, 8), np.float32)
 
 
 class Quantized(nn.Module):
@@ -26,7 +26,11 @@ def test_they_are_refused_by_name(stages: int) -> None:
     model = PipelineModule([LayerSpec(nn.Dense, 8), LayerSpec(Quantized)], num_stages=stages, loss_fn=optax.l2_loss)
     match = r"layer 1_Quantized must keep only.*got '_overwr.*Fp8.*amax_history' and 5 more, which.*train in bf"
     with pytest.raises(LayerError, match=match):
-        jaxpipe.initialize(model=model, config={"train_micro_batch_size_per_gpu": 1}, example_batch=(X, X))
+        jaxpipe.initialize(
+            model=model,
+            config={"train_micro_batch_size_per_gpu": 1},
+            example_batch=(X[: 8 // stages], X[: 8 // stages]),
+        )
 
 
 def test_the_sequential_model_has_them() -> None:
