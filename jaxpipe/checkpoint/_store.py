@@ -1,4 +1,8 @@
-"""Global arrays to and from disk: every call of Orbax is here."""
+"""Global arrays to and from disk: every call of Orbax is here.
+
+It is imported by the calls, not by this module: that takes longer than the import of all the rest, and it gives the
+root logger a handler, with which a program's own `logging.basicConfig` would do nothing.
+"""
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -8,7 +12,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from orbax.checkpoint import v1 as ocp
 
 from jaxpipe.errors import CheckpointError
 
@@ -31,6 +34,7 @@ def start_writing(path: Path, arrays: Mapping[str, jax.Array]) -> Callable[[], o
     Returns:
         What waits for the end, in any thread.
     """
+    ocp = _orbax()
     context = ocp.Context()
     context.array.saving.use_compression = False  # random mantissas do not compress, and every byte is hashed anyway
     context.array.saving.ocdbt_target_data_file_size = _FILE_BYTES
@@ -56,6 +60,7 @@ def read_arrays(
     Raises:
         CheckpointError: Something cannot be read, or a row is not what was written.
     """
+    ocp = _orbax()
     empty = [name for name in rows if not arrays[name].num_bytes]
     if empty:
         yield {name: np.zeros(arrays[name].shape, jnp.dtype(arrays[name].dtype)) for name in empty}
@@ -101,6 +106,12 @@ def hash_rows(arrays: Mapping[str, jax.Array]) -> dict[str, dict[int, str]]:
 def hash_row(row: np.ndarray) -> str:
     """Hash of a row's bytes, in hexadecimal."""
     return hashlib.sha256(np.ascontiguousarray(row).reshape(-1).view(np.uint8).data).hexdigest()
+
+
+def _orbax() -> Any:
+    from orbax.checkpoint import v1
+
+    return v1
 
 
 def _like(array: StoredArray) -> np.ndarray:
