@@ -1,6 +1,5 @@
 """Checkpoints: written by the devices that hold the rows, opened at any number of stages, replicas and processes."""
 
-from ._describe import load_struct as load_struct
 from ._directory import committed_tags as committed_tags
 from ._inspect import inspect_checkpoint as inspect_checkpoint
 from ._json import decode_state as decode_state
@@ -10,8 +9,10 @@ from ._load import load_state as load_state
 from ._open import Checkpoint as Checkpoint
 from ._open import find_checkpoint as find_checkpoint
 from ._open import open_checkpoint as open_checkpoint
+from ._open import reread as reread
 from ._safetensors import export_safetensors as export_safetensors
 from ._safetensors import load_safetensors as load_safetensors
+from ._struct import load_struct as load_struct
 from ._verify import Verification as Verification
 from ._verify import verify_checkpoint as verify_checkpoint
 from ._writer import CheckpointWriter as CheckpointWriter
@@ -33,5 +34,6 @@ __all__ = [
     "load_state",
     "load_struct",
     "open_checkpoint",
+    "reread",
     "verify_checkpoint",
 ]

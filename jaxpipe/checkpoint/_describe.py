@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpipe._typing import PyTree
 from jaxpipe.layers import format_struct, join_path
 from jaxpipe.runtime import Pipeline, TrainState, place_everywhere
 
@@ -98,32 +97,3 @@ def load_scalars(scalars: Mapping[str, Any], pipeline: Pipeline, *, loss_scale: 
         leaves = [np.asarray(held[name], leaf.dtype) for name, (_, leaf) in zip(names, paths, strict=True)]
         fields["loss_scale"] = jax.tree.unflatten(treedef, leaves)
     return place_everywhere(fields, pipeline.mesh)
-
-
-def dump_struct(tree: PyTree) -> Any:
-    """Shapes and dtypes of a tree of dictionaries, lists and tuples as JSON; None where it has other nodes."""
-    if isinstance(tree, dict):
-        inner = {str(key): dump_struct(value) for key, value in tree.items()}
-        is_plain = all(isinstance(key, str) for key in tree) and None not in inner.values()
-        return {"dict": inner} if is_plain else None
-    if type(tree) in (tuple, list):
-        items = [dump_struct(item) for item in tree]
-        return None if None in items else {type(tree).__name__: items}
-    if tree is None:
-        return {"none": None}
-    if hasattr(tree, "shape") and hasattr(tree, "dtype"):
-        return {"shape": list(tree.shape), "dtype": np.dtype(tree.dtype).name}
-    return None
-
-
-def load_struct(given: Any) -> PyTree:
-    """The inverse of `dump_struct`."""
-    if "shape" in given:
-        return jax.ShapeDtypeStruct(tuple(given["shape"]), jnp.dtype(given["dtype"]))
-    kind, inner = next(iter(given.items()))
-    if kind == "dict":
-        return {key: load_struct(value) for key, value in inner.items()}
-    if kind == "none":
-        return None
-    items = [load_struct(item) for item in inner]
-    return tuple(items) if kind == "tuple" else items

@@ -1,21 +1,25 @@
 """The directory that checkpoints lie in: which tags are committed, which is the latest, what is left over.
 
     save_dir/latest                    the last committed tag
+    save_dir/.lock/                    while a job saves there
     save_dir/<tag>/commit.json         names the data; a tag without it is no checkpoint
     save_dir/<tag>/data-<n>-<x>/       index.json, and the arrays
 
 A save writes its data first and replaces `commit.json` last, in one step of the file system. So a tag is whole or not
-there at every moment, also while it is being written again.
+there at every moment, also while it is being written again. What a link leads to belongs to somebody else: it is read,
+but never changed or removed.
 """
 
 import contextlib
+import errno
 import json
 import logging
 import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterable, Mapping
+import stat
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from os import PathLike
 from pathlib import Path
@@ -23,6 +27,9 @@ from typing import Any
 
 from jaxpipe.errors import CheckpointError
 from jaxpipe.processes import log
+
+from ._json import parse_json, shown
+from ._lock import LOCK
 
 COMMIT = "commit.json"
 LATEST = "latest"
@@ -32,7 +39,11 @@ VERSION = 1
 
 _DATA = re.compile(r"data-[0-9]+-[0-9a-f]+")
 _STEP_TAG = re.compile(r"global_step([0-9]+)")
+_LARGEST = 1 << 30
+"""Bytes of the largest file of JSON that is read."""
 _PARTIAL = ".partial"
+_WRITING = ".orbax-checkpoint-tmp"
+"""What Orbax puts behind the name of a folder that it has not finished."""
 _MARK = ".jaxpipe"
 
 
@@ -70,15 +81,15 @@ def check_tag(tag: Any) -> str:
     """
     if not isinstance(tag, str) or not _is_name(tag):
         raise CheckpointError(
-            f"tag must be a plain name of a folder, without blanks at its ends, and not {LATEST!r} or {COMMIT!r}, but "
-            f"got tag={tag!r}. Write for instance 'best', or leave it out for 'global_step<N>'."
+            f"tag must be a plain name of a folder, without blanks at its ends, and not {LATEST!r}, {COMMIT!r} or "
+            f"{LOCK!r}, but got tag={tag!r}. Write for instance 'best', or leave it out for 'global_step<N>'."
         )
     return tag
 
 
 def _is_name(tag: str) -> bool:
     is_text = tag == tag.encode(errors="replace").decode()
-    is_reserved = tag in (".", "..", LATEST, COMMIT) or tag.endswith(_PARTIAL)
+    is_reserved = tag in (".", "..", LATEST, COMMIT) or tag.startswith(LOCK) or tag.endswith(_PARTIAL)
     return bool(tag) and tag == tag.strip() and is_text and not is_reserved and not {"/", "\\", "\0"} & set(tag)
 
 
@@ -96,7 +107,7 @@ def read_commit(folder: Path) -> Commit | None:
     """
     path = folder / COMMIT
     try:
-        content = path.read_bytes()
+        content = read_file(path)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
@@ -104,23 +115,39 @@ def read_commit(folder: Path) -> Commit | None:
             f"{path} must be readable, but got {error.strerror or error}. Check its permissions, or load another tag."
         ) from error
     try:
-        given = json.loads(content)
+        given = parse_json(content)
         found = given.pop("format"), given.pop("version")
     except (ValueError, TypeError, AttributeError, KeyError) as error:
         raise _damaged(path, f"{len(content)} bytes that are no commit") from error
     if found[0] != FORMAT or found[1] != VERSION:
         raise CheckpointError(
-            f"{path} must be of format={FORMAT!r}, version={VERSION}, but got format={found[0]!r}, "
-            f"version={found[1]!r}. Open it with the release of jaxpipe that wrote it, or with a newer one."
+            f"{path} must be of format={FORMAT!r}, version={VERSION}, but got format={shown(found[0])}, "
+            f"version={shown(found[1])}. Open it with the release of jaxpipe that wrote it, or with a newer one."
         )
     try:
         commit = Commit(**given)
-        is_sound = bool(_DATA.fullmatch(commit.data)) and commit.sequence > 0 and len(commit.index_sha256) == 64
     except TypeError as error:
-        raise _damaged(path, f"the entries {', '.join(map(str, given))}") from error
-    if not is_sound:
-        raise _damaged(path, f"data={commit.data!r}, sequence={commit.sequence!r}")
+        raise _damaged(path, f"the entries {', '.join(given)[:200]}") from error
+    for name, is_sound in _SOUND.items():
+        value = getattr(commit, name)
+        if not is_sound(value):
+            raise _damaged(path, f"{name}={shown(value)}")
     return commit
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 1 << 62
+
+
+_SOUND: Mapping[str, Callable[[Any], bool]] = {
+    "sequence": lambda value: _is_count(value) and value > 0,
+    "data": lambda value: isinstance(value, str) and _DATA.fullmatch(value) is not None,
+    "index_sha256": lambda value: isinstance(value, str) and len(value) == 64,
+    "global_steps": _is_count,
+    "is_latest": lambda value: isinstance(value, bool),
+    "saved_at": lambda value: isinstance(value, str),
+}
+"""What the entries of a commit must be."""
 
 
 def _damaged(path: Path, found: str) -> CheckpointError:
@@ -148,6 +175,13 @@ def sound_tags(save_dir: Path) -> tuple[dict[str, Commit], dict[str, CheckpointE
     Raises:
         CheckpointError: The directory cannot be listed.
     """
+    commits, damaged = _look_for_tags(save_dir)
+    if not commits:  # the only one may have been replaced between the listing and the reading, never twice
+        commits, damaged = _look_for_tags(save_dir)
+    return dict(sorted(commits.items(), key=lambda item: item[1].sequence)), damaged
+
+
+def _look_for_tags(save_dir: Path) -> tuple[dict[str, Commit], dict[str, CheckpointError]]:
     try:
         folders = sorted(path for path in save_dir.iterdir() if path.is_dir())
     except (FileNotFoundError, NotADirectoryError):
@@ -166,7 +200,7 @@ def sound_tags(save_dir: Path) -> tuple[dict[str, Commit], dict[str, CheckpointE
             damaged[folder.name] = error
         else:
             commits |= {} if found is None else {folder.name: found}
-    return dict(sorted(commits.items(), key=lambda item: item[1].sequence)), damaged
+    return commits, damaged
 
 
 def read_latest(save_dir: Path) -> str | None:
@@ -177,7 +211,7 @@ def read_latest(save_dir: Path) -> str | None:
     """
     path = save_dir / LATEST
     try:
-        return path.read_text().strip()
+        return read_file(path).decode().strip()
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError) as error:
@@ -203,11 +237,28 @@ def commit(save_dir: Path, tag: str, content: Commit) -> None:
             log(logging.WARNING, "%s is committed, but %s still names another: %s", tag, save_dir / LATEST, error)
 
 
+def read_file(path: Path) -> bytes:
+    """Read a file that is one: no pipe, which would never end, and no device.
+
+    Raises:
+        OSError: It is none, larger than any that is written here, or cannot be read.
+    """
+    number = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # opening a pipe waits for its other end otherwise
+    with os.fdopen(number, "rb") as file:
+        found = os.fstat(number)
+        if not stat.S_ISREG(found.st_mode):
+            raise OSError(errno.EINVAL, "what is no file but a folder, a pipe or a device", str(path))
+        if found.st_size > _LARGEST:
+            raise OSError(errno.EFBIG, f"a file of {found.st_size} bytes", str(path))
+        return file.read()
+
+
 def replace_file(path: Path, content: bytes) -> None:
     """Write a file so that at every moment it is the old one or the new one, and stays after a loss of power."""
     partial = path.with_name(path.name + _PARTIAL)
     try:
-        with partial.open("wb") as file:
+        partial.unlink(missing_ok=True)
+        with partial.open("xb") as file:  # a new file, so that nothing is written through a link
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
@@ -233,27 +284,24 @@ def sync_folders(folders: Iterable[Path]) -> None:
 def remove_leftovers(save_dir: Path) -> list[Path]:
     """Remove what unfinished saves left: data that no commit names. Nothing else is touched.
 
+    What cannot be removed stays, with a warning: it is in nobody's way.
+
     Args:
-        save_dir: The directory; only one job may save there.
+        save_dir: The directory, which this job has locked.
 
     Returns:
         What was removed.
-
-    Raises:
-        OSError: Something cannot be removed.
     """
     removed: list[Path] = []
     for folder in [path for path in save_dir.iterdir() if path.is_dir() and not path.is_symlink()]:
         try:
             named = read_commit(folder)
-        except CheckpointError as error:
+            left = remove_data(folder, None if named is None else named.data) + _remove_partial(folder)
+            if left and not any(folder.iterdir()):
+                folder.rmdir()
+            removed += left
+        except (CheckpointError, OSError) as error:
             log(logging.WARNING, "left alone: %s", error)
-            continue
-        left = remove_data(folder, None if named is None else named.data)
-        left += _remove_partial(folder)
-        if left and not any(folder.iterdir()):
-            folder.rmdir()
-        removed += left
     return removed + _remove_partial(save_dir)
 
 
@@ -267,32 +315,50 @@ def make_data(folder: Path, sequence: int) -> Path:
 
 
 def remove_data(folder: Path, but: str | None = None) -> list[Path]:
-    """Remove the data in a tag's folder that was made here, all but one.
+    """Remove the data in a tag's folder that was made here, all but one; of what cannot be removed a warning tells.
 
     Returns:
         What was removed.
     """
     data = [path for path in folder.iterdir() if _DATA.fullmatch(path.name) and path.name != but]
-    own = [path for path in data if (path / _MARK).is_dir() or (path.is_dir() and not any(path.iterdir()))]
-    for path in own:
-        for inner in [inner for inner in path.iterdir() if inner.name != _MARK]:
-            shutil.rmtree(inner) if inner.is_dir() else inner.unlink()
-        shutil.rmtree(path)  # the mark goes last
-    return own
+    return [path for path in data if _was_made_here(path) and _is_removed(path, _remove_folder)]
+
+
+def _was_made_here(data: Path) -> bool:
+    """Whether a folder of data is this room's; a link never is."""
+    if data.is_symlink() or not data.is_dir():
+        return False
+    # A save that failed removes its folder with the mark, and writers that were late make it again without.
+    names = {path.name for path in data.iterdir()}
+    return _MARK in names or names <= {ARRAYS + _WRITING}
+
+
+def _remove_folder(data: Path) -> None:
+    for inner in [inner for inner in data.iterdir() if inner.name != _MARK]:
+        shutil.rmtree(inner) if inner.is_dir() and not inner.is_symlink() else inner.unlink()
+    shutil.rmtree(data)  # the mark goes last
+
+
+def _is_removed(path: Path, remove: Callable[[Path], object]) -> bool:
+    try:
+        remove(path)
+    except OSError as error:
+        log(logging.WARNING, "%s is not needed any more, but could not be removed: %s", path, error)
+        return False
+    return True
 
 
 def _remove_partial(folder: Path) -> list[Path]:
-    found = [path for name in (COMMIT, LATEST) if (path := folder / (name + _PARTIAL)).exists()]
-    for path in found:
-        path.unlink()
-    return found
+    paths = [folder / (name + _PARTIAL) for name in (COMMIT, LATEST)]
+    found = [path for path in paths if path.exists() or path.is_symlink()]
+    return [path for path in found if _is_removed(path, Path.unlink)]
 
 
 def remove_old(save_dir: Path, keep_last: int | None, keep_every: int | None) -> list[str]:
-    """Remove the checkpoints that need not be kept. Only tags of the form `global_step<N>` are.
+    """Remove the checkpoints that need not be kept. Only tags of the form `global_step<N>` are, and no links.
 
     Args:
-        save_dir: The directory.
+        save_dir: The directory, which this job has locked.
         keep_last: How many to keep; None: all.
         keep_every: Keep also those whose N is a multiple of this. The one that is found without its tag is always kept.
 
@@ -302,16 +368,19 @@ def remove_old(save_dir: Path, keep_last: int | None, keep_every: int | None) ->
     if keep_last is None:
         return []
     commits, _ = sound_tags(save_dir)
-    steps = {tag: int(match[1]) for tag in commits if (match := _STEP_TAG.fullmatch(tag))}
+    own = [tag for tag, each in commits.items() if not _is_linked(save_dir / tag, each)]
+    steps = {tag: int(match[1]) for tag in own if (match := _STEP_TAG.fullmatch(tag))}
     newest = [tag for tag, commit in commits.items() if commit.is_latest][-1:]
     kept = {*newest, *list(steps)[-keep_last:], *(tag for tag in steps if keep_every and steps[tag] % keep_every == 0)}
-    old = [tag for tag in steps if tag not in kept]
-    for tag in old:
-        remove_tag(save_dir / tag)
-    return old
+    return [tag for tag in steps if tag not in kept and _is_removed(save_dir / tag, _remove_tag)]
 
 
-def remove_tag(folder: Path) -> None:
+def _is_linked(folder: Path, commit: Commit) -> bool:
+    """Whether a checkpoint, or its data, lies elsewhere."""
+    return folder.is_symlink() or (folder / commit.data).is_symlink()
+
+
+def _remove_tag(folder: Path) -> None:
     """Remove a checkpoint: first the commit, so that it is never half there."""
     (folder / COMMIT).unlink()
     remove_data(folder)

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from operator import index
 from pathlib import Path
@@ -13,6 +13,10 @@ import jax.numpy as jnp
 
 from jaxpipe.errors import CheckpointError
 from jaxpipe.runtime import Leaf, Span
+
+from ._directory import read_file
+from ._json import check_json, decode_state, parse_json, shown
+from ._struct import checked_struct, load_struct
 
 INDEX = "index.json"
 
@@ -122,7 +126,7 @@ def read_index(path: Path, sha256: str) -> Index:
         CheckpointError: It cannot be read, or is not what was written.
     """
     try:
-        content = path.read_bytes()
+        content = read_file(path)
     except OSError as error:
         raise CheckpointError(
             f"{path} must be readable, but got {error.strerror or error}. Load another tag, or restore the file."
@@ -134,28 +138,88 @@ def read_index(path: Path, sha256: str) -> Index:
             f"{len(content)} bytes: it is damaged. Load another tag, or restore the file."
         )
     try:
-        return _load_index(json.loads(content))
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        return _load_index(parse_json(content))
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"{path} must be an index as save_checkpoint writes it, but got one that fails with "
-            f"{type(error).__name__}: {error}. Load another tag."
+            f"{type(error).__name__}: {str(error)[:300]}. Load another tag."
         ) from error
 
 
 def _load_index(given: Mapping[str, Any]) -> Index:
-    arrays = {
-        name: StoredArray(tuple(x["shape"]), x["dtype"], tuple(x["sha256"])) for name, x in given["arrays"].items()
-    }
-    if any(len(array.sha256) != array.shape[0] for array in arrays.values()):
-        raise ValueError("not every row has a sha256")
-    if {"step", "skipped_steps", "rng", "loss_scale"} - set(given["scalars"]) or not given["data_iterators"]:
-        raise ValueError("scalars or the places in the data are missing")
+    arrays = {name: _load_array(name, each) for name, each in given["arrays"].items()}
+    leaves = {key: _load_leaf(key, leaf, arrays) for key, leaf in given["leaves"].items()}
+    paths = {tuple(key.split("/")) for key in leaves}
+    for path in paths:
+        _check(len(path) > 1 and not any(path[:i] in paths for i in range(1, len(path))), "leaves", "/".join(path))
+    if given["batch"] is not None:
+        load_struct(given["batch"])
+    for name, is_sound in _SOUND.items():
+        _check(is_sound(given[name]), name, given[name])
     return Index(
         **{name: given[name] for name in _PLAIN},
-        layers=tuple(StoredLayer(**{**x, "parameters": tuple(x["parameters"])}) for x in given["layers"]),
-        leaves={key: _load_leaf(key, leaf, arrays) for key, leaf in given["leaves"].items()},
+        layers=tuple(_load_layer(each, leaves) for each in given["layers"]),
+        leaves=leaves,
         arrays=arrays,
     )
+
+
+def _check(is_sound: bool, name: str, value: Any) -> None:
+    if not is_sound:
+        raise ValueError(f"{name} is {shown(value)}")
+
+
+def _is_count(value: Any, most: int = 1 << 62) -> bool:
+    return type(value) is int and 0 <= value < most
+
+
+def _are_scalars(given: Mapping[str, Any]) -> bool:
+    words, scale = given["rng"]["words"], given["loss_scale"]
+    return (
+        all(_is_count(given[name], 1 << 31) for name in ("step", "skipped_steps"))
+        and isinstance(given["rng"]["impl"], str)
+        and isinstance(words, list)
+        and all(_is_count(word, 1 << 32) for word in words)
+        and isinstance(scale, dict)
+        and all(type(value) in (bool, int, float) and abs(value) < 1 << 62 for value in scale.values())
+    )
+
+
+def _are_iterators(given: Any) -> bool:
+    for each in given:
+        check_json(each, "data_iterators")
+        decode_state(each)
+    return isinstance(given, list) and len(given) > 0
+
+
+_SOUND: Mapping[str, Callable[[Any], bool]] = {
+    "global_steps": _is_count,
+    "global_samples": _is_count,
+    "mesh": lambda given: all(_is_count(length) for length in given.values()),
+    "zero_stage": _is_count,
+    "scalars": _are_scalars,
+    "data_iterators": _are_iterators,
+    "client_state": lambda given: isinstance(given, dict),
+    "config": lambda given: isinstance(given, dict),
+    "versions": lambda given: all(isinstance(version, str) for version in given.values()),
+}
+"""What the plain entries of an index must be; they may also raise."""
+
+
+def _load_array(name: str, given: Mapping[str, Any]) -> StoredArray:
+    shape, _ = checked_struct(given["shape"], given["dtype"])
+    sha256 = given["sha256"]
+    _check(isinstance(sha256, list) and all(isinstance(each, str) for each in sha256), f"sha256 of {name}", sha256)
+    if len(shape) == 0 or len(sha256) != shape[0]:
+        raise ValueError("not every row has a sha256")
+    return StoredArray(shape, given["dtype"], tuple(sha256))
+
+
+def _load_layer(given: Mapping[str, Any], leaves: Mapping[str, Leaf]) -> StoredLayer:
+    layer = StoredLayer(**{**given, "parameters": tuple(given["parameters"])})
+    _check(all(isinstance(text, str) for text in (layer.name, layer.kind, layer.signature)), "a layer", given)
+    _check(_is_count(layer.stage) and all(key in leaves for key in layer.parameters), "a layer", given)
+    return layer
 
 
 def _dump_leaf(leaf: Leaf) -> dict[str, Any]:
@@ -167,10 +231,15 @@ def _load_leaf(key: str, given: Mapping[str, Any], arrays: Mapping[str, StoredAr
     spans = tuple(
         Span(x["array"], tuple(map(index, x["rows"])), index(x["start"]), index(x["stop"])) for x in given["spans"]
     )
-    leaf = Leaf(tuple(given["shape"]), given["dtype"], given["dim"], (spans,))
+    shape, _ = checked_struct(given["shape"], given["dtype"])
+    dim = given["dim"]
+    is_whole = dim is None or (_is_count(dim, len(shape)) and shape[dim] % len(spans) == 0)
+    _check(is_whole and len(spans) > 0, f"spans or dim of {key}", given)
+    leaf = Leaf(shape, given["dtype"], dim, (spans,))
     for span in spans:
-        shape, num_held = arrays[span.array].shape, len(span.rows) * (span.stop - span.start)
-        is_inside = 0 <= span.start <= span.stop <= math.prod(shape[1:]) and set(span.rows) <= set(range(shape[0]))
-        if not is_inside or num_held < math.prod(leaf.part_shape()) or arrays[span.array].dtype != leaf.dtype:
+        held, num_held = arrays[span.array].shape, len(span.rows) * (span.stop - span.start)
+        is_inside = 0 <= span.start <= span.stop <= math.prod(held[1:]) and set(span.rows) <= set(range(held[0]))
+        is_enough = len(span.rows) > 0 and num_held >= math.prod(leaf.part_shape())
+        if not is_inside or not is_enough or arrays[span.array].dtype != leaf.dtype:
             raise ValueError(f"{key} does not lie inside {span.array}")
     return leaf

@@ -1,12 +1,15 @@
 """A checkpoint as text, from its index alone."""
 
+import contextlib
 import datetime
 import math
+import os
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from os import PathLike
+from pathlib import Path
 
 import jax.numpy as jnp
 
@@ -15,7 +18,7 @@ from jaxpipe.runtime import Leaf
 
 from ._directory import committed_tags
 from ._index import Index, StoredLayer
-from ._open import Checkpoint, open_checkpoint
+from ._open import Checkpoint, open_checkpoint, reread
 
 _WIDTH = 110
 _GLUE = "\0"  # a space at which no line ends
@@ -52,7 +55,7 @@ def inspect_checkpoint(path: str | PathLike[str], tag: str | None = None) -> str
     Raises:
         CheckpointError: There is no checkpoint, or its index is damaged.
     """
-    checkpoint = open_checkpoint(path, tag)
+    checkpoint = reread(path, lambda: open_checkpoint(path, tag))
     blocks = [_facts(checkpoint), _layers(checkpoint.index), _totals(checkpoint)]
     return "\n\n".join("\n".join(lines) for lines in blocks)
 
@@ -84,7 +87,7 @@ def _facts(checkpoint: Checkpoint) -> list[str]:
     scalars = index.scalars
     topology = " x ".join(count(n, _AXES.get(axis, axis)) for axis, n in index.mesh.items())
     scale = scalars["loss_scale"].get("scale")
-    places = sum((held or {}).get("state") is not None for held in index.data_iterators)
+    places = sum(isinstance(held, dict) and held.get("state") is not None for held in index.data_iterators)
     beside = [f"client state ({', '.join(index.client_state)})"] if index.client_state else []
     beside += [f"the place of {count(places, 'data iterator')}"] if places else []
     versions = [f"{name} {version}" for name, version in index.versions.items() if version[:1].isdigit()]
@@ -179,14 +182,21 @@ def _totals(checkpoint: Checkpoint) -> list[str]:
         if held.num_arrays:
             once = ", shared ones once" if prefix == "params/" and len(uses) > held.num_arrays else ""
             rows.append((name + once, f"{held.num_elements:,}", f"{held.num_arrays:,}", format_bytes(held.num_bytes)))
-    files = [path for path in checkpoint.path.rglob("*") if path.is_file()]
-    size = sum(path.stat().st_size for path in files)
-    rows.append((f"on disk, in {count(len(files), 'file')}", "", f"{len(index.arrays):,}", format_bytes(size)))
+    sizes = list(_file_sizes(checkpoint.path))
+    rows.append((f"on disk, in {count(len(sizes), 'file')}", "", f"{len(index.arrays):,}", format_bytes(sum(sizes))))
     widths = [max(len(row[column]) for row in rows) for column in range(4)]
     return [
         "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))])
         for row in rows
     ]
+
+
+def _file_sizes(folder: Path) -> Iterator[int]:
+    """Sizes of the files that are there still: a job may remove the checkpoint at any moment."""
+    for place, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(OSError):
+                yield (Path(place) / name).stat().st_size
 
 
 def _sum(leaves: Mapping[str, Leaf], keys: Iterable[str]) -> _Held:

@@ -1,7 +1,8 @@
 """What may go into the JSON part of a checkpoint."""
 
 import base64
-from collections.abc import Mapping
+import json
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -9,30 +10,66 @@ import numpy as np
 from jaxpipe.errors import CheckpointError
 
 _BYTES = "base64"
+_DEEPEST = 100
+_MOST_DIGITS, _MOST_BITS = 4300, 14284
+"""Beyond these digits Python reads no integer; fewer bits have no more."""
+_SHOWN = 200
 
 
-def check_json(value: Any, where: str) -> None:
+def parse_json(content: bytes) -> Any:
+    """The value of a JSON text.
+
+    Raises:
+        ValueError: It is none, or nested too deep.
+    """
+    try:
+        return json.loads(content)
+    except RecursionError as error:
+        raise ValueError("it is nested too deep") from error
+
+
+def shown(value: Any, text_of: Callable[[Any], str] = repr) -> str:
+    """A value for an error, however large it is, or whatever its own `repr` does."""
+    try:
+        text = text_of(value)
+    except Exception:  # noqa: BLE001  # integers of very many digits, and classes of users
+        return f"<{type(value).__name__}>"
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+
+
+def check_json(value: Any, where: str, depth: int = 0) -> None:
     """Refuse a value that would not come back as it is.
 
     Args:
         value: The value.
         where: What it is called, for the error.
+        depth: How many lists and dictionaries it lies in.
 
     Raises:
         CheckpointError: Something in it is neither None, a truth value, number or string, nor a list or a dictionary
-            with strings for keys.
+            with strings for keys; or it lies too deep, as in a list that holds itself; or has too many digits.
     """
+    if depth > _DEEPEST:
+        raise CheckpointError(
+            f"{where[:_SHOWN]}... must be nested at most {_DEEPEST} deep, as it is stored as JSON, but got one that is "
+            "nested deeper, or holds itself. Store what it can be made from."
+        )
     if isinstance(value, dict):
         for key, item in value.items():
             if not isinstance(key, str):
                 raise CheckpointError(
-                    f"keys of {where} must be strings, as they are stored as JSON, but got key={key!r}. "
-                    f"Write {str(key)!r}."
+                    f"keys of {where} must be strings, as they are stored as JSON, but got key={shown(key)}. "
+                    f"Write {shown(key, lambda given: repr(str(given)))}."
                 )
-            check_json(item, f"{where}[{key!r}]")
+            check_json(item, f"{where}[{shown(key)}]", depth + 1)
     elif isinstance(value, list):
         for i, item in enumerate(value):
-            check_json(item, f"{where}[{i}]")
+            check_json(item, f"{where}[{i}]", depth + 1)
+    elif type(value) is int and value.bit_length() > _MOST_BITS:
+        raise CheckpointError(
+            f"{where} must be a number of at most {_MOST_DIGITS} digits, as it is stored as JSON, but got one of "
+            f"{value.bit_length()} bits. Write hex(value)."
+        )
     elif value is not None and type(value) not in (bool, int, float, str):
         raise CheckpointError(
             f"{where} must be a number, a string, true, false or None, or a list or dictionary of such, as it is "
@@ -50,12 +87,13 @@ def _repair(value: Any) -> str:
     return "Store what it can be made from."
 
 
-def encode_state(value: Any, where: str) -> Any:
+def encode_state(value: Any, where: str, depth: int = 0) -> Any:
     """The state of a data iterator as JSON.
 
     Args:
         value: Bytes, or what JSON knows; numbers of numpy become Python's.
         where: What it is called, for the error.
+        depth: How many containers it lies in.
 
     Returns:
         The JSON value.
@@ -63,22 +101,28 @@ def encode_state(value: Any, where: str) -> Any:
     Raises:
         CheckpointError: It is of another type.
     """
+    if depth > _DEEPEST:
+        check_json(None, where, depth)
     if isinstance(value, bytes):
         return {_BYTES: base64.b64encode(value).decode()}
     if isinstance(value, Mapping):
         check_json(dict.fromkeys(value), where)
-        items = {key: encode_state(item, f"{where}[{key!r}]") for key, item in value.items()}
+        items = {key: encode_state(item, f"{where}[{shown(key)}]", depth + 1) for key, item in value.items()}
         return {_BYTES: None, "mapping": items} if _BYTES in items else items
     if isinstance(value, list | tuple):
-        return [encode_state(item, f"{where}[{i}]") for i, item in enumerate(value)]
+        return [encode_state(item, f"{where}[{i}]", depth + 1) for i, item in enumerate(value)]
     if isinstance(value, np.generic):
         value = value.item()
-    check_json(value, where)
+    check_json(value, where, depth)
     return value
 
 
 def decode_state(value: Any) -> Any:
-    """The inverse of `encode_state`."""
+    """The inverse of `encode_state`.
+
+    Raises:
+        Exception: It is none of its results: any of `KeyError`, `AttributeError`, `TypeError` and `ValueError`.
+    """
     if isinstance(value, dict):
         if value.get(_BYTES) is not None:
             return base64.b64decode(value[_BYTES])

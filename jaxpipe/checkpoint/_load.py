@@ -4,6 +4,7 @@ import dataclasses
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -16,7 +17,7 @@ from jaxpipe.runtime import HostRows, Leaf, Pipeline, TrainState, read_leaf, sta
 
 from ._compare import Comparison, compare
 from ._describe import load_scalars
-from ._open import Checkpoint, open_checkpoint
+from ._open import Checkpoint, open_checkpoint, reread
 from ._store import read_arrays
 
 _OPTIMIZER = "opt_state/"
@@ -76,13 +77,23 @@ def load_state(
     rows = HostRows({name: arrays[name] if name in partial else like[name] for name in arrays if name in touched})
     together(lambda: _fill(rows, checkpoint, wanted, keys))
     together(when_read)
-    scalars = load_scalars(checkpoint.index.scalars, pipeline, loss_scale=optimizer) if counters else {}
+    scalars = _load_scalars(checkpoint, pipeline, loss_scale=optimizer) if counters else {}
     if state is None:
         state = dataclasses.replace(struct, **pipeline.init_scalars())
     else:
         for name in touched:
             arrays.pop(name).delete()
     return dataclasses.replace(with_arrays(state, rows.place()), **scalars)
+
+
+def _load_scalars(checkpoint: Checkpoint, pipeline: Pipeline, *, loss_scale: bool) -> dict[str, Any]:
+    try:
+        return load_scalars(checkpoint.index.scalars, pipeline, loss_scale=loss_scale)
+    except (OverflowError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{checkpoint.path} must hold the step, the key and the loss scale of a run, but got some that fail with "
+            f"{type(error).__name__}: {str(error)[:300]}. Load another tag."
+        ) from error
 
 
 def _fill(rows: HostRows, checkpoint: Checkpoint, wanted: Mapping[str, Leaf], keys: Sequence[str]) -> None:
@@ -148,10 +159,13 @@ def read_leaves(checkpoint: Checkpoint, keys: Sequence[str]) -> Iterator[tuple[s
 
 
 def _load_part(path: str | Path, tag: str | None, part: str) -> dict[str, PyTree]:
-    checkpoint = open_checkpoint(path, tag)
-    keys = [key for key in checkpoint.index.leaves if key.startswith(part)]
-    found = dict(read_leaves(checkpoint, keys))
-    return unflatten_dict({split_path(key.removeprefix(part)): found[key] for key in keys})
+    def read() -> dict[str, np.ndarray]:
+        checkpoint = open_checkpoint(path, tag)
+        keys = [key for key in checkpoint.index.leaves if key.startswith(part)]
+        return dict(read_leaves(checkpoint, keys))
+
+    found = reread(path, read)
+    return unflatten_dict({split_path(key.removeprefix(part)): value for key, value in found.items()})
 
 
 def _compare_optimizer(

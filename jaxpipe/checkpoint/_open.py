@@ -1,14 +1,21 @@
 """Finding a checkpoint."""
 
+import contextlib
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
+from typing import TypeVar
 
 from jaxpipe.errors import CheckpointError
 
 from ._directory import ARRAYS, COMMIT, Commit, check_tag, read_commit, read_latest, sound_tags
 from ._index import INDEX, Index, read_index
+
+_READINGS = 20
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -93,6 +100,46 @@ def open_checkpoint(path: str | PathLike[str], tag: str | None = None) -> Checkp
             f"path must be a checkpoint, or a directory with one, but got path={str(path)!r} and "
             f"{_listed(sound_tags(Path(path))[0])}. Give the directory that save_checkpoint was given, or its tag."
         )
+    return found
+
+
+def reread(path: str | PathLike[str], read: Callable[[], T], agreed: Callable[[bool], bool] = bool) -> T:
+    """Read a checkpoint, again where a job that saves there replaced or removed it meanwhile.
+
+    Args:
+        path: As for `find_checkpoint`.
+        read: Finds the checkpoint and reads it.
+        agreed: From whether this process sees that the directory has changed, whether any does.
+
+    Returns:
+        What the function returned.
+
+    Raises:
+        CheckpointError: What the function raised while the directory stayed as it was, or every time.
+    """
+    folder, num_readings = Path(path), 0
+    while True:
+        before = _commits(folder)
+        num_readings += 1
+        try:
+            return read()
+        except CheckpointError as error:
+            if not agreed(_commits(folder) != before):
+                raise
+            if num_readings == _READINGS:
+                raise CheckpointError(
+                    f"checkpoints must stay while they are read, but got path={str(path)!r}, where they were replaced "
+                    f"{_READINGS} times meanwhile; at last: {error} Save less often, or keep more with "
+                    "checkpoint.keep_last."
+                ) from error
+
+
+def _commits(folder: Path) -> dict[str, Commit | None]:
+    """What is committed in a directory of checkpoints, or in a checkpoint's own folder."""
+    found: dict[str, Commit | None] = {}
+    with contextlib.suppress(CheckpointError):
+        found.update(sound_tags(folder)[0])
+        found[""] = read_commit(folder)
     return found
 
 

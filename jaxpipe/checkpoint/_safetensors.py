@@ -23,9 +23,10 @@ from jaxpipe.errors import CheckpointError
 from jaxpipe.layers import split_path, unflatten_dict
 from jaxpipe.runtime import Leaf
 
-from ._directory import replace_file
+from ._directory import read_file, replace_file
+from ._json import parse_json
 from ._load import read_leaves
-from ._open import Checkpoint, open_checkpoint
+from ._open import Checkpoint, open_checkpoint, reread
 
 _SUFFIX = ".safetensors"
 _INDEX_SUFFIX = _SUFFIX + ".index.json"
@@ -106,7 +107,10 @@ def export_safetensors(
             f"max_shard_bytes must be at least 1, but got max_shard_bytes={max_shard_bytes}. Write for instance "
             "5_000_000_000, or None for one file."
         )
-    checkpoint = open_checkpoint(path, tag)
+    return reread(path, lambda: _export(open_checkpoint(path, tag), target, max_shard_bytes))
+
+
+def _export(checkpoint: Checkpoint, target: Path, max_shard_bytes: int | None) -> list[Path]:
     leaves = _chosen(checkpoint)
     shards = _split(leaves, max_shard_bytes)
     metadata = {"format": "jaxpipe", "global_steps": str(checkpoint.index.global_steps)}
@@ -333,7 +337,7 @@ def _disagreement(path: Path, text: str) -> CheckpointError:
 
 def _read_weight_map(path: Path) -> dict[str, str]:
     try:
-        found = json.loads(path.read_bytes())["weight_map"]
+        found = parse_json(read_file(path))["weight_map"]
         is_map = bool(found) and all(isinstance(shard, str) for shard in found.values())
     except OSError as error:
         raise CheckpointError(

@@ -5,6 +5,7 @@ root logger a handler, with which a program's own `logging.basicConfig` would do
 """
 
 import hashlib
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -66,8 +67,9 @@ def read_arrays(
         yield {name: np.zeros(arrays[name].shape, jnp.dtype(arrays[name].dtype)) for name in empty}
     held = {name: array for name, array in arrays.items() if array.num_bytes}
     for names in _batches(held, {name: None for name in rows if name in held}):
-        like = {name: _like(array) if name in names else ... for name, array in held.items()}
         try:
+            _check_files(path)
+            like = {name: _like(array) if name in names else ... for name, array in held.items()}
             found = ocp.load(str(path.absolute()), like)
         except Exception as error:  # whatever the libraries below raise for damaged files
             raise CheckpointError(
@@ -85,6 +87,16 @@ def read_arrays(
                         "sha256 than the index says: it is damaged. Load another tag, or restore the files."
                     )
         yield read
+
+
+def _check_files(path: Path | str) -> None:
+    """Refuse what is neither a file nor a folder: a pipe in place of a file would be read forever."""
+    with os.scandir(path) as entries:
+        for entry in entries:
+            if entry.is_dir():
+                _check_files(entry.path)
+            elif not entry.is_file():
+                raise OSError(f"{entry.path} is no file")
 
 
 def hash_rows(arrays: Mapping[str, jax.Array]) -> dict[str, dict[int, str]]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from jaxpipe.errors import CheckpointError
 
-from ._open import Checkpoint, open_checkpoint
+from ._open import Checkpoint, open_checkpoint, reread
 from ._store import hash_row, read_arrays
 
 _SHOWN = 12
@@ -44,7 +44,10 @@ def verify_checkpoint(path: str | PathLike[str], tag: str | None = None) -> Veri
     Raises:
         CheckpointError: There is no checkpoint, or it is damaged; all damaged arrays are named.
     """
-    checkpoint = open_checkpoint(path, tag)
+    return reread(path, lambda: _verify(open_checkpoint(path, tag)))
+
+
+def _verify(checkpoint: Checkpoint) -> Verification:
     arrays = checkpoint.index.arrays
     damaged, cause = _damaged(checkpoint)
     if damaged:

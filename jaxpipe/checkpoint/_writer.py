@@ -1,13 +1,16 @@
 """Writing checkpoints, one after another, in the foreground or in the background."""
 
+import atexit
 import contextlib
 import datetime
 import hashlib
 import json
 import logging
 import shutil
+import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from os import PathLike
@@ -22,7 +25,7 @@ from jaxpipe.processes import gather_texts, log, together
 from jaxpipe.runtime import Leaf, Pipeline, TrainState, state_arrays
 from jaxpipe.topology import mesh_shape
 
-from ._describe import describe_layers, dump_scalars, dump_struct, library_versions, scalar_arrays
+from ._describe import describe_layers, dump_scalars, library_versions, scalar_arrays
 from ._directory import (
     ARRAYS,
     Commit,
@@ -42,11 +45,14 @@ from ._directory import (
 )
 from ._index import INDEX, Index, StoredArray, dump_index
 from ._json import check_json, encode_state
+from ._lock import DirectoryLock
 from ._snapshot import snapshot
 from ._store import hash_rows, start_writing
+from ._struct import dump_struct
 
 _REPORT_TIMEOUT_S = 600
-_CLEANING_TRIES, _CLEANING_PAUSE_S = 50, 0.1
+_CLEANING_S, _QUIET_POLLS, _QUIET_PAUSE_S = 10.0, 25, 0.01
+"""How long to remove data of a save that failed, and how often, one after another, they must be found gone."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +78,7 @@ class RunState:
 class _Job:
     """A checkpoint on its way to disk."""
 
+    lock: DirectoryLock | None
     save_dir: Path
     tag: str
     sequence: int
@@ -86,7 +93,7 @@ class _Job:
 class CheckpointWriter:
     """Writes the states of one run.
 
-    Only one run may save to a directory at a time: what unfinished saves left there is removed.
+    Only one run may save to a directory at a time, which a lock sees to: what unfinished saves left there is removed.
 
     Args:
         keep_last: How many checkpoints with tags of the form `global_step<N>` to keep; None: all.
@@ -98,6 +105,7 @@ class CheckpointWriter:
         self._ended = threading.Event()
         self._ended.set()
         self._error: CheckpointError | None = None
+        self._is_waited_for = False
 
     @property
     def is_busy(self) -> bool:
@@ -131,7 +139,8 @@ class CheckpointWriter:
 
         Raises:
             CheckpointError: The tag is no name, or not the same on all processes; `run` holds what JSON does not know;
-                the directory cannot be written; or the last save in the background failed. No checkpoint has changed.
+                the tag is a link; another job saves there; the directory cannot be written; or the last save in the
+                background failed. No checkpoint has changed.
         """
         self.wait()
         folder = Path(save_dir)
@@ -141,23 +150,30 @@ class CheckpointWriter:
         hold = snapshot if background else dict
         iterators = [json.loads(text) for text in gather_texts(json.dumps(iterator))]
         made = together(lambda: _prepare(folder, tag), who=[0])
-        data, sequence = gather_texts("" if made is None else f"{made[0]} {made[1]}")[0].split()
-        job = together(
-            lambda: _Job(
-                save_dir=folder.absolute(),
-                tag=tag,
-                sequence=int(sequence),
-                data=_checked_data(folder.absolute() / tag / data, save_dir),
-                arrays=hold(state_arrays(state)),
-                scalars=hold(scalar_arrays(pipeline, state)),
-                leaves=pipeline.catalog,
-                content=_content(pipeline, run, iterators),
-                save_latest=save_latest,
+        try:
+            data, sequence = gather_texts("" if made is None else f"{made.data} {made.sequence}")[0].split()
+            job = together(
+                lambda: _Job(
+                    lock=None if made is None else made.lock,
+                    save_dir=folder.absolute(),
+                    tag=tag,
+                    sequence=int(sequence),
+                    data=_checked_data(folder.absolute() / tag / data, save_dir),
+                    arrays=hold(state_arrays(state)),
+                    scalars=hold(scalar_arrays(pipeline, state)),
+                    leaves=pipeline.catalog,
+                    content=_content(pipeline, run, iterators),
+                    save_latest=save_latest,
+                )
             )
-        )
-        finish = _start(cast("_Job", job), self._keep_last, self._keep_every)
+            finish = _start(cast("_Job", job), self._keep_last, self._keep_every)
+        except BaseException:
+            if made is not None:
+                made.lock.release()
+            raise
         del job
         if background:
+            self._finish_at_exit()
             self._ended.clear()
             threading.Thread(target=self._run, args=(finish,), name=f"save {tag}").start()
         else:
@@ -189,6 +205,28 @@ class CheckpointWriter:
             )
         return tag
 
+    def _finish_at_exit(self) -> None:
+        """Let the interpreter wait for saves in the background, however the program ends, and fail where one failed."""
+        if self._is_waited_for:
+            return
+        self._is_waited_for = True
+        held = weakref.ref(self)
+
+        def wait() -> None:
+            writer = held()
+            if writer is not None:
+                writer._ended.wait()
+
+        def tell() -> None:
+            writer = held()
+            if writer is not None and writer._error is not None:
+                sys.stdout = _FailingAtTheEnd(sys.stdout, writer._error)
+
+        # Saving needs executors, which refuse work from the moment that the main thread has ended. `atexit` runs later
+        # than that, and what runs earlier is known to `threading` alone. It is how `concurrent.futures` does it.
+        getattr(threading, "_register_atexit", atexit.register)(wait)
+        atexit.register(tell)
+
     def _run(self, finish: Callable[[], None]) -> None:
         """End a save in the background."""
         try:
@@ -200,6 +238,22 @@ class CheckpointWriter:
             self._ended.set()
 
 
+class _FailingAtTheEnd:
+    """A stream that the interpreter cannot flush when it ends, which prints why and makes its exit status 120."""
+
+    def __init__(self, stream: Any, error: CheckpointError) -> None:
+        self._stream, self._error = stream, error
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def flush(self) -> None:
+        """Flush the stream, unless it is the last time."""
+        self._stream.flush()
+        if sys.is_finalizing():
+            raise self._error
+
+
 def _start(job: _Job, keep_last: int | None, keep_every: int | None) -> Callable[[], None]:
     """Begin to write; what is returned ends it, and is run by every process."""
     started = time.perf_counter()
@@ -207,22 +261,25 @@ def _start(job: _Job, keep_last: int | None, keep_every: int | None) -> Callable
     failure = _caught(lambda: waits.append(start_writing(job.data / ARRAYS, job.arrays)))
 
     def finish() -> None:
-        is_first = jax.process_index() == 0
-        failed = failure or _caught(lambda: _end(job, waits[0]))
-        if failed is not None:
-            _caught(lambda: _report(job.data, error=_first_line(failed)))
-        elif is_first:
-            failed = _caught(lambda: _commit(job))
-        if failed is None:
-            if is_first:
+        try:
+            failed = failure or _caught(lambda: _end(job, waits[0]))
+            if failed is not None:
+                _caught(lambda: _report(job.data, error=_first_line(failed)))
+            elif job.lock is not None:
+                failed = _caught(lambda: _commit(job, cast("DirectoryLock", job.lock)))
+            if job.lock is not None and failed is None:
                 _make_room(job, keep_last, keep_every)
+            elif job.lock is not None:
+                _clean_up(job)
+        finally:
+            if job.lock is not None:
+                job.lock.release()
+        if failed is None:
             log(logging.INFO, "saved %s in %.1f s", job.save_dir / job.tag, time.perf_counter() - started)
-            return
-        if is_first:
-            _clean_up(job)
-        if isinstance(failed, KeyboardInterrupt):
+        elif isinstance(failed, KeyboardInterrupt):
             raise failed
-        raise _failure(job, failed) from failed
+        else:
+            raise _failure(job, failed) from failed
 
     return finish
 
@@ -248,9 +305,9 @@ def _report(data: Path, error: str | None = None, sha256: Mapping[str, Any] | No
     replace_file(data / f"report-{jax.process_index()}.json", text.encode())
 
 
-def _commit(job: _Job) -> None:
+def _commit(job: _Job, lock: DirectoryLock) -> None:
     """Put together what all processes report, and commit."""
-    reports = _reports(job.data)
+    reports = _reports(job.data, lock)
     failed = [f"process {i}: {report['error']}" for i, report in enumerate(reports) if report["error"]]
     if failed:
         raise OSError("; ".join(failed))
@@ -267,14 +324,18 @@ def _commit(job: _Job) -> None:
         is_latest=job.save_latest or read_latest(job.save_dir) == job.tag,
         saved_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     )
+    lock.check()
     commit(job.save_dir, job.tag, done)
 
 
-def _reports(data: Path) -> list[dict[str, Any]]:
-    """What the processes wrote; waits for those that have not yet."""
+def _reports(data: Path, lock: DirectoryLock) -> list[dict[str, Any]]:
+    """What the processes wrote; waits for those that have not yet, but not where this process's own is gone again."""
     paths = [data / f"report-{i}.json" for i in range(jax.process_count())]
     deadline = time.monotonic() + _REPORT_TIMEOUT_S
     while missing := [str(i) for i, path in enumerate(paths) if not path.exists()]:
+        lock.check()
+        if str(jax.process_index()) in missing:
+            raise FileNotFoundError(f"{data} was removed by somebody else while it was written")
         if time.monotonic() > deadline:
             raise TimeoutError(f"process {', '.join(missing)} did not report for {_REPORT_TIMEOUT_S} s")
         time.sleep(0.02)
@@ -299,14 +360,34 @@ def _check_client_state(client_state: Any) -> None:
     check_json(client_state, "client_state")
 
 
-def _prepare(save_dir: Path, tag: str) -> tuple[str, int]:
-    """Make room and the folder for the data; its name, and the checkpoint's number."""
+@dataclass(frozen=True)
+class _Prepared:
+    """A directory in which a checkpoint may be written: it is locked, and the folder for the data is there."""
+
+    lock: DirectoryLock
+    data: str
+    sequence: int
+
+
+def _prepare(save_dir: Path, tag: str) -> _Prepared:
+    """Make room and the folder for the data."""
     try:
         save_dir.mkdir(parents=True, exist_ok=True)
-        for path in remove_leftovers(save_dir):
-            log(logging.INFO, "removed %s, which an unfinished save had left", path)
-        sequence = next_sequence(sound_tags(save_dir)[0])
-        return make_data(save_dir / tag, sequence).name, sequence
+        lock = DirectoryLock(save_dir.absolute())
+        try:
+            if (save_dir / tag).is_symlink():
+                raise CheckpointError(
+                    f"tag must not be a link, which may lead to another run's checkpoint, but got tag={tag!r} in "
+                    f"save_dir={str(save_dir)!r}, a link to {str((save_dir / tag).readlink())!r}. Remove the link, or "
+                    "choose another tag."
+                )
+            for path in remove_leftovers(save_dir):
+                log(logging.INFO, "removed %s, which an unfinished save had left", path)
+            sequence = next_sequence(sound_tags(save_dir)[0])
+            return _Prepared(lock, make_data(save_dir / tag, sequence).name, sequence)
+        except BaseException:
+            lock.release()
+            raise
     except OSError as error:
         raise _not_writable(save_dir, error) from error
 
@@ -360,16 +441,21 @@ def _index(job: _Job, reports: list[dict[str, dict[str, str]]]) -> Index:
 
 
 def _clean_up(job: _Job) -> None:
-    """Make room after a failure, unless that came after the commit."""
+    """Make room after a failure, unless that came after the commit.
+
+    Where one array cannot be written Orbax leaves the writers of the others alone, and these make folders again. How
+    many they are, and when the last one ends, it does not tell. So the data are removed until they stay away; the next
+    save removes what comes later still.
+    """
     with contextlib.suppress(CheckpointError, OSError):
         held = read_commit(job.data.parent)
         if held is not None and held.data == job.data.name:
             return
-        for _ in range(_CLEANING_TRIES):  # writers that are still under way may put files back
-            shutil.rmtree(job.data, ignore_errors=True)
-            time.sleep(_CLEANING_PAUSE_S)
-            if not job.data.exists():
-                return
+    num_quiet, deadline = 0, time.monotonic() + _CLEANING_S
+    while num_quiet < _QUIET_POLLS and time.monotonic() < deadline:
+        num_quiet = 0 if job.data.exists() else num_quiet + 1
+        shutil.rmtree(job.data, ignore_errors=True)
+        time.sleep(_QUIET_PAUSE_S)
 
 
 def _raise(error: CheckpointError | None) -> None:

@@ -20,11 +20,12 @@ from jaxpipe.checkpoint import (
     find_checkpoint,
     load_state,
     load_struct,
+    reread,
 )
 from jaxpipe.config import TrainConfig
-from jaxpipe.errors import CheckpointError, JaxpipeError
+from jaxpipe.errors import CheckpointError
 from jaxpipe.launch import Heartbeat
-from jaxpipe.processes import gather_texts, log, together
+from jaxpipe.processes import gather_numbers, gather_texts, log, together
 from jaxpipe.runtime import Pipeline, TrainState
 
 from ._preemption import PreemptionWatch
@@ -92,10 +93,10 @@ class Checkpoints(ABC):
         run's key, the learning rate's state, the place of the training iterator if it has `get_state` and `set_state`,
         the configuration and a table of layers, and opens at any number of stages and replicas. It is there whole or
         not at all, at every moment; a tag that is there is replaced at the end. With `checkpoint.async_save` the call
-        returns as soon as training may go on; `wait_for_checkpoint` waits for the rest.
+        returns as soon as training may go on; `wait_for_checkpoint`, or the end of the program, waits for the rest.
 
         Args:
-            save_dir: A directory that all processes see. Only one run may save there.
+            save_dir: A directory that all processes see. Only one run may save there at a time.
             tag: Name of the checkpoint, a folder; None: `global_step<N>`.
             client_state: A dictionary of numbers, strings, lists and dictionaries, which `load_checkpoint` returns.
             save_latest: Whether `load_checkpoint` without a tag may find it; the file `latest` then names it.
@@ -127,7 +128,10 @@ class Checkpoints(ABC):
         return True
 
     def wait_for_checkpoint(self) -> None:
-        """Wait until the last checkpoint is on disk; all processes call. Call it before the program ends.
+        """Wait until the last checkpoint is on disk; all processes call.
+
+        A program that ends without it waits too, and where the checkpoint could not be written says so and exits with
+        status 120.
 
         Raises:
             CheckpointError: It could not be written.
@@ -170,6 +174,22 @@ class Checkpoints(ABC):
             DeepSpeed's `load_checkpoint`, which returns `(None, None)` where there is none.
         """
         self._writer.wait()
+        given = (load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only)
+        return reread(
+            load_dir,
+            lambda: self._load_checkpoint(load_dir, tag, *given),
+            agreed=lambda changed: bool(gather_numbers([changed]).any()),
+        )
+
+    def _load_checkpoint(
+        self,
+        load_dir: str | PathLike[str],
+        tag: str | None,
+        load_module_strict: bool,
+        load_optimizer_states: bool,
+        load_lr_scheduler_states: bool,
+        load_module_only: bool,
+    ) -> tuple[str | None, dict[str, Any]]:
         found = together(lambda: find_checkpoint(load_dir, tag))
         tags = gather_texts("" if found is None else f"{found.tag} {found.commit.sequence}")
         if len(set(tags)) > 1:
@@ -180,12 +200,12 @@ class Checkpoints(ABC):
             )
         if found is None:
             warnings.warn(
-                f"load_checkpoint found no checkpoint in {fspath(load_dir)!r}; the engine is as it was.", stacklevel=2
+                f"load_checkpoint found no checkpoint in {fspath(load_dir)!r}; the engine is as it was.", stacklevel=5
             )
             return None, {}
         try:
             undo = self._build_for(load_struct(found.index.batch) if found.index.batch is not None else None)
-        except JaxpipeError as error:
+        except Exception as error:  # whatever a model raises for shapes that are not its own
             layers = ", ".join(layer.name for layer in found.index.layers)
             raise CheckpointError(
                 f"{found.path} must be of the model in use, but holds the layers {layers}, and for the batches they "
@@ -261,7 +281,7 @@ def _place_in_data(found: Checkpoint) -> dict[str, Any]:
     """Where this process's data iterator stood, as arguments of `MicrobatchSource.set_state`."""
     held = found.index.data_iterators
     if len(held) == jax.process_count():
-        return decode_state(held[jax.process_index()])
+        return _checked_place(found, decode_state(held[jax.process_index()]))
     if any(each != held[0] for each in held):
         warnings.warn(
             f"{found.path} holds the places of {len(held)} data iterators, and there are {jax.process_count()} "
@@ -269,7 +289,18 @@ def _place_in_data(found: Checkpoint) -> dict[str, Any]:
             stacklevel=3,
         )
         return {"state": None, "is_own": False}
-    return decode_state(held[0])
+    return _checked_place(found, decode_state(held[0]))
+
+
+def _checked_place(found: Checkpoint, place: Any) -> dict[str, Any]:
+    if place is None:  # written without an engine
+        return {"state": None, "is_own": False}
+    if not isinstance(place, dict) or place.keys() != {"state", "is_own"}:
+        raise CheckpointError(
+            f"{found.path} must hold the place of a data iterator as an engine writes it, but got {place!r:.100}. Load "
+            "another tag, or load_module_only=True."
+        )
+    return place
 
 
 def _as_json(value: Any) -> Any:

@@ -1,0 +1,236 @@
+"""The lock on a directory of checkpoints: one job at a time saves there.
+
+    save_dir/.lock/<since>-<pid>-<start>-<place>-<nonce>-<host>
+
+The folder appears with the one file in it, by a rename, which only one of several can do, on network file systems too.
+The file is empty, so that it is never half written and fits on a full disk: its name tells whose it is, and its time of
+change is the owner's last sign of life. The file of an owner that is gone is removed by its name, which no other has:
+several that take over at once cannot remove each other's.
+"""
+
+import contextlib
+import datetime
+import errno
+import hashlib
+import os
+import re
+import secrets
+import socket
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from jaxpipe.errors import CheckpointError
+
+LOCK = ".lock"
+
+_BEAT_S, _SILENT_S = 5.0, 60.0
+"""Between signs of life, and without one until an owner on another machine counts as gone."""
+_POLL_S = 0.25
+_TAKEN = (errno.ENOTEMPTY, errno.EEXIST)
+_NAME = re.compile(r"([0-9]{1,11})-([0-9]{1,10})-([0-9]*)-([0-9a-f]{8})-([0-9a-f]{8})-(.+)", re.DOTALL)
+_TEMPORARY = re.compile(r"\.lock-[0-9a-f]{8}")
+
+
+@dataclass(frozen=True)
+class _Owner:
+    """Who holds the lock.
+
+    Attributes:
+        since: When it was taken, in seconds of the epoch.
+        pid: The process.
+        start: When that process began, in ticks of its machine; empty where the system does not tell.
+        place: Hash of all that process numbers depend on: machine, its last start, and container.
+        nonce: Makes the name its own.
+        host: The machine's name.
+    """
+
+    since: str
+    pid: str
+    start: str
+    place: str
+    nonce: str
+    host: str
+
+    @property
+    def name(self) -> str:
+        """Of its file."""
+        return "-".join((self.since, self.pid, self.start, self.place, self.nonce, self.host))
+
+
+class DirectoryLock:
+    """A lock that is held; in a job of several processes one holds it for all.
+
+    Args:
+        save_dir: The directory.
+
+    Raises:
+        CheckpointError: Somebody else holds it: who, and since when. An owner that has died is not waited for; where
+            only silence can tell, on another machine, until it has lasted a minute.
+        OSError: The directory cannot be written.
+    """
+
+    def __init__(self, save_dir: Path) -> None:
+        self._folder, self._owner = save_dir / LOCK, _new_owner()
+        self._file = self._folder / self._owner.name
+        _take(save_dir, self._owner)
+        self._released = threading.Event()
+        threading.Thread(target=self._beat, daemon=True, name="checkpoint lock").start()
+
+    def check(self) -> None:
+        """Make sure that it is held still.
+
+        Raises:
+            OSError: It is not: this process was silent too long, or somebody removed it.
+        """
+        try:
+            os.utime(self._file)
+        except FileNotFoundError as error:
+            names = " and ".join(_describe(_owner_of(file)) for file in _files(self._folder)) or "nobody"
+            raise OSError(f"this job lost its lock on the directory, which is now held by {names}") from error
+
+    def release(self) -> None:
+        """Give it back; nothing happens where it is lost."""
+        self._released.set()
+        with contextlib.suppress(OSError):
+            self._file.unlink()
+        with contextlib.suppress(OSError):  # who was quicker has it already
+            self._folder.rmdir()
+
+    def _beat(self) -> None:
+        while not self._released.wait(_BEAT_S):
+            with contextlib.suppress(OSError):
+                os.utime(self._file)
+
+
+def _take(save_dir: Path, owner: _Owner) -> None:
+    folder, mine = save_dir / LOCK, save_dir / f"{LOCK}-{owner.nonce}"
+    mine.mkdir()
+    try:
+        (mine / owner.name).touch()
+        while not _renamed(mine, folder, owner):
+            for file in _files(folder):
+                _wait_until_gone(save_dir, file, owner, mine / owner.name)
+                file.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # where a rename does not replace an empty folder
+                folder.rmdir()
+    finally:
+        _remove(mine)  # it is there only after a failure
+    for left in [path for path in save_dir.iterdir() if _TEMPORARY.fullmatch(path.name) and not path.is_symlink()]:
+        if all(_is_gone(file, owner, folder / owner.name) for file in _files(left) or [left]):
+            _remove(left)
+
+
+def _renamed(mine: Path, folder: Path, owner: _Owner) -> bool:
+    try:
+        mine.rename(folder)
+    except OSError as error:
+        if (folder / owner.name).exists():  # a network file system asked twice, and reports the second answer
+            return True
+        if error.errno in _TAKEN:
+            return False
+        raise
+    return True
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder of this module's, unless it holds what is none of it."""
+    with contextlib.suppress(OSError):
+        for file in [file for file in _files(folder) if _owner_of(file).pid]:
+            file.unlink()
+        folder.rmdir()
+
+
+def _files(folder: Path) -> list[Path]:
+    try:
+        return list(folder.iterdir())
+    except FileNotFoundError:
+        return []
+
+
+def _owner_of(file: Path) -> _Owner:
+    """Whose file it is; of a name that is no owner's only the host is filled in."""
+    found = _NAME.fullmatch(file.name)
+    return _Owner(*found.groups()) if found else _Owner("", "", "", "", "", file.name)
+
+
+def _wait_until_gone(save_dir: Path, file: Path, own: _Owner, clock: Path) -> None:
+    """Return when an owner is gone; raise as soon as it is known to be there."""
+    first, other = _changed(file), _owner_of(file)
+    while not _is_gone(file, own, clock):
+        if _is_alive(other, own) or _changed(file) != first:
+            raise _held(save_dir, other, own)
+        time.sleep(_POLL_S)
+
+
+def _is_gone(file: Path, own: _Owner, clock: Path) -> bool:
+    """Whether an owner has died, or been silent for long by the clock of the file system."""
+    os.utime(clock)
+    found, now, other = _changed(file), _changed(clock), _owner_of(file)
+    if found is None or now is None or _is_dead(other, own):
+        return True
+    return not _is_alive(other, own) and now - found > _SILENT_S
+
+
+def _changed(file: Path) -> float | None:
+    try:
+        number = os.open(file, os.O_RDONLY)  # opened, as network file systems answer from memory otherwise
+    except FileNotFoundError:
+        return None
+    try:
+        return os.fstat(number).st_mtime
+    finally:
+        os.close(number)
+
+
+def _is_dead(other: _Owner, own: _Owner) -> bool:
+    """Whether a process of this place is known to have ended; its number may be another's now."""
+    if other.place != own.place:
+        return False
+    if other.pid == own.pid:
+        return other.start != own.start
+    try:
+        os.kill(int(other.pid), 0)
+    except ProcessLookupError:
+        return True
+    except (OSError, ValueError, OverflowError):
+        return False
+    return _start_of(other.pid) not in ("", other.start)
+
+
+def _is_alive(other: _Owner, own: _Owner) -> bool:
+    return other.place == own.place and bool(other.start) and _start_of(other.pid) == other.start
+
+
+def _start_of(pid: str) -> str:
+    """When a process of this place began; empty where the system does not tell, `ended` of one that has."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "ended" if fields[0] in "ZX" else fields[19]
+
+
+def _new_owner() -> _Owner:
+    host, pid = socket.gethostname(), str(os.getpid())
+    facts = [host]
+    with contextlib.suppress(OSError):
+        facts += [Path("/proc/sys/kernel/random/boot_id").read_text(), str(Path("/proc/self/ns/pid").readlink())]
+    place = hashlib.sha256("\n".join(facts).encode()).hexdigest()[:8]
+    return _Owner(str(int(time.time())), pid, _start_of(pid), place, secrets.token_hex(4), host.replace("/", "_"))
+
+
+def _describe(other: _Owner) -> str:
+    if not other.pid:
+        return repr(other.host)
+    since = datetime.datetime.fromtimestamp(int(other.since), datetime.UTC)
+    return f"process {other.pid} on {other.host} since {since:%Y-%m-%d %H:%M:%S} UTC"
+
+
+def _held(save_dir: Path, other: _Owner, own: _Owner) -> CheckpointError:
+    itself = ", which is this process" if (other.place, other.pid) == (own.place, own.pid) else ""
+    return CheckpointError(
+        f"save_dir must be written by one job at a time, but got save_dir={str(save_dir)!r}, which is held by "
+        f"{_describe(other)}{itself}. Save again when that has ended, or give each job a directory of its own."
+    )

@@ -1,0 +1,66 @@
+"""Shapes and dtypes of a microbatch as JSON."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpipe._typing import PyTree
+
+_MOST_DIMS, _MOST_BYTES = 32, 1 << 62
+
+
+def dump_struct(tree: PyTree) -> Any:
+    """Shapes and dtypes of a tree of dictionaries, lists and tuples as JSON; None where it has other nodes."""
+    if isinstance(tree, dict):
+        inner = {str(key): dump_struct(value) for key, value in tree.items()}
+        is_plain = all(isinstance(key, str) for key in tree) and None not in inner.values()
+        return {"dict": inner} if is_plain else None
+    if type(tree) in (tuple, list):
+        items = [dump_struct(item) for item in tree]
+        return None if None in items else {type(tree).__name__: items}
+    if tree is None:
+        return {"none": None}
+    if hasattr(tree, "shape") and hasattr(tree, "dtype"):
+        return {"shape": list(tree.shape), "dtype": np.dtype(tree.dtype).name}
+    return None
+
+
+def load_struct(given: Any) -> PyTree:
+    """The inverse of `dump_struct`.
+
+    Raises:
+        ValueError: It is none of its results.
+    """
+    match given:
+        case {"shape": shape, "dtype": dtype}:
+            return jax.ShapeDtypeStruct(*checked_struct(shape, dtype))
+        case {"dict": dict() as inner}:
+            return {key: load_struct(value) for key, value in inner.items()}
+        case {"tuple": list() as inner}:
+            return tuple(load_struct(item) for item in inner)
+        case {"list": list() as inner}:
+            return [load_struct(item) for item in inner]
+        case {"none": None}:
+            return None
+    raise ValueError(f"{given!r:.100} is no shape and dtype")
+
+
+def checked_struct(shape: Any, dtype: Any) -> tuple[tuple[int, ...], np.dtype]:
+    """A shape and a dtype from JSON.
+
+    Raises:
+        ValueError: One is none, or the array would be larger than any memory.
+    """
+    is_shape = isinstance(shape, list) and all(type(n) is int and 0 <= n < _MOST_BYTES for n in shape)
+    if not is_shape or len(shape) > _MOST_DIMS or math.prod(n for n in shape if n) >= _MOST_BYTES // 16:
+        raise ValueError(f"shape={shape!r:.100} is none")
+    try:
+        found = jnp.dtype(dtype) if isinstance(dtype, str) else None
+    except TypeError:
+        found = None
+    if found is None or found.name != dtype or not (jnp.issubdtype(found, jnp.number) or found == jnp.bool):
+        raise ValueError(f"dtype={dtype!r:.100} is none")
+    return tuple(shape), found
