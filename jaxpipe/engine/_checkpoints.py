@@ -1,5 +1,6 @@
 """Saving and loading in an engine."""
 
+import contextlib
 import dataclasses
 import logging
 import signal
@@ -28,8 +29,10 @@ from jaxpipe.launch import Heartbeat
 from jaxpipe.processes import gather_numbers, gather_texts, log, together
 from jaxpipe.runtime import Pipeline, TrainState
 
+from ._hold import hold_signals
 from ._preemption import PreemptionWatch
 from ._source import MicrobatchSource
+from ._turn import Turn, one_thread
 
 
 class Checkpoints(ABC):
@@ -45,6 +48,7 @@ class Checkpoints(ABC):
     _source: MicrobatchSource
     _heartbeat: Heartbeat
     _state: TrainState | None
+    _turn: Turn
 
     def __init__(self, config: TrainConfig) -> None:
         self._config, section = config, config.checkpoint
@@ -60,6 +64,10 @@ class Checkpoints(ABC):
     @abstractmethod
     def state(self) -> TrainState:
         """The present state."""
+
+    @abstractmethod
+    def _present(self) -> TrainState | None:
+        """The state if there is one whose arrays are there."""
 
     @abstractmethod
     def _settle(self) -> None:
@@ -80,6 +88,7 @@ class Checkpoints(ABC):
     def _restart(self) -> None:
         """Forget what belongs to the steps before."""
 
+    @one_thread
     def save_checkpoint(
         self,
         save_dir: str | PathLike[str],
@@ -138,6 +147,7 @@ class Checkpoints(ABC):
         """
         self._writer.wait()
 
+    @one_thread
     def load_checkpoint(
         self,
         load_dir: str | PathLike[str],
@@ -217,24 +227,32 @@ class Checkpoints(ABC):
         lr_scheduler = load_lr_scheduler_states and not load_module_only
         needs_all = load_module_strict and optimizer and lr_scheduler
         put_back = self._source.remember()
-        try:
-            self._state = load_state(
-                found,
-                self.pipeline,
-                self._state if needs_all else self.state,
-                strict=load_module_strict,
-                optimizer=optimizer,
-                lr_scheduler=lr_scheduler,
-                counters=not load_module_only,
-                when_read=lambda: None if load_module_only else self._source.set_state(**_place_in_data(found)),
-            )
-        except Exception:
-            put_back()
-            undo()
-            raise
-        if not load_module_only:
-            self.global_steps, self.global_samples = found.index.global_steps, found.index.global_samples
-        self._restart()
+        with contextlib.ExitStack() as held:
+
+            def when_read() -> None:
+                if not load_module_only:
+                    self._source.set_state(**_place_in_data(found))
+                held.enter_context(hold_signals())  # from here on the old state goes and the new one comes
+
+            try:
+                state = load_state(
+                    found,
+                    self.pipeline,
+                    self._present() if needs_all else self.state,
+                    strict=load_module_strict,
+                    optimizer=optimizer,
+                    lr_scheduler=lr_scheduler,
+                    counters=not load_module_only,
+                    when_read=when_read,
+                )
+            except BaseException:
+                put_back()
+                undo()
+                raise
+            self._state = state
+            if not load_module_only:
+                self.global_steps, self.global_samples = found.index.global_steps, found.index.global_samples
+            self._restart()
         log(logging.INFO, "loaded %s, written after %d steps", found.path, found.index.global_steps)
         return str(found.path), dict(found.index.client_state)
 

@@ -3,6 +3,8 @@
 from jaxpipe.config import BatchSizes
 from jaxpipe.errors import ConfigError
 
+from ._turn import Turn, one_thread
+
 
 class BatchCounts:
     """Base of `PipelineEngine` that knows the sizes of a batch.
@@ -11,6 +13,8 @@ class BatchCounts:
         sizes: All three.
         num_replicas: Length of the `data` axis.
     """
+
+    _turn: Turn
 
     def __init__(self, sizes: BatchSizes, num_replicas: int) -> None:
         self._sizes = sizes
@@ -38,6 +42,7 @@ class BatchCounts:
         """Microbatches per batch."""
         return self._sizes.gradient_accumulation_steps
 
+    @one_thread
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Change how many microbatches a batch has; the size of a microbatch stays.
 

@@ -1,6 +1,6 @@
 """`PipelineEngine`: the object that holds the training state and calls the compiled step."""
 
-import logging
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,21 +15,23 @@ from jaxpipe.data import process_shard
 from jaxpipe.errors import PipelineError
 from jaxpipe.launch import Heartbeat
 from jaxpipe.layers import PipelineModule
-from jaxpipe.processes import log
 from jaxpipe.runtime import ChosenOptimizer, Hyperparams, Pipeline, TrainState, model_topology, own, pipeline_settings
 from jaxpipe.topology import PipelineParallelGrid, mesh_shape, rank_devices
 
 from ._checkpoints import Checkpoints
+from ._compile import Compiler, Reporter, print_line
 from ._counts import BatchCounts
 from ._deepspeed import EngineNames
 from ._evaluation import check_evaluation
+from ._hold import hold_signals
 from ._lockstep import Lockstep
 from ._outputs import check_outputs, join_samples, split_samples
 from ._overflow import OverflowWatch
-from ._programs import ProgramCache
+from ._programs import ProgramCache, describe_batch
 from ._reports import TrainingReports
 from ._source import Batch, Entry, MicrobatchSource
 from ._state_dict import ModuleState
+from ._turn import Turn, one_thread
 
 
 class PipelineEngine(TrainingReports, BatchCounts, ModuleState, Checkpoints, EngineNames):
@@ -39,8 +41,13 @@ class PipelineEngine(TrainingReports, BatchCounts, ModuleState, Checkpoints, Eng
     iterator is `(inputs, labels)` or `(inputs, labels, side)` with leaves `[microbatch_size * data, ...]`; replica r
     takes the r-th contiguous block. Where there are several processes, each feeds the samples of its own replicas,
     `data_shard`, with leaves `[microbatch_size * len(data_shard.replicas), ...]`. Batches may differ in shape, such as
-    the length of a sequence: each new shape is compiled once, with a line in the log that names it, and the programs of
-    the last 8 shapes are kept.
+    the length of a sequence: each new shape is compiled once, with a line that names it, and the programs of the last
+    8 shapes are kept.
+
+    One thread at a time may be in its methods; another is refused. Ctrl-C, or another signal whose handler raises,
+    never costs the state: while a step exchanges it the signal waits for the few milliseconds that this takes, and
+    microbatches that were pulled for a batch which then does not run come again with the next from the same iterator.
+    Tracing, compiling and waiting for results are interrupted at once.
 
     Args:
         module: The layers and their cut.
@@ -50,6 +57,7 @@ class PipelineEngine(TrainingReports, BatchCounts, ModuleState, Checkpoints, Eng
         model_parameters: Initial parameters as `PipelineModule.init` returns them; None: made from `base_seed`.
         example_batch: One entry, arrays or shapes; None: the first batch gives the first shapes.
         data_iter: What `train_batch()` and `eval_batch()` read when not given an iterator.
+        reporter: As for `initialize`.
 
     Attributes:
         module: The layers and their cut.
@@ -81,6 +89,7 @@ class PipelineEngine(TrainingReports, BatchCounts, ModuleState, Checkpoints, Eng
         model_parameters: PyTree | None = None,
         example_batch: Entry | None = None,
         data_iter: Iterator[Entry] | None = None,
+        reporter: Reporter | None = print_line,
     ) -> None:
         settings, shape = pipeline_settings(config), mesh_shape(mesh)
         TrainingReports.__init__(self, chosen, settings.loss_scaler, config)
@@ -110,6 +119,7 @@ class PipelineEngine(TrainingReports, BatchCounts, ModuleState, Checkpoints, Eng
         # Kept until shapes are known; what the caller does to these arrays meanwhile must not change the run.
         self._model_parameters = jax.tree.map(own, model_parameters)
         self._access: Hyperparams | None = None
+        self._turn, self._compiler = Turn(), Compiler(reporter)
         self._in_flight: Any = None
         if example_batch is not None:
             self._build(example_batch)
@@ -133,14 +143,21 @@ class PipelineEngine(TrainingReports, BatchCounts, ModuleState, Checkpoints, Eng
         """The present state; the next `train_batch` donates its buffers.
 
         Raises:
-            PipelineError: No shapes are known yet.
+            PipelineError: No shapes are known yet, or the state is lost.
         """
         if self._state is None:
             pipeline, given = self.pipeline, self._model_parameters
             self._state = pipeline.init() if given is None else pipeline.init_from(given)
             self._model_parameters = None
+        if self._present() is None:
+            raise PipelineError(
+                "the engine must have its state for this, but got one whose arrays are gone: a step or a load was "
+                "broken off by force, or pipeline.step was given engine.state. Call load_checkpoint, or initialize "
+                "anew."
+            )
         return self._state
 
+    @one_thread
     def train_batch(self, data_iter: Iterator[Entry] | None = None) -> jax.Array:
         """Train one batch of `gradient_accumulation_steps()` microbatches.
 
@@ -154,8 +171,8 @@ class PipelineEngine(TrainingReports, BatchCounts, ModuleState, Checkpoints, Eng
         Raises:
             StopIteration: The iterator ended; nothing has changed. Where it ended within the batch, the log names the
                 microbatches that are lost.
-            PipelineError: There is no optimiser or no iterator, or gradients overflowed at the smallest loss scale, now
-                or in a batch before.
+            PipelineError: There is no optimiser or no iterator, another thread is in the engine, or gradients
+                overflowed at the smallest loss scale, now or in a batch before.
             DataError: An entry does not fit its neighbours or the batches before; nothing has changed.
         """
         if self.optimizer is None:
@@ -164,11 +181,17 @@ class PipelineEngine(TrainingReports, BatchCounts, ModuleState, Checkpoints, Eng
                 "transformation, or name one in the config."
             )
         self._watch.check()
-        pipeline, batch = self._pull(data_iter, self.micro_batches, is_training=True)
-        self._state, metrics = self._run(pipeline.step, batch)
-        self._finish_step(metrics)
+        with self._source.lending():
+            pipeline, batch = self._pull(data_iter, self.micro_batches, is_training=True)
+            self._make_ready("the training step", pipeline.step, batch)
+            with hold_signals():
+                self._state, metrics = self._run("the training step", pipeline.step, batch)
+                self._count_step(metrics, batch)
+                self._source.settle()
+        self._end_step()
         return metrics["loss"]
 
+    @one_thread
     def eval_batch(
         self,
         data_iter: Iterator[Entry] | None = None,
@@ -203,22 +226,25 @@ class PipelineEngine(TrainingReports, BatchCounts, ModuleState, Checkpoints, Eng
         """
         check_evaluation(reduce_output, num_micro_batches)
         count = self.micro_batches if num_micro_batches is None else num_micro_batches
-        pipeline, batch = self._pull(data_iter, count, has_labels=compute_loss)
         metrics: Mapping[str, Any] = {}
         outputs: PyTree = None
-        if return_logits:
-            check_outputs(pipeline)
-        if compute_loss and return_logits:
-            metrics, outputs = self._run(pipeline.evaluate_and_predict, batch)
-        elif compute_loss:
-            metrics = self._run(pipeline.evaluate, batch)
-        elif return_logits:
-            outputs = self._run(pipeline.predict, batch)
+        with self._source.lending():
+            pipeline, batch = self._pull(data_iter, count, has_labels=compute_loss)
+            if return_logits:
+                check_outputs(pipeline)
+            if compute_loss and return_logits:
+                metrics, outputs = self._run("evaluation with outputs", pipeline.evaluate_and_predict, batch)
+            elif compute_loss:
+                metrics = self._run("evaluation", pipeline.evaluate, batch)
+            elif return_logits:
+                outputs = self._run("prediction", pipeline.predict, batch)
+            self._source.settle()
         loss = metrics.get("loss" if reduce_output == "avg" else "microbatch_losses")
         if not bcast_loss and not self.is_last_stage():
             loss = None
         return (loss, outputs) if return_logits else loss
 
+    @one_thread
     def predict(self, inputs: PyTree, *, side: Mapping[str, PyTree] | None = None) -> PyTree:
         """Run the model forward without labels, for any number of samples.
 
@@ -241,11 +267,12 @@ class PipelineEngine(TrainingReports, BatchCounts, ModuleState, Checkpoints, Eng
         num_microbatches = jax.tree.leaves(batch)[0].shape[0]
         pipeline = self._cache.for_batch(batch, num_microbatches, has_labels=False, is_whole=True)
         check_outputs(pipeline)
-        outputs = self._run(pipeline.predict, pipeline.place_batch(batch))
+        outputs = self._run("prediction", pipeline.predict, pipeline.place_batch(batch))
         self._settle()
         self._in_flight = join_samples(outputs, num_samples, self.mesh)
         return self._in_flight
 
+    @one_thread
     def lower(self, batch: Entry) -> jax.stages.Lowered:
         """Lower the training step without running it: for memory analysis, HLO, or compiling ahead of time.
 
@@ -264,6 +291,7 @@ class PipelineEngine(TrainingReports, BatchCounts, ModuleState, Checkpoints, Eng
         pipeline.check_batch((inputs, labels, side))
         return pipeline.step.lower(pipeline.state_struct, pipeline.batch_struct)
 
+    @one_thread
     def reset_activation_shape(self) -> None:
         """Drop the programs of all shapes but the last batch's; DeepSpeed's name.
 
@@ -325,26 +353,43 @@ class PipelineEngine(TrainingReports, BatchCounts, ModuleState, Checkpoints, Eng
         pipeline, batch = self._lockstep.take(read)
         return pipeline, pipeline.place_batch(batch, self.data_shard.replicas)
 
-    def _run(self, function: Callable[..., Any], batch: Batch) -> Any:
+    def _make_ready(self, name: str, function: Callable[..., Any], *args: Any) -> None:
+        """Do what a call of a program on the state waits for: the state, the program before, the compiler."""
         state = self.state
         self._settle()
-        results = function(state, batch)
+        is_batch = bool(args) and isinstance(args[0], tuple)
+        describe = functools.partial(describe_batch, args[0]) if is_batch else str
+        self._compiler.compile(function, (state, *args), name, describe)
+
+    def _run(self, name: str, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a program on the state; one that takes its buffers is made ready before, and signals are held then."""
+        self._make_ready(name, function, *args)
+        results = function(self.state, *args)
         self._in_flight = jax.tree.leaves(results)[-1]  # never part of the state, whose buffers are donated
         self._heartbeat.note(self._in_flight)
         return results
 
-    def _finish_step(self, metrics: dict[str, Any]) -> None:
-        """Count and report an update, once the new state is set."""
+    def _count_step(self, metrics: dict[str, Any], batch: Batch | None = None) -> None:
+        """Count an update, once the new state is set."""
         self._metrics = metrics
         self._watch.note(self.state)
         self.global_steps += 1
         self.global_samples += self.train_batch_size()
-        self._start_clock(self.global_steps)
+        if batch is not None:
+            self._count_tokens(batch)
+        self._start_clock(self.global_samples)
+
+    def _end_step(self) -> None:
+        """Report an update, and end where that was asked for."""
         every = self.config.steps_per_print
         if every and self.global_steps % every == 0:
-            line = self._log_line(self.global_steps, self.train_batch_size())  # on all processes, which must agree
-            log(logging.INFO, "%s", line)
+            line = self._step_line(self.global_steps, self.global_samples)  # on all processes, which must agree
+            self._compiler.report(line)
         self._end_if_preempted()
+
+    def _present(self) -> TrainState | None:
+        leaves = jax.tree.leaves(self._state)
+        return None if any(leaf.is_deleted() for leaf in leaves) else self._state
 
     def _build_for(self, batch: Any) -> Callable[[], None]:
         if self._cache.latest is not None:
@@ -364,7 +409,7 @@ class PipelineEngine(TrainingReports, BatchCounts, ModuleState, Checkpoints, Eng
 
     def _restart(self) -> None:
         self._watch = OverflowWatch(pipeline_settings(self.config).loss_scaler)
-        self._metrics, self._clock, self._model_parameters = {}, None, None
+        self._metrics, self._clock, self._num_tokens, self._model_parameters = {}, None, 0, None
 
     def _build(self, entry: Entry) -> Pipeline:
         """The training pipeline for an entry's shapes."""

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -17,8 +18,9 @@ from jaxpipe.layers import PipelineModule
 from jaxpipe.processes import handshake, log
 from jaxpipe.runtime import ConfigLike, prepare, read_params
 
+from ._compile import Reporter, print_line
 from ._engine import PipelineEngine
-from ._unpipelined import UnpipelinedEngine, as_one_stage
+from ._unpipelined import UnpipelinedEngine, as_one_stage, further_inputs
 
 Optimizer = optax.GradientTransformation | Callable[..., optax.GradientTransformation]
 HANDSHAKE_TIMEOUT_S = 120.0
@@ -44,6 +46,7 @@ def initialize(  # noqa: PLR0913  # DeepSpeed's arguments
     example_batch: Sequence[PyTree] | None = None,
     mesh: Mesh | None = None,
     shuffle: bool = True,
+    reporter: Reporter | None = print_line,
 ) -> Initialized:
     """Build an engine for a model.
 
@@ -76,6 +79,9 @@ def initialize(  # noqa: PLR0913  # DeepSpeed's arguments
         mesh: A mesh with the axes `stage` and `data`. None: the topology's, over all devices.
         shuffle: Whether `training_data` is shuffled anew each epoch, from `base_seed`; else samples come in their
             order, as those that are sorted by length must.
+        reporter: Called in process 0 with each line for the person who watches: one every `steps_per_print` steps, with
+            loss, rate and speed, and one before and after each compile. By default they go to stderr;
+            `logging.getLogger("train").info` puts them into a log, None drops them.
 
     Returns:
         `(engine, optimizer, dataloader, lr_scheduler)`: what is in use, None where there is none. The dataloader gives
@@ -144,7 +150,8 @@ def initialize(  # noqa: PLR0913  # DeepSpeed's arguments
         if example_batch is None:
             entry = loader.batch(range(loader.total_size))
             example_batch = entry if isinstance(entry, tuple | list) and len(entry) in (2, 3) else None
-    engine = (PipelineEngine if is_pipeline else UnpipelinedEngine)(
+    make = PipelineEngine if is_pipeline else partial(UnpipelinedEngine, further_inputs=further_inputs(model))
+    engine = make(
         module,
         chosen,
         settings,
@@ -152,6 +159,7 @@ def initialize(  # noqa: PLR0913  # DeepSpeed's arguments
         model_parameters=model_parameters,
         example_batch=example_batch,
         data_iter=None if loader is None else RepeatingLoader(loader),
+        reporter=reporter,
     )
     return engine, engine.optimizer, loader, engine.lr_scheduler
 

@@ -21,6 +21,7 @@ from jaxpipe.processes import log
 from jaxpipe.runtime import Pipeline, PipelineSettings, entry_struct
 from jaxpipe.topology import mesh_shape
 
+from ._hold import hold_signals
 from ._source import Batch
 
 MAX_PROGRAMS = 8
@@ -78,7 +79,6 @@ class ProgramCache:
         self._programs: OrderedDict[Hashable, Pipeline] = OrderedDict()
         self._form: _Form | None = None
         self._like: dict[str, PyTree] = {}
-        self._last: tuple[int, Any] = (0, ((), (), {}))
         self._latest_has_labels = False
         self.latest: Pipeline | None = None
 
@@ -155,10 +155,9 @@ class ProgramCache:
         pipeline = self._programs.get(key)
         if pipeline is None:
             pipeline = self._make(struct, num_microbatches, has_labels)
-            self._announce(struct, num_microbatches, has_labels)
+            self._make_room(struct)
             self._programs[key] = pipeline
         self._programs.move_to_end(key)
-        self._last = (num_microbatches, struct)
         self._like |= {name: part for name, part in zip(_PARTS, struct, strict=True) if name != "labels" or has_labels}
         if has_labels or not self._latest_has_labels:
             self.latest, self._latest_has_labels = pipeline, has_labels
@@ -175,7 +174,7 @@ class ProgramCache:
     def forget(self) -> None:
         """Drop all programs and what is known of shapes, as before the first batch."""
         self._programs.clear()
-        self._form, self._like, self._last = None, {}, (0, ((), (), {}))
+        self._form, self._like = None, {}
         self.latest, self._latest_has_labels = None, False
 
     def clear(self) -> None:
@@ -196,9 +195,10 @@ class ProgramCache:
         inputs, params = format_struct(struct[0]), flatten_dict(pipeline.trace.tree())
         form = _Form(pipeline.parts, pipeline.cuts, params, pipeline.state_struct, inputs)
         if self._form is None:
-            self._form = form
-            self._settings = pipeline.settings
-            self._module.adopt_parts(pipeline.parts, pipeline.part_stages)
+            with hold_signals():
+                self._form = form
+                self._settings = pipeline.settings
+                self._module.adopt_parts(pipeline.parts, pipeline.part_stages)
         else:
             _check_form(form, self._form)
         return pipeline
@@ -225,27 +225,25 @@ class ProgramCache:
                         "map entries with set_batch_fn."
                     )
 
-    def _announce(self, struct: Any, num_microbatches: int, has_labels: bool) -> None:
-        """Say that a program will be compiled, and make room for it."""
-        if not self._programs:
+    def _make_room(self, struct: Any) -> None:
+        """Drop the program that was not used for the longest time, where there are too many."""
+        if len(self._programs) < MAX_PROGRAMS:
             return
-        dropped = len(self._programs) >= MAX_PROGRAMS
-        if dropped:
-            self._programs.popitem(last=False)
-        last_num_microbatches, last = self._last
-        is_new_length = has_labels and format_struct(struct[0]) != format_struct(last[0])
+        self._programs.popitem(last=False)
         log(
-            logging.WARNING if is_new_length else logging.INFO,
-            "compiling a program for %d microbatches of %s; the last batch had %d of %s (%d of at most %d programs "
-            "kept%s)",
-            num_microbatches,
-            _describe(struct),
-            last_num_microbatches,
-            _describe(last),
-            len(self._programs) + 1,
+            logging.WARNING,
+            "programs for %d shapes of batches are kept: the one least recently used is dropped for %s. Pad batches to "
+            "fewer lengths.",
             MAX_PROGRAMS,
-            ", the least recently used dropped: pad batches to fewer lengths" if dropped else "",
+            _describe(struct),
         )
+
+
+def describe_batch(batch: Batch) -> str:
+    """What a line on compiling says of a batch, with leaves `[num_microbatches, ...]`."""
+    entry = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), struct_of(batch))
+    count = jax.tree.leaves(batch)[0].shape[0]
+    return f" for {count} microbatch{'' if count == 1 else 'es'} of {_describe(entry)}"
 
 
 def _describe(struct: Any) -> str:

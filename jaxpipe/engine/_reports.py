@@ -1,12 +1,15 @@
 """What an engine tells of its training: rates, norms, scales and losses."""
 
 import dataclasses
+import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -14,6 +17,10 @@ from jaxpipe.config import TrainConfig
 from jaxpipe.errors import PipelineError
 from jaxpipe.optim import LossScaler, next_hyperparams
 from jaxpipe.runtime import ChosenOptimizer, Hyperparams, TrainState
+
+from ._hold import hold_signals
+from ._source import Batch
+from ._turn import Turn, one_thread
 
 _RATE = "learning_rate"
 
@@ -33,6 +40,8 @@ class TrainingReports(ABC):
         lr_scheduler: The schedule in use, where one was given apart from the optimiser.
     """
 
+    _turn: Turn
+
     def __init__(self, chosen: ChosenOptimizer, scaler: LossScaler | None, config: TrainConfig) -> None:
         self.optimizer: optax.GradientTransformation | None = chosen.transformation
         self.lr_scheduler: optax.Schedule | None = chosen.lr_scheduler
@@ -44,7 +53,9 @@ class TrainingReports(ABC):
         """By the value that the optimiser's state has in float32, a number as the user wrote it."""
         self._state: TrainState | None = None
         self._metrics: dict[str, Any] = {}
-        self._clock: tuple[int, float] | None = None
+        self._clock: _Clock | None = None
+        self._num_tokens: int | None = 0
+        """Tokens trained so far; None: a batch held something else."""
 
     @property
     @abstractmethod
@@ -63,6 +74,7 @@ class TrainingReports(ABC):
         """
         return dict(self._metrics)
 
+    @one_thread
     def get_lr(self) -> list[float]:
         """The learning rate of the next update, in a list as DeepSpeed's groups have it.
 
@@ -81,6 +93,7 @@ class TrainingReports(ABC):
             raise self._not_kept("learning rate", "get_lr", values)
         return [values[_RATE], *others]
 
+    @one_thread
     def get_mom(self) -> list[float | tuple[float, float]]:
         """The momentum of the next update, in a list as DeepSpeed's groups have it, as numbers as in `get_lr`.
 
@@ -109,6 +122,7 @@ class TrainingReports(ABC):
         """
         self.set_hyperparams(learning_rate=lr)
 
+    @one_thread
     def set_hyperparams(self, **values: float) -> None:
         """Set hyperparameters that the optimiser keeps in its state, for all updates from now on.
 
@@ -122,10 +136,11 @@ class TrainingReports(ABC):
                 out of the range that the configuration would accept.
             PipelineError: No shapes are known yet.
         """
-        state = self.state
-        opt_state = self._hyperparams().write(state.opt_state, values)
-        self._state = dataclasses.replace(state, opt_state=opt_state)
-        self._written |= {np.float32(x): x for x in _numbers(values)}
+        state, access = self.state, self._hyperparams()
+        with hold_signals():
+            opt_state = access.write(state.opt_state, values)
+            self._state = dataclasses.replace(state, opt_state=opt_state)
+            self._written |= {np.float32(x): x for x in _numbers(values)}
 
     def get_global_grad_norm(self) -> jax.Array | None:
         """Norm of the last batch's gradient over all stages, before clipping; None before the first batch."""
@@ -136,6 +151,7 @@ class TrainingReports(ABC):
         return self._metrics.get("losses")
 
     @property
+    @one_thread
     def skipped_steps(self) -> int:
         """Updates skipped because gradients overflowed."""
         return 0 if self._state is None else int(self._state.skipped_steps)
@@ -145,6 +161,7 @@ class TrainingReports(ABC):
         return bool(self._metrics) and not bool(self._metrics.get("overflow", False))
 
     @property
+    @one_thread
     def loss_scale(self) -> float:
         """The factor that the next loss is multiplied with; 1 unless training is in float16."""
         if self._state is None or not self._scaler.enabled:
@@ -173,25 +190,45 @@ class TrainingReports(ABC):
             "optax.inject_hyperparams(optax.adamw)(...)."
         )
 
-    def _start_clock(self, step: int) -> None:
-        """Begin to measure samples per second, unless that has begun; the first batch compiles and does not count."""
-        if self._clock is None:
-            self._clock = (step, time.perf_counter())
+    def _count_tokens(self, batch: Batch) -> None:
+        """Add the tokens of what is trained, where all inputs are integers of one shape `[samples, length]`."""
+        leaves = jax.tree.leaves(batch[0])
+        shapes = {leaf.shape for leaf in leaves}
+        is_text = len(shapes) == 1 and all(jnp.issubdtype(leaf.dtype, jnp.integer) for leaf in leaves)
+        if self._num_tokens is not None:
+            num_tokens = math.prod(*shapes) if is_text and len(*shapes) == 3 else None
+            self._num_tokens = None if num_tokens is None else self._num_tokens + num_tokens
 
-    def _log_line(self, step: int, batch_size: int) -> str:
-        """A line on the last batch; waits for it."""
+    def _start_clock(self, num_samples: int) -> None:
+        """Begin to measure speed, unless that has begun; the first batch compiles and does not count."""
+        if self._clock is None:
+            self._clock = _Clock(num_samples, self._num_tokens, time.perf_counter())
+
+    def _step_line(self, step: int, num_samples: int) -> str:
+        """A line on the last batch and the speed since the last line; waits for it."""
         shown = self._metrics
-        parts = [f"steps: {step}", f"loss: {float(shown['loss']):.4f}"]
+        parts = [f"step {step}", f"loss {float(shown['loss']):.4f}"]
         rates = self._next_hyperparams()
-        parts += [f"lr: {rates[_RATE]:.3e}"] if _RATE in rates else []
-        parts.append(f"grad norm: {float(shown['grad_norm']):.4f}")
-        parts += [f"loss scale: {float(shown['loss_scale']):g}"] if self._scaler.enabled else []
-        since, then = self._clock or (step, 0.0)
-        now = time.perf_counter()
-        if step > since:
-            parts.append(f"samples/sec: {(step - since) * batch_size / (now - then):.1f}")
-        self._clock = (step, now)
-        return " ".join(parts)
+        parts += [f"lr {rates[_RATE]:.3e}"] if _RATE in rates else []
+        parts.append(f"grad norm {float(shown['grad_norm']):.4f}")
+        parts += [f"loss scale {float(shown['loss_scale']):g}"] if self._scaler.enabled else []
+        now, since = _Clock(num_samples, self._num_tokens, time.perf_counter()), self._clock
+        if since is not None and num_samples > since.num_samples:
+            elapsed_s = now.at_s - since.at_s
+            parts.append(f"{(num_samples - since.num_samples) / elapsed_s:.1f} samples/s")
+            if now.num_tokens and since.num_tokens is not None:
+                parts.append(f"{(now.num_tokens - since.num_tokens) / elapsed_s:,.0f} tokens/s")
+        self._clock = now
+        return ", ".join(parts)
+
+
+@dataclass(frozen=True)
+class _Clock:
+    """What had been trained at a moment."""
+
+    num_samples: int
+    num_tokens: int | None
+    at_s: float
 
 
 def _numbers(value: Any) -> Iterator[float]:

@@ -1,9 +1,15 @@
 """Where the engine's microbatches come from."""
 
+import contextlib
+import itertools
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
+
+import jax
+import numpy as np
 
 from jaxpipe._typing import PyTree
 from jaxpipe.data import MicrobatchStack
@@ -12,6 +18,23 @@ from jaxpipe.processes import log
 
 Entry = Sequence[PyTree]
 Batch = tuple[PyTree, PyTree, PyTree]
+
+
+@dataclass
+class _Lent:
+    """Entries that were pulled for a batch which has not run yet.
+
+    Attributes:
+        iterator: Where they came from.
+        state: Where it stood before; None: it cannot go back.
+        entries: The entries as they came.
+        count: How many the batch takes.
+    """
+
+    iterator: Any
+    state: Any = None
+    entries: list[Any] = field(default_factory=list)
+    count: int = 0
 
 
 class MicrobatchSource:
@@ -28,6 +51,7 @@ class MicrobatchSource:
         """The iterator that training read last."""
         self._pending: tuple[Any, bool] | None = None
         """A state that waits for the iterator that training will read, and whether it is that of one that was set."""
+        self._lent = _Lent(None)
 
     def set_iterator(self, iterator: Iterator[Entry]) -> None:
         """Replace the iterator that is read where none is given.
@@ -73,7 +97,7 @@ class MicrobatchSource:
         """What puts everything back to where it is now."""
         pending, trained = self._pending, self._trained
         held: Any = self._data_iter
-        state: Any = held.get_state() if hasattr(held, "get_state") and hasattr(held, "set_state") else None
+        state = _state_of(held)
 
         def put_back() -> None:
             if state is not None and held.get_state() != state:
@@ -99,6 +123,36 @@ class MicrobatchSource:
                 f"set_batch_fn must be given a function of one entry, but got fn={fn!r}. Pass None for none."
             )
         self._batch_fn = fn
+
+    @contextlib.contextmanager
+    def lending(self) -> Iterator[None]:
+        """Take back what is pulled within the body if an interrupt ends it before `settle` is called.
+
+        An iterator with `get_state` and `set_state` goes back to where it stood; of any other the entries are kept for
+        the next batch that is pulled from it. An ordinary error is not an interrupt: what it tells of, such as an entry
+        that does not fit, would come again.
+        """
+        try:
+            yield
+        except Exception:
+            self.settle()
+            raise
+        except BaseException as interrupt:
+            lent = self._lent
+            if lent.entries:
+                interrupt.add_note(
+                    f"A batch was not run for which {len(lent.entries)} of {lent.count} microbatches had been pulled; "
+                    "the next batch from the same iterator begins with them."
+                )
+            if lent.state is not None:
+                lent.entries.clear()
+                lent.iterator.set_state(lent.state)
+            raise
+
+    def settle(self) -> None:
+        """What was pulled has been used."""
+        self._lent.state = None
+        del self._lent.entries[: self._lent.count]
 
     def pull(
         self,
@@ -138,10 +192,13 @@ class MicrobatchSource:
         if is_training:
             self._trained = iterator
             self._resume(iterator)
+        if self._lent.iterator is not iterator:
+            self._lent = _Lent(iterator)
+        self._lent.count, self._lent.state = num_microbatches, _state_of(iterator)
         stack = MicrobatchStack(num_microbatches)
         try:
             while len(stack) < num_microbatches:
-                stack.add(self._mapped(next(iterator), has_labels=has_labels))
+                stack.add(self._mapped(self._next(iterator, len(stack)), has_labels=has_labels))
         except Exception as error:
             if not len(stack):
                 raise
@@ -158,12 +215,40 @@ class MicrobatchSource:
             raise
         return stack.batch()
 
-    def _mapped(self, entry: Any, *, has_labels: bool) -> Any:
-        """An entry in the form of `(inputs, labels)` or `(inputs, labels, side)`."""
+    def _next(self, iterator: Any, index: int) -> Any:
+        """The entry of a batch at an index: one that an interrupt left over, or the iterator's next."""
+        entries = self._lent.entries
+        if index == len(entries):
+            # No Python runs between an entry that comes and its place in the list, so no interrupt can lose one.
+            entries.extend(itertools.islice(iterator, 1))
+            if index == len(entries):
+                raise StopIteration
+            # The iterator may write its next entry into the same memory, before this one is used after an interrupt.
+            entries[index] = jax.tree.map(lambda x: x.copy() if isinstance(x, np.ndarray) else x, entries[index])
+        return entries[index]
+
+    def _take(self, iterator: Any, count: int) -> list[Any]:
+        """Take entries from an iterator, those that an interrupt left over first."""
+        if self._lent.iterator is not iterator:
+            self._lent = _Lent(iterator)
+        lent = self._lent
+        lent.count, lent.state = count, _state_of(iterator)
+        # No Python runs between an entry that comes and its place in the list, so no interrupt can lose one.
+        lent.entries.extend(itertools.islice(iterator, max(0, count - len(lent.entries))))
+        if len(lent.entries) < count:
+            raise StopIteration
+        return lent.entries[:count]
+
+    def _mapped(self, entry: Any, *, has_labels: bool) -> Entry:
         entry = entry if self._batch_fn is None else self._batch_fn(entry)
         if not has_labels and isinstance(entry, tuple | list) and len(entry) in (2, 3):
             entry = (entry[0], (), *entry[2:])
         return entry
+
+
+def _state_of(iterator: Any) -> Any:
+    """Where an iterator stands; None where it cannot tell, or cannot go back there."""
+    return iterator.get_state() if hasattr(iterator, "get_state") and hasattr(iterator, "set_state") else None
 
 
 def _put(iterator: Any, state: Any) -> None:

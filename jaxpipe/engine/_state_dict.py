@@ -8,11 +8,14 @@ from jaxpipe._typing import PyTree
 from jaxpipe.layers import flatten_dict, unflatten_dict
 from jaxpipe.runtime import Pipeline, TrainState, read_params
 
+from ._turn import Turn, one_thread
+
 
 class ModuleState(ABC):
     """Base of `PipelineEngine` that gives out the model's parameters and takes others."""
 
     _state: TrainState | None
+    _turn: Turn
 
     @property
     @abstractmethod
@@ -24,6 +27,7 @@ class ModuleState(ABC):
     def state(self) -> TrainState:
         """The present state."""
 
+    @one_thread
     def module_state_dict(self) -> PyTree:
         """The present parameters as numpy arrays, in the form of `PipelineModule.init`.
 
@@ -32,6 +36,7 @@ class ModuleState(ABC):
         """
         return self.pipeline.params_tree(self.state.params)
 
+    @one_thread
     def module_collections(self) -> dict[str, PyTree]:
         """What layers keep beside parameters, as numpy arrays in the form of `PipelineModule.init_collections`.
 
@@ -40,6 +45,7 @@ class ModuleState(ABC):
         """
         return self.pipeline.collections_tree(self.state.collections)
 
+    @one_thread
     def load_module_state_dict(
         self, state_dict: PyTree, strict: bool = True, *, collections: Mapping[str, PyTree] | None = None
     ) -> None:
@@ -85,6 +91,6 @@ def merge_state_dict(present: PyTree, given: PyTree) -> PyTree:
         warnings.warn(
             f"load_module_state_dict(strict=False) left out {len(left)} parameters that are missing, unexpected or of "
             f"another shape: {', '.join(left[:8])}{', ...' if len(left) > 8 else ''}",
-            stacklevel=3,
+            stacklevel=4,
         )
     return unflatten_dict({**now, **fits})

@@ -2,7 +2,8 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from os import PathLike
 from typing import Any
 
@@ -20,10 +21,12 @@ from jaxpipe.layers import LayerSpec, PipelineModule, TiedLayerSpec
 from jaxpipe.runtime import ChosenOptimizer
 
 from ._engine import PipelineEngine
+from ._hold import hold_signals
 from ._microbatch import Share, add_shares, compile_forward, compile_update
 from ._programs import MAX_PROGRAMS
-from ._source import Entry
+from ._source import Batch, Entry
 from ._state_dict import merge_state_dict
+from ._turn import one_thread
 
 
 def as_one_stage(model: Any, loss_fn: Callable[[PyTree, PyTree], Any] | None) -> PipelineModule:
@@ -50,10 +53,29 @@ def as_one_stage(model: Any, loss_fn: Callable[[PyTree, PyTree], Any] | None) ->
     return PipelineModule([model], num_stages=1, loss_fn=loss_fn)
 
 
+def further_inputs(model: Any) -> tuple[str, ...]:
+    """Names of the arguments that a plain model's call takes by position after its first, in order.
+
+    Args:
+        model: As for `as_one_stage`.
+
+    Returns:
+        The names; none where the call does not tell.
+    """
+    is_class = isinstance(model, LayerSpec) and isinstance(model.typename, type)
+    call = model.typename.__call__ if is_class else model.build() if isinstance(model, LayerSpec) else model
+    try:
+        parameters = list(inspect.signature(call).parameters.values())[2 if is_class else 1 :]
+    except (TypeError, ValueError):  # builtins
+        return ()
+    return tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD)
+
+
 class UnpipelinedEngine(PipelineEngine):
     """Trains a plain Flax model in three calls per microbatch; made by `jaxpipe.initialize`.
 
-    `loss = engine(inputs, labels)`, `engine.backward(loss)`, `engine.step()`. An array of JAX does not know how it was
+    `loss = engine(inputs, labels)`, `engine.backward(loss)`, `engine.step()`; for a model of several inputs that
+    returns its loss, `engine(a, b)`. An array of JAX does not know how it was
     computed, so the engine must know the loss: `initialize(loss_fn=...)`, or a model whose output is the loss. In
     training, `forward` returns the loss and makes its gradients at once, `backward` takes that very array and adds the
     gradients up, and `step` updates after every `gradient_accumulation_steps()` microbatches and only counts
@@ -69,6 +91,7 @@ class UnpipelinedEngine(PipelineEngine):
         config: As for `PipelineEngine`.
         mesh: As for `PipelineEngine`, its `stage` axis of length 1.
         model_parameters: The model's own tree of initial parameters; None: made from `base_seed`.
+        further_inputs: Names of the model's arguments after its first, in order.
         **options: Further arguments of `PipelineEngine`.
 
     Attributes:
@@ -87,8 +110,10 @@ class UnpipelinedEngine(PipelineEngine):
         mesh: Mesh,
         *,
         model_parameters: PyTree | None = None,
+        further_inputs: Sequence[str] = (),
         **options: Any,
     ) -> None:
+        self._further_inputs = tuple(further_inputs)
         self._layer = module.layers[0].name
         self.training = True
         self.micro_steps = 0
@@ -117,34 +142,42 @@ class UnpipelinedEngine(PipelineEngine):
         """Let `forward` evaluate from now on: layers outside training, no gradients."""
         self.training = False
 
-    def __call__(self, inputs: PyTree, labels: PyTree = None, **side: PyTree) -> Any:
+    def __call__(self, inputs: PyTree, *others: PyTree, **named: PyTree) -> Any:
         """See `forward`."""
-        return self.forward(inputs, labels, **side)
+        return self.forward(inputs, *others, **named)
 
-    def forward(self, inputs: PyTree, labels: PyTree = None, **side: PyTree) -> Any:
+    @one_thread
+    def forward(self, inputs: PyTree, *others: PyTree, **named: PyTree) -> Any:
         """Run the model on one microbatch of all replicas.
 
         In training it makes the gradients too and keeps them until `backward`; batch statistics move on.
 
         Args:
-            inputs: The model's input, leaves `[microbatch_size * data, ...]`; replica r takes the r-th block. A
+            inputs: The model's first input, leaves `[microbatch_size * data, ...]`; replica r takes the r-th block. A
                 microbatch may be smaller, as the last of an epoch is, if it divides over the replicas; its mean loss
                 counts as much as that of a full one.
-            labels: What `loss_fn` compares the output with; None where the model's output is the loss.
-            **side: Further arguments of the model's call by name, arrays with the same first dim.
+            *others: Where there is a `loss_fn`, the labels that it compares the output with. Where the model's output
+                is the loss, the model's further inputs in the order of its call, arrays with the same first dim.
+            **named: Further inputs of the model by name, and with a `loss_fn` perhaps `labels`.
 
         Returns:
             The mean loss over replicas with what layers add to it, a scalar on all devices. Outside training without
             labels, if there is a `loss_fn`: the model's output, as `predict` gives it for any number of samples.
 
         Raises:
-            PipelineError: In training, the labels or the optimiser are missing, `step` has not been called since the
-                last `backward`, or gradients overflowed at the smallest loss scale.
+            PipelineError: There are too many inputs; or in training, the labels or the optimiser are missing, `step`
+                has not been called since the last `backward`, or gradients overflowed at the smallest loss scale.
             DataError: The microbatch does not fit the batches before, is larger than configured, or does not divide
                 over the replicas.
             JaxpipeError: What building the pipeline raises, for new shapes.
         """
-        wants_output = labels is None and self.module.loss_fn is not None
+        has_loss_fn = self.module.loss_fn is not None
+        names = ("labels",) if has_loss_fn else self._further_inputs
+        if len(others) > len(names) or not named.keys().isdisjoint(names[: len(others)]):
+            raise self._wrong_inputs(names, others, named)
+        side = dict(zip(names, others, strict=False)) | named
+        labels = side.pop("labels", None) if has_loss_fn else None
+        wants_output = labels is None and has_loss_fn
         if not self.training and wants_output:
             return self.predict(inputs, side=side)
         if self.training:
@@ -154,28 +187,46 @@ class UnpipelinedEngine(PipelineEngine):
         pipeline = self._cache.for_batch((inputs, labels, side), 1, microbatch_size=size)
         batch = pipeline.place_batch((inputs, labels, side), self.data_shard.replicas)
         if not self.training:
-            return self._run(pipeline.evaluate, batch)["loss"]
-        forward = self._forward_of(pipeline, self.micro_batches)
-        if self._total is None and self._pending is None:
-            self._collections = self.state.collections
-        place = np.int32(self._place)
-        collections, share, loss = self._run(lambda state, batch: forward(state, batch, place), batch)
-        self._state = dataclasses.replace(self.state, collections=collections)
-        self._pending = (loss, share, (self.micro_batch_size - size) * self._num_replicas)
+            return self._run("evaluation", pipeline.evaluate, batch)["loss"]
+        forward, place = self._forward_of(pipeline, self.micro_batches), np.int32(self._place)
+        self._make_ready("forward and backward", forward, batch, place)
+        with hold_signals():
+            if self._total is None and self._pending is None:
+                self._collections = self.state.collections
+            collections, share, loss = self._run("forward and backward", forward, batch, place)
+            self._state = dataclasses.replace(self.state, collections=collections)
+            self._pending = (loss, share, (self.micro_batch_size - size) * self._num_replicas)
+            self._count_tokens(batch)
         return loss
 
-    def backward(self, loss: jax.Array) -> jax.Array:
+    @one_thread
+    def backward(
+        self,
+        loss: jax.Array,
+        allreduce_gradients: bool = True,
+        release_loss: bool = False,
+        retain_graph: bool = False,
+        scale_wrt_gas: bool = True,
+    ) -> jax.Array:
         """Add the gradients of a loss to those since the last update.
 
         Args:
             loss: The array that the last `forward` in training returned, itself.
+            allreduce_gradients: DeepSpeed's; must be True: `forward` has averaged them over the replicas.
+            release_loss: DeepSpeed's; must be False: the loss is an array that is freed when nobody refers to it.
+            retain_graph: DeepSpeed's; must be False: `forward` has made the gradients, there is no graph.
+            scale_wrt_gas: DeepSpeed's; must be True: gradients are the mean over microbatches.
 
         Returns:
             The loss.
 
         Raises:
-            PipelineError: It is any other value, or has been given before.
+            PipelineError: It is any other value, or has been given before; or another argument is not what it must be.
         """
+        _refuse_unless(True, "backward", "allreduce_gradients", allreduce_gradients, _AVERAGED)
+        _refuse_unless(False, "backward", "release_loss", release_loss, "The loss is freed when nobody refers to it")
+        _refuse_unless(False, "backward", "retain_graph", retain_graph, "Forward has made the gradients: there is none")
+        _refuse_unless(True, "backward", "scale_wrt_gas", scale_wrt_gas, "Gradients are the mean over microbatches")
         if self._pending is None or self._pending[0] is not loss:
             raise PipelineError(
                 "backward must be given the very array that the last forward in training returned, and once, but got "
@@ -184,17 +235,25 @@ class UnpipelinedEngine(PipelineEngine):
             )
         self._settle()
         _, share, missing = self._pending
-        self._missing += missing
-        self._total = share if self._total is None else add_shares(self._total, share)
-        self._pending, self._awaits_step = None, True
+        with hold_signals():
+            self._missing += missing
+            self._total = share if self._total is None else add_shares(self._total, share)
+            self._pending, self._awaits_step = None, True
         return loss
 
-    def step(self) -> None:
+    @one_thread
+    def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """Count a microbatch; at the last of `gradient_accumulation_steps()`, clip, update and begin anew.
 
+        Args:
+            lr_kwargs: DeepSpeed's; must be None or empty: a schedule is a function of the number of updates.
+
         Raises:
-            PipelineError: There was no `backward` since the last call.
+            PipelineError: There was no `backward` since the last call, or `lr_kwargs` is given.
         """
+        _refuse_unless(
+            None, "step", "lr_kwargs", lr_kwargs or None, "A schedule is a function of the number of updates"
+        )
         if not self._awaits_step:
             raise PipelineError(
                 f"step must follow a backward, but got none since micro_steps={self.micro_steps}. "
@@ -202,15 +261,17 @@ class UnpipelinedEngine(PipelineEngine):
             )
         if self.is_gradient_accumulation_boundary():
             self._apply()
-        else:
+            return
+        with hold_signals():
             self._place += 1
-        self._awaits_step = False
-        self.micro_steps += 1
+            self._awaits_step = False
+            self.micro_steps += 1
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the next `step` updates: the present microbatch is the last of `gradient_accumulation_steps()`."""
         return self._place + 1 >= self.gradient_accumulation_steps()
 
+    @one_thread
     def train_batch(self, data_iter: Iterator[Entry] | None = None) -> jax.Array:
         """As `PipelineEngine.train_batch`, the same as the three calls for each of its microbatches.
 
@@ -220,10 +281,7 @@ class UnpipelinedEngine(PipelineEngine):
             DataError: An entry does not fit the shapes the engine was built for; nothing has changed.
         """
         self._check_between_batches("train_batch")
-        loss = super().train_batch(data_iter)
-        self._pending = None
-        self.micro_steps += self.gradient_accumulation_steps()
-        return loss
+        return super().train_batch(data_iter)
 
     def reset_activation_shape(self) -> None:
         """As `PipelineEngine.reset_activation_shape`."""
@@ -246,6 +304,7 @@ class UnpipelinedEngine(PipelineEngine):
         """
         return super().module_collections().get(self._layer, {})
 
+    @one_thread
     def load_module_state_dict(
         self, state_dict: PyTree, strict: bool = True, *, collections: Mapping[str, PyTree] | None = None
     ) -> None:
@@ -264,6 +323,7 @@ class UnpipelinedEngine(PipelineEngine):
         held = None if collections is None else {self._layer: collections}
         super().load_module_state_dict(self._wrap(tree), collections=held)
 
+    @one_thread
     def save_checkpoint(
         self,
         save_dir: str | PathLike[str],
@@ -287,9 +347,7 @@ class UnpipelinedEngine(PipelineEngine):
 
     def _restart(self) -> None:
         super()._restart()
-        self._pending = self._total = self._collections = None
-        self._missing = 0
-        self._place, self._awaits_step = 0, False
+        self._begin_batch()
         self.micro_steps = self.global_steps * self.gradient_accumulation_steps()
 
     def _check_between_batches(self, call: str) -> None:
@@ -339,12 +397,45 @@ class UnpipelinedEngine(PipelineEngine):
             )
 
     def _apply(self) -> None:
-        update = self._update = self._update or compile_update(self.pipeline)
-        collections = self._collections
-        total: Any = self._total
-        self._state, metrics = self._run(lambda state, total: update(state, collections, total), total)
-        self._total = self._collections = None
-        self._place = 0
-        self.global_samples -= self._missing  # _finish_step counts full microbatches
+        self._update = self._update or compile_update(self.pipeline)
+        arguments = ("the update", self._update, self._collections, self._total)
+        self._make_ready(*arguments)
+        with hold_signals():
+            self._state, metrics = self._run(*arguments)
+            self._count_step(metrics)
+        self._end_step()
+
+    def _count_step(self, metrics: dict[str, Any], batch: Batch | None = None) -> None:
+        self.micro_steps += 1 if self._awaits_step else self.gradient_accumulation_steps()
+        self.global_samples -= self._missing  # what follows counts full microbatches
+        self._begin_batch()
+        super()._count_step(metrics, batch)
+
+    def _begin_batch(self) -> None:
+        """Forget what belongs to the microbatches before."""
+        self._pending = self._total = self._collections = None
         self._missing = 0
-        self._finish_step(metrics)
+        self._place, self._awaits_step = 0, False
+
+    def _wrong_inputs(self, names: Sequence[str], others: Sequence[Any], named: Mapping[str, Any]) -> PipelineError:
+        taken = ", ".join(("inputs", *names))
+        twice = [name for name in names[: len(others)] if name in named]
+        got = f"{twice[0]} twice" if twice else f"{1 + len(others)} of them"
+        repair = "Give the model's further inputs by name" if self.module.loss_fn else "Give what its call takes"
+        return PipelineError(
+            f"the arguments of engine({taken}) must be those, by position or name, but got {got}. {repair}, such as "
+            f"engine({taken}, mask=mask)."
+        )
+
+
+_AVERAGED = "Forward has averaged them over the replicas, inside its program"
+
+
+def _refuse_unless(neutral: Any, call: str, name: str, value: Any, why: str) -> None:
+    """Refuse an argument of DeepSpeed's that means nothing here.
+
+    Raises:
+        PipelineError: It is not the one value that changes nothing.
+    """
+    if value is not neutral:
+        raise PipelineError(f"{name} must be {neutral} in {call}, but got {name}={value!r}. {why}: leave it out.")

@@ -1,10 +1,9 @@
 """The model as layers: specs, the protocol that all kinds of layers share, and the sequential model."""
 
 from ._axes import call_on_one as call_on_one
+from ._axes import unbox as unbox
 from ._axes import with_axes as with_axes
 from ._build import NamedLayer as NamedLayer
-from ._model_axis import unbox as unbox
-from ._model_axis import with_model_axis as with_model_axis
 from ._module import PipelineModule as PipelineModule
 from ._nnx import AuxLoss as AuxLoss
 from ._nnx import Metric as Metric

@@ -116,4 +116,5 @@ class LinenLayer(Layer):
 
     def _told(self, *, train: bool) -> nn.Module:
         """The module, its fields told whether this is training."""
-        return self._module.clone(**flag_values(self._fields, train=train)) if self._fields else self._module
+        flags: dict[str, Any] = flag_values(self._fields, train=train)
+        return self._module.clone(**flags) if flags else self._module

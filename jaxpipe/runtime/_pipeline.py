@@ -108,7 +108,7 @@ class Pipeline:
 
     step: Compiled[[TrainState, Batch], tuple[TrainState, Metrics]]
     gradients: Compiled[[TrainState, Batch], tuple[Metrics, PyTree, PyTree]]
-    partial_gradients: Compiled[[TrainState, Batch, jax.Array], tuple[Metrics, PyTree, PyTree]]
+    partial_gradients: Compiled[[TrainState, Batch, jax.Array, np.int32], tuple[Metrics, PyTree, PyTree]]
     update: Compiled[[TrainState, PyTree], tuple[TrainState, Metrics]]
     evaluate: Compiled[[TrainState, Batch], Metrics]
     predict: Compiled[[TrainState, Batch], PyTree]

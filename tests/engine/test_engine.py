@@ -202,10 +202,13 @@ def test_lowering_does_not_make_parameters() -> None:
     assert engine._state is None
 
 
-def test_nothing_is_logged_unless_asked(caplog: pytest.LogCaptureFixture, shared: PipelineEngine) -> None:
+def test_a_step_says_nothing_unless_asked(
+    caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str], shared: PipelineEngine
+) -> None:
     with caplog.at_level(logging.DEBUG, "jaxpipe"):
         shared.train_batch(iter(entries()))
     assert not caplog.records
+    assert capsys.readouterr() == ("", "")
 
 
 def test_an_iterator_is_read_no_further_than_the_batch(shared: PipelineEngine) -> None:

@@ -28,32 +28,30 @@ def evaluate(engine: PipelineEngine, length: int) -> None:
     np.testing.assert_allclose(engine.eval_batch(entries(0, length)), np.mean(losses), rtol=1e-5)
 
 
-def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if record.name == "jaxpipe"]
-
-
-def test_a_new_length_compiles_once_and_says_so(engine: PipelineEngine, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "jaxpipe"):
-        evaluate(engine, 5)
-        first = engine.pipeline
-        evaluate(engine, 3)
-        evaluate(engine, 5)
-    assert engine.pipeline is first
-    assert messages(caplog) == [
-        "compiling a program for 2 microbatches of inputs float32[2, 5, 4], labels float32[2, 5, 1]; the last batch "
-        "had 2 of inputs float32[2, 3, 4], labels float32[2, 3, 1] (2 of at most 8 programs kept)"
-    ]
-    assert caplog.records[0].levelno == logging.WARNING
-
-
-def test_another_number_of_microbatches_is_only_noted(engine: PipelineEngine, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_new_length_compiles_once_and_says_so(engine: PipelineEngine, capsys: pytest.CaptureFixture[str]) -> None:
+    evaluate(engine, 5)
+    first = engine.pipeline
     evaluate(engine, 3)
-    with caplog.at_level(logging.INFO, "jaxpipe"):
-        engine.eval_batch(entries(0, 3, count=1), num_micro_batches=1)
-        engine.predict(entry(0, 3)[0])
-    assert [record.levelno for record in caplog.records] == [logging.INFO] * 2
-    assert "for 1 microbatches of inputs float32[2, 3, 4], labels" in messages(caplog)[0]
-    assert "for 1 microbatches of inputs float32[2, 3, 4]; the last" in messages(caplog)[1]
+    evaluate(engine, 5)
+    assert engine.pipeline is first
+    lines = capsys.readouterr().err.splitlines()
+    of = "2 microbatches of inputs float32[2, 5, 4], labels float32[2, 5, 1]"
+    assert lines[0] == f"compiling evaluation for {of}"
+    assert [line for line in lines if "[2, 5, 4]" in line] == lines[:1]
+
+
+def test_another_number_of_microbatches_compiles_too(
+    engine: PipelineEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    evaluate(engine, 3)
+    capsys.readouterr()
+    engine.eval_batch(entries(0, 3, count=1), num_micro_batches=1)
+    engine.predict(entry(0, 3)[0])
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[::2] == [
+        "compiling evaluation for 1 microbatch of inputs float32[2, 3, 4], labels float32[2, 3, 1]",
+        "compiling prediction for 1 microbatch of inputs float32[2, 3, 4]",
+    ]
 
 
 def test_products_have_the_precision_of_each_call() -> None:
@@ -81,12 +79,16 @@ def test_programs_are_bounded_and_can_be_dropped(engine: PipelineEngine, caplog:
     assert len(engine._cache) == MAX_PROGRAMS
     evaluate(engine, 3)
     assert engine.pipeline is oldest
-    with caplog.at_level(logging.INFO, "jaxpipe"):
-        engine.eval_batch(entries(0, 40), compute_loss=False)
+    caplog.clear()
+    engine.eval_batch(entries(0, 40), compute_loss=False)
     assert len(engine._cache) == MAX_PROGRAMS
-    assert (
-        "(8 of at most 8 programs kept, the least recently used dropped: pad batches to fewer" in messages(caplog)[-1]
-    )
+    assert [(record.levelno, record.getMessage()) for record in caplog.records] == [
+        (
+            logging.WARNING,
+            "programs for 8 shapes of batches are kept: the one least recently used is dropped for inputs "
+            "float32[2, 40, 4]. Pad batches to fewer lengths.",
+        )
+    ]
     evaluate(engine, 3)
     assert engine.pipeline is oldest
     before = jax.device_get(engine.state.params)

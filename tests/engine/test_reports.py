@@ -1,8 +1,9 @@
 """Learning rates, norms, loss scales and losses that an engine tells of."""
 
 import functools
-import logging
 import re
+import subprocess
+import sys
 from typing import Any
 
 import flax.linen as nn
@@ -206,18 +207,65 @@ def test_what_layers_report_and_keep() -> None:
     assert int(engine.state.step) == 1
 
 
-def test_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    engine = build(config={"steps_per_print": 2, "fp16": FP16})
-    with caplog.at_level(logging.INFO, "jaxpipe"):
-        losses = [float(engine.train_batch(entries())) for _ in range(4)]
-    lines = [record.getMessage() for record in caplog.records]
-    assert len(lines) == 2
-    for step, line in zip((2, 4), lines, strict=True):
+def test_a_line_every_few_steps() -> None:
+    lines: list[str] = []
+    engine = build(config={"steps_per_print": 2, "fp16": FP16}, reporter=lines.append)
+    losses = [float(engine.train_batch(entries())) for _ in range(4)]
+    shown = [line for line in lines if line.startswith("step")]
+    assert len(shown) == 2
+    for step, line in zip((2, 4), shown, strict=True):
         assert re.fullmatch(
-            rf"steps: {step} loss: {losses[step - 1]:.4f} lr: 1\.000e-02 grad norm: \d+\.\d{{4}} loss scale: 2 "
-            r"samples/sec: \d+\.\d",
+            rf"step {step}, loss {losses[step - 1]:.4f}, lr 1\.000e-02, grad norm \d+\.\d{{4}}, loss scale 2, "
+            r"\d+\.\d samples/s",
             line,
         )
+
+
+def test_lines_go_to_stderr_unless_told_otherwise(capsys: pytest.CaptureFixture[str]) -> None:
+    build(config={"steps_per_print": 1}).train_batch(entries())
+    out, err = capsys.readouterr()
+    compiling, compiled, step = err.splitlines()
+    of = "2 microbatches of inputs float32[2, 4], labels float32[2, 1]"
+    assert (out, compiling) == ("", f"compiling the training step for {of}")
+    assert re.fullmatch(r"compiled the training step in \d+\.\d s", compiled)
+    assert re.fullmatch(r"step 1, loss \d+\.\d{4}, lr 1\.000e-02, grad norm \d+\.\d{4}", step)
+    build(reporter=None).eval_batch(entries())
+    assert capsys.readouterr() == ("", "")
+
+
+class Text(nn.Module):
+    @nn.compact
+    def __call__(self, tokens: Any) -> jax.Array:
+        tokens = tokens["ids"] if isinstance(tokens, dict) else tokens
+        return jnp.mean(nn.Embed(9, 3)(tokens.astype(jnp.int32)), axis=1, keepdims=False)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "is_text"),
+    [
+        (np.ones((2, 5), np.int32), True),
+        ({"ids": np.ones((2, 5), np.int32), "mask": np.ones((2, 5), np.int8)}, True),
+        (np.ones((2, 5), np.float32), False),
+        ({"ids": np.ones((2, 5), np.int32), "kind": np.ones((2,), np.int32)}, False),
+    ],
+)
+def test_tokens_per_second_where_inputs_are_tokens(inputs: Any, is_text: bool) -> None:
+    lines: list[str] = []
+    model = module(LayerSpec(Text), stages=1)
+    engine = build(model, {"steps_per_print": 2}, reporter=lines.append)
+    for _ in range(2):
+        engine.train_batch(iter([(inputs, np.ones((2, 3), np.float32))] * 2))
+    found = re.search(r" ([\d.]+) samples/s(?:, ([\d,]+) tokens/s)?$", lines[-1])
+    assert found is not None
+    assert bool(found[2]) == is_text
+    if is_text:
+        assert float(found[2].replace(",", "")) == pytest.approx(5 * float(found[1]), abs=1 + 0.3)
+
+
+def test_importing_leaves_the_root_logger_and_orbax_alone() -> None:
+    program = "import logging, sys, jaxpipe; print(logging.getLogger().handlers, 'orbax' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "[] False\n"
 
 
 def test_schedules_can_be_objects() -> None:

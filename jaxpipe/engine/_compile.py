@@ -1,0 +1,53 @@
+"""Compiling programs before their first call, with a line before and one after."""
+
+import sys
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+Reporter = Callable[[str], None]
+
+
+def print_line(line: str) -> None:
+    """Write a line for the person who watches a run; to stderr, since stdout belongs to the program."""
+    print(line, file=sys.stderr, flush=True)  # noqa: T201  # the one place that prints
+
+
+class Compiler:
+    """Compiles jitted functions, each once, and says what and how long.
+
+    Args:
+        reporter: Takes the lines; None: nobody does.
+    """
+
+    def __init__(self, reporter: Reporter | None) -> None:
+        self._reporter = reporter
+        self._compiled: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def report(self, line: str) -> None:
+        """Show a line, in process 0."""
+        if self._reporter is not None and jax.process_index() == 0:
+            self._reporter(line)
+
+    def compile(self, function: Any, args: tuple[Any, ...], name: str, describe: Callable[[], str]) -> None:
+        """Compile a function whose arguments always have one form, unless that is done.
+
+        The next call finds the program in JAX's own cache. So what takes long is over before a state is given away,
+        and can be interrupted.
+
+        Args:
+            function: What `jax.jit` returned.
+            args: Its arguments.
+            name: What it is, in the words of a user.
+            describe: Says more of the arguments, such as " for 4 microbatches".
+        """
+        if function in self._compiled:
+            return
+        self.report(f"compiling {name}{describe()}")
+        began = time.perf_counter()
+        function.lower(*args).compile()
+        self._compiled.add(function)
+        self.report(f"compiled {name} in {time.perf_counter() - began:.1f} s")

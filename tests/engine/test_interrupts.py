@@ -1,0 +1,261 @@
+"""Ctrl-C and other signals, at any moment: nothing that was trained is lost, and no microbatch is."""
+
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import flax.linen as nn
+import jax
+import optax
+import pytest
+from _small import MICROBATCHES, build, entries, entry, mean_square
+
+import jaxpipe
+from jaxpipe import PipelineEngine
+from jaxpipe.engine._hold import PRESSES, hold_signals
+from jaxpipe.errors import PipelineError
+from jaxpipe.runtime import HostRows
+
+HERE = Path(__file__).parent
+Moment = Callable[[pytest.MonkeyPatch, PipelineEngine, int], None]
+
+
+def press(times: int = 1, number: int = signal.SIGINT) -> None:
+    for _ in range(times):
+        signal.raise_signal(number)
+
+
+def within_a_step(patch: pytest.MonkeyPatch, engine: PipelineEngine, times: int) -> None:
+    """After the old state's buffers are taken, before the new state is set."""
+    patch.setattr(engine._heartbeat, "note", lambda result: press(times))
+
+
+def before_it_counts(patch: pytest.MonkeyPatch, engine: PipelineEngine, times: int) -> None:
+    patch.setattr(engine._watch, "note", lambda state: press(times))
+
+
+@pytest.fixture(scope="module")
+def engine() -> PipelineEngine:
+    return build(example_batch=entry())
+
+
+def is_whole(engine: PipelineEngine) -> bool:
+    engine.module_state_dict()
+    return engine.global_steps == int(engine.state.step)
+
+
+@pytest.mark.parametrize("moment", [within_a_step, before_it_counts])
+def test_ctrl_c_in_a_step(engine: PipelineEngine, moment: Moment, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, handler = engine.global_steps, signal.getsignal(signal.SIGINT)
+    with monkeypatch.context() as patch:
+        moment(patch, engine, 1)
+        with pytest.raises(KeyboardInterrupt) as caught:
+            engine.train_batch(entries())
+    assert not getattr(caught.value, "__notes__", [])
+    assert (engine.global_steps, is_whole(engine)) == (before + 1, True)
+    assert signal.getsignal(signal.SIGINT) is handler
+    engine.train_batch(entries())
+    assert (engine.global_steps, is_whole(engine)) == (before + 2, True)
+
+
+def test_a_handler_that_ends_the_program(engine: PipelineEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))
+    monkeypatch.setattr(engine._heartbeat, "note", lambda result: press(number=signal.SIGTERM))
+    try:
+        with pytest.raises(SystemExit, match="3"):
+            engine.train_batch(entries())
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert is_whole(engine)
+
+
+def test_several_signals_are_all_delivered() -> None:
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+    came: list[int] = []
+    handlers = {number: signal.signal(number, lambda n, _: came.append(n)) for number in numbers[::2]}
+
+    def body() -> None:
+        with hold_signals():
+            for number in numbers:
+                press(number=number)
+            came.append(0)
+
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            body()
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    assert came[0] == 0
+    assert sorted(came[1:]) == [signal.SIGUSR1, signal.SIGTERM]
+
+
+def test_pressing_again_and_again_breaks_a_step_off(
+    engine: PipelineEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.save_checkpoint(tmp_path)
+    before = engine.global_steps
+    within_a_step(monkeypatch, engine, PRESSES)
+    with pytest.raises(KeyboardInterrupt):
+        engine.train_batch(entries())
+    monkeypatch.undo()
+    for call in (
+        engine.module_state_dict,
+        lambda: engine.save_checkpoint(tmp_path),
+        lambda: engine.predict(entry()[0]),
+    ):
+        with pytest.raises(PipelineError, match=r"its state.*got one whose arrays are gone.*Call load_checkpoint, or"):
+            call()
+    engine.load_checkpoint(tmp_path)
+    assert (engine.global_steps, is_whole(engine)) == (before, True)
+
+
+def test_another_thread_is_never_interrupted(engine: PipelineEngine) -> None:
+    handler = signal.getsignal(signal.SIGINT)
+    worker = threading.Thread(target=lambda: engine.train_batch(entries()))
+    worker.start()
+    worker.join()
+    assert signal.getsignal(signal.SIGINT) is handler
+    assert is_whole(engine)
+
+
+def test_ctrl_c_while_a_checkpoint_is_put_in_place(
+    engine: PipelineEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.save_checkpoint(tmp_path)
+    before, place = engine.global_steps, HostRows.place
+    engine.train_batch(entries())
+    monkeypatch.setattr(HostRows, "place", lambda rows: (press(), place(rows))[1])
+    with pytest.raises(KeyboardInterrupt):
+        engine.load_checkpoint(tmp_path)
+    assert (engine.global_steps, is_whole(engine)) == (before, True)
+
+
+class Interrupted:
+    """An iterator in which Ctrl-C comes before some entries."""
+
+    def __init__(self, *at: int) -> None:
+        self.at, self.count = set(at), 0
+
+    def __iter__(self) -> "Interrupted":
+        return self
+
+    def __next__(self) -> Any:
+        if self.count in self.at:
+            self.at.remove(self.count)
+            raise KeyboardInterrupt
+        self.count += 1
+        return entry(self.count)
+
+
+class Returning(Interrupted):
+    """The same, which can go back, and loses what it was about to give."""
+
+    def __next__(self) -> Any:
+        if self.count in self.at:
+            self.at.remove(self.count)
+            self.count += 1
+            raise KeyboardInterrupt
+        return super().__next__()
+
+    def get_state(self) -> int:
+        return self.count
+
+    def set_state(self, state: int) -> None:
+        self.count = state
+
+
+@pytest.mark.parametrize("kind", [Interrupted, Returning])
+def test_microbatches_of_a_batch_that_did_not_run_come_again(engine: PipelineEngine, kind: type[Interrupted]) -> None:
+    wanted = [float(engine.eval_batch(entries(1 + k * MICROBATCHES))) for k in range(3)]
+    iterator = kind(3)
+    assert float(engine.eval_batch(iterator)) == wanted[0]
+    for method in (engine.train_batch, engine.eval_batch):
+        iterator.at = {3}
+        with pytest.raises(KeyboardInterrupt) as caught:
+            method(iterator)
+        (note,) = caught.value.__notes__
+        assert "of 2 microbatches had been pulled; the next batch from the same iterator begins with them" in note
+    assert [float(engine.eval_batch(iterator)) for _ in range(2)] == wanted[1:]
+
+
+def test_microbatches_come_again_after_ctrl_c_in_a_compile(
+    engine: PipelineEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def compile_and_press(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    before, iterator = engine.global_steps, entries(count=2 * MICROBATCHES)
+    monkeypatch.setattr(engine._compiler, "compile", compile_and_press)
+    with pytest.raises(KeyboardInterrupt):
+        engine.train_batch(iterator)
+    monkeypatch.undo()
+    assert (engine.global_steps, is_whole(engine)) == (before, True)
+    for _ in range(2):
+        engine.train_batch(iterator)
+    with pytest.raises(StopIteration):
+        engine.train_batch(iterator)
+
+
+def test_a_batch_smaller_than_what_an_interrupt_left_over(engine: PipelineEngine) -> None:
+    iterator = Interrupted(1)
+    with pytest.raises(KeyboardInterrupt):
+        engine.eval_batch(iterator)
+    iterator.at = {2}
+    with pytest.raises(KeyboardInterrupt):
+        engine.eval_batch(iterator, num_micro_batches=3)
+    for count in (1, 3):
+        engine.eval_batch(iterator, num_micro_batches=count)
+    assert iterator.count == 4
+
+
+def test_an_entry_that_does_not_fit_does_not_come_again(engine: PipelineEngine) -> None:
+    iterator = itertools.chain([entry(), (entry()[0][:1], entry()[1])], entries())
+    with pytest.raises(jaxpipe.errors.DataError, match="same shape everywhere"):
+        engine.train_batch(iterator)
+    engine.train_batch(iterator)
+    assert list(iterator) == []
+
+
+def plain_engine() -> Any:
+    sizes = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
+    return jaxpipe.initialize(model=nn.Dense(1), optimizer=optax.adam(0.1), loss_fn=mean_square, config=sizes)[0]
+
+
+def test_ctrl_c_in_the_three_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, samples = plain_engine(), jax.device_count()
+    with monkeypatch.context() as patch:
+        within_a_step(patch, engine, 1)
+        with pytest.raises(KeyboardInterrupt):
+            engine(*entry(samples=samples))
+        engine.backward(engine._pending[0])
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+        assert (engine.global_steps, engine.micro_steps, int(engine.state.step)) == (1, 1, 1)
+        with pytest.raises(KeyboardInterrupt):
+            engine.train_batch(entries(count=1, samples=samples))
+    assert (engine.global_steps, engine.micro_steps, int(engine.state.step)) == (2, 2, 2)
+    engine.backward(engine(*entry(samples=samples)))
+    engine.step()
+    assert is_whole(engine)
+
+
+def environment() -> dict[str, str]:
+    paths = [str(HERE), str(HERE.parent), str(HERE.parent.parent)]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "JAX_PLATFORMS": "cpu"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["list", "loader", "unpipelined"])
+def test_ctrl_c_at_random_moments(kind: str) -> None:
+    command = [sys.executable, str(HERE / "_train_interrupted.py"), "60", kind, "1"]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == {"tries": 60, "lost": 0, "counters off": 0, "data off": 0}

@@ -1,0 +1,114 @@
+"""Several threads and one engine: the second is refused by name, and nothing is lost."""
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from _small import build, entries, entry
+
+from jaxpipe import PipelineEngine
+from jaxpipe.errors import PipelineError
+
+ROUNDS, STEPS = 20, 5
+
+
+@pytest.fixture(scope="module")
+def engine() -> PipelineEngine:
+    built = build(example_batch=entry())
+    built.train_batch(entries())
+    built.eval_batch(entries())
+    return built
+
+
+def held_up(engine: PipelineEngine) -> tuple[threading.Thread, threading.Event]:
+    """A thread that is within `train_batch`, and what lets it go on."""
+    begun, go_on = threading.Event(), threading.Event()
+
+    def source() -> Iterator[Any]:
+        begun.set()
+        go_on.wait()
+        yield from entries()
+
+    thread = threading.Thread(target=lambda: engine.train_batch(source()), name="trainer")
+    thread.start()
+    begun.wait()
+    return thread, go_on
+
+
+def test_what_uses_the_state_is_refused_beside_a_step(engine: PipelineEngine, tmp_path: Path) -> None:
+    params, before = engine.module_state_dict(), engine.global_steps
+    calls: dict[str, Callable[[], Any]] = {
+        "train_batch": lambda: engine.train_batch(entries()),
+        "eval_batch": lambda: engine.eval_batch(entries()),
+        "predict": lambda: engine.predict(entry()[0]),
+        "save_checkpoint": lambda: engine.save_checkpoint(tmp_path),
+        "load_checkpoint": lambda: engine.load_checkpoint(tmp_path),
+        "module_state_dict": engine.module_state_dict,
+        "load_module_state_dict": lambda: engine.load_module_state_dict(params),
+        "get_lr": engine.get_lr,
+        "set_hyperparams": lambda: engine.set_lr(0.5),
+        "set_train_batch_size": lambda: engine.set_train_batch_size(8),
+        "skipped_steps": lambda: engine.skipped_steps,
+    }
+    thread, go_on = held_up(engine)
+    try:
+        for name, call in calls.items():
+            match = (
+                rf"^{name} must be called while no other thread is in the engine, but got thread='MainThread' while "
+                r"thread 'trainer' is in train_batch\. Call the engine from one thread, or let both take a threading\.L"
+            )
+            with pytest.raises(PipelineError, match=match):
+                call()
+    finally:
+        go_on.set()
+        thread.join()
+    assert engine.global_steps == int(engine.state.step) == before + 1
+    assert not list(tmp_path.iterdir())
+    engine.save_checkpoint(tmp_path)
+    assert calls["train_batch"]().shape == ()
+
+
+def test_one_thread_may_call_from_within(engine: PipelineEngine) -> None:
+    losses = []
+
+    def source() -> Iterator[Any]:
+        losses.append(float(engine.eval_batch(entries())))
+        yield from entries()
+
+    engine.train_batch(source())
+    assert len(losses) == 1
+
+
+def test_an_engine_may_move_from_thread_to_thread(engine: PipelineEngine) -> None:
+    before = engine.global_steps
+    for _ in range(2):
+        thread = threading.Thread(target=lambda: engine.train_batch(entries()))
+        thread.start()
+        thread.join()
+    assert engine.global_steps == int(engine.state.step) == before + 2
+
+
+@pytest.mark.parametrize("beside", ["train_batch", "eval_batch", "save_checkpoint"])
+def test_three_threads_again_and_again(engine: PipelineEngine, tmp_path: Path, beside: str) -> None:
+    before, ended = engine.global_steps, Counter[str]()
+
+    def call(name: str) -> None:
+        for _ in range(STEPS):
+            try:
+                getattr(engine, name)(tmp_path if name == "save_checkpoint" else entries())
+                ended[name] += 1
+            except PipelineError as error:
+                ended["refused"] += "no other thread is in the engine" in str(error)
+
+    for _ in range(ROUNDS):
+        threads = [threading.Thread(target=call, args=(name,)) for name in ("train_batch", beside, beside)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert ended.total() == ROUNDS * 3 * STEPS
+    assert engine.global_steps == int(engine.state.step) == before + ended["train_batch"]
+    engine.module_state_dict()
