@@ -12,6 +12,8 @@ from jaxpipe.errors import DataError
 from ._shard import Shard
 from ._stack import stack_trees
 
+_SHOWN = 8
+
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
@@ -158,7 +160,9 @@ class BatchLoader(Generic[T]):
 
     Raises:
         DataError: The data set has no length, no indexing, or fewer samples than a batch; `batch_size` or `seed` is
-            not such an integer. When iterated: samples do not stack.
+            not such an integer, `shuffle` no boolean, or `collate_fn` no function. When iterated: samples do not stack,
+            or one ended with StopIteration.
+        Exception: When iterated: what the data set or `collate_fn` raised, with a note that names the samples.
     """
 
     def __init__(
@@ -183,12 +187,21 @@ class BatchLoader(Generic[T]):
                     f"{name} must be an integer of at least {minimum}, but got {name}={value!r}. "
                     f"Pass {minimum} or more."
                 )
+        if not isinstance(shuffle, bool):
+            raise DataError(f"shuffle must be true or false, but got shuffle={shuffle!r}. Pass True or False.")
+        if collate_fn is not None and not callable(collate_fn):
+            raise DataError(
+                f"collate_fn must be a function of a list of samples, but got collate_fn={collate_fn!r}. Pass None to "
+                "stack their leaves."
+            )
         self._shard, count = (0, 1) if shard is None else (shard.index, shard.count)
         if len(dataset) < batch_size * count:
             among = f" for each of {count} shards" if count > 1 else ""
+            is_columns = isinstance(dataset, tuple) and all(getattr(column, "ndim", 0) for column in dataset)
+            columns = " A tuple of arrays becomes a sequence of samples as list(zip(*arrays))." if is_columns else ""
             raise DataError(
                 f"A data set must hold at least one batch, but got len(dataset)={len(dataset)} and "
-                f"batch_size={batch_size}{among}. Add samples, or lower train_batch_size."
+                f"batch_size={batch_size}{among}. Add samples, or lower train_batch_size.{columns}"
             )
         if count > 1 and not drop_last:
             raise DataError(
@@ -270,7 +283,22 @@ class BatchLoader(Generic[T]):
     def batch(self, indices: Sequence[int]) -> Any:
         """This shard's part of a batch of these samples."""
         own = indices[self._shard * self.batch_size : (self._shard + 1) * self.batch_size]
-        return self._collate([self._dataset[index] for index in own])
+        try:
+            return self._collate([self._sample(index) for index in own])
+        except StopIteration as error:
+            # A loop over the batches would take it for the end of the epoch.
+            among = f"{[*own[:_SHOWN]]}{'...' if len(own) > _SHOWN else ''}"
+            raise DataError(
+                f"a data set must give every sample of its length, {len(self._dataset)}, but got StopIteration from "
+                f"one of the samples {among}. Let its length be the number of samples that it has."
+            ) from error
+
+    def _sample(self, index: int) -> T:
+        try:
+            return self._dataset[index]
+        except Exception as error:
+            error.add_note(f"This came from sample {index} of the data set, of {len(self._dataset)}.")
+            raise
 
     def _stack(self, samples: list[Any]) -> Any:
         repair = "Pad, cut or convert it before it is batched, in collate_fn for instance"

@@ -425,3 +425,49 @@ def test_a_loader_of_others_whose_iterators_keep_their_place() -> None:
     assert first.get_state() == {"iterator": {"last": 3}}
     second.set_state(first.get_state() or {})
     assert list(islice(second, 7)) == list(islice(first, 7)) == [4, 5, 1, 2, 3, 4, 5]
+
+
+class _Failing(_Squares):
+    """Sample 2 cannot be read."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(6)
+        self.error = error
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
+        if index == 2:
+            raise self.error
+        return super().__getitem__(index)
+
+
+def test_a_sample_that_cannot_be_read_is_named() -> None:
+    with pytest.raises(OSError, match="no such file") as found:
+        list(BatchLoader(_Failing(OSError("no such file")), 2, seed=0))
+    assert found.value.__notes__ == ["This came from sample 2 of the data set, of 6."]
+
+
+def test_a_sample_that_raises_stop_iteration_ends_no_epoch() -> None:
+    loader = RepeatingLoader(BatchLoader(_Failing(StopIteration()), 2, seed=0, shuffle=False))
+    next(loader)
+    with pytest.raises(DataError, match=r"its length, 6, but got StopIteration from one of the samples \[2, 3\]\. Let"):
+        next(loader)
+
+
+def test_a_tuple_of_arrays_is_no_data_set() -> None:
+    columns = np.zeros((8, 2)), np.zeros(8)
+    with pytest.raises(DataError, match=r"len\(dataset\)=2 .*sequence of samples as list\(zip\(\*arrays\)\)"):
+        BatchLoader(columns, 4, seed=0)
+    assert len(BatchLoader(list(zip(*columns, strict=True)), 4, seed=0)) == 2
+
+
+@pytest.mark.parametrize(
+    ("argument", "match"),
+    [
+        ({"shuffle": "no"}, r"shuffle must be true or false, but got shuffle='no'\. Pass True or False"),
+        ({"shuffle": 0}, r"but got shuffle=0\. Pass True"),
+        ({"collate_fn": 3}, r"collate_fn must be a function of .*but got collate_fn=3\. Pass None to stack"),
+    ],
+)
+def test_arguments_of_another_kind(argument: dict[str, Any], match: str) -> None:
+    with pytest.raises(DataError, match=match):
+        BatchLoader(_Squares(8), 2, seed=0, **argument)
