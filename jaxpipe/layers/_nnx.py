@@ -143,13 +143,20 @@ class NNXLayer(Layer):
     def _build(self, key: jax.Array) -> Any:
         with nnx.use_eager_sharding(False):
             module = self._spec.build(rngs=nnx.Rngs(key)) if self._takes_rngs else self._spec.build()
-        for _, node in nnx.iter_graph(module):
+        for path, node in nnx.iter_graph(module):
             found = [name for name, value in _attributes(node) if isinstance(value, Tracer)]
             if found:
                 raise LayerError(
                     f"layer {self.class_name} must keep its arrays in nnx.Variable objects, but got a plain array as "
                     f"{type(node).__name__}.{found[0]}. Make it an nnx.Param if it is trained, else compute it in the "
                     "call."
+                )
+            held = node.get_value() if isinstance(node, nnx.Param) else 0.0
+            if not hasattr(held, "dtype") and not isinstance(held, (bool, int, float, complex)):
+                raise LayerError(
+                    f"parameter {'.'.join(map(str, path))!r} of layer {self.class_name} must be one array, but got a "
+                    f"{type(held).__name__}: {held!r:.60}. Make an nnx.Param of each array, and keep what is no number "
+                    "in a plain attribute."
                 )
         return module
 

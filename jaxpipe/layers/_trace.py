@@ -264,6 +264,7 @@ class _Call:
 
         def make(x: PyTree, s: PyTree, given: PyTree) -> tuple[PyTree, PyTree]:
             _, params, collections = self.named.layer.init(jax.random.key(0), x, side=s, given=given)
+            _check_leaves(self.named, params)
             return as_arrays(params), as_arrays(collections)
 
         def made_alone_or_given() -> tuple[PyTree, PyTree]:
@@ -287,6 +288,11 @@ class _Call:
         run = functools.partial(_train, self.named.layer)
         args = self._arguments(params, collections)
         outputs, kept, aux = self._naming_faults(lambda: jax.eval_shape(run, *args))
+        if outputs is None:
+            raise LayerError(
+                f"layer {self.named.name} must return what the next layer or loss_fn gets, but got None. Add the "
+                "return statement."
+            )
         if _struct_key(kept) != _struct_key(collections):
             raise LayerError(
                 f"layer {self.named.name} must keep collections of one shape, but got {format_struct(collections)} "
@@ -408,6 +414,16 @@ def _warn_of_switches(switches: Mapping[str, Mapping[str, bool]], warned: set[st
 
 def _train_flag(name: str, in_training: bool) -> str:
     return f"LayerSpec(...).train_flag({name!r}{'' if in_training else ', in_training=False'})"
+
+
+def _check_leaves(named: NamedLayer, params: PyTree) -> None:
+    for path, leaf in jax.tree.leaves_with_path(unbox(params)):
+        if not hasattr(leaf, "dtype") and not isinstance(leaf, (bool, int, float, complex)):
+            raise LayerError(
+                f"parameter {jax.tree_util.keystr(path, simple=True, separator='.')!r} of layer {named.name} must be "
+                f"one array, but got a {type(leaf).__name__}: {leaf!r:.60}. Return an array from its initialiser, and "
+                "keep what is no number in a field of the class."
+            )
 
 
 def _check_params(named: NamedLayer, params: PyTree) -> None:

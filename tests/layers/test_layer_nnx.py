@@ -192,6 +192,22 @@ def test_a_plain_array_is_refused() -> None:
         PipelineModule([LayerSpec(_PlainArray)], num_stages=1)
 
 
+class _OddParam(nnx.Module):
+    def __init__(self, value: Any) -> None:
+        self.inner = nnx.List([nnx.Param(value)])
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x
+
+
+@pytest.mark.parametrize(
+    ("value", "got"), [("abc", "a str: 'abc'"), ([1.0], "a list"), ({"a": X}, "a dict"), (None, "a None")]
+)
+def test_a_parameter_that_is_no_array_is_refused(value: Any, got: str) -> None:
+    with pytest.raises(LayerError, match=rf"parameter 'inner.0' of layer _OddParam must be one array, but got {got}"):
+        PipelineModule([LayerSpec(_OddParam, value)], num_stages=1)
+
+
 def test_a_numpy_array_is_kept_as_it_is() -> None:
     model = PipelineModule([LayerSpec(_NumpyArray)], num_stages=1)
     x = np.ones((2, 3), np.float32)

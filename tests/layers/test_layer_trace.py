@@ -152,7 +152,25 @@ def test_a_parameter_of_several_arrays_is_refused() -> None:
         _trace(_Odd("pair", (jnp.zeros(2), jnp.zeros(2))))
 
 
-@pytest.mark.parametrize("name", ["train", "deterministic", "rngs"])
+@pytest.mark.parametrize(("value", "got"), [("abc", "a str: 'abc'"), (["abc"], "a str"), (object, "a type")])
+def test_a_parameter_that_is_no_number_is_refused(value: Any, got: str) -> None:
+    with pytest.raises(LayerError, match=rf"parameter 'w\S*' of layer 0__Odd must be one array, but got {got}.*field"):
+        _trace(_Odd("w", value))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "complex64"])
+def test_a_python_number_is_a_parameter_of_one_element(dtype: str) -> None:
+    value = 2.0 if dtype == "float32" else 1 + 2j
+    assert format_struct(_trace(_Odd("w", value)).tree()["layers"]["0__Odd"]["w"]) == f"{dtype}[]"
+
+
+@pytest.mark.parametrize("layers", [[lambda x: None], [nn.Dense(3), lambda x: None, nn.Dense(3)]])
+def test_a_layer_that_returns_nothing_is_named(layers: list[Any]) -> None:
+    with pytest.raises(LayerError, match=r"layer \d_lambda must return what .* but got None. Add the return"):
+        _trace(*layers)
+
+
+@pytest.mark.parametrize("name", ["train", "training", "deterministic", "rngs"])
 def test_side_inputs_cannot_take_the_standard_names(name: str) -> None:
     with pytest.raises(LayerError, match=rf"not be named '{name}'.*side=\['{name}'\]. Rename it"):
         _trace(jnp.tanh, side={name: X})
