@@ -6,6 +6,7 @@ from jaxpipe import config as config
 from jaxpipe import data as data
 from jaxpipe import errors as errors
 from jaxpipe import launch as launch
+from jaxpipe import layers as layers
 from jaxpipe import optim as optim
 from jaxpipe import partition as partition
 from jaxpipe import schedules as schedules
@@ -69,6 +70,7 @@ __all__ = [
     "init_distributed",
     "initialize",
     "launch",
+    "layers",
     "make_pipeline",
     "mesh_for",
     "microbatch_key",

@@ -1,5 +1,6 @@
 """Checks of what `PipelineModule` is given."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -68,6 +69,32 @@ def checked_interval(interval: Any) -> int:
             "Use 0 to keep all activations, or 1 to recompute layer by layer."
         )
     return interval
+
+
+def checked_class_names(names: Any, layers: Sequence[str]) -> tuple[str, ...] | None:
+    """Names of classes of layers, or None.
+
+    Args:
+        names: What the user gave.
+        layers: The class name of each layer of the model.
+
+    Raises:
+        LayerError: It is no list of names, or none of them is there.
+    """
+    if names is None:
+        return None
+    classes = list(dict.fromkeys(layers))
+    if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
+        raise LayerError(
+            f"checkpointable_layers must be a list of class names, but got checkpointable_layers={names!r}. Write for "
+            f"instance {classes[:1]}."
+        )
+    if names and not set(names) & set(classes):
+        raise LayerError(
+            "checkpointable_layers must name a class of the model's layers, but got "
+            f"checkpointable_layers={list(names)}. Name some of: {', '.join(classes)}."
+        )
+    return tuple(names)
 
 
 def checked_dtype(dtype: Any) -> Any:

@@ -16,6 +16,46 @@ class DeepSpeedNames:
         """
         _refuse("forward", "use apply(params, inputs), with the parameters that init(key, inputs) returns")
 
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refused: the module holds no parameters.
+
+        Raises:
+            PipelineError: Always.
+        """
+        _refuse("__call__", "use apply(params, inputs), with the parameters that init(key, inputs) returns")
+
+    def parameters(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refused: the module holds no parameters.
+
+        Raises:
+            PipelineError: Always.
+        """
+        _refuse("parameters", _PARAMETERS)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refused: the module holds no parameters.
+
+        Raises:
+            PipelineError: Always.
+        """
+        _refuse("named_parameters", _PARAMETERS)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refused: the module holds no parameters.
+
+        Raises:
+            PipelineError: Always.
+        """
+        _refuse("state_dict", _STATE)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refused: the module holds no parameters.
+
+        Raises:
+            PipelineError: Always.
+        """
+        _refuse("load_state_dict", "use the engine's load_module_state_dict(tree)")
+
     def get_tied_weights_and_groups(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refused: there are no process groups.
 
@@ -81,6 +121,10 @@ class DeepSpeedNames:
         _refuse("load_state_dir", "use the engine's load_module_state_dict(tree)")
 
 
+_PARAMETERS = (
+    "init(key, inputs) makes them, initialize(model_parameters=...) takes them, and the engine's module_state_dict() "
+    "gives the present ones"
+)
 _STATE = "use the engine's module_state_dict(), a tree by layer that is the same for any number of stages"
 
 

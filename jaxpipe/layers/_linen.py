@@ -116,5 +116,5 @@ class LinenLayer(Layer):
 
     def _told(self, *, train: bool) -> nn.Module:
         """The module, its fields told whether this is training."""
-        flags: dict[str, Any] = flag_values(self._fields, train=train)
-        return self._module.clone(**flags) if flags else self._module
+        values = flag_values(self._fields, train=train)
+        return self._module.clone(**values) if values else self._module

@@ -1,8 +1,10 @@
 """`PipelineModule`: the model as a list of layers, and the plain sequential model it means."""
 
 import copy
+import math
 from bisect import bisect_right
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import jax
@@ -12,8 +14,8 @@ from jaxpipe.errors import LayerError, PartitionError
 from jaxpipe.partition import Profile, needs_params, partition_layers, profile_source
 from jaxpipe.topology import PipeDataParallelTopology, ProcessTopology
 
-from ._arguments import checked_callable, checked_dtype, checked_interval, checked_stages
-from ._build import as_layers
+from ._arguments import checked_callable, checked_class_names, checked_dtype, checked_interval, checked_stages
+from ._build import NamedLayer, as_layers
 from ._deepspeed import DeepSpeedNames
 from ._sequential import SequentialModel
 from ._signature import repeated_layers
@@ -27,6 +29,7 @@ _SETTINGS = (
     "partition_method",
     "activation_checkpoint_interval",
     "activation_checkpoint_func",
+    "checkpointable_layers",
     "compute_dtype",
 )
 
@@ -60,12 +63,17 @@ class PipelineModule(SequentialModel, DeepSpeedNames):
         activation_checkpoint_func: Recomputes a group: a function of `jax.checkpoint`'s form, such as
             `functools.partial(jax.checkpoint, policy=...)`, or of DeepSpeed's `checkpoint(function, *args)`. None:
             `jaxpipe.checkpointing.checkpoint`.
+        checkpointable_layers: Class names: a group is recomputed if the classes of all its layers are among them. None:
+            every group is.
+        dynamic_shape: Either value: shapes may change from one batch to the next, for which a program each is compiled,
+            and the microbatches of a batch have one shape.
         compute_dtype: What floating-point parameters, inputs and what flows between layers are cast to, such as
             `"bfloat16"`; the last layer's output goes to `loss_fn` in float32. None casts nothing. An engine sets it
             from the config's `bf16` and `fp16`.
 
     Raises:
-        LayerError: An entry of `layers` cannot be a layer, or a function given is not callable.
+        LayerError: An entry of `layers` cannot be a layer, a function given is not callable, or
+            `checkpointable_layers` names no layer.
         TopologyError: Neither `num_stages` nor `topology` is given, or they disagree.
         PartitionError: There are more stages than layers, the partition method cannot cut them, or the interval is
             negative.
@@ -90,20 +98,29 @@ class PipelineModule(SequentialModel, DeepSpeedNames):
         layers: Iterable[Any],
         num_stages: int | None = None,
         topology: ProcessTopology | None = None,
-        loss_fn: Callable[[PyTree, PyTree], jax.Array] | None = None,
+        loss_fn: Callable[[PyTree, PyTree], jax.Array | tuple[jax.Array, jax.Array]] | None = None,
         seed_layers: bool = False,
         seed_fn: Callable[[int], jax.Array] | None = None,
         base_seed: int = 1234,
         partition_method: str | Sequence[int] = "parameters",
         activation_checkpoint_interval: int = 0,
         activation_checkpoint_func: Callable[..., Any] | None = None,
+        checkpointable_layers: Sequence[str] | None = None,
+        dynamic_shape: bool = False,
         *,
         compute_dtype: Any = None,
     ) -> None:
+        if not isinstance(dynamic_shape, bool):
+            raise LayerError(
+                f"dynamic_shape must be True or False, but got dynamic_shape={dynamic_shape!r}. Leave it out: shapes "
+                "may always change from one batch to the next."
+            )
         self.layers = as_layers(layers)
         self.num_stages = checked_stages(num_stages, topology)
         self._topology = topology
         self.has_model_axis = topology is not None and "model" in topology.axes
+        self._num_params: tuple[tuple[int, ...], int] | None = None
+        """Numbers of parameters by layer, and of the whole model, once shapes are known."""
         self._warned: set[str] = set()
         """What building has warned of; copies share it."""
         self.profiles: dict[Hashable, Profile] = {}
@@ -116,6 +133,7 @@ class PipelineModule(SequentialModel, DeepSpeedNames):
             partition_method=partition_method,
             activation_checkpoint_interval=activation_checkpoint_interval,
             activation_checkpoint_func=activation_checkpoint_func,
+            checkpointable_layers=checkpointable_layers,
             compute_dtype=compute_dtype,
         )
 
@@ -155,7 +173,7 @@ class PipelineModule(SequentialModel, DeepSpeedNames):
         other._set(**{name: getattr(self, name) for name in _SETTINGS} | changes)
         return other
 
-    def _set(
+    def _set(  # noqa: PLR0913  # one setting each
         self,
         *,
         loss_fn: Any,
@@ -165,15 +183,18 @@ class PipelineModule(SequentialModel, DeepSpeedNames):
         partition_method: str | Sequence[int],
         activation_checkpoint_interval: int,
         activation_checkpoint_func: Any,
+        checkpointable_layers: Any,
         compute_dtype: Any,
     ) -> None:
-        self.loss_fn: Callable[[PyTree, PyTree], jax.Array] | None = checked_callable("loss_fn", loss_fn)
+        self.loss_fn: Callable[[PyTree, PyTree], Any] | None = checked_callable("loss_fn", loss_fn)
         self.seed_layers = seed_layers
         self.seed_fn: Callable[[int], jax.Array] = checked_callable("seed_fn", seed_fn) or jax.random.key
         self.base_seed = base_seed
         self.compute_dtype: Any = checked_dtype(compute_dtype)
         self.partition_method = partition_method
         self.activation_checkpoint_func = checked_callable("activation_checkpoint_func", activation_checkpoint_func)
+        classes = [named.layer.class_name for named in self.layers]
+        self.checkpointable_layers = checked_class_names(checkpointable_layers, classes)
         self.set_checkpoint_interval(activation_checkpoint_interval)
         self._parts: tuple[int, ...] | None = None
         self._part_stages: tuple[int, ...] | None = None
@@ -231,6 +252,7 @@ class PipelineModule(SequentialModel, DeepSpeedNames):
             PartitionError: The method cannot cut these layers, or `num_parts` is no multiple of `num_stages`.
         """
         self._parts = self._partition(trace, num_parts, profile)
+        self._num_params = trace.num_params(), sum(math.prod(x.shape) for x in jax.tree.leaves(trace.tree()))
         self._part_stages = None if stages is None else tuple(stages)
         return self._parts
 
@@ -261,6 +283,14 @@ class PipelineModule(SequentialModel, DeepSpeedNames):
             )
         return self._parts
 
+    def partitions(self) -> list[int]:
+        """What `parts` holds, as a list; DeepSpeed's name.
+
+        Raises:
+            PartitionError: The method needs shapes or times and none have been seen yet.
+        """
+        return list(self.parts)
+
     def stage_owner(self, layer_idx: int) -> int:
         """The stage that holds a layer.
 
@@ -273,6 +303,28 @@ class PipelineModule(SequentialModel, DeepSpeedNames):
             )
         part = bisect_right(self.parts, layer_idx) - 1
         return part % self.num_stages if self._part_stages is None else self._part_stages[part]
+
+    def __repr__(self) -> str:
+        counts = [f"{_counted(len(self.layers), 'layer')}", _counted(self.num_stages, "stage")]
+        counts.append(f"partition_method={self.partition_method!r}")
+        if self.loss_fn is not None:
+            counts.append(f"loss_fn={getattr(self.loss_fn, '__qualname__', repr(self.loss_fn))}")
+        if self._num_params is not None:
+            counts.append(_counted(self._num_params[1], "parameter"))
+        lines = [f"PipelineModule: {', '.join(counts)}"]
+        if self._parts is None:
+            return "\n".join([*lines, "not cut yet", *map(self._describe, self.layers)])
+        for first, end in pairwise(self._parts):
+            lines.append(f"stage {self.stage_owner(first)}: {_counted(end - first, 'layer')}")
+            lines += map(self._describe, self.layers[first:end])
+        return "\n".join(lines)
+
+    def _describe(self, named: NamedLayer) -> str:
+        own = 0 if self._num_params is None else self._num_params[0][named.index]
+        facts = [_counted(own, "parameter")] if own else []
+        facts += [f"tied to {named.tied_key!r}"] if named.tied_key is not None else []
+        facts += ["recomputed"] if named.is_marked else []
+        return f"    {named.name}{'  ' if facts else ''}{', '.join(facts)}"
 
     @property
     def _cuts_trunk(self) -> bool:
@@ -293,3 +345,7 @@ class PipelineModule(SequentialModel, DeepSpeedNames):
             else None,
             profile=profile,
         )
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"

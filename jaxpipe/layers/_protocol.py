@@ -136,7 +136,7 @@ def layer_rngs(key: jax.Array | None) -> Rngs | None:
     return {"params": jax.random.fold_in(key, 0), "dropout": jax.random.fold_in(key, 1)}
 
 
-def flag_values(flags: Mapping[str, bool], *, train: bool) -> dict[str, bool]:
+def flag_values(flags: Mapping[str, bool], *, train: bool) -> dict[str, Any]:
     """What each flag is, from its value in training."""
     return {name: value if train else not value for name, value in flags.items()}
 

@@ -155,6 +155,7 @@ def chain(
     interval: int,
     remat: Callable[..., Any],
     marked: Sequence[bool] | None = None,
+    may_recompute: Sequence[bool] | None = None,
 ) -> Call:
     """Call one after another, each group of `interval` calls recomputed by `remat`.
 
@@ -168,6 +169,8 @@ def chain(
             `jaxpipe.checkpointing.checkpoint` or a function of its form, which takes a function and its input and
             calls it. The latter is told by `*args` or a second positional parameter without default.
         marked: Per call whether it recomputes itself. None: none does.
+        may_recompute: Per call whether it may be in a recomputed group; one that may not keeps its whole group from
+            being recomputed, as DeepSpeed's `checkpointable_layers` means it. None: all may.
 
     Returns:
         The composition.
@@ -186,9 +189,11 @@ def chain(
     calls_at_once = _calls_at_once(remat)
     wrapped: list[Call] = []
     for places in group_layers(range(len(calls)), interval):
+        own = [i for i in places if marked is None or not marked[i]]
+        is_recomputed = may_recompute is None or all(may_recompute[i] for i in own)
         for piece in _pieces(places, marked):
             group = compose([calls[i] for i in piece])
-            if marked is not None and marked[piece[0]]:
+            if not is_recomputed or (marked is not None and marked[piece[0]]):
                 wrapped.append(group)
             else:
                 wrapped.append(functools.partial(remat, group) if calls_at_once else remat(group))

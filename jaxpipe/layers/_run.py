@@ -1,7 +1,7 @@
 """Running some layers one after another, with what they keep and report."""
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -31,6 +31,7 @@ def compose_layers(  # noqa: PLR0913  # one setting each
     compute_dtype: Any,
     interval: int,
     remat: Callable[..., Any],
+    checkpointable: Collection[str] | None = None,
 ) -> Runner:
     """The composition of some layers.
 
@@ -43,6 +44,7 @@ def compose_layers(  # noqa: PLR0913  # one setting each
         compute_dtype: What floating-point outputs of the other layers are cast to; None casts nothing.
         interval: Layers per recomputed group in training; 0 recomputes nothing.
         remat: What wraps a group.
+        checkpointable: Names of the classes whose layers may be in a recomputed group; None: all.
 
     Returns:
         The function.
@@ -62,6 +64,8 @@ def compose_layers(  # noqa: PLR0913  # one setting each
 
         each = zip(layers, views, collections, strict=True)
         calls = [functools.partial(call, named, view, kept) for named, view, kept in each]
-        return chain(calls, interval if train else 0, remat, [named.is_marked for named in layers])((inputs, ()))
+        marked = [named.is_marked for named in layers]
+        may = [checkpointable is None or named.layer.class_name in checkpointable for named in layers]
+        return chain(calls, interval if train else 0, remat, marked, may)((inputs, ()))
 
     return run

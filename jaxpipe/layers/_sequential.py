@@ -29,6 +29,7 @@ class SequentialModel:
     base_seed: int
     activation_checkpoint_interval: int
     activation_checkpoint_func: Callable[..., Any] | None
+    checkpointable_layers: tuple[str, ...] | None
     compute_dtype: Any
     has_model_axis: bool
     _warned: set[str]
@@ -223,6 +224,7 @@ class SequentialModel:
             compute_dtype=self.compute_dtype,
             interval=self.activation_checkpoint_interval,
             remat=self.activation_checkpoint_func or checkpointing.checkpoint,
+            checkpointable=self.checkpointable_layers,
         )
 
     def loss(self, outputs: PyTree, labels: PyTree) -> jax.Array:

@@ -155,7 +155,9 @@ def _layer_cost(module: PipelineModule, trace: ModelTrace, index: int, cost: Cos
         recomputed = layer_work(module.replace(activation_checkpoint_interval=0), trace, index).kept_bytes
     forward_s, backward_s, weight_s, pending = cost(work)
     if weight_s is None:
-        recomputes = is_marked or module.activation_checkpoint_interval > 0
+        names, kind = module.checkpointable_layers, module.layers[index].layer.class_name
+        in_group = module.activation_checkpoint_interval > 0 and (names is None or kind in names)
+        recomputes = is_marked or in_group
         weight_s = work.weight_s(forward_s, backward_s, recomputes=recomputes)
     num_params = trace.num_params()[index]
     return LayerCost(forward_s, backward_s, weight_s, num_params, work.kept_bytes, recomputed, is_marked, pending)

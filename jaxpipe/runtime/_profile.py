@@ -85,7 +85,8 @@ def profile_layers(
         LayerError: A layer cannot be differentiated.
     """
     kind = mesh.devices.flat[0].device_kind
-    settings = module.num_stages, module.activation_checkpoint_interval, module.compute_dtype
+    recompute = module.activation_checkpoint_interval, module.checkpointable_layers
+    settings = module.num_stages, recompute, module.compute_dtype
     functions = id(module.loss_fn), id(module.activation_checkpoint_func)
     key = source, halves, kind, settings, functions, _shapes((trace.boundaries, trace.params, labels))
     if key not in module.profiles:

@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import Mesh
 
 from jaxpipe.errors import LayerError, PartitionError, PipelineError, TopologyError
-from jaxpipe.layers import LayerSpec, PipelineModule
+from jaxpipe.layers import LayerSpec, PipelineModule, TiedLayerSpec
 from jaxpipe.topology import PipeDataParallelTopology, ProcessTopology
 
 X = np.ones((2, 4), np.float32)
@@ -131,6 +131,11 @@ def test_replacing_checks_as_the_constructor_does() -> None:
     ("name", "instead"),
     [
         ("forward", "apply"),
+        ("__call__", "apply"),
+        ("parameters", r"init\(key, inputs\)"),
+        ("named_parameters", r"init\(key, inputs\)"),
+        ("state_dict", r"module_state_dict\(\)"),
+        ("load_state_dict", r"load_module_state_dict\(tree\)"),
         ("allreduce_tied_weight_gradients", "train_batch"),
         ("get_tied_weights_and_groups", "under 'tied'"),
         ("mpu", r"topology\(\)"),
@@ -145,6 +150,62 @@ def test_what_has_no_meaning_names_what_replaces_it(name: str, instead: str) -> 
     module = PipelineModule(_layers(), num_stages=1)
     with pytest.raises(PipelineError, match=rf"PipelineModule.{name} must not be called.*{instead}"):
         getattr(module, name)("dir", tag=1)
+
+
+def test_deepspeeds_arguments_of_the_constructor() -> None:
+    given = PipelineModule(_layers(), 2, None, None, False, None, 1234, "uniform", 2, None, ["Dense"], True)
+    assert given.checkpointable_layers == ("Dense",)
+    assert given.partitions() == [0, 2, 4]
+    for dynamic in (True, False):
+        assert PipelineModule(_layers(), num_stages=1, dynamic_shape=dynamic).checkpointable_layers is None
+    with pytest.raises(LayerError, match=r"dynamic_shape must be True or False, but got dynamic_shape='yes'. Leave it"):
+        PipelineModule(_layers(), num_stages=1, dynamic_shape="yes")  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("names", ["Dense", [nn.Dense], 3])
+def test_checkpointable_layers_must_be_names(names: Any) -> None:
+    with pytest.raises(LayerError, match=r"must be a list of class names, but got checkpointable_layers=.*\['Dense'\]"):
+        PipelineModule(_layers(), num_stages=1, checkpointable_layers=names)
+
+
+def test_checkpointable_layers_must_name_one_that_is_there() -> None:
+    module = PipelineModule(_layers(), num_stages=1, checkpointable_layers=["Other", "Dense"])
+    with pytest.raises(LayerError, match=r"must name a class .* got checkpointable_layers=\['Bense'\]. Name .*: Dense"):
+        module.replace(checkpointable_layers=["Bense"])
+
+
+def test_a_module_shows_its_layers() -> None:
+    layers = [TiedLayerSpec("io", nn.Dense, 4), jnp.tanh, TiedLayerSpec("io", nn.Dense, 4).remat(), nn.Dense(4)]
+    module = PipelineModule(layers, num_stages=2, loss_fn=_mean)
+    assert repr(module).splitlines() == [
+        "PipelineModule: 4 layers, 2 stages, partition_method='parameters', loss_fn=_mean",
+        "not cut yet",
+        "    0_Dense  tied to 'io'",
+        "    1_tanh",
+        "    2_Dense  tied to 'io', recomputed",
+        "    3_Dense",
+    ]
+    module.init(jax.random.key(0), X)
+    assert repr(module).splitlines() == [
+        "PipelineModule: 4 layers, 2 stages, partition_method='parameters', loss_fn=_mean, 40 parameters",
+        "stage 0: 2 layers",
+        "    0_Dense  20 parameters, tied to 'io'",
+        "    1_tanh",
+        "stage 1: 2 layers",
+        "    2_Dense  20 parameters, tied to 'io', recomputed",
+        "    3_Dense  20 parameters",
+    ]
+    module.adopt_parts([0, 1, 2, 3, 4], [0, 1, 1, 0])
+    assert [line for line in repr(module).splitlines() if "stage " in line] == [
+        "stage 0: 1 layer",
+        "stage 1: 1 layer",
+        "stage 1: 1 layer",
+        "stage 0: 1 layer",
+    ]
+
+
+def _mean(outputs: jax.Array, labels: jax.Array) -> jax.Array:
+    return jnp.mean((outputs - labels) ** 2)
 
 
 def test_the_loss_of_a_microbatch() -> None:

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
+import jaxpipe
 from jaxpipe.errors import LayerError
 from jaxpipe.layers import LayerSpec, TiedLayerSpec
 
@@ -22,6 +23,11 @@ def test_building_a_spec_may_be_logged(caplog: pytest.LogCaptureFixture) -> None
         assert not caplog.messages
         assert LayerSpec(nn.Dense, 4).build(log=True) == nn.Dense(4)
     assert caplog.messages == ["building Dense(4)"]
+
+
+def test_the_room_is_a_name_of_the_package() -> None:
+    assert "layers" in jaxpipe.__all__
+    assert jaxpipe.layers.LayerSpec is LayerSpec
 
 
 def test_a_spec_prints_as_the_call() -> None:

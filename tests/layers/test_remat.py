@@ -250,6 +250,36 @@ def test_marked_calls_stand_outside_groups(interval: int, marked: str | None, ex
     assert "".join(log) == expected
 
 
+@pytest.mark.parametrize(
+    ("interval", "may", "marked", "expected"),
+    [
+        (1, "abd", "", "(a)(b)c(d)e"),
+        (2, "abd", "", "(ab)cde"),
+        (2, "abde", "c", "(ab)c(d)(e)"),
+        (5, "abcd", "", "abcde"),
+        (0, "abcde", "", "abcde"),
+        (2, "", "", "abcde"),
+    ],
+)
+def test_groups_hold_what_may_be_recomputed_alone(interval: int, may: str, marked: str, expected: str) -> None:
+    log: list[str] = []
+    calls, remat = _wrap(log)
+    chosen = [[c in names for c in "abcde"] for names in (marked, may)]
+    assert chain(calls, interval, remat, *chosen)("x") == "x"
+    assert "".join(log) == expected
+
+
+def test_checkpointable_layers_are_recomputed_alone() -> None:
+    module = PipelineModule([LayerSpec(Block), LayerSpec(NNXBlock), LayerSpec(Block)], num_stages=1)
+    params = module.init(jax.random.key(0), X)
+    every = module.replace(activation_checkpoint_interval=1)
+    chosen = every.replace(checkpointable_layers=["NNXBlock"])
+    kept = [_kept_bytes(each, params) for each in (module, chosen, every)]
+    assert kept[0] > kept[1] > kept[2]
+    assert _kept_bytes(every.replace(checkpointable_layers=["NNXBlock", "Block"]), params) == kept[2]
+    _assert_alike(_grads(chosen, params), _grads(module, params))
+
+
 def _at_once(function: Callable[..., Any], x: Any) -> Any:
     return function(x)
 
