@@ -21,6 +21,8 @@ from ._index import StoredArray
 _WRITE_BYTES = 128 << 20
 """Largest sum of buffers while writing."""
 _FILE_BYTES = 256 << 20
+_OVERHEAD_BYTES = 64 << 20
+"""By how much no file is larger than all arrays."""
 _READ_BYTES = 256 << 20
 """How much is read at a time, unless one array is larger."""
 
@@ -39,6 +41,9 @@ def start_writing(path: Path, arrays: Mapping[str, jax.Array]) -> Callable[[], o
     context = ocp.Context()
     context.array.saving.use_compression = False  # random mantissas do not compress, and every byte is hashed anyway
     context.array.saving.ocdbt_target_data_file_size = _FILE_BYTES
+    # Otherwise writers wait for a signal whose number a load in another thread may take: they write before there are
+    # folders, which are then removed with what lies in them.
+    context.async_options.create_directories_asynchronously = False
     context.memory.write_concurrent_bytes = _WRITE_BYTES
     full = {name: array for name, array in arrays.items() if array.size}
     with context:
@@ -68,7 +73,7 @@ def read_arrays(
     held = {name: array for name, array in arrays.items() if array.num_bytes}
     for names in _batches(held, {name: None for name in rows if name in held}):
         try:
-            _check_files(path)
+            _check_files(path, sum(array.num_bytes for array in held.values()) + _OVERHEAD_BYTES)
             like = {name: _like(array) if name in names else ... for name, array in held.items()}
             found = ocp.load(str(path.absolute()), like)
         except Exception as error:  # whatever the libraries below raise for damaged files
@@ -89,14 +94,14 @@ def read_arrays(
         yield read
 
 
-def _check_files(path: Path | str) -> None:
-    """Refuse what is neither a file nor a folder: a pipe in place of a file would be read forever."""
+def _check_files(path: Path | str, most_bytes: int) -> None:
+    """Refuse what no reader ends with: a pipe in place of a file, or a file larger than all that was written."""
     with os.scandir(path) as entries:
         for entry in entries:
             if entry.is_dir():
-                _check_files(entry.path)
-            elif not entry.is_file():
-                raise OSError(f"{entry.path} is no file")
+                _check_files(entry.path, most_bytes)
+            elif not entry.is_file() or entry.stat().st_size > most_bytes:
+                raise OSError(f"{entry.path} is no file, or one of {entry.stat().st_size} bytes")
 
 
 def hash_rows(arrays: Mapping[str, jax.Array]) -> dict[str, dict[int, str]]:

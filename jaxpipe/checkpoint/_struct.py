@@ -1,6 +1,7 @@
 """Shapes and dtypes of a microbatch as JSON."""
 
 import math
+import re
 from typing import Any
 
 import jax
@@ -9,6 +10,7 @@ import numpy as np
 
 from jaxpipe._typing import PyTree
 
+_NAME = re.compile("[a-z][a-z0-9_]{0,31}")  # numpy parses others as Python
 _MOST_DIMS, _MOST_BYTES = 32, 1 << 62
 
 
@@ -58,7 +60,7 @@ def checked_struct(shape: Any, dtype: Any) -> tuple[tuple[int, ...], np.dtype]:
     if not is_shape or len(shape) > _MOST_DIMS or math.prod(n for n in shape if n) >= _MOST_BYTES // 16:
         raise ValueError(f"shape={shape!r:.100} is none")
     try:
-        found = jnp.dtype(dtype) if isinstance(dtype, str) else None
+        found = jnp.dtype(dtype) if isinstance(dtype, str) and _NAME.fullmatch(dtype) else None
     except TypeError:
         found = None
     if found is None or found.name != dtype or not (jnp.issubdtype(found, jnp.number) or found == jnp.bool):

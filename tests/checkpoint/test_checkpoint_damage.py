@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+import math
+import os
 import random
 import re
 import shutil
@@ -17,7 +19,13 @@ import pytest
 from _one_run import FP16, Averaging, Run, assert_holds, entry, make_engine, make_run
 
 from jaxpipe import LayerSpec, RepeatingLoader
-from jaxpipe.checkpoint import load_params
+from jaxpipe.checkpoint import (
+    export_safetensors,
+    inspect_checkpoint,
+    load_collections,
+    load_params,
+    verify_checkpoint,
+)
 from jaxpipe.data import BatchLoader
 from jaxpipe.errors import CheckpointError, DataError
 from jaxpipe.layers import flatten_dict
@@ -277,6 +285,178 @@ def test_other_entries_of_the_commit(kept: Kept, then: Path, changed: dict[str, 
 def test_a_commit_that_is_none(kept: Kept, then: Path, content: bytes) -> None:
     (then / TAG / "commit.json").write_bytes(content)
     check_refused(kept, then, then / TAG / "commit.json", f"{len(content)} bytes that are no commit", tag=TAG)
+
+
+ODD: dict[str, Callable[[Path], Any]] = {
+    "pipe": os.mkfifo,
+    "device": lambda path: path.symlink_to("/dev/zero"),
+    "folder": lambda path: path.mkdir(),
+    "loop": lambda path: path.symlink_to(path.name),
+    "huge": lambda path: os.truncate(os.open(path, os.O_CREAT | os.O_WRONLY), 1 << 40),
+}
+
+
+@pytest.mark.parametrize("name", ["commit.json", "index.json", "latest", "arrays"])
+@pytest.mark.parametrize("make", ODD.values(), ids=ODD)
+def test_what_is_no_file(kept: Kept, then: Path, make: Callable[[Path], Any], name: str) -> None:
+    """It is refused at once, however long it could be read, and the other checkpoints are found."""
+    shutil.copytree(kept.root / "now" / "global_step3", then / "global_step3")
+    commit = then / TAG / "commit.json"
+    if name == "arrays":
+        file = next(each for each in files_of(data_of(then) / "arrays") if each.name == "manifest.ocdbt")
+    else:
+        file = {"commit.json": commit, "index.json": data_of(then) / "index.json"}.get(name, then / name)
+    file.unlink()
+    make(file)
+    shown = data_of(then) / "arrays" if name == "arrays" else file
+    check_refused(kept, then, shown, tag=None if name == "latest" else TAG)
+    kept.run.engine.load_checkpoint(then, "global_step3")
+    assert_holds(kept.run, kept.now)
+
+
+DEEP = {"lists": b"[" * 200_000, "dictionaries": b'{"a":' * 200_000, "digits": b"1" * 5000}
+
+
+@pytest.mark.parametrize("content", DEEP.values(), ids=DEEP)
+def test_a_commit_that_cannot_be_parsed_is_in_nobodys_way(kept: Kept, then: Path, content: bytes) -> None:
+    shutil.copytree(then / TAG, then / "best")
+    (then / "best" / "commit.json").write_bytes(content)
+    check_refused(kept, then, then / "best" / "commit.json", f"{len(content)} bytes that are no commit", tag="best")
+    assert not check_passed_over(kept, then)
+    kept.run.engine.save_checkpoint(then, "more")
+    assert (then / "best" / "commit.json").read_bytes() == content
+    (then / TAG / "commit.json").write_bytes(content)
+    (then / "latest").write_text(TAG)
+    check_refused(kept, then, then / TAG / "commit.json", f"{len(content)} bytes that are no commit")
+
+
+def check_passed_over(kept: Kept, then: Path) -> bool:
+    with pytest.warns(UserWarning, match="Passed over: .*best/commit.json must be a commit"):
+        found = kept.run.engine.load_checkpoint(then)
+    assert_holds(kept.run, kept.then)
+    kept.put_back()
+    return found != (str(then / TAG), {"epoch": 1})
+
+
+@pytest.mark.parametrize("content", DEEP.values(), ids=DEEP)
+def test_an_index_that_cannot_be_parsed(kept: Kept, then: Path, content: bytes) -> None:
+    file = data_of(then) / "index.json"
+    file.write_bytes(content)
+    edit_commit(then, index_sha256=hashlib.sha256(content).hexdigest())
+    check_refused(kept, then, file, "must be an index as save_checkpoint writes it")
+
+
+ODD_VALUES: list[Any] = [
+    None,
+    True,
+    -1,
+    0,
+    3,
+    2**31,
+    2**63,
+    10**400,
+    10**4200,
+    1.5,
+    math.nan,
+    math.inf,
+    "",
+    "x",
+    "int32",
+]
+ODD_VALUES += ["float128", "object", "O", "../x", "\ud800", "9" * 5000, [], [[]], [1], [-1], [2**70], {}, {"a": 1}]
+ODD_VALUES += [{"base64": 1}, {"base64": "x"}, {"base64": None}, [None], {"shape": [1], "dtype": "float32"}]
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Where something lies in a JSON value."""
+    yield path
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, each in inner:
+        yield from places(each, (*path, key))
+
+
+def mutated(content: Any, rng: random.Random) -> Any:
+    """The same with one to three values replaced, removed, doubled, renamed or exchanged."""
+    content = json.loads(json.dumps(content))
+    for _ in range(rng.choice((1, 1, 1, 2, 3))):
+        everywhere = [path for path in places(content) if path]
+        if not everywhere:
+            return content
+        parent = content
+        # Of equally many kinds of places, as most are those of hashes.
+        kind = rng.choice(sorted({path[:1] + path[2:] if len(path) > 2 else path for path in everywhere}, key=repr))
+        *path, key = rng.choice([p for p in everywhere if (p[:1] + p[2:] if len(p) > 2 else p) == kind])
+        for each in path:
+            parent = parent[each]
+        other = json.loads(json.dumps(rng.choice(ODD_VALUES)))
+        match rng.randrange(6):
+            case 0:
+                del parent[key]
+            case 1 if isinstance(parent, dict):
+                parent[str(other)[:50]] = parent.pop(key)
+            case 2 if isinstance(parent, list):
+                parent.insert(key, json.loads(json.dumps(parent[key])))
+            case 3:
+                parent[key] = [parent[key]]
+            case _:
+                parent[key] = other
+    return content
+
+
+def check_forged(kept: Kept, then: Path, rng: random.Random, num: int) -> int:
+    """Every door answers with an error of the library, or with what may be there. Returns how many were refused."""
+    file = data_of(then) / "index.json"
+    index, commit = json.loads(file.read_text()), json.loads((then / TAG / "commit.json").read_text())
+    num_refused = 0
+    for _ in range(num):
+        if rng.random() < 0.85:
+            file.write_text(json.dumps(mutated(index, rng)))
+            edit_commit(then, index_sha256=hashlib.sha256(file.read_bytes()).hexdigest())
+        else:
+            (then / TAG / "commit.json").write_text(json.dumps(mutated(commit, rng)))
+        refused = [answers(door, then) for door in DOORS]
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                kept.run.engine.load_checkpoint(then, TAG)
+            kept.put_back()
+        except (CheckpointError, DataError):
+            refused.append(False)
+            assert_holds(kept.run, kept.now)
+        num_refused += not all(refused)
+        file.write_text(json.dumps(index))
+        (then / TAG / "commit.json").write_text(json.dumps(commit))
+        edit_commit(then, index_sha256=hashlib.sha256(file.read_bytes()).hexdigest())
+        commit = json.loads((then / TAG / "commit.json").read_text())
+    return num_refused
+
+
+DOORS: list[Callable[[Path], Any]] = [
+    load_params,
+    load_collections,
+    inspect_checkpoint,
+    verify_checkpoint,
+    lambda path: export_safetensors(path, path / "out.safetensors"),
+]
+
+
+def answers(door: Callable[[Path], Any], path: Path) -> bool:
+    try:
+        door(path)
+    except CheckpointError:
+        return False
+    return True
+
+
+def test_forged_indices_and_commits(kept: Kept, then: Path) -> None:
+    """Whose hashes agree, as somebody wrote them on purpose."""
+    assert check_forged(kept, then, random.Random(0), 40) > 10
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(1, 9))
+def test_many_forged_indices_and_commits(kept: Kept, then: Path, seed: int) -> None:
+    assert check_forged(kept, then, random.Random(seed), 100) > 40
 
 
 def edit_index(path: Path, edit: Callable[[dict[str, Any]], Any]) -> Path:

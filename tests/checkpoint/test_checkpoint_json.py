@@ -85,6 +85,61 @@ def test_keys_of_a_state_must_be_strings_too(key: Any) -> None:
         encode_state({"at": {"fine": 0, key: 1}}, "state")
 
 
+def nested(depth: int) -> Any:
+    value: Any = 1
+    for _ in range(depth):
+        value = {"inner": value} if depth % 2 else [value]
+    return value
+
+
+@pytest.mark.parametrize("depth", [99, 100])
+@pytest.mark.parametrize("most", [10**4299, -(2**14284) + 1])
+def test_the_deepest_and_longest_come_back(depth: int, most: int) -> None:
+    check_json(nested(depth), "x")
+    assert same(stored(nested(depth)), nested(depth))
+    assert same(decode_state(stored(encode_state([nested(depth - 1), most], "state"))), [nested(depth - 1), most])
+
+
+@pytest.mark.parametrize("check", [check_json, encode_state])
+@pytest.mark.parametrize("depth", [101, 102, 100_000])
+def test_what_is_nested_too_deep_is_refused(check: Any, depth: int) -> None:
+    with pytest.raises(
+        CheckpointError, match=r"must be nested at most 100 deep, as it is stored as JSON, but got one that"
+    ):
+        check(nested(depth), "x")
+
+
+@pytest.mark.parametrize("check", [check_json, encode_state])
+@pytest.mark.parametrize("value", [10**4300, -(10**5000), {"a": [2**100_000]}], ids=["positive", "negative", "inside"])
+def test_integers_of_too_many_digits_are_refused(check: Any, value: Any) -> None:
+    with pytest.raises(
+        CheckpointError, match=r"^x.* must be a number of at most 4300 digits, .* of \d+ bits. Write hex"
+    ):
+        check(value, "x")
+
+
+@pytest.mark.parametrize("check", [check_json, encode_state])
+def test_what_holds_itself_is_refused(check: Any) -> None:
+    inner: dict[str, Any] = {"a": [1, 2]}
+    inner["a"].append(inner)
+    with pytest.raises(
+        CheckpointError, match=r"^x\['a'\]\[2\]\['a'\].*nested deeper, or holds itself. Store what it can be"
+    ):
+        check(inner, "x")
+
+
+class Rude:
+    """Its `repr` raises."""
+
+    def __repr__(self) -> str:
+        raise RuntimeError("mine")
+
+
+def test_a_key_whose_text_raises_is_refused() -> None:
+    with pytest.raises(CheckpointError, match="^keys of x must be strings, .* but got key=<Rude>. Write <Rude>"):
+        check_json({Rude(): 1}, "x")
+
+
 class Colour(enum.IntEnum):
     RED = 1
 

@@ -81,7 +81,7 @@ def check_whole(path: Path, uninterrupted: Uninterrupted) -> None:
         assert_holds(uninterrupted.run, uninterrupted.held[step])
         wanted = {key: leaf.tobytes() for key, leaf in flatten_dict(engine.module_state_dict()).items()}
         assert {key: leaf.tobytes() for key, leaf in flatten_dict(load_params(path, tag)).items()} == wanted
-    for folder in [each for each in path.iterdir() if each.is_dir() and each.name not in held]:
+    for folder in [each for each in path.iterdir() if each.is_dir() and each.name not in {*held, ".lock"}]:
         with pytest.raises(CheckpointError, match=f"tag must name a checkpoint, but got tag='{folder.name}'"):
             engine.load_checkpoint(path, folder.name)
 
@@ -103,6 +103,7 @@ def check_goes_on(path: Path, uninterrupted: Uninterrupted) -> None:
     assert list(now.items())[-1] == (f"global_step{step + MORE}", step + MORE)
     assert set(path.glob("*/data-*")) == {path / tag / commit.data for tag, commit in committed_tags(path).items()}
     assert list(path.rglob("*.partial")) == []
+    assert list(path.glob(".lock*")) == []
     check_whole(path, uninterrupted)
 
 

@@ -211,7 +211,7 @@ def test_a_directory_inside_a_file(run: Run, tmp_path: Path) -> None:
         run.engine.save_checkpoint(tmp_path / "file" / "deeper")
 
 
-TAGS = ["", ".", "..", "a/b", "/etc", "../two", "two/", "a\\b", "a\0b", "latest", 3, b"two", ("two",)]
+TAGS = ["", ".", "..", "a/b", "/etc", "../two", "two/", "a\\b", "a\0b", "latest", ".lock", 3, b"two", ("two",)]
 
 
 @pytest.mark.parametrize("tag", TAGS, ids=repr)
@@ -238,7 +238,19 @@ def test_a_tag_that_the_file_system_does_not_take(run: Run, tmp_path: Path, tag:
     assert_holds(run, before)
 
 
+LOOP: list[Any] = []
+LOOP.append({"again": LOOP})
+
 CLIENT_STATES = {
+    "digits": (
+        {"a": [10**5000]},
+        r"client_state\['a'\]\[0\] must be .* at most 4300 digits, .* of 16610 bits. Write hex",
+    ),
+    "key-of-digits": ({10**5000: 1}, r"keys of client_state must be strings.* got key=<int>. Write <int>"),
+    "loop": (
+        {"a": LOOP},
+        r"client_state\['a'\]\[0\]\['again'\].* must be nested at most 100 deep.* or holds itself. Store",
+    ),
     "tuple": ({"a": (1, 2)}, r"client_state\['a'\] must be .* got a tuple. Write list\(...\)"),
     "set": ({"a": {1}}, r"client_state\['a'\] must be .* got a set. Write list\(...\)"),
     "inside": ({"a": [1, {"b": (2,)}]}, r"client_state\['a'\]\[1\]\['b'\] must be .* got a tuple"),
