@@ -114,14 +114,15 @@ class Checkpoints(ABC):
             True, as in DeepSpeed.
 
         Raises:
-            CheckpointError: The tag is no name or differs between processes, `client_state` holds something else, the
-                directory cannot be written, or the last save in the background failed. Earlier checkpoints are as they
-                were.
+            CheckpointError: `save_dir` is no path, the tag is no name or differs between processes, `client_state`
+                holds something else, the directory cannot be written, or the last save in the background failed.
+                Earlier checkpoints are as they were.
             PipelineError: No shapes are known yet.
 
         Reference:
             DeepSpeed's `save_checkpoint`, whose files are pickles.
         """
+        check_path(save_dir, "save_dir")
         pipeline, state = self.pipeline, self.state
         self._settle()
         run = RunState(
@@ -175,14 +176,15 @@ class Checkpoints(ABC):
             warning where the directory holds no checkpoint.
 
         Raises:
-            CheckpointError: There is none with that tag, it is damaged, or its layers or the optimiser's state do not
-                fit; the engine is as it was.
+            CheckpointError: `load_dir` is no path, there is none with that tag, it is damaged, or its layers or the
+                optimiser's state do not fit; the engine is as it was.
             DataError: The place in the data does not fit the iterator that is set; the engine is as it was.
             PipelineError: No shapes are known yet, and the checkpoint does not tell them.
 
         Reference:
             DeepSpeed's `load_checkpoint`, which returns `(None, None)` where there is none.
         """
+        check_path(load_dir, "load_dir")
         self._writer.wait()
         given = (load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only)
         return reread(
@@ -274,8 +276,9 @@ class Checkpoints(ABC):
             client_state: Called for the `client_state` of that checkpoint.
 
         Raises:
-            CheckpointError: It is not called in the main thread.
+            CheckpointError: It is not called in the main thread, or `save_dir` is no path.
         """
+        check_path(save_dir, "save_dir")
         self._preemption = (PreemptionWatch(signals), fspath(save_dir), client_state)
 
     def _end_if_preempted(self) -> None:
@@ -293,6 +296,19 @@ class Checkpoints(ABC):
         self.wait_for_checkpoint()
         log(logging.WARNING, "asked to end: saved after %d steps in %s", self.global_steps, save_dir)
         raise SystemExit(exit_code)
+
+
+def check_path(path: Any, name: str) -> None:
+    """Refuse what is no path of a folder.
+
+    Raises:
+        CheckpointError: It is empty, or neither a string nor a `pathlib.Path`.
+    """
+    if not isinstance(path, str | PathLike) or not fspath(path):
+        raise CheckpointError(
+            f"{name} must be the path of a directory, a string or a pathlib.Path, but got {name}={path!r}. Name one, "
+            "such as 'checkpoints', or '.' for the working directory."
+        )
 
 
 def _place_in_data(found: Checkpoint) -> dict[str, Any]:

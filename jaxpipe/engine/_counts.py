@@ -1,7 +1,9 @@
 """How large a batch is."""
 
+from typing import NoReturn
+
 from jaxpipe.config import BatchSizes
-from jaxpipe.errors import ConfigError
+from jaxpipe.errors import ConfigError, PipelineError
 
 from ._turn import Turn, one_thread
 
@@ -41,6 +43,23 @@ class BatchCounts:
     def gradient_accumulation_steps(self) -> int:
         """Microbatches per batch."""
         return self._sizes.gradient_accumulation_steps
+
+    def get_batch_info(self) -> tuple[int, int, int]:
+        """`train_batch_size`, `train_micro_batch_size_per_gpu` and `gradient_accumulation_steps`; DeepSpeed's name."""
+        sizes = self._sizes
+        return sizes.train_batch_size, sizes.train_micro_batch_size_per_gpu, sizes.gradient_accumulation_steps
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> NoReturn:
+        """Refused: the samples of a microbatch are what data are cut into and programs are made for.
+
+        Raises:
+            PipelineError: Always.
+        """
+        raise PipelineError(
+            "train_micro_batch_size_per_gpu must stay as it is while an engine runs, but got "
+            f"micro_batch_size={micro_batch_size!r} in place of {self.micro_batch_size}. Call set_train_batch_size, "
+            "which changes how many microbatches a batch has, or load a checkpoint into an engine of that size."
+        )
 
     @one_thread
     def set_train_batch_size(self, train_batch_size: int) -> None:

@@ -1,4 +1,4 @@
-"""Names of DeepSpeed's engine that a pipeline refuses."""
+"""Names of DeepSpeed's engine that mean nothing in a pipeline."""
 
 from typing import Any, NoReturn
 
@@ -7,6 +7,12 @@ from jaxpipe.errors import PipelineError
 
 class EngineNames:
     """Base of `PipelineEngine` that answers to the calls of an unpipelined engine."""
+
+    def train(self, mode: bool = True) -> None:
+        """Accepted and changes nothing: `train_batch` always trains, `eval_batch` and `predict` never do."""
+
+    def eval(self) -> None:
+        """As `train`."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Refused: a pipeline runs whole batches.

@@ -1,7 +1,7 @@
 """`PipelineEngine`: the object that holds the training state and calls the compiled step."""
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -11,8 +11,8 @@ from jax.sharding import Mesh
 from jaxpipe._typing import PyTree
 from jaxpipe.checkpointing import settings_for
 from jaxpipe.config import TrainConfig
-from jaxpipe.data import process_shard
-from jaxpipe.errors import PipelineError
+from jaxpipe.data import RepeatingLoader, process_shard
+from jaxpipe.errors import DataError, PipelineError
 from jaxpipe.launch import Heartbeat
 from jaxpipe.layers import PipelineModule
 from jaxpipe.runtime import ChosenOptimizer, Hyperparams, Pipeline, TrainState, model_topology, own, pipeline_settings
@@ -65,6 +65,7 @@ class PipelineEngine(TrainingReports, BatchCounts, ModuleState, Checkpoints, Eng
         lr_scheduler: The schedule in use, where one was given apart from the optimiser.
         config: The configuration.
         mesh: The devices, axes `stage` and `data`.
+        training_dataloader: What `set_dataloader` was given, or else what `train_batch()` reads; None: nothing.
         data_shard: The replicas whose samples this process feeds; all of them where there is one process.
         grid: Ranks and groups of the module's topology, for this process's first device. Rank r is the device at
             the topology's r-th place: `jax.devices()[r]`, unless a mesh was given.
@@ -73,7 +74,7 @@ class PipelineEngine(TrainingReports, BatchCounts, ModuleState, Checkpoints, Eng
 
     Raises:
         ConfigError: The batch sizes do not fit, or the optimiser couples parameters of different stages.
-        JaxpipeError: What `make_pipeline` raises, if shapes are known.
+        JaxpipeError: What `make_pipeline` raises, if shapes are known; `model_parameters` are checked then too.
 
     Reference:
         DeepSpeed's `deepspeed.runtime.pipe.engine.PipelineEngine`.
@@ -118,11 +119,24 @@ class PipelineEngine(TrainingReports, BatchCounts, ModuleState, Checkpoints, Eng
         self._watch, self._heartbeat = OverflowWatch(settings.loss_scaler), Heartbeat()
         # Kept until shapes are known; what the caller does to these arrays meanwhile must not change the run.
         self._model_parameters = jax.tree.map(own, model_parameters)
+        is_repeated = isinstance(data_iter, RepeatingLoader)
+        self.training_dataloader: Any = data_iter.loader if is_repeated else data_iter
         self._access: Hyperparams | None = None
         self._turn, self._compiler = Turn(), Compiler(reporter)
         self._in_flight: Any = None
         if example_batch is not None:
             self._build(example_batch)
+            self._check_parameters()
+
+    def __repr__(self) -> str:
+        shape = mesh_shape(self.mesh)
+        places = "".join(f", {length} places of the axis {axis}" for axis, length in list(shape.items())[2:])
+        return (
+            f"<{type(self).__name__}: {len(self.module.layers)} layers on {shape['stage']} stages x {shape['data']} "
+            f"replicas{places}; {self.micro_batches} microbatches of {self.micro_batch_size} samples a replica, "
+            f"schedule {self.config.pipeline.schedule}, compute in {self.config.compute_dtype}; "
+            f"{self.global_steps} steps>"
+        )
 
     @property
     def pipeline(self) -> Pipeline:
@@ -132,11 +146,18 @@ class PipelineEngine(TrainingReports, BatchCounts, ModuleState, Checkpoints, Eng
             PipelineError: No shapes are known yet.
         """
         if self._cache.latest is None:
+            size = self.micro_batch_size * self._num_replicas
             raise PipelineError(
-                "the engine must know the shapes of a batch before this, but none has been seen. "
-                "Give example_batch= or training_data= to initialize, or train a batch first."
+                "the engine must know the shapes of a batch before this, but none has been seen. Give "
+                f"initialize(example_batch=(inputs, labels)) arrays or jax.ShapeDtypeStructs of {size} samples "
+                f"(train_micro_batch_size_per_gpu * data), such as jax.ShapeDtypeStruct(({size}, 128), jnp.int32); or "
+                "training_data=; or train a batch first."
             )
         return self._cache.latest
+
+    @property
+    def _has_shapes(self) -> bool:
+        return self._cache.latest is not None
 
     @property
     def state(self) -> TrainState:
@@ -147,6 +168,7 @@ class PipelineEngine(TrainingReports, BatchCounts, ModuleState, Checkpoints, Eng
         """
         if self._state is None:
             pipeline, given = self.pipeline, self._model_parameters
+            self._check_parameters()
             self._state = pipeline.init() if given is None else pipeline.init_from(given)
             self._model_parameters = None
         if self._present() is None:
@@ -307,6 +329,20 @@ class PipelineEngine(TrainingReports, BatchCounts, ModuleState, Checkpoints, Eng
         """
         self._source.set_iterator(iterator)
 
+    def set_dataloader(self, loader: Iterable[Entry]) -> None:
+        """Store a loader whose microbatches `train_batch()` reads, from one `iter()` of it; DeepSpeed's name.
+
+        Raises:
+            DataError: It cannot be iterated.
+        """
+        if not isinstance(loader, Iterable):
+            raise DataError(
+                f"set_dataloader must be given something to iterate, but got a {type(loader).__name__}. Pass a loader "
+                "or a list of (inputs, labels), or RepeatingLoader(...) of it to go round without end."
+            )
+        self._source.set_iterator(iter(loader))
+        self.training_dataloader = loader
+
     def set_batch_fn(self, fn: Callable[[Any], Entry] | None) -> None:
         """Map every entry pulled from an iterator to `(inputs, labels)` or `(inputs, labels, side)`; None maps none.
 
@@ -327,6 +363,44 @@ class PipelineEngine(TrainingReports, BatchCounts, ModuleState, Checkpoints, Eng
     def num_stages(self) -> int:
         """Number of stages."""
         return self.module.num_stages
+
+    @property
+    def stage_id(self) -> int:
+        """The stage of this process, from 0 at the input, where all its devices are of one.
+
+        Raises:
+            PipelineError: They are of several.
+        """
+        own = [stage for stage in range(self.num_stages) if self._addresses(stage)]
+        if len(own) != 1:
+            raise PipelineError(
+                "stage_id must be asked for in a process whose devices are all of one stage, but got devices of "
+                f"stages {own}. Use is_first_stage() and is_last_stage(), engine.grid, or engine.mesh for each device."
+            )
+        return own[0]
+
+    @property
+    def prev_stage(self) -> int:
+        """`stage_id - 1`, as in DeepSpeed; -1 on the first stage.
+
+        Raises:
+            PipelineError: As `stage_id` raises it.
+        """
+        return self.stage_id - 1
+
+    @property
+    def next_stage(self) -> int:
+        """`stage_id + 1`, as in DeepSpeed; `num_stages` on the last stage.
+
+        Raises:
+            PipelineError: As `stage_id` raises it.
+        """
+        return self.stage_id + 1
+
+    @property
+    def world_size(self) -> int:
+        """Number of devices of the mesh, DeepSpeed's ranks; `jax.process_count()` is that of processes."""
+        return self.mesh.size
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether gradients have been reduced and applied: always, as `train_batch` runs whole batches only."""
@@ -386,6 +460,15 @@ class PipelineEngine(TrainingReports, BatchCounts, ModuleState, Checkpoints, Eng
             line = self._step_line(self.global_steps, self.global_samples)  # on all processes, which must agree
             self._compiler.report(line)
         self._end_if_preempted()
+
+    def _check_parameters(self) -> None:
+        """Refuse initial parameters that are not the model's.
+
+        Raises:
+            LayerError: They are not.
+        """
+        if self._model_parameters is not None:
+            self.pipeline.check_params(self._model_parameters)
 
     def _present(self) -> TrainState | None:
         leaves = jax.tree.leaves(self._state)

@@ -4,6 +4,9 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 
+import jax
+import numpy as np
+
 from jaxpipe._typing import PyTree
 from jaxpipe.layers import flatten_dict, unflatten_dict
 from jaxpipe.runtime import Pipeline, TrainState, read_params
@@ -15,12 +18,18 @@ class ModuleState(ABC):
     """Base of `PipelineEngine` that gives out the model's parameters and takes others."""
 
     _state: TrainState | None
+    _model_parameters: PyTree | None
     _turn: Turn
 
     @property
     @abstractmethod
     def pipeline(self) -> Pipeline:
         """The functional form."""
+
+    @property
+    @abstractmethod
+    def _has_shapes(self) -> bool:
+        """Whether shapes are known."""
 
     @property
     @abstractmethod
@@ -31,9 +40,13 @@ class ModuleState(ABC):
     def module_state_dict(self) -> PyTree:
         """The present parameters as numpy arrays, in the form of `PipelineModule.init`.
 
+        Before the first batch they are `model_parameters` as they were given; where there are none, shapes are needed.
+
         Raises:
-            PipelineError: No shapes are known yet.
+            PipelineError: No shapes are known yet, and no parameters.
         """
+        if self._model_parameters is not None and not self._has_shapes:
+            return jax.tree.map(np.array, self._model_parameters)
         return self.pipeline.params_tree(self.state.params)
 
     @one_thread

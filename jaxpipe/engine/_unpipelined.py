@@ -17,8 +17,8 @@ from jaxpipe._typing import PyTree
 from jaxpipe.config import TrainConfig
 from jaxpipe.data import stack_microbatches
 from jaxpipe.errors import ConfigError, DataError, PipelineError
-from jaxpipe.layers import LayerSpec, PipelineModule, TiedLayerSpec
-from jaxpipe.runtime import ChosenOptimizer
+from jaxpipe.layers import LayerSpec, PipelineModule, TiedLayerSpec, flatten_dict
+from jaxpipe.runtime import ChosenOptimizer, check_params
 
 from ._engine import PipelineEngine
 from ._hold import hold_signals
@@ -292,7 +292,7 @@ class UnpipelinedEngine(PipelineEngine):
         """The present parameters as numpy arrays, in the model's own tree.
 
         Raises:
-            PipelineError: No shapes are known yet.
+            PipelineError: No shapes are known yet, and no parameters.
         """
         return super().module_state_dict().get("layers", {}).get(self._layer, {})
 
@@ -320,6 +320,7 @@ class UnpipelinedEngine(PipelineEngine):
             PipelineError: No shapes are known yet.
         """
         tree = state_dict if strict else merge_state_dict(self.module_state_dict(), state_dict)
+        self._check_own(tree)
         held = None if collections is None else {self._layer: collections}
         super().load_module_state_dict(self._wrap(tree), collections=held)
 
@@ -373,6 +374,19 @@ class UnpipelinedEngine(PipelineEngine):
                 f"replicas. Leave out the last {rest}, or let the data set have a multiple of {num_replicas} samples."
             )
         return size
+
+    def _check_parameters(self) -> None:
+        if self._model_parameters is not None:
+            self._check_own(self._model_parameters["layers"][self._layer])
+
+    def _check_own(self, tree: PyTree) -> None:
+        """Compare parameters with the model's own tree.
+
+        Raises:
+            LayerError: They are not those of the model.
+        """
+        own = self.pipeline.trace.tree().get("layers", {}).get(self._layer, {})
+        check_params(tree, flatten_dict(own), "Give variables['params'] of the model's own init")
 
     def _wrap(self, tree: PyTree) -> PyTree:
         return {"layers": {self._layer: tree}}

@@ -129,8 +129,9 @@ def checked_loss(result: Any, *, has_loss_fn: bool) -> tuple[jax.Array, jax.Arra
     ):
         subject = "loss_fn's result" if has_loss_fn else "the last layer's output"
         shown = [f"{x.dtype.name}{list(x.shape)}" if hasattr(x, "shape") else repr(type(x).__name__) for x in terms]
+        without = "" if has_loss_fn else "Without loss_fn it is the loss; for the output itself call predict(inputs). "
         raise LayerError(
-            f"{subject} must be a floating-point scalar, but got {', '.join(shown)}. Return the mean over the "
+            f"{subject} must be a floating-point scalar, but got {', '.join(shown)}. {without}Return the mean over the "
             "microbatch, such as jnp.mean(losses), or (sum, weight), such as (jnp.sum(losses * mask), jnp.sum(mask))."
         )
     weight = jax.lax.stop_gradient(terms[1].astype(jnp.float32)) if len(terms) == 2 else None

@@ -6,6 +6,7 @@ from ._catalog import Leaf as Leaf
 from ._catalog import Span as Span
 from ._catalog import read_leaf as read_leaf
 from ._catalog import write_leaf as write_leaf
+from ._check_params import check_params as check_params
 from ._check_params import read_params as read_params
 from ._choose import ChosenOptimizer as ChosenOptimizer
 from ._choose import choose_optimizer as choose_optimizer
@@ -48,6 +49,7 @@ __all__ = [
     "Pipeline",
     "PipelineSettings",
     "TrainState",
+    "check_params",
     "choose_optimizer",
     "configure_model",
     "describe_pipeline",

@@ -44,12 +44,17 @@ def read_params(tree: PyTree) -> PyTree:
     return tree
 
 
-def check_params(tree: PyTree, struct: Mapping[Path, jax.ShapeDtypeStruct]) -> PyTree:
+def check_params(
+    tree: PyTree,
+    struct: Mapping[Path, jax.ShapeDtypeStruct],
+    repair: str = "Give a tree as PipelineModule.init returns it for the same layers",
+) -> PyTree:
     """Refuse a tree that is not the model's.
 
     Args:
         tree: Parameters by layer, as `PipelineModule.init` returns them.
         struct: The model's parameters by path, as shapes and dtypes.
+        repair: What the error advises.
 
     Returns:
         What `read_params` makes of the tree.
@@ -71,8 +76,7 @@ def check_params(tree: PyTree, struct: Mapping[Path, jax.ShapeDtypeStruct]) -> P
     if wrong:
         raise LayerError(
             f"the parameters must be those of the model, but got {len(wrong)} difference"
-            f"{'' if len(wrong) == 1 else 's'}: {_listed(wrong)}. Give a tree as "
-            "PipelineModule.init returns it for the same layers."
+            f"{'' if len(wrong) == 1 else 's'}: {_listed(wrong)}. {repair}."
         )
     return tree
 

@@ -166,6 +166,14 @@ class Pipeline:
         )
         self._compile()
 
+    def __repr__(self) -> str:
+        num_params = sum(self.trace.num_own_params())
+        return (
+            f"<Pipeline: {len(self.module.layers)} layers of {num_params:,} parameters on {self.module.num_stages} "
+            f"stages x {self.num_replicas} replicas, cut at {self.parts}; schedule {self.program.name}, "
+            f"{self.num_microbatches} microbatches of {self.microbatch_size} samples a replica>"
+        )
+
     @property
     def schedule(self) -> type[PipeSchedule]:
         """The training schedule's class."""
@@ -258,10 +266,21 @@ class Pipeline:
         Raises:
             LayerError: A parameter is missing, unexpected, of another shape, or no array of floating-point numbers.
         """
-        tree = check_params(tree, flatten_dict(self._whole.tree()))
+        tree = self.check_params(tree)
         made = StageInit(self.module, self._whole, self._params, self._key)
         held = made.collections if collections is None else lambda stage: collections
         return self._state(lambda stage: self._params.subtree(stage, tree), held)
+
+    def check_params(self, tree: PyTree) -> PyTree:
+        """Compare a parameter tree with the model's.
+
+        Returns:
+            The tree without Flax's partition metadata.
+
+        Raises:
+            LayerError: A parameter is missing, unexpected, of another shape, or no array of floating-point numbers.
+        """
+        return check_params(tree, flatten_dict(self._whole.tree()))
 
     def replace_params(self, state: TrainState, tree: PyTree) -> TrainState:
         """The state with other parameters; everything else stays.
@@ -269,7 +288,7 @@ class Pipeline:
         Raises:
             LayerError: A parameter is missing, unexpected, of another shape, or no array of floating-point numbers.
         """
-        tree = check_params(tree, flatten_dict(self._whole.tree()))
+        tree = self.check_params(tree)
         params = self._place(lambda stage: self._params.subtree(stage, tree))
         return dataclasses.replace(state, params=params)
 

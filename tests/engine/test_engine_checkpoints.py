@@ -202,7 +202,9 @@ def test_nothing_to_load(tmp_path: Path) -> None:
 
 
 def test_nothing_to_save(tmp_path: Path) -> None:
-    with pytest.raises(PipelineError, match=r"must know the shapes .* but none has been seen. Give example_batch="):
+    with pytest.raises(
+        PipelineError, match=r"must know the shapes .* but none has been seen. Give initialize\(example_batch="
+    ):
         build().save_checkpoint(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
@@ -255,7 +257,9 @@ def test_a_checkpoint_that_cannot_tell_its_shapes(tmp_path: Path) -> None:
     inputs, labels = entry()
     build(layers(), example_batch=(Boxed(inputs), labels)).save_checkpoint(tmp_path)
     engine = build(layers())
-    with pytest.raises(PipelineError, match=r"must know the shapes of a batch before this.*Give example_batch="):
+    with pytest.raises(
+        PipelineError, match=r"must know the shapes of a batch before this.*Give initialize\(example_batch="
+    ):
         engine.load_checkpoint(tmp_path)
     build(layers(), example_batch=(Boxed(inputs), labels)).load_checkpoint(tmp_path)
 

@@ -261,7 +261,7 @@ def test_shapes_are_known_with_an_example_only() -> None:
     assert engine.pipeline.num_microbatches == 2
     assert list(engine.module.parts) == [0, 1, 2]
     blind, *_ = initialize()
-    match = r"must know the shapes of a batch.*Give example_batch= or training_data="
+    match = r"must know the shapes of a batch.*Give initialize\(example_batch=.*or training_data="
     for ask in (lambda: blind.pipeline, lambda: blind.state, blind.module_state_dict):
         with pytest.raises(PipelineError, match=match):
             ask()

@@ -13,6 +13,7 @@ from _models import bend
 from _tolerances import BFLOAT16, FLOAT16, GRADIENT, assert_close, assert_loss, tree_error
 from flax import nnx
 
+import jaxpipe
 from jaxpipe import LayerSpec, PipeDataParallelTopology, PipelineEngine
 from jaxpipe.config import load_config
 from jaxpipe.engine._unpipelined import UnpipelinedEngine, as_one_stage
@@ -368,3 +369,61 @@ def test_what_is_no_model() -> None:
             ConfigError, match=r"a LayerSpec or a function, but got model=[\s\S]*Write PipelineModule\(layers"
         ):
             as_one_stage(model, None)
+
+
+class TwoInputs(nn.Module):
+    @nn.compact
+    def __call__(self, a: jax.Array, b: jax.Array, weight: jax.Array | None = None) -> jax.Array:
+        error = (nn.Dense(2)(a) - b) ** 2
+        return jnp.mean(error if weight is None else error * weight)
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_a_model_of_several_inputs_that_returns_its_loss(by_name: bool) -> None:
+    model, (a, b) = TwoInputs(), entries(1, 2)[0]
+    weight = np.full_like(b, 0.5)
+    config = {"train_batch_size": 2 * SIZE, "train_micro_batch_size_per_gpu": SIZE}
+    mesh = make_pipeline_mesh(PipeDataParallelTopology(1, 2))
+    engine: Any = jaxpipe.initialize(model=model, optimizer=optax.sgd(0.1), config=config, mesh=mesh)[0]
+    engine.eval()
+    loss = engine(a, b=b, weight=weight) if by_name else engine(a, b, weight)
+    params = engine.module_state_dict()
+    assert_loss(loss, model.apply({"params": params}, a, b, weight), 1e-5)
+    engine.train()
+    engine.backward(engine(a, b, weight))
+    engine.step()
+    grads = jax.grad(lambda p: model.apply({"params": p}, a, b, weight))(params)
+    assert_close(engine.module_state_dict(), jax.tree.map(lambda p, g: p - np.float32(0.1) * g, params, grads))
+    for args, named, got in (((a, b, weight, b), {}, "4 of them"), ((a, b), {"b": b}, "b twice")):
+        with pytest.raises(
+            PipelineError, match=rf"engine\(inputs, b, weight\).*but got {got}\. Give what its call tak"
+        ):
+            engine(*args, **named)
+
+
+def test_more_inputs_than_labels(shared: UnpipelinedEngine) -> None:
+    x, y = entries(1, 2)[0]
+    with pytest.raises(
+        PipelineError, match=r"engine\(inputs, labels\).*got 3 of them\. Give the model's further inputs"
+    ):
+        shared(x, y, x)
+
+
+def test_parameters_that_are_not_the_models_are_refused_at_once() -> None:
+    params = {"Dense_0": {"kernel": np.ones((4, 4), np.float32)}}
+    match = r"missing Dense_0/bias; missing Dense_1/.*Give variables\['params'\] of the model's own init"
+    with pytest.raises(LayerError, match=match) as caught:
+        build(Net(), model_parameters=params, example_batch=entries(1)[0])
+    assert "0_Net" not in str(caught.value)
+    late = build(Net(), model_parameters=params)
+    with pytest.raises(LayerError, match=match):
+        late.train_batch(iter(entries(1)))
+    with pytest.raises(LayerError, match=r"unexpected params/.*Give variables\['params'\]"):
+        build(Net(), model_parameters={"params": params}, example_batch=entries(1)[0])
+
+
+def test_zero_is_refused_without_words_of_a_pipeline() -> None:
+    for stage in (2, 3):
+        with pytest.raises(ConfigError, match=rf"stage={stage}\. Use 1: stage {stage} would have to") as caught:
+            build(Net(), config={"zero_optimization": {"stage": stage}})
+        assert "pipeline" not in str(caught.value)

@@ -1,0 +1,74 @@
+"""State of an engine that has seen no batch."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from _small import MICROBATCH, build, entries, entry, module
+
+from jaxpipe.errors import CheckpointError, LayerError, PipelineError
+
+
+def parameters() -> Any:
+    return module().init(jax.random.key(3), entry()[0])
+
+
+def test_shapes_are_asked_for_with_an_example(tmp_path: Path) -> None:
+    engine = build()
+    match = (
+        r"none has been seen\. Give initialize\(example_batch=\(inputs, labels\)\) arrays or jax\.ShapeDtypeStructs of "
+        rf"{MICROBATCH} samples .*such as jax\.ShapeDtypeStruct\(\({MICROBATCH}, 128\), jnp\.int32\); or training_data="
+    )
+    for call in (engine.module_state_dict, lambda: engine.save_checkpoint(tmp_path), engine.module_collections):
+        with pytest.raises(PipelineError, match=match):
+            call()
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), entry())
+    engine = build(example_batch=shapes)
+    engine.save_checkpoint(tmp_path)
+    assert (tmp_path / "global_step0").is_dir()
+    assert set(engine.module_state_dict()["layers"]) == {"0_Dense", "1_Dense"}
+
+
+def test_given_parameters_need_no_batch() -> None:
+    params = parameters()
+    engine = build(model_parameters=params)
+    jax.tree.map(np.testing.assert_array_equal, engine.module_state_dict(), params)
+    for leaf in jax.tree.leaves(engine.module_state_dict()):
+        leaf += 1.0  # a copy
+    engine.eval_batch(entries())
+    jax.tree.map(np.testing.assert_array_equal, engine.module_state_dict(), params)
+
+
+def test_parameters_are_checked_as_soon_as_shapes_are_known() -> None:
+    params = parameters()
+    del params["layers"]["1_Dense"]["bias"]
+    with pytest.raises(LayerError, match=r"missing layers/1_Dense/bias\. Give a tree as PipelineModule\.init"):
+        build(model_parameters=params, example_batch=entry())
+
+
+@pytest.mark.parametrize("path", ["", None, 3])
+def test_what_is_no_directory(path: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    engine = build()
+    for call, name in (
+        ("save_checkpoint", "save_dir"),
+        ("load_checkpoint", "load_dir"),
+        ("save_on_preemption", "save_dir"),
+    ):
+        with pytest.raises(
+            CheckpointError, match=rf"{name} must be the path of a dir.*got {name}={path!r}\. Name one, such"
+        ):
+            getattr(engine, call)(path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_evaluating_without_a_loss_names_predict() -> None:
+    engine = build(module(loss_fn=None))
+    match = (
+        r"got float32\[2, 1\]\. Without loss_fn it is the loss; for the output itself call predict\(inputs\)\. Return"
+    )
+    with pytest.raises(LayerError, match=match):
+        engine.eval_batch(entries())
+    assert engine.predict(entry()[0]).shape == (MICROBATCH, 1)
