@@ -38,24 +38,35 @@ def run_attempts(
         The exit code of the last attempt.
 
     Raises:
-        LaunchError: A process could not be started.
+        LaunchError: A process could not be started, or the folder of logs cannot be written to.
     """
     before = restarts_before()
-    with StopRequests(control) as requests:
-        done = 0
-        while True:
-            attempt = before + done
-            output = Output(log_dir, append=attempt > 0, own_label=label)
-            with _heartbeat_dir(limits) as heartbeat_dir:
-                outcome = run_group(commands(attempt, heartbeat_dir), limits, requests, output)
-            done += 1
-            if not limits.max_restarts or not outcome.may_restart or (outcome.exit_code == 0 and done == 1):
-                return outcome.exit_code
-            is_over = outcome.exit_code == 0 or done > limits.max_restarts or bool(requests.received())
-            ended = f"Attempt {done} of {limits.max_restarts + 1} ended with exit code {outcome.exit_code}."
-            output.say(ended if is_over else f"{ended} Starting again.")
-            if is_over:
-                return outcome.exit_code
+    with StopRequests(control) as requests, Output(log_dir, append=before > 0, own_label=label) as output:
+        exit_code = _run_all(commands, limits, before, requests, output)
+        asked = len(requests.received())
+
+        def must_end(is_stuck: bool) -> bool:
+            # After a success it waits for a pager as any program does; a failure must get through to who started it.
+            return len(requests.received()) > asked or (is_stuck and (exit_code != 0 or asked > 0))
+
+        output.drain(must_end)
+        return exit_code
+
+
+def _run_all(commands: MakeCommands, limits: Limits, before: int, requests: StopRequests, output: Output) -> int:
+    done = 0
+    while True:
+        attempt = before + done
+        with _heartbeat_dir(limits) as heartbeat_dir:
+            outcome = run_group(commands(attempt, heartbeat_dir), limits, requests, output)
+        done += 1
+        if not limits.max_restarts or not outcome.may_restart or (outcome.exit_code == 0 and done == 1):
+            return outcome.exit_code
+        is_over = outcome.exit_code == 0 or done > limits.max_restarts or bool(requests.received())
+        ended = f"Attempt {done} of {limits.max_restarts + 1} ended with exit code {outcome.exit_code}."
+        output.say(ended if is_over else f"{ended} Starting again.")
+        if is_over:
+            return outcome.exit_code
 
 
 @contextlib.contextmanager

@@ -13,8 +13,10 @@ from ._watch import StallWatch
 STALLED = 124
 """Exit code after a stall, as `timeout` has it."""
 
-_POLL_S = 0.05
-_SIGNALLED_TOGETHER_S = 0.2
+_POLL_S = 0.02
+# From the first failure that is seen to the judgement: a scheduler that signals every process signals this one too, and
+# a process that JAX ends for the loss of another can be gone before that other one.
+_SETTLE_S = 0.5
 _NODE_MARGIN_S = 10.0
 
 
@@ -45,11 +47,13 @@ class Outcome:
         exit_code: 0, that of the first process that failed, or 128 and the signal's number.
         reason: Why it is not 0, as a sentence.
         may_restart: False after a request to end.
+        failed: The process of this node that failed first, if one did.
     """
 
     exit_code: int
     reason: str = ""
     may_restart: bool = True
+    failed: Member | None = None
 
 
 def run_group(commands: Sequence[Command], limits: Limits, requests: StopRequests, output: Output) -> Outcome:
@@ -70,51 +74,60 @@ def run_group(commands: Sequence[Command], limits: Limits, requests: StopRequest
         LaunchError: One could not be started.
     """
     members: list[Member] = []
-    guard = None
+    guard = Guard()
     try:
         for command in commands:
-            members.append(Member(command, output))
-        guard = Guard(members)
+            members.append(Member(command, output, guard))
         output.start()
-        return _watch(members, limits, requests, output)
+        outcome = _watch(members, limits, requests, output)
     finally:
+        output.release()
         for member in members:
             member.let_go()
         for member in members:
             member.end()
         output.close()
-        if guard is not None:
-            guard.dismiss()
+        guard.dismiss()
+    if outcome.failed is not None and (lines := outcome.failed.tail.last_error()):
+        output.say("\n    ".join([f"{outcome.reason} The end of its standard error:", *lines]))
+    return outcome
 
 
 def _watch(members: Sequence[Member], limits: Limits, requests: StopRequests, output: Output) -> Outcome:
     stalls = StallWatch(members, limits.stall_timeout_s, limits.start_timeout_s)
-    has_waited = False
+    judged_at: float | None = None
     while True:
         codes = [member.exit_code() for member in members]
-        failed = next((member for member, code in zip(members, codes, strict=True) if code), None)
         stop, late = next(iter(requests.received()), None), stalls.late()
         if stop is not None:
-            outcome = Outcome(0 if stop.is_told else 128 + stop.number, stop.reason, may_restart=False)
-        elif failed is not None:
-            code = failed.exit_code() or 0
-            if _exit_status(code) == 128 + signal.SIGTERM and not has_waited:
-                # A scheduler that signals every process signals this one too.
-                has_waited = True
-                time.sleep(_SIGNALLED_TOGETHER_S)
-                continue
-            outcome = Outcome(_exit_status(code), f"{failed} {_how(code)}.")
-            stop = Stop(signal.SIGTERM, limits.kill_grace_s, outcome.reason)
+            _end(members, stop, limits, requests, output)
+            return Outcome(0 if stop.is_told else 128 + stop.number, stop.reason, may_restart=False)
+        if any(codes):
+            judged_at = judged_at or time.monotonic() + _SETTLE_S
+            if time.monotonic() > judged_at:
+                return _end_after_failure(members, limits, requests, output)
         elif late is not None:
-            outcome = Outcome(STALLED, late)
-            stop = Stop(signal.SIGTERM, limits.kill_grace_s, late)
+            _end(members, Stop(signal.SIGTERM, limits.kill_grace_s, late), limits, requests, output)
+            return Outcome(STALLED, late)
         elif None not in codes:
             return Outcome(0)
-        else:
-            time.sleep(_POLL_S)
-            continue
-        _end(members, stop, limits, requests, output)
-        return outcome
+        time.sleep(_POLL_S)
+
+
+def _end_after_failure(members: Sequence[Member], limits: Limits, requests: StopRequests, output: Output) -> Outcome:
+    failed = [member for member in members if member.exit_code()]
+    reason = _failure(min(failed, key=Member.failure))
+    _end(members, Stop(signal.SIGTERM, limits.kill_grace_s, reason), limits, requests, output)
+    # Launchers on other nodes take their time to end theirs, so that the node of the cause may come last. One that
+    # was told to end says 0, unless it had seen a failure itself.
+    others = [member for member in members if member.exit_code() and member.command.reach != "process"]
+    first = min(others or failed, key=Member.failure)
+    is_here = first.command.reach == "process"  # else its own launcher has said what its error was
+    return Outcome(_exit_status(first.exit_code() or 0), _failure(first), failed=first if is_here else None)
+
+
+def _failure(member: Member) -> str:
+    return f"{member} {_how(member.exit_code() or 0)}."
 
 
 def _end(members: Sequence[Member], stop: Stop, limits: Limits, requests: StopRequests, output: Output) -> None:
@@ -123,9 +136,10 @@ def _end(members: Sequence[Member], stop: Stop, limits: Limits, requests: StopRe
     grace_s = stop.grace_s
     if grace_s is None:
         grace_s = limits.kill_grace_s if stop.number == signal.SIGINT else limits.grace_s
-    output.say(stop.reason + _ending(len(running), len(members), grace_s))
     for member in running:
         member.stop(stop.number, grace_s)
+    output.release()
+    output.say(stop.reason + _ending(len(running), len(members), grace_s))
     margin_s = _NODE_MARGIN_S if any(member.command.reach != "process" for member in running) else 0.0
     deadline = time.monotonic() + grace_s + margin_s
     known = 1 if requests.received()[:1] == (stop,) else 0

@@ -1,13 +1,19 @@
 """`jaxpipe.init_distributed`: joining the other processes of a job."""
 
+import atexit
+import contextlib
 import dataclasses
 import datetime
 import importlib.util
 import logging
 import os
+import signal
 import socket
+import sys
+import threading
 import time
 from collections.abc import Sequence
+from types import TracebackType
 from typing import Any
 
 import jax
@@ -17,10 +23,12 @@ from jaxpipe.processes import log
 
 from ._devices import warn_of_unused_devices
 from ._environment import DEFAULT_PORT, MPI4PY, Job, check_address, check_index, find_job
+from ._tail import WAITS_AT_ITS_END
 
 _BACKENDS = ("nccl", "gloo", "mpi", "ccl", "hccl", "rccl")
 DEFAULT_TIMEOUT_S = 300
 HEARTBEAT_TIMEOUT_S = 30
+_LAST_S = 10.0
 
 
 def init_distributed(  # noqa: PLR0913  # DeepSpeed's arguments
@@ -97,6 +105,7 @@ def init_distributed(  # noqa: PLR0913  # DeepSpeed's arguments
         job = dataclasses.replace(job, local_device_ids=tuple(local_device_ids))
     _choose_collectives(dist_backend)
     _join(job, _seconds(timeout), heartbeat_timeout_s)
+    _end_soon_after_an_error()
     if verbose:
         log(logging.INFO, "joined %d processes, named by %s", jax.process_count(), job.source)
     warn_of_unused_devices()
@@ -192,6 +201,47 @@ def _join(job: Job, timeout_s: int, heartbeat_timeout_s: int) -> None:
             f"{job.source}, but got: {first}. Check that {job.num_processes or 'all'} processes start, that the port "
             "is free on the first node, and that init_distributed comes before anything asks JAX for a device."
         ) from error
+
+
+def _end_soon_after_an_error() -> None:
+    """Let an exception that nobody catches end this process without waiting for the others.
+
+    At its end JAX waits for all processes to come to theirs, as long as a process that is missed: an error in one
+    would be known only then, and by the errors of the others. What else is done at the end gets a few seconds.
+    """
+    show = sys.excepthook
+    failures: list[int] = []
+
+    def leave() -> None:
+        logging.shutdown()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                stream.flush()
+        os._exit(failures[0])
+
+    def leave_late() -> None:
+        time.sleep(_LAST_S)
+        leave()
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        show(kind, error, trace)
+        is_main = threading.current_thread() is threading.main_thread()
+        # Extensions call this too, for errors that they go on from; those have frames below.
+        if is_main and (trace is None or trace.tb_frame.f_back is None) and not failures:
+            failures.append(128 + signal.SIGINT if issubclass(kind, KeyboardInterrupt) else 1)
+            threading.Thread(target=leave_late, daemon=True, name="end after an error").start()
+
+    def wait_aloud() -> None:
+        time.sleep(_LAST_S)
+        sys.stderr.write(f"process {jax.process_index()} {WAITS_AT_ITS_END}\n")
+
+    def at_end() -> None:
+        if failures:
+            leave()
+        threading.Thread(target=wait_aloud, daemon=True, name="wait at the end").start()
+
+    sys.excepthook = hook
+    atexit.register(at_end)  # comes before JAX's own, which was registered earlier
 
 
 def _detection(job: Job) -> str | None:

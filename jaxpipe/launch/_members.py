@@ -1,10 +1,14 @@
 """One running process of a group, and a guard for all of them."""
 
 import contextlib
+import math
 import os
+import shutil
 import signal
 import subprocess
-from collections.abc import Mapping, Sequence
+import sys
+import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +17,7 @@ from jaxpipe.errors import LaunchError
 from ._output import Output
 
 _REAP_S = 5.0
+_RECENT_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -28,6 +33,7 @@ class Command:
         reach: `"process"`: a process of the job, here. `"told"`: launchers on other nodes, which are told what to do
             through the command's standard input. `"signalled"`: launchers on other nodes, which the command passes
             SIGUSR1 on to.
+        told: What those that are told get first.
     """
 
     name: str
@@ -36,42 +42,73 @@ class Command:
     label: str = ""
     heartbeat: Path | None = None
     reach: str = "process"
+    told: bytes = b""
 
 
 class Member:
     """A process that was started, in a session and process group of its own.
 
-    It is left unreaped until `end`, so that its number, which is its group's too, is nobody else's.
+    It begins as a gate, which becomes the program once the guard knows its number, and ends if the launcher is killed
+    before that: there is no moment at which nobody would end the program. It is left unreaped until `end`, so that its
+    number, which is its group's too, is nobody else's.
 
     Args:
         command: What to start.
         output: Takes what it writes.
+        guard: Ends it should this process be killed.
 
     Raises:
-        LaunchError: There is no such program.
+        LaunchError: There is no such program, or the system starts no more.
     """
 
-    def __init__(self, command: Command, output: Output) -> None:
+    # Python and not a shell, as shells drop variables whose names are not theirs.
+    _GATE = """
+import os, signal, sys
+if not os.read(0, 1):
+    sys.exit()
+if sys.argv[1] != "told":
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+for number in (signal.SIGPIPE, signal.SIGXFSZ):
+    signal.signal(number, signal.SIG_DFL)
+try:
+    os.execvp(sys.argv[2], sys.argv[2:])
+except OSError as error:
+    sys.stderr.write(f"{sys.argv[2]}: {error.strerror}\\n")
+    sys.exit(127)
+"""
+
+    def __init__(self, command: Command, output: Output, guard: "Guard") -> None:
         self.command = command
         self._exit_code: int | None = None
+        self._ended_at = 0.0
+        environment, words = dict(command.environment), command.words
+        if shutil.which(words[0], path=environment.get("PATH", os.defpath)) is None:
+            raise LaunchError(
+                f"{command.name} must run a program that is there, but got {words[0]!r}, which is none. "
+                "Install it, or correct its name."
+            )
         try:
             self._process = subprocess.Popen(
-                command.words,
-                env=dict(command.environment),
-                stdin=subprocess.PIPE if command.reach == "told" else subprocess.DEVNULL,
+                [sys.executable, "-I", "-S", "-c", self._GATE, command.reach, *words],
+                env=environment,
+                stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 bufsize=0,
                 start_new_session=True,
             )
-        except OSError as error:
+        except (OSError, ValueError) as error:
             raise LaunchError(
-                f"{command.name} must run a program that is there, but got {command.words[0]!r}: {error.strerror}. "
-                "Install it, or correct its name."
+                f"{command.name} must be started, but got {words[0]!r}: {error}. Shorten its arguments, or end other "
+                "processes."
             ) from error
-        stdout, stderr = self._process.stdout, self._process.stderr
-        if stdout is not None and stderr is not None:
-            output.add(stdout, stderr, command.label, f"{command.name.replace(' ', '-')}.log")
+        guard.add(self.pid)
+        stdin, stdout, stderr = self._process.stdin, self._process.stdout, self._process.stderr
+        assert stdin is not None and stdout is not None and stderr is not None  # noqa: PT018
+        self.tail = output.add(stdout, stderr, command.label, f"{command.name.replace(' ', '-')}.log")
+        self._tell(b"\n" + command.told)
+        if command.reach != "told":
+            stdin.close()
 
     @property
     def pid(self) -> int:
@@ -90,8 +127,26 @@ class Member:
         if self._exit_code is None:
             state = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             if state is not None:
+                self._ended_at = time.monotonic()
                 self._exit_code = state.si_status if state.si_code == os.CLD_EXITED else -state.si_status
         return self._exit_code
+
+    def failure(self) -> tuple[int, float]:
+        """Puts processes that failed together into their order: the first is the cause, as far as can be told.
+
+        A process that loses another raises an error from a collective, after that one's own traceback, or JAX ends it.
+        So one that ended in another way did so by itself.
+
+        Returns:
+            How likely others are the cause, then when it failed.
+        """
+        trouble_at = self.tail.trouble_at
+        if trouble_at is None or trouble_at < self._ended_at - _RECENT_S:  # it went on from that
+            trouble_at = math.inf
+        if self.tail.was_ended_by_jax:
+            return 2, trouble_at
+        has_raised = (self.exit_code() or 0) > 0 and trouble_at < math.inf
+        return (1, trouble_at) if has_raised else (0, self._ended_at)
 
     def stop(self, number: int, grace_s: float) -> None:
         """Ask it to end; a stopped process is continued so that it can.
@@ -100,9 +155,8 @@ class Member:
             number: The signal for its group; launchers on other nodes give it to the processes there.
             grace_s: How long the processes there may take.
         """
-        if self._process.stdin is not None:
-            with contextlib.suppress(OSError, ValueError):
-                self._process.stdin.write(f"stop {number} {grace_s}\n".encode())
+        if self.command.reach == "told":
+            self._tell(f"stop {number} {grace_s}\n".encode())
             return
         if self.command.reach == "signalled":
             self._signal(signal.SIGUSR1)
@@ -118,13 +172,19 @@ class Member:
 
     def end(self) -> None:
         """End its whole group, and reap it."""
-        if self._process.stdin is not None:
+        if self.command.reach == "told":
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(_REAP_S)
                 return
         self._signal(signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired):  # one that waits for a dead disk cannot be ended
             self._process.wait(_REAP_S)
+
+    def _tell(self, data: bytes) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError, ValueError):
+            while data:
+                data = data[self._process.stdin.write(data) or 0 :]
 
     def _signal(self, number: int) -> None:
         if self._process.returncode is None:
@@ -133,28 +193,54 @@ class Member:
 
 
 class Guard:
-    """Ends the groups should this process be killed before it can.
+    """Ends the groups should this process be killed before it can; started before any of them.
 
-    A small shell waits at a pipe that this process alone holds open. Where the pipe closes without a word, the groups
-    get SIGTERM, and SIGKILL five seconds later.
+    A small shell waits at a pipe that this process alone holds open, and through which it gets the groups' numbers.
+    Where the pipe closes without the word `done`, the groups get SIGTERM, and SIGKILL five seconds later.
 
-    Args:
-        members: The processes whose groups are guarded.
+    Raises:
+        LaunchError: The system starts no more processes.
     """
 
-    _SCRIPT = 'read -r word; [ "$word" = done ] || { kill -s TERM -- "$@"; sleep 5; kill -s KILL -- "$@"; }'
+    _SCRIPT = """
+groups=
+while read -r word; do
+    [ "$word" = done ] && exit
+    groups="$groups -$word"
+done
+[ -n "$groups" ] || exit
+kill -s TERM -- $groups
+sleep 5
+kill -s KILL -- $groups
+"""
 
-    def __init__(self, members: Sequence[Member]) -> None:
-        self._process = subprocess.Popen(
-            ["/bin/sh", "-c", self._SCRIPT, "sh", *(f"-{member.pid}" for member in members)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            bufsize=0,
-            start_new_session=True,
-        )
+    def __init__(self) -> None:
+        try:
+            self._process = subprocess.Popen(
+                ["/bin/sh", "-c", self._SCRIPT],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                bufsize=0,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise LaunchError(f"/bin/sh must be started, but got {error}. End other processes.") from error
+
+    def add(self, group: int) -> None:
+        """Guard one more group.
+
+        Args:
+            group: Its number.
+        """
+        self._tell(f"{group}\n")
 
     def dismiss(self) -> None:
         """The groups have ended."""
-        with contextlib.suppress(OSError):
-            self._process.communicate(b"done\n")
+        self._tell("done\n")
+        self._process.communicate()
+
+    def _tell(self, line: str) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):  # somebody killed it
+            self._process.stdin.write(line.encode())

@@ -3,20 +3,28 @@
 import contextlib
 import os
 import re
-import select
-import selectors
 import sys
 import threading
 import time
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import wait
 from pathlib import Path
-from typing import IO, TextIO
+from typing import IO
+
+from jaxpipe.errors import LaunchError
+
+from ._tail import Tail
+from ._target import Target, is_same
 
 # A carriage return ends a line too, as progress bars write them. One at the very end may be half of "\r\n".
 _END = re.compile(rb"\r\n|\n|\r(?=[^\n])")
 _CHUNK = 65536
 _LONGEST = 1 << 20
+_POLL_S = 0.1
 _CLOSING_S = 2.0
+_PATIENCE_S = 10.0
+_STUCK_S = 60.0
 
 
 @dataclass
@@ -25,8 +33,9 @@ class _Source:
 
     pipe: IO[bytes]
     prefix: bytes
-    target: "_Target"
-    log: IO[bytes] | None
+    target: Target
+    log: "_Log | None"
+    tail: Tail | None = None
     pending: bytes = b""
 
     def lines(self, data: bytes) -> bytes:
@@ -48,62 +57,84 @@ class _Source:
         return self.prefix + text + b"\n" if text else b""
 
 
-class _Target:
-    """This process's standard output or standard error; one that nobody reads any more is left alone."""
+class _Log:
+    """A process's file in `log_dir`; one that cannot be written stops nothing, and is spoken of once."""
 
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-        self._is_open = True
-        with contextlib.suppress(OSError, ValueError):
-            stream.flush()
+    def __init__(self, path: Path, append: bool, say: Callable[[str], None]) -> None:
+        self._path = path
+        self._say = say
+        self._has_failed = False
+        self._file: IO[bytes] | None = None
+        try:
+            self._file = path.open("ab" if append else "wb", buffering=0)
+        except OSError as error:
+            self._tell(error)
 
     def write(self, data: bytes) -> None:
-        if not self._is_open or not data:
-            return
+        left = memoryview(data)
         try:
-            try:
-                descriptor = self._stream.fileno()
-            except (OSError, AttributeError):  # no file behind it
-                self._stream.write(data.decode(errors="replace"))
-                return
-            while data:
-                try:
-                    data = data[os.write(descriptor, data) :]
-                except BlockingIOError:
-                    select.select([], [descriptor], [])
-        except (OSError, ValueError):
-            self._is_open = False
+            while left and self._file is not None:
+                left = left[self._file.write(left) :]
+        except OSError as error:
+            self._tell(error)
+
+    def close(self) -> None:
+        if self._file is not None:
+            with contextlib.suppress(OSError):
+                self._file.close()
+
+    def _tell(self, error: OSError) -> None:
+        if not self._has_failed:
+            self._has_failed = True
+            self._say(f"{self._path} cannot be written: {error.strerror}. It lacks lines from here on.")
 
 
-@dataclass
 class Output:
-    """Copies what processes write to this process's standard output and standard error.
+    """Copies what processes write to this process's standard output and standard error; used as a context.
 
-    Lines are never mixed: one thread reads all pipes and writes whole lines only. A last line without an end is
-    written when its process closes the pipe. A pipe that a process left open to a process of another group is given
-    up two seconds after `close`.
+    Lines are never mixed: one thread reads all pipes and passes whole lines on, and each stream has one thread that
+    writes. While the job runs, a reader who is slow makes the processes wait, as at any pipe. Once it ends, nothing
+    waits for the reader but the launcher's own last moment; see `drain`. A last line without an end is written when
+    its process closes the pipe. A pipe that a process left open to a process of another group is given up two seconds
+    after `close`.
 
     Args:
         log_dir: A folder in which each process has a file of its own too, as it wrote it.
-        append: Whether the files are continued.
+        append: Whether the files are continued; they are from the second group on.
         own_label: What stands in brackets before the launcher's own lines.
+
+    Raises:
+        LaunchError: The folder cannot be made.
     """
 
-    log_dir: Path | None = None
-    append: bool = False
-    own_label: str = "launch"
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-    _sources: list[_Source] = field(default_factory=list)
-    _logs: list[IO[bytes]] = field(default_factory=list)
-    _thread: threading.Thread | None = None
-    _give_up_at: float | None = None
+    def __init__(self, log_dir: Path | None = None, *, append: bool = False, own_label: str = "launch") -> None:
+        self._log_dir = log_dir
+        self._append = append
+        self._own_label = own_label
+        self._sources: list[_Source] = []
+        self._thread: threading.Thread | None = None
+        self._is_ending = False
+        self._give_up_at: float | None = None
+        if log_dir is not None:
+            try:
+                log_dir.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise LaunchError(
+                    f"--log-dir must be a folder that can be made, but got {log_dir}: {error.strerror}. "
+                    "Give the path of another."
+                ) from error
+        # Two names of one terminal or pipe have one writer, which keeps the order of what was read.
+        self._out = Target(sys.stdout)
+        self._err = self._out if is_same(sys.stdout, sys.stderr) else Target(sys.stderr)
 
-    def __post_init__(self) -> None:
-        self._out, self._err = _Target(sys.stdout), _Target(sys.stderr)
-        if self.log_dir is not None:
-            self.log_dir.mkdir(parents=True, exist_ok=True)
+    def __enter__(self) -> "Output":
+        return self
 
-    def add(self, stdout: IO[bytes], stderr: IO[bytes], label: str, file_name: str) -> None:
+    def __exit__(self, *_: object) -> None:
+        for target in (self._out, self._err):
+            target.close()
+
+    def add(self, stdout: IO[bytes], stderr: IO[bytes], label: str, file_name: str) -> Tail:
         """Take the pipes of a process; before `start`.
 
         Args:
@@ -111,57 +142,90 @@ class Output:
             stderr: Its standard error.
             label: What stands in brackets before each line; "" for nothing.
             file_name: Its file in `log_dir`.
+
+        Returns:
+            The end of what it writes to standard error.
         """
-        log = None
-        if self.log_dir is not None:
-            log = (self.log_dir / file_name).open("ab" if self.append else "wb", buffering=0)
-            self._logs.append(log)
+        log = None if self._log_dir is None else _Log(self._log_dir / file_name, self._append, self.say)
         prefix = f"[{label}] ".encode() if label else b""
-        self._sources += [_Source(stdout, prefix, self._out, log), _Source(stderr, prefix, self._err, log)]
+        tail = Tail()
+        self._sources += [_Source(stdout, prefix, self._out, log), _Source(stderr, prefix, self._err, log, tail)]
+        return tail
 
     def start(self) -> None:
         """Begin to copy."""
+        self._is_ending, self._give_up_at = False, None
         self._thread = threading.Thread(target=self._copy, name="jaxpipe-output", daemon=True)
         self._thread.start()
 
     def say(self, text: str) -> None:
-        """Write a line of the launcher's own to standard error.
+        """Write lines of the launcher's own to standard error; never waits.
 
         Args:
-            text: The line.
+            text: The lines.
         """
-        with self._lock:
-            self._err.write(f"[{self.own_label}] {text}\n".encode(errors="replace"))
+        lines = [f"[{self._own_label}] {line}\n" for line in text.splitlines()]
+        self._err.put("".join(lines).encode(errors="replace"))
+
+    def release(self) -> None:
+        """Let no process wait for a reader any more, so that each comes to its end."""
+        self._is_ending = True
 
     def close(self) -> None:
-        """Wait until all is copied, at most two seconds."""
+        """Wait until all that the processes wrote is read; what still is to be written waits in memory."""
+        self._is_ending = True
         self._give_up_at = time.monotonic() + _CLOSING_S
         if self._thread is not None:
-            self._thread.join()
-        for source in self._sources:
-            source.pipe.close()
-        for log in self._logs:
-            log.close()
+            self._thread.join(_STUCK_S)
+        if self._thread is not None and self._thread.is_alive():  # a file of `log_dir` on a dead disk
+            self.say(f"Copying what the processes wrote took longer than {_STUCK_S:g} s; the rest is lost.")
+        else:
+            for source in self._sources:
+                source.pipe.close()
+                if source.log is not None:
+                    source.log.close()
+        self._sources, self._thread, self._append = [], None, True
+
+    def drain(self, must_end: Callable[[bool], bool]) -> None:
+        """Wait until what was read is written.
+
+        Args:
+            must_end: Asked while it waits, with whether the reader has taken nothing for ten seconds; True gives up.
+        """
+        self._wait_for_readers(must_end)
+        for name, target in (("standard error", self._err), ("standard output", self._out)):
+            if missing := target.missing():
+                self.say(f"The launcher's {name} {missing}.")
+        self._wait_for_readers(must_end)
+
+    def _wait_for_readers(self, must_end: Callable[[bool], bool]) -> None:
+        while True:
+            waited_s = [target.waiting_s() for target in (self._out, self._err)]
+            waiting = [each for each in waited_s if each is not None]
+            if not waiting or must_end(min(waiting) > _PATIENCE_S):
+                return
+            time.sleep(_POLL_S)
 
     def _copy(self) -> None:
-        with selectors.DefaultSelector() as selector:
-            for source in self._sources:
-                selector.register(source.pipe, selectors.EVENT_READ, source)
-            while selector.get_map():
-                for key, _ in selector.select(timeout=0.1):
-                    source: _Source = key.data
-                    data = os.read(key.fd, _CHUNK)
-                    if not data:
-                        selector.unregister(source.pipe)
-                    self._pass_on(source, data)
-                if self._give_up_at is not None and time.monotonic() > self._give_up_at:
-                    break
-            for source in self._sources:
-                self._pass_on(source, b"")
+        sources = {source.pipe.fileno(): source for source in self._sources}
+        while sources:
+            wanted = [pipe for pipe, source in sources.items() if self._is_ending or source.target.has_room()]
+            answered = wait(wanted, _POLL_S if len(wanted) == len(sources) else _POLL_S / 10)
+            ready = [pipe for pipe in wanted if pipe in answered]
+            now = time.monotonic()
+            for pipe in ready:
+                data = os.read(pipe, _CHUNK)
+                self._pass_on(sources[pipe], data, now)
+                if not data:
+                    del sources[pipe]
+            if self._give_up_at is not None and now > self._give_up_at and not ready:
+                break
+        for source in sources.values():
+            self._pass_on(source, b"", time.monotonic())
 
-    def _pass_on(self, source: _Source, data: bytes) -> None:
-        if source.log is not None and data:
-            with contextlib.suppress(OSError):
-                source.log.write(data)
-        with self._lock:
-            source.target.write(source.lines(data) if data else source.rest())
+    def _pass_on(self, source: _Source, data: bytes, at: float) -> None:
+        if source.tail is not None:
+            source.tail.add(data, at)
+        if source.log is not None:
+            source.log.write(data)
+        source.target.put(source.lines(data) if data else source.rest(), may_drop=self._is_ending)

@@ -67,6 +67,53 @@ def test_the_first_failure_ends_all(
         assert how in err
 
 
+# What follows from another's failure can be seen first, or together with it.
+RAISES = "raise ValueError('mine')"
+LOSES_IT = "raise RuntimeError('connection closed by peer')"
+IS_ENDED = "print('... because the JAX distributed service detected fatal errors', file=sys.stderr); os.abort()"
+
+
+@pytest.mark.parametrize("me", [0, 1])
+@pytest.mark.parametrize(
+    ("cause", "consequence", "code", "error"),
+    [
+        (RAISES, LOSES_IT, 1, "ValueError: mine"),
+        (RAISES, IS_ENDED, 1, "ValueError: mine"),
+        ("os._exit(5)", LOSES_IT, 5, ""),
+        ("os.kill(os.getpid(), signal.SIGKILL)", IS_ENDED, 137, ""),
+        ("print('a bug', file=sys.stderr); os.abort()", LOSES_IT, 134, "a bug"),
+    ],
+    ids=["raise-raise", "raise-abort", "exit-raise", "kill-abort", "abort-raise"],
+)
+def test_the_cause_is_named(
+    here: Path, capfd: pytest.CaptureFixture[str], me: int, cause: str, consequence: str, code: int, error: str
+) -> None:
+    source = f"""
+note()
+if me == {me}:
+    wait_for_all()
+    (here / "failing").touch()
+    {cause}
+while not (here / "failing").exists():
+    time.sleep(0.01)
+time.sleep(0.2)
+{consequence}
+"""
+    assert _run(here, 2, source) == code
+    err = capfd.readouterr().err
+    assert set(re.findall(r"\[launch\] process (\d) \(pid", err)) == {str(me)}
+    assert ("The end of its standard error:" in err) == bool(error)
+    assert err.endswith(f"[launch]     {error}\n" if error else "\n")
+    if cause == RAISES:
+        assert re.search(r"\[launch\]       File .*program.py., line \d+, in <module>\n", err)
+
+
+def test_an_error_that_a_process_went_on_from_is_not_its_last(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    source = "note()\nsys.stderr.write('Traceback (most recent call last):\\n  old\\nOldError\\n' + 'later\\n' * 100)\n"
+    assert _run(here, 1, source + "sys.exit(4)\n") == 4
+    assert capfd.readouterr().err.endswith("The end of its standard error:\n" + "[launch]     later\n" * 5)
+
+
 def test_the_others_get_time_to_end(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
     source = """
 def end(*_):

@@ -133,7 +133,10 @@ def test_a_given_port(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None
         ),
         (("--nproc", 1, "gone.py"), "the script must be a file, but got 'gone.py' in "),
         (("--nproc", 1, "gone.py"), "or write --module gone.py or --no-python gone.py"),
-        (("--nproc", 1, "--no-python", "gone"), "process 0 must run a program that is there, but got 'gone': No such"),
+        (
+            ("--nproc", 1, "--no-python", "gone"),
+            "process 0 must run a program that is there, but got 'gone', which is none. Install",
+        ),
         (("--nproc", 1, "--include", "a", "x.py"), "--include must not be given with --nproc, but got --include a. It"),
         (("--nproc", 1, "--num_gpus", 2, "x.py"), "--num_gpus must not be given with --nproc, but got --num_gpus 2"),
         (("-H", "f", "--nproc", 1, "x.py"), "--nproc must not be given with --hostfile, but got --nproc 1."),

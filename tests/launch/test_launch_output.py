@@ -18,14 +18,15 @@ def _copied(chunks: list[bytes], label: str, capfd: pytest.CaptureFixture[str], 
     """What comes out when a process writes these."""
     pipes = [os.pipe(), os.pipe()]
     readers = [os.fdopen(read, "rb", buffering=0) for read, _ in pipes]
-    output = Output(log_dir)
-    output.add(*readers, label, "process-0.log")
-    output.start()
-    for chunk in chunks:
-        os.write(pipes[0][1], chunk)
-    for _, write in pipes:
-        os.close(write)
-    output.close()
+    with Output(log_dir) as output:
+        output.add(*readers, label, "process-0.log")
+        output.start()
+        for chunk in chunks:
+            os.write(pipes[0][1], chunk)
+        for _, write in pipes:
+            os.close(write)
+        output.close()
+        output.drain(bool)
     return capfd.readouterr().out
 
 

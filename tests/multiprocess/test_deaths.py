@@ -134,6 +134,32 @@ def test_a_stopped_process_is_found(tmp_path: Path) -> None:
     assert "--stall-timeout 4" in output
 
 
+RAISE = """
+import sys
+import jax, numpy as np
+from jax.experimental import multihost_utils
+import jaxpipe
+jaxpipe.init_distributed()
+for step in range(10000):
+    if step == 3 and jax.process_index() == int(sys.argv[1]):
+        raise ValueError("the error of one")
+    multihost_utils.process_allgather(np.ones(3))
+"""
+
+
+@pytest.mark.parametrize("who", [pytest.param(0, marks=pytest.mark.slow), 1])
+def test_one_that_raises_is_named(who: int, tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(RAISE)
+    words = ["--nproc", "2", "--cpu-devices", "1", str(tmp_path / "program.py"), str(who)]
+    command = [sys.executable, "-m", "jaxpipe.launch", *words]
+    done = subprocess.run(command, env=environment(), stderr=subprocess.PIPE, text=True, check=False, timeout=240)
+    assert done.returncode == 1, done.stderr
+    assert f"[launch] process {who} (pid " in done.stderr
+    assert f"[launch] process {1 - who} (pid " not in done.stderr
+    assert done.stderr.endswith("[launch]     ValueError: the error of one\n")
+    assert "Shutdown" not in done.stderr, "nobody waited for the others at the end"
+
+
 @pytest.mark.soak
 def test_twenty_random_kills(tmp_path: Path, reference: dict[int, str]) -> None:
     draw = random.Random(0)
