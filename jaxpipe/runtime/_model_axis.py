@@ -48,7 +48,7 @@ def model_topology(module: PipelineModule, mesh: Mesh) -> ProcessTopology:
 
 
 def trace_places(
-    module: PipelineModule, inputs: PyTree, side: Mapping[str, PyTree], num_model: int, num_data: int
+    module: PipelineModule, inputs: PyTree, side: Mapping[str, PyTree], num_model: int, num_data: int = 1
 ) -> tuple[ModelTrace, ModelTrace]:
     """Trace a whole model, and one place of its `model` axis.
 
