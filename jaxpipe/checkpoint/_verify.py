@@ -1,5 +1,6 @@
 """Reading a checkpoint only to see whether it is whole."""
 
+import contextlib
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -70,8 +71,13 @@ def _verify(checkpoint: Checkpoint) -> Verification:
 def _damaged(checkpoint: Checkpoint) -> tuple[dict[str, str], str]:
     """What is wrong, by the array's name, and why the first could not be read.
 
-    Each is read alone, so that one that fails hides no other.
+    Where something is, each array is read alone, so that one that fails hides no other.
     """
+    held = checkpoint.index.arrays
+    with contextlib.suppress(CheckpointError):
+        for _ in read_arrays(checkpoint.arrays, held, {name: range(array.shape[0]) for name, array in held.items()}):
+            pass
+        return {}, ""
     found: dict[str, str] = {}
     cause = ""
     for name, stored in checkpoint.index.arrays.items():
