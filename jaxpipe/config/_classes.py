@@ -12,7 +12,7 @@ from ._precision import FP16Section
 from ._section import Section, read_section
 from ._struct import Config
 from ._train import TrainConfig
-from ._values import number_of_at_least, optional, read_flag
+from ._values import number_of_at_least, optional, read_flag, shown
 
 
 class BatchConfig(Config):
@@ -109,9 +109,9 @@ class TrainingConfig(Config):
         own = _keys_of(TrainConfig, {name: value for name, value in self.items() if name != "fp16"})
         with errors.catch():
             if clip is not None and own.get("gradient_clipping") is not None:
+                given = f"gradient_clipping={shown(own['gradient_clipping'])} and fp16.clip={shown(clip)}"
                 raise ConfigError(
-                    f"gradient_clipping must be given once, but got gradient_clipping={own['gradient_clipping']!r} and "
-                    f"fp16.clip={clip!r}. Keep one of them.",
+                    f"gradient_clipping must be given once, but got {given}. Keep one of them.",
                     paths=["gradient_clipping", "fp16.clip"],
                 )
             if clip is not None:

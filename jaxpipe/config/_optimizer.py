@@ -9,7 +9,7 @@ from jaxpipe.errors import ConfigError
 
 from ._params import Params, read_params
 from ._section import Section, join, required
-from ._values import read_text, wrong_value
+from ._values import read_text, shown, wrong_value
 
 _ONE_BIT = (
     "sends momenta of one bit each, which XLA's collectives cannot; a reduction in full precision gives what it "
@@ -68,7 +68,7 @@ class OptimizerSection(Section):
         """Refuse clipping among the optimizer's settings."""
         if "max_grad_norm" in self.params:
             norm = self.params["max_grad_norm"]
-            repair = f"Set gradient_clipping={norm!r} beside the optimizer: it clips by the norm over all stages"
+            repair = f"Set gradient_clipping={shown(norm)} beside the optimizer: it clips by the norm over all stages"
             yield wrong_value(join(self.path, "params.max_grad_norm"), "left out", norm, repair)
 
 

@@ -7,7 +7,7 @@ from typing import Any, cast
 from jaxpipe.errors import ConfigError
 
 from ._collect import Collector
-from ._values import wrong_value
+from ._values import shown, wrong_value
 
 
 class Params(Mapping[str, Any]):
@@ -60,8 +60,8 @@ def read_params(value: object, path: str) -> Params:
     for key, inner in cast("Mapping[object, object]", value).items():
         with errors.catch():
             if not isinstance(key, str):
-                message = f"A key of {path} must be a string, but got key={key!r}. Write it in quotes."
-                raise ConfigError(message, paths=[f"{path}.{key}"])
+                message = f"A key of {path} must be a string, but got key={shown(key)}. Write it in quotes."
+                raise ConfigError(message, paths=[f"{path}.{shown(key)}"])
             values[key] = _frozen(inner, f"{path}.{key}")
     errors.raise_all()
     return Params(values)

@@ -205,8 +205,8 @@ def _checked_key(key: object, path: str) -> str:
     if isinstance(key, str):
         return key
     raise ConfigError(
-        f"A key of {path or 'the configuration'} must be a string, but got key={key!r}. Write it in quotes.",
-        paths=[join(path, str(key))],
+        f"A key of {path or 'the configuration'} must be a string, but got key={shown(key)}. Write it in quotes.",
+        paths=[join(path, shown(key))],
     )
 
 

@@ -71,7 +71,7 @@ class Config(Mapping[str, Any]):
         for key in cast("Mapping[object, object]", mapping):
             if not isinstance(key, str):
                 raise ConfigError(
-                    f"A field of {cls.__name__} must be a string, but got key={key!r}. Write it in quotes."
+                    f"A field of {cls.__name__} must be a string, but got key={shown(key)}. Write it in quotes."
                 )
         return cls(**mapping)
 

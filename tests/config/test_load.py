@@ -182,6 +182,10 @@ def test_integers_of_python_that_no_size_can_be(value: int) -> None:
     match = r"^train_batch_size must be an integer of at least 1 and below 2\*\*63, but got train_batch_size=.*Use for"
     with pytest.raises(ConfigError, match=match):
         load_config({"train_batch_size": value})
+    with pytest.raises(ConfigError, match=r"^A key of the configuration must be .*key=<int too long to be printed>"):
+        load_config({10**5000: 1})
+    with pytest.raises(ConfigError, match=r"^optimizer.params.max_grad_norm must be .*<int too long to be printed>"):
+        load_config({"optimizer": {"type": "Adam", "params": {"max_grad_norm": 10**5000}}})
     with pytest.raises(ConfigError, match=r"^gradient_accumulation_steps must be .*<list too long to be printed>"):
         load_config({"gradient_accumulation_steps": [10**5000]})
 

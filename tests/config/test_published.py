@@ -40,8 +40,6 @@ def test_one_error_names_all_that_is_refused(name: str) -> None:
     with pytest.raises(ConfigError) as error:
         _start(published.config())
     assert sorted(error.value.paths) == sorted(published.refused.split())
-    lines = str(error.value).splitlines()
-    assert len(lines) == max(1, len(error.value.errors) + 1 if error.value.errors else 1)
     for path in error.value.paths:
         assert path in str(error.value)
 
