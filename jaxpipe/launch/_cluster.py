@@ -1,7 +1,6 @@
 """What a scheduler's file says of a job."""
 
 import re
-import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 
@@ -10,9 +9,10 @@ from jaxpipe.errors import LaunchError
 from ._environment import DEFAULT_PORT
 from ._layout import Layout, equal_nodes
 from ._program import Program
+from ._shell import joined
 
 _NAME = re.compile(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?")
-_TIME = re.compile(r"(?:([0-9]+)-)?([0-9]{1,2}):([0-5][0-9]):([0-5][0-9])")
+_TIME = re.compile(r"(?:([0-9]{1,4})-)?([0-9]{1,2}):([0-5][0-9]):([0-5][0-9])")
 _VOLUME = re.compile(r"([a-z0-9]([a-z0-9.-]*[a-z0-9])?):(/[^:]*)")
 
 
@@ -38,7 +38,8 @@ class ClusterJob:
         volume: `CLAIM:PATH`, a Kubernetes volume claim for checkpoints and where it is seen.
 
     Raises:
-        LaunchError: A value is not of its form, or the GPUs cannot be dealt to the processes equally.
+        LaunchError: A value is not of its form, holds a zero byte, or the GPUs cannot be dealt to the processes
+            equally.
     """
 
     program: Program
@@ -63,6 +64,9 @@ class ClusterJob:
                 raise LaunchError(
                     f"{name} must be at least 1, but got {name}={getattr(self, name)}. Ask for one or more."
                 )
+        for text in self.texts:
+            if "\0" in text:
+                raise LaunchError(f"what a job is given must hold no zero byte, but got {text!r}. Leave it out.")
         equal_nodes(["each node"], self.gpus_per_node, self.processes_per_node)
         if not _NAME.fullmatch(self.name):
             raise LaunchError(
@@ -82,6 +86,11 @@ class ClusterJob:
     def layout(self) -> Layout:
         """The nodes, by number."""
         return equal_nodes(list(map(str, range(self.num_nodes))), self.gpus_per_node, self.processes_per_node)
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """All that the user may choose freely."""
+        return (*self.program.options(), *self.variables.values(), self.python, self.image or "", self.volume or "")
 
     @property
     def processes_on_node(self) -> int:
@@ -139,7 +148,7 @@ class ClusterJob:
 
     @property
     def options(self) -> str:
-        """What makes `jaxpipe launch --write KIND` give this job, as a shell takes it."""
+        """What makes `jaxpipe launch --write KIND` give this job, on one line as bash takes it."""
         usual = {each.name: each.default for each in fields(self)}
         values = {
             "--num_nodes": self.num_nodes,
@@ -158,4 +167,4 @@ class ClusterJob:
         }
         given = [word for option, value in values.items() if value is not None for word in (option, str(value))]
         exports = [word for name, value in self.variables.items() for word in ("--export", f"{name}={value}")]
-        return shlex.join([*given, *exports, *self.program.options()])
+        return joined([*given, *exports, *self.program.options()])

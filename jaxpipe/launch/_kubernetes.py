@@ -1,12 +1,13 @@
 """Manifests for Kubernetes."""
 
+import json
+import re
 from typing import Any
 
 from jaxpipe.errors import LaunchError
 
 from ._cluster import ClusterJob
 from ._variables import RESTART
-from ._yaml import to_yaml
 
 _INDEX = "JOB_COMPLETION_INDEX"
 _RESTARTS = "metadata.annotations['jobset.sigs.k8s.io/restart-attempt']"
@@ -26,9 +27,9 @@ def kubernetes_manifest(job: ClusterJob) -> str:
         The manifest's text, two documents.
 
     Raises:
-        LaunchError: The job has no image, or asks for restarts.
+        LaunchError: The job has no image, asks for restarts, or has an argument that is no text.
     """
-    _check_image(job)
+    _check(job)
     if job.max_restarts:
         raise LaunchError(
             "an Indexed Job must not restart, as it would start single pods again and not all, but got max_restarts="
@@ -46,7 +47,7 @@ def kubernetes_manifest(job: ClusterJob) -> str:
         service,
         {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": job.name}, "spec": _job_spec(job, pod)},
     ]
-    return _header(job, "kubernetes", "A pod that fails ends the Job") + "---\n".join(map(to_yaml, documents))
+    return _header(job, "kubernetes", "A pod that fails ends the Job") + "---\n".join(map(_document, documents))
 
 
 def jobset_manifest(job: ClusterJob) -> str:
@@ -61,9 +62,9 @@ def jobset_manifest(job: ClusterJob) -> str:
         The manifest's text.
 
     Raises:
-        LaunchError: The job has no image.
+        LaunchError: The job has no image, or an argument that is no text.
     """
-    _check_image(job)
+    _check(job)
     pod = _pod(job, f"{job.name}-workers-0-0.{job.name}:{job.fixed_port}", _RESTARTS)
     jobset = {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
@@ -76,10 +77,34 @@ def jobset_manifest(job: ClusterJob) -> str:
         },
     }
     what = f"All pods start again when one fails, {job.max_restarts} times at most"
-    return _header(job, "jobset", what) + to_yaml(jobset)
+    return _header(job, "jobset", what) + _document(jobset)
 
 
-def _check_image(job: ClusterJob) -> None:
+def _document(value: Any) -> str:
+    """A document in JSON, which is YAML too once what YAML does not take as it is is escaped."""
+
+    def written(found: re.Match[str]) -> str:
+        number = ord(found[0])
+        if found[0].isprintable():
+            return found[0]
+        return f"\\u{number:04x}" if number < 1 << 16 else f"\\U{number:08x}"
+
+    return re.sub(r"[^\n -~]", written, json.dumps(value, indent=2, ensure_ascii=False)) + "\n"
+
+
+def _literal(text: str) -> str:
+    """A word or value that Kubernetes gives as it is: it would put variables in place of `$(NAME)`."""
+    return text.replace("$", "$$")
+
+
+def _check(job: ClusterJob) -> None:
+    for text in job.texts:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise LaunchError(
+                f"what a job for Kubernetes is given must be Unicode text, but got {text!r}. Use other names."
+            ) from error
     if job.image is None:
         raise LaunchError(
             "a job for Kubernetes must have a container image, but got image=None. "
@@ -121,13 +146,13 @@ def _pod(job: ClusterJob, coordinator: str, restarts: str | None = None) -> dict
         claim, path = job.claim_and_path
         mounts.append({"name": "checkpoints", "mountPath": path})
         volumes.append({"name": "checkpoints", "persistentVolumeClaim": {"claimName": claim}})
-    env: list[dict[str, Any]] = [{"name": name, "value": value} for name, value in job.variables.items()]
+    env: list[dict[str, Any]] = [{"name": name, "value": _literal(value)} for name, value in job.variables.items()]
     if restarts is not None:
         env.append({"name": RESTART, "valueFrom": {"fieldRef": {"fieldPath": restarts}}})
     container: dict[str, Any] = {
         "name": "train",
         "image": job.image,
-        "command": list(job.node_words(f"@{_INDEX}", coordinator, grace_s)),
+        "command": list(map(_literal, job.node_words(f"@{_INDEX}", coordinator, grace_s))),
         **({"env": env} if env else {}),
         "ports": [{"containerPort": job.fixed_port}],
         "resources": resources,

@@ -1,9 +1,7 @@
 """A job file for Slurm."""
 
-import re
-import shlex
-
 from ._cluster import ClusterJob
+from ._shell import joined, quoted
 
 _CONTINUED = " \\\n  "
 
@@ -81,10 +79,10 @@ def _checks(job: ClusterJob, tasks: int) -> list[str]:
         "fi",
     ]
     if job.program.kind == "script" and job.image is None:
-        name = shlex.quote(job.program.name)
         lines += [
-            f"if [ ! -f {name} ]; then",
-            f'  echo "There is no {_in_quotes(job.program.name)} in $PWD. Submit from its folder." >&2',
+            f"program={quoted(job.program.name)}",
+            'if [ ! -f "$program" ]; then',
+            '  echo "There is no $program in $PWD. Submit from its folder." >&2',
             "  exit 2",
             "fi",
         ]
@@ -100,7 +98,7 @@ def _variables(job: ClusterJob) -> list[str]:
     if job.stall_timeout_s is None:
         lines.append('export JAX_NUM_PROCESSES="$SLURM_NTASKS"')
     lines.append('export JAXPIPE_RESTART="${SLURM_RESTART_COUNT:-0}"')
-    lines += [f"export {name}={shlex.quote(value)}" for name, value in job.variables.items()]
+    lines += [f"export {name}={quoted(value)}" for name, value in job.variables.items()]
     return [*lines, ""]
 
 
@@ -110,25 +108,20 @@ def _step(job: ClusterJob) -> list[str]:
         options.append('--cpus-per-task="$SLURM_CPUS_PER_TASK"')
     if job.image is not None:
         options += [
-            f"--container-image={shlex.quote(job.image)}",
+            f"--container-image={quoted(job.image)}",
             '--container-mounts="$PWD:$PWD"',
             '--container-workdir="$PWD"',
         ]
     if job.stall_timeout_s is not None:
         address = "JAX_COORDINATOR_ADDRESS"
         words = job.node_words("@SLURM_NODEID", address, job.grace_s)
-        shown = [f'"${address}"' if word == address else shlex.quote(word) for word in words]
+        shown = [f'"${address}"' if word == address else quoted(word) for word in words]
         return [_CONTINUED.join([" ".join([*options, "--cpu-bind=none"]), " ".join(shown)])]
     each = job.gpus_per_node // job.processes_on_node
     first = "SLURM_LOCALID" if each == 1 else f"SLURM_LOCALID * {each}"
     devices = '"$SLURM_LOCALID"' if each == 1 else f'"$(seq -s, $(({first})) $(({first} + {each - 1})))"'
     task = f'JAX_PROCESS_ID="$SLURM_PROCID" JAX_LOCAL_DEVICE_IDS={devices} exec "$@"'
-    program = " ".join(map(shlex.quote, job.program.words(job.python)))
+    program = joined(job.program.words(job.python))
     return [
         _CONTINUED.join([" ".join([*options, "--label"]), f"bash -c '{task}' task", program]),
     ]
-
-
-def _in_quotes(word: str) -> str:
-    """A word as it stands between double quotes."""
-    return re.sub(r'([\\"$`])', r"\\\1", word)

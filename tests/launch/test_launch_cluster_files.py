@@ -1,6 +1,7 @@
 """The files for schedulers: what is in them, and what the schedulers' own checks say of them."""
 
 import os
+import random
 import re
 import shlex
 import shutil
@@ -35,12 +36,12 @@ def _with_image(job: ClusterJob, **changes: Any) -> ClusterJob:
     return ClusterJob(**{**vars(job), "image": "registry.example.com/a:b", **changes})
 
 
-def _check_shell(folder: Path, text: str) -> None:
+def _check_shell(folder: Path, text: str, *options: str) -> None:
     path = folder / "job.sbatch"
     path.write_text(text)
     subprocess.run(["bash", "-n", str(path)], check=True)
     if shutil.which("shellcheck"):
-        found = subprocess.run(["shellcheck", str(path)], capture_output=True, text=True, check=False)
+        found = subprocess.run(["shellcheck", *options, str(path)], capture_output=True, text=True, check=False)
         assert found.stdout == ""
 
 
@@ -163,6 +164,162 @@ def test_the_slurm_file_checks_its_program(tmp_path: Path) -> None:
     assert f"There is no gone $1.py in {tmp_path}. Submit from its folder." in done.stderr
 
 
+NASTY = [
+    *(
+        "",
+        " ",
+        "a b",
+        "it's",
+        '"',
+        "\\",
+        "\\n",
+        "a\\",
+        "$",
+        "$$",
+        "$HOME",
+        "$(touch pwned)",
+        "`touch pwned`",
+        "${X}",
+        "!!",
+        "~",
+        "*",
+    ),
+    *(
+        "\n",
+        "a\ntouch pwned\n",
+        "\n#SBATCH --wrap=x",
+        "\r\n",
+        "\r",
+        "\t",
+        "\x0b",
+        "\x0c",
+        "\x1b[31m",
+        "\x7f",
+        "\x85b",
+        "\u2028b",
+    ),
+    *(
+        "\u2029c",
+        "\ufeff",
+        "\u200b",
+        "\xa0",
+        "caf\u00e9",
+        "\U0001f600",
+        "\U000e0001",
+        "\uffff",
+        "; touch pwned",
+        "&& touch pwned",
+    ),
+    *(
+        "---",
+        "- a: b",
+        "\n---\na: b",
+        "#",
+        "a #b",
+        ": ",
+        "{",
+        "]",
+        "%",
+        "@",
+        "null",
+        "yes",
+        "1e3",
+        "$(JOB_COMPLETION_INDEX)",
+        "$$(A)",
+    ),
+    *("-x", "--", "=", "a=b", "'\n'", "$'\\n'", "\\x41", "\x01" + "9"),
+]
+
+
+def _nasty_job(seed: int, letters: str) -> ClusterJob:
+    """A job whose every free text is drawn from what shells and YAML take amiss."""
+    draw = random.Random(seed)
+    words = [*NASTY, *("".join(draw.choices(letters, k=draw.randrange(12))) for _ in range(200))]
+    draw.shuffle(words)
+    variables = {f"V{i}": draw.choice(words) for i in range(20)}
+    name = "p" + "".join(draw.choices(letters.replace("/", ""), k=6))
+    python = "/opt/a b/" + "".join(draw.choices(letters, k=6))
+    image = "r/" + "".join(draw.choices(letters, k=6))
+    return ClusterJob(Program(name, tuple(words)), 2, 2, variables=variables, python=python, image=image)
+
+
+LETTERS = (
+    "ab01 \n\r\t'\"`$(){}[]<>|&;#!*?~\\/%@:,-=^_\x00\x01\x1b\x7f\x85\u2028\ufeff\u00e9\U0001f600\U000e0001".replace(
+        "\x00", ""
+    )
+)
+BYTES = LETTERS + "\udcff\udc80"  # as Python has the bytes of arguments that are no text
+
+
+def _split(text: str, folder: Path) -> list[str]:
+    """The words that bash makes of a line."""
+    done = subprocess.run(["bash", "-c", f"printf '%s\\0' {text}"], cwd=folder, stdout=subprocess.PIPE, check=True)
+    return os.fsdecode(done.stdout).split("\0")[:-1]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_argument_leaves_its_place_in_the_slurm_file(tmp_path: Path, seed: int) -> None:
+    job = _nasty_job(seed, BYTES)
+    text = slurm_script(job)
+    # Without its advice on words that look like slips, such as "A==b" for a variable's value "=b".
+    _check_shell(tmp_path, text, "--severity=error", "--exclude=SC1097")
+    head = text.splitlines()[: text.split("\n").index("set -euo pipefail")]
+    assert all(line.startswith("#") or not line for line in head)
+    assert len(head) == len(slurm_script(ClusterJob(TRAIN, 2, 2)).split("set -euo")[0].splitlines())
+    [command] = re.findall(r"^# Written by: jaxpipe launch (.*)$", text, re.MULTILINE)
+    assert _split(command, tmp_path)[-len(job.program.args) - 1 :] == [job.program.name, *job.program.args]
+    # An srun that notes what it is given, and starts nothing.
+    for name, body in (("scontrol", "echo a"), ("srun", 'printf "%s\\0" "$@" > given; env -0 > variables')):
+        (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / job.program.name).touch()
+    slurm = {"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "a", "SLURM_JOB_NUM_NODES": "2", "SLURM_NTASKS": "4"}
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", **slurm}
+    subprocess.run(["bash", str(tmp_path / "job.sbatch")], cwd=tmp_path, env=environment, check=True)
+    given = os.fsdecode((tmp_path / "given").read_bytes()).split("\0")[:-1]
+    assert given[given.index("task") + 1 :] == list(job.program.words(job.python))
+    assert f"--container-image={job.image}" in given
+    variables = dict(line.split("=", 1) for line in os.fsdecode((tmp_path / "variables").read_bytes()).split("\0")[:-1])
+    assert {name: variables[name] for name in job.variables} == job.variables
+    assert not (tmp_path / "pwned").exists()
+
+
+def _expanded(text: str) -> str:
+    """What a kubelet makes of a word: `$$` is `$`, and `$(NAME)` a variable's value."""
+    return re.sub(r"\$\$|\$\(([^)]*)\)", lambda found: "$" if found[0] == "$$" else f"<{found[1]}>", text)
+
+
+@pytest.mark.parametrize("make", [kubernetes_manifest, jobset_manifest])
+@pytest.mark.parametrize("seed", range(3))
+def test_no_argument_leaves_its_place_in_a_manifest(
+    tmp_path: Path, seed: int, make: Callable[[ClusterJob], str]
+) -> None:
+    job = _nasty_job(seed, LETTERS)
+    text = make(job)
+    *_, document = documents = list(yaml.safe_load_all(text))
+    plain = make(ClusterJob(**{**vars(job), "program": TRAIN, "variables": {"A": "b"}}))
+    assert len(documents) == len(list(yaml.safe_load_all(plain)))
+    spec = (
+        document["spec"] if make is kubernetes_manifest else document["spec"]["replicatedJobs"][0]["template"]["spec"]
+    )
+    [container] = spec["template"]["spec"]["containers"]
+    command = [_expanded(word) for word in container["command"]]
+    assert command[0] == job.python
+    assert command[-len(job.program.args) - 1 :] == [job.program.name, *job.program.args]
+    env = {each["name"]: _expanded(each["value"]) for each in container["env"] if "value" in each}
+    assert env == job.variables
+    assert container["image"] == job.image
+    [line] = re.findall(r"^# Written by: jaxpipe launch (.*)$", text, re.MULTILINE)
+    assert _split(line, tmp_path)[-len(job.program.args) - 1 :] == [job.program.name, *job.program.args]
+
+
+def test_what_no_file_can_hold() -> None:
+    with pytest.raises(LaunchError, match=r"must hold no zero byte, but got 'a\\x00b'\. Leave it out"):
+        ClusterJob(Program("a\0b"), 1, 1)
+    with pytest.raises(LaunchError, match=r"must be Unicode text, but got '\\udcff'\. Use other names"):
+        kubernetes_manifest(ClusterJob(Program("a", ("\udcff",)), 1, 1, image="b"))
+
+
 def _check_job(documents: list[dict[str, Any]]) -> None:
     validate = pytest.importorskip("kubernetes_validate")
     for document in documents:
@@ -192,7 +349,7 @@ def test_kubernetes_takes_the_manifest(job: ClusterJob) -> None:
     assert container["resources"]["limits"] == {"nvidia.com/gpu": job.gpus_per_node}
     grace_s = float(command[command.index("--grace") + 1])
     assert grace_s < pod["terminationGracePeriodSeconds"] == job.grace_s
-    assert {each["name"]: each["value"] for each in container.get("env", [])} == dict(job.variables)
+    assert {each["name"]: _expanded(each["value"]) for each in container.get("env", [])} == dict(job.variables)
 
 
 @each_job
@@ -231,6 +388,7 @@ def test_volumes_and_limits() -> None:
             r"must divide the slots of every node, but got 3 and each node has slots=8\. Use 2",
         ),
         ({"name": "My_Job"}, r"up to 40 lower-case letters.*got name='My_Job'\. Write for instance 'train-gpt'"),
+        ({"time_limit": "9" * 5000 + "-00:00:00"}, r"must be \[D-\]HH:MM:SS, but got time='9+-00:00:00'\. Write"),
         ({"time_limit": "90"}, r"must be \[D-\]HH:MM:SS, but got time='90'\. Write for instance 24:00:00"),
         ({"volume": "claim"}, r"must be CLAIM:PATH, but got volume='claim'\. Write for instance checkpoints:/data"),
     ],
