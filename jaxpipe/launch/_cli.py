@@ -20,7 +20,7 @@ from ._ports import check_port, free_port, read_address
 from ._program import Program
 from ._remote import SSH, RemoteJob
 from ._slurm import slurm_script
-from ._variables import forwarded, read_exports, variable
+from ._variables import forwarded, is_forwarded, read_exports, read_told, variable
 
 _WRONG_USE = 2
 _LOOPBACK = "127.0.0.1"
@@ -88,6 +88,7 @@ def _run_as_node(args: argparse.Namespace) -> int:
     _, port = read_address(args.coordinator)
     layout = _layout_of_node(args)
     rank = _node_rank(args.node_rank, layout)
+    told = read_told(sys.stdin.fileno()) if args.control == "stdin" else {}
     program = _program(args)
     program.check()
     job = NodeJob(
@@ -95,7 +96,7 @@ def _run_as_node(args: argparse.Namespace) -> int:
         node_rank=rank,
         program=program,
         python=args.python or sys.executable,
-        exports=read_exports(args.export),
+        exports={**told, **read_exports(args.export)},
         cpu_devices=args.cpu_devices,
     )
     if rank == 0:
@@ -149,13 +150,15 @@ def _run_on_nodes(args: argparse.Namespace) -> int:
         )
     if args.coordinator is not None:
         read_address(args.coordinator)
+    exports = read_exports(args.export)
     job = RemoteJob(
         layout=layout,
         launcher=args.launcher or "ssh",
         python=args.python or sys.executable,
         options=_options_of_node(args),
         program=_program(args).options(),
-        variables={**forwarded(), **read_exports(args.export)},
+        variables={**forwarded(), **{name: value for name, value in exports.items() if is_forwarded(name)}},
+        exports={name: value for name, value in exports.items() if not is_forwarded(name)},
         ssh=SSH if args.ssh_command is None else _words(args.ssh_command, "--ssh-command"),
         launcher_args=_words(args.launcher_args or "", "--launcher-args"),
     )

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ._layout import Layout
 from ._members import Command
-from ._variables import RESTART, inherited
+from ._variables import RESTART, inherited, write_told
 
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=30", "-o", "ServerAliveInterval=15")
 """Asks for no password, and notices within a minute that a node is gone."""
@@ -27,7 +27,8 @@ class RemoteJob:
         python: The interpreter on the nodes.
         options: What the launcher on each node is given before the program.
         program: The words of the program.
-        variables: The environment that the nodes are given.
+        variables: The environment that the nodes are given on their command lines, which all users of a node can read.
+        exports: The same, of what may be secret: through standard input, or by mpirun.
         ssh: The command that is given a node's name and a shell line.
         launcher_args: Further words for srun and mpirun.
     """
@@ -38,6 +39,7 @@ class RemoteJob:
     options: Sequence[str]
     program: Sequence[str]
     variables: Mapping[str, str]
+    exports: Mapping[str, str]
     ssh: Sequence[str] = SSH
     launcher_args: Sequence[str] = ()
 
@@ -50,12 +52,20 @@ class RemoteJob:
 
         Returns:
             One command a node for ssh, else one for all.
+
+        Raises:
+            LaunchError: The exported variables are too long.
         """
         control = "signal" if self.launcher == "mpirun" else "stdin"  # mpirun gives its own to one node alone
         names = [f"node {node.name}" for node in self.layout.nodes] if self.launcher == "ssh" else [self.launcher]
         words = self.words(coordinator, attempt, control)
-        reach = "signalled" if control == "signal" else "told"
-        return tuple(Command(name, one, inherited(), reach=reach) for name, one in zip(names, words, strict=True))
+        environment = inherited()
+        if control == "signal":
+            return (Command(names[0], words[0], {**environment, **self.exports}, reach="signalled"),)
+        told = write_told(self.exports)
+        return tuple(
+            Command(name, one, environment, reach="told", told=told) for name, one in zip(names, words, strict=True)
+        )
 
     def words(self, coordinator: str, attempt: int = 0, control: str | None = None) -> tuple[tuple[str, ...], ...]:
         """The words of the commands.
@@ -78,7 +88,11 @@ class RemoteJob:
             where = shlex.join(["cd", folder])
             lines = [f"{where} && exec {shlex.join(words)}" for words in inner]
             return tuple((*self.ssh, name, line) for name, line in zip(names, lines, strict=True))
-        parts = [("-np", "1", "-host", name, "-wdir", folder, *words) for name, words in zip(names, inner, strict=True)]
+        taken = [] if control is None else [word for export in self.exports for word in ("-x", export)]
+        parts = [
+            ("-np", "1", "-host", name, "-wdir", folder, *taken, *words)
+            for name, words in zip(names, inner, strict=True)
+        ]
         together = [word for part in parts for word in (":", *part)]
         return (("mpirun", *self.launcher_args, *together[1:]),)
 
@@ -98,7 +112,8 @@ class RemoteJob:
 
     def _on_node(self, node_rank: str, coordinator: str, attempt: int, control: str | None) -> tuple[str, ...]:
         restart = {RESTART: str(attempt)} if attempt else {}
-        variables = [f"{name}={value}" for name, value in {**self.variables, **restart}.items()]
+        by_hand = self.exports if control is None else {}
+        variables = [f"{name}={value}" for name, value in {**self.variables, **by_hand, **restart}.items()]
         return (
             *(["env", *variables] if variables else []),
             *(self.python, "-u", "-m", "jaxpipe.launch"),

@@ -1,5 +1,6 @@
 """The environment variables that the launcher reads and sets."""
 
+import json
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -19,6 +20,7 @@ RESTART = "JAXPIPE_RESTART"
 # What says where a process stands among the others: each launcher says it anew.
 _OWN = frozenset({COORDINATOR, COORDINATOR_BIND, NUM_PROCESSES, PROCESS_ID, HEARTBEAT_FILE, RESTART})
 _FORWARDED = ("JAX_", "XLA_", "NCCL_")
+_MOST_BYTES = 60000
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -60,11 +62,65 @@ def forwarded() -> dict[str, str]:
         Names and values, by name.
     """
     mine = inherited()
-    return {
-        name: mine[name]
-        for name in sorted(mine)
-        if name != LOCAL_DEVICES and (name.startswith(_FORWARDED) or name == "PYTHONPATH")
-    }
+    return {name: mine[name] for name in sorted(mine) if is_forwarded(name)}
+
+
+def is_forwarded(name: str) -> bool:
+    """Whether other nodes are given a variable unasked.
+
+    Args:
+        name: Its name.
+
+    Returns:
+        As `forwarded` says.
+    """
+    return name != LOCAL_DEVICES and (name.startswith(_FORWARDED) or name == "PYTHONPATH")
+
+
+def write_told(variables: Mapping[str, str]) -> bytes:
+    """What a launcher on another node is told of variables, before anything else.
+
+    Args:
+        variables: Names and values.
+
+    Returns:
+        A line.
+
+    Raises:
+        LaunchError: It is longer than a pipe holds, so that writing it could wait for a node that does not answer.
+    """
+    line = json.dumps(dict(variables)).encode() + b"\n"
+    if len(line) > _MOST_BYTES:
+        longest = max(variables, key=lambda name: len(variables[name]))
+        raise LaunchError(
+            f"the values of --export must be at most {_MOST_BYTES} bytes together, but got {len(line)}, of which "
+            f"{longest} has most. Put them into a file that all nodes see."
+        )
+    return line
+
+
+def read_told(descriptor: int) -> Mapping[str, str]:
+    """Read the line that `write_told` made, and no more.
+
+    Args:
+        descriptor: Where it comes from.
+
+    Returns:
+        Names and values.
+
+    Raises:
+        LaunchError: The other launcher is gone before it has sent the line.
+    """
+    line = b""
+    while not line.endswith(b"\n"):
+        byte = os.read(descriptor, 1)
+        if not byte:
+            raise LaunchError(
+                "the launcher that started this node must send its variables, but got none: it is gone, or standard "
+                "input is closed. Start this node through it, or without --control."
+            )
+        line += byte
+    return json.loads(line)
 
 
 def read_exports(exports: Sequence[str]) -> Mapping[str, str]:

@@ -168,8 +168,8 @@ def test_the_launcher_is_killed_and_its_nodes_end(hosts: Path, here: Path, stand
 @pytest.mark.parametrize(
     ("said", "code", "reason"),
     [
-        (b"stop 15 7.5\n", 0, "The launcher that started this node ends it. Ending it, in 7.5 s at most."),
-        (b"", 143, "The launcher that started this node is gone. Ending it, in 5 s at most."),
+        (b"{}\nstop 15 7.5\n", 0, "The launcher that started this node ends it. Ending it, in 7.5 s at most."),
+        (b"{}\n", 143, "The launcher that started this node is gone. Ending it, in 5 s at most."),
     ],
     ids=["told", "gone"],
 )
@@ -186,6 +186,49 @@ def test_a_node_listens_to_its_standard_input(
     assert f"[launch a] {reason}" in capfd.readouterr().err
 
 
+NASTY = "a 'b' \"c\" $d\nsecond line \u00e9 \\ \udcff"
+
+
+def test_what_is_exported_stands_on_no_command_line(
+    hosts: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other users of a machine see command lines, as ps shows them."""
+    monkeypatch.setenv("SECRET", NASTY)
+    monkeypatch.setenv("JAX_SHOWN", "shown")
+    stand_in = hosts.parent / "ssh"
+    stand_in.write_text('#!/bin/sh\nprintf "%s\\n" "$@" >> lines\nshift; exec sh -c "$*"\n')
+    stand_in.chmod(0o755)
+    source = (
+        "print(ascii(os.environ['SECRET']), os.environ['JAX_SHOWN'], open('/proc/%d/cmdline' % os.getppid()).read())"
+    )
+    options = ("-H", hosts, "--num_nodes", 1, "--num_gpus", 1, "--ssh-command", stand_in, "--export", "SECRET")
+    address = f"127.0.0.1:{free_port()}"
+    assert launch(*options, "--coordinator", address, "--export", "JAX_SHOWN=other", script(hosts.parent, source)) == 0
+    [line] = capfd.readouterr().out.splitlines()
+    assert line.startswith(f"[0] {ascii(NASTY)} other ")
+    assert "second line" not in line.partition(" other ")[2]
+    lines = (hosts.parent / "lines").read_text()
+    assert "JAX_SHOWN=other" in lines
+    assert "SECRET" not in lines
+
+
+def test_what_is_exported_is_too_long(hosts: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    options = ("-H", hosts, "--num_nodes", 1, "--ssh-command", "true", "--export", f"A={'x' * 70000}")
+    assert launch(*options, "train.py") == 2
+    wanted = "must be at most 60000 bytes together, but got 70010, of which A has most. Put them into a file"
+    assert wanted in capfd.readouterr().err
+
+
+def test_a_node_whose_launcher_is_gone_at_once(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Path(os.devnull).open() as stdin:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        options = ("--layout", "a:0", "--coordinator", f"127.0.0.1:{free_port()}", "--control", "stdin")
+        assert launch("--node-rank", 0, *options, "--no-python", "true") == 2
+    assert "must send its variables, but got none: it is gone, or standard input is closed." in capfd.readouterr().err
+
+
 def test_a_node_is_told_by_a_signal(capfd: pytest.CaptureFixture[str]) -> None:
     options = ("--layout", "a:0", "--coordinator", f"127.0.0.1:{free_port()}", "--control", "signal")
     assert launch("--node-rank", 0, *options, "--no-python", "sh", "-c", "kill -USR1 $PPID; sleep 300") == 0
@@ -196,11 +239,18 @@ def test_mpirun_gets_a_signal_that_it_passes_on(
     hosts: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mpirun = hosts.parent / "mpirun"
-    mpirun.write_text('#!/bin/sh\ntrap "echo passed on; exit 0" USR1\nkill -TERM $PPID\nwhile :; do sleep 0.1; done\n')
+    mpirun.write_text(
+        '#!/bin/sh\ntrap "echo passed on; exit 0" USR1\necho "$SECRET: $*"\nkill -TERM $PPID\n'
+        "while :; do sleep 0.1; done\n"
+    )
     mpirun.chmod(0o755)
     monkeypatch.setenv("PATH", f"{hosts.parent}:{os.environ['PATH']}")
-    assert launch("-H", hosts, "--launcher", "mpirun", "train.py") == 143
-    assert capfd.readouterr().out == "passed on\n"
+    assert launch("-H", hosts, "--launcher", "mpirun", "--export", "SECRET=hidden", "train.py") == 143
+    out = capfd.readouterr().out
+    assert out.endswith("passed on\n")
+    assert out.startswith("hidden: -np 1 -host worker-0 -wdir ")
+    assert out.count(" -x SECRET ") == 2
+    assert out.count("hidden") == 1
 
 
 def test_a_node_that_cannot_be_reached(hosts: Path, capfd: pytest.CaptureFixture[str]) -> None:
