@@ -1,8 +1,11 @@
 """Cases that together hold every combination of values of any two, or any three, factors."""
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations, product
 from typing import Any
+
+import pytest
 
 Chosen = dict[str, Any]
 
@@ -27,11 +30,13 @@ def covering(
         if is_valid(dict(values))
     }
     cases = []
+    uses: Counter[Any] = Counter()
     while still_open:
         first = next(iter(still_open))
-        case = _complete(dict(first), factors, is_valid, still_open, strength)
+        case = _complete(dict(first), factors, is_valid, still_open, strength, uses)
         if case is not None:
             cases.append(case)
+            uses.update(case.items())
         for values in [first] if case is None else combinations([(name, case[name]) for name in factors], strength):
             still_open.pop(values, None)
     return cases
@@ -43,8 +48,9 @@ def _complete(
     is_valid: Callable[[Chosen], bool],
     still_open: Mapping[Any, None],
     strength: int,
+    uses: Mapping[Any, int],
 ) -> Chosen | None:
-    """Fill in the other factors, each with the value that closes most open combinations."""
+    """Fill in the other factors, each with the value that closes most open combinations, of those the rarest so far."""
     names = list(factors)
 
     def gain(name: str, value: Any) -> int:
@@ -58,5 +64,28 @@ def _complete(
         fitting = [value for value in values if is_valid({**case, name: value})]
         if not fitting:
             return None
-        case[name] = max(fitting, key=lambda value, name=name: gain(name, value))
+        case[name] = max(fitting, key=lambda value, name=name: (gain(name, value), -uses[name, value]))
     return case
+
+
+def first_values_then_pairs(
+    factors: Mapping[str, Sequence[Any]], is_valid: Callable[[Chosen], bool], to_case: Callable[[Chosen], Any]
+) -> list[Any]:
+    """Parameters of a test: cases with every value of every factor, then, marked slow, all pairs of values.
+
+    Args:
+        factors: As for `covering`.
+        is_valid: As for `covering`.
+        to_case: Makes a case of chosen values.
+
+    Returns:
+        For `pytest.mark.parametrize`; no case twice.
+    """
+    values, pairs = ([to_case(x) for x in covering(factors, is_valid, strength)] for strength in (1, 2))
+    return [*values, *slow_after(0, [case for case in pairs if case not in values])]
+
+
+def slow_after(count: int, cases: Sequence[Any]) -> list[Any]:
+    """Parameters of a test of which only the first few run by default; the others are marked slow."""
+    marked = [pytest.param(*(x if isinstance(x, tuple) else (x,)), marks=pytest.mark.slow) for x in cases[count:]]
+    return [*cases[:count], *marked]

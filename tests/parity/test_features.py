@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from _covering import Chosen, covering
+from _covering import Chosen, first_values_then_pairs
 from _models import MODELS
 from _oracle import Case, block_of, make_batch, sequential_model, whole_reference
 from _tolerances import assert_close, assert_loss
@@ -200,7 +200,7 @@ def to_case(chosen: Chosen) -> Case:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("case", [to_case(chosen) for chosen in covering(FEATURES, is_valid)], ids=str)
+@pytest.mark.parametrize("case", first_values_then_pairs(FEATURES, is_valid, to_case), ids=str)
 def test_every_pair_of_features(case: Case) -> None:
     check(case)
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 import pytest
-from _covering import Chosen, covering
+from _covering import Chosen, covering, first_values_then_pairs
 from _models import BLOCKS, MODELS
 from _oracle import SCHEDULES, Case, block_of, cached_reference, sequential
 from _tolerances import assert_close, assert_loss
@@ -63,12 +63,12 @@ def to_fitting(chosen: Chosen) -> Case:
     return replace(case, model="linen" if case.parts <= BLOCKS else "deep")
 
 
-@pytest.mark.parametrize("case", [to_fitting(chosen) for chosen in covering(LAYOUTS, lambda _: True)], ids=str)
+@pytest.mark.parametrize("case", first_values_then_pairs(LAYOUTS, lambda _: True, to_fitting), ids=str)
 def test_every_topology_schedule_and_number_of_microbatches(case: Case) -> None:
     check(case)
 
 
-@pytest.mark.parametrize("case", [to_case(chosen) for chosen in covering(FACTORS, is_valid)], ids=str)
+@pytest.mark.parametrize("case", first_values_then_pairs(FACTORS, is_valid, to_case), ids=str)
 def test_every_pair_of_factors(case: Case) -> None:
     check(case)
 
