@@ -30,7 +30,7 @@ import jaxpipe  # noqa: E402
 from benchmarks._gpt import cross_entropy, gpt, tokens  # noqa: E402
 from benchmarks._table import print_head, print_row  # noqa: E402
 from jaxpipe.runtime import PipelineSettings  # noqa: E402
-from jaxpipe.runtime._keep import keep_products  # noqa: E402
+from jaxpipe.runtime._keep import is_kept_in_branches  # noqa: E402
 from jaxpipe.topology import make_pipeline_mesh  # noqa: E402
 
 DIM, BLOCKS, TIME, MICROBATCH, MICROBATCHES = 256, 8, 128, 4, 8
@@ -53,7 +53,8 @@ def plain_step(*, recompute: bool, products: bool = False) -> Callable[[], float
     def loss_fn(params: dict, x: jax.Array, y: jax.Array) -> jax.Array:
         return cross_entropy(model.apply(params, x, train=True), y)
 
-    gradient = jax.value_and_grad(keep_products(loss_fn) if products else loss_fn)
+    kept = jax.checkpoint(loss_fn, policy=is_kept_in_branches, prevent_cse=False)
+    gradient = jax.value_and_grad(kept if products else loss_fn)
 
     @jax.jit
     def step(params: dict, state: optax.OptState, x: jax.Array, y: jax.Array) -> tuple:

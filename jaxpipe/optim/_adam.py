@@ -61,7 +61,7 @@ def scale_by_moments(
         del params
         count = jnp.asarray(optax.safe_increment(state.step))
         mu = jax.tree.map(lambda g, m: (b1 * m + (1 - b1) * g).astype(m.dtype), updates, state.mu)
-        nu = jax.tree.map(lambda g, v: (b2 * v + (1 - b2) * g * g).astype(v.dtype), updates, state.nu)
+        nu = jax.tree.map(lambda g, v: (b2 * v + (1 - b2) * g * jnp.conj(g)).astype(v.dtype), updates, state.nu)
         largest = jax.tree.map(jnp.maximum, state.nu_max, nu) if amsgrad else nu
         weights = [average_weight(b, count) if bias_correction else jnp.float32(1) for b in (b1, b2)]
 

@@ -27,7 +27,7 @@ def scale_by_lamb_coefficient(min_coeff: float, max_coeff: float) -> optax.Gradi
     """
 
     def scaled(update: jax.Array, param: jax.Array) -> jax.Array:
-        norms = [jnp.sqrt(jnp.sum(jnp.square(x.astype(jnp.float32)))) for x in (param, update)]
+        norms = [jnp.sqrt(jnp.sum(jnp.square(jnp.abs(x).astype(jnp.float32)))) for x in (param, update)]
         usable = (norms[0] != 0) & (norms[1] != 0)
         ratio = norms[0] / jnp.where(usable, norms[1], 1)
         return update * jnp.where(usable, jnp.clip(ratio, min_coeff, max_coeff), 1).astype(update.dtype)

@@ -1,8 +1,7 @@
 """A traced function without calls, as what can be run in part.
 
 `jit`, custom rules and recompute are replaced by what they call. The bodies of scans are held beside the equations, so
-that a scan too can be run in part. Every other equation with an inner program stays one thing. Nothing moves between
-memories: what waited in host memory is on the device when the program starts.
+that a scan too can be run in part. Every other equation with an inner program stays one thing.
 """
 
 from collections.abc import Iterable, Mapping, Sequence, Set
@@ -71,22 +70,23 @@ class Program:
     variables: Set[Any]
 
 
-def flatten(closed: ClosedJaxpr) -> Program:
-    """A traced function without its calls, as what can be run in part."""
-    flat = inline(closed, moves=False)
+def flatten(closed: ClosedJaxpr, *, moves: bool = False) -> Program:
+    """A traced function without its calls, as what can be run in part.
+
+    Args:
+        closed: The function.
+        moves: Keep its moves between memories. Without them what waited in host memory is on the device when the
+            program starts.
+    """
+    shapes = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in closed.jaxpr.invars]
+    flat = jax.make_jaxpr(lambda *args: _inline(closed.jaxpr, closed.consts, args, moves))(*shapes)
     eqns = flat.jaxpr.eqns
-    scans = {i: _scan(eqn) for i, eqn in enumerate(eqns) if eqn.primitive.name == "scan"}
+    scans = {i: _scan(eqn, moves) for i, eqn in enumerate(eqns) if eqn.primitive.name == "scan"}
     found = {var for eqn in eqns for var in eqn.outvars}.union(
         flat.jaxpr.invars, *(x.body.variables for x in scans.values())
     )
     consts = dict(zip(flat.jaxpr.constvars, flat.consts, strict=True))
     return Program(flat.jaxpr.invars, flat.jaxpr.outvars, eqns, consts, scans, found)
-
-
-def inline(closed: ClosedJaxpr, *, moves: bool) -> ClosedJaxpr:
-    """A traced function without its calls, as JAX holds it; with its moves between memories or without."""
-    shapes = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in closed.jaxpr.invars]
-    return jax.make_jaxpr(lambda *args: _inline(closed.jaxpr, closed.consts, args, moves))(*shapes)
 
 
 def is_barrier(eqn: Any) -> bool:
@@ -108,6 +108,14 @@ def bind(eqn: Any, values: Sequence[Any]) -> list[Any]:
     return list(out) if eqn.primitive.multiple_results else [out]
 
 
+def inner_jaxpr(eqn: Any) -> ClosedJaxpr | None:
+    """The program that an equation calls or repeats; None where it has none, or several."""
+    found = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
+    if isinstance(found, ClosedJaxpr):
+        return found
+    return ClosedJaxpr(found, []) if isinstance(found, Jaxpr) else None
+
+
 def read(values: Values, x: Any) -> Any:
     """The value of a variable or literal."""
     return x.val if isinstance(x, Literal) else values[x]
@@ -123,11 +131,11 @@ def variables(atoms: Iterable[Any]) -> list[Any]:
     return [x for x in atoms if not isinstance(x, Literal)]
 
 
-def _scan(eqn: Any) -> Scan:
+def _scan(eqn: Any, moves: bool) -> Scan:
     """Read a scan from the shapes: what is sliced and stacked has one dim less inside."""
-    inner = _inner(eqn)
+    inner = inner_jaxpr(eqn)
     assert inner is not None
-    body = flatten(inner)
+    body = flatten(inner, moves=moves)
     num_sliced = sum(x.aval.shape != v.aval.shape for x, v in zip(eqn.invars, body.inputs, strict=True))
     num_stacked = sum(x.aval.shape != v.aval.shape for x, v in zip(body.outputs, eqn.outvars, strict=True))
     num_carried = len(eqn.outvars) - num_stacked
@@ -138,18 +146,11 @@ def _scan(eqn: Any) -> Scan:
     return Scan(body, into[:start], carried, into[stop:], out[num_carried:])
 
 
-def _inner(eqn: Any) -> ClosedJaxpr | None:
-    found = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
-    if isinstance(found, ClosedJaxpr):
-        return found
-    return ClosedJaxpr(found, []) if isinstance(found, Jaxpr) else None
-
-
 def _inline(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], moves: bool) -> list[Any]:
     env: Values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
     for eqn in jaxpr.eqns:
         values = [read(env, x) for x in eqn.invars]
-        inner = _inner(eqn) if eqn.primitive.name in _CALLS else None
+        inner = inner_jaxpr(eqn) if eqn.primitive.name in _CALLS else None
         if _keeps_all_bits(eqn) or (_moves_memory(eqn) and not moves):
             results = values
         elif inner is None or len(inner.jaxpr.invars) != len(values):

@@ -5,15 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ._flat import Program, operands, variables
-from ._keep import is_arithmetic
+from ._keep import is_cheap
 from ._slice import Slice, computed_by, needed_for
-
-_CHEAP = frozenset(
-    {"add_any", "bitcast_convert_type", "broadcast_in_dim", "concatenate", "convert_element_type", "copy", "device_put"}
-    | {"dynamic_slice", "eq", "expand_dims", "ge", "gt", "iota", "is_finite", "le", "lt", "ne", "optimization_barrier"}
-    | {"pad", "random_fold_in", "random_seed", "random_split", "random_unwrap", "random_wrap", "reduce_precision"}
-    | {"reshape", "rev", "slice", "squeeze", "stop_gradient", "transpose"}
-)
 
 _KEPT, _HANDED, _ADDED = 2, 4, 5
 """Prices of a byte: one that was kept is held and read, one that is handed over is written too; what the first part
@@ -21,11 +14,6 @@ would not compute lengthens it."""
 
 _ENDLESS = float("inf")
 _SOURCE = "source"
-
-
-def is_cheap(eqn: Any) -> bool:
-    """Whether an equation is computed again where that leaves less to hold: it is element-wise or changes a form."""
-    return eqn.primitive.name in _CHEAP or is_arithmetic(eqn.primitive.name)
 
 
 @dataclass(frozen=True)
@@ -70,17 +58,36 @@ def frontier(halves: Halves) -> list[Any]:
 
 
 def _cheapest(halves: Halves, computed: Set[Any]) -> list[Any]:
-    program, moving = halves.program, halves.moving
-    second = needed_for(program, halves.goals)
-    num_bytes = {var: _size(var) for var in program.inputs} | dict(_num_bytes(program, 1))
-    at_hand = {*computed, *program.inputs}
+    at_hand = {*computed, *halves.program.inputs}
 
-    def price(var: Any) -> float:
-        if var not in num_bytes or (var in halves.late and var not in at_hand):
+    def price(var: Any, num_bytes: int) -> float:
+        if var in halves.late and var not in at_hand:
             return _ENDLESS
-        return num_bytes[var] * (_KEPT if var in halves.kept else _HANDED if var in at_hand else _ADDED)
+        return num_bytes * (_KEPT if var in halves.kept else _HANDED if var in at_hand else _ADDED)
 
-    cut = Cut(price)
+    held, _ = smallest_cut(halves.program, halves.goals, halves.moving, computed, price)
+    return [var for var in held if var not in halves.kept]
+
+
+def smallest_cut(
+    program: Program, goals: Sequence[Any], moving: Set[Any], computed: Set[Any], price: Callable[[Any, int], float]
+) -> tuple[list[Any], float]:
+    """The cheapest set of values from which others can be computed without doing anything dear again.
+
+    Args:
+        program: The function.
+        goals: What is to be computed: variables of it and of its bodies, or literals.
+        moving: The variables that depend on a microbatch; whatever does not is not held.
+        computed: What has been computed already, and is not computed again unless that is cheap.
+        price: What it costs to hold a value of so many bytes; infinity where it cannot be held.
+
+    Returns:
+        `(variables of the program and of its bodies in the program's order, their price)`. Where several sets cost the
+        same, the one nearest to the goals: it leaves the least to compute again.
+    """
+    num_bytes = {var: _size(var) for var in program.inputs} | dict(_num_bytes(program, 1))
+    second = needed_for(program, goals)
+    cut = Cut(lambda var: price(var, num_bytes[var]) if var in num_bytes else _ENDLESS)
     sources = [(var, None) for var in program.inputs]
     for var, others in (*sources, *_origins(program, second, computed)):
         if var not in second.variables or var not in moving:
@@ -90,8 +97,9 @@ def _cheapest(halves: Halves, computed: Set[Any]) -> list[Any]:
         for x in variables(others or ()):
             if x in moving:
                 cut.computed_from(var, x)
-    held = cut.cheapest(halves.goals)
-    return [var for var in num_bytes if var in held and var not in halves.kept]
+    found = cut.cheapest(x for x in variables(goals) if x in moving)
+    held = [var for var in num_bytes if var in found]
+    return held, sum(price(var, num_bytes[var]) for var in held)
 
 
 def _origins(program: Program, second: Slice, computed: Set[Any]) -> Iterator[tuple[Any, Sequence[Any] | None]]:

@@ -1,55 +1,46 @@
-"""Which intermediate values are worth keeping between forward and backward.
+"""Equations that cost less to run again than it costs to write their result to memory and to read it back.
 
-What waits in a ring is written once and read once per microbatch, through memory. Products, reductions and whatever
-is not known are kept; element-wise arithmetic between them costs less to do again, inside the fusions of the
-backward, than to write and read.
+What waits in a ring is written once and read once per microbatch, through memory. Products, reductions, random bits and
+whatever is not known are not run again; element-wise arithmetic and changes of form are part of the fusions that read
+their results.
 """
 
-from collections.abc import Callable
 from typing import Any
 
-import jax
-from jax.extend.core import Jaxpr
+import jax.numpy as jnp
 
-_ARITHMETIC = (
-    *("abs", "add", "clamp", "div", "integer_pow", "max", "min", "mul", "neg", "pow", "rem", "round", "sign", "sub"),
-    *("cos", "erf", "exp", "exp2", "expm1", "log", "log1p", "logistic", "rsqrt", "sin", "sqrt", "square", "tanh"),
-    *("and", "not", "or", "xor", "shift_left", "shift_right_arithmetic", "shift_right_logical", "select_n"),
+_ARITHMETIC = frozenset(
+    {"abs", "add", "clamp", "complex", "conj", "div", "imag", "integer_pow", "max", "min", "mul", "neg", "pow", "real"}
+    | {"rem", "round", "sign", "sub", "cos", "erf", "exp", "exp2", "expm1", "log", "log1p", "logistic", "rsqrt", "sin"}
+    | {"sqrt", "square", "tanh", "and", "not", "or", "xor", "shift_left", "shift_right_arithmetic"}
+    | {"shift_right_logical", "select_n"}
 )
-_SHAPES = (
-    *("bitcast_convert_type", "broadcast_in_dim", "concatenate", "convert_element_type", "copy", "expand_dims", "iota"),
-    *("dynamic_slice", "pad", "reshape", "rev", "slice", "squeeze", "transpose"),
+_FORMS = frozenset(
+    {"add_any", "bitcast_convert_type", "broadcast_in_dim", "concatenate", "convert_element_type", "copy", "device_put"}
+    | {"dynamic_slice", "expand_dims", "iota", "name", "optimization_barrier", "pad", "random_fold_in", "random_seed"}
+    | {"random_split", "random_unwrap", "random_wrap", "reduce_precision", "reshape", "rev", "slice", "split"}
+    | {"squeeze", "stop_gradient", "transpose"}
 )
-_RANDOM = ("random_bits", "random_fold_in", "random_unwrap", "random_wrap", "threefry2x32")
-_CHEAP = frozenset((*_ARITHMETIC, *_SHAPES, *_RANDOM))
-_RECOMPUTE = frozenset({"checkpoint", "remat", "remat2"})
+_COMPARISONS = frozenset({"eq", "ge", "gt", "is_finite", "le", "lt", "ne"})
+_RANDOM_BITS = frozenset({"random_bits", "threefry2x32"})
+_COMPLEX = frozenset({"complex", "eig", "fft"})
+"""Equations that make complex numbers of real ones."""
 
 
-def keep_products(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Recompute element-wise arithmetic in the backward of a function, and keep the rest.
+def is_cheap(eqn: Any) -> bool:
+    """Whether an equation is run again where that leaves less to hold: it is element-wise or changes a form."""
+    return _is_cheap(eqn.primitive.name)
 
-    Comparisons are kept, as one byte each: they are the masks of dropout and of piecewise functions.
 
-    Args:
-        function: Any traceable function.
+def is_kept_in_branches(primitive: Any, *inputs: Any, **params: Any) -> bool:
+    """The policy for a branch of a `cond`, where JAX keeps a value or computes it again, but cannot take a later one.
 
-    Returns:
-        The same function with another choice of residuals.
+    So comparisons, one byte each, are kept instead of the random bits that masks of dropout come from. Complex numbers
+    are not kept: JAX rounds what a policy keeps to its own precision, and cannot do that to them.
     """
-    return jax.checkpoint(function, policy=_is_kept, prevent_cse=False)
-
-
-def asks_for_recompute(jaxpr: Jaxpr) -> bool:
-    """Whether a traced function recomputes some part by itself.
-
-    Such a function has said what is to be kept; a choice made around it would take the place of its own.
-    """
-    for eqn in jaxpr.eqns:
-        values = [v for value in eqn.params.values() for v in (value if isinstance(value, tuple) else (value,))]
-        inner = [getattr(value, "jaxpr", value) for value in values]
-        if eqn.primitive.name in _RECOMPUTE or any(asks_for_recompute(j) for j in inner if isinstance(j, Jaxpr)):
-            return True
-    return False
+    is_complex = primitive.name in _COMPLEX or any(jnp.issubdtype(x.dtype, jnp.complexfloating) for x in inputs)
+    is_bits = primitive.name in _RANDOM_BITS
+    return primitive.name in _COMPARISONS or not (is_complex or is_bits or _is_cheap(primitive.name))
 
 
 def is_arithmetic(name: str) -> bool:
@@ -57,5 +48,5 @@ def is_arithmetic(name: str) -> bool:
     return name in _ARITHMETIC
 
 
-def _is_kept(primitive: Any, *inputs: Any, **params: Any) -> bool:
-    return primitive.name not in _CHEAP
+def _is_cheap(name: str) -> bool:
+    return name in _FORMS or name in _COMPARISONS or is_arithmetic(name)

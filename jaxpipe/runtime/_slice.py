@@ -5,9 +5,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import Literal
 
 from ._flat import Program, Scan, Values, bind, is_barrier, operands, read, variables
+
+_FULL_BYTES = 4
+"""Bytes of the numbers that XLA computes with; it has no excess precision for them."""
 
 
 @dataclass
@@ -73,20 +77,15 @@ def computed_by(program: Program, part: Slice) -> set[Any]:
     return found
 
 
-def effects_of(program: Program, moving: Set[Any]) -> set[int]:
-    """Ids of equations that do something beside giving results, such as a callback that prints.
-
-    Args:
-        program: The function.
-        moving: Variables; equations that use none of them do not count.
-    """
+def effects_of(program: Program) -> set[int]:
+    """Ids of equations that do something beside giving results, such as a callback that prints."""
     found = set()
     for i, eqn in enumerate(program.eqns):
         if i in program.scans:
-            inner = effects_of(program.scans[i].body, moving)
+            inner = effects_of(program.scans[i].body)
             found |= {*inner, id(eqn)} if inner else set()
         elif any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects):
-            found |= {id(eqn)} if any(x in moving for _, used in operands(eqn) for x in used) else set()
+            found.add(id(eqn))
     return found
 
 
@@ -98,11 +97,13 @@ def evaluate(program: Program, args: Values, part: Slice, given: Values, taken: 
         args: Its inputs, those that the part needs.
         part: What to run.
         given: What is known already, with values of bodies stacked.
-        taken: Variables to hand out.
+        taken: Variables to hand out. What is computed from them here sees them as they are handed out: XLA may carry
+            a number of 16 bits with more precision than that up to where it is stored.
 
     Returns:
         `(values of the program's own variables, values taken)`, those of bodies stacked.
     """
+    narrow = {var for var in taken if _is_narrow(var)}
     env = {**program.consts, **given, **args}
     inner: Values = {}
     for i, eqn in enumerate(program.eqns):
@@ -118,7 +119,7 @@ def evaluate(program: Program, args: Values, part: Slice, given: Values, taken: 
             results = dict(zip([v for v, _ in pairs], values, strict=True))
         else:
             results = dict(zip(eqn.outvars, bind(eqn, [read(env, x) for x in eqn.invars]), strict=True))
-        env.update((v, x) for v, x in results.items() if v not in given)
+        env.update((v, _rounded(x) if v in narrow else x) for v, x in results.items() if v not in given)
     return env, {var: env[var] if var in env else inner[var] for var in taken if var in env or var in inner}
 
 
@@ -201,3 +202,12 @@ def _is_in(x: Any, found: Collection[Any]) -> bool:
 def _is_open(var: Any, part: Slice, given: Collection[Any]) -> bool:
     """Whether a variable is needed and not known."""
     return var in part.variables and var not in given
+
+
+def _is_narrow(var: Any) -> bool:
+    return jnp.issubdtype(var.aval.dtype, jnp.floating) and var.aval.dtype.itemsize < _FULL_BYTES
+
+
+def _rounded(x: jax.Array) -> jax.Array:
+    bits = jnp.finfo(x.dtype)
+    return jax.lax.reduce_precision(x, bits.nexp, bits.nmant)

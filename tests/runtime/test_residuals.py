@@ -1,5 +1,6 @@
 """A backward from what was kept, and that no more is kept than depends on the inputs."""
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -172,6 +173,118 @@ def test_recompute_shrinks_what_is_kept() -> None:
 
     everything, per_layer, per_pair = kept_bytes(0), kept_bytes(1), kept_bytes(2)
     assert everything > per_layer > per_pair
+
+
+LAYERS: dict[str, Callable[..., jax.Array]] = {
+    "dense": lambda p, x, key: x @ p,
+    "gelu": lambda p, x, key: jax.nn.gelu(x),
+    "relu": lambda p, x, key: jax.nn.relu(x),
+    "softmax": lambda p, x, key: jax.nn.softmax(x),
+    "dropout": lambda p, x, key: jnp.where(jax.random.bernoulli(key, 0.5, x.shape), x * 2.0, 0.0),
+    "perceptron": lambda p, x, key: x + jax.nn.gelu(x @ p) @ p,
+    "inner": lambda p, x, key: x + jax.checkpoint(jax.nn.gelu)(x @ p) @ p,
+    "attention": lambda p, x, key: x + jax.nn.softmax((x @ p) @ (x @ p).swapaxes(-1, -2)) @ (x @ p.T),
+    "frozen": lambda p, x, key: jax.nn.relu(x @ jnp.ones((SIZE, SIZE))),
+    "narrow": lambda p, x, key: (x.astype(jnp.bfloat16) @ p.astype(jnp.bfloat16)).astype(jnp.float32),
+    "fourier": lambda p, x, key: jnp.real(jnp.fft.ifft(jnp.fft.fft(x) * p[:1])),
+    "branch": lambda p, x, key: jax.lax.cond(x[0, 0] > 0, lambda x: x + jax.nn.gelu(x @ p), lambda x: x, x),
+    "loop": lambda p, x, key: jax.lax.scan(lambda x, _: (x + jnp.tanh(x @ p), None), x, None, length=3)[0],
+}
+
+
+def kept_by(names: tuple[str, ...], marked: tuple[int, ...]) -> int:
+    """Bytes that a chain of layers keeps, some of them marked to be recomputed."""
+
+    def function(params: Any, x: jax.Array, key: jax.Array) -> Any:
+        for i, name in enumerate(names):
+            layer = jax.checkpoint(LAYERS[name]) if i in marked else LAYERS[name]
+            x = layer(params[i], x, jax.random.fold_in(key, i))
+        return (x,), ()
+
+    p, x = jax.ShapeDtypeStruct((SIZE, SIZE), jnp.float32), jax.ShapeDtypeStruct((8, SIZE), jnp.float32)
+    residuals = Residuals(function, [p] * len(names), x, jax.eval_shape(lambda: jax.random.key(0)))
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in residuals.kept)
+
+
+def check_marks(names: tuple[str, ...]) -> None:
+    places = range(len(names))
+    kept = {m: kept_by(names, m) for n in range(len(names) + 1) for m in itertools.combinations(places, n)}
+    for fewer, more in itertools.permutations(kept, 2):
+        if set(fewer) < set(more):
+            assert kept[more] <= kept[fewer], f"{names}: {more} marked keep more than {fewer}"
+
+
+@pytest.mark.parametrize("first", ["perceptron", "narrow", "inner"])
+@pytest.mark.parametrize("second", ["dense", "softmax", "perceptron", "frozen", "branch", "fourier"])
+def test_to_ask_for_recompute_never_keeps_more(first: str, second: str) -> None:
+    check_marks((first, second))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", LAYERS)
+def test_to_ask_for_recompute_never_keeps_more_in_any_pair(first: str) -> None:
+    for second in LAYERS:
+        check_marks((first, second))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("names", [("narrow", "frozen", "narrow"), ("frozen", "dropout", "narrow"), ("branch",) * 3])
+def test_to_ask_for_recompute_never_keeps_more_in_threes(names: tuple[str, ...]) -> None:
+    check_marks(names)
+
+
+def test_recompute_of_arithmetic_alone_changes_nothing() -> None:
+    assert kept_by(("inner",) * 3, ()) == kept_by(("perceptron",) * 3, ())
+    assert kept_by(("dense", "softmax", "dense"), (1,)) == kept_by(("dense", "softmax", "dense"), ())
+
+
+def test_layers_that_do_not_recompute_keep_as_little_beside_one_that_does() -> None:
+    plain, one, every = (kept_by(("perceptron",) * 4, marked) for marked in ((), (1,), (0, 1, 2, 3)))
+    inputs = 8 * SIZE * 4
+    assert (plain, one, every) == (8 * inputs, 7 * inputs, 4 * inputs)
+
+
+def test_a_branch_keeps_no_weights_and_one_with_recompute_its_inputs_alone() -> None:
+    def branching(inner: Callable[..., Any]) -> Callable[..., Any]:
+        def function(params: Any, x: jax.Array, context: Any) -> Any:
+            return (jax.lax.cond(x[0, 0] > 0, lambda x: x + inner(x @ params) @ params, lambda x: x, x),), ()
+
+        return function
+
+    w, x = jax.ShapeDtypeStruct((SIZE, SIZE), jnp.float32), jax.ShapeDtypeStruct((3, SIZE), jnp.float32)
+    dear = jax.checkpoint(lambda x: jnp.sort(jnp.sin(x), -1))
+    kept = [[leaf.shape for leaf in Residuals(branching(f), w, x, ()).kept] for f in (jax.nn.gelu, dear)]
+    assert kept == [[(3, SIZE), (3, SIZE)], [(3, SIZE)]]
+
+
+@pytest.mark.parametrize("marked", [(), (0,), (1,), (0, 1)])
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("inner", "perceptron"),
+        ("narrow", "attention"),
+        ("branch", "frozen"),
+        ("loop", "dropout"),
+        ("softmax", "fourier"),
+    ],
+    ids="-".join,
+)
+def test_gradients_with_marks(names: tuple[str, ...], marked: tuple[int, ...]) -> None:
+    def function(params: Any, x: jax.Array, key: jax.Array) -> jax.Array:
+        for i, name in enumerate(names):
+            layer = jax.checkpoint(LAYERS[name]) if i in marked else LAYERS[name]
+            x = layer(params[i], x, jax.random.fold_in(key, i))
+        return x
+
+    rng = np.random.default_rng(1)
+    params = [jnp.asarray(rng.normal(size=(SIZE, SIZE)) * 0.5, jnp.float32) for _ in names]
+    args = params, jnp.asarray(rng.normal(size=(8, SIZE)), jnp.float32), jax.random.key(3)
+    residuals = Residuals(lambda *args: ((function(*args),), ()), *structs(args))
+    outputs, _, kept = jax.jit(residuals.forward)(*args)
+    wanted, pullback = jax.vjp(lambda params, x: function(params, x, args[2]), params, args[1])
+    assert_close(outputs[0], wanted)
+    grads, dx = jax.jit(residuals.backward)(params, kept, [jnp.cos(wanted)])
+    assert_close((grads, dx[0]), pullback(jnp.cos(wanted)))
 
 
 def test_dependence_follows_calls_and_scans() -> None:
