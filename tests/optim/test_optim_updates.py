@@ -271,3 +271,19 @@ def test_one_cycle_moves_sgds_momentum_if_it_has_one() -> None:
 def test_one_cycle_moves_only_the_rate_of_adagrad() -> None:
     wanted = _simulate(_adagrad, lambda _, step: {**ADAGRAD, "lr": _cycled(step)[0]})
     _assert_traces(_apply(make_optimizer("Adagrad", {}, CYCLE)), wanted)
+
+
+@pytest.mark.parametrize("name", ["Adam", "Adagrad", "Lamb"])
+def test_a_complex_gradient_counts_by_its_absolute_value(name: str) -> None:
+    optimizer, turn = make_optimizer(name, {"lr": 0.1}), np.exp(0.7j).astype(np.complex64)
+    params, grads = jnp.ones(2, jnp.complex64), jnp.asarray([1 + 2j, -3j], jnp.complex64)
+
+    def steps(factor: Any) -> np.ndarray:
+        values = {"w": params * factor}
+        state = optimizer.init(values)
+        for scale in (1.0, 0.5):
+            updates, state = optimizer.update({"w": grads * factor * scale}, state, values)
+            values = optax.apply_updates(values, updates)
+        return np.asarray(values["w"])
+
+    np.testing.assert_allclose(steps(turn), turn * steps(np.complex64(1)), rtol=1e-5)

@@ -262,7 +262,7 @@ def test_a_branch_keeps_no_weights_and_one_with_recompute_its_inputs_alone() -> 
     "names",
     [
         ("inner", "perceptron"),
-        ("narrow", "attention"),
+        ("dense", "attention"),
         ("branch", "frozen"),
         ("loop", "dropout"),
         ("softmax", "fourier"),
