@@ -164,6 +164,9 @@ class _Cut:
     def __init__(
         self, function: Callable[..., list[Any]], results: Any, params: PyTree, inputs: PyTree, context: PyTree
     ) -> None:
+        self._treedef: Any = None
+        self._forms: list[_Form] = []
+
         def trace(params: PyTree, inputs: PyTree, context: PyTree) -> tuple[list[jax.Array], list[jax.Array]]:
             def moving(params: PyTree, values: list[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
                 args = params, replace_differentiable(inputs, values), context
