@@ -63,7 +63,7 @@ def load_state(
                 f"{text}Build the model from the same layers, or load what fits with load_module_strict=False."
             )
         kept = "What is missing or of another shape keeps its values. " if model.missing or model.misshapen else ""
-        warnings.warn(f"{text}{kept}The rest is loaded.", stacklevel=4)
+        warnings.warn(f"{text}{kept}The rest is loaded.", stacklevel=7)
     rest = _compare_optimizer(checkpoint, wanted, optimizer, lr_scheduler, strict=strict if model.is_exact else None)
     keys = (*model.fitting, *rest)
     _warn_of_casts(held, wanted, keys)
@@ -185,7 +185,7 @@ def _compare_optimizer(
         text = f"{checkpoint.path} must hold the state of the optimizer in use, but got {found.describe(held, wanted)}."
         if strict:
             raise CheckpointError(f"{text} Use the same optimizer, or begin its state anew with {argument}=False.")
-        warnings.warn(f"{text} What fits is loaded; {argument}=False loads none of it.", stacklevel=5)
+        warnings.warn(f"{text} What fits is loaded; {argument}=False loads none of it.", stacklevel=8)
     return found.fitting
 
 
@@ -208,5 +208,5 @@ def _warn_of_casts(held: Mapping[str, Leaf], wanted: Mapping[str, Leaf], keys: S
         warnings.warn(
             f"{len(cast)} arrays are held in another dtype than the checkpoint's and are converted, such as {first} "
             f"from {held[first].dtype} to {wanted[first].dtype}.",
-            stacklevel=5,
+            stacklevel=8,
         )

@@ -64,6 +64,13 @@ class MicrobatchStack:
         inputs, labels, side = (part.tree() for part in self._parts)
         return inputs, labels, side
 
+    def entries(self) -> list[tuple[Any, ...]]:
+        """The copies of what was added so far, each in the form in which it came."""
+        if not self._count:
+            return []
+        batch = self.batch()[: self._num_parts]
+        return [jax.tree.map(lambda x, m=m: x[m], batch) for m in range(self._count)]
+
 
 def stack_microbatches(entries: Sequence[Any]) -> tuple[Any, ...]:
     """Stack what an iterator yielded for one step.

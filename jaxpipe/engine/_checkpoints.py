@@ -212,7 +212,7 @@ class Checkpoints(ABC):
             )
         if found is None:
             warnings.warn(
-                f"load_checkpoint found no checkpoint in {fspath(load_dir)!r}; the engine is as it was.", stacklevel=5
+                f"load_checkpoint found no checkpoint in {fspath(load_dir)!r}; the engine is as it was.", stacklevel=6
             )
             return None, {}
         try:

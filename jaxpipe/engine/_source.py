@@ -8,9 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import jax
-import numpy as np
-
 from jaxpipe._typing import PyTree
 from jaxpipe.data import MicrobatchStack
 from jaxpipe.errors import DataError, PipelineError
@@ -27,14 +24,23 @@ class _Lent:
     Attributes:
         iterator: Where they came from.
         state: Where it stood before; None: it cannot go back.
-        entries: The entries as they came.
+        entries: The entries as they came, and copies of those that an interrupt left over.
+        num_mapped: How many of them, from the first, have the form of a batch's already.
         count: How many the batch takes.
+        stack: Copies of those that have been looked at.
     """
 
     iterator: Any
     state: Any = None
     entries: list[Any] = field(default_factory=list)
+    num_mapped: int = 0
     count: int = 0
+    stack: MicrobatchStack = field(default_factory=lambda: MicrobatchStack(0))
+
+    def keep(self) -> None:
+        """Let go of arrays that the iterator may fill anew: keep their copies."""
+        self.entries[: len(self.stack)] = self.stack.entries()
+        self.num_mapped = max(self.num_mapped, len(self.stack))
 
 
 class MicrobatchSource:
@@ -144,7 +150,9 @@ class MicrobatchSource:
                     f"A batch was not run for which {len(lent.entries)} of {lent.count} microbatches had been pulled; "
                     "the next batch from the same iterator begins with them."
                 )
-            if lent.state is not None:
+            if lent.state is None:
+                lent.keep()
+            else:
                 lent.entries.clear()
                 lent.iterator.set_state(lent.state)
             raise
@@ -153,6 +161,8 @@ class MicrobatchSource:
         """What was pulled has been used."""
         self._lent.state = None
         del self._lent.entries[: self._lent.count]
+        self._lent.num_mapped = max(0, self._lent.num_mapped - self._lent.count)
+        self._lent.stack = MicrobatchStack(0)
 
     def pull(
         self,
@@ -192,13 +202,17 @@ class MicrobatchSource:
         if is_training:
             self._trained = iterator
             self._resume(iterator)
-        if self._lent.iterator is not iterator:
-            self._lent = _Lent(iterator)
-        self._lent.count, self._lent.state = num_microbatches, _state_of(iterator)
-        stack = MicrobatchStack(num_microbatches)
+        lent = self._borrow(iterator, num_microbatches)
+        stack = lent.stack
         try:
-            while len(stack) < num_microbatches:
-                stack.add(self._mapped(self._next(iterator, len(stack)), has_labels=has_labels))
+            for place in range(num_microbatches):
+                if place == len(lent.entries):
+                    # No Python runs between an entry that comes and its place in the list: no interrupt can lose one.
+                    lent.entries.extend(itertools.islice(iterator, 1))
+                if place == len(lent.entries):
+                    raise StopIteration
+                entry = lent.entries[place]
+                stack.add(entry if place < lent.num_mapped else self._mapped(entry, has_labels=has_labels))
         except Exception as error:
             if not len(stack):
                 raise
@@ -215,31 +229,16 @@ class MicrobatchSource:
             raise
         return stack.batch()
 
-    def _next(self, iterator: Any, index: int) -> Any:
-        """The entry of a batch at an index: one that an interrupt left over, or the iterator's next."""
-        entries = self._lent.entries
-        if index == len(entries):
-            # No Python runs between an entry that comes and its place in the list, so no interrupt can lose one.
-            entries.extend(itertools.islice(iterator, 1))
-            if index == len(entries):
-                raise StopIteration
-            # The iterator may write its next entry into the same memory, before this one is used after an interrupt.
-            entries[index] = jax.tree.map(lambda x: x.copy() if isinstance(x, np.ndarray) else x, entries[index])
-        return entries[index]
-
-    def _take(self, iterator: Any, count: int) -> list[Any]:
-        """Take entries from an iterator, those that an interrupt left over first."""
+    def _borrow(self, iterator: Any, count: int) -> _Lent:
+        """Begin a batch from an iterator; what an interrupt left over of it comes first."""
         if self._lent.iterator is not iterator:
             self._lent = _Lent(iterator)
         lent = self._lent
-        lent.count, lent.state = count, _state_of(iterator)
-        # No Python runs between an entry that comes and its place in the list, so no interrupt can lose one.
-        lent.entries.extend(itertools.islice(iterator, max(0, count - len(lent.entries))))
-        if len(lent.entries) < count:
-            raise StopIteration
-        return lent.entries[:count]
+        lent.count, lent.state, lent.stack = count, _state_of(iterator), MicrobatchStack(count)
+        return lent
 
-    def _mapped(self, entry: Any, *, has_labels: bool) -> Entry:
+    def _mapped(self, entry: Any, *, has_labels: bool) -> Any:
+        """An entry in the form of `(inputs, labels)` or `(inputs, labels, side)`."""
         entry = entry if self._batch_fn is None else self._batch_fn(entry)
         if not has_labels and isinstance(entry, tuple | list) and len(entry) in (2, 3):
             entry = (entry[0], (), *entry[2:])

@@ -260,3 +260,24 @@ def test_ctrl_c_at_random_moments(kind: str) -> None:
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == {"tries": 60, "lost": 0, "counters off": 0, "data off": 0}
+
+
+def test_an_iterator_that_fills_one_buffer_again_and_again(engine: PipelineEngine) -> None:
+    buffer = entry(0)
+    iterator = Interrupted(1, 4)
+
+    def fill(new: Any) -> Any:
+        for held, values in zip(buffer, new, strict=True):
+            held[...] = values
+        return buffer
+
+    reused = map(fill, iterator)
+    wanted = [float(engine.eval_batch(entries(1 + k * MICROBATCHES))) for k in range(3)]
+    found = []
+    while len(found) < 3:
+        try:
+            found.append(float(engine.eval_batch(reused)))
+        except KeyboardInterrupt:
+            engine.set_batch_fn(lambda pulled: tuple(pulled))
+    engine.set_batch_fn(None)
+    assert found == wanted
