@@ -21,8 +21,10 @@ class LayerCost:
         weight_s: The part of `backward_s` that makes the gradients of its parameters; the rest makes those of its
             inputs.
         num_params: Parameters that an optimiser updates; shared ones count in each layer that holds them.
-        kept_bytes: Bytes that wait between forward and backward. Where the model recomputes: its inputs, if it begins
-            a recomputed group.
+        kept_bytes: Bytes that wait between forward and backward, if it stands alone. Where the model recomputes: its
+            inputs, if it begins a recomputed group.
+        shared_bytes: How many of these it does not add where the layer before it stands in the same part: what that
+            keeps in any case, or what both need.
         recomputed_bytes: Bytes that a backward has to make again before it begins; 0 where nothing is recomputed.
         is_marked: Whether it recomputes itself, outside the groups.
         pending_bytes: Bytes that wait beside those kept, between the two halves of its backward where that is cut in
@@ -40,6 +42,7 @@ class LayerCost:
     is_marked: bool = False
     pending_bytes: int = 0
     is_everywhere: bool = False
+    shared_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -142,7 +145,7 @@ class Profile:
             layer = self.layers[index]
             num_params += 0 if layer.is_everywhere else layer.num_params
             if self._begins_group(first, index):
-                kept, group = kept + layer.kept_bytes, 0
+                kept, group = kept + layer.kept_bytes - (layer.shared_bytes if index > first else 0), 0
             group += layer.recomputed_bytes
             largest = max(largest, group)
             yield num_params, kept, largest

@@ -25,7 +25,8 @@ def describe_pipeline(pipeline: Pipeline, max_width: int = 120) -> str:
     places = f" x {_count(num_model, 'place')} of the model axis" if num_model else ""
     leaves = jax.tree.leaves(pipeline.state_struct.params)
     num_bytes = sum(x.size * x.dtype.itemsize // x.shape[0] for x in leaves)
-    size = f"{num_bytes / 2**20:,.1f} MiB" if num_bytes >= 2**20 else f"{num_bytes / 2**10:,.1f} KiB"
+    on_device, on_host = pipeline.kept_bytes
+    hosted = f" on the device, {_size(on_host)} in host memory" if on_host else ""
     lines = [
         format_partition(
             pipeline.parts,
@@ -42,11 +43,18 @@ def describe_pipeline(pipeline: Pipeline, max_width: int = 120) -> str:
         f"{places}, at most {pipeline.program.peak_in_flight} in flight",
         format_grid(pipeline.schedule, pipeline.num_microbatches, stages, max_width=max_width, max_rows=8),
         "",
-        f"alike on every stage: {_count(len(pipeline.cuts[0].trunk), 'layer')}; parameters per device: {size}",
+        f"alike on every stage: {_count(len(pipeline.cuts[0].trunk), 'layer')}; parameters per device: "
+        f"{_size(num_bytes)}",
+        f"kept for the backward of each microbatch: {_size(on_device)}{hosted}; room for "
+        f"{pipeline.program.residual_slots}",
     ]
     if pipeline.ends.layers:
         lines.append(f"run by all stages together: {', '.join(names[i] for i in pipeline.ends.layers)}")
     return "\n".join(lines)
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:,.1f} MiB" if num_bytes >= 2**20 else f"{num_bytes / 2**10:,.1f} KiB"
 
 
 def _count(number: int, noun: str, plural: str = "s") -> str:

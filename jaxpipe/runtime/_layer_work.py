@@ -1,7 +1,7 @@
 """One layer by itself, cut into forward and backward as the executor cuts a stage."""
 
 import dataclasses
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,17 +71,7 @@ def layer_work(module: PipelineModule, trace: ModelTrace, index: int) -> LayerWo
     Returns:
         The work; where the model has a `model` axis, of all its places at once.
     """
-
-    def function(params: PyTree, inputs: PyTree, context: PyTree) -> PyTree:
-        key, (side, held) = context
-        outputs, extras = module.run_layers([index], [params], train=True)(inputs, key, side, [held])
-        new, aux = extras[0]
-        return (outputs, aux.get("losses", {})), (new, aux.get("metrics", {}))
-
-    params = cast_floats(trace.params[index], module.compute_dtype)
-    key = jax.eval_shape(lambda: jax.random.key(0))
-    context = key, (dict(trace.side), trace.collections[index])
-    return _work(function, params, trace.boundaries[index], context, trace.num_model)
+    return _work_of([index], module, trace)
 
 
 def loss_work(module: PipelineModule, trace: ModelTrace, labels: PyTree) -> LayerWork:
@@ -118,17 +108,24 @@ def costs_of_all(module: PipelineModule, trace: ModelTrace, labels: PyTree, cost
         LayerError: A layer cannot be differentiated.
     """
     known: dict[Hashable, LayerCost] = {}
+    shared: dict[Hashable, int] = {}
+    costs: list[LayerCost] = []
     signatures = layer_signatures(module.layers, trace, module.compute_dtype)
-    for named, signature in zip(module.layers, signatures, strict=True):
-        key = signature, named.is_marked
-        if key in known:
-            continue
-        if _is_split(module, trace, named.index):
-            num_params = _params_of_stage(module, trace, named.index)
+    keys = [(signature, named.is_marked) for named, signature in zip(module.layers, signatures, strict=True)]
+    for named, key in zip(module.layers, keys, strict=True):
+        index = named.index
+        if key not in known and _is_split(module, trace, index):
+            num_params = _params_of_stage(module, trace, index)
             known[key] = LayerCost(0.0, 0.0, num_params=num_params, is_everywhere=True)
-        else:
-            known[key] = _layer_cost(module, trace, named.index, cost)
-    costs = [known[signature, named.is_marked] for named, signature in zip(module.layers, signatures, strict=True)]
+        elif key not in known:
+            known[key] = _layer_cost(module, trace, index, cost)
+        costs.append(known[key])
+        # Recomputed groups keep their inputs, each another one.
+        if index and not module.activation_checkpoint_interval:
+            pair, (before, alone) = (keys[index - 1], key), (c.kept_bytes for c in costs[-2:])
+            if pair not in shared:
+                shared[pair] = _shared_bytes(module, trace, index, before, alone) if before and alone else 0
+            costs[-1] = dataclasses.replace(costs[-1], shared_bytes=shared[pair])
     if labels is not None and module.loss_fn is not None and not _is_split(module, trace, len(costs) - 1):
         forward_s, backward_s, *_ = cost(loss_work(module, trace, labels))
         last = costs[-1]
@@ -161,6 +158,27 @@ def _layer_cost(module: PipelineModule, trace: ModelTrace, index: int, cost: Cos
         weight_s = work.weight_s(forward_s, backward_s, recomputes=recomputes)
     num_params = trace.num_params()[index]
     return LayerCost(forward_s, backward_s, weight_s, num_params, work.kept_bytes, recomputed, is_marked, pending)
+
+
+def _shared_bytes(module: PipelineModule, trace: ModelTrace, index: int, before: int, alone: int) -> int:
+    """Bytes that a layer and the one before it keep alone, but not together."""
+    both = _work_of([index - 1, index], module, trace).kept_bytes
+    return min(max(before + alone - both, 0), alone)
+
+
+def _work_of(indices: Sequence[int], module: PipelineModule, trace: ModelTrace) -> LayerWork:
+    """The work of consecutive layers."""
+
+    def function(params: PyTree, inputs: PyTree, context: PyTree) -> PyTree:
+        key, (side, held) = context
+        outputs, extras = module.run_layers(indices, params, train=True)(inputs, key, side, held)
+        losses = [aux.get("losses", {}) for _, aux in extras]
+        return (outputs, losses), [(new, aux.get("metrics", {})) for new, aux in extras]
+
+    params = cast_floats([trace.params[i] for i in indices], module.compute_dtype)
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    context = key, (dict(trace.side), [trace.collections[i] for i in indices])
+    return _work(function, params, trace.boundaries[indices[0]], context, trace.num_model)
 
 
 def _work(layer: Callable[..., Any], params: PyTree, inputs: PyTree, context: PyTree, num_model: int) -> LayerWork:

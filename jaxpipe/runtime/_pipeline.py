@@ -205,6 +205,15 @@ class Pipeline:
         return self._stages.ends
 
     @property
+    def kept_bytes(self) -> tuple[int, int]:
+        """Bytes of one microbatch and one chunk that wait for the backward: on a device, and in host memory."""
+        sizes = [0, 0]
+        pair = self._stages.kept, self._stages.is_hosted
+        for leaf, is_hosted in zip(*map(jax.tree.leaves, pair), strict=True):
+            sizes[is_hosted] += leaf.size * leaf.dtype.itemsize
+        return sizes[0], sizes[1]
+
+    @property
     def state_struct(self) -> TrainState:
         """Shapes, dtypes and shardings of a state."""
         kept, scaler = self._division.kept, self.settings.loss_scaler

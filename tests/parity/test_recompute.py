@@ -52,6 +52,11 @@ def test_marked_layers(stages: int, interval: int, cut: str) -> None:
         assert [len(c.trunk) for c in pipeline.cuts] == [2, 2, 2, 2]
 
 
+@pytest.mark.parametrize(("schedule", "interval"), [("zero-bubble", 0), ("interleaved", 3)])
+def test_marked_layers_in_other_schedules(schedule: str, interval: int) -> None:
+    check(Case(model="marked", stages=2, interval=interval, schedule=schedule))
+
+
 @pytest.mark.parametrize(
     "case",
     [

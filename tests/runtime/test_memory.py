@@ -12,7 +12,9 @@ from _oracle import SCHEDULES, Case
 from _tolerances import MEMORY, STATE_BYTES
 
 from jaxpipe import LayerSpec, PipeDataParallelTopology, Pipeline, PipelineModule
-from jaxpipe.runtime import PipelineSettings
+from jaxpipe.partition import Profile
+from jaxpipe.runtime import PipelineSettings, describe_pipeline
+from jaxpipe.runtime._layer_work import costs_of_all
 from jaxpipe.schedules import resolve_schedule
 from jaxpipe.topology import make_pipeline_mesh
 
@@ -242,3 +244,63 @@ def test_a_cut_by_profile_plans_for_the_ring_that_every_device_has(schedule: str
     assert memory is not None
     assert memory.in_flight == (slots,) * len(pipeline.plan.parts[1:])
     assert slots == -(-pipeline.program.residual_slots // pipeline.program.num_chunks)
+
+
+class Perceptron(nn.Module):
+    """Recomputes its arithmetic by itself where asked to."""
+
+    inner: bool = False
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y = nn.Dense(256)(nn.LayerNorm()(x))
+        return x + nn.Dense(64)(jax.checkpoint(nn.gelu)(y) if self.inner else nn.gelu(y))
+
+
+def planned(layers: list[LayerSpec | Any], *, scan_trunk: bool = False) -> tuple[int, Pipeline]:
+    """Bytes that the plan of a cut in two counts for each microbatch, and the pipeline."""
+    module = PipelineModule(
+        layers * 2, 2, loss_fn=lambda y, t: jnp.mean((y - t) ** 2), partition_method=[0, len(layers), 2 * len(layers)]
+    )
+    x = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    mesh = make_pipeline_mesh(PipeDataParallelTopology(2, 1))
+    pipeline = Pipeline(module, optax.sgd(0.1), mesh, (x, x), 4, PipelineSettings(scan_trunk=scan_trunk))
+    costs = costs_of_all(module, pipeline.trace, x, lambda work: (1.0, 1.0, 0.0, 0))
+    return Profile(costs).part_sizes(pipeline.parts)[0][1], pipeline
+
+
+BLOCK, INNER, DENSE = LayerSpec(Perceptron), LayerSpec(Perceptron, inner=True), LayerSpec(nn.Dense, 64)
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [
+        [BLOCK] * 4,
+        [BLOCK, BLOCK.remat(), BLOCK, BLOCK],
+        [INNER] * 4,
+        [INNER, BLOCK.remat()],
+        [BLOCK.remat()] * 4,
+        [DENSE, jnp.tanh, DENSE, nn.gelu, nn.softmax],
+        [DENSE.remat(), nn.relu, DENSE, jnp.tanh],
+    ],
+    ids=["none", "one", "inner", "inner and one", "all", "functions", "functions and one"],
+)
+def test_the_plan_counts_what_is_kept(layers: list[Any]) -> None:
+    count, pipeline = planned(layers)
+    assert [len(cut.trunk) for cut in pipeline.cuts] == [len(layers)] * 2
+    assert count == sum(pipeline.kept_bytes)
+    size = f"{count / 2**10:,.1f} KiB" if count < 2**20 else f"{count / 2**20:,.1f} MiB"
+    assert f"kept for the backward of each microbatch: {size}; room for 3" in describe_pipeline(pipeline)
+
+
+def test_a_layer_that_recomputes_leaves_the_others_alone() -> None:
+    def kept(layers: list[Any], **settings: bool) -> int:
+        return planned(layers, **settings)[1].kept_bytes[0]
+
+    none, one = kept([BLOCK] * 4), kept([BLOCK, BLOCK.remat(), BLOCK, BLOCK])
+    assert kept([BLOCK.remat()] * 4) < one < none == kept([INNER] * 4)
+    assert kept([INNER] * 4, scan_trunk=True) == kept([BLOCK] * 4, scan_trunk=True)
+
+
+def test_one_layer_that_recomputes_takes_no_more_memory() -> None:
+    assert temporary_bytes(planned([BLOCK, BLOCK.remat()])[1]) <= temporary_bytes(planned([BLOCK] * 2)[1])

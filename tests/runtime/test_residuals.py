@@ -11,6 +11,7 @@ import pytest
 from _models import BLOCKS, DIM
 from _oracle import Case
 from _tolerances import assert_close
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxpipe.runtime._dependence import output_dependence
 from jaxpipe.runtime._residuals import Residuals, differentiable, replace_differentiable
@@ -60,7 +61,24 @@ def with_custom_rule(params: Any, inputs: Any, context: Any) -> Any:
     return jax.nn.relu(double(x) @ params["w"]), mask
 
 
+def with_nested_remat(params: Any, inputs: Any, context: Any) -> Any:
+    x, mask = inputs
+    inner = jax.checkpoint(lambda x: jnp.sin(x @ params["w"]) * context[1])
+    outer = jax.checkpoint(lambda x: jnp.tanh(inner(x) @ params["w"]))
+    return outer(jnp.cos(x @ params["w"])) + jnp.sin(x @ params["w"]), mask
+
+
+def with_offload(params: Any, inputs: Any, context: Any) -> Any:
+    x, mask = inputs
+    policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[], names_which_can_be_offloaded=["y"], offload_src="device", offload_dst="pinned_host"
+    )
+    hosted = jax.checkpoint(lambda x: jnp.sin(checkpoint_name(x @ params["w"], "y")) @ params["w"], policy=policy)
+    return jnp.tanh(hosted(jnp.sin(x @ params["w"])) @ params["w"]), mask
+
+
 FUNCTIONS = [plain, with_dropout, with_keys_inside, with_scan, with_remat_in_scan, with_custom_rule]
+FUNCTIONS += [with_nested_remat, with_offload]
 
 
 def arguments() -> tuple[Any, Any, Any]:
@@ -118,6 +136,12 @@ def test_a_layer_that_prints_does_so_in_the_forward_alone(scanned: bool) -> None
     jax.block_until_ready(jax.jit(residuals.backward)(params, kept, [jnp.ones_like(y)]))
     jax.effects_barrier()
     assert seen == pytest.approx([float(jnp.sum(x @ params["w"]))], rel=1e-4)
+
+
+def test_what_one_layer_offloads_waits_in_host_memory_and_the_rest_does_not() -> None:
+    residuals = Residuals(with_others(with_offload), *structs(arguments()))
+    assert sum(residuals.is_hosted) == 1
+    assert len(residuals.kept) > 2
 
 
 def test_a_rematerialised_function_keeps_its_inputs_alone() -> None:

@@ -130,6 +130,10 @@ def scaled_weight(params: Any, x: jax.Array, context: Any) -> jax.Array:
     return x @ (params["a"] * params["scale"].reshape(1, -1))
 
 
+def block_recomputed_and_plain(params: Any, x: jax.Array, context: Any) -> jax.Array:
+    return block(params, jax.checkpoint(block)(params, x, context), context)
+
+
 def recomputed(function: Function, policy: str = "") -> Function:
     wrapped = jax.checkpoint(function, policy=getattr(jax.checkpoint_policies, policy) if policy else None)
     wrapped.__name__ = "_".join(filter(None, [function.__name__, "recomputed", policy]))
@@ -162,6 +166,7 @@ CASES: list[tuple[Function, set[str]]] = [
     (block, KERNELS),
     (recomputed(block, "nothing_saveable"), KERNELS),
     (recomputed(block, DOTS), KERNELS),
+    (block_recomputed_and_plain, KERNELS),
     (dropout, KERNELS),
     (recomputed(dropout), KERNELS),
     (images, {"Conv_0/kernel", "Conv_1/kernel", "ConvTranspose_0/kernel"}),
