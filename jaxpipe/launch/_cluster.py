@@ -8,6 +8,7 @@ from jaxpipe.errors import LaunchError
 
 from ._environment import DEFAULT_PORT
 from ._layout import Layout, equal_nodes
+from ._numbers import shown
 from ._program import Program
 from ._shell import joined
 
@@ -75,7 +76,8 @@ class ClusterJob:
             )
         if self.time_limit is not None and not _TIME.fullmatch(self.time_limit):
             raise LaunchError(
-                f"the time limit must be [D-]HH:MM:SS, but got time={self.time_limit!r}. Write for instance 24:00:00."
+                f"the time limit must be [D-]HH:MM:SS, but got time={shown(self.time_limit)}. "
+                "Write for instance 24:00:00."
             )
         if self.volume is not None and not _VOLUME.fullmatch(self.volume):
             raise LaunchError(

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 from jaxpipe.errors import LaunchError
 
+from ._numbers import shown, whole_number
+
 DEFAULT_PORT = 29500
 """DeepSpeed's and torch's port of the coordinator."""
 
@@ -134,9 +136,9 @@ def check_address(address: str) -> str:
         LaunchError: It is not `host:port`.
     """
     host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+    if not host or not 0 < (whole_number(port) or 0) < 65536:
         raise LaunchError(
-            f"the coordinator's address must be host:port, but got {address!r}. Write for instance "
+            f"the coordinator's address must be host:port, but got {shown(address)}. Write for instance "
             f"'10.0.0.1:{DEFAULT_PORT}'."
         )
     return address
@@ -153,6 +155,7 @@ def _check_whole(environ: Mapping[str, str], needed: Sequence[str], shown: Seque
 
 
 def _number(name: str, text: str) -> int:
-    if not text.strip().isdecimal():
-        raise LaunchError(f"{name} must be a number, but got {name}={text!r}. Set it to one, or remove it.")
-    return int(text)
+    number = whole_number(text.strip())
+    if number is None:
+        raise LaunchError(f"{name} must be a number, but got {name}={shown(text)}. Set it to one, or remove it.")
+    return number

@@ -1,14 +1,20 @@
 """Hostfiles, and the choice of nodes and slots from them."""
 
+import errno
+import os
 import re
+import select
 from pathlib import Path
 
 from jaxpipe.errors import LaunchError
 
 from ._layout import NODE_NAME, Node, read_nodes
+from ._numbers import shown, whole_number
 
 _LINE = re.compile(rf"({NODE_NAME.pattern})\s+slots=([0-9]+)")
 _MAX_SLOTS = 4096
+_MOST_BYTES = 1 << 24
+_PATIENCE_S = 10.0
 
 
 def read_hostfile(path: Path) -> tuple[Node, ...]:
@@ -29,7 +35,7 @@ def read_hostfile(path: Path) -> tuple[Node, ...]:
         DeepSpeed's hostfile.
     """
     try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
+        lines = _read(path).decode("utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise LaunchError(
             f"--hostfile must be a text file that can be read, but got {path}: {error}. Give the path of a file with "
@@ -42,9 +48,10 @@ def read_hostfile(path: Path) -> tuple[Node, ...]:
         if not text:
             continue
         match = _LINE.fullmatch(text)
-        if match is None or not 0 < int(match[2]) <= _MAX_SLOTS:
+        slots = 0 if match is None else whole_number(match[2]) or 0
+        if match is None or not 0 < slots <= _MAX_SLOTS:
             raise LaunchError(
-                f"{path}, line {number} must be 'name slots=N' with N in [1, {_MAX_SLOTS}], but got {text!r}. "
+                f"{path}, line {number} must be 'name slots=N' with N in [1, {_MAX_SLOTS}], but got {shown(text)}. "
                 "Write for instance 'worker-0 slots=8'."
             )
         name = match[1]
@@ -54,13 +61,31 @@ def read_hostfile(path: Path) -> tuple[Node, ...]:
                 "Keep one of the two lines."
             )
         first_seen[name] = number
-        nodes[name] = Node(name, tuple(range(int(match[2]))))
+        nodes[name] = Node(name, tuple(range(slots)))
     if not nodes:
         raise LaunchError(
             f"{path} must name at least one node, but got {len(lines)} lines without any. "
             "Write a line such as 'worker-0 slots=8'."
         )
     return tuple(nodes.values())
+
+
+def _read(path: Path) -> bytes:
+    """Read a file, or a pipe as `<(command)` gives it, without waiting for a pipe that nobody writes to."""
+    data = b""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        while True:
+            if not select.select([descriptor], [], [], _PATIENCE_S)[0]:
+                raise OSError(errno.ETIMEDOUT, f"nothing came from it for {_PATIENCE_S:g} s")
+            more = os.read(descriptor, _MOST_BYTES)
+            data += more
+            if len(data) > _MOST_BYTES:
+                raise OSError(errno.EFBIG, f"it has more than {_MOST_BYTES} bytes")
+            if not more:
+                return data
+    finally:
+        os.close(descriptor)
 
 
 def choose_nodes(

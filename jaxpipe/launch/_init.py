@@ -19,7 +19,7 @@ from typing import Any
 import jax
 
 from jaxpipe.errors import LaunchError
-from jaxpipe.processes import log
+from jaxpipe.processes import check_devices, log
 
 from ._devices import warn_of_unused_devices
 from ._environment import DEFAULT_PORT, MPI4PY, Job, check_address, check_index, find_job
@@ -81,8 +81,8 @@ def init_distributed(  # noqa: PLR0913  # DeepSpeed's arguments
         What was found, with its source.
 
     Raises:
-        LaunchError: The environment is half set, arguments are incomplete or contradict each other, or the coordinator
-            does not answer in time.
+        LaunchError: The environment is half set, arguments are incomplete or contradict each other, the coordinator
+            does not answer in time, or JAX finds no devices of the platform that it is told to use.
 
     Reference:
         DeepSpeed's `deepspeed.init_distributed`; `jax.distributed.initialize`.
@@ -106,6 +106,7 @@ def init_distributed(  # noqa: PLR0913  # DeepSpeed's arguments
     _choose_collectives(dist_backend)
     _join(job, _seconds(timeout), heartbeat_timeout_s)
     _end_soon_after_an_error()
+    check_devices()
     if verbose:
         log(logging.INFO, "joined %d processes, named by %s", jax.process_count(), job.source)
     warn_of_unused_devices()

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from jaxpipe.errors import LaunchError
 
+from ._numbers import shown, whole_number
+
 NODE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
 
@@ -101,10 +103,11 @@ class Layout:
         names = [node.name for node in self.nodes]
         if text in names:
             return names.index(text)
-        if text.isascii() and text.isdigit() and int(text) < len(names):
-            return int(text)
+        rank = whole_number(text)
+        if rank is not None and rank < len(names):
+            return rank
         raise LaunchError(
-            f"{source} must be a number in [0, {len(names)}) or the name of a node, but got {text!r}. "
+            f"{source} must be a number in [0, {len(names)}) or the name of a node, but got {shown(text)}. "
             f"The nodes are {', '.join(names)}."
         )
 
@@ -131,11 +134,13 @@ def read_nodes(text: str, option: str) -> list[tuple[str, tuple[int, ...] | None
     found: list[tuple[str, tuple[int, ...] | None]] = []
     for part in text.split("@"):
         name, colon, listed = part.strip().partition(":")
-        slots = [int(slot) for slot in listed.split(",") if slot.isascii() and slot.isdigit()]
+        slots = [slot for slot in map(whole_number, listed.split(",")) if slot is not None]
         if not NODE_NAME.fullmatch(name) or (colon and len(slots) != listed.count(",") + 1):
-            raise _wrong(option, text, f"{part!r} is neither a name nor a name and slots")
-        if len(set(slots)) != len(slots) or name in [known for known, _ in found]:
-            raise _wrong(option, text, f"{part!r} names something a second time")
+            raise _wrong(option, text, f"{shown(part)} is neither a name nor a name and slots")
+        if len(set(slots)) != len(slots):
+            raise _wrong(option, text, f"{shown(part)} names slot {max(slots, key=slots.count)} a second time")
+        if name in [known for known, _ in found]:
+            raise _wrong(option, text, f"{shown(part)} names {name} a second time")
         found.append((name, tuple(slots) if colon else None))
     return found
 
@@ -174,12 +179,13 @@ def equal_nodes(names: Sequence[str], num_slots: int, processes_per_node: int | 
     Raises:
         LaunchError: The slots cannot be dealt equally.
     """
-    return Layout(tuple(Node(name, tuple(range(num_slots))) for name in names), processes_per_node)
+    slots = tuple(range(num_slots))
+    return Layout(tuple(Node(name, slots) for name in names), processes_per_node)
 
 
 def _wrong(option: str, text: str, why: str) -> LaunchError:
     return LaunchError(
-        f"{option} must be NODE or NODE:SLOT,SLOT, joined by @, but got {option} {text!r}, in which {why}. "
+        f"{option} must be NODE or NODE:SLOT,SLOT, joined by @, but got {option} {shown(text)}, in which {why}. "
         "Write for instance worker-0@worker-1:0,2."
     )
 

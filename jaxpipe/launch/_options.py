@@ -6,7 +6,10 @@ from pathlib import Path
 
 from jaxpipe.errors import LaunchError
 
+from ._numbers import shown, whole_number
 from ._remote import CONTROL_OPTION
+
+_MOST = 65536
 
 _USAGE = """jaxpipe launch --nproc N [options] SCRIPT [arguments]
        jaxpipe launch --hostfile FILE [options] SCRIPT [arguments]
@@ -159,7 +162,7 @@ def _whole(text: str) -> int:
 
 
 def _count(text: str) -> int:
-    return _integer(text, 1, math.inf, "a whole number of at least 1")
+    return _integer(text, 1, _MOST, f"a whole number in [1, {_MOST}]")
 
 
 def _port(text: str) -> int:
@@ -167,9 +170,10 @@ def _port(text: str) -> int:
 
 
 def _integer(text: str, least: float, most: float, what: str) -> int:
-    if not (text.isascii() and text.isdigit() and least <= int(text) <= most):
-        raise argparse.ArgumentTypeError(f"must be {what}, but got {text!r}. Write for instance 2.")
-    return int(text)
+    number = whole_number(text)
+    if number is None or not least <= number <= most:
+        raise argparse.ArgumentTypeError(f"must be {what}, but got {shown(text)}. Write for instance 2.")
+    return number
 
 
 def _seconds(text: str) -> float:
@@ -178,5 +182,5 @@ def _seconds(text: str) -> float:
     except ValueError:
         value = math.nan
     if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"must be seconds, at least 0, but got {text!r}. Write for instance 30.")
+        raise argparse.ArgumentTypeError(f"must be seconds, at least 0, but got {shown(text)}. Write for instance 30.")
     return value

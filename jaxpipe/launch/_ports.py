@@ -7,6 +7,7 @@ import socket
 from jaxpipe.errors import LaunchError
 
 from ._environment import DEFAULT_PORT
+from ._numbers import shown, whole_number
 
 _NUM_PORTS = 65536
 # Below what systems hand out by themselves, so that no connection takes the port before the coordinator does.
@@ -60,11 +61,11 @@ def read_address(text: str) -> tuple[str, int]:
         LaunchError: It is not of this form.
     """
     host, _, port = text.rpartition(":")
-    number = int(port) if port.isascii() and port.isdigit() else 0
+    number = whole_number(port) or 0
     plain = host.startswith("[") and host.endswith("]") or ":" not in host
     if not host or not plain or not 0 < number < _NUM_PORTS:
         raise LaunchError(
-            f"--coordinator must be HOST:PORT, but got --coordinator {text!r}. "
+            f"--coordinator must be HOST:PORT, but got --coordinator {shown(text)}. "
             f"Write for instance worker-0:{DEFAULT_PORT}."
         )
     return host, number

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 
 from jaxpipe.errors import LaunchError
 
+from ._numbers import whole_number
+
 COORDINATOR = "JAX_COORDINATOR_ADDRESS"
 COORDINATOR_BIND = "JAX_COORDINATOR_BIND_ADDRESS"
 NUM_PROCESSES = "JAX_NUM_PROCESSES"
@@ -51,8 +53,7 @@ def restarts_before() -> int:
     Returns:
         The number in `JAXPIPE_RESTART`; 0 without one.
     """
-    text = variable(RESTART) or ""
-    return int(text) if text.isascii() and text.isdigit() else 0
+    return whole_number(variable(RESTART) or "") or 0
 
 
 def forwarded() -> dict[str, str]:

@@ -16,6 +16,7 @@ from jaxpipe.errors import ConfigError
 from jaxpipe.layers import PipelineModule
 from jaxpipe.optim import LossScaler
 from jaxpipe.partition import profile_source
+from jaxpipe.processes import check_devices
 from jaxpipe.schedules import resolve_schedule
 from jaxpipe.topology import adopt_mesh, make_pipeline_mesh, mesh_shape, topology_for
 
@@ -153,7 +154,10 @@ def mesh_for(model: PipelineModule, devices: Sequence[Any] | None = None) -> Mes
 
     Raises:
         TopologyError: The devices do not suffice, or do not divide into the stages.
+        LaunchError: JAX finds no devices of the platform that it is told to use.
     """
+    if devices is None:
+        check_devices()
     num_devices = jax.device_count() if devices is None else len(devices)
     return make_pipeline_mesh(topology_for(model.num_stages, model.given_topology, num_devices), devices)
 

@@ -8,6 +8,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from jaxpipe.errors import TopologyError
+from jaxpipe.processes import check_devices
 
 from ._process import ProcessTopology
 from ._resolve import check_places, pipeline_dims
@@ -44,6 +45,7 @@ def make_pipeline_mesh(topology: ProcessTopology, devices: Sequence[Any] | None 
     Raises:
         TopologyError: The topology's axes are not those of a pipeline, it has more places than there are devices, or
             a device is named twice.
+        LaunchError: JAX finds no devices of the platform that it is told to use.
 
     Reference:
         Narayanan et al. (2021), Efficient large-scale language model training on GPU clusters using Megatron-LM,
@@ -52,6 +54,7 @@ def make_pipeline_mesh(topology: ProcessTopology, devices: Sequence[Any] | None 
     """
     dims = pipeline_dims(topology)
     if devices is None:
+        check_devices()
         source = "jax.device_count()"
         devices = sorted(jax.devices(), key=lambda device: device.process_index)
     else:

@@ -1,10 +1,14 @@
 """Where a process finds the others."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import jax
 import pytest
+from _launching import ROOT
 
 import jaxpipe
 from jaxpipe.errors import LaunchError
@@ -13,6 +17,7 @@ from jaxpipe.launch._environment import find_job
 
 JAX = {"JAX_COORDINATOR_ADDRESS": "10.0.0.1:1234", "JAX_NUM_PROCESSES": "4", "JAX_PROCESS_ID": "3"}
 TORCH = {"MASTER_ADDR": "node0", "MASTER_PORT": "4321", "WORLD_SIZE": "8", "RANK": "5"}
+LONG = "9" * 5000
 SKYPILOT = {"SKYPILOT_NODE_IPS": "10.0.0.7\n10.0.0.8", "SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": "1"}
 SLURM = {
     "SLURM_JOB_ID": "77",
@@ -80,6 +85,12 @@ def test_alone(environ: dict[str, str]) -> None:
         ({**JAX, "JAX_PROCESS_ID": "x"}, "JAX_PROCESS_ID must be a number, but got JAX_PROCESS_ID='x'. Set it"),
         ({**JAX, "JAX_COORDINATOR_ADDRESS": "host"}, "must be host:port, but got 'host'. Write for instance"),
         ({**TORCH, "MASTER_PORT": "99999"}, "must be host:port, but got 'node0:99999'. Write for instance"),
+        ({**JAX, "JAX_NUM_PROCESSES": LONG}, r"JAX_NUM_PROCESSES='9+'\.\.\. \(5000 characters\)\. Set it to one"),
+        ({**JAX, "JAX_PROCESS_ID": LONG}, r"JAX_PROCESS_ID must be a number, but got .*\(5000 characters\)\. Set it"),
+        ({**JAX, "JAX_LOCAL_DEVICE_IDS": LONG}, r"JAX_LOCAL_DEVICE_IDS must be a number.*\(5000 characters\)\. Set"),
+        ({**JAX, "JAX_COORDINATOR_ADDRESS": f"a:{LONG}"}, r"must be host:port, but got 'a:9+'\.\.\. \(5002 char"),
+        ({**TORCH, "MASTER_PORT": LONG}, r"MASTER_PORT must be a number.*\(5000 characters\)\. Set"),
+        ({**SLURM, "SLURM_NTASKS": LONG}, r"SLURM_NTASKS must be a number.*\(5000 characters\)\. Set"),
         ({**JAX, "JAX_LOCAL_DEVICE_IDS": "a"}, "JAX_LOCAL_DEVICE_IDS must be a number, but got .*='a'. Set it"),
     ],
 )
@@ -119,6 +130,27 @@ def test_deepspeed_s_defaults_never_fail(arguments: dict[str, Any]) -> None:
     job = jaxpipe.init_distributed(**arguments)
     assert job.is_alone
     assert jax.process_count() == 1
+
+
+MODEL = """
+import jaxpipe, flax.linen as nn, optax
+model = jaxpipe.PipelineModule([nn.Dense(3)], num_stages=1, loss_fn=lambda y, t: y.sum())
+jaxpipe.initialize(model=model, optimizer=optax.sgd(1.0), config={"train_batch_size": 2})
+"""
+
+
+def test_a_platform_without_a_plugin(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(MODEL)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cuda", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, tmp_path / "program.py"]
+    done = subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 1
+    wanted = (
+        "LaunchError: JAX must find devices of the platforms that it is told to use, but got JAX_PLATFORMS='cuda' and"
+    )
+    last = done.stderr.splitlines()[-1]
+    assert wanted in last
+    assert "run pip install 'jaxpipe[cuda13]' or 'jaxpipe[cuda12]' where the driver is there; or set JAX_PLATF" in last
 
 
 def test_gpus_of_a_node(tmp_path: Path) -> None:

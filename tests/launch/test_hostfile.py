@@ -1,3 +1,5 @@
+import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -72,6 +74,40 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         read_hostfile(tmp_path / "binary")
 
 
+def test_a_number_of_any_length(tmp_path: Path) -> None:
+    path = _file(tmp_path, f"worker-0 slots={'9' * 5000}\n")
+    with pytest.raises(
+        LaunchError, match=r"line 1 must be .* but got 'worker-0 slots=9+'\.\.\. \(5015 characters\)\. W"
+    ):
+        read_hostfile(path)
+    assert str(read_hostfile(_file(tmp_path, f"worker-0 slots={'0' * 5000}2\n"))[0]) == "worker-0:0,1"
+
+
+def test_files_of_other_kinds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jaxpipe.launch._hostfile._PATIENCE_S", 0.2)
+    with pytest.raises(LaunchError, match=r"--hostfile must be a text file.*Is a directory.*Give the path"):
+        read_hostfile(tmp_path)
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    with pytest.raises(LaunchError, match=r"--hostfile must be a text file.*nothing came from it for 0.2 s.*Give the"):
+        read_hostfile(fifo)
+    with pytest.raises(LaunchError, match=r"--hostfile must be a text file.*it has more than 16777216 bytes.*Give the"):
+        read_hostfile(Path("/dev/zero"))
+    (tmp_path / "binary").write_bytes(b"a slots=1\x00\x1b[31m\n")
+    with pytest.raises(LaunchError, match=r"line 1 must be .*but got 'a slots=1\\x00\\x1b\[31m'"):
+        read_hostfile(tmp_path / "binary")
+
+
+def test_a_pipe_that_somebody_writes_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a shell's `<(command)`."""
+    monkeypatch.setattr("jaxpipe.launch._hostfile._PATIENCE_S", 60.0)
+    command = ["sh", "-c", "sleep 0.5; echo worker-0 slots=2; sleep 0.5; echo worker-1 slots=1"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as writer:
+        assert writer.stdout is not None
+        nodes = read_hostfile(Path(f"/dev/fd/{writer.stdout.fileno()}"))
+    assert [str(node) for node in nodes] == ["worker-0:0,1", "worker-1:0"]
+
+
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
@@ -103,8 +139,9 @@ def test_choices(options: dict[str, object], expected: str) -> None:
         ("worker-0:0,,1", r"'worker-0:0,,1' is neither"),
         ("worker-0@@worker-1", r"'' is neither"),
         ("worker-0,worker-1", r"'worker-0,worker-1' is neither"),
-        ("worker-0@worker-0:1", r"'worker-0:1' names something a second time"),
-        ("worker-0:1,1", r"'worker-0:1,1' names something a second time"),
+        ("worker-0@worker-0:1", r"'worker-0:1' names worker-0 a second time\. Write for instance"),
+        ("worker-0:1,1", r"'worker-0:1,1' names slot 1 a second time\. Write for instance"),
+        (f"worker-0:{'9' * 5000}", r"'worker-0:9+'\.\.\. \(5009 characters\) is neither a name nor"),
     ],
 )
 def test_wrong_choices(option: str, text: str, message: str) -> None:

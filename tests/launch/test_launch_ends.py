@@ -1,5 +1,6 @@
 """How a job ends: failures, stalls, requests, restarts. Nothing of it is left."""
 
+import os
 import re
 import signal
 import threading
@@ -11,6 +12,7 @@ import pytest
 from _launching import is_running, launch, script, start, wait_until
 
 from jaxpipe.errors import LaunchError
+from jaxpipe.launch._members import Guard
 from jaxpipe.launch._stop import StopRequests
 
 # Every program notes its processes in its folder, then does what the test is about.
@@ -258,6 +260,46 @@ while True: time.sleep(1)
     began = time.monotonic()
     assert _run(here, 1, source, "--grace", 200) == 143
     assert time.monotonic() - began < 60
+
+
+@pytest.mark.parametrize(
+    "numbers", [(signal.SIGINT, signal.SIGINT), (signal.SIGHUP, signal.SIGINT)], ids=["int", "hup"]
+)
+@pytest.mark.usefixtures("hangup")
+def test_an_interrupt_after_another_signal_kills(here: Path, numbers: tuple[signal.Signals, ...]) -> None:
+    source = f"""
+for number in {tuple(map(int, numbers))} + (signal.SIGTERM,):
+    signal.signal(number, signal.SIG_IGN)
+note(); wait_for_all()
+if me == 0:
+    os.kill(os.getppid(), {int(numbers[0])})
+    time.sleep(1)
+    os.kill(os.getppid(), {int(numbers[1])})
+time.sleep(300)
+"""
+    began = time.monotonic()
+    assert _run(here, 2, source, "--grace", 200, "--kill-grace", 200) == (130 if numbers[0] == signal.SIGINT else 143)
+    assert time.monotonic() - began < 100
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_while_processes_are_started(
+    here: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    started = []
+
+    def add(self: Guard, group: int) -> None:
+        started.append(group)
+        if len(started) == 2:
+            os.kill(os.getpid(), number)
+        real(self, group)
+
+    real = Guard.add
+    monkeypatch.setattr(Guard, "add", add)
+    assert _run(here, 3, "note(); time.sleep(300)\n") == 128 + number
+    assert len(started) == 3
+    assert not any(map(is_running, started))
+    (here / f"pid-{started[0]}").touch()  # it may have had no time to
 
 
 def test_restarts(here: Path, capfd: pytest.CaptureFixture[str]) -> None:

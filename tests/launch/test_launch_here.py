@@ -169,8 +169,12 @@ def test_wrong_use(
 @pytest.mark.parametrize(
     ("option", "value", "message"),
     [
-        ("--nproc", "0", "must be a whole number of at least 1, but got '0'. Write for instance 2."),
+        ("--nproc", "0", "must be a whole number in [1, 65536], but got '0'. Write for instance 2."),
         ("--max-restarts", "-1", "must be a whole number of at least 0, but got '-1'."),
+        ("--nproc", "9" * 5000, "must be a whole number in [1, 65536], but got '9999"),
+        ("--nproc", "65537", "must be a whole number in [1, 65536], but got '65537'."),
+        ("--max-restarts", "9" * 5000, "... (5000 characters). Write for instance 2."),
+        ("--grace", "9" * 5000, "... (5000 characters). Write for instance 30."),
         ("--port", "65536", "must be a port in [1, 65535], but got '65536'."),
         ("--grace", "nan", "must be seconds, at least 0, but got 'nan'. Write for instance 30."),
         ("--stall-timeout", "soon", "must be seconds, at least 0, but got 'soon'."),

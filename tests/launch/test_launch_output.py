@@ -1,9 +1,10 @@
 import os
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from _launching import launch, script
+from _launching import launch, script, start
 
 from jaxpipe.launch._output import Output
 
@@ -82,3 +83,67 @@ def test_nobody_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_streams_without_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert launch("--nproc", 1, script(tmp_path, "print('caf\\u00e9')")) == 0
     assert capsys.readouterr().out == "[0] caf\u00e9\n"
+
+
+def test_a_full_disk_under_the_logs(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """What the processes print still comes through, and the launcher says what the files lack, once."""
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    (logs / "process-1.log").symlink_to("/dev/full")
+    program = script(tmp_path, "for n in range(50):\n    print(n)\n    time.sleep(0.002)\n")
+    assert launch("--nproc", 2, "--log-dir", logs, program) == 0
+    out, err = capfd.readouterr()
+    assert sorted(out.splitlines()) == sorted(f"[{i}] {n}" for n in range(50) for i in range(2))
+    assert err == (
+        f"[launch] {logs}/process-1.log cannot be written: No space left on device. It lacks lines from here on.\n"
+    )
+    assert (logs / "process-0.log").read_text() == "".join(f"{n}\n" for n in range(50))
+
+
+def test_a_full_disk_under_the_output(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with Path("/dev/full").open("w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert launch("--nproc", 1, script(tmp_path, "print('x' * 1000)")) == 0
+        monkeypatch.undo()
+    wanted = "[launch] The launcher's standard output lacks 1005 bytes: No space left on device.\n"
+    assert capfd.readouterr().err == wanted
+
+
+def test_a_log_folder_that_cannot_be(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    program = script(tmp_path, "")
+    assert launch("--nproc", 1, "--log-dir", tmp_path / "file", program) == 2
+    assert launch("--nproc", 1, "--log-dir", tmp_path / "file" / "logs", program) == 2
+    first, second = capfd.readouterr().err.splitlines()
+    wanted = "--log-dir must be a folder that can be made, but got"
+    assert first.endswith(f"{wanted} {tmp_path}/file: File exists. Give the path of another.")
+    assert second.endswith(f"{wanted} {tmp_path}/file/logs: Not a directory. Give the path of another.")
+
+
+def test_no_output_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `>&- 2>&-` in a shell."""
+    monkeypatch.setattr(sys, "stdout", None)
+    monkeypatch.setattr(sys, "stderr", None)
+    program = script(tmp_path, "print('x' * 1000000)\nPath(sys.argv[1]).touch()\nsys.exit(3)\n")
+    assert launch("--nproc", 1, program, tmp_path / "finished") == 3
+    assert (tmp_path / "finished").exists()
+
+
+@pytest.mark.slow
+def test_much_at_once(tmp_path: Path) -> None:
+    """100 MB of bytes that are no text, in lines of all lengths, through a pipe that is read slowly at first."""
+    source = "line = bytes(range(256)).replace(b'\\n', b'').replace(b'\\r', b'') * 39\n"
+    program = script(tmp_path, source + "for n in range(10000): os.write(1, b'%d ' % n + line[n:] + b'\\n')\n")
+    line = bytes(range(256)).replace(b"\n", b"").replace(b"\r", b"") * 39
+    with start("--nproc", 2, program, stdout=subprocess.PIPE) as launcher:
+        assert launcher.stdout is not None
+        found: dict[bytes, int] = {}
+        for text in launcher.stdout:
+            label, number, rest = text.split(b" ", 2) if text.count(b" ") > 1 else (*text.split(b" ", 1), b"\n")
+            n = found.get(label, 0)
+            assert (int(number), rest) == (n, line[n:] + b"\n")
+            found[label] = n + 1
+    assert launcher.returncode == 0
+    assert found == {b"[0]": 10000, b"[1]": 10000}

@@ -319,6 +319,14 @@ def test_being_a_node(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeyp
             ("--hostfile", "hosts", "--include", "worker-7"),
             "but got 'worker-7' in --include 'worker-7'. It has worker-0",
         ),
+        (
+            ("--hostfile", "hosts", "--coordinator", "a:" + "9" * 5000),
+            "--coordinator must be HOST:PORT, but got --coord",
+        ),
+        (
+            ("--node-rank", "9" * 5000, "--coordinator", "a:1", "--layout", "a:0"),
+            "--node-rank must be a number in [0, 1) or the name of a node, but got '9999",
+        ),
         (("--hostfile", "gone"), "--hostfile must be a text file that can be read, but got gone: "),
     ],
     ids=lambda value: None if isinstance(value, tuple) else value[:24],
