@@ -13,6 +13,7 @@ from ._configure import partition_activations_in_checkpoint as partition_activat
 from ._configure import reset as reset
 from ._configure import set_num_layers as set_num_layers
 from ._configure import settings_for as settings_for
+from ._policies import without_complex as without_complex
 from ._rng_tracker import CudaRNGStatesTracker as CudaRNGStatesTracker
 from ._rng_tracker import RNGState as RNGState
 from ._rng_tracker import get_cuda_rng_tracker as get_cuda_rng_tracker

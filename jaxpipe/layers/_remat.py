@@ -25,7 +25,8 @@ class RematMark:
     `jax.checkpoint_policies.save_only_these_names("a")` are: so layers marked alike are alike layers.
 
     Args:
-        policy: A `jax.checkpoint` policy; None keeps the layer's inputs alone.
+        policy: A `jax.checkpoint` policy; None keeps the layer's inputs alone. Complex numbers are recomputed whatever
+            it says.
 
     Raises:
         LayerError: The policy is not callable.
@@ -43,7 +44,7 @@ class RematMark:
         """Call a function of a layer's inputs, recomputing it in the backward pass."""
         if self.policy is None:
             return checkpointing.checkpoint(function, inputs)
-        return jax.checkpoint(function, policy=self.policy)(inputs)
+        return jax.checkpoint(function, policy=checkpointing.without_complex(self.policy))(inputs)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, RematMark) and self.policy == other.policy

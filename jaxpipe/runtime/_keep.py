@@ -7,8 +7,6 @@ their results.
 
 from typing import Any
 
-import jax.numpy as jnp
-
 _ARITHMETIC = frozenset(
     {"abs", "add", "clamp", "complex", "conj", "div", "imag", "integer_pow", "max", "min", "mul", "neg", "pow", "real"}
     | {"rem", "round", "sign", "sub", "cos", "erf", "exp", "exp2", "expm1", "log", "log1p", "logistic", "rsqrt", "sin"}
@@ -23,8 +21,6 @@ _FORMS = frozenset(
 )
 _COMPARISONS = frozenset({"eq", "ge", "gt", "is_finite", "le", "lt", "ne"})
 _RANDOM_BITS = frozenset({"random_bits", "threefry2x32"})
-_COMPLEX = frozenset({"complex", "eig", "fft"})
-"""Equations that make complex numbers of real ones."""
 
 
 def is_cheap(eqn: Any) -> bool:
@@ -35,12 +31,10 @@ def is_cheap(eqn: Any) -> bool:
 def is_kept_in_branches(primitive: Any, *inputs: Any, **params: Any) -> bool:
     """The policy for a branch of a `cond`, where JAX keeps a value or computes it again, but cannot take a later one.
 
-    So comparisons, one byte each, are kept instead of the random bits that masks of dropout come from. Complex numbers
-    are not kept: JAX rounds what a policy keeps to its own precision, and cannot do that to them.
+    So comparisons, one byte each, are kept instead of the random bits that masks of dropout come from.
     """
-    is_complex = primitive.name in _COMPLEX or any(jnp.issubdtype(x.dtype, jnp.complexfloating) for x in inputs)
     is_bits = primitive.name in _RANDOM_BITS
-    return primitive.name in _COMPARISONS or not (is_complex or is_bits or _is_cheap(primitive.name))
+    return primitive.name in _COMPARISONS or not (is_bits or _is_cheap(primitive.name))
 
 
 def is_arithmetic(name: str) -> bool:

@@ -9,8 +9,12 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
+from jaxpipe.checkpointing import without_complex
+
 from ._flat import Values, bind, inner_jaxpr, read
 from ._keep import is_cheap, is_kept_in_branches
+
+_KEPT_IN_BRANCHES = without_complex(is_kept_in_branches)
 
 _CALLS = frozenset({"jit", "pjit", "closed_call", "core_call"})
 _REGIONS = frozenset({"checkpoint", "remat", "remat2"})
@@ -21,7 +25,7 @@ def find_regions(closed: ClosedJaxpr) -> list[set[int]]:
     kinds: dict[str, set[int]] = {}
     for eqn in _equations(closed.jaxpr):
         if _is_region(eqn) and not _is_light(eqn):
-            kinds.setdefault(f"{eqn.params['policy']} {eqn.params['jaxpr']}", set()).add(id(eqn))
+            kinds.setdefault(str(eqn.params["jaxpr"]), set()).add(id(eqn))
     return list(kinds.values())
 
 
@@ -53,7 +57,7 @@ def _run(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], regions: Set[
 def _equation(eqn: Any, values: list[Any], regions: Set[int]) -> list[Any]:
     if eqn.primitive.name == "cond":
         is_whole = any(id(x) in regions for x in _equations_inside(eqn))
-        policy = None if is_whole else is_kept_in_branches
+        policy = None if is_whole else _KEPT_IN_BRANCHES
         return jax.checkpoint(lambda *xs: bind(eqn, xs), policy=policy, prevent_cse=False)(*values)
     inner = inner_jaxpr(eqn)
     if inner is None or not any(_changes(x, regions) for x in (eqn, *_equations_inside(eqn))):

@@ -164,8 +164,7 @@ class _Cut:
     def __init__(
         self, function: Callable[..., list[Any]], results: Any, params: PyTree, inputs: PyTree, context: PyTree
     ) -> None:
-        self._treedef: Any = None
-        self._forms: list[_Form] = []
+        pullbacks: list[tuple[Any, list[_Form]]] = []
 
         def trace(params: PyTree, inputs: PyTree, context: PyTree) -> tuple[list[jax.Array], list[jax.Array]]:
             def moving(params: PyTree, values: list[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
@@ -174,11 +173,13 @@ class _Cut:
                 return differentiable(jax.tree.unflatten(results, found)[0]), found
 
             _, pullback, found = jax.vjp(moving, params, differentiable(inputs), has_aux=True)
-            leaves, self._treedef = jax.tree.flatten(pullback)
-            self._forms = [_Form.of(leaf) for leaf in leaves]
-            return found, [form.encode(leaf) for form, leaf in zip(self._forms, leaves, strict=True)]
+            leaves, treedef = jax.tree.flatten(pullback)
+            forms = [_Form.of(leaf) for leaf in leaves]
+            pullbacks.append((treedef, forms))
+            return found, [form.encode(leaf) for form, leaf in zip(forms, leaves, strict=True)]
 
         closed = jax.make_jaxpr(trace)(params, inputs, context)
+        self._treedef, self._forms = pullbacks[-1]
         self.program = program = flatten(closed, moves=True)
         self.outputs = program.outputs[: results.num_leaves]
         self._leaves = program.outputs[results.num_leaves :]

@@ -142,6 +142,12 @@ def test_the_norm_is_that_of_absolute_values() -> None:
     assert_close(jax.device_get(pipeline.params_tree(state.params)), jax.device_get(wanted))
 
 
+def test_marked_layers_recompute_complex_numbers_whatever_their_policy() -> None:
+    policy = jax.checkpoint_policies.dots_saveable
+    layers = [LayerSpec(Enter), *[LayerSpec(Turn).remat(policy)] * 4, LayerSpec(Leave)]
+    check(pipeline_of(PipelineModule(layers, 2, loss_fn=loss_fn, partition_method="uniform"), "1f1b"), "complex")
+
+
 def test_branches_keep_no_complex_numbers_by_policy() -> None:
     def layer(p: jax.Array, x: jax.Array, context: Any) -> Any:
         def turned(x: jax.Array) -> jax.Array:
