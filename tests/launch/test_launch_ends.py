@@ -98,7 +98,7 @@ if me == {me}:
     {cause}
 while not (here / "failing").exists():
     time.sleep(0.01)
-time.sleep(0.2)
+time.sleep(0.4)
 {consequence}
 """
     assert _run(here, 2, source) == code
