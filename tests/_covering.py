@@ -85,7 +85,13 @@ def first_values_then_pairs(
     return [*values, *slow_after(0, [case for case in pairs if case not in values])]
 
 
-def slow_after(count: int, cases: Sequence[Any]) -> list[Any]:
-    """Parameters of a test of which only the first few run by default; the others are marked slow."""
-    marked = [pytest.param(*(x if isinstance(x, tuple) else (x,)), marks=pytest.mark.slow) for x in cases[count:]]
-    return [*cases[:count], *marked]
+def slow_after(count: int, cases: Sequence[Any], *, unpack: bool = False) -> list[Any]:
+    """Parameters of a test of which only the first few run by default; the others are marked slow.
+
+    Args:
+        count: How many run by default.
+        cases: The values.
+        unpack: Whether each is a tuple of values of several arguments.
+    """
+    rest = [pytest.param(*(case if unpack else (case,)), marks=pytest.mark.slow) for case in cases[count:]]
+    return [*cases[:count], *rest]

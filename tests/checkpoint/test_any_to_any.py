@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from _covering import slow_after
 from _layouts import Layout, all_leaves, assert_same, saved, shared_engine, train
 from _tolerances import GRADIENT, ROUNDING, assert_close, assert_loss
 
@@ -43,7 +44,7 @@ def check(source: Layout, target: Layout, root: Path) -> None:
     assert_loss(train(engine, target, range(3, 5)), losses, tolerance=ROUNDING)
 
 
-@pytest.mark.parametrize(("source", "target"), SPANNING, ids=str)
+@pytest.mark.parametrize(("source", "target"), slow_after(4, SPANNING, unpack=True), ids=str)
 def test_a_spanning_set(source: Layout, target: Layout, root: Path) -> None:
     check(source, target, root)
 
@@ -64,7 +65,7 @@ OTHERS = [
 ]
 
 
-@pytest.mark.parametrize(("source", "target"), OTHERS, ids=str)
+@pytest.mark.parametrize(("source", "target"), slow_after(1, OTHERS, unpack=True), ids=str)
 def test_other_models_and_optimizers(source: Layout, target: Layout, root: Path) -> None:
     path, leaves, _ = saved(source, root)
     engine = shared_engine(target)

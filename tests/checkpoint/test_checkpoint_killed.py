@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from _covering import slow_after
 from _one_run import Run, assert_holds
 from _train_and_save import KEEP_LAST, make, saves
 
@@ -118,7 +119,9 @@ MOMENTS = [
 
 
 @pytest.mark.parametrize(
-    ("moment", "save", "mode", "held"), MOMENTS, ids=[f"{moment}-{save[0]}-{mode}" for moment, save, mode, _ in MOMENTS]
+    ("moment", "save", "mode", "held"),
+    slow_after(2, MOMENTS, unpack=True),
+    ids=[f"{moment}-{save[0]}-{mode}" for moment, save, mode, _ in MOMENTS],
 )
 def test_killed_at_a_moment(
     uninterrupted: Uninterrupted, tmp_path: Path, moment: str, save: tuple[str, int], mode: str, held: Held

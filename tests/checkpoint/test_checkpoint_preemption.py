@@ -47,6 +47,7 @@ def run(module_run: tuple[Run, Path]) -> Iterator[Run]:
         signal.signal(number, handler)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["foreground", "background"])
 def test_asked_to_end_in_the_middle_of_training(run: Run, tmp_path: Path, mode: str) -> None:
     path = tmp_path / "save"

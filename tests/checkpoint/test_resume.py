@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from _covering import slow_after
 from _layouts import Layout
 from _resume import LAYOUTS
 
@@ -26,7 +27,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("layout", slow_after(1, LAYOUTS), ids=str)
 def test_equal_to_the_bit(layout: Layout, root: Path) -> None:
     folder = root / str(layout)
     first, second = (json.loads((folder / f"{phase}.json").read_text()) for phase in ("first", "second"))

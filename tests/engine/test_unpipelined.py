@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from _covering import slow_after
 from _models import bend
 from _tolerances import BFLOAT16, FLOAT16, GRADIENT, assert_close, assert_loss, tree_error
 from flax import nnx
@@ -171,12 +172,16 @@ FP16 = {"enabled": True, "initial_scale_power": 18, "hysteresis": 1, "loss_scale
 
 @pytest.mark.parametrize(
     ("model", "loss_fn", "config"),
-    [
-        (Net(rate=0.5), mean_square, {"zero_optimization": {"stage": 1}, "gradient_clipping": 0.05}),
-        (Net(has_norm=True), mean_square, {"fp16": FP16}),
-        (Net(rate=0.5), masked_square, {"gradient_clipping": 0.05}),
-        (Balanced(), mean_square, {"bf16": {"enabled": True}}),
-    ],
+    slow_after(
+        2,
+        [
+            (Net(rate=0.5), mean_square, {"zero_optimization": {"stage": 1}, "gradient_clipping": 0.05}),
+            (Net(has_norm=True), mean_square, {"fp16": FP16}),
+            (Net(rate=0.5), masked_square, {"gradient_clipping": 0.05}),
+            (Balanced(), mean_square, {"bf16": {"enabled": True}}),
+        ],
+        unpack=True,
+    ),
     ids=["dropout-zero-clipping", "statistics-overflow", "weights", "losses-of-layers"],
 )
 def test_whole_batches(model: nn.Module, loss_fn: Loss, config: dict[str, Any]) -> None:

@@ -1,8 +1,10 @@
 import re
 
+import pytest
 from _run_example import run_example
 
 
+@pytest.mark.slow
 def test_it_learns_and_lists_every_parameter_once() -> None:
     printed = run_example("linen_and_nnx.py")
     losses = [float(loss) for loss in re.findall(r"^step \d+: loss (\S+)", printed, re.MULTILINE)]

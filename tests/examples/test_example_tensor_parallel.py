@@ -1,8 +1,10 @@
 import re
 
+import pytest
 from _run_example import run_example
 
 
+@pytest.mark.slow
 def test_it_learns_and_one_device_agrees() -> None:
     printed = run_example("tensor_parallel.py")
     assert "on 2 stages x 2 replicas x 2 places of the model axis" in printed

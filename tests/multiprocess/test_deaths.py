@@ -99,6 +99,7 @@ def kill_in_a_step(folder: Path, victim: int, step: int, delay_s: float) -> tupl
         return ends(process, running)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_process_killed_in_a_step(victim: int, tmp_path: Path, reference: dict[int, str]) -> None:
     code, output = kill_in_a_step(tmp_path, victim, 3, 0.02)
@@ -106,6 +107,7 @@ def test_a_process_killed_in_a_step(victim: int, tmp_path: Path, reference: dict
     resume(tmp_path, reference)
 
 
+@pytest.mark.slow
 def test_a_process_killed_in_a_save(tmp_path: Path, reference: dict[int, str]) -> None:
     with launched(tmp_path) as process:
         wait_for(lambda: 3 in losses(tmp_path))
@@ -117,6 +119,7 @@ def test_a_process_killed_in_a_save(tmp_path: Path, reference: dict[int, str]) -
     resume(tmp_path, reference)
 
 
+@pytest.mark.slow
 def test_the_launcher_restarts_by_itself(tmp_path: Path, reference: dict[int, str]) -> None:
     with launched(tmp_path, "--max-restarts", 1, kill_at=4 * 4 + 2) as process:
         output, _ = process.communicate(timeout=120)
@@ -124,6 +127,7 @@ def test_the_launcher_restarts_by_itself(tmp_path: Path, reference: dict[int, st
     assert losses(tmp_path) == reference
 
 
+@pytest.mark.slow
 def test_a_stopped_process_is_found(tmp_path: Path) -> None:
     with launched(tmp_path, "--stall-timeout", 4) as process:
         wait_for(lambda: 2 in losses(tmp_path))

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from _covering import slow_after
 from _job import Job, free_port, run_job
 from _layouts import Layout, shared_engine, train
 from _tolerances import ROUNDING, assert_loss
@@ -20,7 +21,7 @@ JOBS = {
 }
 
 
-@pytest.mark.parametrize("name", sorted(JOBS))
+@pytest.mark.parametrize("name", slow_after(1, sorted(JOBS)))
 def test_the_same_losses_and_equal_replicas(name: str, tmp_path: Path) -> None:
     processes, devices, layout = JOBS[name]
     results = run_job(tmp_path, processes, devices, layout, [["train", 0, 5], ["evaluate"], ["rows"], ["params"]])
@@ -39,6 +40,7 @@ def test_the_same_losses_and_equal_replicas(name: str, tmp_path: Path) -> None:
     assert_loss(results[0][1], [*losses.tolist(), float(outputs.astype(float).sum())], tolerance=10 * ROUNDING)
 
 
+@pytest.mark.slow
 def test_checkpoints_of_any_number_of_processes(tmp_path: Path) -> None:
     """Written by four processes, opened by two and by one, and back; each goes on alike."""
     four: dict[str, Any] = {"stages": 4, "data": 1}
@@ -59,6 +61,7 @@ def test_checkpoints_of_any_number_of_processes(tmp_path: Path) -> None:
     assert set(jaxpipe.checkpoint.committed_tags(tmp_path / "first")) == {"global_step3"}
 
 
+@pytest.mark.slow
 def test_data_go_on_where_they_stood_with_fewer_processes(tmp_path: Path) -> None:
     path = str(tmp_path / "kept")
     layout: dict[str, Any] = {"stages": 1, "data": 2}
@@ -93,6 +96,7 @@ def test_one_process_s_mistake_is_every_process_s_error(tmp_path: Path) -> None:
     assert not (tmp_path / "tags").exists()
 
 
+@pytest.mark.slow
 def test_saving_beside_training(tmp_path: Path) -> None:
     path, layout = str(tmp_path / "kept"), {"stages": 2, "data": 1}
     results = run_job(tmp_path / "a", 2, 1, layout, [["save_often", path], ["train", 6, 8]])
@@ -102,6 +106,7 @@ def test_saving_beside_training(tmp_path: Path) -> None:
     assert [opened[0][0][2], opened[0][1]] == [6, results[0][1]]
 
 
+@pytest.mark.slow
 def test_all_save_and_end_when_one_is_asked_to(tmp_path: Path) -> None:
     results = run_job(tmp_path, 2, 1, {"stages": 2, "data": 1}, [["preempted", str(tmp_path / "kept")]])
     assert results == [[[143, 2]], [[143, 2]]]

@@ -56,6 +56,7 @@ def hosts(tmp_path: Path) -> Iterator[Path]:
             shutil.rmtree(folder, ignore_errors=True)
 
 
+@pytest.mark.slow
 def test_training_over_two_hosts(hosts: Path, tmp_path: Path) -> None:
     stand_in = tmp_path / "ssh"
     cases = " ".join(f"{address}) space={name};;" for address, name in HOSTS.items())

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from _covering import slow_after
 from _models import DIM, ROWS, VOCAB, Embed, bend, cross_entropy, split_loss, split_weighted_loss, weighted_loss
 from _oracle import SCHEDULES
 from _tolerances import BFLOAT16, FLOAT16, GRADIENT, assert_loss, tree_error
@@ -164,7 +165,7 @@ def unpipelined(case: Case, module: PipelineModule, params: Any, batch: Any) -> 
     return loss, jax.device_get(jax.tree.map(lambda g: g / case.scale, grads))
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", slow_after(6, CASES), ids=str)
 def test_each_layer_sees_the_cotangent_of_the_whole_batchs_loss(case: Case) -> None:
     module, batch = build(case)
     scaler = (LossScaler(SCALE) if case.dtype == "float16" else LossScaler.none()) if case.checks else None

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from _covering import Chosen, first_values_then_pairs
+from _covering import Chosen, first_values_then_pairs, slow_after
 from _models import MODELS
 from _oracle import Case, block_of, make_batch, sequential_model, whole_reference
 from _tolerances import assert_close, assert_loss
@@ -82,18 +82,21 @@ def check(case: Case) -> None:
 
 @pytest.mark.parametrize(
     "case",
-    [
-        Case(stages=1, data=8, optimizer=ADAM, settings=ZERO),
-        Case(stages=2, data=4, cut="trunk", optimizer=ADAM, settings=ZERO),
-        Case(stages=4, data=2, cut="front", schedule="gpipe", optimizer=SGD, settings=ZERO),
-        Case(model="tied", stages=4, data=2, optimizer=ADAM, settings=ZERO),
-        Case(model="tied_many", stages=4, data=2, cut="uniform", optimizer=SGD, settings=ZERO),
-        Case(model="mixed", stages=2, data=2, optimizer=MASKED, settings=ZERO),
-        Case(model="shapes", stages=2, data=2, optimizer=LABELLED, settings=ZERO),
-        Case(stages=2, data=4, cut="trunk", optimizer=LAMB, settings=ZERO),
-        Case(model="tied", stages=2, data=4, cut="front", optimizer=LAMB, settings=ZERO),
-        Case(stages=2, data=2, optimizer=ADAFACTOR, settings=ZERO),
-    ],
+    slow_after(
+        3,
+        [
+            Case(stages=1, data=8, optimizer=ADAM, settings=ZERO),
+            Case(stages=2, data=4, cut="trunk", optimizer=ADAM, settings=ZERO),
+            Case(stages=4, data=2, cut="front", schedule="gpipe", optimizer=SGD, settings=ZERO),
+            Case(model="tied", stages=4, data=2, optimizer=ADAM, settings=ZERO),
+            Case(model="tied_many", stages=4, data=2, cut="uniform", optimizer=SGD, settings=ZERO),
+            Case(model="mixed", stages=2, data=2, optimizer=MASKED, settings=ZERO),
+            Case(model="shapes", stages=2, data=2, optimizer=LABELLED, settings=ZERO),
+            Case(stages=2, data=4, cut="trunk", optimizer=LAMB, settings=ZERO),
+            Case(model="tied", stages=2, data=4, cut="front", optimizer=LAMB, settings=ZERO),
+            Case(stages=2, data=2, optimizer=ADAFACTOR, settings=ZERO),
+        ],
+    ),
     ids=str,
 )
 def test_zero(case: Case) -> None:
@@ -102,14 +105,17 @@ def test_zero(case: Case) -> None:
 
 @pytest.mark.parametrize(
     "case",
-    [
-        Case(stages=1, data=2, optimizer=ADAM, settings={"gradient_clipping": 0.3}),
-        Case(stages=4, data=2, optimizer=SGD, settings={"gradient_clipping": 0.3}),
-        Case(model="tied_many", stages=4, cut="uniform", optimizer=SGD, settings={"gradient_clipping": 0.3}),
-        Case(model="tied", stages=4, data=2, optimizer=ADAM, settings={"gradient_clipping": 0.3, **ZERO}),
-        Case(model="tied", stages=2, data=2, optimizer=LAMB, settings={"gradient_clipping": 0.3, **ZERO}),
-        Case(model="tied", stages=2, data=2, optimizer=SGD, settings={"gradient_clipping": 1e6}),
-    ],
+    slow_after(
+        3,
+        [
+            Case(stages=1, data=2, optimizer=ADAM, settings={"gradient_clipping": 0.3}),
+            Case(stages=4, data=2, optimizer=SGD, settings={"gradient_clipping": 0.3}),
+            Case(model="tied_many", stages=4, cut="uniform", optimizer=SGD, settings={"gradient_clipping": 0.3}),
+            Case(model="tied", stages=4, data=2, optimizer=ADAM, settings={"gradient_clipping": 0.3, **ZERO}),
+            Case(model="tied", stages=2, data=2, optimizer=LAMB, settings={"gradient_clipping": 0.3, **ZERO}),
+            Case(model="tied", stages=2, data=2, optimizer=SGD, settings={"gradient_clipping": 1e6}),
+        ],
+    ),
     ids=str,
 )
 def test_clipping_by_the_norm_of_the_whole_model(case: Case) -> None:
@@ -118,15 +124,18 @@ def test_clipping_by_the_norm_of_the_whole_model(case: Case) -> None:
 
 @pytest.mark.parametrize(
     "case",
-    [
-        Case(model="norm", stages=1, data=2, optimizer=SGD),
-        Case(model="norm", stages=4, data=2, cut="trunk", optimizer=SGD),
-        Case(model="norm", stages=4, cut="front", schedule="train", interval=2, optimizer=SGD),
-        Case(model="reports", stages=4, data=2, optimizer=SGD, settings={"gradient_clipping": 0.3}),
-        Case(model="norm_reports", stages=2, data=2, cut="back", optimizer=SGD, settings=ZERO),
-        Case(model="norm_reports", stages=4, data=2, cut="trunk", interval=1, optimizer=SGD),
-        Case(model="weighted", stages=4, data=2, schedule="gpipe", optimizer=SGD),
-    ],
+    slow_after(
+        2,
+        [
+            Case(model="norm", stages=1, data=2, optimizer=SGD),
+            Case(model="norm", stages=4, data=2, cut="trunk", optimizer=SGD),
+            Case(model="norm", stages=4, cut="front", schedule="train", interval=2, optimizer=SGD),
+            Case(model="reports", stages=4, data=2, optimizer=SGD, settings={"gradient_clipping": 0.3}),
+            Case(model="norm_reports", stages=2, data=2, cut="back", optimizer=SGD, settings=ZERO),
+            Case(model="norm_reports", stages=4, data=2, cut="trunk", interval=1, optimizer=SGD),
+            Case(model="weighted", stages=4, data=2, schedule="gpipe", optimizer=SGD),
+        ],
+    ),
     ids=str,
 )
 def test_collections_reports_and_weighted_losses(case: Case) -> None:
@@ -135,12 +144,15 @@ def test_collections_reports_and_weighted_losses(case: Case) -> None:
 
 @pytest.mark.parametrize(
     "case",
-    [
-        Case(model="norm_reports", stages=2, data=2, cut="front", optimizer=SGD, settings=ZERO),
-        Case(model="norm", stages=4, data=2, cut="trunk", optimizer=SGD),
-        Case(model="weighted", stages=1, data=2, optimizer=SGD),
-        Case(model="side", stages=4, schedule="gpipe", optimizer=SGD),
-    ],
+    slow_after(
+        1,
+        [
+            Case(model="norm_reports", stages=2, data=2, cut="front", optimizer=SGD, settings=ZERO),
+            Case(model="norm", stages=4, data=2, cut="trunk", optimizer=SGD),
+            Case(model="weighted", stages=1, data=2, optimizer=SGD),
+            Case(model="side", stages=4, schedule="gpipe", optimizer=SGD),
+        ],
+    ),
     ids=str,
 )
 def test_evaluation_and_prediction_after_training(case: Case) -> None:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 import pytest
-from _covering import Chosen, covering, first_values_then_pairs
+from _covering import Chosen, covering, first_values_then_pairs, slow_after
 from _models import BLOCKS, MODELS
 from _oracle import SCHEDULES, Case, block_of, cached_reference, sequential
 from _tolerances import assert_close, assert_loss
@@ -73,7 +73,7 @@ def test_every_pair_of_factors(case: Case) -> None:
     check(case)
 
 
-@pytest.mark.parametrize("schedule", [name for name in SCHEDULES if name not in LAYOUTS["schedule"]])
+@pytest.mark.parametrize("schedule", slow_after(3, [name for name in SCHEDULES if name not in LAYOUTS["schedule"]]))
 @pytest.mark.parametrize("stages", [1, 4])
 def test_every_other_schedule(schedule: str, stages: int) -> None:
     check(Case(stages=stages, microbatches=8, schedule=schedule, model="tuple"))

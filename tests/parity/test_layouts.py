@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from _covering import slow_after
 from _models import MODELS
 from _oracle import Case, block_of, evaluation, sequential
 from _tolerances import LOSS, ROUNDING, assert_loss
@@ -33,15 +34,18 @@ def baseline(model: str) -> tuple[float, ...]:
 
 @pytest.mark.parametrize(
     "case",
-    [
-        Case(model="dropout", stages=2, data=2, optimizer=SGD),
-        Case(model="dropout", stages=4, data=2, cut="trunk", optimizer=SGD),
-        Case(model="dropout", stages=4, data=2, schedule="gpipe", cut="front", optimizer=SGD),
-        Case(model="dropout", stages=2, data=2, schedule="train", interval=1, optimizer=SGD),
-        Case(model="dropout", stages=4, data=2, interval=2, scan_trunk=True, cut="trunk", optimizer=SGD),
-        Case(model="noise", stages=2, data=2, schedule="split", skip_idle=False, optimizer=SGD),
-        Case(model="noise", stages=4, data=2, interval=1, optimizer=SGD),
-    ],
+    slow_after(
+        2,
+        [
+            Case(model="dropout", stages=2, data=2, optimizer=SGD),
+            Case(model="dropout", stages=4, data=2, cut="trunk", optimizer=SGD),
+            Case(model="dropout", stages=4, data=2, schedule="gpipe", cut="front", optimizer=SGD),
+            Case(model="dropout", stages=2, data=2, schedule="train", interval=1, optimizer=SGD),
+            Case(model="dropout", stages=4, data=2, interval=2, scan_trunk=True, cut="trunk", optimizer=SGD),
+            Case(model="noise", stages=2, data=2, schedule="split", skip_idle=False, optimizer=SGD),
+            Case(model="noise", stages=4, data=2, interval=1, optimizer=SGD),
+        ],
+    ),
     ids=str,
 )
 def test_the_same_losses(case: Case) -> None:
@@ -49,7 +53,7 @@ def test_the_same_losses(case: Case) -> None:
     assert len(set(baseline(case.model))) == 5
 
 
-@pytest.mark.parametrize("model", ["dropout", "noise"])
+@pytest.mark.parametrize("model", slow_after(1, ["dropout", "noise"]))
 def test_apply_with_the_microbatch_key_repeats_the_dropout(model: str) -> None:
     case = Case(model=model, stages=2, data=2, optimizer=optax.set_to_zero())
     pipeline, batch = case.pipeline(), case.batch()
@@ -74,7 +78,12 @@ def test_microbatches_replicas_and_steps_draw_differently() -> None:
 
 
 @pytest.mark.parametrize(
-    ("stages", "cut"), [(1, "uniform"), (2, "front"), (2, "parameters"), (4, "back"), (4, "uniform"), (8, "parameters")]
+    ("stages", "cut"),
+    slow_after(
+        2,
+        [(1, "uniform"), (2, "front"), (2, "parameters"), (4, "back"), (4, "uniform"), (8, "parameters")],
+        unpack=True,
+    ),
 )
 @pytest.mark.parametrize("model", ["linen", "tied_many", "noise"])
 def test_initial_weights_are_those_of_the_module(model: str, cut: str, stages: int) -> None:

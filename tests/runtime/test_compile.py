@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from _covering import slow_after
 from _models import MODELS, Block, Embed, Head, cross_entropy
 from _oracle import Case, make_batch
 
@@ -33,12 +34,15 @@ def compiled() -> Iterator[list[str]]:
 
 @pytest.mark.parametrize(
     "case",
-    [
-        Case(stages=1, optimizer=SGD),
-        Case(stages=2, data=2, cut="trunk", optimizer=SGD),
-        Case(stages=4, model="tied", optimizer=SGD),
-        Case(stages=2, model="side", optimizer=SGD),
-    ],
+    slow_after(
+        2,
+        [
+            Case(stages=1, optimizer=SGD),
+            Case(stages=2, data=2, cut="trunk", optimizer=SGD),
+            Case(stages=4, model="tied", optimizer=SGD),
+            Case(stages=2, model="side", optimizer=SGD),
+        ],
+    ),
     ids=str,
 )
 @pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])
@@ -102,7 +106,7 @@ def hlo_size(case: Case) -> int:
     return sum(" = " in line for line in text.splitlines())
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "train", "interleaved", "zero-bubble", "split"])
+@pytest.mark.parametrize("schedule", slow_after(2, ["1f1b", "gpipe", "train", "interleaved", "zero-bubble", "split"]))
 def test_the_program_does_not_grow_with_microbatches(schedule: str) -> None:
     few, many = (hlo_size(Case(stages=4, microbatches=m, schedule=schedule)) for m in (16, 64))
     assert many <= 1.05 * few

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from _covering import slow_after
 from _oracle import Case, cached_reference, sequential
 from _tolerances import assert_close
 
@@ -52,7 +53,7 @@ COUPLING = {
 }
 
 
-@pytest.mark.parametrize("name", LEAFWISE)
+@pytest.mark.parametrize("name", slow_after(4, [*LEAFWISE]))
 def test_leafwise_optimisers_do_what_they_do_unpipelined(name: str) -> None:
     optimizer = LEAFWISE[name]
     case = Case(stages=4, cut="trunk", optimizer=optimizer)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from _covering import slow_after
 from _oracle import SCHEDULES, Case
 from _tolerances import MEMORY, STATE_BYTES
 
@@ -60,7 +61,7 @@ def temporary_bytes(pipeline: Pipeline) -> int:
     return compiled.memory_analysis().temp_size_in_bytes
 
 
-@pytest.mark.parametrize("schedule", BOUNDED)
+@pytest.mark.parametrize("schedule", slow_after(2, BOUNDED))
 def test_temporary_bytes_do_not_grow_with_microbatches(schedule: str) -> None:
     """From where the steady part is long enough to have a loop of its own."""
     few, many = (temporary_bytes(wide_pipeline(factor * STAGES, schedule)) for factor in (4, 16))
