@@ -129,11 +129,20 @@ def test_a_schedule_is_chosen_for_training_whatever_comes_first(monkeypatch: pyt
     [
         (
             lambda x, y: (x.astype(np.int32), y),
-            r"inputs.*those before, float32\[2, \d+, 4\], but got inputs=int32\[2, 3",
+            r"inputs must have the dtype.* had float32\[2, \d+, 4\], but got int32\[2, 3, 4\]\. Only shapes may change",
         ),
-        (lambda x, y: (x, y.astype(np.int8)), r"labels.*those before, float32.*but got labels=int8\[2, 3, 1\]\. Only"),
-        (lambda x, y: ({"x": x}, y), r"inputs.*but got inputs=\{x: float32\[2, 3, 4\]\}\. Only shapes may change"),
-        (lambda x, y: (x, y, {"mask": x}), r"side.*before, \{\}, but got side=\{mask: float32.*convert them, or map"),
+        (
+            lambda x, y: (x, y.astype(np.int8)),
+            r"labels must .* had float32.*but got int8\[2, 3, 1\]\. .*: convert it, or map",
+        ),
+        (
+            lambda x, y: ({"x": x}, y),
+            r"inputs must have the same structure.* got inputs\['x'\] in place of inputs in this",
+        ),
+        (
+            lambda x, y: (x, y, {"mask": x}),
+            r"side must .* an additional side\['mask'\] in this batch\. Give it the structure",
+        ),
     ],
 )
 def test_structure_and_dtypes_stay(engine: PipelineEngine, spoil: Any, match: str) -> None:
