@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background processes ignore it
 jax.config.update("jax_num_cpu_devices", 2)
 
 import flax.linen as nn  # noqa: E402
