@@ -51,7 +51,7 @@ from ._store import hash_rows, start_writing
 from ._struct import dump_struct
 
 _REPORT_TIMEOUT_S = 600
-_CLEANING_S, _QUIET_POLLS, _QUIET_PAUSE_S = 10.0, 25, 0.01
+_CLEANING_S, _QUIET_POLLS, _QUIET_PAUSE_S = 10.0, 50, 0.01
 """How long to remove data of a save that failed, and how often, one after another, they must be found gone."""
 
 

@@ -6,6 +6,8 @@ import os
 import resource
 import shutil
 import subprocess
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +19,7 @@ import pytest
 from _one_run import Run, assert_holds, entry, make_run
 
 from jaxpipe import RepeatingLoader
-from jaxpipe.checkpoint import committed_tags
+from jaxpipe.checkpoint import _writer, committed_tags
 from jaxpipe.errors import CheckpointError
 
 # Where one array cannot be written, Orbax leaves the writing of the others alone, which then end in a closed loop.
@@ -121,6 +123,37 @@ def test_a_disk_that_is_full_at_any_moment(run: Run, disk: Path) -> None:
     assert tags == ["one", "two"]
     assert (disk / "latest").read_text() in ("one", "two")  # there may be room for all but this
     assert list(disk.rglob("*.partial")) == []
+
+
+def test_writers_that_end_later_than_the_save_that_failed(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They make folders again that have just been removed."""
+    monkeypatch.setattr(_writer, "_QUIET_POLLS", 300)  # a machine may be slow
+    run.engine.save_checkpoint(tmp_path, "one")
+    late: list[Path] = []
+
+    def write() -> None:
+        while not (found := list(tmp_path.glob("two/data-*"))):
+            time.sleep(0.001)
+        while found[0].exists():
+            time.sleep(0.001)
+        time.sleep(0.2)
+        late.append(found[0] / "arrays.orbax-checkpoint-tmp" / "state")
+        late[0].mkdir(parents=True)
+        (late[0] / "zarr.json").write_text("{}")
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    with limited_files(PAGE), pytest.raises(CheckpointError, match="/two could not be written: "):
+        run.engine.save_checkpoint(tmp_path, "two")
+    thread.join()
+    assert left_over(tmp_path) == []
+    late[0].mkdir(parents=True)  # later still
+    (late[0] / "zarr.json").write_text("{}")
+    run.engine.save_checkpoint(tmp_path, "one")
+    assert left_over(tmp_path) == []
+    assert not (tmp_path / "two").exists()
 
 
 def saving_failure(run: Run, path: Path) -> str:
