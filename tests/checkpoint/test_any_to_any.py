@@ -73,7 +73,9 @@ def test_other_models_and_optimizers(source: Layout, target: Layout, root: Path)
     assert_same(all_leaves(engine), leaves)
 
 
-@pytest.mark.parametrize("layout", [LAYOUTS[0], LAYOUTS[5], LAYOUTS[9], OTHERS[0][0], OTHERS[1][0]], ids=str)
+@pytest.mark.parametrize(
+    "layout", slow_after(1, [LAYOUTS[0], LAYOUTS[5], LAYOUTS[9], OTHERS[0][0], OTHERS[1][0]]), ids=str
+)
 def test_parameters_without_an_engine(layout: Layout, root: Path) -> None:
     """They are what the engine gives out, which is made by other means, and run on one device."""
     path, _, _ = saved(layout, root)

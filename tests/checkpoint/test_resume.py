@@ -27,6 +27,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", slow_after(1, LAYOUTS), ids=str)
 def test_equal_to_the_bit(layout: Layout, root: Path) -> None:
     folder = root / str(layout)

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from _covering import slow_after
 from _models import MODELS, VOCAB
 from _oracle import evaluation, make_batch, reference, sequential
 from _tolerances import assert_close, assert_loss
@@ -46,7 +47,7 @@ def shared() -> PipelineEngine:
     return engine
 
 
-@pytest.mark.parametrize("name", ["linen", "side", "tied"])
+@pytest.mark.parametrize("name", slow_after(1, ["linen", "side", "tied"]))
 def test_training_and_evaluating(name: str) -> None:
     engine = build(name)
     batch = make_batch(MODELS[name], MICROBATCHES, 2)

@@ -2,6 +2,7 @@ import random
 import re
 from pathlib import Path
 
+import pytest
 from _run_example import run_example
 
 _SMALL = ("--microbatches", "2", "--microbatch-size", "2", "--dim", "16", "--context", "16", "--blocks", "2")
@@ -34,6 +35,7 @@ def test_it_prints_the_plan_the_losses_and_a_sample(tmp_path: Path) -> None:
     assert "goals: missed: loss" in printed
 
 
+@pytest.mark.slow
 def test_tied_gpipe_with_recompute_on_the_manual_and_the_exit_status() -> None:
     settings = ("--stages", "2", "--replicas", "1", "--schedule", "gpipe", "--recompute", "1", "--tied", "--steps", "3")
     printed = run_example("train_gpt.py", *_SMALL, *settings, "--check", status=1)

@@ -114,6 +114,7 @@ def test_mpirun_starts_one_launcher_a_node(hosts: Path, capfd: pytest.CaptureFix
         ]
 
 
+@pytest.mark.slow
 def test_a_job_over_two_nodes_that_fails_once(
     hosts: Path, here: Path, stand_in: str, capfd: pytest.CaptureFixture[str]
 ) -> None:

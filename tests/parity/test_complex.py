@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from _covering import slow_after
 from _oracle import SCHEDULES
 from _tolerances import GRADIENT, assert_close, assert_loss
 
@@ -109,7 +110,7 @@ def check(pipeline: Pipeline, model: str) -> None:
 
 
 @pytest.mark.parametrize("interval", [0, 1])
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zero-bubble"])
+@pytest.mark.parametrize("schedule", slow_after(2, ["1f1b", "interleaved", "zero-bubble"]))
 def test_complex_activations_between_stages(schedule: str, interval: int) -> None:
     check(pipeline_of(module_of("complex", activation_checkpoint_interval=interval), schedule), "complex")
 

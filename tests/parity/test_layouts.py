@@ -109,18 +109,21 @@ def test_seeded_layers_do_not_depend_on_the_key(seed_fn: Callable[[int], jax.Arr
 
 @pytest.mark.parametrize(
     "case",
-    [
-        Case(stages=1, microbatches=2),
-        Case(stages=8, microbatches=2, cut="trunk"),
-        Case(stages=4, data=2, microbatches=5, skip_idle=False),
-        Case(model="dropout", stages=2, data=2),
-        Case(model="tied", stages=4, cut="front"),
-        Case(model="tuple", stages=4, data=2, scan_trunk=True),
-        Case(model="shapes", stages=4, data=2),
-        Case(model="side", stages=2, data=2),
-        Case(model="noise", stages=4, interval=1),
-        Case(model="no_loss", stages=2),
-    ],
+    slow_after(
+        3,
+        [
+            Case(stages=1, microbatches=2),
+            Case(stages=8, microbatches=2, cut="trunk"),
+            Case(stages=4, data=2, microbatches=5, skip_idle=False),
+            Case(model="dropout", stages=2, data=2),
+            Case(model="tied", stages=4, cut="front"),
+            Case(model="tuple", stages=4, data=2, scan_trunk=True),
+            Case(model="shapes", stages=4, data=2),
+            Case(model="side", stages=2, data=2),
+            Case(model="noise", stages=4, interval=1),
+            Case(model="no_loss", stages=2),
+        ],
+    ),
     ids=str,
 )
 def test_evaluation_is_the_sequential_loss(case: Case) -> None:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from _covering import slow_after
 from _parallel import DIM, HIDDEN, make_batch, make_module, make_pipeline, reference, sequential, sharded
 from _tolerances import GRADIENT, assert_close, assert_loss
 
@@ -36,7 +37,7 @@ def sequential_steps(name: str, data: int) -> tuple[Any, list[Any], list[float]]
 
 @pytest.mark.parametrize(
     ("name", "stages", "model", "data"),
-    [("linen", 1, 2, 1), ("nnx", 2, 2, 1), ("dropout", 2, 2, 2), ("linen", 2, 4, 1)],
+    slow_after(1, [("linen", 1, 2, 1), ("nnx", 2, 2, 1), ("dropout", 2, 2, 2), ("linen", 2, 4, 1)], unpack=True),
 )
 def test_every_gradient_and_three_clipped_steps(name: str, stages: int, model: int, data: int) -> None:
     pipeline = make_pipeline(name, stages, model, data, ADAM, gradient_clipping=LIMIT)

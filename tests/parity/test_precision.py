@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from _covering import slow_after
 from _models import MODELS
 from _oracle import Case, sequential_model, whole_reference
 from _tolerances import BFLOAT16, FLOAT16, assert_loss, tree_error
@@ -48,7 +49,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("kind", [Mixed, Half])
+@pytest.mark.parametrize("kind", slow_after(4, [Mixed, Half]))
 @pytest.mark.parametrize("model", CASES)
 def test_gradients_are_those_of_float32_to_the_dtypes_rounding(model: str, kind: type[Mixed]) -> None:
     settings = {"loss_scaler": STATIC} if kind is Half else {}

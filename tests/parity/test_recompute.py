@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import pytest
+from _covering import slow_after
 from _models import MODELS
 from _oracle import Case, cached_reference
 from _tolerances import assert_close, assert_loss
@@ -38,13 +39,15 @@ def check(case: Case) -> Any:
     return pipeline
 
 
-@pytest.mark.parametrize("kind", [WithFunction, WithDeepSpeedFunction])
+@pytest.mark.parametrize("kind", slow_after(1, [WithFunction, WithDeepSpeedFunction]))
 @pytest.mark.parametrize("scan_trunk", [False, True])
 def test_a_function_of_the_users(kind: type[Case], scan_trunk: bool) -> None:
     check(kind(model="dropout", stages=2, data=2, interval=2, cut="trunk", scan_trunk=scan_trunk))
 
 
-@pytest.mark.parametrize(("stages", "interval", "cut"), [(1, 0, "parameters"), (4, 0, "trunk"), (2, 2, "front")])
+@pytest.mark.parametrize(
+    ("stages", "interval", "cut"), slow_after(1, [(1, 0, "parameters"), (4, 0, "trunk"), (2, 2, "front")], unpack=True)
+)
 def test_marked_layers(stages: int, interval: int, cut: str) -> None:
     pipeline = check(Case(model="marked", stages=stages, interval=interval, cut=cut))
     assert MODELS["marked"].is_random
@@ -52,19 +55,22 @@ def test_marked_layers(stages: int, interval: int, cut: str) -> None:
         assert [len(c.trunk) for c in pipeline.cuts] == [2, 2, 2, 2]
 
 
-@pytest.mark.parametrize(("schedule", "interval"), [("zero-bubble", 0), ("interleaved", 3)])
+@pytest.mark.parametrize(("schedule", "interval"), slow_after(1, [("zero-bubble", 0), ("interleaved", 3)], unpack=True))
 def test_marked_layers_in_other_schedules(schedule: str, interval: int) -> None:
     check(Case(model="marked", stages=2, interval=interval, schedule=schedule))
 
 
 @pytest.mark.parametrize(
     "case",
-    [
-        Case(model="dropout", stages=4, data=2, interval=1, cut="trunk"),
-        Case(model="dropout", stages=2, interval=2, cut="front", skip_idle=False),
-        Case(model="side", stages=2, interval=1, schedule="gpipe", scan_trunk=True, cut="trunk"),
-        Case(stages=4, interval=1, schedule="split"),
-    ],
+    slow_after(
+        1,
+        [
+            Case(model="dropout", stages=4, data=2, interval=1, cut="trunk"),
+            Case(model="dropout", stages=2, interval=2, cut="front", skip_idle=False),
+            Case(model="side", stages=2, interval=1, schedule="gpipe", scan_trunk=True, cut="trunk"),
+            Case(stages=4, interval=1, schedule="split"),
+        ],
+    ),
     ids=str,
 )
 def test_kept_inputs_in_host_memory(case: Case) -> None:

@@ -3,6 +3,7 @@
 import jax
 import numpy as np
 import pytest
+from _covering import slow_after
 from _oracle import Case, cached_reference
 from _tolerances import assert_close, assert_loss
 from jax.sharding import PartitionSpec as P
@@ -16,7 +17,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", slow_after(1, CASES), ids=str)
 def test_gradients_evaluation_and_outputs_are_the_same(case: Case) -> None:
     pipeline, whole = (
         case.pipeline(),

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from _covering import slow_after
 from _layouts import Layout, all_leaves, assert_same, saved, shared_engine, train
 from _models import ALL_MODELS, ROWS
 from _oracle import Case, cached_reference, make_batch, reference, sequential
@@ -18,14 +19,17 @@ ADAM = optax.adamw(1e-2, weight_decay=0.1)
 
 @pytest.mark.parametrize(
     "case",
-    [
-        Case(model="split", stages=2, data=2, skip_idle=True),
-        Case(model="split", stages=2, data=2, schedule="interleaved", interval=1, skip_idle=False),
-        Case(model="split_tied", stages=8, schedule="gpipe", skip_idle=False),
-        Case(model="split_tied", stages=4, schedule="zero-bubble", skip_idle=True),
-        Case(model="split_first", stages=2, schedule="zero-bubble", cut="uniform", skip_idle=False),
-        Case(model="split_last", stages=4, schedule="1f1b-v", cut="uniform", skip_idle=True),
-    ],
+    slow_after(
+        2,
+        [
+            Case(model="split", stages=2, data=2, skip_idle=True),
+            Case(model="split", stages=2, data=2, schedule="interleaved", interval=1, skip_idle=False),
+            Case(model="split_tied", stages=8, schedule="gpipe", skip_idle=False),
+            Case(model="split_tied", stages=4, schedule="zero-bubble", skip_idle=True),
+            Case(model="split_first", stages=2, schedule="zero-bubble", cut="uniform", skip_idle=False),
+            Case(model="split_last", stages=4, schedule="1f1b-v", cut="uniform", skip_idle=True),
+        ],
+    ),
     ids=str,
 )
 def test_loss_and_every_gradient(case: Case) -> None:
@@ -42,10 +46,15 @@ def test_loss_and_every_gradient(case: Case) -> None:
 
 @pytest.mark.parametrize(
     "case",
-    [
-        Case(model="split_tied", stages=4, optimizer=ADAM, settings={"gradient_clipping": LIMIT}),
-        Case(model="split", stages=2, data=2, optimizer=ADAM, settings={"gradient_clipping": LIMIT, "zero_stage": 1}),
-    ],
+    slow_after(
+        1,
+        [
+            Case(model="split_tied", stages=4, optimizer=ADAM, settings={"gradient_clipping": LIMIT}),
+            Case(
+                model="split", stages=2, data=2, optimizer=ADAM, settings={"gradient_clipping": LIMIT, "zero_stage": 1}
+            ),
+        ],
+    ),
     ids=["tied", "zero"],
 )
 def test_clipped_adamw(case: Case) -> None:

@@ -70,6 +70,7 @@ def _sleepers(*names: str, loss_fn: Any = _mse, method: str = "profile") -> Pipe
 MESH = make_pipeline_mesh(PipeDataParallelTopology(2, 1), jax.devices()[:2])
 
 
+@pytest.mark.slow
 def test_sleeping_layers_are_timed_and_cut_at_the_optimum(caplog: pytest.LogCaptureFixture) -> None:
     module = _sleepers("s", "q", "b", "q", "f", "q")
     trace = module.trace(X)
