@@ -78,7 +78,8 @@ class TrainConfig(Section):
         train_batch_size: Samples per optimizer step, over all replicas.
         train_micro_batch_size_per_gpu: Samples per microbatch on one replica.
         gradient_accumulation_steps: Microbatches per step.
-        steps_per_print: Steps from one line of the log to the next; None prints none.
+        steps_per_print: Steps from one line with loss, rate and speed to the next; None, unlike DeepSpeed's 10, prints
+            none, since each waits for its step.
         pipeline: The section `pipeline`.
         gradient_clipping: Largest global norm of the gradients over all stages; 0 does not clip. Where the key is
             absent nothing is clipped, whereas DeepSpeed 0.19 silently clips at 1.0.
