@@ -65,6 +65,7 @@ OTHERS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("source", "target"), slow_after(1, OTHERS, unpack=True), ids=str)
 def test_other_models_and_optimizers(source: Layout, target: Layout, root: Path) -> None:
     path, leaves, _ = saved(source, root)

@@ -16,6 +16,7 @@ from typing import Any
 
 import flax.linen as nn
 import pytest
+from _covering import slow_after
 from _one_run import FP16, Averaging, Run, assert_holds, entry, make_engine, make_run
 
 from jaxpipe import LayerSpec, RepeatingLoader
@@ -138,7 +139,7 @@ def damaged(content: bytes, damage: str) -> bytes | None:
     return flip(content, {"first": 0, "inside": len(content) // 3, "last": len(content) - 1}[damage])
 
 
-@pytest.mark.parametrize("damage", ["missing", "empty", "half", "first", "inside", "last"])
+@pytest.mark.parametrize("damage", slow_after(2, ["missing", "empty", "half", "first", "inside", "last"]))
 def test_each_file_damaged_in_turn(kept: Kept, then: Path, damage: str) -> None:
     refused: set[Path] = set()
     for file in files_of(then):

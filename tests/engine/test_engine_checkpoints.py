@@ -39,6 +39,7 @@ def dense(*widths: int, **kwargs: Any) -> PipelineModule:
     return module(*(LayerSpec(nn.Dense, width) for width in widths), data=2, **kwargs)
 
 
+@pytest.mark.slow
 def test_the_two_moments_differ_in_every_part(run: Run) -> None:
     changed = differing(run.early.leaves, run.late.leaves)
     assert any(key.startswith(run.kind.schedule) for key in changed) == (run.kind.schedule != NOTHING)

@@ -1,8 +1,10 @@
 import re
 
+import pytest
 from _run_example import run_example
 
 
+@pytest.mark.slow
 def test_the_schedule_is_proved_and_trains_as_1f1b_does() -> None:
     printed = run_example("custom_schedule.py")
     assert "stage 0  F0  F1  F2  F3  .   .   .   .   B3  B2  B1  B0\n" in printed

@@ -142,6 +142,7 @@ def test_collections_reports_and_weighted_losses(case: Case) -> None:
     check(case)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     slow_after(

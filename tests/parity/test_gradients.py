@@ -84,6 +84,7 @@ def test_all_blocks_of_an_equal_cut_are_trunk() -> None:
     assert [len(cut.trunk) for cut in pipeline.cuts] == [BLOCKS // 4] * 4
 
 
+@pytest.mark.slow
 def test_averaging_microbatch_gradients_is_the_gradient_of_the_mean() -> None:
     case = Case(microbatches=2, data=2, model="dropout")
     module, batch = case.module(), case.batch()

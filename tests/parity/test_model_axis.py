@@ -141,6 +141,7 @@ def test_collections_and_reported_losses() -> None:
     assert_close(pipeline.collections_tree(collections), jax.device_get(kept))
 
 
+@pytest.mark.slow
 def test_kept_inputs_in_shares_over_the_axis() -> None:
     module = make_module("dropout", 2, 2, 1, activation_checkpoint_interval=1)
     batch = make_batch()

@@ -98,7 +98,7 @@ def run(case: Case, steps: int) -> tuple[Any, list[dict[str, Any]], list[Any]]:
 
 
 @pytest.mark.parametrize("zero_stage", [0, 1])
-@pytest.mark.parametrize(("stages", "data", "model"), [(1, 2, "linen"), (4, 2, "tied")])
+@pytest.mark.parametrize(("stages", "data", "model"), slow_after(1, [(1, 2, "linen"), (4, 2, "tied")], unpack=True))
 def test_an_overflow_anywhere_holds_everything(stages: int, data: int, model: str, zero_stage: int) -> None:
     scaler = LossScaler(initial_scale=2.0**24, dynamic=True, window=3, hysteresis=1)
     settings = {"loss_scaler": scaler, "zero_stage": zero_stage, "gradient_clipping": 1.0}
@@ -130,6 +130,7 @@ def test_a_static_scale_changes_nothing_but_rounding() -> None:
         assert_loss(one["grad_norm"], other["grad_norm"], tolerance=FLOAT16)
 
 
+@pytest.mark.slow
 def test_every_layout_gives_the_same_losses() -> None:
     cases = [
         Mixed(model="dropout", stages=1, data=2, optimizer=SGD),

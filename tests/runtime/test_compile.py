@@ -106,6 +106,7 @@ def hlo_size(case: Case) -> int:
     return sum(" = " in line for line in text.splitlines())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", slow_after(2, ["1f1b", "gpipe", "train", "interleaved", "zero-bubble", "split"]))
 def test_the_program_does_not_grow_with_microbatches(schedule: str) -> None:
     few, many = (hlo_size(Case(stages=4, microbatches=m, schedule=schedule)) for m in (16, 64))

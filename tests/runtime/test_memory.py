@@ -68,6 +68,7 @@ def test_temporary_bytes_do_not_grow_with_microbatches(schedule: str) -> None:
     assert abs(many / few - 1) <= MEMORY
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("skip_idle", "interval"), [(False, 0), (True, 1), (False, 1)])
 def test_neither_with_masked_cells_nor_with_recompute(skip_idle: bool, interval: int) -> None:
     kwargs = {"skip_idle": skip_idle, "interval": interval}

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from _covering import slow_after
 from _models import Widen
 from _oracle import SCHEDULES
 
@@ -32,7 +33,7 @@ def batch(data: int) -> tuple[Any, Any, Any]:
 
 
 @pytest.mark.parametrize("skip_idle", [True, False])
-@pytest.mark.parametrize(("stages", "data"), [(1, 2), (2, 2), (4, 1)])
+@pytest.mark.parametrize(("stages", "data"), slow_after(1, [(1, 2), (2, 2), (4, 1)], unpack=True))
 def test_one_nan_makes_the_loss_nan(stages: int, data: int, skip_idle: bool) -> None:
     pipeline = build(stages, data, skip_idle=skip_idle)
     for part in (0, 1):

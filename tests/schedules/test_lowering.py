@@ -166,6 +166,7 @@ def test_unsound_schedules_are_not_lowered(listed: Callable[..., list[Any]]) -> 
         lower_schedule(schedules)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [OneFOneBSchedule, TrainSchedule])
 def test_planning_a_large_pipeline(kind: type[PipeSchedule]) -> None:
     program = lower_schedule(kind, 1024, 64)
