@@ -117,9 +117,10 @@ def _take(save_dir: Path, owner: _Owner) -> None:
                 folder.rmdir()
     finally:
         _remove(mine)  # it is there only after a failure
-    for left in [path for path in save_dir.iterdir() if _TEMPORARY.fullmatch(path.name) and not path.is_symlink()]:
-        if all(_is_gone(file, owner, folder / owner.name) for file in _files(left) or [left]):
-            _remove(left)
+    with contextlib.suppress(OSError):  # the lock is taken, whatever becomes of what killed processes left
+        for left in [path for path in save_dir.iterdir() if _TEMPORARY.fullmatch(path.name) and not path.is_symlink()]:
+            if all(_is_gone(file, owner, folder / owner.name) for file in _files(left) or [left]):
+                _remove(left)
 
 
 def _renamed(mine: Path, folder: Path, owner: _Owner) -> bool:
@@ -159,7 +160,7 @@ def _wait_until_gone(save_dir: Path, file: Path, own: _Owner, clock: Path) -> No
     """Return when an owner is gone; raise as soon as it is known to be there."""
     first, other = _changed(file), _owner_of(file)
     while not _is_gone(file, own, clock):
-        if _is_alive(other, own) or _changed(file) != first:
+        if _is_alive(other, own) or _changed(file) not in (first, None):
             raise _held(save_dir, other, own)
         time.sleep(_POLL_S)
 
@@ -175,7 +176,7 @@ def _is_gone(file: Path, own: _Owner, clock: Path) -> bool:
 
 def _changed(file: Path) -> float | None:
     try:
-        number = os.open(file, os.O_RDONLY)  # opened, as network file systems answer from memory otherwise
+        number = os.open(file, os.O_RDONLY | os.O_NONBLOCK)  # network file systems answer from memory otherwise
     except FileNotFoundError:
         return None
     try:
@@ -206,7 +207,7 @@ def _is_alive(other: _Owner, own: _Owner) -> bool:
 def _start_of(pid: str) -> str:
     """When a process of this place began; empty where the system does not tell, `ended` of one that has."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
         return ""
     return "ended" if fields[0] in "ZX" else fields[19]

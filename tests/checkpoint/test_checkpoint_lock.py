@@ -192,6 +192,42 @@ def test_what_killed_processes_left_of_locks_is_removed(run: Run, tmp_path: Path
     assert all((tmp_path / name / "notes.txt").exists() for name in (".lock-mine", ".lock-89abcdef"))
 
 
+def test_an_owner_that_ends_while_it_is_watched_is_not_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its file is gone between two looks at it."""
+    file = held_by(tmp_path, place="0" * 8)
+    true = _lock._is_gone
+
+    def is_gone(*args: Any) -> bool:
+        gone = true(*args)
+        file.unlink(missing_ok=True)
+        return gone
+
+    monkeypatch.setattr(_lock, "_is_gone", is_gone)
+    DirectoryLock(tmp_path).release()
+
+
+def test_a_pipe_in_the_place_of_an_owner_is_not_waited_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody writes into it: opening it would never return."""
+    monkeypatch.setattr(_lock, "_SILENT_S", 0.5)
+    (tmp_path / ".lock").mkdir()
+    os.mkfifo(tmp_path / ".lock" / "pipe")
+    DirectoryLock(tmp_path).release()
+    assert not (tmp_path / ".lock").exists()
+
+
+def test_leftovers_that_cannot_be_read_do_not_stop_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / ".lock-0123abcd").mkdir()
+    true = _lock._files
+
+    def files(folder: Path) -> list[Path]:
+        if folder.name == ".lock-0123abcd":
+            raise PermissionError(13, "Permission denied", str(folder))
+        return true(folder)
+
+    monkeypatch.setattr(_lock, "_files", files)
+    DirectoryLock(tmp_path).release()
+
+
 LOSSES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "report": (lambda path: next(path.glob("*/data-*/report-0.json")).unlink(), "was removed by somebody else while"),
     "data": (
