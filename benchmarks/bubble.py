@@ -117,7 +117,7 @@ def make_step(case: Case, sleeps: Sleeps) -> Callable[[], float]:
     import optax
 
     import jaxpipe
-    from jaxpipe.runtime import PipelineSettings
+    from jaxpipe.executor import PipelineSettings
     from jaxpipe.topology import make_pipeline_mesh
 
     layer = make_layer(sleeps, case.cells_s)

@@ -32,7 +32,8 @@ import optax
 import jaxpipe
 from benchmarks._gpt import Embed, Head, cross_entropy, tokens
 from benchmarks._table import print_head, print_row
-from jaxpipe.runtime import Pipeline, PipelineSettings, mesh_for
+from jaxpipe.executor import PipelineSettings
+from jaxpipe.pipeline import Pipeline, mesh_for
 from jaxpipe.schedules import StageCosts, choose_schedule
 
 PEAK_TFLOPS = {"H200": 989, "H100": 989, "GH200": 989, "B200": 2250, "A100": 312, "L40S": 362, "L4": 121, "V100": 125}

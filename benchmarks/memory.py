@@ -22,7 +22,7 @@ import optax  # noqa: E402
 import jaxpipe  # noqa: E402
 from benchmarks._gpt import gpt, tokens  # noqa: E402
 from benchmarks._table import print_head, print_row  # noqa: E402
-from jaxpipe.runtime import PipelineSettings  # noqa: E402
+from jaxpipe.executor import PipelineSettings  # noqa: E402
 from jaxpipe.topology import make_pipeline_mesh  # noqa: E402
 
 SCHEDULES = (

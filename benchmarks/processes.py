@@ -38,7 +38,7 @@ def member() -> None:
     """One process of a job: measures, and prints in process 0."""
     import jaxpipe
     from benchmarks._gpt import gpt, tokens
-    from jaxpipe.processes import gather_numbers
+    from jaxpipe.distributed import gather_numbers
 
     jaxpipe.init_distributed()
     sizes = {"train_micro_batch_size_per_gpu": MICROBATCH, "gradient_accumulation_steps": MICROBATCHES}

@@ -19,8 +19,8 @@ import optax  # noqa: E402
 
 import jaxpipe  # noqa: E402
 from benchmarks._gpt import gpt, tokens  # noqa: E402
+from jaxpipe.executor import PipelineSettings  # noqa: E402
 from jaxpipe.optim import LossScaler  # noqa: E402
-from jaxpipe.runtime import PipelineSettings  # noqa: E402
 from jaxpipe.topology import make_pipeline_mesh  # noqa: E402
 
 STAGES, DIM, BLOCKS, TIME, MICROBATCH, MICROBATCHES = 2, 256, 8, 128, 4, 8

@@ -12,7 +12,7 @@ from _models import ALL_MODELS, LENGTH, VOCAB
 
 import jaxpipe
 from jaxpipe import PipeDataParallelTopology, PipelineEngine, PipelineModule, ProcessTopology
-from jaxpipe.runtime import read_leaf, state_arrays
+from jaxpipe.state import read_leaf, state_arrays
 
 BATCH = 8
 

@@ -18,7 +18,7 @@ from _schedules import (
 )
 
 from jaxpipe import PipeDataParallelTopology, Pipeline, PipelineModule, PipeSchedule, microbatch_key
-from jaxpipe.runtime import PipelineSettings
+from jaxpipe.executor import PipelineSettings
 from jaxpipe.schedules import resolve_schedule
 from jaxpipe.topology import make_pipeline_mesh
 

@@ -12,7 +12,7 @@ from _models import cross_entropy, tokens
 from flax import nnx
 
 from jaxpipe import LayerSpec, Pipeline, PipelineModule, PipeModelDataParallelTopology, TiedLayerSpec, microbatch_key
-from jaxpipe.runtime import PipelineSettings
+from jaxpipe.executor import PipelineSettings
 from jaxpipe.topology import make_pipeline_mesh
 
 VOCAB, DIM, HIDDEN, LENGTH, MICROBATCH, MICROBATCHES, REPLICAS = 12, 8, 16, 3, 2, 2, 2

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpipe.layers import format_struct, join_path
-from jaxpipe.runtime import Pipeline, TrainState, place_everywhere
+from jaxpipe.pipeline import Pipeline
+from jaxpipe.state import TrainState, place_everywhere
 
 from ._index import StoredLayer
 

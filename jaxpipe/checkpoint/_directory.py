@@ -25,8 +25,8 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from jaxpipe.distributed import log
 from jaxpipe.errors import CheckpointError
-from jaxpipe.processes import log
 
 from ._json import parse_json, shown
 from ._lock import LOCK

@@ -12,7 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jaxpipe.errors import CheckpointError
-from jaxpipe.runtime import Leaf, Span
+from jaxpipe.state import Leaf, Span
 
 from ._directory import read_file
 from ._json import check_json, decode_state, parse_json, shown

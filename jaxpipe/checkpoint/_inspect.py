@@ -14,7 +14,7 @@ from pathlib import Path
 import jax.numpy as jnp
 
 from jaxpipe.errors import CheckpointError
-from jaxpipe.runtime import Leaf
+from jaxpipe.state import Leaf
 
 from ._directory import committed_tags
 from ._index import Index, StoredLayer

@@ -10,10 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpipe._typing import PyTree
+from jaxpipe.distributed import together
 from jaxpipe.errors import CheckpointError
 from jaxpipe.layers import split_path, unflatten_dict
-from jaxpipe.processes import together
-from jaxpipe.runtime import HostRows, Leaf, Pipeline, TrainState, read_leaf, state_arrays, with_arrays, write_leaf
+from jaxpipe.pipeline import Pipeline
+from jaxpipe.state import HostRows, Leaf, TrainState, read_leaf, state_arrays, with_arrays, write_leaf
 
 from ._compare import Comparison, compare
 from ._describe import load_scalars

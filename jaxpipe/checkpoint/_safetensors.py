@@ -21,7 +21,7 @@ from safetensors import safe_open
 
 from jaxpipe.errors import CheckpointError
 from jaxpipe.layers import split_path, unflatten_dict
-from jaxpipe.runtime import Leaf
+from jaxpipe.state import Leaf
 
 from ._directory import read_file, replace_file
 from ._json import parse_json

@@ -20,9 +20,10 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 
+from jaxpipe.distributed import gather_texts, log, together
 from jaxpipe.errors import CheckpointError
-from jaxpipe.processes import gather_texts, log, together
-from jaxpipe.runtime import Leaf, Pipeline, TrainState, state_arrays
+from jaxpipe.pipeline import Pipeline
+from jaxpipe.state import Leaf, TrainState, state_arrays
 from jaxpipe.topology import mesh_shape
 
 from ._describe import describe_layers, dump_scalars, library_versions, scalar_arrays

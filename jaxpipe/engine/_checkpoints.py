@@ -24,10 +24,10 @@ from jaxpipe.checkpoint import (
     reread,
 )
 from jaxpipe.config import TrainConfig
+from jaxpipe.distributed import Heartbeat, gather_numbers, gather_texts, log, together
 from jaxpipe.errors import CheckpointError
-from jaxpipe.launch import Heartbeat
-from jaxpipe.processes import gather_numbers, gather_texts, log, together
-from jaxpipe.runtime import Pipeline, TrainState
+from jaxpipe.pipeline import Pipeline
+from jaxpipe.state import TrainState
 
 from ._hold import hold_signals
 from ._preemption import PreemptionWatch

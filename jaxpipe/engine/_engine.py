@@ -9,13 +9,15 @@ import optax
 from jax.sharding import Mesh
 
 from jaxpipe._typing import PyTree
-from jaxpipe.checkpointing import settings_for
 from jaxpipe.config import TrainConfig
 from jaxpipe.data import RepeatingLoader, process_shard
+from jaxpipe.distributed import Heartbeat
 from jaxpipe.errors import DataError, PipelineError
-from jaxpipe.launch import Heartbeat
+from jaxpipe.executor import model_topology
 from jaxpipe.layers import PipelineModule
-from jaxpipe.runtime import ChosenOptimizer, Hyperparams, Pipeline, TrainState, model_topology, own, pipeline_settings
+from jaxpipe.pipeline import ChosenOptimizer, Hyperparams, Pipeline, pipeline_settings
+from jaxpipe.recompute import settings_for
+from jaxpipe.state import TrainState, own
 from jaxpipe.topology import PipelineParallelGrid, mesh_shape, rank_devices
 
 from ._checkpoints import Checkpoints

@@ -12,11 +12,10 @@ from jax.sharding import Mesh
 from jaxpipe._typing import PyTree
 from jaxpipe.config import Collector, config_from_args
 from jaxpipe.data import BatchLoader, RepeatingLoader, process_shard
+from jaxpipe.distributed import handshake, init_distributed, log, names_other_processes
 from jaxpipe.errors import ConfigError
-from jaxpipe.launch import init_distributed, names_other_processes
 from jaxpipe.layers import PipelineModule
-from jaxpipe.processes import handshake, log
-from jaxpipe.runtime import ConfigLike, prepare, read_params
+from jaxpipe.pipeline import ConfigLike, prepare, read_params
 
 from ._compile import Reporter, print_line
 from ._engine import PipelineEngine

@@ -8,9 +8,9 @@ import jax
 import numpy as np
 
 from jaxpipe.data import Shard
+from jaxpipe.distributed import gather_numbers, gather_texts, raise_together
 from jaxpipe.errors import DataError
 from jaxpipe.layers import format_struct, struct_of
-from jaxpipe.processes import gather_numbers, gather_texts, raise_together
 
 from ._source import Batch
 

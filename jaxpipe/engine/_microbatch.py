@@ -12,7 +12,8 @@ import numpy as np
 
 from jaxpipe._typing import PyTree
 from jaxpipe.errors import PipelineError
-from jaxpipe.runtime import Pipeline, TrainState
+from jaxpipe.pipeline import Pipeline
+from jaxpipe.state import TrainState
 
 from ._source import Batch
 

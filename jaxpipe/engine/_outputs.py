@@ -13,7 +13,7 @@ from jaxpipe._typing import PyTree
 from jaxpipe.data import host_array, split_entry
 from jaxpipe.errors import DataError, LayerError
 from jaxpipe.layers import format_struct
-from jaxpipe.runtime import Pipeline
+from jaxpipe.pipeline import Pipeline
 
 from ._source import Batch
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from jaxpipe.errors import PipelineError
 from jaxpipe.optim import LossScaler
-from jaxpipe.runtime import TrainState
+from jaxpipe.state import TrainState
 
 
 class OverflowWatch:

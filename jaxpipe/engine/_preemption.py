@@ -5,8 +5,8 @@ import threading
 from collections.abc import Sequence
 from types import FrameType
 
+from jaxpipe.distributed import gather_numbers
 from jaxpipe.errors import CheckpointError
-from jaxpipe.processes import gather_numbers
 
 
 class PreemptionWatch:

@@ -12,13 +12,14 @@ import optax
 from jax.sharding import Mesh
 
 from jaxpipe._typing import Path, PyTree
-from jaxpipe.checkpointing import RecomputeSettings, check_settings, use_settings
 from jaxpipe.data import structures_differ
+from jaxpipe.distributed import log
 from jaxpipe.errors import DataError
+from jaxpipe.executor import PipelineSettings
 from jaxpipe.layers import PipelineModule, flatten_dict, format_struct, struct_of
 from jaxpipe.partition import profile_source
-from jaxpipe.processes import log
-from jaxpipe.runtime import Pipeline, PipelineSettings, entry_struct
+from jaxpipe.pipeline import Pipeline, entry_struct
+from jaxpipe.recompute import RecomputeSettings, check_settings, use_settings
 from jaxpipe.topology import mesh_shape
 
 from ._hold import hold_signals

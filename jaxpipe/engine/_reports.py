@@ -16,7 +16,8 @@ import optax
 from jaxpipe.config import TrainConfig
 from jaxpipe.errors import PipelineError
 from jaxpipe.optim import LossScaler, next_hyperparams
-from jaxpipe.runtime import ChosenOptimizer, Hyperparams, TrainState
+from jaxpipe.pipeline import ChosenOptimizer, Hyperparams
+from jaxpipe.state import TrainState
 
 from ._hold import hold_signals
 from ._source import Batch

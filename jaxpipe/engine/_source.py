@@ -10,8 +10,8 @@ from typing import Any
 
 from jaxpipe._typing import PyTree
 from jaxpipe.data import MicrobatchStack
+from jaxpipe.distributed import log
 from jaxpipe.errors import DataError, PipelineError
-from jaxpipe.processes import log
 
 Entry = Sequence[PyTree]
 Batch = tuple[PyTree, PyTree, PyTree]

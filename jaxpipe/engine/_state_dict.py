@@ -9,7 +9,8 @@ import numpy as np
 
 from jaxpipe._typing import PyTree
 from jaxpipe.layers import flatten_dict, unflatten_dict
-from jaxpipe.runtime import Pipeline, TrainState, read_params
+from jaxpipe.pipeline import Pipeline, read_params
+from jaxpipe.state import TrainState
 
 from ._turn import Turn, one_thread
 

@@ -18,7 +18,7 @@ from jaxpipe.config import TrainConfig
 from jaxpipe.data import stack_microbatches
 from jaxpipe.errors import ConfigError, DataError, PipelineError
 from jaxpipe.layers import LayerSpec, PipelineModule, TiedLayerSpec, flatten_dict
-from jaxpipe.runtime import ChosenOptimizer, check_params
+from jaxpipe.pipeline import ChosenOptimizer, check_params
 
 from ._engine import PipelineEngine
 from ._hold import hold_signals

@@ -5,11 +5,11 @@ import shlex
 import sys
 from collections.abc import Sequence
 
+from jaxpipe.distributed import DEFAULT_PORT
 from jaxpipe.errors import LaunchError
 
 from ._attempts import run_attempts
 from ._cluster import ClusterJob
-from ._environment import DEFAULT_PORT
 from ._group import Limits
 from ._hostfile import choose_nodes, read_hostfile
 from ._kubernetes import jobset_manifest, kubernetes_manifest

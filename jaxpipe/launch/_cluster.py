@@ -4,11 +4,10 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 
+from jaxpipe.distributed import DEFAULT_PORT, shown
 from jaxpipe.errors import LaunchError
 
-from ._environment import DEFAULT_PORT
 from ._layout import Layout, equal_nodes
-from ._numbers import shown
 from ._program import Program
 from ._shell import joined
 

@@ -6,10 +6,10 @@ import re
 import select
 from pathlib import Path
 
+from jaxpipe.distributed import shown, whole_number
 from jaxpipe.errors import LaunchError
 
 from ._layout import NODE_NAME, Node, read_nodes
-from ._numbers import shown, whole_number
 
 _LINE = re.compile(rf"({NODE_NAME.pattern})\s+slots=([0-9]+)")
 _MAX_SLOTS = 4096

@@ -4,9 +4,9 @@ import argparse
 import math
 from pathlib import Path
 
+from jaxpipe.distributed import shown, whole_number
 from jaxpipe.errors import LaunchError
 
-from ._numbers import shown, whole_number
 from ._remote import CONTROL_OPTION
 
 _MOST = 65536

@@ -12,9 +12,9 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import IO
 
+from jaxpipe.distributed import Tail
 from jaxpipe.errors import LaunchError
 
-from ._tail import Tail
 from ._target import Target, is_same
 
 # A carriage return ends a line too, as progress bars write them. One at the very end may be half of "\r\n".

@@ -4,10 +4,8 @@ import contextlib
 import random
 import socket
 
+from jaxpipe.distributed import DEFAULT_PORT, shown, whole_number
 from jaxpipe.errors import LaunchError
-
-from ._environment import DEFAULT_PORT
-from ._numbers import shown, whole_number
 
 _NUM_PORTS = 65536
 # Below what systems hand out by themselves, so that no connection takes the port before the coordinator does.

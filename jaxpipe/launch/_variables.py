@@ -5,9 +5,8 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 
+from jaxpipe.distributed import whole_number
 from jaxpipe.errors import LaunchError
-
-from ._numbers import whole_number
 
 COORDINATOR = "JAX_COORDINATOR_ADDRESS"
 COORDINATOR_BIND = "JAX_COORDINATOR_BIND_ADDRESS"

@@ -7,11 +7,9 @@ from ._build import NamedLayer as NamedLayer
 from ._module import PipelineModule as PipelineModule
 from ._nnx import AuxLoss as AuxLoss
 from ._nnx import Metric as Metric
-from ._numbering import value_numbers as value_numbers
 from ._precision import cast_floats as cast_floats
 from ._protocol import Layer as Layer
 from ._signature import layer_signatures as layer_signatures
-from ._signature import program_key as program_key
 from ._spec import LayerSpec as LayerSpec
 from ._spec import TiedLayerSpec as TiedLayerSpec
 from ._trace import ModelTrace as ModelTrace
@@ -48,12 +46,10 @@ __all__ = [
     "join_path",
     "layer_signatures",
     "merge_layers",
-    "program_key",
     "split_path",
     "struct_of",
     "unbox",
     "unflatten_dict",
-    "value_numbers",
     "vocab_cross_entropy",
     "with_axes",
 ]

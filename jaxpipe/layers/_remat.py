@@ -8,9 +8,10 @@ from typing import Any, TypeVar
 
 import jax
 
-from jaxpipe import checkpointing
+from jaxpipe import recompute
 from jaxpipe._typing import PyTree
 from jaxpipe.errors import LayerError
+from jaxpipe.jaxpr import without_complex
 
 from ._protocol import Applied, Layer, Rngs
 
@@ -43,8 +44,8 @@ class RematMark:
     def call(self, function: Call, inputs: PyTree) -> PyTree:
         """Call a function of a layer's inputs, recomputing it in the backward pass."""
         if self.policy is None:
-            return checkpointing.checkpoint(function, inputs)
-        return jax.checkpoint(function, policy=checkpointing.without_complex(self.policy))(inputs)
+            return recompute.checkpoint(function, inputs)
+        return jax.checkpoint(function, policy=without_complex(self.policy))(inputs)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, RematMark) and self.policy == other.policy

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from jaxpipe import checkpointing
+from jaxpipe import recompute
 from jaxpipe._typing import PyTree
 from jaxpipe.errors import JaxpipeError, LayerError
 
@@ -223,7 +223,7 @@ class SequentialModel:
             last=len(self.layers) - 1,
             compute_dtype=self.compute_dtype,
             interval=self.activation_checkpoint_interval,
-            remat=self.activation_checkpoint_func or checkpointing.checkpoint,
+            remat=self.activation_checkpoint_func or recompute.checkpoint,
             checkpointable=self.checkpointable_layers,
         )
 

@@ -9,8 +9,8 @@ from typing import Any, Self
 import flax.linen as nn
 from flax import nnx
 
+from jaxpipe.distributed import log as write_log
 from jaxpipe.errors import LayerError
-from jaxpipe.processes import log as write_log
 
 from ._remat import RematMark
 

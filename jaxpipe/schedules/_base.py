@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from typing import ClassVar, SupportsIndex
 
 from jaxpipe.errors import ScheduleError
-from jaxpipe.schedules._instructions import PipeInstruction
+
+from ._instructions import PipeInstruction
 
 
 class PipeSchedule(ABC):

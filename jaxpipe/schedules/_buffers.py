@@ -1,9 +1,10 @@
 """Which microbatch lives in which buffer of a stage."""
 
 from jaxpipe.errors import ScheduleError
-from jaxpipe.schedules._base import PipeSchedule
-from jaxpipe.schedules._events import FORWARD, IDLE, Spot, first_lacking
-from jaxpipe.schedules._instructions import BufferOpInstruction
+
+from ._base import PipeSchedule
+from ._events import FORWARD, IDLE, Spot, first_lacking
+from ._instructions import BufferOpInstruction
 
 
 class BufferBook:

@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jaxpipe.schedules._base import PipeSchedule
-from jaxpipe.schedules._events import StageCells, WalkError
-from jaxpipe.schedules._fault import schedule_fault
-from jaxpipe.schedules._stages import Placement, placement_of, stage_schedules
-from jaxpipe.schedules._walk import StageWalk
+from ._base import PipeSchedule
+from ._events import StageCells, WalkError
+from ._fault import schedule_fault
+from ._stages import Placement, placement_of, stage_schedules
+from ._walk import StageWalk
 
 
 @dataclass(frozen=True)

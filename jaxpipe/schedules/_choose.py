@@ -5,11 +5,12 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from jaxpipe.errors import ScheduleError
-from jaxpipe.schedules._choice import Candidate, Choice, StageCosts, gigabytes
-from jaxpipe.schedules._cost import makespan
-from jaxpipe.schedules._lowering import lower_schedule
-from jaxpipe.schedules._program import TickProgram, TickRun
-from jaxpipe.schedules._resolve import resolve_schedule
+
+from ._choice import Candidate, Choice, StageCosts, gigabytes
+from ._cost import makespan
+from ._lowering import lower_schedule
+from ._program import TickProgram, TickRun
+from ._resolve import resolve_schedule
 
 CLEAR_GAIN = 0.01
 """What a less simple schedule must gain, as a share of the step, to be preferred."""

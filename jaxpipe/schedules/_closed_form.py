@@ -1,13 +1,13 @@
 """The step times that the named schedules promise, as formulas."""
 
-from jaxpipe.schedules._base import PipeSchedule
-from jaxpipe.schedules._cost import makespan
-from jaxpipe.schedules._gpipe import GPipeSchedule
-from jaxpipe.schedules._lowering import lower_schedule
-from jaxpipe.schedules._one_f_one_b_v import OneFOneBVSchedule
-from jaxpipe.schedules._resolve import resolve_schedule
-from jaxpipe.schedules._ring import RingTimetable
-from jaxpipe.schedules._zero_bubble import ZeroBubbleSchedule
+from ._base import PipeSchedule
+from ._cost import makespan
+from ._gpipe import GPipeSchedule
+from ._lowering import lower_schedule
+from ._one_f_one_b_v import OneFOneBVSchedule
+from ._resolve import resolve_schedule
+from ._ring import RingTimetable
+from ._zero_bubble import ZeroBubbleSchedule
 
 
 def closed_form(

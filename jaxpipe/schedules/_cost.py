@@ -1,7 +1,8 @@
 """What a tick program costs by the clock, and how much of it is idle."""
 
 from jaxpipe.errors import ScheduleError
-from jaxpipe.schedules._program import TickProgram
+
+from ._program import TickProgram
 
 
 def makespan(

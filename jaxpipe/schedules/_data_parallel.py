@@ -2,15 +2,8 @@
 
 from collections.abc import Iterator
 
-from jaxpipe.schedules._base import PipeSchedule
-from jaxpipe.schedules._instructions import (
-    BackwardPass,
-    ForwardPass,
-    LoadMicroBatch,
-    OptimizerStep,
-    PipeInstruction,
-    ReduceGrads,
-)
+from ._base import PipeSchedule
+from ._instructions import BackwardPass, ForwardPass, LoadMicroBatch, OptimizerStep, PipeInstruction, ReduceGrads
 
 
 class DataParallelSchedule(PipeSchedule):

@@ -6,7 +6,8 @@ A **unit** is one microbatch on one chunk of a stage, numbered `chunk * num_micr
 from dataclasses import dataclass
 
 from jaxpipe.errors import ScheduleError
-from jaxpipe.schedules._instructions import PipeInstruction
+
+from ._instructions import PipeInstruction
 
 IDLE = -1
 

@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 
 from jaxpipe.errors import ScheduleError
-from jaxpipe.schedules._base import PipeSchedule
-from jaxpipe.schedules._grid import format_grid
-from jaxpipe.schedules._stages import listed_steps
+
+from ._base import PipeSchedule
+from ._grid import format_grid
+from ._stages import listed_steps
 
 
 def schedule_fault(

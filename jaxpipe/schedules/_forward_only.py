@@ -3,16 +3,10 @@
 import functools
 from collections.abc import Iterator
 
-from jaxpipe.schedules._base import PipeSchedule
-from jaxpipe.schedules._inference import InferenceSchedule
-from jaxpipe.schedules._instructions import (
-    ForwardPass,
-    LoadMicroBatch,
-    PipeInstruction,
-    RecvActivation,
-    SendActivation,
-)
-from jaxpipe.schedules._stages import listed_steps, stage_schedules
+from ._base import PipeSchedule
+from ._inference import InferenceSchedule
+from ._instructions import ForwardPass, LoadMicroBatch, PipeInstruction, RecvActivation, SendActivation
+from ._stages import listed_steps, stage_schedules
 
 _FORWARD = (ForwardPass, LoadMicroBatch, RecvActivation, SendActivation)
 

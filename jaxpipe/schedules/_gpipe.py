@@ -1,6 +1,6 @@
 """GPipe: all forwards, then all backwards."""
 
-from jaxpipe.schedules._timetable import Cell, TimetableSchedule
+from ._timetable import Cell, TimetableSchedule
 
 
 class GPipeSchedule(TimetableSchedule):

@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Iterable, Sequence
 
-from jaxpipe.schedules._base import PipeSchedule
-from jaxpipe.schedules._instructions import (
+from ._base import PipeSchedule
+from ._instructions import (
     BackwardInput,
     BackwardPass,
     BackwardWeight,
@@ -13,7 +13,7 @@ from jaxpipe.schedules._instructions import (
     PipeInstruction,
     RecvActivation,
 )
-from jaxpipe.schedules._stages import listed_steps, stage_schedules
+from ._stages import listed_steps, stage_schedules
 
 Label = tuple[int | None, int | None]
 """A chunk and a microbatch, where known."""

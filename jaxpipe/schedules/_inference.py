@@ -2,14 +2,8 @@
 
 from collections.abc import Iterator
 
-from jaxpipe.schedules._base import PipeSchedule
-from jaxpipe.schedules._instructions import (
-    ForwardPass,
-    LoadMicroBatch,
-    PipeInstruction,
-    RecvActivation,
-    SendActivation,
-)
+from ._base import PipeSchedule
+from ._instructions import ForwardPass, LoadMicroBatch, PipeInstruction, RecvActivation, SendActivation
 
 
 class InferenceSchedule(PipeSchedule):

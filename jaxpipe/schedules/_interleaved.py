@@ -2,7 +2,7 @@
 
 from typing import ClassVar
 
-from jaxpipe.schedules._ring import RingTimetable
+from ._ring import RingTimetable
 
 
 class InterleavedSchedule(RingTimetable):

@@ -2,11 +2,11 @@
 
 from collections.abc import Sequence
 
-from jaxpipe.schedules._base import PipeSchedule
-from jaxpipe.schedules._check import CheckedSchedule, checked_schedule
-from jaxpipe.schedules._program import Table, TickProgram
-from jaxpipe.schedules._runs import tick_runs
-from jaxpipe.schedules._slots import Slots, assign_slots
+from ._base import PipeSchedule
+from ._check import CheckedSchedule, checked_schedule
+from ._program import Table, TickProgram
+from ._runs import tick_runs
+from ._slots import Slots, assign_slots
 
 BUFFERS = ("act_in", "act_out", "act_local", "grad_in", "grad_out", "grad_local", "residual", "pending")
 DIRECT = ("act_in", "grad_in", "pending")

@@ -1,6 +1,6 @@
 """1F1B on combined ticks, the default training schedule."""
 
-from jaxpipe.schedules._ring import RingTimetable
+from ._ring import RingTimetable
 
 
 class OneFOneBSchedule(RingTimetable):

@@ -2,7 +2,7 @@
 
 from typing import ClassVar
 
-from jaxpipe.schedules._timetable import Cell, TimetableSchedule
+from ._timetable import Cell, TimetableSchedule
 
 
 class OneFOneBVSchedule(TimetableSchedule):

@@ -5,13 +5,14 @@ import functools
 import inspect
 
 from jaxpipe.errors import ScheduleError
-from jaxpipe.schedules._base import PipeSchedule
-from jaxpipe.schedules._gpipe import GPipeSchedule
-from jaxpipe.schedules._interleaved import InterleavedSchedule
-from jaxpipe.schedules._one_f_one_b import OneFOneBSchedule
-from jaxpipe.schedules._one_f_one_b_v import OneFOneBVSchedule
-from jaxpipe.schedules._train import TrainSchedule
-from jaxpipe.schedules._zero_bubble import ZeroBubbleSchedule
+
+from ._base import PipeSchedule
+from ._gpipe import GPipeSchedule
+from ._interleaved import InterleavedSchedule
+from ._one_f_one_b import OneFOneBSchedule
+from ._one_f_one_b_v import OneFOneBVSchedule
+from ._train import TrainSchedule
+from ._zero_bubble import ZeroBubbleSchedule
 
 
 def schedule_names() -> dict[str, type[PipeSchedule]]:

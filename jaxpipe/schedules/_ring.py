@@ -1,6 +1,6 @@
 """The timetable of combined ticks on the ring, for any number of chunks a stage."""
 
-from jaxpipe.schedules._timetable import Cell, TimetableSchedule
+from ._timetable import Cell, TimetableSchedule
 
 
 class RingTimetable(TimetableSchedule):

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 
-from jaxpipe.schedules._program import Table, TickRun
+from ._program import Table, TickRun
 
 MAX_RUNS = 8
 """The most runs a program has; each is compiled by itself."""

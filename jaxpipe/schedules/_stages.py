@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from itertools import islice
 
 from jaxpipe.errors import ScheduleError
-from jaxpipe.schedules._base import PipeSchedule
-from jaxpipe.schedules._instructions import PipeInstruction
-from jaxpipe.schedules._resolve import concrete_schedule
+
+from ._base import PipeSchedule
+from ._instructions import PipeInstruction
+from ._resolve import concrete_schedule
 
 Place = tuple[int, int]
 """A stage and a chunk of it."""

@@ -5,8 +5,8 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
-from jaxpipe.schedules._base import PipeSchedule
-from jaxpipe.schedules._instructions import (
+from ._base import PipeSchedule
+from ._instructions import (
     BackwardInput,
     BackwardPass,
     BackwardWeight,

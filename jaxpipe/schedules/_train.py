@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
-from jaxpipe.schedules._base import PipeSchedule
-from jaxpipe.schedules._instructions import (
+from ._base import PipeSchedule
+from ._instructions import (
     BackwardPass,
     ForwardPass,
     LoadMicroBatch,

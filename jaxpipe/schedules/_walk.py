@@ -3,9 +3,9 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from jaxpipe.schedules._base import PipeSchedule
-from jaxpipe.schedules._buffers import BufferBook
-from jaxpipe.schedules._events import (
+from ._base import PipeSchedule
+from ._buffers import BufferBook
+from ._events import (
     ARRIVED,
     FORWARD,
     GRAD_ARRIVED,
@@ -21,7 +21,7 @@ from jaxpipe.schedules._events import (
     WalkError,
     first_lacking,
 )
-from jaxpipe.schedules._instructions import (
+from ._instructions import (
     BackwardInput,
     BackwardPass,
     BackwardWeight,
@@ -37,7 +37,7 @@ from jaxpipe.schedules._instructions import (
     SendActivation,
     SendGrad,
 )
-from jaxpipe.schedules._stages import Placement, listed_steps
+from ._stages import Placement, listed_steps
 
 _OF_BACKWARD = (BackwardPass, BackwardInput, BackwardWeight, RecvGrad, SendGrad)
 

@@ -3,9 +3,9 @@
 import functools
 from typing import ClassVar
 
-from jaxpipe.schedules._fill import IDLE, fill_weights
-from jaxpipe.schedules._ring import RingTimetable
-from jaxpipe.schedules._timetable import NOTHING, Cell
+from ._fill import IDLE, fill_weights
+from ._ring import RingTimetable
+from ._timetable import NOTHING, Cell
 
 
 class ZeroBubbleSchedule(RingTimetable):

@@ -7,8 +7,8 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
+from jaxpipe.distributed import check_devices
 from jaxpipe.errors import TopologyError
-from jaxpipe.processes import check_devices
 
 from ._process import ProcessTopology
 from ._resolve import check_places, pipeline_dims

@@ -14,7 +14,7 @@ import jaxpipe
 from jaxpipe.checkpoint import inspect_checkpoint, load_params, load_safetensors
 from jaxpipe.checkpoint.__main__ import main
 from jaxpipe.layers import flatten_dict
-from jaxpipe.runtime import state_arrays
+from jaxpipe.state import state_arrays
 
 PACKED = "params/packed/float16"
 

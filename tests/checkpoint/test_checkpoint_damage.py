@@ -20,13 +20,7 @@ from _covering import slow_after
 from _one_run import FP16, Averaging, Run, assert_holds, entry, make_engine, make_run
 
 from jaxpipe import LayerSpec, RepeatingLoader
-from jaxpipe.checkpoint import (
-    export_safetensors,
-    inspect_checkpoint,
-    load_collections,
-    load_params,
-    verify_checkpoint,
-)
+from jaxpipe.checkpoint import export_safetensors, inspect_checkpoint, load_collections, load_params, verify_checkpoint
 from jaxpipe.data import BatchLoader
 from jaxpipe.errors import CheckpointError, DataError
 from jaxpipe.layers import flatten_dict

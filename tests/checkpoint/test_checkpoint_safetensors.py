@@ -18,7 +18,7 @@ from safetensors.numpy import save_file
 from jaxpipe.checkpoint import export_safetensors, load_collections, load_params, load_safetensors
 from jaxpipe.errors import CheckpointError
 from jaxpipe.layers import flatten_dict
-from jaxpipe.runtime import state_arrays
+from jaxpipe.state import state_arrays
 
 LIMIT = 3000
 NAMES = {

@@ -9,7 +9,7 @@ from _saved import change_index, copied, files_with, flip, saved, trained
 
 from jaxpipe.checkpoint import verify_checkpoint
 from jaxpipe.errors import CheckpointError
-from jaxpipe.runtime import state_arrays
+from jaxpipe.state import state_arrays
 
 KERNEL, MOMENTS = "params/stacked/tied/io/kernel", "opt_state/own/packed/float32"
 

@@ -21,7 +21,7 @@ import jaxpipe
 from jaxpipe import PipelineEngine
 from jaxpipe.engine._hold import PRESSES, hold_signals
 from jaxpipe.errors import PipelineError
-from jaxpipe.runtime import HostRows
+from jaxpipe.state import HostRows
 
 HERE = Path(__file__).parent
 Moment = Callable[[pytest.MonkeyPatch, PipelineEngine, int], None]

@@ -115,7 +115,7 @@ def test_a_schedule_is_chosen_for_training_whatever_comes_first(monkeypatch: pyt
         planned.append(args[4])
         return None, dataclasses.replace(args[5], schedule="gpipe")
 
-    monkeypatch.setattr("jaxpipe.runtime._plan.choose_settings", choose)
+    monkeypatch.setattr("jaxpipe.planner._plan.choose_settings", choose)
     engine = build(config={"pipeline": {"schedule": "auto"}, "gradient_accumulation_steps": 3})
     engine.predict(entry(0, 3)[0])
     assert engine.pipeline.num_microbatches == 1

@@ -136,8 +136,8 @@ def test_the_configuration_reaches_the_pipeline() -> None:
             "scan_trunk": True,
         },
     }
-    settings = jaxpipe.runtime.pipeline_settings(jaxpipe.config.load_config(config))
-    assert settings == jaxpipe.runtime.PipelineSettings(
+    settings = jaxpipe.pipeline.pipeline_settings(jaxpipe.config.load_config(config))
+    assert settings == jaxpipe.executor.PipelineSettings(
         schedule="gpipe",
         skip_idle=False,
         scan_trunk=True,
@@ -150,7 +150,7 @@ def test_the_configuration_reaches_the_pipeline() -> None:
     model = engine.module
     assert (model.seed_layers, model.activation_checkpoint_interval, model.partition_method) == (True, 1, "uniform")
     assert model.compute_dtype == jax.numpy.bfloat16
-    default = jaxpipe.runtime.pipeline_settings(TrainConfig(**CONFIG))
-    assert default == jaxpipe.runtime.PipelineSettings()
+    default = jaxpipe.pipeline.pipeline_settings(TrainConfig(**CONFIG))
+    assert default == jaxpipe.executor.PipelineSettings()
     fp16 = TrainConfig(**CONFIG, fp16=jaxpipe.config.FP16Section(enabled=True, loss_scale=8.0))
-    assert jaxpipe.runtime.pipeline_settings(fp16).loss_scaler == jaxpipe.optim.LossScaler(8.0)
+    assert jaxpipe.pipeline.pipeline_settings(fp16).loss_scaler == jaxpipe.optim.LossScaler(8.0)

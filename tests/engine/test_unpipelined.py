@@ -19,7 +19,7 @@ from jaxpipe import LayerSpec, PipeDataParallelTopology, PipelineEngine
 from jaxpipe.config import load_config
 from jaxpipe.engine._unpipelined import UnpipelinedEngine, as_one_stage
 from jaxpipe.errors import ConfigError, DataError, LayerError, PipelineError
-from jaxpipe.runtime import choose_optimizer, configure_model
+from jaxpipe.pipeline import choose_optimizer, configure_model
 from jaxpipe.topology import make_pipeline_mesh
 
 SIZE, FEATURES, STEPS = 2, 3, 3

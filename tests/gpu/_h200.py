@@ -11,7 +11,7 @@ from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh
 
 from jaxpipe import Pipeline, PipelineModule
-from jaxpipe.runtime import PipelineSettings
+from jaxpipe.executor import PipelineSettings
 
 TARGET = Path(__file__).with_name("h200_target.txtpb")
 

@@ -11,7 +11,7 @@ from jax.sharding import AxisType, Mesh
 
 from jaxpipe import LayerSpec, PipelineModule
 from jaxpipe.errors import PartitionError
-from jaxpipe.runtime._profile import cut_module
+from jaxpipe.planner._profile import cut_module
 
 PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 pytestmark = [

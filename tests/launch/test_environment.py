@@ -11,9 +11,9 @@ import pytest
 from _launching import ROOT
 
 import jaxpipe
+from jaxpipe.distributed._devices import count_gpus
+from jaxpipe.distributed._environment import find_job
 from jaxpipe.errors import LaunchError
-from jaxpipe.launch._devices import count_gpus
-from jaxpipe.launch._environment import find_job
 
 JAX = {"JAX_COORDINATOR_ADDRESS": "10.0.0.1:1234", "JAX_NUM_PROCESSES": "4", "JAX_PROCESS_ID": "3"}
 TORCH = {"MASTER_ADDR": "node0", "MASTER_PORT": "4321", "WORLD_SIZE": "8", "RANK": "5"}

@@ -11,7 +11,8 @@ from flax import nnx
 from jax.extend.core import ClosedJaxpr
 
 from jaxpipe.errors import LayerError
-from jaxpipe.layers import LayerSpec, PipelineModule, TiedLayerSpec, layer_signatures, program_key, value_numbers
+from jaxpipe.jaxpr import program_key, value_numbers
+from jaxpipe.layers import LayerSpec, PipelineModule, TiedLayerSpec, layer_signatures
 from jaxpipe.layers._signature import repeated_layers
 
 X = np.ones((2, 3), np.float32)

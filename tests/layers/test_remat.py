@@ -12,10 +12,10 @@ from flax import nnx
 
 import jaxpipe
 from jaxpipe import LayerSpec, PipelineModule, TiedLayerSpec
-from jaxpipe.checkpointing import RecomputeSettings
 from jaxpipe.errors import LayerError
 from jaxpipe.layers import layer_signatures
 from jaxpipe.layers._remat import chain
+from jaxpipe.recompute import RecomputeSettings
 
 DIM = 4
 POLICIES = jax.checkpoint_policies

@@ -18,7 +18,7 @@ from _layouts import Layout  # noqa: E402
 
 import jaxpipe  # noqa: E402
 from jaxpipe.data import BatchLoader  # noqa: E402
-from jaxpipe.runtime import state_arrays  # noqa: E402
+from jaxpipe.state import state_arrays  # noqa: E402
 
 
 class Actions:

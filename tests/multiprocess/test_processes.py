@@ -123,7 +123,7 @@ def test_processes_of_one_replica_must_feed_the_same_samples(tmp_path: Path) -> 
 HANDSHAKE = """
 import os, signal, sys
 import jax, jaxpipe
-from jaxpipe.processes import handshake
+from jaxpipe.distributed import handshake
 from jaxpipe.topology import PipeDataParallelTopology, make_pipeline_mesh
 jaxpipe.init_distributed()
 mesh = make_pipeline_mesh(PipeDataParallelTopology(2, 2))

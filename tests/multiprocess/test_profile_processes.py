@@ -8,7 +8,7 @@ PROGRAM = """
 import functools, time
 import jax, jaxpipe
 import numpy as np
-from jaxpipe.runtime._profile import cut_module
+from jaxpipe.planner._profile import cut_module
 from jaxpipe.topology import PipeDataParallelTopology, make_pipeline_mesh
 jaxpipe.init_distributed()
 place = jax.process_index()

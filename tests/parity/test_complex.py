@@ -14,8 +14,8 @@ from _oracle import SCHEDULES
 from _tolerances import GRADIENT, assert_close, assert_loss
 
 from jaxpipe import LayerSpec, PipeDataParallelTopology, Pipeline, PipelineModule
-from jaxpipe.runtime import PipelineSettings
-from jaxpipe.runtime._residuals import Residuals
+from jaxpipe.autodiff._residuals import Residuals
+from jaxpipe.executor import PipelineSettings
 from jaxpipe.topology import make_pipeline_mesh
 
 LENGTH, DIM, MICROBATCH, MICROBATCHES = 4, 6, 2, 3

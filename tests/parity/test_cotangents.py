@@ -18,9 +18,9 @@ from _oracle import SCHEDULES
 from _tolerances import BFLOAT16, FLOAT16, GRADIENT, assert_loss, tree_error
 
 from jaxpipe import LayerSpec, PipeDataParallelTopology, Pipeline, PipelineModule, TiedLayerSpec
+from jaxpipe.executor import PipelineSettings
 from jaxpipe.layers import VocabEmbed, VocabHead
 from jaxpipe.optim import LossScaler
-from jaxpipe.runtime import PipelineSettings
 from jaxpipe.topology import make_pipeline_mesh
 
 MICROBATCH, LENGTH = 2, 3

@@ -14,8 +14,8 @@ from _oracle import Case, block_of, make_batch, sequential_model, whole_referenc
 from _tolerances import assert_close, assert_loss
 
 from jaxpipe import LayerSpec, PipeDataParallelTopology, Pipeline, PipelineModule
+from jaxpipe.executor import PipelineSettings
 from jaxpipe.optim import LossScaler
-from jaxpipe.runtime import PipelineSettings
 from jaxpipe.topology import make_pipeline_mesh
 
 STEPS = 3

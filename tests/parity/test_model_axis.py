@@ -13,7 +13,7 @@ from _parallel import DIM, HIDDEN, make_batch, make_module, make_pipeline, refer
 from _tolerances import GRADIENT, assert_close, assert_loss
 
 from jaxpipe import LayerSpec, Pipeline, PipelineModule, PipeModelDataParallelTopology
-from jaxpipe.checkpointing import RecomputeSettings, use_settings
+from jaxpipe.recompute import RecomputeSettings, use_settings
 from jaxpipe.topology import make_pipeline_mesh
 
 STEPS, LIMIT = 3, 0.5

@@ -13,7 +13,7 @@ from _tolerances import assert_close, assert_loss
 from flax import nnx
 
 from jaxpipe import LayerSpec, PipeDataParallelTopology, Pipeline, PipelineModule
-from jaxpipe.runtime import PipelineSettings
+from jaxpipe.executor import PipelineSettings
 from jaxpipe.topology import make_pipeline_mesh
 
 DIM, SIZE, REPLICAS, MICROBATCHES = 4, 3, 2, 2

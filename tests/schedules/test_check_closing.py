@@ -3,13 +3,7 @@ from typing import Any
 
 import pytest
 
-from jaxpipe.schedules import (
-    OptimizerStep,
-    PipeInstruction,
-    RecvGrad,
-    ReduceGrads,
-    ReduceTiedGrads,
-)
+from jaxpipe.schedules import OptimizerStep, PipeInstruction, RecvGrad, ReduceGrads, ReduceTiedGrads
 
 Edit = tuple[Any, ...]
 

@@ -3,13 +3,7 @@ from typing import Any
 
 import pytest
 
-from jaxpipe.schedules import (
-    LoadMicroBatch,
-    RecvActivation,
-    RecvGrad,
-    SendActivation,
-    SendGrad,
-)
+from jaxpipe.schedules import LoadMicroBatch, RecvActivation, RecvGrad, SendActivation, SendGrad
 
 Edit = tuple[Any, ...]
 

@@ -1,12 +1,7 @@
 import pytest
 
 from jaxpipe.errors import TopologyError
-from jaxpipe.topology import (
-    PipeDataParallelTopology,
-    PipeModelDataParallelTopology,
-    ProcessTopology,
-    topology_for,
-)
+from jaxpipe.topology import PipeDataParallelTopology, PipeModelDataParallelTopology, ProcessTopology, topology_for
 
 
 def test_replicas_take_all_devices_or_it_is_an_error() -> None:

@@ -1,0 +1,17 @@
+"""Residuals of a function, the smallest of them, and its backward in one piece or two."""
+
+from ._policy import is_arithmetic as is_arithmetic
+from ._residuals import Residuals as Residuals
+from ._residuals import differentiable as differentiable
+from ._residuals import replace_differentiable as replace_differentiable
+from ._split import SplitBackward as SplitBackward
+from ._split import split_backward as split_backward
+
+__all__ = [
+    "Residuals",
+    "SplitBackward",
+    "differentiable",
+    "is_arithmetic",
+    "replace_differentiable",
+    "split_backward",
+]

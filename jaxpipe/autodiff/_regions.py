@@ -1,0 +1,117 @@
+"""A traced function arranged, before it is differentiated, so that JAX keeps little of it for the backward.
+
+A region is a call of `jax.checkpoint`. JAX differentiates it by its own policy, whatever surrounds it.
+"""
+
+from collections.abc import Callable, Sequence, Set
+from typing import Any
+
+import jax
+from jax.extend.core import ClosedJaxpr, Jaxpr
+
+from jaxpipe.jaxpr import Values, bind, inner_jaxpr, read, without_complex
+
+from ._policy import is_cheap, is_kept_in_branches
+
+_KEPT_IN_BRANCHES = without_complex(is_kept_in_branches)
+
+_CALLS = frozenset({"jit", "pjit", "closed_call", "core_call"})
+_REGIONS = frozenset({"checkpoint", "remat", "remat2"})
+
+
+def find_regions(closed: ClosedJaxpr) -> list[set[int]]:
+    """The regions of a function by kind: ids of equations that do the same; those of arithmetic alone are left out."""
+    kinds: dict[str, set[int]] = {}
+    for eqn in _equations(closed.jaxpr):
+        if _is_region(eqn) and not _is_light(eqn):
+            kinds.setdefault(str(eqn.params["jaxpr"]), set()).add(id(eqn))
+    return list(kinds.values())
+
+
+def arrange(closed: ClosedJaxpr, regions: Set[int]) -> Callable[..., list[Any]]:
+    """A function that gives the same as a traced one and keeps less.
+
+    A region of arithmetic alone is dissolved: what follows by cheap equations is computed again in any case, where that
+    leaves less to keep. Of a branch JAX would keep everything, its weights too; it is made to recompute what is cheap,
+    and all of it where it holds a region.
+
+    Args:
+        closed: The function.
+        regions: Ids of the regions to leave as they are; the others are dissolved.
+
+    Returns:
+        A function of arrays.
+    """
+    return lambda *args: _run(closed.jaxpr, closed.consts, args, regions)
+
+
+def _run(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], regions: Set[int]) -> list[Any]:
+    env: Values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
+    for eqn in jaxpr.eqns:
+        values = [read(env, x) for x in eqn.invars]
+        env.update(zip(eqn.outvars, _equation(eqn, values, regions), strict=True))
+    return [read(env, x) for x in jaxpr.outvars]
+
+
+def _equation(eqn: Any, values: list[Any], regions: Set[int]) -> list[Any]:
+    if eqn.primitive.name == "cond":
+        is_whole = any(id(x) in regions for x in _equations_inside(eqn))
+        policy = None if is_whole else _KEPT_IN_BRANCHES
+        return jax.checkpoint(lambda *xs: bind(eqn, xs), policy=policy, prevent_cse=False)(*values)
+    inner = inner_jaxpr(eqn)
+    if inner is None or not any(_changes(x, regions) for x in (eqn, *_equations_inside(eqn))):
+        return bind(eqn, values)
+    if _is_region(eqn) and not _changes(eqn, regions):
+        return bind(eqn, values)
+    with jax.named_scope(str(eqn.source_info.name_stack)):
+        if eqn.primitive.name == "scan":
+            return _scan(eqn, inner, values, regions)
+        return _run(inner.jaxpr, inner.consts, values, regions)
+
+
+def _scan(eqn: Any, body: ClosedJaxpr, values: list[Any], regions: Set[int]) -> list[Any]:
+    num_consts, num_fixed = eqn.params["num_consts"], eqn.params["num_consts"] + eqn.params["num_carry"]
+
+    def step(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
+        results = _run(body.jaxpr, body.consts, [*values[:num_consts], *carry, *xs], regions)
+        return results[: len(carry)], results[len(carry) :]
+
+    settings = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
+    final, stacked = jax.lax.scan(step, values[num_consts:num_fixed], values[num_fixed:], **settings)
+    return [*final, *stacked]
+
+
+def _changes(eqn: Any, regions: Set[int]) -> bool:
+    return eqn.primitive.name == "cond" or (_is_region(eqn) and id(eqn) not in regions)
+
+
+def _is_region(eqn: Any) -> bool:
+    return eqn.primitive.name in _REGIONS
+
+
+def _is_light(eqn: Any) -> bool:
+    """Whether a region does arithmetic and sums alone, and has no policy that says otherwise."""
+    return eqn.params["policy"] is None and _is_arithmetic(eqn.params["jaxpr"])
+
+
+def _is_arithmetic(jaxpr: Jaxpr) -> bool:
+    def holds(eqn: Any) -> bool:
+        inner = inner_jaxpr(eqn)
+        if eqn.primitive.name in (*_CALLS, "custom_jvp_call") and inner is not None:
+            return _is_arithmetic(inner.jaxpr)
+        return is_cheap(eqn) or eqn.primitive.name.startswith("reduce_")
+
+    return all(map(holds, jaxpr.eqns))
+
+
+def _equations_inside(eqn: Any) -> list[Any]:
+    """The equations of what an equation calls, repeats or chooses from, with those inside of these."""
+    if eqn.primitive.name == "cond":
+        return [x for branch in eqn.params["branches"] for x in _equations(branch.jaxpr)]
+    inner = inner_jaxpr(eqn)
+    is_followed = _is_region(eqn) or eqn.primitive.name in (*_CALLS, "scan")
+    return _equations(inner.jaxpr) if is_followed and inner is not None else []
+
+
+def _equations(jaxpr: Jaxpr) -> list[Any]:
+    return [x for eqn in jaxpr.eqns for x in (eqn, *_equations_inside(eqn))]

@@ -1,0 +1,37 @@
+"""Joining the processes of a job, and what they tell each other."""
+
+from ._device_counts import check_devices as check_devices
+from ._environment import DEFAULT_PORT as DEFAULT_PORT
+from ._environment import Job as Job
+from ._errors import raise_together as raise_together
+from ._errors import together as together
+from ._gather import gather_numbers as gather_numbers
+from ._gather import gather_texts as gather_texts
+from ._handshake import handshake as handshake
+from ._heartbeat import HEARTBEAT_FILE as HEARTBEAT_FILE
+from ._heartbeat import Heartbeat as Heartbeat
+from ._init import init_distributed as init_distributed
+from ._init import names_other_processes as names_other_processes
+from ._log import log as log
+from ._numbers import shown as shown
+from ._numbers import whole_number as whole_number
+from ._tail import Tail as Tail
+
+__all__ = [
+    "Job",
+    "HEARTBEAT_FILE",
+    "DEFAULT_PORT",
+    "Heartbeat",
+    "Tail",
+    "check_devices",
+    "gather_numbers",
+    "gather_texts",
+    "handshake",
+    "init_distributed",
+    "log",
+    "names_other_processes",
+    "raise_together",
+    "shown",
+    "together",
+    "whole_number",
+]

@@ -1,0 +1,50 @@
+"""Noticing that a node has more accelerators than its processes use."""
+
+import os
+import socket
+import warnings
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from ._gather import gather_numbers
+
+
+def warn_of_unused_devices() -> None:
+    """Warn where the processes of this node together use fewer GPUs than it has; all processes call.
+
+    Slurm and Open MPI are taken to give each process one GPU, so that one process for a whole node uses one of its
+    GPUs and leaves the others idle.
+    """
+    platform = jax.local_devices()[0].platform
+    own = [zlib.crc32(socket.gethostname().encode()), jax.local_device_count()]
+    said = gather_numbers(own)
+    mine = said[said[:, 0] == np.uint32(own[0])]
+    present = count_gpus(Path("/"), os.environ)
+    if platform in ("gpu", "cuda", "rocm") and mine[:, 1].sum() < present:
+        warnings.warn(
+            f"the node {socket.gethostname()} has {present} GPUs, but its {len(mine)} processes use "
+            f"{mine[:, 1].sum()} together. Start one process for each GPU, or give "
+            f"init_distributed(local_device_ids=range({present})) to use all of them in one process.",
+            stacklevel=3,
+        )
+
+
+def count_gpus(root: Path, environ: Mapping[str, str]) -> int:
+    """How many NVIDIA GPUs a process could see.
+
+    Args:
+        root: The root of the file system.
+        environ: `os.environ`.
+
+    Returns:
+        Those that `CUDA_VISIBLE_DEVICES` leaves, or all that the driver knows.
+    """
+    known = len(list(root.glob("proc/driver/nvidia/gpus/*")))
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return known
+    return min(known, len([part for part in visible.split(",") if part.strip() not in ("", "-1")]))

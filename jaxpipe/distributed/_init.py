@@ -1,0 +1,294 @@
+"""`jaxpipe.init_distributed`: joining the other processes of a job."""
+
+import atexit
+import contextlib
+import dataclasses
+import datetime
+import importlib.util
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+
+import jax
+
+from jaxpipe.errors import LaunchError
+
+from ._device_counts import check_devices
+from ._devices import warn_of_unused_devices
+from ._environment import DEFAULT_PORT, MPI4PY, Job, check_address, check_index, find_job
+from ._log import log
+from ._tail import WAITS_AT_ITS_END
+
+_BACKENDS = ("nccl", "gloo", "mpi", "ccl", "hccl", "rccl")
+DEFAULT_TIMEOUT_S = 300
+HEARTBEAT_TIMEOUT_S = 30
+_LAST_S = 10.0
+
+
+def init_distributed(  # noqa: PLR0913  # DeepSpeed's arguments
+    dist_backend: str | None = None,
+    auto_mpi_discovery: bool = True,
+    distributed_port: int = DEFAULT_PORT,
+    verbose: bool = True,
+    timeout: float | datetime.timedelta | None = None,
+    init_method: str | None = None,
+    dist_init_required: bool | None = None,
+    config: Any = None,
+    rank: int = -1,
+    world_size: int = -1,
+    *,
+    coordinator_address: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+    local_device_ids: Sequence[int] | None = None,
+    heartbeat_timeout_s: int = HEARTBEAT_TIMEOUT_S,
+) -> Job:
+    """Join the other processes of the job, through JAX's own coordination service.
+
+    Where they are is taken from the first of these that says so: the arguments; `JAX_COORDINATOR_ADDRESS`,
+    `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID`; torchrun's `MASTER_ADDR`, `MASTER_PORT`, `WORLD_SIZE` and `RANK`;
+    SkyPilot's variables; Slurm, Open MPI, other MPIs (through mpi4py) or Kubernetes, as JAX detects them. Without any,
+    or with one process, nothing is done. Call it before anything asks JAX for a device; `initialize` does where the
+    environment names other processes. Later calls do nothing.
+
+    Args:
+        dist_backend: DeepSpeed's name of the collectives: `'gloo'` and `'mpi'` choose those between CPUs; others have
+            no effect, as accelerators have their own.
+        auto_mpi_discovery: Whether Slurm, Open MPI and Kubernetes count.
+        distributed_port: Port of the coordinator where nothing else gives one.
+        verbose: Whether to log what was found.
+        timeout: Seconds, or a `timedelta`, to wait for all processes; None: 300 s.
+        init_method: `'env://'`, or `'tcp://host:port'`, the coordinator's address.
+        dist_init_required: False does nothing; None and True join.
+        config: Not looked at.
+        rank: DeepSpeed's `process_id`.
+        world_size: DeepSpeed's `num_processes`.
+        coordinator_address: `host:port` of process 0, which must be free there.
+        num_processes: Number of processes.
+        process_id: Index of this one.
+        local_device_ids: The accelerators of its node that this process uses; None: all, unless the scheduler gives
+            each process its own.
+        heartbeat_timeout_s: Seconds after which a process that died is missed and the others end. JAX's own default is
+            100.
+
+    Returns:
+        What was found, with its source.
+
+    Raises:
+        LaunchError: The environment is half set, arguments are incomplete or contradict each other, the coordinator
+            does not answer in time, or JAX finds no devices of the platform that it is told to use.
+
+    Reference:
+        DeepSpeed's `deepspeed.init_distributed`; `jax.distributed.initialize`.
+    """
+    del config
+    if dist_init_required is False:
+        return Job("dist_init_required=False", num_processes=1, process_id=0)
+    if jax.distributed.is_initialized():
+        return Job("joined before", None, jax.process_count(), jax.process_index())
+    address = _address(init_method, coordinator_address)
+    count = _one_of("num_processes", num_processes, "world_size", None if world_size < 0 else world_size)
+    index = _one_of("process_id", process_id, "rank", None if rank < 0 else rank)
+    job = _from_arguments(address, count, index) or find_job(os.environ, distributed_port)
+    is_detected = job is not None and job.coordinator_address is None and not job.is_alone
+    if job is not None and job.is_alone and job.local_device_ids:
+        jax.config.update("jax_cuda_visible_devices", ",".join(map(str, job.local_device_ids)))
+    if job is None or job.is_alone or (is_detected and not auto_mpi_discovery):
+        return job or Job("nothing names other processes", num_processes=1, process_id=0)
+    if local_device_ids is not None:
+        job = dataclasses.replace(job, local_device_ids=tuple(local_device_ids))
+    _choose_collectives(dist_backend)
+    _join(job, _seconds(timeout), heartbeat_timeout_s)
+    _end_soon_after_an_error()
+    check_devices()
+    if verbose:
+        log(logging.INFO, "joined %d processes, named by %s", jax.process_count(), job.source)
+    warn_of_unused_devices()
+    return job
+
+
+def names_other_processes() -> bool:
+    """Whether the environment speaks of other processes.
+
+    Raises:
+        LaunchError: It is half set.
+    """
+    job = find_job(os.environ)
+    return job is not None and not job.is_alone
+
+
+def _address(init_method: str | None, address: str | None) -> str | None:
+    if init_method in (None, "", "env://"):
+        return None if address is None else check_address(address)
+    scheme, _, rest = str(init_method).partition("://")
+    if scheme != "tcp" or address is not None:
+        raise LaunchError(
+            "init_method must be 'env://' or 'tcp://host:port' in place of coordinator_address, but got init_method="
+            f"{init_method!r} and coordinator_address={address!r}. Give coordinator_address alone."
+        )
+    return check_address(rest)
+
+
+def _one_of(name: str, value: int | None, other: str, other_value: int | None) -> int | None:
+    if value is not None and other_value is not None and value != other_value:
+        raise LaunchError(
+            f"{name} and {other} must say the same, but got {name}={value} and {other}={other_value}. Give one."
+        )
+    return other_value if value is None else value
+
+
+def _from_arguments(address: str | None, count: int | None, index: int | None) -> Job | None:
+    given = {"coordinator_address": address, "num_processes": count, "process_id": index}
+    missing = [name for name, value in given.items() if value is None]
+    if len(missing) == 3 or count == 1:
+        return Job("the arguments", num_processes=1, process_id=0) if count == 1 else None
+    if missing:
+        shown = ", ".join(f"{name}={value}" for name, value in given.items() if value is not None)
+        raise LaunchError(
+            f"coordinator_address, num_processes and process_id must be given together, but got {shown} without "
+            f"{', '.join(missing)}. Give all three, or none and set the environment."
+        )
+    check_index(index or 0, count or 0)
+    return Job("the arguments", address, count, index)
+
+
+def _seconds(timeout: float | datetime.timedelta | None) -> int:
+    if timeout is None:
+        return DEFAULT_TIMEOUT_S
+    seconds = timeout.total_seconds() if isinstance(timeout, datetime.timedelta) else timeout
+    if not seconds > 0:
+        raise LaunchError(f"timeout must be above 0 seconds, but got timeout={timeout!r}. Leave it out for 300.")
+    return max(1, round(seconds))
+
+
+def _choose_collectives(backend: str | None) -> None:
+    if backend is None:
+        return
+    if backend.lower() not in _BACKENDS:
+        raise LaunchError(
+            f"dist_backend must be one of {', '.join(_BACKENDS)}, but got dist_backend={backend!r}. Leave it out."
+        )
+    if backend.lower() in ("gloo", "mpi"):
+        jax.config.update("jax_cpu_collectives_implementation", backend.lower())
+
+
+def _join(job: Job, timeout_s: int, heartbeat_timeout_s: int) -> None:
+    if job.coordinator_address is not None:
+        _check_reachable(job, timeout_s)
+    known = {
+        "coordinator_address": job.coordinator_address,
+        "num_processes": job.num_processes,
+        "process_id": job.process_id,
+        "cluster_detection_method": _detection(job),
+    }
+    try:
+        jax.distributed.initialize(
+            **known,
+            local_device_ids=None if job.local_device_ids is None else list(job.local_device_ids),
+            initialization_timeout=timeout_s,
+            heartbeat_timeout_seconds=heartbeat_timeout_s,
+            shutdown_timeout_seconds=heartbeat_timeout_s,
+        )
+    except Exception as error:
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise LaunchError(
+            f"all processes must meet at the coordinator, {job.coordinator_address or 'which JAX finds'}, named by "
+            f"{job.source}, but got: {first}. Check that {job.num_processes or 'all'} processes start, that the port "
+            "is free on the first node, and that init_distributed comes before anything asks JAX for a device."
+        ) from error
+
+
+def _end_soon_after_an_error() -> None:
+    """Let an exception that nobody catches end this process without waiting for the others.
+
+    At its end JAX waits for all processes to come to theirs, as long as a process that is missed: an error in one
+    would be known only then, and by the errors of the others. What else is done at the end gets a few seconds.
+    """
+    show = sys.excepthook
+    failures: list[int] = []
+
+    def leave() -> None:
+        logging.shutdown()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                stream.flush()
+        os._exit(failures[0])
+
+    def leave_late() -> None:
+        time.sleep(_LAST_S)
+        leave()
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        show(kind, error, trace)
+        is_main = threading.current_thread() is threading.main_thread()
+        # Extensions call this too, for errors that they go on from; those have frames below.
+        if is_main and (trace is None or trace.tb_frame.f_back is None) and not failures:
+            failures.append(128 + signal.SIGINT if issubclass(kind, KeyboardInterrupt) else 1)
+            threading.Thread(target=leave_late, daemon=True, name="end after an error").start()
+
+    def wait_aloud() -> None:
+        time.sleep(_LAST_S)
+        sys.stderr.write(f"process {jax.process_index()} {WAITS_AT_ITS_END}\n")
+
+    def at_end() -> None:
+        if failures:
+            leave()
+        threading.Thread(target=wait_aloud, daemon=True, name="wait at the end").start()
+
+    sys.excepthook = hook
+    atexit.register(at_end)  # comes before JAX's own, which was registered earlier
+
+
+def _detection(job: Job) -> str | None:
+    """How JAX is to find what the job leaves open."""
+    if job.coordinator_address is not None:
+        return "deactivate"
+    if job.source != MPI4PY:
+        return None
+    if importlib.util.find_spec("mpi4py") is None:
+        raise LaunchError(
+            "a job that mpiexec started must have mpi4py, through which JAX finds the other processes, but got none "
+            "installed. Run pip install mpi4py, or set JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID."
+        )
+    return "mpi4py"
+
+
+def _check_reachable(job: Job, timeout_s: int) -> None:
+    """End with a clear message where the coordinator does not answer, which JAX ends the process for."""
+    host, _, port = str(job.coordinator_address).rpartition(":")
+    if job.process_id == 0:
+        _check_free(job, int(port))
+        return
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=min(timeout_s, 5)).close()
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise LaunchError(
+                    f"the coordinator must answer at {job.coordinator_address}, named by {job.source}, but process "
+                    f"{job.process_id} got {error.strerror or error} for {timeout_s} s. Check that process 0 runs "
+                    "there, and that the port is not closed between the nodes."
+                ) from error
+            time.sleep(0.2)
+        else:
+            return
+
+
+def _check_free(job: Job, port: int) -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError as error:
+            raise LaunchError(
+                f"the coordinator's port must be free on the node of process 0, but got {job.coordinator_address}, "
+                f"named by {job.source}, and {error.strerror or error}. Choose another port, or end what uses it."
+            ) from error

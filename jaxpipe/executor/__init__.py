@@ -1,0 +1,39 @@
+"""The step of one device: a tick program run over a stage's layers, with its sends, receives and gradients."""
+
+from ._batch import WHOLE as WHOLE
+from ._evaluate import EvaluateLoop as EvaluateLoop
+from ._loss import Objective as Objective
+from ._model_axis import Places as Places
+from ._model_axis import check_whole_outputs as check_whole_outputs
+from ._model_axis import model_topology as model_topology
+from ._model_axis import trace_places as trace_places
+from ._plan import Plan as Plan
+from ._rng import microbatch_key as microbatch_key
+from ._settings import PipelineSettings as PipelineSettings
+from ._spread import batch_spec as batch_spec
+from ._spread import spread_dims as spread_dims
+from ._stage import StageParts as StageParts
+from ._step import Batch as Batch
+from ._step import DevicePrograms as DevicePrograms
+from ._step import Metrics as Metrics
+from ._train import TrainLoop as TrainLoop
+
+__all__ = [
+    "Plan",
+    "microbatch_key",
+    "Batch",
+    "DevicePrograms",
+    "EvaluateLoop",
+    "Metrics",
+    "Objective",
+    "PipelineSettings",
+    "Places",
+    "StageParts",
+    "TrainLoop",
+    "WHOLE",
+    "batch_spec",
+    "check_whole_outputs",
+    "model_topology",
+    "spread_dims",
+    "trace_places",
+]

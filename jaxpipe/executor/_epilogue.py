@@ -1,0 +1,84 @@
+"""The epilogue: the last part's layers after the trunk, and the loss, as one fused value and gradient."""
+
+import jax
+import jax.numpy as jnp
+
+from jaxpipe._typing import PyTree
+from jaxpipe.autodiff import differentiable, replace_differentiable
+
+from ._aux import AuxSlots
+from ._blueprint import Blueprint
+from ._prologue import own_gradient
+from ._trunk import Context
+
+
+class Epilogue:
+    """Loss of one microbatch and its gradients, with nothing kept between forward and backward.
+
+    Args:
+        plan: The model, cut.
+
+    Attributes:
+        inputs: Shapes and dtypes of what enters it.
+        aux: What its layers report.
+    """
+
+    def __init__(self, plan: Blueprint) -> None:
+        self._module, self._params, self._collections = plan.module, plan.params, plan.collections
+        self._last = plan.placement.home[-1][0]
+        self._layers = plan.cuts[-1].epilogue
+        self._stage = plan.params.stages[self._last]
+        self._names = self._stage.names_of(self._layers)
+        self.inputs = plan.trace.boundaries[self._layers.start]
+        self.aux = AuxSlots(plan.module.layers, plan.trace, self._layers)
+
+    def outputs(self, storage: PyTree, collections: PyTree, inputs: PyTree, context: Context) -> PyTree:
+        """The model's output for one microbatch, outside training."""
+        return self._run(self._take(storage), collections, inputs, context, train=False)[0]
+
+    def loss_and_gradients(
+        self,
+        storage: PyTree,
+        collections: PyTree,
+        inputs: PyTree,
+        labels: PyTree,
+        context: Context,
+        seeds: tuple[jax.Array, jax.Array],
+    ) -> tuple[jax.Array, PyTree, list[jax.Array], PyTree, jax.Array]:
+        """The loss of one microbatch with its gradients.
+
+        Args:
+            storage: The parameters of the stage that holds it.
+            collections: Its collections.
+            inputs: The trunk's output.
+            labels: The microbatch's labels.
+            context: The microbatch's key and side inputs.
+            seeds: What the loss, and the losses that layers report, are multiplied with before differentiation.
+
+        Returns:
+            `(loss, gradients of the stage's own parameters, gradients of the differentiable inputs, collections,
+            values reported)`; the loss is the sum where `loss_fn` returns a sum and a weight.
+        """
+
+        def of_moving(leaves: dict[str, jax.Array], values: list[jax.Array]) -> tuple[jax.Array, tuple]:
+            moved = replace_differentiable(inputs, values)
+            outputs, extras = self._run(leaves, collections, moved, context, train=True)
+            loss = self._module.loss_terms(outputs, labels)[0].astype(jnp.float32)
+            aux_loss, reported = self.aux.collect([aux for _, aux in extras], len(self.aux.names))
+            new = self._collections.put(self._last, self._layers, collections, [held for held, _ in extras])
+            total = loss * seeds[0] + (aux_loss * seeds[1] if self.aux.has_losses else 0.0)
+            return total, (loss, new, reported)
+
+        gradient = jax.grad(of_moving, argnums=(0, 1), has_aux=True)
+        (grads, dx), (loss, new, reported) = gradient(self._take(storage), differentiable(inputs))
+        return loss, own_gradient(self._params, self._last, grads), dx, new, reported
+
+    def _take(self, storage: PyTree) -> dict[str, jax.Array]:
+        return {name: self._params.layout.get(self._last, name, storage) for name in self._names}
+
+    def _run(
+        self, leaves: dict[str, jax.Array], collections: PyTree, inputs: PyTree, context: Context, *, train: bool
+    ) -> tuple[PyTree, tuple]:
+        views = [self._stage.view(i, leaves) for i in self._layers]
+        held = self._collections.views(self._last, self._layers, collections)
+        return self._module.run_layers(self._layers, views, train=train)(inputs, *context, held)

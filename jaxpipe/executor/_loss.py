@@ -1,0 +1,82 @@
+"""From sums over microbatches to the loss of a batch: what the sums are divided by."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxpipe._typing import PyTree
+from jaxpipe.errors import LayerError
+from jaxpipe.jaxpr import output_dependence
+from jaxpipe.layers import PipelineModule
+
+
+class Objective:
+    """The loss of a batch: the mean over microbatches and replicas, or the sum of sums over the sum of weights.
+
+    Args:
+        module: The model.
+        outputs: Shapes and dtypes of its output for a microbatch.
+        labels: The same of the labels.
+        num_terms: Microbatches times replicas.
+
+    Raises:
+        LayerError: The loss is no scalar, or its weight depends on the model's output.
+    """
+
+    def __init__(self, module: PipelineModule, outputs: PyTree, labels: PyTree, num_terms: int) -> None:
+        self._module, self._outputs, self.num_terms = module, outputs, num_terms
+        self.is_weighted = jax.eval_shape(module.loss_terms, outputs, labels)[1] is not None
+        if self.is_weighted:
+            closed = jax.make_jaxpr(lambda y, t: module.loss_terms(y, t)[1])(outputs, labels)
+            num_outputs = len(jax.tree.leaves(outputs))
+            bits = [int(i < num_outputs) for i in range(len(closed.jaxpr.invars))]
+            if any(output_dependence(closed.jaxpr, bits)):
+                raise LayerError(
+                    "the weight that loss_fn returns must depend on the labels alone, but got one computed from the "
+                    "model's output. Compute it from the labels, such as jnp.sum(labels != padding)."
+                )
+
+    def divisor(self, labels: Callable[[jax.Array], PyTree], num_microbatches: int) -> jax.Array:
+        """What the sum of all losses is divided by, inside `shard_map`.
+
+        Args:
+            labels: Gives this replica's labels of a microbatch.
+            num_microbatches: Microbatches in the batch.
+
+        Returns:
+            `float32[]`, equal on all devices.
+        """
+        if not self.is_weighted:
+            return jnp.float32(self.num_terms)
+        nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self._outputs)
+        weights = jax.lax.map(lambda m: self.measure(nothing, labels(m))[1], jnp.arange(num_microbatches))
+        return jax.lax.psum(jnp.sum(weights), "data")
+
+    def measure(self, outputs: PyTree, labels: PyTree) -> tuple[jax.Array, jax.Array]:
+        """The loss of one microbatch as `(sum, weight)`; the weight of a mean is 1."""
+        total, weight = self._module.loss_terms(outputs, labels)
+        return total.astype(jnp.float32), jnp.float32(1) if weight is None else weight
+
+
+def gather_values(values: jax.Array, names: Sequence[Sequence[tuple[str, str]]], divisor: Any) -> dict[str, Any]:
+    """What the layers of all stages reported, on every device.
+
+    Args:
+        values: This stage's sums over microbatches, `float32[n]`.
+        names: Per stage the kind and name of each value; names that are empty are padding.
+        divisor: Number of microbatches times replicas.
+
+    Returns:
+        `{"losses": {name: mean}, "metrics": {name: mean}}`.
+    """
+    found: dict[str, dict[str, jax.Array]] = {"losses": {}, "metrics": {}}
+    if values.shape[0] == 0:
+        return found
+    everywhere = jax.lax.psum(jax.lax.all_gather(values, "stage"), "data") / divisor
+    for stage, slots in enumerate(names):
+        for i, (kind, name) in enumerate(slots):
+            if kind:
+                found[kind][name] = everywhere[stage, i]
+    return found

@@ -1,0 +1,38 @@
+"""What is decided before a pipeline is built: schedule, placement and cut."""
+
+from dataclasses import dataclass
+
+from jaxpipe.partition import Profile
+from jaxpipe.schedules import Choice, PipeSchedule, Placement, TickProgram
+
+from ._settings import PipelineSettings
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a model goes onto a pipeline.
+
+    Attributes:
+        settings: With the schedule, and what is done in idle cells, decided.
+        schedule: The training schedule's class.
+        program: The same, lowered.
+        forward_only: The program of evaluation.
+        placement: The stage and chunk that each part of the model is.
+        parts: Boundaries of the parts.
+        profile: Costs of the layers, where the cut was made by them.
+        choice: Where the schedule was `"auto"`, what it was chosen from.
+    """
+
+    settings: PipelineSettings
+    schedule: type[PipeSchedule]
+    program: TickProgram
+    forward_only: TickProgram
+    placement: Placement
+    parts: tuple[int, ...]
+    profile: Profile | None
+    choice: Choice | None
+
+    @property
+    def skips(self) -> bool:
+        """Whether idle cells are branched around."""
+        return bool(self.settings.skip_idle)

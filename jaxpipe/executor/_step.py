@@ -1,0 +1,224 @@
+"""What runs on each device, inside `shard_map`: a training step, its gradients, its update, and evaluation."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxpipe._typing import PyTree
+from jaxpipe.layers import as_arrays, cast_floats
+from jaxpipe.state import Division, TrainState, Updater, clip_to, global_norm, mean_over_replicas, spread_tied, sum_tied
+
+from ._batch import Feed
+from ._buffers import select
+from ._evaluate import EvaluateLoop, Measure
+from ._loss import Objective, gather_values
+from ._model_axis import mean_over_places
+from ._settings import PipelineSettings
+from ._stage import Held, StageParts
+from ._tick_loop import Device
+from ._train import TrainLoop
+
+Batch = tuple[PyTree, PyTree, PyTree]
+Metrics = dict[str, Any]
+
+
+class DevicePrograms:
+    """The functions of one device, over states and batches whose rows have lost their first dim only inside.
+
+    Args:
+        parts: The computing of a stage.
+        division: How parameters are divided.
+        updater: The optimiser.
+        train: The training loop.
+        evaluate: The evaluation loop.
+        objective: The loss.
+        settings: Clipping and loss scale.
+        spread: Per leaf of inputs and labels the dim along which it is spread over the stages, or `WHOLE`.
+    """
+
+    def __init__(
+        self,
+        parts: StageParts,
+        division: Division,
+        updater: Updater,
+        train: TrainLoop,
+        evaluate: EvaluateLoop,
+        objective: Objective,
+        settings: PipelineSettings,
+        spread: tuple[PyTree, PyTree],
+    ) -> None:
+        self._parts, self._division, self._updater = parts, division, updater
+        self._train, self._evaluate, self._objective = train, evaluate, objective
+        self._scaler, self._limit = settings.loss_scaler, settings.gradient_clipping
+        self._tied, self._spread = parts.params.tied, spread
+        self._whole = parts.whole_outputs
+
+    def init_optimizer(self, params: PyTree) -> PyTree:
+        """The optimiser's state for new parameters."""
+        return _expand(self._updater.init(self._member(), _squeeze(params)))
+
+    def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        """Gradients, then the update."""
+        metrics, grads, collections = self._gradients(state, batch)
+        old = state.collections
+        state, more = self._update(state, grads)
+        kept = _expand(collections)
+        if "overflow" in more:
+            kept = select(more["overflow"], old, kept)
+        return dataclasses.replace(state, collections=kept), {**metrics, **more}
+
+    def gradients(self, state: TrainState, batch: Batch) -> tuple[Metrics, PyTree, PyTree]:
+        """Metrics, mean gradients in the form of the parameters, and the collections after the batch."""
+        return self.partial_gradients(state, batch, 0, 1)
+
+    def partial_gradients(
+        self, state: TrainState, batch: Batch, first: jax.Array | int, num_parts: jax.Array | int
+    ) -> tuple[Metrics, PyTree, PyTree]:
+        """The same for one of `num_parts` parts of a step, which begins with microbatch `first`.
+
+        Gradients are those of the part's mean loss over `num_parts`, which is its share of the mean of all parts.
+        """
+        metrics, grads, collections = self._gradients(state, batch, first, num_parts)
+        return metrics, _expand(self._unscale(state, grads)), _expand(collections)
+
+    def update(self, state: TrainState, grads: PyTree) -> tuple[TrainState, Metrics]:
+        """One update from gradients as `gradients` returns them."""
+        return self._update(state, self._scale(state, _squeeze(grads)))
+
+    def evaluate(self, state: TrainState, batch: Batch) -> Metrics:
+        """The loss, and that of each microbatch."""
+        return self._losses(self._results(state, batch, self._objective.measure))
+
+    def predict(self, state: TrainState, batch: Batch) -> PyTree:
+        """The model's outputs for every microbatch, on every stage."""
+        return jax.tree.map(_from_last, self._results(state, batch, lambda outputs, _: self._whole(outputs)))
+
+    def evaluate_and_predict(self, state: TrainState, batch: Batch) -> tuple[Metrics, PyTree]:
+        """Both at once."""
+        terms, outputs = self._results(state, batch, lambda y, t: (self._objective.measure(y, t), self._whole(y)))
+        return self._losses(terms), jax.tree.map(_from_last, outputs)
+
+    def _losses(self, terms: tuple[jax.Array, jax.Array]) -> Metrics:
+        return _mean_losses(mean_over_places(terms, self._division.num_model))
+
+    def _member(self) -> jax.Array:
+        return self._division.kept.member(jax.lax.axis_index("stage"), jax.lax.axis_index("data"))
+
+    def _results(self, state: TrainState, batch: Batch, measure: Measure) -> PyTree:
+        feed = self._feed(state, batch)
+        return self._evaluate.run(self._device(state, feed, (jnp.float32(1), jnp.float32(1))), measure)
+
+    def _feed(self, state: TrainState, batch: Batch, first: jax.Array | int = 0) -> Feed:
+        inputs, labels, side = as_arrays(batch)
+        inputs, side = cast_floats((inputs, side), self._parts.compute_dtype)
+        replica = jax.lax.axis_index("data")
+        return Feed((inputs, labels, side), self._spread, state.rng, state.step, replica, first)
+
+    def _device(self, state: TrainState, feed: Feed, seeds: tuple[jax.Array, jax.Array]) -> Device:
+        stage = jax.lax.axis_index("stage")
+        storage = self._division.compute_storage(stage, self._member(), _squeeze(state.params))
+        return Device(
+            stage=stage,
+            held=Held(storage, self._parts.trunk.prepare(storage["stacked"])),
+            collections=_squeeze(state.collections),
+            feed=feed,
+            seeds=seeds,
+        )
+
+    def _gradients(
+        self, state: TrainState, batch: Batch, first: jax.Array | int = 0, num_parts: jax.Array | int = 1
+    ) -> tuple[Metrics, PyTree, PyTree]:
+        """Metrics, gradients of the row times the loss scale, and collections."""
+        feed = self._feed(state, batch, first)
+        weight = self._objective.divisor(feed.labels, self._train.program.num_microbatches)
+        divisor = jnp.where(weight == 0, 1.0, weight)  # a batch in which nothing weighs has a loss of 0, not of NaN
+        num_model = self._division.num_model
+        device = self._device(state, feed, self._seeds(state, divisor, num_parts))
+        totals = self._train.run(device)
+        own = totals.own["stacked"]
+        ends = {name: g + own[name] if name in own else g for name, g in totals.ends.items()}
+        grads = {
+            "stacked": {**own, **ends, **self._parts.trunk.named(totals.trunk)},
+            "packed": totals.own["packed"],
+        }
+        grads = sum_tied(self._parts.params, device.stage, grads)
+        grads = self._division.reduce_gradients(device.stage, self._member(), grads)
+        values = mean_over_places(totals.values, num_model)
+        values = gather_values(values, self._parts.aux_names, self._objective.num_terms)
+        loss = jax.lax.psum(mean_over_places(totals.loss, num_model), ("stage", "data")) / divisor
+        metrics: Metrics = {"loss": sum(values["losses"].values(), loss), "weight": weight}
+        metrics |= {kind: reported for kind, reported in values.items() if reported}
+        return metrics, grads, mean_over_replicas(totals.collections)
+
+    def _seeds(self, state: TrainState, divisor: jax.Array, num_parts: jax.Array | int) -> tuple[jax.Array, jax.Array]:
+        """What `loss_fn`'s losses, and those that layers report, are multiplied with before differentiation.
+
+        With them the losses of all microbatches, replicas and places add up to the loss of the step times the loss
+        scale. So each layer's backward sees the cotangent that `jax.grad` of that loss gives it, in every precision:
+        a backward that is not linear, which clips or rounds, would not forgive a division afterwards.
+        """
+        # float16 has no numbers below 6e-8, where most cotangents of a mean over a large batch would lie; 1 otherwise.
+        scale = self._loss_scale(state)
+        # A step of several calls differentiates one part in each, and its loss is the mean over the parts.
+        scale = scale / num_parts
+        # Every place of the model axis seeds the same loss, and the transpose of a psum over the axis adds them up.
+        scale = scale / max(self._division.num_model, 1)
+        # The main losses count by weight, each of the others as one of microbatches times replicas.
+        return scale / divisor, scale / self._objective.num_terms
+
+    def _update(self, state: TrainState, grads: PyTree) -> tuple[TrainState, Metrics]:
+        """Clip and apply gradients that are still multiplied with the loss scale."""
+        member = self._member()
+        params, opt_state = _squeeze(state.params), _squeeze(state.opt_state)
+        scaled_norm = global_norm(self._tied, self._division, member, grads)
+        scale = self._loss_scale(state)
+        norm = scaled_norm / scale
+        grads = clip_to(self._limit, norm, self._unscale(state, grads))
+        new_params, new_opt = self._updater.update(member, params, grads, opt_state)
+        new_params = spread_tied(self._tied, self._division.kept, member, new_params)
+        metrics: Metrics = {"grad_norm": norm}
+        changes: dict[str, Any] = {}
+        if self._scaler is not None:
+            overflow = ~jnp.isfinite(scaled_norm)
+            new_params, new_opt = select(overflow, (params, opt_state), (new_params, new_opt))
+            changes["loss_scale"] = self._scaler.update(state.loss_scale, overflow)
+            changes["skipped_steps"] = state.skipped_steps + overflow.astype(jnp.int32)
+            metrics |= {"loss_scale": scale, "overflow": overflow}
+        changes |= {"step": state.step + 1, "params": _expand(new_params), "opt_state": _expand(new_opt)}
+        return dataclasses.replace(state, **changes), metrics
+
+    def _loss_scale(self, state: TrainState) -> jax.Array:
+        return jnp.float32(1) if self._scaler is None else state.loss_scale.scale
+
+    def _scale(self, state: TrainState, grads: PyTree) -> PyTree:
+        return grads if self._scaler is None else jax.tree.map(lambda g: g * self._loss_scale(state), grads)
+
+    def _unscale(self, state: TrainState, grads: PyTree) -> PyTree:
+        return grads if self._scaler is None else jax.tree.map(lambda g: g / self._loss_scale(state), grads)
+
+
+def _mean_losses(terms: tuple[jax.Array, jax.Array]) -> Metrics:
+    """The loss of the batch and of each microbatch, 0 where nothing weighs, from this device's sums and weights."""
+    sums, weights = (jax.lax.psum(x, ("stage", "data")) for x in terms)
+
+    def divide(total: jax.Array, weight: jax.Array) -> jax.Array:
+        return total / jnp.where(weight == 0, 1.0, weight)
+
+    return {"loss": divide(jnp.sum(sums), jnp.sum(weights)), "microbatch_losses": divide(sums, weights)}
+
+
+def _from_last(x: jax.Array) -> jax.Array:
+    """What the last stage has, on all stages; the others have zeros."""
+    if x.dtype == jnp.bool_:
+        return jax.lax.psum(x.astype(jnp.int32), "stage") > 0
+    return jax.lax.psum(x, "stage")
+
+
+def _squeeze(tree: PyTree) -> PyTree:
+    return jax.tree.map(lambda x: x[0], tree)
+
+
+def _expand(tree: PyTree) -> PyTree:
+    return jax.tree.map(lambda x: x[None], tree)

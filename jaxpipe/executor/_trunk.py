@@ -1,0 +1,245 @@
+"""The trunk: the same layers in every part of the model, run as one straight program without a conditional."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxpipe._typing import PyTree
+from jaxpipe.autodiff import Residuals, split_backward
+
+from ._aux import AuxSlots
+from ._blueprint import Blueprint
+from ._buffers import select
+from ._cell import Cell
+
+Context = tuple[jax.Array | None, PyTree]
+"""A microbatch's key (None in evaluation) and its side inputs."""
+
+
+class Trunk:
+    """Forward and backward of the layers that all parts of the model have alike.
+
+    A chunk is a number where the program is compiled for that chunk alone, or an array: then the chunk's parameters
+    are taken out of those of all chunks when a cell runs, which copies them.
+
+    Args:
+        plan: The model, cut.
+        scan: Run equal layers as one `lax.scan`, so that the program's size does not grow with their number; their
+            parameters are then stacked once per step. Layers that differ from one another, keep collections or report
+            anything are never scanned.
+        join: Hold the parameters of all chunks together, for chunks that are arrays.
+        split: Make the halves of the backward too.
+
+    Attributes:
+        aux: What the trunk of each part reports.
+    """
+
+    def __init__(self, plan: Blueprint, *, scan: bool, join: bool, split: bool) -> None:
+        self._module, self._collections = plan.module, plan.collections
+        self._layers = plan.cuts[0].trunk
+        self._home = plan.placement.home[0][0]
+        self._stage = plan.params.stages[self._home]
+        self._in_chunk = [plan.cuts[part].trunk for part in plan.placement.virtual[self._home]]
+        """By chunk its layers on the stage that holds the first part of the model."""
+        self._names = [
+            dict(zip(self._own_names(self._layers), self._own_names(at), strict=True)) for at in self._in_chunk
+        ]
+        """By chunk the parameters' names, by those of the model's first part."""
+        self._starts = tuple(cut.trunk.start for cut in plan.cuts)
+        self._join = join and len(self._in_chunk) > 1
+        self.aux = [AuxSlots(plan.module.layers, plan.trace, cut.trunk) for cut in plan.cuts]
+        is_plain = not (self.aux[0].names or plan.collections.has_any(self._layers))
+        are_alike = len(self._layers) > 1 and len({plan.signatures[i] for i in self._layers}) == 1
+        self._scan = scan and are_alike and is_plain
+        self.inputs = plan.trace.boundaries[plan.cuts[0].trunk.start]
+        stacked = {name: plan.params.layout.stacked[name] for name in self._names[0].values()}
+        struct = jax.eval_shape(lambda stacked: self._prepare(stacked, 0), stacked)
+        offset = jax.ShapeDtypeStruct((), jnp.int32)
+        held = [plan.trace.collections[i] for i in self._layers]
+        self._struct = struct
+        self._residuals = Residuals(self._train, struct, self.inputs, (offset, *plan.context, held))
+        self._split = split_backward(self._residuals, struct, "trunk") if split and not self.is_empty else None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the stages have nothing in common."""
+        return not self._layers
+
+    @property
+    def kept(self) -> PyTree:
+        """Shapes and dtypes of what `forward` leaves for `backward`."""
+        return [] if self.is_empty else self._residuals.kept
+
+    @property
+    def is_hosted(self) -> PyTree:
+        """Per leaf of `kept` whether it waits in host memory."""
+        return [] if self.is_empty else self._residuals.is_hosted
+
+    @property
+    def pending(self) -> PyTree:
+        """Shapes and dtypes of what the input half of a backward leaves for the weight half."""
+        return [] if self._split is None else self._split.pending
+
+    def prepare(self, stacked: dict[str, jax.Array]) -> PyTree:
+        """The trunk's parameters as its cells use them: by chunk, or all chunks along a first dim."""
+        each = [self._prepare(stacked, chunk) for chunk in range(len(self._names))]
+        return jax.tree.map(lambda *xs: jnp.stack(xs), *each) if self._join else each
+
+    def gradients(self, struct_of: Callable[[Any], Any]) -> PyTree:
+        """Shapes and dtypes of one chunk's summed gradients.
+
+        Args:
+            struct_of: Gives shape and dtype of the sum of a parameter's gradients.
+        """
+        return jax.tree.map(struct_of, self._struct)
+
+    def named(self, grads: PyTree) -> dict[str, jax.Array]:
+        """Gradients by name, from those of all chunks along a first dim."""
+        found: dict[str, jax.Array] = {}
+        for chunk, names in enumerate(self._names):
+            own = jax.tree.map(lambda x, chunk=chunk: x[chunk], grads)
+            found |= {names[name]: leaf for name, leaf in self._by_name(own).items()}
+        return found
+
+    def forward(
+        self, at: Cell, params: PyTree, collections: PyTree, inputs: PyTree, context: Context
+    ) -> tuple[PyTree, PyTree, PyTree, jax.Array]:
+        """Run the trunk of a part.
+
+        Args:
+            at: The part.
+            params: The trunk's parameters, prepared.
+            collections: The stage's collections.
+            inputs: What enters the trunk.
+            context: The microbatch's key and side inputs.
+
+        Returns:
+            `(output, what backward needs, collections, values reported)`.
+        """
+        if self.is_empty:
+            return inputs, [], collections, jnp.zeros((0,), jnp.float32)
+        full = (self._offset(at), *context, self._held(at, collections))
+        (y, *_), (new, values), kept = self._residuals.forward(self._take(at, params), inputs, full)
+        return y, kept, self._put(at, collections, new), values
+
+    def backward(
+        self, at: Cell, params: PyTree, kept: PyTree, gradient: list[jax.Array], aux_seed: jax.Array
+    ) -> tuple[PyTree, list[jax.Array]]:
+        """Run the backward.
+
+        Args:
+            at: The part.
+            params: The trunk's parameters, prepared.
+            kept: As `forward` returned it.
+            gradient: Gradient of the output's differentiable leaves.
+            aux_seed: Gradient of the losses that the layers report.
+
+        Returns:
+            `(gradients of the part's parameters, gradient of the input)`.
+        """
+        if self.is_empty:
+            return {}, gradient
+        return self._residuals.backward(self._take(at, params), kept, self._seeds(gradient, aux_seed))
+
+    def backward_input(
+        self, at: Cell, params: PyTree, kept: PyTree, gradient: list[jax.Array], aux_seed: jax.Array
+    ) -> tuple[PyTree, list[jax.Array], list[jax.Array]]:
+        """Run the half of the backward that the part before waits for.
+
+        Returns:
+            `(gradients of the part's parameters, None where the other half gives them, gradient of the input, what the
+            other half needs)`.
+        """
+        if self._split is None:
+            return {}, gradient, []
+        return self._split.input_half(self._take(at, params), kept, self._seeds(gradient, aux_seed))
+
+    def backward_weight(self, at: Cell, params: PyTree, kept: PyTree, pending: list[jax.Array]) -> PyTree:
+        """Run the other half.
+
+        Returns:
+            Gradients of the part's parameters, None where the input half gave them.
+        """
+        return {} if self._split is None else self._split.weight_half(self._take(at, params), kept, pending)
+
+    def evaluate(self, at: Cell, params: PyTree, collections: PyTree, inputs: PyTree, context: Context) -> PyTree:
+        """Forward pass outside training."""
+        if self.is_empty:
+            return inputs
+        full = (self._offset(at), *context, self._held(at, collections))
+        return self._run(self._take(at, params), inputs, full, train=False)[0]
+
+    def _own_names(self, layers: range) -> list[str]:
+        return self._stage.names_of(layers)
+
+    def _prepare(self, stacked: dict[str, jax.Array], chunk: int) -> PyTree:
+        leaves = {name: stacked[own] for name, own in self._names[chunk].items()}
+        if not self._scan:
+            return leaves
+        views = [self._stage.view(i, leaves) for i in self._layers]
+        return jax.tree.map(lambda *xs: jnp.stack(xs), *views)
+
+    def _by_name(self, grads: PyTree) -> dict[str, jax.Array]:
+        if not self._scan:
+            return grads
+        named = {}
+        for place, index in enumerate(self._layers):
+            for path, name in self._stage.layers[index].items():
+                leaf = grads
+                for key in path:
+                    leaf = leaf[key]
+                named[name] = leaf[place]
+        return named
+
+    def _take(self, at: Cell, params: PyTree) -> PyTree:
+        if not self._join:
+            return params[at.chunk]
+        return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, at.chunk, keepdims=False), params)
+
+    def _seeds(self, gradient: list[jax.Array], aux_seed: jax.Array) -> list[jax.Array]:
+        return [*gradient, *([aux_seed] if self.aux[0].has_losses else [])]
+
+    def _offset(self, at: Cell) -> jax.Array:
+        """How far the layer indices of a part's trunk lie from those of part 0's."""
+        return jnp.asarray(self._starts, jnp.int32)[at.part] - self._starts[0]
+
+    def _held(self, at: Cell, collections: PyTree) -> list[PyTree]:
+        each = [self._collections.views(self._home, layers, collections) for layers in self._in_chunk]
+        if isinstance(at.chunk, int):
+            return each[at.chunk]
+        return jax.tree.map(lambda *xs: jnp.stack(xs)[at.chunk], *each)
+
+    def _put(self, at: Cell, collections: PyTree, new: list[PyTree]) -> PyTree:
+        if isinstance(at.chunk, int):
+            return self._collections.put(self._home, self._in_chunk[at.chunk], collections, new)
+        for chunk, layers in enumerate(self._in_chunk):
+            held = self._collections.views(self._home, layers, collections)
+            collections = self._collections.put(self._home, layers, collections, select(at.chunk == chunk, new, held))
+        return collections
+
+    def _train(self, params: PyTree, inputs: PyTree, context: tuple) -> tuple[PyTree, tuple[PyTree, jax.Array]]:
+        y, extras = self._run(params, inputs, context, train=True)
+        loss, values = self.aux[0].collect([aux for _, aux in extras], len(self.aux[0].names))
+        outputs = (y, loss) if self.aux[0].has_losses else (y,)
+        return outputs, ([held for held, _ in extras], values)
+
+    def _run(self, params: PyTree, inputs: PyTree, context: tuple, *, train: bool) -> tuple[PyTree, Any]:
+        offset, key, side, held = context
+        if not self._scan:
+            views = [self._stage.view(i, params) for i in self._layers]
+            return self._module.run_layers(self._layers, views, train=train, offset=offset)(inputs, key, side, held)
+        interval = self._module.activation_checkpoint_interval or 1
+        group = interval if len(self._layers) % interval == 0 else 1
+
+        def body(x: PyTree, xs: tuple[jax.Array, PyTree]) -> tuple[PyTree, None]:
+            start, views = xs
+            each = [jax.tree.map(lambda leaf, j=j: leaf[j], views) for j in range(group)]
+            indices = range(self._layers.start, self._layers.start + group)
+            run = self._module.run_layers(indices, each, train=train, offset=offset + start)
+            return run(x, key, side, held[:group])[0], None
+
+        starts = jnp.arange(0, len(self._layers), group, dtype=jnp.int32)
+        grouped = jax.tree.map(lambda leaf: leaf.reshape(-1, group, *leaf.shape[1:]), params)
+        return jax.lax.scan(body, inputs, (starts, grouped))[0], [({}, {}) for _ in self._layers]

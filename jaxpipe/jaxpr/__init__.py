@@ -1,0 +1,43 @@
+"""Traced programs: read, compared, cut and evaluated."""
+
+from ._dependence import output_dependence as output_dependence
+from ._keys import program_key as program_key
+from ._numbering import value_numbers as value_numbers
+from ._policies import without_complex as without_complex
+from ._program import Program as Program
+from ._program import Values as Values
+from ._program import bind as bind
+from ._program import flatten as flatten
+from ._program import inner_jaxpr as inner_jaxpr
+from ._program import operands as operands
+from ._program import read as read
+from ._program import value_of as value_of
+from ._program import variables as variables
+from ._slice import Slice as Slice
+from ._slice import computed_by as computed_by
+from ._slice import effects_of as effects_of
+from ._slice import evaluate as evaluate
+from ._slice import needed_for as needed_for
+from ._slice import reached_from as reached_from
+
+__all__ = [
+    "without_complex",
+    "Program",
+    "Slice",
+    "Values",
+    "bind",
+    "computed_by",
+    "effects_of",
+    "evaluate",
+    "flatten",
+    "inner_jaxpr",
+    "needed_for",
+    "operands",
+    "output_dependence",
+    "program_key",
+    "reached_from",
+    "read",
+    "value_numbers",
+    "value_of",
+    "variables",
+]

@@ -1,0 +1,102 @@
+"""Keys of traced programs and of the values in them: equal where they compute the same."""
+
+import hashlib
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+
+_CUSTOM_RULES = ("custom_jvp_call", "custom_vjp_call")
+
+
+def program_key(closed: ClosedJaxpr) -> Hashable:
+    """What identifies a traced program: its equations, shapes, constants and the functions it calls back.
+
+    Constants are compared by value, also those that an inner `jax.jit` closes over, which the printed form of a
+    program leaves out. Python functions are compared by identity. Custom derivative rules do not count: differentiate
+    first where the derivative matters.
+
+    Args:
+        closed: The trace.
+
+    Returns:
+        A value that is equal for equal programs.
+    """
+    return _closed_key(closed.jaxpr, closed.consts)
+
+
+def _closed_key(jaxpr: Jaxpr, consts: Sequence[Any]) -> Hashable:
+    numbers: dict[Any, int] = {}
+
+    def atom(var: Any) -> Hashable:
+        if isinstance(var, Literal):
+            return "literal", var.aval, value_key(var.val)
+        return numbers.setdefault(var, len(numbers))
+
+    inputs = tuple((atom(var), var.aval) for var in (*jaxpr.constvars, *jaxpr.invars))
+    equations = tuple(
+        (
+            eqn.primitive.name,
+            params_key(eqn.primitive.name, eqn.params),
+            tuple(atom(var) for var in eqn.invars),
+            tuple((atom(var), var.aval) for var in eqn.outvars),
+        )
+        for eqn in jaxpr.eqns
+    )
+    return inputs, equations, tuple(atom(var) for var in jaxpr.outvars), tuple(value_key(c) for c in consts)
+
+
+def params_key(primitive: str, params: Mapping[str, Any]) -> Hashable:
+    """A value that is equal for parameters of an equation that mean the same."""
+    if primitive in _CUSTOM_RULES:  # the rest are the rules, which the trace of the gradient holds applied
+        return value_key(params["call_jaxpr"])
+    return value_key(params)
+
+
+def value_key(value: Any) -> Hashable:
+    """A value that is equal for equal parameters, arrays and programs among them."""
+    if isinstance(value, ClosedJaxpr):
+        return _closed_key(value.jaxpr, value.consts)
+    if isinstance(value, Jaxpr):
+        return _closed_key(value, ())
+    if isinstance(value, Mapping):
+        return tuple((key, value_key(value[key])) for key in value)
+    if isinstance(value, (tuple, list)):
+        return type(value), tuple(value_key(item) for item in value)
+    if isinstance(value, (bool, int, float, complex)):
+        return type(value), repr(value)  # told apart: 1 and True, 0.0 and -0.0; the same: nan and nan
+    if isinstance(value, jax.Array) or (hasattr(value, "__array__") and not isinstance(value, type)):
+        return _array_key(value)
+    try:
+        hash(value)
+    except TypeError:
+        return _Same(value)
+    return value
+
+
+def _array_key(array: Any) -> Hashable:
+    if isinstance(array, Tracer):
+        return _Same(array)
+    impl = None
+    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+        with jax.ensure_compile_time_eval():
+            impl, array = str(jax.random.key_impl(array)), jax.random.key_data(array)
+    host = np.asarray(array)
+    return impl, host.shape, str(host.dtype), hashlib.sha256(host.tobytes()).digest()
+
+
+class _Same:
+    """Equal only where it holds the very same object, which it keeps alive."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self._value is other._value
+
+    def __hash__(self) -> int:
+        return id(self._value)

@@ -1,0 +1,64 @@
+"""Which results of a traced program are the same expressions."""
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+
+from ._keys import params_key, value_key
+
+_CALLS = frozenset(
+    {"pjit", "jit", "closed_call", "core_call", "checkpoint", "remat", "remat2", "custom_jvp_call", "custom_vjp_call"}
+)
+
+
+def value_numbers(
+    closed: ClosedJaxpr, inputs: Sequence[Hashable], table: dict[Hashable, int] | None = None
+) -> list[int]:
+    """Number the results of a traced program, equal where they are computed alike from inputs that count as equal.
+
+    Calls are followed inside; other inner programs, such as the body of a loop, are compared as a whole.
+
+    Args:
+        closed: The trace.
+        inputs: What each input counts as.
+        table: The numbers given so far, which grows: programs numbered with one table can be compared. None: a new one.
+
+    Returns:
+        A number per output.
+    """
+    table = {} if table is None else table
+    given = [_number(table, "input", var.aval, x) for var, x in zip(closed.jaxpr.invars, inputs, strict=True)]
+    return _results(closed.jaxpr, closed.consts, given, table)
+
+
+def _number(table: dict[Hashable, int], *key: Hashable) -> int:
+    return table.setdefault(key, len(table))
+
+
+def _results(jaxpr: Jaxpr, consts: Sequence[Any], given: Sequence[int], table: dict[Hashable, int]) -> list[int]:
+    env: dict[Any, int] = dict(zip(jaxpr.invars, given, strict=True))
+    for var, const in zip(jaxpr.constvars, consts, strict=True):
+        env[var] = _number(table, "const", var.aval, value_key(const))
+
+    def read(var: Any) -> int:
+        return _number(table, "literal", var.aval, value_key(var.val)) if isinstance(var, Literal) else env[var]
+
+    for eqn in jaxpr.eqns:
+        operands = [read(var) for var in eqn.invars]
+        inner = _called(eqn)
+        if inner is not None:
+            env.update(zip(eqn.outvars, _results(inner.jaxpr, inner.consts, operands, table), strict=True))
+            continue
+        computed = _number(table, eqn.primitive.name, params_key(eqn.primitive.name, eqn.params), tuple(operands))
+        for place, var in enumerate(eqn.outvars):
+            env[var] = _number(table, "output", computed, place)
+    return [read(var) for var in jaxpr.outvars]
+
+
+def _called(eqn: Any) -> ClosedJaxpr | None:
+    """The program that an equation does no more than call."""
+    inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr")) if eqn.primitive.name in _CALLS else None
+    if isinstance(inner, Jaxpr) and not inner.constvars:
+        inner = ClosedJaxpr(inner, ())
+    return inner if isinstance(inner, ClosedJaxpr) and len(inner.jaxpr.invars) == len(eqn.invars) else None

@@ -1,0 +1,33 @@
+"""The functional core: from a model, an optimiser and a mesh to a state and a jitted step."""
+
+from ._batch import entry_struct as entry_struct
+from ._describe import describe_pipeline as describe_pipeline
+from ._hyperparams import Hyperparams as Hyperparams
+from ._make import ConfigLike as ConfigLike
+from ._make import configure_model as configure_model
+from ._make import make_pipeline as make_pipeline
+from ._make import mesh_for as mesh_for
+from ._make import pipeline_settings as pipeline_settings
+from ._make import prepare as prepare
+from ._optimizer import ChosenOptimizer as ChosenOptimizer
+from ._optimizer import choose_optimizer as choose_optimizer
+from ._params import check_params as check_params
+from ._params import read_params as read_params
+from ._pipeline import Pipeline as Pipeline
+
+__all__ = [
+    "make_pipeline",
+    "ChosenOptimizer",
+    "ConfigLike",
+    "Hyperparams",
+    "Pipeline",
+    "check_params",
+    "choose_optimizer",
+    "configure_model",
+    "describe_pipeline",
+    "entry_struct",
+    "mesh_for",
+    "pipeline_settings",
+    "prepare",
+    "read_params",
+]

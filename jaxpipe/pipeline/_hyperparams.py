@@ -1,0 +1,114 @@
+"""Hyperparameters inside an optimiser's state, read and set where the state lies."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import PartitionSpec as P
+
+from jaxpipe._typing import PyTree
+from jaxpipe.optim import next_hyperparams, read_hyperparams, set_hyperparams
+from jaxpipe.state import switch_stages
+
+from ._pipeline import Pipeline
+
+
+class Hyperparams:
+    """Reads and sets what `optax.inject_hyperparams` keeps in the optimiser's state of a pipeline.
+
+    The state is not moved: two small programs run on its own devices. Where there are several processes, all must call.
+
+    Args:
+        pipeline: Any pipeline with states of this form.
+        schedules: Hyperparameters that follow a schedule, by name.
+
+    Attributes:
+        names: What the state keeps; empty where the optimiser keeps nothing of the kind.
+    """
+
+    def __init__(self, pipeline: Pipeline, schedules: Mapping[str, optax.Schedule]) -> None:
+        self._updater, division = pipeline._updater, pipeline._division
+        self._rows, self._schedules = division.kept, schedules
+        specs, rows, mesh = pipeline._specs(pipeline.state_struct).opt_state, division.row_spec, pipeline.mesh
+        known = read_hyperparams(self._blank(0)) or {}
+        self.names = tuple(name for name, value in known.items() if np.ndim(value) == 0)
+        self._read = jax.jit(jax.shard_map(self._values, mesh=mesh, in_specs=(specs,), out_specs=rows, check_vma=False))
+        self._write = jax.jit(
+            jax.shard_map(self._changed, mesh=mesh, in_specs=(specs, P()), out_specs=specs, check_vma=False),
+            donate_argnums=0,
+        )
+
+    def read(self, opt_state: PyTree) -> dict[str, float]:
+        """The hyperparameters of the next update.
+
+        Args:
+            opt_state: The state's `opt_state`.
+
+        Returns:
+            Name to number. One that follows a schedule which is not known has the value of the last update.
+        """
+        if not self.names:
+            return {}
+        return {name: rows.addressable_shards[0].data[0].item() for name, rows in self._read(opt_state).items()}
+
+    def write(self, opt_state: PyTree, values: Mapping[str, Any]) -> PyTree:
+        """Set hyperparameters for all updates from now on.
+
+        Args:
+            opt_state: The state's `opt_state`, which is donated.
+            values: Name to number.
+
+        Returns:
+            The new `opt_state`.
+
+        Raises:
+            ConfigError: The state keeps no hyperparameter of that name, or one that follows a schedule; or a value is
+                no finite number. Nothing is donated then.
+        """
+        set_hyperparams(self._blank(0), **values)
+        return self._write(opt_state, {name: np.float32(value) for name, value in values.items()})
+
+    def _values(self, opt_state: PyTree) -> dict[str, jax.Array]:
+        def branch(member: int) -> Callable[[PyTree], dict[str, jax.Array]]:
+            def run(row: PyTree) -> dict[str, jax.Array]:
+                found = next_hyperparams(self._updater.tree(member, row), self._schedules) or {}
+                return {name: jnp.asarray(found[name], jnp.float32) for name in self.names}
+
+            return run
+
+        return self._on_rows(branch, opt_state)
+
+    def _changed(self, opt_state: PyTree, values: Mapping[str, jax.Array]) -> PyTree:
+        def branch(member: int) -> Callable[[PyTree, Mapping[str, jax.Array]], PyTree]:
+            def run(row: PyTree, values: Mapping[str, jax.Array]) -> PyTree:
+                leaves, treedef = jax.tree.flatten(self._updater.tree(member, row))
+                for name, value in values.items():
+                    for i in self._places(member, name):
+                        leaves[i] = jnp.broadcast_to(value, leaves[i].shape).astype(leaves[i].dtype)
+                return self._updater.storage(member, jax.tree.unflatten(treedef, leaves))
+
+            return run
+
+        return self._on_rows(branch, opt_state, values)
+
+    def _on_rows(self, branch: Callable[[int], Callable[..., PyTree]], opt_state: PyTree, *args: Any) -> PyTree:
+        """Run this device's branch on its row."""
+        member = self._rows.member(jax.lax.axis_index("stage"), jax.lax.axis_index("data"))
+        branches = [branch(m) for m in range(self._rows.rows.num_stages)]
+        row = jax.tree.map(lambda x: x[0], opt_state)
+        return jax.tree.map(lambda x: x[None], switch_stages(member, branches, row, *args))
+
+    def _blank(self, member: int) -> PyTree:
+        """A state of a member's form, all zeros that take no memory."""
+        struct = jax.eval_shape(lambda row: self._updater.tree(member, row), self._updater.struct())
+        return jax.tree.map(lambda x: np.broadcast_to(np.zeros((), x.dtype), x.shape), struct)
+
+    def _places(self, member: int, name: str) -> list[int]:
+        """Which leaves of a member's state are a hyperparameter."""
+        blank = self._blank(member)
+        marked = set_hyperparams(blank, **{name: 0.0})
+        pairs = zip(jax.tree.leaves(blank), jax.tree.leaves(marked), strict=True)
+        return [i for i, (old, new) in enumerate(pairs) if new is not old]

@@ -1,0 +1,276 @@
+"""From a model and a configuration to a pipeline."""
+
+from collections.abc import Callable, Mapping, Sequence
+from os import PathLike
+from typing import Any, NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+
+from jaxpipe._typing import PyTree
+from jaxpipe.config import BatchSizes, Collector, TrainConfig, load_config
+from jaxpipe.distributed import check_devices
+from jaxpipe.errors import ConfigError
+from jaxpipe.executor import PipelineSettings
+from jaxpipe.layers import PipelineModule
+from jaxpipe.optim import LossScaler
+from jaxpipe.partition import profile_source
+from jaxpipe.recompute import check_settings, settings_for
+from jaxpipe.schedules import resolve_schedule
+from jaxpipe.topology import adopt_mesh, make_pipeline_mesh, mesh_shape, topology_for
+
+from ._batch import entry_struct
+from ._optimizer import ChosenOptimizer, choose_optimizer
+from ._pipeline import Pipeline
+
+ConfigLike = TrainConfig | Mapping[str, Any] | str | PathLike[str] | None
+
+
+def make_pipeline(
+    model: PipelineModule,
+    optimizer: optax.GradientTransformation | Callable[..., optax.GradientTransformation] | None,
+    config: ConfigLike,
+    mesh: Mesh | None,
+    example_batch: Sequence[PyTree],
+    *,
+    lr_scheduler: optax.Schedule | None = None,
+) -> Pipeline:
+    """Build the functional form of a pipeline: an initial state and a jitted step.
+
+    Args:
+        model: The layers and their cut.
+        optimizer: An optax transformation that treats every parameter by itself; or a constructor with an argument
+            `learning_rate`, such as `optax.adamw`, which gets the schedule. None: that of the configuration.
+        config: DeepSpeed's configuration, as a dictionary, a path or a `TrainConfig`.
+        mesh: A mesh with the axes `stage` and `data`, and `model` where layers use it; None: all devices, see
+            `mesh_for`.
+        example_batch: One entry as a data iterator yields it, `(inputs, labels)` or `(inputs, labels, side)`, leaves
+            `[microbatch_size * data, ...]`, arrays or shapes.
+        lr_scheduler: The learning rate as a function of the number of updates; None: that of the configuration.
+
+    Returns:
+        The pipeline; `pipeline.init()` makes the state and `pipeline.step(state, batch)` is the step.
+
+    Raises:
+        ConfigError: The configuration is wrong, or contradicts the model or the other arguments; or there is no
+            optimiser.
+        TopologyError: Devices, mesh and stages do not fit.
+        DataError: A leaf of the example has the wrong leading size.
+        LayerError: Layers do not fit together.
+        PartitionError: The layers cannot be cut as asked.
+        ScheduleError: The schedule is unknown or unsound.
+
+    Example:
+        >>> import flax.linen as nn, jax.numpy as jnp, optax
+        >>> from jaxpipe.layers import LayerSpec
+        >>> model = PipelineModule([LayerSpec(nn.Dense, 1)], num_stages=1, loss_fn=lambda y, t: jnp.mean((y - t) ** 2))
+        >>> mesh = mesh_for(model, jax.devices()[:1])
+        >>> x, y = jnp.ones((4, 3)), jnp.zeros((4, 1))
+        >>> pipeline = make_pipeline(model, optax.sgd(0.1), {"train_micro_batch_size_per_gpu": 4}, mesh, (x, y))
+        >>> state, metrics = pipeline.step(pipeline.init(), (x[None], y[None], {}))
+        >>> int(state.step)
+        1
+    """
+    errors = Collector()
+    config = load_config(config, errors)
+    model, chosen, mesh, sizes = prepare(model, config, optimizer, lr_scheduler, mesh, errors)
+    if chosen.transformation is None:
+        raise ConfigError(
+            "a pipeline must have an optimizer, but got optimizer=None and a configuration without the section "
+            "optimizer. Pass for instance optax.adamw(3e-4), or optax.identity() to evaluate only."
+        )
+    entry_struct(example_batch, sizes.train_micro_batch_size_per_gpu, mesh_shape(mesh)["data"])
+    num_microbatches, settings = sizes.gradient_accumulation_steps, pipeline_settings(config)
+    with check_settings(settings_for(config, mesh)):
+        return Pipeline(model, chosen.transformation, mesh, example_batch, num_microbatches, settings)
+
+
+class Prepared(NamedTuple):
+    """What a configuration makes of the arguments that come with it.
+
+    Attributes:
+        model: The model with the configuration's settings.
+        chosen: The optimiser and the schedule.
+        mesh: The mesh to run on.
+        sizes: The sizes of a batch.
+    """
+
+    model: PipelineModule
+    chosen: ChosenOptimizer
+    mesh: Mesh
+    sizes: BatchSizes
+
+
+def prepare(
+    model: PipelineModule,
+    config: TrainConfig,
+    optimizer: optax.GradientTransformation | Callable[..., optax.GradientTransformation] | None,
+    lr_scheduler: optax.Schedule | None,
+    mesh: Mesh | None,
+    errors: Collector,
+) -> Prepared:
+    """Hold a configuration against the model, the optimiser, the schedule and the devices.
+
+    Args:
+        model: The layers and their cut.
+        config: The configuration.
+        optimizer: As for `choose_optimizer`.
+        lr_scheduler: As for `choose_optimizer`.
+        mesh: The mesh; None: that of the model's topology.
+        errors: What was wrong with the configuration when it was read.
+
+    Returns:
+        What to build a pipeline from.
+
+    Raises:
+        JaxpipeError: What does not fit, together with `errors`: a `ConfigError` that lists it where it is more than
+            one thing.
+    """
+    chosen, sizes = ChosenOptimizer(None), BatchSizes(1, 1, 1)
+    with errors.catch(compares=True):
+        chosen = choose_optimizer(config, optimizer, lr_scheduler)
+    with errors.catch(compares=True):
+        model = configure_model(model, config)
+    with errors.catch(compares=True):
+        pipeline_settings(config)
+    with errors.catch(compares=True):
+        mesh = mesh_for(model) if mesh is None else adopt_mesh(mesh)
+        sizes = config.batch_sizes(mesh_shape(mesh)["data"])
+    errors.raise_all()
+    return Prepared(model, chosen, cast("Mesh", mesh), sizes)
+
+
+def mesh_for(model: PipelineModule, devices: Sequence[Any] | None = None) -> Mesh:
+    """The mesh of a model's topology: its stages times as many replicas as there are devices for.
+
+    Args:
+        model: The layers and their cut.
+        devices: JAX devices to use; None: all.
+
+    Returns:
+        A mesh with the axes `stage` and `data`, and `model` where the topology has it.
+
+    Raises:
+        TopologyError: The devices do not suffice, or do not divide into the stages.
+        LaunchError: JAX finds no devices of the platform that it is told to use.
+    """
+    if devices is None:
+        check_devices()
+    num_devices = jax.device_count() if devices is None else len(devices)
+    return make_pipeline_mesh(topology_for(model.num_stages, model.given_topology, num_devices), devices)
+
+
+def configure_model(model: PipelineModule, config: TrainConfig) -> PipelineModule:
+    """The model with the settings that the configuration gives it.
+
+    Args:
+        model: The layers and their cut.
+        config: Its section `pipeline`, and the dtype that `fp16` and `bf16` choose.
+
+    Returns:
+        A model of the same layers.
+
+    Raises:
+        ConfigError: The configuration and the constructor say different things, or a limit on memory is set that
+            nothing keeps to; all of it.
+    """
+    section, errors = config.pipeline, Collector()
+    if section.stages not in ("auto", model.num_stages):
+        message = (
+            f"pipeline.stages must be the module's num_stages, but got pipeline.stages={section.stages} and "
+            f"num_stages={model.num_stages}. Change one of them, or leave pipeline.stages at 'auto'."
+        )
+        errors.add([ConfigError(message, paths=["pipeline.stages"])])
+    changes: dict[str, Any] = {}
+    if section.partition != "best":
+        changes["partition_method"] = section.partition
+        with errors.catch():
+            _check_agreement("pipeline.partition", section.partition, model, "partition_method", "parameters")
+    if section.activation_checkpoint_interval:
+        name = "activation_checkpoint_interval"
+        changes[name] = section.activation_checkpoint_interval
+        with errors.catch():
+            _check_agreement(f"pipeline.{name}", section.activation_checkpoint_interval, model, name, 0)
+    if section.seed_layers is not None:
+        changes["seed_layers"] = section.seed_layers
+        with errors.catch():
+            _check_agreement("pipeline.seed_layers", section.seed_layers, model, "seed_layers", False)
+    if config.compute_dtype != "float32":
+        changes["compute_dtype"] = config.compute_dtype
+        key = "bf16.enabled" if config.bf16.enabled else "fp16.enabled"
+        with errors.catch():
+            _check_agreement(key, config.compute_dtype, model, "compute_dtype", None)
+    with errors.catch(compares=True):
+        model = model.replace(**changes) if changes else model
+        _check_memory_limit(config, model)
+    errors.raise_all()
+    return model
+
+
+def pipeline_settings(config: TrainConfig) -> PipelineSettings:
+    """How the configuration says that a pipeline runs and updates.
+
+    Args:
+        config: The configuration.
+
+    Returns:
+        The settings.
+
+    Raises:
+        ScheduleError: The schedule is unknown, or cannot have so many chunks.
+        ConfigError: The loss scale cannot start where it is to; or it and the schedule are both wrong.
+    """
+    section, errors = config.pipeline, Collector()
+    num_chunks = None if section.num_chunks == "auto" else section.num_chunks
+    max_pending = None if section.max_pending_weights == "auto" else section.max_pending_weights
+    if section.schedule != "auto":
+        with errors.catch():
+            resolve_schedule(section.schedule, num_chunks, max_pending)
+    scaler = None
+    if config.fp16.enabled:
+        with errors.catch():
+            scaler = LossScaler.from_section(config.fp16)
+    elif config.bf16.enabled and config.bf16.check_grad_overflow:
+        scaler = LossScaler.none()
+    errors.raise_all()
+    return PipelineSettings(
+        schedule=section.schedule,
+        num_chunks=num_chunks,
+        max_pending=max_pending,
+        memory_limit_bytes=None if section.memory_limit_gb == "auto" else round(section.memory_limit_gb * 1e9),
+        spread_inputs=None if section.spread_inputs == "auto" else section.spread_inputs,
+        offload_activations=section.offload_activations,
+        skip_idle=None if section.skip_idle == "auto" else section.skip_idle,
+        scan_trunk=section.scan_trunk,
+        gradient_clipping=config.gradient_clipping,
+        grad_accum_dtype=config.data_types.grad_accum_dtype,
+        zero_stage=config.zero_optimization.stage,
+        loss_scaler=scaler,
+    )
+
+
+def _check_agreement(path: str, asked: Any, model: PipelineModule, name: str, default: Any) -> None:
+    given = getattr(model, name)
+    if name == "compute_dtype" and given is not None:
+        given = jnp.dtype(given).name
+    if given not in (default, asked):
+        key = f"the dtype of {path}=True" if name == "compute_dtype" else path
+        raise ConfigError(
+            f"{key} must not contradict the module, but got {key}={asked!r} and {name}={given!r}. Say it in one place.",
+            paths=[path],
+        )
+
+
+def _check_memory_limit(config: TrainConfig, model: PipelineModule) -> None:
+    section = config.pipeline
+    if "auto" in (section.memory_limit_gb, section.schedule) or profile_source(model.partition_method):
+        return
+    raise ConfigError(
+        "pipeline.memory_limit_gb must be set only where a choice keeps to it, which the schedule 'auto' and the "
+        f"partition 'profile' do, but got pipeline.memory_limit_gb={section.memory_limit_gb!r}, "
+        f"pipeline.schedule={section.schedule!r} and partition_method={model.partition_method!r}. Remove it, or use "
+        "one of the two.",
+        paths=["pipeline.memory_limit_gb", "pipeline.schedule", "pipeline.partition"],
+    )

@@ -1,0 +1,464 @@
+"""The functional core: a model, an optimiser and a mesh become a state and a jitted step."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec, Protocol, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxpipe._typing import PyTree
+from jaxpipe.executor import (
+    WHOLE,
+    Batch,
+    DevicePrograms,
+    EvaluateLoop,
+    Metrics,
+    Objective,
+    PipelineSettings,
+    Places,
+    StageParts,
+    TrainLoop,
+    batch_spec,
+    check_whole_outputs,
+    model_topology,
+    spread_dims,
+    trace_places,
+)
+from jaxpipe.layers import PipelineModule, flatten_dict, struct_of, with_axes
+from jaxpipe.planner import make_plan
+from jaxpipe.recompute import current_settings, use_settings
+from jaxpipe.schedules import PipeSchedule, TickProgram
+from jaxpipe.state import (
+    Catalog,
+    Ends,
+    ModelParams,
+    StageCut,
+    StageInit,
+    TrainState,
+    Updater,
+    check_collections,
+    divide,
+    make_catalog,
+    place_everywhere,
+    place_rows,
+    place_samples,
+    state_shardings,
+    state_specs,
+    to_host,
+)
+from jaxpipe.topology import adopt_mesh, mesh_shape
+
+from ._batch import check_batch, entry_struct, infer_microbatch_size
+from ._params import check_params
+from ._sharded import check_sharded
+
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result", covariant=True)
+
+
+class Compiled(Protocol[_Arguments, _Result]):
+    """A jitted function, compiled at its first call."""
+
+    def __call__(self, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+        """Run it."""
+        ...
+
+    def lower(self, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> jax.stages.Lowered:
+        """Lower it for arguments or their structs, to be compiled ahead of time or read."""
+        ...
+
+
+class Pipeline:
+    """A model cut into stages and compiled for a mesh.
+
+    It holds no parameters: `init` makes a `TrainState`, `step` maps a state and a batch to the next state. A batch is
+    `(inputs, labels, side)` with leaves `[num_microbatches, microbatch_size * data, ...]`; replica r takes the r-th
+    contiguous block of dim 1. `side` is a dictionary of side inputs, often empty.
+
+    Args:
+        module: The model.
+        optimizer: An optax transformation that treats every parameter by itself.
+        mesh: A mesh with the axes `stage` and `data`, and `model` where layers use it.
+        example: One microbatch of all replicas, `(inputs, labels)` or `(inputs, labels, side)`, arrays or shapes with
+            leaves `[microbatch_size * data, ...]`.
+        num_microbatches: Microbatches per step.
+        settings: How it runs and updates.
+
+    Attributes:
+        step: `step(state, batch) -> (state, metrics)`, jitted, the state donated. `metrics["loss"]` is the loss of the
+            batch, what layers add to it included; `metrics["grad_norm"]` the global norm of its gradient before
+            clipping; `metrics["losses"]` and `metrics["metrics"]` what layers report, if they do; with a loss scale
+            also `metrics["loss_scale"]` and `metrics["overflow"]`.
+        gradients: `gradients(state, batch) -> (metrics, storage, collections)`, jitted: mean gradients in the form of
+            `state.params`, which `params_tree` turns into the model's tree, and the collections after the batch.
+            `metrics["weight"]` is what the losses of the batch were divided by: their number, or the sum of weights.
+        partial_gradients: `partial_gradients(state, batch, first, num_parts)`, the same for one of `num_parts` parts of
+            a step, which begins with microbatch `first` of the step and is keyed so. Its gradients are the part's share
+            of those of the mean over all parts: already divided by `num_parts`.
+        update: `update(state, storage) -> (state, metrics)`, jitted: clips and applies such gradients.
+        evaluate: `evaluate(state, batch) -> metrics`, jitted, forward only: `metrics["loss"]`, and
+            `metrics["microbatch_losses"]` of shape `[num_microbatches]`.
+        predict: `predict(state, batch) -> outputs`, jitted: leaves `[num_microbatches, microbatch_size * data, ...]`.
+        evaluate_and_predict: Both, in one run.
+        settings: With what was left open decided.
+        plan: What was decided before the pipeline was built: schedule, placement and cut.
+
+    Raises:
+        TopologyError: The mesh's `stage` axis is not `num_stages` long, or its `model` axis not as the topology says.
+        DataError: A leaf of the example is not `microbatch_size * data` samples long.
+        LayerError: Two layers do not fit, the loss is not a scalar, a variable is sharded over the `model` axis
+            otherwise than its partition metadata says, or is one that its gradient replaces, or a parameter cannot be
+            split over the stages.
+        PartitionError: The layers cannot be cut as asked.
+        ScheduleError: The schedule is unsound, or cannot have so many chunks.
+        ConfigError: The optimiser couples parameters of different stages, treats them by what else is in their tree,
+            asks for more than gradients, state and parameters, or looks at whole arrays where a parameter is sharded
+            over the `model` axis or split over the stages.
+    """
+
+    step: Compiled[[TrainState, Batch], tuple[TrainState, Metrics]]
+    gradients: Compiled[[TrainState, Batch], tuple[Metrics, PyTree, PyTree]]
+    partial_gradients: Compiled[[TrainState, Batch, jax.Array, np.int32], tuple[Metrics, PyTree, PyTree]]
+    update: Compiled[[TrainState, PyTree], tuple[TrainState, Metrics]]
+    evaluate: Compiled[[TrainState, Batch], Metrics]
+    predict: Compiled[[TrainState, Batch], PyTree]
+    evaluate_and_predict: Compiled[[TrainState, Batch], tuple[Metrics, PyTree]]
+
+    def __init__(
+        self,
+        module: PipelineModule,
+        optimizer: optax.GradientTransformation,
+        mesh: Mesh,
+        example: Sequence[PyTree],
+        num_microbatches: int,
+        settings: PipelineSettings = PipelineSettings(),  # noqa: B008  # frozen
+    ) -> None:
+        self.module, self.mesh, self.num_microbatches = module, adopt_mesh(mesh), num_microbatches
+        self._recompute = current_settings()
+        shape = mesh_shape(self.mesh)
+        num_model = shape.get("model", 0)
+        model_topology(module, self.mesh)
+        self.num_replicas = shape["data"]
+        self.microbatch_size = infer_microbatch_size(example, self.num_replicas)
+        self._entry = entry_struct(example, self.microbatch_size, self.num_replicas)
+        inputs, labels, side = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct((self.microbatch_size, *x.shape[1:]), x.dtype), self._entry
+        )
+        self._whole, self.trace = trace_places(module, inputs, side, num_model, self.num_replicas)
+        check_collections(module.layers, self.trace)
+        self.plan = plan = make_plan(module, self.trace, self.mesh, labels, num_microbatches, settings, optimizer)
+        self.settings = settings = plan.settings
+        outputs, num_terms = self.trace.boundaries[-1], num_microbatches * self.num_replicas
+        objective = with_axes(self.trace.axes, lambda: Objective(module, outputs, labels, num_terms))
+        spread = spread_dims((inputs, labels), num_microbatches, module.num_stages, settings.spread_inputs)
+        side_specs = jax.tree.map(lambda _: batch_spec(WHOLE), side)
+        self._batch_specs = (*jax.tree.map(batch_spec, spread), side_specs)
+        is_mixed = module.compute_dtype is not None
+        self._stages = with_axes(self.trace.axes, lambda: StageParts(module, self.trace, plan))
+        kept_dtype, ends = "float32" if is_mixed else None, self._stages.ends
+        self._params = ModelParams(self.trace, self.cuts, plan.placement, ends, dtype=kept_dtype)
+        self._stages.check_loss(labels)
+        num_shards = self.num_replicas if settings.zero_stage else 1
+        check_sharded(optimizer, self._whole, self._params)
+        self._division = divide(self._params, self._stages.params, optimizer, num_shards, num_model)
+        self._places = Places(self._whole.tree_dims(), max(num_model, 1))
+        self._collection_places = Places(self._stages.collections.dims, max(num_model, 1))
+        self._updater = Updater(self._params, self._division.kept, optimizer)
+        self._programs = DevicePrograms(
+            self._stages,
+            self._division,
+            self._updater,
+            TrainLoop(self._stages, plan.program, skip_idle=plan.skips),
+            EvaluateLoop(self._stages, plan.forward_only, skip_idle=plan.skips),
+            objective,
+            settings,
+            spread,
+        )
+        self._compile()
+
+    def __repr__(self) -> str:
+        num_params = sum(self.trace.num_own_params())
+        return (
+            f"<Pipeline: {len(self.module.layers)} layers of {num_params:,} parameters on {self.module.num_stages} "
+            f"stages x {self.num_replicas} replicas, cut at {self.parts}; schedule {self.program.name}, "
+            f"{self.num_microbatches} microbatches of {self.microbatch_size} samples a replica>"
+        )
+
+    @property
+    def schedule(self) -> type[PipeSchedule]:
+        """The training schedule's class."""
+        return self.plan.schedule
+
+    @property
+    def program(self) -> TickProgram:
+        """The training schedule, lowered."""
+        return self.plan.program
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        """Boundaries of the parts of the model, as many as stages times chunks."""
+        return self.plan.parts
+
+    @property
+    def part_stages(self) -> tuple[int, ...]:
+        """The stage that holds each part."""
+        return tuple(stage for stage, _ in self.plan.placement.home)
+
+    @property
+    def cuts(self) -> tuple[StageCut, ...]:
+        """Prologue, trunk and epilogue of each part of the model."""
+        return self._stages.cuts
+
+    @property
+    def ends(self) -> Ends:
+        """The first and last layers, where all stages run them together; they are in none of the cuts."""
+        return self._stages.ends
+
+    @property
+    def kept_bytes(self) -> tuple[int, int]:
+        """Bytes of one microbatch and one chunk that wait for the backward: on a device, and in host memory."""
+        sizes = [0, 0]
+        pair = self._stages.kept, self._stages.is_hosted
+        for leaf, is_hosted in zip(*map(jax.tree.leaves, pair), strict=True):
+            sizes[is_hosted] += leaf.size * leaf.dtype.itemsize
+        return sizes[0], sizes[1]
+
+    @property
+    def state_struct(self) -> TrainState:
+        """Shapes, dtypes and shardings of a state."""
+        kept, scaler = self._division.kept, self.settings.loss_scaler
+        num_rows = self._division.num_rows
+        number: Any = jax.ShapeDtypeStruct((), jnp.int32)
+        struct = TrainState(
+            step=number,
+            params=_with_rows(kept.rows.struct(), num_rows),
+            opt_state=_with_rows(self._updater.struct(), num_rows),
+            collections=_with_rows(
+                self._stages.collections.layout.struct(), self.module.num_stages * self._places.num_places
+            ),
+            loss_scale=() if scaler is None else jax.eval_shape(scaler.init),
+            skipped_steps=number,
+            rng=jax.eval_shape(lambda: jax.random.key(0)),
+        )
+        shardings = state_shardings(self._specs(struct), self.mesh)
+        return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), struct, shardings)
+
+    @functools.cached_property
+    def catalog(self) -> Catalog:
+        """Where every leaf of a state lies in the arrays that `state_arrays` names."""
+        collections, dims = self._stages.collections, self._whole.tree_dims()
+        return make_catalog(self._params, self._division, self._updater, collections, dims, self._places.num_places)
+
+    @property
+    def batch_struct(self) -> Batch:
+        """Shapes, dtypes and shardings of a batch."""
+
+        def place(x: Any, spec: P) -> Any:
+            sharding = NamedSharding(self.mesh, spec)
+            return jax.ShapeDtypeStruct((self.num_microbatches, *x.shape), x.dtype, sharding=sharding)
+
+        return jax.tree.map(place, self._entry, self._batch_specs)
+
+    def init(self, key: jax.Array | None = None) -> TrainState:
+        """Make an initial state, each stage's arrays on its own devices.
+
+        Args:
+            key: Key of the weights, as for `PipelineModule.init`; None: `jax.random.key(base_seed)`, which is also the
+                run's key for dropout.
+
+        Returns:
+            The state.
+        """
+        made = StageInit(self.module, self._whole, self._params, self._key if key is None else key)
+        return self._state(made.tree, made.collections)
+
+    def init_from(self, tree: PyTree, collections: PyTree | None = None) -> TrainState:
+        """Make an initial state from the model's parameter tree.
+
+        Args:
+            tree: As `PipelineModule.init` returns it.
+            collections: As `PipelineModule.init_collections` returns them; None: made anew from `base_seed`.
+
+        Returns:
+            The state.
+
+        Raises:
+            LayerError: A parameter is missing, unexpected, of another shape, or no array of floating-point numbers.
+        """
+        tree = self.check_params(tree)
+        made = StageInit(self.module, self._whole, self._params, self._key)
+        held = made.collections if collections is None else lambda stage: collections
+        return self._state(lambda stage: self._params.subtree(stage, tree), held)
+
+    def check_params(self, tree: PyTree) -> PyTree:
+        """Compare a parameter tree with the model's.
+
+        Returns:
+            The tree without Flax's partition metadata.
+
+        Raises:
+            LayerError: A parameter is missing, unexpected, of another shape, or no array of floating-point numbers.
+        """
+        return check_params(tree, flatten_dict(self._whole.tree()))
+
+    def replace_params(self, state: TrainState, tree: PyTree) -> TrainState:
+        """The state with other parameters; everything else stays.
+
+        Raises:
+            LayerError: A parameter is missing, unexpected, of another shape, or no array of floating-point numbers.
+        """
+        tree = self.check_params(tree)
+        params = self._place(lambda stage: self._params.subtree(stage, tree))
+        return dataclasses.replace(state, params=params)
+
+    def replace_collections(self, state: TrainState, tree: PyTree) -> TrainState:
+        """The state with other collections, in the form of `PipelineModule.init_collections`; everything else stays."""
+        return dataclasses.replace(state, collections=self._place_collections(lambda stage: tree))
+
+    def params_tree(self, storage: PyTree) -> PyTree:
+        """The model's parameter tree as numpy arrays, from `state.params` or from gradients in that form."""
+        kept, host = self._division.kept, to_host(storage)
+        num_places, each = self._places.num_places, kept.num_shards
+
+        def one(place: int) -> PyTree:
+            rows = [jax.tree.map(lambda x, r=r: x[r * num_places + place], host) for r in range(kept.num_rows)]
+            stages = range(self.module.num_stages)
+            return self._params.tree([kept.host_leaves(s, rows[s * each : (s + 1) * each]) for s in stages])
+
+        return self._places.join([one(place) for place in range(num_places)])
+
+    def collections_tree(self, storage: PyTree) -> dict[str, PyTree]:
+        """What layers keep beside parameters as numpy arrays by the layer's name, from `state.collections`."""
+        host = to_host(storage)
+        num_places = self._places.num_places
+
+        def one(place: int) -> PyTree:
+            stages = range(self.module.num_stages)
+            return self._stages.collections.tree(
+                [jax.tree.map(lambda x, s=s: x[s * num_places + place], host) for s in stages]
+            )
+
+        return self._collection_places.join([one(place) for place in range(num_places)])
+
+    def place_batch(self, batch: Batch, replicas: range | None = None) -> Batch:
+        """Put a batch on the devices.
+
+        Args:
+            batch: The batch, or with `replicas` the part of it that this process feeds.
+            replicas: The replicas whose samples the part holds, as `jaxpipe.data.process_shard` tells; None: all.
+
+        Returns:
+            The batch as global arrays.
+
+        Raises:
+            DataError: Its structure, shapes or dtypes are not those of the example.
+        """
+        if replicas is None:
+            replicas = range(self.num_replicas)
+        whole = jax.tree.map(lambda x: _scaled(x, self.num_replicas, len(replicas)), struct_of(batch))
+        self.check_batch(whole)
+        return jax.tree.map(lambda x, like: place_samples(x, like, replicas), batch, self.batch_struct)
+
+    def check_batch(self, batch: Batch) -> None:
+        """Compare a batch with the example the pipeline was built from.
+
+        Raises:
+            DataError: Its structure, shapes or dtypes differ; the message names the leaf.
+        """
+        check_batch(struct_of(batch), self.batch_struct, self.microbatch_size, self.num_replicas)
+
+    @property
+    def _key(self) -> jax.Array:
+        return jax.random.key(self.module.base_seed)
+
+    def _specs(self, struct: TrainState) -> TrainState:
+        return state_specs(struct, self._division.row_spec, self._division.collection_spec)
+
+    def _place(self, tree: Callable[[int], PyTree]) -> PyTree:
+        def rows(stage: int) -> list[list[PyTree]]:
+            parts = self._places.split(tree(stage))
+            return [self._division.kept.host_rows(stage, self._params.leaves(stage, part)) for part in parts]
+
+        return place_rows(rows, self.state_struct.params, self.mesh)
+
+    def _place_collections(self, tree: Callable[[int], PyTree]) -> PyTree:
+        held, split = self._stages.collections, self._collection_places.split
+        return place_rows(
+            lambda stage: [[held.row(stage, part)] for part in split(tree(stage))],
+            self.state_struct.collections,
+            self.mesh,
+        )
+
+    def init_scalars(self) -> dict[str, Any]:
+        """The fields of an initial state that every device holds alike."""
+        scaler = self.settings.loss_scaler
+        number = np.zeros((), np.int32)
+        loss_scale = () if scaler is None else scaler.init()
+        fields = {"step": number, "loss_scale": loss_scale, "skipped_steps": number, "rng": self._key}
+        return place_everywhere(fields, self.mesh)
+
+    def _state(self, tree: Callable[[int], PyTree], collections: Callable[[int], PyTree]) -> TrainState:
+        rows = self._division.row_spec
+        params = self._place(tree)
+        init = jax.jit(self._shard_map(self._programs.init_optimizer, (rows,), rows))
+        held = self._place_collections(collections)
+        return TrainState(params=params, opt_state=init(params), collections=held, **self.init_scalars())
+
+    def _shard_map(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+        return jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+    def _whole_outputs(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(state: TrainState, batch: Batch) -> Any:
+            check_whole_outputs(self._whole, self.trace)
+            return function(state, batch)
+
+        return run
+
+    def _compile(self) -> None:
+        programs, state, rows = self._programs, self.state_struct, self._division.row_spec
+        specs, over_data = self._specs(state), P(None, "data")
+        of_state, of_batch = jax.tree.map(lambda x: x.sharding, (state, self.batch_struct))
+        if all(spec == over_data for spec in jax.tree.leaves(self._batch_specs, is_leaf=_is_spec)):
+            of_batch = NamedSharding(self.mesh, over_data)
+
+        def compiled(
+            function: Callable[..., Any], out_specs: Any, donate: tuple[int, ...] = (), others: tuple[Any, ...] = ()
+        ) -> Any:
+            mapped = self._shard_map(function, (specs, self._batch_specs, *(other.spec for other in others)), out_specs)
+
+            def checked(state: TrainState, batch: Batch, *rest: jax.Array) -> Any:
+                self.check_batch(batch)
+                with use_settings(self._recompute):
+                    return mapped(state, batch, *rest)
+
+            return jax.jit(checked, in_shardings=(of_state, of_batch, *others), donate_argnums=donate)
+
+        self.step = compiled(programs.step, (specs, P()), donate=(0,))
+        of_gradients = (P(), rows, self._division.collection_spec)
+        self.gradients = compiled(programs.gradients, of_gradients)
+        self.evaluate = compiled(programs.evaluate, P())
+        self.predict = compiled(self._whole_outputs(programs.predict), over_data)
+        self.evaluate_and_predict = compiled(self._whole_outputs(programs.evaluate_and_predict), (P(), over_data))
+        everywhere = NamedSharding(self.mesh, P())
+        self.partial_gradients = compiled(programs.partial_gradients, of_gradients, others=(everywhere, everywhere))
+        self.update = jax.jit(self._shard_map(programs.update, (specs, rows), (specs, P())), donate_argnums=(0,))
+
+
+def _is_spec(value: Any) -> bool:
+    return isinstance(value, P)
+
+
+def _with_rows(struct: PyTree, num_rows: int) -> PyTree:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct((num_rows, *x.shape), x.dtype), struct)
+
+
+def _scaled(x: Any, num_replicas: int, num_given: int) -> Any:
+    """The shape of a whole batch from that of the part of some replicas; one that is no such part stays."""
+    size, rest = divmod(x.shape[1] * num_replicas, num_given) if len(x.shape) > 1 else (0, 1)
+    return x if rest else jax.ShapeDtypeStruct((x.shape[0], size, *x.shape[2:]), x.dtype)

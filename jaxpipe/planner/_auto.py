@@ -1,0 +1,204 @@
+"""The schedule `"auto"`: what a stage costs on these devices, and the schedule that follows."""
+
+import dataclasses
+import json
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from jaxpipe._typing import PyTree
+from jaxpipe.autodiff import differentiable
+from jaxpipe.distributed import gather_texts, log
+from jaxpipe.errors import PartitionError
+from jaxpipe.executor import PipelineSettings
+from jaxpipe.layers import ModelTrace, PipelineModule
+from jaxpipe.partition import Profile
+from jaxpipe.schedules import Choice, StageCosts, choose_schedule
+
+from ._profile import can_measure, profile_layers
+
+_TICKS = 64
+_CHUNK_COUNTS = (1, 2, 4)
+
+
+def choose_settings(
+    module: PipelineModule,
+    trace: ModelTrace,
+    mesh: Mesh,
+    labels: PyTree,
+    num_microbatches: int,
+    settings: PipelineSettings,
+    param_size: float = 16.0,
+) -> tuple[Choice, PipelineSettings]:
+    """Choose schedule, chunks and what is done in idle cells, and log why; all processes call.
+
+    Layers are timed on the mesh's devices, or their operations counted where nothing can be run on these.
+
+    Args:
+        module: The model.
+        trace: Its shapes, for one microbatch of one replica.
+        mesh: The devices.
+        labels: Shapes and dtypes of a microbatch's labels.
+        num_microbatches: Microbatches per step.
+        settings: The settings, with `schedule="auto"`; chunks, pending weight halves and what is done in idle cells are
+            kept to where they are set.
+        param_size: Bytes of a parameter, its gradient and the optimiser's numbers for it.
+
+    Returns:
+        The choice, and the settings that follow.
+
+    Raises:
+        PartitionError: The layers cannot be cut as asked, or not into as many chunks as are set.
+        ScheduleError: The work takes no time.
+        LayerError: A layer cannot be differentiated.
+    """
+    runs = can_measure(mesh)
+    profile = profile_layers(module, trace, mesh, labels, "times" if runs else "counts", halves=True)
+    cuts = _possible_cuts(module, trace, profile, settings.num_chunks)
+    parts = cuts[min(cuts)]
+    costs, num_params, recomputed_bytes = _largest_stage(profile, parts, module.num_stages)
+    param_bytes = round(param_size * num_params)
+    stage_s = costs.forward_s + costs.input_s + costs.weight_s or 1.0
+    if runs:
+        tick_s, branch_s = _overheads(mesh, trace.boundaries[parts[1]] if module.num_stages > 1 else ())
+        costs = dataclasses.replace(costs, tick_overhead_s=tick_s, branch_overhead_s=branch_s)
+    limit, skip_idle = limit_of(settings, mesh), settings.skip_idle
+    if skip_idle is None and mesh.devices.flat[0].platform == "cpu":
+        skip_idle = True
+    choice = choose_schedule(
+        costs,
+        module.num_stages,
+        num_microbatches,
+        memory_limit_bytes=None if limit is None else max(limit - param_bytes - recomputed_bytes, 0),
+        chunk_counts={count: count * _slowest_part_s(profile, cut) / stage_s for count, cut in cuts.items()},
+        max_pending=settings.max_pending,
+        skip_idle=skip_idle,
+    )
+    best, level = choice.best, logging.INFO
+    if limit is not None and (param_bytes > limit or not best.fits):
+        level = logging.WARNING
+        less = "." if param_bytes > limit else "; or recompute activations, or use smaller microbatches."
+        reason = (
+            f"{best.schedule}: Nothing fits; this holds the least. Parameters, gradients and optimiser state take "
+            f"{param_bytes:,} of {limit:,} bytes. Use more stages, or raise pipeline.memory_limit_gb{less}"
+        )
+        choice = dataclasses.replace(choice, reason=reason)
+    log(level, "schedule='auto', with layers %s:\n%s", profile.source, choice)
+    return choice, dataclasses.replace(
+        settings,
+        schedule=best.schedule,
+        num_chunks=best.num_chunks,
+        max_pending=best.max_pending,
+        skip_idle=best.skip_idle,
+    )
+
+
+def limit_of(settings: PipelineSettings, mesh: Mesh) -> int | None:
+    """Bytes that training may hold on a device: those of the settings, or the device's; None where it tells none."""
+    if settings.memory_limit_bytes is not None:
+        return settings.memory_limit_bytes
+    if not can_measure(mesh):
+        return None
+    own = next(device for device in mesh.devices.flat if device.process_index == jax.process_index())
+    limit = (own.memory_stats() or {}).get("bytes_limit")
+    return None if limit is None else _agreed([limit], min)[0]
+
+
+def _possible_cuts(
+    module: PipelineModule, trace: ModelTrace, profile: Profile, num_chunks: int | None
+) -> dict[int, tuple[int, ...]]:
+    """The cut for each number of chunks that the settings allow and the partition method can cut into."""
+    method, num_stages = module.partition_method, module.num_stages
+    if num_chunks is not None:
+        counts: tuple[int, ...] = (num_chunks,)
+    else:
+        counts = _CHUNK_COUNTS if isinstance(method, str) else (max(1, (len(method) - 1) // num_stages),)
+    found: dict[int, tuple[int, ...]] = {}
+    errors: list[PartitionError] = []
+    for count in counts:
+        try:
+            found[count] = module.partition(trace, count * num_stages, profile=profile)
+        except PartitionError as error:
+            errors.append(error)
+    if not found:
+        raise errors[0]
+    return found
+
+
+def _slowest_part_s(profile: Profile, parts: tuple[int, ...]) -> float:
+    seconds = profile.seconds()
+    return max(sum(seconds[first:end]) for first, end in zip(parts[:-1], parts[1:], strict=True))
+
+
+def _largest_stage(profile: Profile, parts: tuple[int, ...], num_stages: int) -> tuple[StageCosts, int, int]:
+    """What the slowest stage costs, and the most that a stage holds whatever the schedule.
+
+    This is the number of its parameters, and the bytes that a backward makes again, for one microbatch at a time. Where
+    stages hold several parts, part p is taken to be on stage `p % num_stages`.
+    """
+    chunks = [profile.layers[first:end] for first, end in zip(parts[:-1], parts[1:], strict=True)]
+    stages = [[layer for chunk in chunks[s::num_stages] for layer in chunk] for s in range(num_stages)]
+    slowest = max(stages, key=lambda layers: sum(layer.forward_s + layer.backward_s for layer in layers))
+    weight_s = sum(layer.weight_s for layer in slowest)
+    sizes = profile.part_sizes(parts)
+    sums = [[sum(each) for each in zip(*sizes[s::num_stages], strict=True)] for s in range(num_stages)]
+    costs = StageCosts(
+        forward_s=sum(layer.forward_s for layer in slowest),
+        input_s=sum(layer.backward_s for layer in slowest) - weight_s,
+        weight_s=weight_s,
+        activation_bytes=max(kept for _, kept, _ in sums),
+        pending_bytes=max(sum(layer.pending_bytes for layer in layers) for layers in stages),
+    )
+    most = max(num_params for num_params, _, _ in sums) + profile.params_everywhere
+    return costs, most, max(recomputed for _, _, recomputed in sizes)
+
+
+def _overheads(mesh: Mesh, activation: PyTree) -> tuple[float, float]:
+    """Seconds that a tick takes beside its cells, and that a branch around a cell takes, as process 0 measures them."""
+    num_stages = mesh.shape["stage"]
+    pairs = [(s, (s + 1) % num_stages) for s in range(num_stages)]
+
+    def send(x: jax.Array) -> jax.Array:
+        return jax.lax.ppermute(x, "stage", pairs)
+
+    def ticks(tick: Callable[[jax.Array, PyTree], PyTree]) -> float:
+        def run() -> PyTree:
+            zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), differentiable(activation))
+            start = jax.lax.axis_index("stage") + jnp.arange(_TICKS)
+            carry, _ = jax.lax.scan(lambda c, t: (tick(t, c), None), zeros, start)
+            return [jnp.sum(x)[None] for x in carry]
+
+        spec = P(mesh.axis_names)
+        jitted = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=(), out_specs=spec, check_vma=False))
+        jax.block_until_ready(jitted())
+        seconds = []
+        for _ in range(5):
+            start = time.perf_counter()
+            jax.block_until_ready(jitted())
+            seconds.append(time.perf_counter() - start)
+        return min(seconds) / _TICKS
+
+    def both(carry: PyTree) -> PyTree:
+        return jax.tree.map(lambda x: send(send(x)), carry)
+
+    def branched(tick: jax.Array, carry: PyTree) -> PyTree:
+        return both(jax.lax.cond(tick % 2 == 0, lambda c: jax.tree.map(lambda x: x + 1, c), lambda c: c, carry))
+
+    plain_s = ticks(lambda _, carry: both(jax.tree.map(lambda x: x + 1, carry)))
+    branch_s = max(ticks(branched) - plain_s, 0.0)
+    tick_s, branch_s = _agreed([plain_s, branch_s], lambda found: found[0])
+    return tick_s, branch_s
+
+
+def _agreed(values: list[Any], pick: Callable[[list[Any]], Any]) -> list[Any]:
+    """Numbers on which all processes agree, picked from those of each."""
+    if jax.process_count() == 1:
+        return values
+    found = [json.loads(text) for text in gather_texts(json.dumps(values))]
+    return [pick(list(each)) for each in zip(*found, strict=True)]

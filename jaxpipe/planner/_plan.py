@@ -1,0 +1,74 @@
+"""From a model, its mesh and its settings to the plan of a pipeline."""
+
+import dataclasses
+
+import optax
+from jax.sharding import Mesh
+
+from jaxpipe._typing import PyTree
+from jaxpipe.executor import PipelineSettings, Plan
+from jaxpipe.layers import ModelTrace, PipelineModule
+from jaxpipe.partition import StageMemory, profile_source
+from jaxpipe.schedules import (
+    forward_schedule,
+    lower_schedule,
+    placement_of,
+    resolve_schedule,
+)
+from jaxpipe.topology import mesh_shape
+
+from ._auto import choose_settings, limit_of
+from ._param_bytes import bytes_per_param
+from ._profile import cut_module
+
+
+def make_plan(
+    module: PipelineModule,
+    trace: ModelTrace,
+    mesh: Mesh,
+    labels: PyTree,
+    num_microbatches: int,
+    settings: PipelineSettings,
+    optimizer: optax.GradientTransformation | None = None,
+) -> Plan:
+    """Decide what is left open; all processes call.
+
+    Args:
+        module: The model.
+        trace: Its shapes, for one microbatch of one replica.
+        mesh: The devices.
+        labels: Shapes and dtypes of a microbatch's labels.
+        num_microbatches: Microbatches per step.
+        settings: How the pipeline runs.
+        optimizer: What updates the parameters, for the memory that it takes; None: as much as Adam in float32.
+
+    Returns:
+        The plan.
+
+    Raises:
+        ScheduleError: The schedule is unsound, or cannot have so many chunks.
+        PartitionError: The layers cannot be cut as asked.
+        LayerError: A layer whose costs are needed cannot be differentiated.
+        ConfigError: Memory is looked at, and the optimiser does not take these parameters.
+    """
+    choice, param_size = None, 16.0
+    if optimizer is not None and (settings.schedule == "auto" or profile_source(module.partition_method)):
+        num_shards = mesh_shape(mesh)["data"] if settings.zero_stage else 1
+        dtypes = {"compute_dtype": module.compute_dtype, "grad_dtype": settings.grad_accum_dtype}
+        param_size = bytes_per_param(trace, optimizer, num_shards=num_shards, **dtypes)
+    if settings.schedule == "auto":
+        choice, settings = choose_settings(module, trace, mesh, labels, num_microbatches, settings, param_size)
+    num_stages = module.num_stages
+    schedule = resolve_schedule(settings.schedule, settings.num_chunks, settings.max_pending)
+    program = lower_schedule(schedule, num_microbatches, num_stages)
+    if settings.skip_idle is None:
+        skips = mesh.devices.flat[0].platform == "cpu" or program.has_split_backward
+        settings = dataclasses.replace(settings, skip_idle=skips)
+    placement = placement_of([schedule(num_microbatches, num_stages, stage) for stage in range(num_stages)])
+    stages = tuple(stage for stage, _ in placement.home)
+    # Every device has a ring as long as the fullest stage needs, so a part needs no less where fewer are in flight.
+    in_flight = -(-program.residual_slots // schedule.num_chunks)
+    memory = StageMemory((in_flight,) * len(stages), stages, param_size, limit_of(settings, mesh))
+    parts, profile = cut_module(module, trace, mesh, num_parts=len(stages), stages=stages, labels=labels, memory=memory)
+    forward_only = lower_schedule(forward_schedule(schedule), num_microbatches, num_stages, training=False)
+    return Plan(settings, schedule, program, forward_only, placement, parts, profile, choice)

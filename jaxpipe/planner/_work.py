@@ -1,0 +1,135 @@
+"""Operations and bytes of a traced function."""
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import jax
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+
+from jaxpipe._typing import PyTree
+from jaxpipe.autodiff import is_arithmetic
+from jaxpipe.jaxpr import evaluate, flatten, needed_for
+
+_FORMS = frozenset(
+    {"bitcast_convert_type", "broadcast_in_dim", "concatenate", "convert_element_type", "copy", "device_put", "eq"}
+    | {"expand_dims", "ge", "gt", "iota", "is_finite", "le", "lt", "ne", "optimization_barrier", "pad", "reshape"}
+    | {"rev", "slice", "split", "squeeze", "stop_gradient", "transpose"}
+    | {"random_bits", "random_fold_in", "random_seed", "random_unwrap", "random_wrap", "shard_map"}
+)
+"""What is computed inside of what reads it, for next to nothing."""
+
+
+class Work(NamedTuple):
+    """What a program computes and moves.
+
+    Attributes:
+        flops: Operations; two for each multiplication and addition of a product.
+        moved_bytes: Bytes that products, reductions, look-ups and the like read and write. Element-wise arithmetic is
+            taken to be part of what reads its results.
+    """
+
+    flops: int
+    moved_bytes: int
+
+    def plus(self, other: "Work", times: int = 1) -> "Work":
+        """This and some times another."""
+        return Work(self.flops + times * other.flops, self.moved_bytes + times * other.moved_bytes)
+
+
+def count_work(function: Callable[..., Any], *args: PyTree) -> Work:
+    """Count what a function's outputs need.
+
+    A `while` loop counts as one turn, a branch as the one with the most operations; what a callback or a kernel of
+    unknown content computes is not known.
+
+    Args:
+        function: Any traceable function.
+        *args: Shapes and dtypes.
+
+    Returns:
+        Its work.
+    """
+    program = flatten(jax.make_jaxpr(function)(*args))
+    part = needed_for(program, program.outputs)
+
+    def run(*inputs: jax.Array) -> list[Any]:
+        values, _ = evaluate(program, dict(zip(program.inputs, inputs, strict=True)), part, {}, [])
+        return [values[x] for x in program.outputs if not isinstance(x, Literal)]
+
+    shapes = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in program.inputs]
+    live = jax.make_jaxpr(run)(*shapes).jaxpr
+    fused = {var for eqn in live.eqns if _is_fused(eqn) for var in eqn.outvars}
+    return _work_of(live).plus(Work(0, sum(_num_bytes([x]) for x in live.outvars if x in fused)))
+
+
+def _work_of(jaxpr: Jaxpr) -> Work:
+    total = Work(0, 0)
+    for eqn in jaxpr.eqns:
+        total = total.plus(_equation(eqn))
+    return total
+
+
+def _equation(eqn: Any) -> Work:
+    name, out = eqn.primitive.name, _size(eqn.outvars)
+    inner = [_work_of(jaxpr) for value in eqn.params.values() for jaxpr in _jaxprs(value)]
+    if name == "cond":
+        return max(inner)
+    if inner and not name.startswith(("reduce", "scatter", "sort", "custom_jvp", "custom_vjp")):
+        times = eqn.params["length"] if name == "scan" else 1
+        return Work(0, 0).plus(_sum(inner), times)
+    if inner and name.startswith("custom"):
+        return inner[0]
+    if is_arithmetic(name):
+        return Work(out, 0)
+    if name in _FORMS:
+        return Work(0, 0)
+    if name in ("gather", "dynamic_slice"):
+        return Work(0, 2 * _num_bytes(eqn.outvars))
+    if name == "dynamic_update_slice":
+        return Work(0, 2 * _num_bytes(eqn.invars[1:2]))
+    if name.startswith("scatter"):
+        return Work(_size(eqn.invars[2:]), _num_bytes([*eqn.outvars, *eqn.invars[2:]]))
+    moved = _num_bytes([*eqn.invars, *eqn.outvars])
+    return Work(_product(eqn) or max(_size(eqn.invars), out), moved)
+
+
+def _product(eqn: Any) -> int:
+    """Operations of a product or convolution; 0 for other equations."""
+    name, out = eqn.primitive.name, _size(eqn.outvars)
+    if name == "dot_general":
+        contracted = eqn.params["dimension_numbers"][0][0]
+        return 2 * out * math.prod(eqn.invars[0].aval.shape[dim] for dim in contracted)
+    if name == "conv_general_dilated":
+        kernel = eqn.invars[1].aval
+        return 2 * out * kernel.size // max(1, kernel.shape[eqn.params["dimension_numbers"].rhs_spec[0]])
+    if name.startswith("ragged_dot"):
+        return 2 * out * eqn.invars[0].aval.shape[-1]
+    return 0
+
+
+def _is_fused(eqn: Any) -> bool:
+    return is_arithmetic(eqn.primitive.name) or eqn.primitive.name in _FORMS
+
+
+def _jaxprs(value: Any) -> list[Jaxpr]:
+    if isinstance(value, (tuple, list)):
+        return [jaxpr for item in value for jaxpr in _jaxprs(item)]
+    if isinstance(value, ClosedJaxpr):
+        return [value.jaxpr]
+    return [value] if isinstance(value, Jaxpr) else []
+
+
+def _sum(works: Iterable[Work]) -> Work:
+    total = Work(0, 0)
+    for work in works:
+        total = total.plus(work)
+    return total
+
+
+def _size(atoms: Iterable[Any]) -> int:
+    return sum(math.prod(x.aval.shape) for x in atoms)
+
+
+def _num_bytes(atoms: Iterable[Any]) -> int:
+    return sum(math.prod(x.aval.shape) * x.aval.dtype.itemsize for x in atoms if hasattr(x.aval, "dtype"))

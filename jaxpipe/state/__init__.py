@@ -1,0 +1,75 @@
+"""Where parameters, optimiser state and collections lie on the mesh, and their way to the host and back."""
+
+from ._catalog import Catalog as Catalog
+from ._catalog import Leaf as Leaf
+from ._catalog import Span as Span
+from ._catalog import make_catalog as make_catalog
+from ._catalog import read_leaf as read_leaf
+from ._catalog import write_leaf as write_leaf
+from ._collections import ModelCollections as ModelCollections
+from ._collections import check_collections as check_collections
+from ._collections import mean_over_replicas as mean_over_replicas
+from ._cut import StageCut as StageCut
+from ._cut import cut_stages as cut_stages
+from ._ends import Ends as Ends
+from ._ends import find_ends as find_ends
+from ._host import HostRows as HostRows
+from ._host import state_arrays as state_arrays
+from ._host import with_arrays as with_arrays
+from ._init import StageInit as StageInit
+from ._norm import clip_to as clip_to
+from ._norm import global_norm as global_norm
+from ._params import ModelParams as ModelParams
+from ._params import summed_struct as summed_struct
+from ._place import own as own
+from ._place import place_everywhere as place_everywhere
+from ._place import place_rows as place_rows
+from ._place import place_samples as place_samples
+from ._place import to_host as to_host
+from ._state import TrainState as TrainState
+from ._state import state_shardings as state_shardings
+from ._state import state_specs as state_specs
+from ._switch import switch_stages as switch_stages
+from ._tied import spread_tied as spread_tied
+from ._tied import sum_tied as sum_tied
+from ._update import Updater as Updater
+from ._zero import Division as Division
+from ._zero import divide as divide
+
+__all__ = [
+    "Catalog",
+    "Division",
+    "Ends",
+    "HostRows",
+    "Leaf",
+    "ModelCollections",
+    "ModelParams",
+    "Span",
+    "StageCut",
+    "StageInit",
+    "TrainState",
+    "Updater",
+    "check_collections",
+    "clip_to",
+    "cut_stages",
+    "divide",
+    "find_ends",
+    "global_norm",
+    "make_catalog",
+    "mean_over_replicas",
+    "own",
+    "place_everywhere",
+    "place_rows",
+    "place_samples",
+    "read_leaf",
+    "spread_tied",
+    "state_arrays",
+    "state_shardings",
+    "state_specs",
+    "sum_tied",
+    "summed_struct",
+    "switch_stages",
+    "to_host",
+    "with_arrays",
+    "write_leaf",
+]

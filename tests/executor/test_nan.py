@@ -1,0 +1,82 @@
+"""NaNs travel as NaNs, and only where they belong."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from _covering import slow_after
+from _models import Widen
+from _oracle import SCHEDULES
+
+from jaxpipe import LayerSpec, PipeDataParallelTopology, Pipeline, PipelineModule
+from jaxpipe.executor import PipelineSettings
+from jaxpipe.topology import make_pipeline_mesh
+
+MICROBATCHES, SIZE = 4, 4
+
+
+def build(stages: int, data: int, **kwargs: Any) -> Pipeline:
+    layers = [LayerSpec(Widen, SIZE) for _ in range(4)]
+    module = PipelineModule(layers, num_stages=stages, loss_fn=lambda y, t: jnp.mean((y - t) ** 2))
+    x = jax.ShapeDtypeStruct((2 * data, SIZE), jnp.float32)
+    mesh = make_pipeline_mesh(PipeDataParallelTopology(stages, data))
+    return Pipeline(module, optax.sgd(0.1), mesh, (x, x), MICROBATCHES, PipelineSettings(**kwargs))
+
+
+def batch(data: int) -> tuple[Any, Any, Any]:
+    rng = np.random.default_rng(0)
+    shape = (MICROBATCHES, 2 * data, SIZE)
+    return rng.normal(size=shape).astype(np.float32), rng.normal(size=shape).astype(np.float32), {}
+
+
+@pytest.mark.parametrize("skip_idle", [True, False])
+@pytest.mark.parametrize(("stages", "data"), slow_after(1, [(1, 2), (2, 2), (4, 1)], unpack=True))
+def test_one_nan_makes_the_loss_nan(stages: int, data: int, skip_idle: bool) -> None:
+    pipeline = build(stages, data, skip_idle=skip_idle)
+    for part in (0, 1):
+        spoiled = [*batch(data)]
+        spoiled[part] = spoiled[part].copy()
+        spoiled[part][2, -1, 0] = np.nan
+        state, metrics = pipeline.step(pipeline.init(), tuple(spoiled))
+        assert np.isnan(float(metrics["loss"]))
+        assert np.isnan(float(pipeline.evaluate(pipeline.init(), tuple(spoiled))["loss"]))
+        assert all(np.isnan(leaf).any() for leaf in jax.tree.leaves(pipeline.params_tree(state.params)))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "train", "one_by_one", "split"])
+@pytest.mark.parametrize("stages", [1, 2, 4])
+def test_masked_cells_do_not_leak(stages: int, schedule: str) -> None:
+    """A layer that is NaN on zeros: idle cells that compute on empty slots must not spoil anything."""
+
+    def pole(x: jax.Array) -> jax.Array:
+        return x + 0.1 * jnp.sin(1.0 / jnp.sum(x**2, -1, keepdims=True))
+
+    layers = [pole, LayerSpec(Widen, SIZE), pole, LayerSpec(Widen, SIZE), pole, LayerSpec(Widen, SIZE), pole]
+    layers = [*layers, LayerSpec(Widen, SIZE)]
+    results = []
+    for skip_idle in (False, True):
+        module = PipelineModule(
+            layers, num_stages=stages, loss_fn=lambda y, t: jnp.mean((y - t) ** 2), partition_method="uniform"
+        )
+        x = jax.ShapeDtypeStruct((2, SIZE), jnp.float32)
+        mesh = make_pipeline_mesh(PipeDataParallelTopology(stages, 1))
+        kwargs: dict[str, Any] = {"schedule": SCHEDULES[schedule], "skip_idle": skip_idle}
+        pipeline = Pipeline(module, optax.sgd(0.1), mesh, (x, x), MICROBATCHES, PipelineSettings(**kwargs))
+        metrics, grads, _ = pipeline.gradients(pipeline.init(), batch(1))
+        results.append((metrics, pipeline.params_tree(grads), pipeline.evaluate(pipeline.init(), batch(1))))
+    for leaf in jax.tree.leaves(results):
+        assert np.isfinite(np.asarray(leaf)).all()
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), *results)
+
+
+def test_a_nan_of_one_step_does_not_outlive_it() -> None:
+    pipeline = build(2, 1, skip_idle=False)
+    spoiled = batch(1)[0].copy()
+    spoiled[0] = np.nan
+    metrics, *_ = pipeline.gradients(pipeline.init(), (spoiled, batch(1)[1], {}))
+    assert np.isnan(float(metrics["loss"]))
+    metrics, *_ = pipeline.gradients(pipeline.init(), batch(1))
+    assert np.isfinite(float(metrics["loss"]))

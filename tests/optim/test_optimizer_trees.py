@@ -1,0 +1,214 @@
+"""Optimisers that look at paths, hold keys, or want a whole tree; and what else meets a pipeline while it is built."""
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from _tolerances import assert_close
+
+from jaxpipe import LayerSpec, PipeDataParallelTopology, Pipeline, PipelineModule
+from jaxpipe.errors import ConfigError
+from jaxpipe.executor import PipelineSettings
+from jaxpipe.topology import make_pipeline_mesh
+
+X, Y = np.ones((2, 2, 4), np.float32), np.ones((2, 2, 4), np.float32)
+PARTS = {"a": optax.sgd(0.1), "b": optax.adam(0.1)}
+
+
+def build(optimizer: optax.GradientTransformation, layers: Any = None, stages: int = 2, **kwargs: Any) -> Pipeline:
+    loss_fn = kwargs.pop("loss_fn", lambda y, t: jnp.mean((y - t) ** 2))
+    module = PipelineModule(layers or [LayerSpec(nn.Dense, 4)] * 4, num_stages=stages, loss_fn=loss_fn)
+    mesh = make_pipeline_mesh(PipeDataParallelTopology(stages, 1))
+    return Pipeline(module, optimizer, mesh, (X[0], Y[0]), 2, PipelineSettings(**kwargs))
+
+
+def step(pipeline: Pipeline, labels: Any = Y) -> dict[str, Any]:
+    return jax.device_get(pipeline.step(pipeline.init(), (X, labels, {}))[1])
+
+
+def test_labels_that_know_the_real_names_alone() -> None:
+    known = {"0_Dense": "a", "1_Dense": "b", "2_Dense": "a", "3_Dense": "b"}
+
+    def labels(tree: Any) -> Any:
+        return jax.tree_util.tree_map_with_path(lambda path, _: known[path[1].key], tree)
+
+    assert np.isfinite(step(build(optax.multi_transform(PARTS, labels)))["loss"])
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1])
+def test_a_mask_that_is_a_tree(zero_stage: int) -> None:
+    module = PipelineModule([LayerSpec(nn.Dense, 4)] * 4, num_stages=1)
+    mask = jax.tree.map(lambda x: x.ndim > 1, module.init(jax.random.key(0), X[0]))
+    with pytest.raises(ConfigError, match=r"must accept any part of the param.*Give masks and labels as functions"):
+        build(optax.adamw(0.1, mask=mask), zero_stage=zero_stage)
+
+
+def test_an_optimizer_that_holds_a_key() -> None:
+    noisy = optax.chain(optax.add_noise(0.1, 0.5, jax.random.key(0)), optax.sgd(0.1))
+    assert np.isfinite(step(build(noisy, stages=1))["loss"])
+
+
+def by_rank(tree: Any) -> Any:
+    """All layers but the last of the tree alike."""
+    names = sorted(tree.get("layers", {}))
+    labels = {name: "b" if name == names[-1] else "a" for name in names}
+    return jax.tree.map_with_path(lambda path, _: labels[path[1].key], tree)
+
+
+def by_layer(tree: Any) -> Any:
+    """The last layer by its name."""
+    return jax.tree.map_with_path(lambda path, _: "b" if path[1].key == "3_Dense" else "a", tree)
+
+
+def rates(make: Any, labels: Any) -> optax.GradientTransformation:
+    return optax.multi_transform({"a": make(0.1), "b": make(0.2)}, labels)
+
+
+MIXED = [LayerSpec(nn.Dense, 4), LayerSpec(nn.Dense, 4, param_dtype=jnp.bfloat16)]
+ENDS = [
+    LayerSpec(nn.Dense, 4),
+    LayerSpec(nn.LayerNorm),
+    LayerSpec(nn.Dense, 4, use_bias=False),
+    LayerSpec(nn.LayerNorm),
+]
+RANK = r"must treat a parameter the same whatever other parameters are in the tree.* of all 8 parameters than in that "
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "layers", "match"),
+    [
+        pytest.param(
+            rates(optax.sgd, by_rank),
+            None,
+            RANK + r"of 4 of them, layers/0_Dense/bias to layers/1_Dense/kernel\. Let labels and masks look at a "
+            r"parameter's path",
+            id="rank-sgd",
+        ),
+        pytest.param(rates(optax.adam, by_rank), None, RANK + r"of 4 of them.*use one stage", id="rank-adam"),
+        pytest.param(
+            optax.masked(optax.scale(0.5), lambda tree: jax.tree.map(lambda label: label == "a", by_rank(tree))),
+            None,
+            r"whose update of the parameter layers/1_Dense/bias is another in the tree of all 8",
+            id="rank-mask",
+        ),
+        pytest.param(
+            optax.chain(optax.add_noise(0.1, 0.5, jax.random.key(0)), optax.sgd(0.1)),
+            None,
+            RANK + r".*optax\.add_noise.*fold each parameter's path into the key",
+            id="noise",
+        ),
+        pytest.param(
+            optax.inject_hyperparams(optax.sgd)(0.1),
+            MIXED,
+            r"value of the state hyperparams/learning_rate is.*is float32 in .* bfloat16 in.*hyperparam_dtype=jnp",
+            id="common dtype",
+        ),
+    ],
+)
+def test_what_depends_on_the_other_parameters_of_a_tree(
+    optimizer: optax.GradientTransformation, layers: Any, match: str
+) -> None:
+    with pytest.raises(ConfigError, match=match):
+        build(optimizer, layers)
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_labels_by_layer_do_what_they_do_unpipelined(stages: int) -> None:
+    optimizer = rates(optax.adam, by_layer)
+    pipeline = build(optimizer, stages=stages)
+    params = pipeline.module.init(jax.random.key(0), X[0])
+    state = pipeline.init_from(params)
+    grads = jax.tree.map(jnp.ones_like, params)
+    state, _ = pipeline.update(state, pipeline.init_from(grads).params)
+    updates, _ = optimizer.update(grads, optimizer.init(params), params)
+    assert_close(pipeline.params_tree(state.params), jax.device_get(optax.apply_updates(params, updates)))
+
+
+def test_one_stage_sees_the_whole_tree() -> None:
+    assert build(rates(optax.sgd, by_rank), stages=1)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "match"),
+    [
+        pytest.param(optax.clip_by_global_norm(1.0), r"num_chunks > 1 divides.*mixes layers/0_Dense", id="coupling"),
+        pytest.param(
+            rates(optax.sgd, by_rank), r"same whatever other parameters.*in the tree of all 7 param", id="rank"
+        ),
+    ],
+)
+def test_chunks_of_one_stage_are_updated_apart(optimizer: optax.GradientTransformation, match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        build(optimizer, ENDS, stages=1, schedule="interleaved", num_chunks=2)
+
+
+def test_one_call_for_all_parameters_is_no_coupling() -> None:
+    adam = optax.adam(0.1)
+    assert build(optax.GradientTransformation(jax.jit(adam.init), jax.jit(adam.update)))
+
+
+def test_a_saved_state_is_that_of_the_parameters() -> None:
+    pipeline = build(optax.apply_if_finite(optax.sgd(0.1), 3), stages=1)
+    first = pipeline.catalog["opt_state/total_notfinite"].copies[0]
+    assert first[0].array.startswith("opt_state/own/")
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "missing"),
+    [
+        pytest.param(optax.chain(optax.adam(0.1), optax.contrib.reduce_on_plateau()), "'value'", id="plateau"),
+        pytest.param(optax.contrib.sophia(0.1), "obj_fn", id="sophia"),
+        pytest.param(optax.lbfgs(), "'value', 'grad', and 'value_fn'", id="lbfgs"),
+    ],
+)
+@pytest.mark.parametrize(("stages", "zero_stage"), [(1, 0), (2, 0), (2, 1)])
+def test_an_optimizer_that_asks_for_more(
+    optimizer: optax.GradientTransformation, missing: str, stages: int, zero_stage: int
+) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"from gradients, state and par.* needs {missing}\. Remove the tran.*set_lr"
+    ):
+        build(optimizer, stages=stages, zero_stage=zero_stage)
+
+
+class Reporter(nn.Module):
+    value: float
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        self.sow("metrics", "m", jnp.float32(self.value))
+        return x
+
+
+class Both(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return nn.Dense(4)(Reporter(2.0, name="a-b")(Reporter(1.0, name="a")(x)))
+
+
+def test_reports_keep_their_names() -> None:
+    metrics = step(build(optax.sgd(0.1), [LayerSpec(Both), *[LayerSpec(nn.Dense, 4)] * 2]))
+    assert metrics["metrics"] == {"0_Both/a/m": 1.0, "0_Both/a-b/m": 2.0}
+
+
+def test_a_weight_without_labels() -> None:
+    module = PipelineModule(
+        [LayerSpec(nn.Dense, 4)] * 2, num_stages=2, loss_fn=lambda y, _: (jnp.sum(y**2), jnp.float32(4))
+    )
+    mesh = make_pipeline_mesh(PipeDataParallelTopology(2, 1))
+    pipeline = Pipeline(module, optax.sgd(0.1), mesh, (X[0], None), 2)
+    metrics = step(pipeline, None)
+    assert metrics["weight"] == 8.0
+
+
+def test_gradients_of_narrow_parameters_are_summed_in_float32() -> None:
+    layers = [LayerSpec(nn.Dense, 4, param_dtype=jnp.bfloat16), LayerSpec(nn.Dense, 4), LayerSpec(nn.Dense, 4)]
+    pipeline = build(optax.sgd(0.1), layers)
+    summed, kept = pipeline._division.summed.full, pipeline._division.kept.full
+    assert {x.dtype.name for x in jax.tree.leaves(summed.struct())} == {"float32"}
+    assert {x.dtype.name for x in jax.tree.leaves(kept.struct())} == {"float32", "bfloat16"}
+    assert np.isfinite(step(pipeline)["grad_norm"])

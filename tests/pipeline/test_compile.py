@@ -1,0 +1,127 @@
+"""The step is compiled once, and its program does not grow with the number of microbatches."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+from _covering import slow_after
+from _models import MODELS, Block, Embed, Head, cross_entropy
+from _oracle import Case, make_batch
+
+from jaxpipe import LayerSpec, PipeDataParallelTopology, Pipeline, PipelineModule, initialize
+from jaxpipe.executor import PipelineSettings
+from jaxpipe.topology import make_pipeline_mesh
+
+SGD = optax.sgd(0.1, momentum=0.9)
+
+
+@pytest.fixture
+def compiled() -> Iterator[list[str]]:
+    """Names of the functions that XLA compiles while the test runs."""
+    names: list[str] = []
+
+    def listen(event: str, duration: float, **kwargs: Any) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            names.append(str(kwargs.get("fun_name")))
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield names
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
+@pytest.mark.parametrize(
+    "case",
+    slow_after(
+        2,
+        [
+            Case(stages=1, optimizer=SGD),
+            Case(stages=2, data=2, cut="trunk", optimizer=SGD),
+            Case(stages=4, model="tied", optimizer=SGD),
+            Case(stages=2, model="side", optimizer=SGD),
+        ],
+    ),
+    ids=str,
+)
+@pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])
+def test_the_functional_step_is_compiled_once(case: Case, on_device: bool, compiled: list[str]) -> None:
+    pipeline = case.pipeline()
+
+    def batch(seed: int) -> Any:
+        return pipeline.place_batch(case.batch(seed)) if on_device else case.batch(seed)
+
+    state, _ = pipeline.step(pipeline.init(), batch(0))
+    tree = pipeline.params_tree(state.params)
+    assert compiled
+    compiled.clear()
+    for seed in range(1, 4):
+        state, metrics = pipeline.step(state, batch(seed))
+        float(metrics["loss"])
+    state, _ = pipeline.step(pipeline.replace_params(state, tree), batch(5))
+    assert compiled == []
+    state, _ = pipeline.step(pipeline.init_from(tree), batch(6))
+    pipeline.step(pipeline.init(), batch(7))
+    assert not any("checked" in name for name in compiled)
+
+
+def test_evaluation_between_steps_compiles_nothing_more(compiled: list[str]) -> None:
+    case = Case(stages=2, optimizer=SGD)
+    pipeline = case.pipeline()
+    state = pipeline.init()
+    pipeline.evaluate(state, case.batch())
+    state, _ = pipeline.step(state, case.batch())
+    compiled.clear()
+    for seed in range(3):
+        pipeline.evaluate(state, case.batch(seed=seed))
+        state, _ = pipeline.step(state, case.batch(seed=seed))
+    assert compiled == []
+
+
+def test_the_engine_compiles_once(compiled: list[str]) -> None:
+    model = MODELS["linen"]
+    config = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3}
+    engine, *_ = initialize(model=model.module(4), optimizer=SGD, config=config)
+
+    def entries(seed: int) -> Any:
+        batch = make_batch(model, 3, 2, seed)
+        return iter([jax.tree.map(lambda x, m=m: x[m], batch) for m in range(3)])
+
+    engine.train_batch(entries(0))
+    engine.eval_batch(entries(0))
+    saved = engine.module_state_dict()
+    compiled.clear()
+    engine.train_batch(entries(1))
+    engine.eval_batch(entries(1))
+    for dtype in (np.float32, np.float64, np.float16):
+        engine.load_module_state_dict(jax.tree.map(lambda x, d=dtype: x.astype(d), saved))
+        engine.train_batch(entries(2))
+    assert compiled == []
+
+
+def hlo_size(case: Case) -> int:
+    pipeline = case.pipeline()
+    text = pipeline.step.lower(pipeline.state_struct, pipeline.batch_struct).compile().as_text()
+    return sum(" = " in line for line in text.splitlines())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", slow_after(2, ["1f1b", "gpipe", "train", "interleaved", "zero-bubble", "split"]))
+def test_the_program_does_not_grow_with_microbatches(schedule: str) -> None:
+    few, many = (hlo_size(Case(stages=4, microbatches=m, schedule=schedule)) for m in (16, 64))
+    assert many <= 1.05 * few
+
+
+def test_a_scanned_trunk_does_not_grow_with_depth() -> None:
+    mesh = make_pipeline_mesh(PipeDataParallelTopology(2, 1))
+    entry = jax.tree.map(lambda x: x[0], Case().batch())
+
+    def products(blocks: int) -> int:
+        layers = [LayerSpec(Embed), *[LayerSpec(Block) for _ in range(2 * blocks)], LayerSpec(Head)]
+        module = PipelineModule(layers, num_stages=2, loss_fn=cross_entropy, partition_method="trunk")
+        pipeline = Pipeline(module, SGD, mesh, entry, 3, PipelineSettings(scan_trunk=True))
+        jaxpr = jax.make_jaxpr(pipeline.gradients)(pipeline.state_struct, pipeline.batch_struct)
+        return str(jaxpr).count("dot_general")
+
+    assert products(2) == products(6)

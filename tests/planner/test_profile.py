@@ -1,0 +1,223 @@
+"""What layers cost, measured and counted, and the cut that follows."""
+
+import functools
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from _parallel import make_batch, make_module
+
+from jaxpipe import LayerSpec, PipeDataParallelTopology, PipelineModule
+from jaxpipe.executor._model_axis import trace_places
+from jaxpipe.layers import VocabEmbed, VocabHead, struct_of, vocab_cross_entropy
+from jaxpipe.partition import LayerCost, Profile, StageMemory
+from jaxpipe.planner import _layer_work
+from jaxpipe.planner._estimate import estimate_layers
+from jaxpipe.planner._layer_work import layer_work
+from jaxpipe.planner._measure import measure_layers
+from jaxpipe.planner._profile import cut_module, profile_of_text, text_of_profile
+from jaxpipe.planner._work import count_work
+from jaxpipe.topology import make_pipeline_mesh
+
+X = np.ones((2, 4), np.float32)
+SLOW_S, QUICK_S = 0.06, 0.01
+
+
+def _sleep(seconds: float, x: np.ndarray) -> np.ndarray:
+    time.sleep(seconds)
+    return x
+
+
+@functools.cache
+def sleep_both_ways(forward_s: float, backward_s: float) -> Callable[[jax.Array], jax.Array]:
+    def wait(seconds: float, x: jax.Array) -> jax.Array:
+        return jax.pure_callback(functools.partial(_sleep, seconds), jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+    layer = jax.custom_vjp(lambda x: wait(forward_s, x))
+    layer.defvjp(lambda x: (wait(forward_s, x), None), lambda _, dy: (wait(backward_s, dy),))
+    return layer
+
+
+class Sleeper(nn.Module):
+    forward_s: float
+    backward_s: float
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return sleep_both_ways(self.forward_s, self.backward_s)(x + self.param("b", nn.initializers.zeros, x.shape))
+
+
+def _mse(y: jax.Array, t: jax.Array) -> jax.Array:
+    return jnp.mean((y - t) ** 2)
+
+
+def _slow_loss(y: jax.Array, t: jax.Array) -> jax.Array:
+    return _mse(sleep_both_ways(SLOW_S, SLOW_S)(y), t)
+
+
+def _sleepers(*names: str, loss_fn: Any = _mse, method: str = "profile") -> PipelineModule:
+    """Layers by letter: quick, or slow in the forward, the backward, or both."""
+    seconds = {"q": (QUICK_S, QUICK_S), "f": (SLOW_S, QUICK_S), "b": (QUICK_S, SLOW_S), "s": (SLOW_S, SLOW_S)}
+    return PipelineModule([LayerSpec(Sleeper, *seconds[n]) for n in names], 2, loss_fn=loss_fn, partition_method=method)
+
+
+MESH = make_pipeline_mesh(PipeDataParallelTopology(2, 1), jax.devices()[:2])
+
+
+@pytest.mark.slow
+def test_sleeping_layers_are_timed_and_cut_at_the_optimum(caplog: pytest.LogCaptureFixture) -> None:
+    module = _sleepers("s", "q", "b", "q", "f", "q")
+    trace = module.trace(X)
+    with caplog.at_level(logging.INFO, "jaxpipe"):
+        parts, profile = cut_module(module, trace, MESH, labels=X, memory=StageMemory((3, 1)))
+    assert parts == module.parts == (0, 2, 6)
+    assert profile is not None
+    slow, quick, back, _, front, _ = profile.layers
+    assert min(slow.forward_s, slow.backward_s, back.backward_s, front.forward_s) >= SLOW_S
+    assert max(quick.forward_s, quick.backward_s, back.forward_s, front.backward_s) < SLOW_S
+    assert profile.layers[1] == profile.layers[3]
+    assert "cut by partition_method='profile':\nstage  layers" in caplog.text
+    assert "times: measured on cpu" in caplog.text
+    assert "in flight" in caplog.text
+    assert cut_module(module.replace(base_seed=3), trace, MESH, labels=X)[1] == Profile(profile.layers, profile.source)
+    assert len(module.profiles) == 1
+
+
+def test_the_loss_counts_with_the_last_layer() -> None:
+    module = _sleepers("q", "q", "q", loss_fn=_slow_loss)
+    trace = module.trace(X)
+    assert cut_module(module, trace, MESH, labels=X)[0] == (0, 2, 3)
+    without = measure_layers(module, trace, rounds=1)
+    assert without.layers[-1].forward_s < SLOW_S
+
+
+def test_recompute_counts_with_the_backward() -> None:
+    layers = [lambda x: jnp.sin(sleep_both_ways(SLOW_S, QUICK_S)(x))]
+    module = PipelineModule(layers, 1, loss_fn=_mse, activation_checkpoint_interval=1)
+    (cost,) = measure_layers(module, module.trace(X), rounds=1).layers
+    assert cost.backward_s >= SLOW_S + QUICK_S
+    assert cost.kept_bytes == X.nbytes
+    assert cost.recomputed_bytes > 0
+
+
+class Flat(nn.Module):
+    size: int
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x @ self.param("w", nn.initializers.ones, (x.shape[-1], self.size))
+
+
+class Stacked(nn.Module):
+    """Several products in a scan."""
+
+    num_layers: int
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        w = self.param("w", nn.initializers.ones, (self.num_layers, x.shape[-1], x.shape[-1]))
+        return jax.lax.scan(lambda y, each: (y @ each, None), x, w)[0]
+
+
+def test_products_are_counted_and_scans_as_often_as_they_run() -> None:
+    layers = [LayerSpec(nn.Embed, 100, 16), LayerSpec(Flat, 16), LayerSpec(Stacked, 5), LayerSpec(Flat, 64)]
+    module = PipelineModule(layers, 2, loss_fn=_mse, partition_method="profile:flops")
+    ids = np.zeros((32,), np.int32)
+    trace = module.trace(ids)
+    profile = estimate_layers(module, trace, flops_per_s=1.0, bytes_per_s=float("inf"))
+    product = 2 * 32 * 16 * 16
+    forwards = [layer.forward_s for layer in profile.layers]
+    assert forwards[0] < product / 100
+    assert forwards[1:] == [product, 5 * product, 4 * product]
+    assert [layer.backward_s for layer in profile.layers[1:]] == [2 * f for f in forwards[1:]]
+    assert [layer.weight_s for layer in profile.layers[1:]] == forwards[1:]
+    assert profile.layers[0].weight_s == profile.layers[0].backward_s
+    parts, known = cut_module(module, trace, MESH)
+    assert parts == (0, 3, 4)
+    assert known is not None
+    assert known.source == "estimated, 1e+14 FLOP/s and 1e+12 B/s"
+    assert cut_module(module.replace(), trace, MESH)[1] == known == estimate_layers(module, trace)
+
+
+def test_recompute_is_counted() -> None:
+    module = PipelineModule([LayerSpec(nn.Sequential, [nn.Dense(8), nn.relu, nn.Dense(8)])], 1)
+    x = np.ones((4, 8), np.float32)
+    plain, again = (
+        estimate_layers(m, m.trace(x), flops_per_s=1.0, bytes_per_s=float("inf")).layers[0]
+        for m in (module, module.replace(activation_checkpoint_interval=1))
+    )
+    product = 2 * 4 * 8 * 8
+    assert again.backward_s >= plain.backward_s + product
+    assert again.kept_bytes == x.nbytes < plain.kept_bytes == again.recomputed_bytes
+
+
+def _conv(x: jax.Array, k: jax.Array, groups: int) -> jax.Array:
+    return jax.lax.conv_general_dilated(x, k, (1, 1), "VALID", feature_group_count=groups)
+
+
+@pytest.mark.parametrize(
+    ("function", "shapes", "flops", "num_bytes"),
+    [
+        (lambda x, w: x @ w, [(4, 8), (8, 2)], 2 * 4 * 8 * 2, 4 * (32 + 16 + 8)),
+        (lambda x, w: jnp.tanh(x @ w), [(4, 8), (8, 2)], 2 * 4 * 8 * 2 + 8, 4 * (32 + 16 + 8 + 8)),
+        (lambda x, k: _conv(x, k, 1), [(1, 4, 5, 5), (6, 4, 3, 3)], 2 * 54 * 36, 4 * (100 + 216 + 54)),
+        (lambda x, k: _conv(x, k, 2), [(1, 4, 5, 5), (6, 2, 3, 3)], 2 * 54 * 18, 4 * (100 + 108 + 54)),
+        (lambda x: x.sum(0), [(4, 8)], 32, 4 * 40),
+        (lambda x: x[jnp.array([1, 3])], [(1000, 8)], 4, 2 * 4 * 16),
+        (lambda x: jax.lax.cond(x[0] > 0, lambda: x + 1.0, lambda: x), [(8,)], 8, 0),
+        (lambda x: (x * 2.0, x + 1.0)[0], [(8,)], 8, 32),
+    ],
+    ids=["product", "arithmetic", "convolution", "groups", "sum", "look-up", "branch", "unused"],
+)
+def test_work(function: Any, shapes: list[tuple[int, ...]], flops: int, num_bytes: int) -> None:
+    assert count_work(function, *(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)) == (flops, num_bytes)
+
+
+@pytest.mark.parametrize("make", [measure_layers, estimate_layers], ids=["measured", "estimated"])
+def test_halves_of_a_backward(make: Any) -> None:
+    module = PipelineModule([LayerSpec(nn.Dense, 16), jnp.tanh, LayerSpec(nn.Dense, 8)], 1, loss_fn=_mse)
+    trace = module.trace(np.ones((4, 8), np.float32))
+    options = {"rounds": 1} if make is measure_layers else {}
+    costs = make(module, trace, labels=np.ones((4, 8), np.float32), halves=True, **options).layers
+    assert all(0 < cost.weight_s <= cost.backward_s for cost in (costs[0], costs[2]))
+    assert costs[1].weight_s == 0
+    assert [cost.pending_bytes for cost in costs] == [4 * 16 * 4, 0, 4 * 8 * 4]
+
+
+def test_layers_split_over_a_model_axis_count_for_their_share() -> None:
+    module = make_module("dropout", stages=2, model=2)
+    inputs, labels, _ = make_batch()
+    _, trace = trace_places(module, struct_of(inputs[0]), {}, 2)
+    profile = measure_layers(module, trace, labels=labels[0], rounds=1)
+    assert all(cost.forward_s > 0 and cost.backward_s > 0 for cost in profile.layers)
+
+
+@pytest.mark.parametrize("make", [measure_layers, estimate_layers], ids=["measured", "estimated"])
+def test_layers_that_all_stages_share_count_their_share_of_parameters(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked_at = []
+    monkeypatch.setattr(_layer_work, "layer_work", lambda *args: looked_at.append(args[2]) or layer_work(*args))
+    layers = [LayerSpec(VocabEmbed, 32, 8), *[LayerSpec(nn.Dense, 8)] * 2, LayerSpec(VocabHead, 32)]
+    module, tokens = (
+        PipelineModule(layers, 2, loss_fn=functools.partial(vocab_cross_entropy, num_embeddings=32)),
+        np.zeros((2, 4), np.int32),
+    )
+    options = {"rounds": 1} if make is measure_layers else {}
+    costs = make(module, module.trace(tokens), labels=tokens, **options).layers
+    assert set(looked_at) == {1}
+    assert [cost.num_params for cost in costs] == [32 * 8 // 2, 72, 72, 32 * 9 // 2]
+    assert costs[0] == LayerCost(0.0, 0.0, num_params=128, is_everywhere=True)
+    assert costs[3] == LayerCost(0.0, 0.0, num_params=144, is_everywhere=True)
+
+
+def test_numbers_keep_every_digit_on_their_way_to_other_processes() -> None:
+    costs = (LayerCost(0.1 + 0.2, 1 / 3, 1e-17, 5, 6, 7, True), LayerCost(0.0, 1e300))
+    profile = Profile(costs, "measured on x", 2, StageMemory((1,)))
+    assert profile_of_text(text_of_profile(profile)) == Profile(costs, "measured on x", 2)
