@@ -9,7 +9,6 @@ has just finished, whose activations are the youngest.
 
 import argparse
 import itertools
-from collections.abc import Iterator
 
 import flax.linen as nn
 import jax
@@ -24,47 +23,29 @@ from jaxpipe.topology import PipeDataParallelTopology
 NUM_STAGES, NUM_MICROBATCHES, NUM_STEPS = 3, 4, 5
 
 
-class LastInFirstOut(schedules.PipeSchedule):
-    """All forwards, then all backwards from the last microbatch to the first."""
+class LastInFirstOut(schedules.TimetableSchedule):
+    """All forwards, then all backwards from the last microbatch to the first.
+
+    A timetable says what runs when: (chunk, microbatch), where a stage with one chunk has chunk 0 and a microbatch that
+    does not exist means that the stage idles. Loads, exchanges, buffers and the optimiser step follow from it. One that
+    needs more says every instruction itself: `schedules.PipeSchedule`.
+    """
 
     hop = 1
     """Steps from a backward on one stage to the same on the stage before."""
 
-    def steps(self) -> Iterator[list[schedules.PipeInstruction]]:
-        """Yield the instructions of each step: exchanges of what earlier steps computed, then computing."""
-        turn = self.micro_batches + self.stages - 1  # the step of the last stage's first backward
-        for step in range(2 * turn):
-            forward = step - self.stage_id
-            backward = self.micro_batches - 1 - (step - turn - self.hop * (self.stages - 1 - self.stage_id))
-            commands = self.exchanges(forward, backward)
-            if self.exists(forward):
-                if self.is_first_stage or self.is_last_stage:  # inputs here, labels there
-                    commands.append(schedules.LoadMicroBatch(forward))
-                commands.append(schedules.ForwardPass(forward))
-            if self.exists(backward):
-                commands.append(schedules.BackwardPass(backward))
-            if step == 2 * turn - 1:
-                commands += [schedules.ReduceTiedGrads(), schedules.ReduceGrads(), schedules.OptimizerStep()]
-            yield commands
+    def num_steps(self) -> int:
+        """Give the number of steps: `M + S - 1` for the forwards, as many for the backwards."""
+        return 2 * (self.micro_batches + self.stages - 1)
 
-    def exchanges(self, forward: int, backward: int) -> list[schedules.PipeInstruction]:
-        """What moves: inputs of this step's computing come in, results of the step before go out."""
-        moves = []
-        if not self.is_first_stage:
-            moves += [schedules.SendGrad(backward + 1)] if self.exists(backward + 1) else []
-            moves += [schedules.RecvActivation(forward)] if self.exists(forward) else []
-        if not self.is_last_stage:
-            moves += [schedules.RecvGrad(backward)] if self.exists(backward) else []
-            moves += [schedules.SendActivation(forward - 1)] if self.exists(forward - 1) else []
-        return moves
+    def forward_at(self, step: int) -> tuple[int, int]:
+        """Give the forward of a step: stage s runs that of microbatch m at step `m + s`."""
+        return 0, step - self.stage_id
 
-    def exists(self, microbatch: int) -> bool:
-        """Whether there is such a microbatch."""
-        return 0 <= microbatch < self.micro_batches
-
-    def num_pipe_buffers(self) -> int:
-        """Give the number of buffers: microbatch m lives in buffer m, as all are in flight at the turn."""
-        return self.micro_batches
+    def backward_at(self, step: int) -> tuple[int, int]:
+        """Give the backward of a step: the last stage starts at `M + S - 1`, with the last microbatch."""
+        start = self.num_steps() // 2 + self.hop * (self.stages - 1 - self.stage_id)
+        return 0, self.micro_batches - 1 - (step - start)
 
 
 class Impatient(LastInFirstOut):

@@ -1,4 +1,4 @@
-"""What every schedule is: a generator of instruction lists for one stage."""
+"""The base of every schedule: a generator of instruction lists for one stage."""
 
 import operator
 from abc import ABC, abstractmethod
@@ -17,7 +17,8 @@ class PipeSchedule(ABC):
     number of steps, and a barrier may stand between any two steps. In a step the exchanges come first and move only
     values of earlier steps, then the stage computes in the listed order; a send and its receive stand in the same
     step. Subclasses give `steps` and should give `num_pipe_buffers`. Schedules that put several model chunks on a
-    stage set `num_chunks` and, if the chunks do not lie on a ring, override `virtual_stage`.
+    stage set `num_chunks` and, if the chunks do not lie on a ring, override `virtual_stage`. A schedule that promises a
+    step time gives the formula in `promised_s`. One that is to have a name is entered in `schedule_names`.
 
     Args:
         micro_batches: Number of microbatches in a batch.
@@ -48,6 +49,16 @@ class PipeSchedule(ABC):
 
     min_chunks: ClassVar[int | None] = None
     """The fewest chunks, where their number may be chosen; None: it is always `num_chunks`."""
+
+    max_pending: ClassVar[int | None] = None
+    """The most input halves, counted on each chunk, that a stage keeps without their weight half; None: as many as the
+    schedule itself wants."""
+
+    min_pending: ClassVar[int | None] = None
+    """The least that `max_pending` may be set to, where it may be chosen; None: it may not."""
+
+    is_auto_candidate: ClassVar[bool] = True
+    """Whether `choose_schedule` looks at it, if it has a name."""
 
     def __init__(self, micro_batches: int, stages: int, stage_id: int) -> None:
         self.micro_batches = _size("micro_batches", micro_batches, "microbatches in a batch")
@@ -85,6 +96,31 @@ class PipeSchedule(ABC):
             The place in the model, in `[0, num_stages * num_chunks)`: by default the ring `chunk * stages + stage`.
         """
         return chunk * self.stages + stage
+
+    @classmethod
+    def can_have(cls, num_chunks: int) -> bool:
+        """Whether the schedule can be had with a number of chunks a stage.
+
+        Args:
+            num_chunks: Chunks a stage, at least 1.
+
+        Returns:
+            True for `num_chunks` itself, and from `min_chunks` on where the number may be chosen.
+        """
+        return num_chunks == cls.num_chunks if cls.min_chunks is None else num_chunks >= cls.min_chunks
+
+    def promised_s(self, forward_s: float, backward_s: float, weight_s: float) -> float | None:
+        """Give the closed form of the step time.
+
+        Args:
+            forward_s: Seconds of the forward of one microbatch through a whole stage, all its chunks.
+            backward_s: Seconds of its whole backward.
+            weight_s: Seconds of the weight half of that.
+
+        Returns:
+            Seconds; None, the default, where there is no formula.
+        """
+        return None
 
     @property
     def stage(self) -> int:

@@ -1,6 +1,6 @@
 """Choosing a schedule from what a stage costs."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -10,7 +10,7 @@ from ._choice import Candidate, Choice, StageCosts, gigabytes
 from ._cost import makespan
 from ._lowering import lower_schedule
 from ._program import TickProgram, TickRun
-from ._resolve import resolve_schedule
+from ._resolve import resolve_schedule, schedule_names
 
 CLEAR_GAIN = 0.01
 """What a less simple schedule must gain, as a share of the step, to be preferred."""
@@ -36,10 +36,10 @@ def choose_schedule(
 
     Each candidate is lowered and its ticks are added up: in lockstep a tick takes as long as its busiest stage (where
     idle cells are skipped) or as long as all kinds of cells of its run together (where they are computed), and the
-    overheads. Candidates are `"1f1b"`, `"1f1b-v"`, `"interleaved"`, `"zero-bubble"` and `"train"` with all numbers of
-    chunks that each can have, with idle cells skipped and computed. A zero-bubble that does not fit is tried again with
-    as many pending weight halves as do fit. The simplest within `CLEAR_GAIN` of the shortest step wins; where nothing
-    fits, the smallest memory.
+    overheads. Candidates are the schedules of `schedule_names` that are auto candidates (all but `"gpipe"`) with all
+    numbers of chunks that each can have, with idle cells skipped and computed. A zero-bubble that does not fit is tried
+    again with as many pending weight halves as do fit. The simplest within `CLEAR_GAIN` of the shortest step wins;
+    where nothing fits, the smallest memory.
 
     Args:
         costs: What a microbatch costs on the largest stage.
@@ -76,7 +76,11 @@ def choose_schedule(
     chooser = _Chooser(costs, num_stages, num_microbatches, memory_limit_bytes, chunk_counts, max_pending)
     policies = (False, True) if skip_idle is None else (skip_idle,)
     candidates = tuple(
-        one for name, chunks in _plans(sorted(chunk_counts)) for one in chooser.candidates(name, chunks, policies)
+        one
+        for name, kind in schedule_names().items()
+        for chunks in sorted(chunk_counts)
+        if kind.is_auto_candidate and kind.can_have(chunks)
+        for one in chooser.candidates(name, chunks, policies)
     )
     fitting = [one for one in candidates if one.fits]
     shortest = min(fitting, key=lambda one: one.step_s, default=None)
@@ -89,18 +93,6 @@ def choose_schedule(
         reason += "." if memory_limit_bytes is None else f" that fits {gigabytes(memory_limit_bytes)}."
     ideal_s = num_microbatches * costs.work_s
     return Choice(best, candidates, ideal_s, memory_limit_bytes, f"{best.schedule}: {reason}")
-
-
-def _plans(chunk_counts: Sequence[int]) -> Iterator[tuple[str, int]]:
-    """The schedules to look at, simplest first."""
-    if 1 in chunk_counts:
-        yield "1f1b", 1
-    if 2 in chunk_counts:
-        yield "1f1b-v", 2
-    yield from (("interleaved", chunks) for chunks in chunk_counts if chunks > 1)
-    yield from (("zero-bubble", chunks) for chunks in chunk_counts)
-    if 1 in chunk_counts:
-        yield "train", 1
 
 
 @dataclass(frozen=True)
@@ -116,7 +108,7 @@ class _Chooser:
 
     def candidates(self, schedule: str, num_chunks: int, policies: Sequence[bool]) -> list[Candidate]:
         """A schedule with each way to treat idle cells, and with fewer pending halves where all are too large."""
-        most = self.max_pending if schedule == "zero-bubble" else None
+        most = None if schedule_names()[schedule].min_pending is None else self.max_pending
         found = self._costed(schedule, num_chunks, most, policies)
         if found[0].fits or not found[0].pending or not self.costs.pending_bytes:
             return found

@@ -2,12 +2,8 @@
 
 from ._base import PipeSchedule
 from ._cost import makespan
-from ._gpipe import GPipeSchedule
 from ._lowering import lower_schedule
-from ._one_f_one_b_v import OneFOneBVSchedule
 from ._resolve import resolve_schedule
-from ._ring import RingTimetable
-from ._zero_bubble import ZeroBubbleSchedule
 
 
 def closed_form(
@@ -54,16 +50,9 @@ def closed_form(
         28.5
     """
     kind = resolve_schedule(schedule, num_chunks)
-    one = kind(num_microbatches, num_stages, 0)
-    tick_s = forward_s + backward_s
-    if isinstance(one, (GPipeSchedule, OneFOneBVSchedule)):
-        return (num_microbatches + num_stages - 1) * tick_s
-    if isinstance(one, ZeroBubbleSchedule):
-        hidden = min(num_stages - 1, max(0, one.num_chunks * (num_microbatches - num_stages) + 1))
-        half_s = backward_s / 2 if weight_s is None else weight_s
-        bubble_s = (num_stages - 1) * (tick_s - half_s) - hidden * half_s
-        return num_microbatches * tick_s + max(0.0, bubble_s) / one.num_chunks
-    if isinstance(one, RingTimetable):
-        return (one.num_slots() + num_stages - 1) * tick_s / one.num_chunks
+    half_s = backward_s / 2 if weight_s is None else weight_s
+    promised_s = kind(num_microbatches, num_stages, 0).promised_s(forward_s, backward_s, half_s)
+    if promised_s is not None:
+        return promised_s
     program = lower_schedule(kind, num_microbatches, num_stages)
     return makespan(program, forward_s, backward_s, weight_s=weight_s)

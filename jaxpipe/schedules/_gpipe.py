@@ -1,5 +1,7 @@
 """GPipe: all forwards, then all backwards."""
 
+from typing import ClassVar
+
 from ._timetable import Cell, TimetableSchedule
 
 
@@ -16,6 +18,9 @@ class GPipeSchedule(TimetableSchedule):
     Reference:
         Huang et al. (2019), "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism".
     """
+
+    is_auto_candidate: ClassVar[bool] = False
+    """`"1f1b"` takes as long and holds no more, so this is never the better one."""
 
     def num_steps(self) -> int:
         """Give the number of steps.
@@ -47,3 +52,16 @@ class GPipeSchedule(TimetableSchedule):
         """
         first = (self.micro_batches + self.stages - 1) + (self.stages - 1 - self.stage_id)
         return 0, step - first
+
+    def promised_s(self, forward_s: float, backward_s: float, weight_s: float) -> float:
+        """Give the closed form of the step time.
+
+        Args:
+            forward_s: Seconds of the forward of one microbatch through a whole stage.
+            backward_s: Seconds of its whole backward.
+            weight_s: Seconds of the weight half of that.
+
+        Returns:
+            `(M + S - 1)(F + B)`, in seconds.
+        """
+        return (self.micro_batches + self.stages - 1) * (forward_s + backward_s)

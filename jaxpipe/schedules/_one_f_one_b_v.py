@@ -69,6 +69,19 @@ class OneFOneBVSchedule(TimetableSchedule):
         """
         return self._due(step - (4 * self.stages - 2), direction=-1)
 
+    def promised_s(self, forward_s: float, backward_s: float, weight_s: float) -> float:
+        """Give the closed form of the step time.
+
+        Args:
+            forward_s: Seconds of the forward of one microbatch through a whole stage.
+            backward_s: Seconds of its whole backward.
+            weight_s: Seconds of the weight half of that.
+
+        Returns:
+            `(M + S - 1)(F + B)`, in seconds.
+        """
+        return (self.micro_batches + self.stages - 1) * (forward_s + backward_s)
+
     def _due(self, since: int, *, direction: int) -> Cell:
         """Find the chunk whose part, passed in this direction, is an even number of steps away."""
         chunk = (since - self.stage_id) % 2

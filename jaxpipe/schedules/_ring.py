@@ -55,6 +55,19 @@ class RingTimetable(TimetableSchedule):
         chunk, microbatch = self._turn(step - (parts + self.stages - 2 - self.stage_id))
         return self.num_chunks - 1 - chunk, microbatch
 
+    def promised_s(self, forward_s: float, backward_s: float, weight_s: float) -> float:
+        """Give the closed form of the step time.
+
+        Args:
+            forward_s: Seconds of the forward of one microbatch through a whole stage.
+            backward_s: Seconds of its whole backward.
+            weight_s: Seconds of the weight half of that.
+
+        Returns:
+            `(num_slots() + S - 1)(F + B)/v`, in seconds.
+        """
+        return (self.num_slots() + self.stages - 1) * (forward_s + backward_s) / self.num_chunks
+
     def _turn(self, slot: int) -> Cell:
         group, place = divmod(slot, self.num_chunks * self.stages)
         chunk, member = divmod(place, self.stages)

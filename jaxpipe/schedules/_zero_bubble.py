@@ -33,11 +33,8 @@ class ZeroBubbleSchedule(RingTimetable):
     """
 
     min_chunks: ClassVar[int | None] = 1
+    min_pending: ClassVar[int | None] = 1
     split_backward: ClassVar[bool] = True
-
-    max_pending: ClassVar[int | None] = None
-    """The most input halves, counted on each chunk, that a stage keeps without their weight half; None: `2S - 1`, all
-    that helps where S divides M."""
 
     def num_steps(self) -> int:
         """Give the number of steps.
@@ -60,6 +57,23 @@ class ZeroBubbleSchedule(RingTimetable):
         half = row[step] if step >= 0 else IDLE
         return NOTHING if half == IDLE else self.backward_at(half)
 
+    def promised_s(self, forward_s: float, backward_s: float, weight_s: float) -> float:
+        """Give the closed form of the step time, which needs `W <= min(F, I)` and enough pending halves.
+
+        Args:
+            forward_s: Seconds of the forward of one microbatch through a whole stage, all its chunks.
+            backward_s: Seconds of its whole backward.
+            weight_s: Seconds of the weight half of that.
+
+        Returns:
+            `M(F + B) + ((S - 1)(F + I) - hW)/v`, in seconds, with `h = min(S - 1, v(M - S) + 1)` weight halves hidden.
+        """
+        chunks, micro_batches, stages = self.num_chunks, self.micro_batches, self.stages
+        tick_s = forward_s + backward_s
+        hidden = min(stages - 1, max(0, chunks * (micro_batches - stages) + 1))
+        bubble_s = (stages - 1) * (tick_s - weight_s) - hidden * weight_s
+        return micro_batches * tick_s + max(0.0, bubble_s) / chunks
+
     def _filled(self) -> tuple[tuple[int, ...], ...]:
         return _filled(type(self), self.micro_batches, self.stages)
 
@@ -72,4 +86,5 @@ def _filled(kind: type[ZeroBubbleSchedule], num_microbatches: int, num_stages: i
     there = range(num_microbatches)
     forwards = [[one.forward_at(step)[1] in there for step in steps] for one in stages]
     backwards = [[one.backward_at(step)[1] in there for step in steps] for one in stages]
+    # Where S divides M, more than 2S - 1 pending halves hide nothing more.
     return fill_weights(forwards, backwards, kind.max_pending or 2 * num_stages - 1)
