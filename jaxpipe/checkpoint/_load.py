@@ -14,7 +14,7 @@ from jaxpipe.distributed import together
 from jaxpipe.errors import CheckpointError
 from jaxpipe.layers import split_path, unflatten_dict
 from jaxpipe.pipeline import Pipeline
-from jaxpipe.state import HostRows, Leaf, TrainState, read_leaf, state_arrays, with_arrays, write_leaf
+from jaxpipe.state import HostRows, Leaf, TrainState, read_leaf, state_arrays, with_arrays
 
 from ._compare import Comparison, compare
 from ._describe import load_scalars
@@ -76,7 +76,7 @@ def load_state(
     partial = {span.array for key in wanted.keys() - set(keys) for copy in wanted[key].copies for span in copy}
     like = state_arrays(struct)
     rows = HostRows({name: arrays[name] if name in partial else like[name] for name in arrays if name in touched})
-    together(lambda: _fill(rows, checkpoint, wanted, keys))
+    together(lambda: rows.fill(wanted, keys, lambda mine: _cast_leaves(checkpoint, wanted, mine)))
     together(when_read)
     scalars = _load_scalars(checkpoint, pipeline, loss_scale=optimizer) if counters else {}
     if state is None:
@@ -97,15 +97,11 @@ def _load_scalars(checkpoint: Checkpoint, pipeline: Pipeline, *, loss_scale: boo
         ) from error
 
 
-def _fill(rows: HostRows, checkpoint: Checkpoint, wanted: Mapping[str, Leaf], keys: Sequence[str]) -> None:
-    mine = [key for key in keys if _lies_in(rows, wanted[key])]
-    for key, value in read_leaves(checkpoint, mine):
-        write_leaf(wanted[key], value.astype(jnp.dtype(wanted[key].dtype), copy=False), rows)
-
-
-def _lies_in(rows: HostRows, leaf: Leaf) -> bool:
-    """Whether this process holds a part of a leaf."""
-    return any((span.array, row) in rows for copy in leaf.copies for span in copy for row in span.rows)
+def _cast_leaves(
+    checkpoint: Checkpoint, wanted: Mapping[str, Leaf], keys: Sequence[str]
+) -> Iterator[tuple[str, np.ndarray]]:
+    for key, value in read_leaves(checkpoint, keys):
+        yield key, value.astype(jnp.dtype(wanted[key].dtype), copy=False)
 
 
 def load_params(path: str | Path, tag: str | None = None) -> PyTree:

@@ -3,7 +3,6 @@
 from ._batch import WHOLE as WHOLE
 from ._evaluate import EvaluateLoop as EvaluateLoop
 from ._loss import Objective as Objective
-from ._model_axis import Places as Places
 from ._model_axis import check_whole_outputs as check_whole_outputs
 from ._model_axis import model_topology as model_topology
 from ._model_axis import trace_places as trace_places
@@ -27,7 +26,6 @@ __all__ = [
     "Metrics",
     "Objective",
     "PipelineSettings",
-    "Places",
     "StageParts",
     "TrainLoop",
     "WHOLE",

@@ -5,16 +5,15 @@ gives each place the gradient of the sum of all places' losses: the loss is seed
 of what all places hold alike are then summed over them.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import Mesh
 
-from jaxpipe._typing import Path, PyTree
+from jaxpipe._typing import PyTree
 from jaxpipe.errors import LayerError, TopologyError
-from jaxpipe.layers import ModelTrace, PipelineModule, flatten_dict, format_struct, unflatten_dict, with_axes
+from jaxpipe.layers import ModelTrace, PipelineModule, flatten_dict, format_struct, with_axes
 from jaxpipe.topology import ProcessTopology, mesh_shape, mesh_topology
 
 
@@ -66,40 +65,6 @@ def trace_places(
     place = with_axes({"model": num_model, "data": num_data}, lambda: module.trace(inputs, side))
     _compare(module, whole, place, num_model)
     return whole, place
-
-
-class Places:
-    """Cuts host arrays into those of each place of the `model` axis, and puts them together.
-
-    Args:
-        dims: The dim along which a leaf is cut, by path; leaves without one are the same on all places.
-        num_places: Length of the axis; 1 where there is none.
-    """
-
-    def __init__(self, dims: Mapping[Path, int], num_places: int) -> None:
-        self._dims, self.num_places = dims, num_places
-
-    def split(self, tree: PyTree) -> list[PyTree]:
-        """The tree of each place."""
-        if self.num_places == 1:
-            return [tree]
-        flat = {path: self._cut(path, np.asarray(leaf)) for path, leaf in flatten_dict(tree).items()}
-        return [unflatten_dict({path: cuts[m] for path, cuts in flat.items()}) for m in range(self.num_places)]
-
-    def join(self, trees: Sequence[PyTree]) -> PyTree:
-        """The whole tree, from that of each place."""
-        first, *others = (flatten_dict(tree) for tree in trees)
-        if not others:
-            return trees[0]
-        for path, dim in self._dims.items():
-            if path in first:
-                first[path] = np.concatenate([first[path], *(other[path] for other in others)], axis=dim)
-        return unflatten_dict(first)
-
-    def _cut(self, path: Path, leaf: np.ndarray) -> Sequence[np.ndarray]:
-        if path not in self._dims:
-            return [leaf] * self.num_places
-        return np.split(leaf, self.num_places, axis=self._dims[path])
 
 
 def check_whole_outputs(whole: ModelTrace, place: ModelTrace) -> None:

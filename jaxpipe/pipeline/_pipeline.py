@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ParamSpec, Protocol, TypeVar
 
 import jax
@@ -12,7 +12,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxpipe._typing import PyTree
+from jaxpipe._typing import Path, PyTree
 from jaxpipe.executor import (
     WHOLE,
     Batch,
@@ -21,7 +21,6 @@ from jaxpipe.executor import (
     Metrics,
     Objective,
     PipelineSettings,
-    Places,
     StageParts,
     TrainLoop,
     batch_spec,
@@ -30,7 +29,7 @@ from jaxpipe.executor import (
     spread_dims,
     trace_places,
 )
-from jaxpipe.layers import PipelineModule, flatten_dict, struct_of, with_axes
+from jaxpipe.layers import PipelineModule, flatten_dict, join_path, struct_of, unflatten_dict, with_axes
 from jaxpipe.planner import make_plan
 from jaxpipe.recompute import current_settings, use_settings
 from jaxpipe.schedules import PipeSchedule, TickProgram
@@ -38,6 +37,7 @@ from jaxpipe.state import (
     Catalog,
     Ends,
     ModelParams,
+    Source,
     StageCut,
     StageInit,
     TrainState,
@@ -46,11 +46,12 @@ from jaxpipe.state import (
     divide,
     make_catalog,
     place_everywhere,
-    place_rows,
+    place_leaves,
     place_samples,
+    read_leaves,
     state_shardings,
     state_specs,
-    to_host,
+    with_arrays,
 )
 from jaxpipe.topology import adopt_mesh, mesh_shape
 
@@ -167,8 +168,6 @@ class Pipeline:
         num_shards = self.num_replicas if settings.zero_stage else 1
         check_sharded(optimizer, self._whole, self._params)
         self._division = divide(self._params, self._stages.params, optimizer, num_shards, num_model)
-        self._places = Places(self._whole.tree_dims(), max(num_model, 1))
-        self._collection_places = Places(self._stages.collections.dims, max(num_model, 1))
         self._updater = Updater(self._params, self._division.kept, optimizer)
         self._programs = DevicePrograms(
             self._stages,
@@ -240,7 +239,7 @@ class Pipeline:
             params=_with_rows(kept.rows.struct(), num_rows),
             opt_state=_with_rows(self._updater.struct(), num_rows),
             collections=_with_rows(
-                self._stages.collections.layout.struct(), self.module.num_stages * self._places.num_places
+                self._stages.collections.layout.struct(), self.module.num_stages * self._division.num_places
             ),
             loss_scale=() if scaler is None else jax.eval_shape(scaler.init),
             skipped_steps=number,
@@ -253,7 +252,7 @@ class Pipeline:
     def catalog(self) -> Catalog:
         """Where every leaf of a state lies in the arrays that `state_arrays` names."""
         collections, dims = self._stages.collections, self._whole.tree_dims()
-        return make_catalog(self._params, self._division, self._updater, collections, dims, self._places.num_places)
+        return make_catalog(self._params, self._division, self._updater, collections, dims, self._division.num_places)
 
     @property
     def batch_struct(self) -> Batch:
@@ -275,8 +274,8 @@ class Pipeline:
         Returns:
             The state.
         """
-        made = StageInit(self.module, self._whole, self._params, self._key if key is None else key)
-        return self._state(made.tree, made.collections)
+        made = StageInit(self.module, self._whole, self._key if key is None else key)
+        return self._state(made.params, made.collections)
 
     def init_from(self, tree: PyTree, collections: PyTree | None = None) -> TrainState:
         """Make an initial state from the model's parameter tree.
@@ -291,10 +290,9 @@ class Pipeline:
         Raises:
             LayerError: A parameter is missing, unexpected, of another shape, or no array of floating-point numbers.
         """
-        tree = self.check_params(tree)
-        made = StageInit(self.module, self._whole, self._params, self._key)
-        held = made.collections if collections is None else lambda stage: collections
-        return self._state(lambda stage: self._params.subtree(stage, tree), held)
+        made = StageInit(self.module, self._whole, self._key)
+        held = made.collections if collections is None else _from_tree("collections", collections)
+        return self._state(_from_tree("params", self.check_params(tree)), held)
 
     def check_params(self, tree: PyTree) -> PyTree:
         """Compare a parameter tree with the model's.
@@ -313,38 +311,19 @@ class Pipeline:
         Raises:
             LayerError: A parameter is missing, unexpected, of another shape, or no array of floating-point numbers.
         """
-        tree = self.check_params(tree)
-        params = self._place(lambda stage: self._params.subtree(stage, tree))
-        return dataclasses.replace(state, params=params)
+        return with_arrays(state, self._place("params", _from_tree("params", self.check_params(tree))))
 
     def replace_collections(self, state: TrainState, tree: PyTree) -> TrainState:
         """The state with other collections, in the form of `PipelineModule.init_collections`; everything else stays."""
-        return dataclasses.replace(state, collections=self._place_collections(lambda stage: tree))
+        return with_arrays(state, self._place("collections", _from_tree("collections", tree)))
 
     def params_tree(self, storage: PyTree) -> PyTree:
         """The model's parameter tree as numpy arrays, from `state.params` or from gradients in that form."""
-        kept, host = self._division.kept, to_host(storage)
-        num_places, each = self._places.num_places, kept.num_shards
-
-        def one(place: int) -> PyTree:
-            rows = [jax.tree.map(lambda x, r=r: x[r * num_places + place], host) for r in range(kept.num_rows)]
-            stages = range(self.module.num_stages)
-            return self._params.tree([kept.host_leaves(s, rows[s * each : (s + 1) * each]) for s in stages])
-
-        return self._places.join([one(place) for place in range(num_places)])
+        return self._tree("params", storage, self._params.struct)
 
     def collections_tree(self, storage: PyTree) -> dict[str, PyTree]:
         """What layers keep beside parameters as numpy arrays by the layer's name, from `state.collections`."""
-        host = to_host(storage)
-        num_places = self._places.num_places
-
-        def one(place: int) -> PyTree:
-            stages = range(self.module.num_stages)
-            return self._stages.collections.tree(
-                [jax.tree.map(lambda x, s=s: x[s * num_places + place], host) for s in stages]
-            )
-
-        return self._collection_places.join([one(place) for place in range(num_places)])
+        return self._tree("collections", storage, self._stages.collections.struct)
 
     def place_batch(self, batch: Batch, replicas: range | None = None) -> Batch:
         """Put a batch on the devices.
@@ -380,20 +359,13 @@ class Pipeline:
     def _specs(self, struct: TrainState) -> TrainState:
         return state_specs(struct, self._division.row_spec, self._division.collection_spec)
 
-    def _place(self, tree: Callable[[int], PyTree]) -> PyTree:
-        def rows(stage: int) -> list[list[PyTree]]:
-            parts = self._places.split(tree(stage))
-            return [self._division.kept.host_rows(stage, self._params.leaves(stage, part)) for part in parts]
+    def _place(self, part: str, source: Source) -> dict[str, jax.Array]:
+        return place_leaves(self.catalog, part, self.state_struct, source, self.module.num_stages)
 
-        return place_rows(rows, self.state_struct.params, self.mesh)
-
-    def _place_collections(self, tree: Callable[[int], PyTree]) -> PyTree:
-        held, split = self._stages.collections, self._collection_places.split
-        return place_rows(
-            lambda stage: [[held.row(stage, part)] for part in split(tree(stage))],
-            self.state_struct.collections,
-            self.mesh,
-        )
+    def _tree(self, part: str, storage: PyTree, paths: Iterable[Path]) -> dict[str, PyTree]:
+        keys = {path: join_path((part, *path)) for path in paths}
+        leaves = read_leaves(self.catalog, part, storage, keys.values())
+        return unflatten_dict({path: leaves[key] for path, key in keys.items()})
 
     def init_scalars(self) -> dict[str, Any]:
         """The fields of an initial state that every device holds alike."""
@@ -403,12 +375,12 @@ class Pipeline:
         fields = {"step": number, "loss_scale": loss_scale, "skipped_steps": number, "rng": self._key}
         return place_everywhere(fields, self.mesh)
 
-    def _state(self, tree: Callable[[int], PyTree], collections: Callable[[int], PyTree]) -> TrainState:
+    def _state(self, params: Source, collections: Source) -> TrainState:
         rows = self._division.row_spec
-        params = self._place(tree)
+        arrays = self._place("params", params) | self._place("collections", collections)
+        state = with_arrays(self.state_struct, arrays)
         init = jax.jit(self._shard_map(self._programs.init_optimizer, (rows,), rows))
-        held = self._place_collections(collections)
-        return TrainState(params=params, opt_state=init(params), collections=held, **self.init_scalars())
+        return dataclasses.replace(state, opt_state=init(state.params), **self.init_scalars())
 
     def _shard_map(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
         return jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
@@ -448,6 +420,12 @@ class Pipeline:
         everywhere = NamedSharding(self.mesh, P())
         self.partial_gradients = compiled(programs.partial_gradients, of_gradients, others=(everywhere, everywhere))
         self.update = jax.jit(self._shard_map(programs.update, (specs, rows), (specs, P())), donate_argnums=(0,))
+
+
+def _from_tree(part: str, tree: PyTree) -> Source:
+    """Leaves of a tree that is in memory, by their keys in the catalog."""
+    leaves = {join_path((part, *path)): leaf for path, leaf in flatten_dict(tree).items()}
+    return lambda keys: ((key, leaves[key]) for key in keys)
 
 
 def _is_spec(value: Any) -> bool:

@@ -14,6 +14,12 @@ from ._cut import cut_stages as cut_stages
 from ._ends import Ends as Ends
 from ._ends import find_ends as find_ends
 from ._host import HostRows as HostRows
+from ._host import Source as Source
+from ._host import own as own
+from ._host import place_everywhere as place_everywhere
+from ._host import place_leaves as place_leaves
+from ._host import place_samples as place_samples
+from ._host import read_leaves as read_leaves
 from ._host import state_arrays as state_arrays
 from ._host import with_arrays as with_arrays
 from ._init import StageInit as StageInit
@@ -21,11 +27,6 @@ from ._norm import clip_to as clip_to
 from ._norm import global_norm as global_norm
 from ._params import ModelParams as ModelParams
 from ._params import summed_struct as summed_struct
-from ._place import own as own
-from ._place import place_everywhere as place_everywhere
-from ._place import place_rows as place_rows
-from ._place import place_samples as place_samples
-from ._place import to_host as to_host
 from ._state import TrainState as TrainState
 from ._state import state_shardings as state_shardings
 from ._state import state_specs as state_specs
@@ -44,6 +45,7 @@ __all__ = [
     "Leaf",
     "ModelCollections",
     "ModelParams",
+    "Source",
     "Span",
     "StageCut",
     "StageInit",
@@ -59,9 +61,10 @@ __all__ = [
     "mean_over_replicas",
     "own",
     "place_everywhere",
-    "place_rows",
+    "place_leaves",
     "place_samples",
     "read_leaf",
+    "read_leaves",
     "spread_tied",
     "state_arrays",
     "state_shardings",
@@ -69,7 +72,6 @@ __all__ = [
     "sum_tied",
     "summed_struct",
     "switch_stages",
-    "to_host",
     "with_arrays",
     "write_leaf",
 ]

@@ -92,6 +92,7 @@ def write_leaf(leaf: Leaf, value: np.ndarray, rows: MutableMapping[tuple[str, in
         value: The leaf.
         rows: Flattened rows by array and index; those that are not here are left out.
     """
+    value = value.reshape(leaf.shape)
     for copy in leaf.copies:
         parts = [value] if leaf.dim is None else np.split(value, len(copy), axis=leaf.dim)
         for span, part in zip(copy, parts, strict=True):

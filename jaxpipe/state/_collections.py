@@ -5,12 +5,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 
 from jaxpipe._typing import Path, PyTree
 from jaxpipe.errors import LayerError
-from jaxpipe.layers import ModelTrace, NamedLayer, flatten_dict, unflatten_dict
+from jaxpipe.layers import ModelTrace, NamedLayer, flatten_dict
 from jaxpipe.schedules import Placement
 
 from ._cut import StageCut
@@ -72,20 +71,6 @@ class ModelCollections:
             leaves = flatten_dict(view) if view else {}
             changed |= {name: leaves[path] for path, name in self._stages[stage].layers[index].items()}
         return self.layout.put(stage, storage, changed)
-
-    def row(self, stage: int, tree: Mapping[str, PyTree]) -> PyTree:
-        """A stage's storage as numpy arrays, from the model's tree `{layer name: collections}`."""
-        flat = flatten_dict(tree)
-        leaves = {name: np.asarray(flat[path]) for name, path in self._stages[stage].paths.items()}
-        return self.layout.host_row(stage, leaves)
-
-    def tree(self, rows: Sequence[PyTree]) -> dict[str, PyTree]:
-        """The model's tree from the storage of every stage."""
-        flat: dict[Path, Any] = {}
-        for s, (stage, row) in enumerate(zip(self._stages, rows, strict=True)):
-            leaves = self.layout.unpack(s, row)
-            flat |= {path: leaves[name] for name, path in stage.paths.items()}
-        return unflatten_dict({path: flat[path] for path in self.struct})
 
 
 def check_collections(layers: Sequence[NamedLayer], trace: ModelTrace) -> None:

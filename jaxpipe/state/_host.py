@@ -1,23 +1,30 @@
-"""The global arrays of a state by name, and rows made on the host put in their place."""
+"""The way between a model's leaves on the host and the global arrays of a state on the devices."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jaxpipe._typing import PyTree
 
+from ._catalog import Catalog, Leaf, read_leaf, write_leaf
 from ._layout import is_key
 from ._state import TrainState
 
 _PARTS = ("params", "opt_state", "collections")
 
+Source = Callable[[Sequence[str]], Iterable[tuple[str, Any]]]
+"""Gives the values of leaves by their keys in a catalog, one after another, in any order."""
+
 
 def state_arrays(state: TrainState) -> dict[str, Any]:
-    """What a state holds in rows: arrays `[num_rows, ...]` by name; keys of random numbers as the words they are.
+    """The sharded arrays of a state, `[num_rows, ...]`, by name; keys of random numbers as the words they are.
 
     Args:
         state: The state, or its shapes and dtypes.
@@ -25,7 +32,7 @@ def state_arrays(state: TrainState) -> dict[str, Any]:
     Returns:
         The arrays, by names such as `params/stacked/trunk/0/kernel`.
     """
-    return {name: _as_words(leaf) for part in _PARTS for name, leaf in _named(part, getattr(state, part))}
+    return {name: leaf for part in _PARTS for name, leaf in _named(part, getattr(state, part)).items()}
 
 
 def with_arrays(state: TrainState, arrays: Mapping[str, jax.Array]) -> TrainState:
@@ -33,9 +40,58 @@ def with_arrays(state: TrainState, arrays: Mapping[str, jax.Array]) -> TrainStat
     changes = {}
     for part in _PARTS:
         tree = getattr(state, part)
-        leaves = [_like(old, arrays[name]) if name in arrays else old for name, old in _named(part, tree)]
+        names = _named(part, tree)
+        leaves = [
+            _like(old, arrays[name]) if name in arrays else old
+            for name, old in zip(names, jax.tree.leaves(tree), strict=True)
+        ]
         changes[part] = jax.tree.unflatten(jax.tree.structure(tree), leaves)
     return dataclasses.replace(state, **changes)
+
+
+def read_leaves(catalog: Catalog, part: str, storage: PyTree, keys: Iterable[str]) -> dict[str, np.ndarray]:
+    """Leaves on the host, of a part of a state or of arrays in the form of one, such as gradients.
+
+    All processes must call, and each gets all leaves.
+
+    Args:
+        catalog: Where leaves lie.
+        part: `params`, `opt_state` or `collections`.
+        storage: That field of the state.
+        keys: The leaves to read.
+    """
+    if all(leaf.is_fully_addressable for leaf in jax.tree.leaves(storage)):
+        storage = jax.device_get(storage)
+    else:
+        storage = jax.tree.map(lambda x: np.asarray(multihost_utils.process_allgather(x, tiled=True)), storage)
+    arrays = _named(part, storage)
+    return {key: read_leaf(catalog[key], lambda name, row: arrays[name][row].reshape(-1)) for key in keys}
+
+
+def place_leaves(catalog: Catalog, part: str, like: TrainState, source: Source, num_stages: int) -> dict[str, Any]:
+    """Build the global arrays of a part of a state from leaves on the host.
+
+    Host memory holds one stage's rows at a time, and no leaf is asked for that lies on no device of this process.
+
+    Args:
+        catalog: Where leaves lie.
+        part: `params` or `collections`.
+        like: Shapes, dtypes and shardings of the state.
+        source: Gives the leaves.
+        num_stages: Stages of the pipeline.
+
+    Returns:
+        The arrays by name, as `with_arrays` takes them.
+    """
+    structs = _named(part, getattr(like, part))
+    keys = [key for key in catalog if key.startswith(f"{part}/")]
+    shards: dict[str, list[jax.Array]] = {name: [] for name in structs}
+    for stage in range(num_stages):
+        rows = HostRows(structs, stage, num_stages)
+        rows.fill(catalog, keys, source)
+        for name in structs:
+            shards[name] += rows.to_devices(name)
+    return {name: _whole(struct, shards[name]) for name, struct in structs.items()}
 
 
 class HostRows(dict[tuple[str, int], np.ndarray]):
@@ -44,35 +100,123 @@ class HostRows(dict[tuple[str, int], np.ndarray]):
     Args:
         arrays: Shapes, dtypes and shardings by name; where they are arrays with values, rows begin with those, else
             with zeros.
+        stage: The stage whose rows are wanted, of `num_stages`; all rows where neither is given.
+        num_stages: Into how many stages the rows are divided, each of which has as many.
     """
 
-    def __init__(self, arrays: Mapping[str, Any]) -> None:
+    def __init__(self, arrays: Mapping[str, Any], stage: int = 0, num_stages: int = 1) -> None:
         super().__init__()
         self._arrays = dict(arrays)
+        self._devices: dict[str, list[tuple[Any, int]]] = {}
         for name, like in arrays.items():
-            shape = like.shape[1:]
+            shape, num_rows = like.shape[1:], like.shape[0] // num_stages
+            indices = like.sharding.addressable_devices_indices_map(like.shape)
+            placed = [(device, _row(index)) for device, index in indices.items()]
+            self._devices[name] = [(device, row) for device, row in placed if row // num_rows == stage]
             held = {_row(shard.index): shard.data for shard in like.addressable_shards} if _has_values(like) else {}
-            for row in set(_rows_by_device(like).values()):
+            for row in {row for _, row in self._devices[name]}:
                 value = np.array(held[row]) if row in held else np.zeros(shape, like.dtype)
                 self[name, row] = value.reshape(-1)
 
+    def fill(self, catalog: Catalog, keys: Iterable[str], source: Source) -> None:
+        """Write the leaves that these rows hold something of, each into all its copies.
+
+        Args:
+            catalog: Where leaves lie.
+            keys: The leaves to write.
+            source: Gives them; asked for those alone that are needed.
+        """
+        for key, value in source([key for key in keys if self._holds(catalog[key])]):
+            write_leaf(catalog[key], np.asarray(value), self)
+
+    def _holds(self, leaf: Leaf) -> bool:
+        return any((span.array, row) in self for copy in leaf.copies for span in copy for row in span.rows)
+
     def place(self) -> dict[str, jax.Array]:
         """Put the rows onto their devices, one array after another; they are gone from here then."""
-        return {name: self._place(name, like) for name, like in self._arrays.items()}
+        return {name: _whole(like, self.to_devices(name)) for name, like in self._arrays.items()}
 
-    def _place(self, name: str, like: Any) -> jax.Array:
-        rows = {row: self.pop((name, row)).reshape(1, *like.shape[1:]) for row in set(_rows_by_device(like).values())}
-        shards = [jax.device_put(rows[row], device) for device, row in _rows_by_device(like).items()]
-        return jax.make_array_from_single_device_arrays(like.shape, like.sharding, shards)
-
-
-def _named(part: str, tree: PyTree) -> Iterator[tuple[str, Any]]:
-    for path, leaf in jax.tree.leaves_with_path(tree):
-        yield f"{part}/{jax.tree_util.keystr(path, simple=True, separator='/')}", leaf
+    def to_devices(self, name: str) -> list[jax.Array]:
+        """Put the rows of one array onto each of their devices; they are gone from here then."""
+        like, devices = self._arrays[name], self._devices[name]
+        # One host array per row, whatever the number of replicas: on CPU their device arrays share its memory.
+        rows = {row: self.pop((name, row)).reshape(1, *like.shape[1:]) for row in {row for _, row in devices}}
+        return [jax.device_put(rows[row], device) for device, row in devices]
 
 
-def _rows_by_device(like: Any) -> dict[Any, int]:
-    return {device: _row(index) for device, index in like.sharding.addressable_devices_indices_map(like.shape).items()}
+def place_everywhere(tree: PyTree, mesh: Mesh) -> PyTree:
+    """Put small host values onto every device of all processes, which must give the same.
+
+    Args:
+        tree: Numbers, arrays and keys.
+        mesh: The devices.
+
+    Returns:
+        The same as arrays, each whole on every device.
+    """
+    sharding = NamedSharding(mesh, P())
+
+    def place(leaf: Any) -> jax.Array:
+        if isinstance(leaf, jax.Array) and is_key(leaf.dtype):
+            return jax.random.wrap_key_data(place(jax.random.key_data(leaf)), impl=jax.random.key_impl(leaf))
+        value = np.asarray(leaf)
+        return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
+
+    return jax.tree.map(place, tree)
+
+
+def place_samples(leaf: Any, like: Any, replicas: range) -> jax.Array:
+    """Put the samples of some replicas onto their devices, as a part of a global array.
+
+    Args:
+        leaf: A numpy array `[num_microbatches, microbatch_size * len(replicas), ...]`.
+        like: Shape, dtype and sharding of the global array, whose dim 1 is sharded over `data`, and a dim perhaps over
+            `stage`.
+        replicas: The replicas; all devices of this process must belong to them.
+
+    Returns:
+        The global array `[num_microbatches, microbatch_size * data, ...]`.
+    """
+    value = np.asarray(own(leaf))
+    first = replicas.start * (like.shape[1] // like.sharding.mesh.shape["data"])
+
+    def share(index: Any) -> np.ndarray:
+        start, stop, _ = index[1].indices(like.shape[1])
+        return value[index[0], start - first : stop - first, *index[2:]]
+
+    return jax.make_array_from_callback(like.shape, like.sharding, share)
+
+
+def own(leaf: Any) -> Any:
+    """The values of an array in memory that nobody will write into.
+
+    On CPU a device array may be the caller's own memory, whatever `device_put(may_alias=False)` says of numpy arrays
+    (seen with JAX 0.10), and elsewhere the transfer may not have begun when the caller writes the next values.
+
+    Args:
+        leaf: A numpy array, what numpy takes for one, or anything else, such as a device array.
+
+    Returns:
+        A numpy array: the given one where it is read-only down to the memory it views, and a copy where it is not.
+        What is none, itself.
+    """
+    if isinstance(leaf, jax.Array) or not hasattr(leaf, "__array__"):
+        return leaf
+    value = seen = np.asarray(leaf)
+    while isinstance(seen, np.ndarray):
+        if seen.flags.writeable:
+            return value.copy()
+        seen = seen.base
+    return value
+
+
+def _named(part: str, tree: PyTree) -> dict[str, Any]:
+    found = jax.tree.leaves_with_path(tree)
+    return {f"{part}/{jax.tree_util.keystr(path, simple=True, separator='/')}": _as_words(leaf) for path, leaf in found}
+
+
+def _whole(like: Any, shards: Sequence[jax.Array]) -> jax.Array:
+    return jax.make_array_from_single_device_arrays(like.shape, like.sharding, shards)
 
 
 def _row(index: Any) -> int:

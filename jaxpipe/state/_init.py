@@ -1,20 +1,19 @@
 """Initial parameters: made leaf by leaf in host memory, so that a device never holds more than its own stage's."""
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from jaxpipe._typing import Path, PyTree
-from jaxpipe.layers import ModelTrace, PipelineModule, flatten_dict, unflatten_dict
+from jaxpipe.layers import ModelTrace, PipelineModule, flatten_dict, split_path
 
-from ._params import ModelParams
 from ._switch import traced_key
 
 
 class StageInit:
-    """Makes one stage's parameters after another.
+    """Makes initial parameters and collections in host memory, layer by layer.
 
     The values are those of `PipelineModule.init` with the same key, whatever the number of stages. Layers whose
     initialisation is the same program are compiled once.
@@ -22,30 +21,32 @@ class StageInit:
     Args:
         module: The model.
         trace: Its shapes, as a whole.
-        params: Where the parameters lie.
         key: The model's key.
     """
 
-    def __init__(self, module: PipelineModule, trace: ModelTrace, params: ModelParams, key: jax.Array) -> None:
-        self._module, self._trace, self._params, self._key = module, trace, params, key
+    def __init__(self, module: PipelineModule, trace: ModelTrace, key: jax.Array) -> None:
+        self._module, self._trace, self._key = module, trace, key
+        self._indices = {named.name: named.index for named in module.layers}
         self._owners = trace.owners()
         self._compiled: dict[Hashable, Callable[..., PyTree]] = {}
 
-    def tree(self, stage: int) -> PyTree:
-        """The part of the model's tree that a stage holds, as numpy arrays."""
+    def params(self, keys: Sequence[str]) -> Iterator[tuple[str, Any]]:
+        """Parameters by their keys in the catalog; those of a layer are made together, once a call."""
         made: dict[int, dict[Path, Any]] = {}
-        leaves: dict[Path, np.ndarray] = {}
-        for path in self._params.stages[stage].paths.values():
-            index, local = self._owners[path]
+        for key in keys:
+            index, local = self._owners[split_path(key)[1:]]
             if index not in made:
                 made[index] = flatten_dict(self._layer(index)[0])
-            leaves[path] = np.asarray(made[index][local])
-        return unflatten_dict(leaves)
+            yield key, made[index][local]
 
-    def collections(self, stage: int) -> dict[str, PyTree]:
-        """What the layers of a stage keep beside their parameters, by the layer's name."""
-        indices = [i for i in self._params.stages[stage].layers if self._trace.collections[i]]
-        return {self._module.layers[i].name: self._layer(i)[1] for i in indices}
+    def collections(self, keys: Sequence[str]) -> Iterator[tuple[str, Any]]:
+        """What layers keep beside parameters, likewise."""
+        made: dict[str, dict[Path, Any]] = {}
+        for key in keys:
+            _, name, *local = split_path(key)
+            if name not in made:
+                made[name] = flatten_dict(self._layer(self._indices[name])[1])
+            yield key, made[name][tuple(local)]
 
     def _layer(self, index: int) -> tuple[PyTree, PyTree]:
         def make(key: jax.Array, place: jax.Array) -> tuple[PyTree, PyTree]:

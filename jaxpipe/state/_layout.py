@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxpipe._typing import PyTree
 
@@ -147,16 +146,6 @@ class Layout:
             else:
                 place = self._places[stage][name]
                 packed[place.buffer] = packed[place.buffer].at[place.offset : place.end].set(value.reshape(-1))
-        return {"stacked": stacked, "packed": packed}
-
-    def host_row(self, stage: int, leaves: Mapping[str, np.ndarray]) -> dict[str, dict[str, np.ndarray]]:
-        """A stage's storage as numpy arrays; those made here are read-only, so that nothing copies them again."""
-        packed = {name: np.zeros((size,), dtype_of(name)) for name, size in self.packed_sizes.items()}
-        for name, place in self._places[stage].items():
-            packed[place.buffer][place.offset : place.end] = np.asarray(leaves[name]).reshape(-1)
-        for buffer in packed.values():
-            buffer.flags.writeable = False
-        stacked = {name: np.asarray(leaves[name], like.dtype) for name, like in self.stacked.items()}
         return {"stacked": stacked, "packed": packed}
 
     def by_sharding(self, storage: PyTree) -> tuple[PyTree, PyTree]:

@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxpipe._typing import Path, PyTree
 from jaxpipe.layers import ModelTrace, cast_floats, flatten_dict, join_path, unflatten_dict
@@ -101,32 +100,6 @@ class ModelParams:
                 if path not in ends.dims:
                     holders.setdefault(name, []).append(s)
         self.tied = {name: tuple(stages) for name, stages in holders.items() if len(stages) > 1}
-
-    def subtree(self, stage: int, tree: PyTree) -> PyTree:
-        """The part of the model's tree that a stage holds."""
-        flat = flatten_dict(tree)
-        return unflatten_dict({path: flat[path] for path in self.stages[stage].paths.values()})
-
-    def leaves(self, stage: int, tree: PyTree) -> dict[str, np.ndarray]:
-        """One stage's parameters by name as numpy arrays, from the part of the model's tree that holds them."""
-        flat = flatten_dict(tree)
-        return {
-            name: self._slice(stage, path, np.asarray(flat[path])) for name, path in self.stages[stage].paths.items()
-        }
-
-    def tree(self, leaves: Sequence[Mapping[str, Any]]) -> PyTree:
-        """The model's tree from the parameters of every stage by name."""
-        found: dict[Path, list[Any]] = {}
-        for stage, held in zip(self.stages, leaves, strict=True):
-            for name, path in stage.paths.items():
-                found.setdefault(path, []).append(held[name])
-        dims = self.split_dims
-        joined = {path: np.concatenate(found[path], axis=dim) for path, dim in dims.items()}
-        return unflatten_dict({path: joined[path] if path in dims else found[path][0] for path in self.struct})
-
-    def _slice(self, stage: int, path: Path, leaf: np.ndarray) -> np.ndarray:
-        dim = self.split_dims.get(path)
-        return leaf if dim is None else np.split(leaf, len(self.stages), axis=dim)[stage]
 
 
 def summed_struct(leaf: Any, grad_dtype: Any = None) -> Any:

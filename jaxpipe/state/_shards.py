@@ -7,19 +7,16 @@ replicas into rows.
 
 import abc
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxpipe._typing import PyTree
 
 from ._layout import Layout
 from ._switch import switch_stages
-
-Leaves = Mapping[str, Any]
 
 
 class Shards(abc.ABC):
@@ -52,14 +49,6 @@ class Shards(abc.ABC):
         """Where a leaf lies: the member, and the replicas whose rows hold it, each its piece."""
 
     @abc.abstractmethod
-    def split(self, stage: int, leaves: Leaves) -> list[dict[str, Any]]:
-        """A stage's leaves as numpy arrays, cut into those of each of its rows."""
-
-    @abc.abstractmethod
-    def join(self, stage: int, rows: Sequence[Leaves]) -> dict[str, Any]:
-        """The leaves of a stage from those of its rows, as numpy arrays."""
-
-    @abc.abstractmethod
     def gather(self, stage: jax.Array, row: PyTree) -> PyTree:
         """The full storage of this device's stage, from the rows of its replicas."""
 
@@ -71,15 +60,6 @@ class Shards(abc.ABC):
     def num_rows(self) -> int:
         """Rows of all stages."""
         return self.full.num_stages * self.num_shards
-
-    def host_rows(self, stage: int, leaves: Leaves) -> list[PyTree]:
-        """A stage's rows as numpy arrays."""
-        parts = self.split(stage, leaves)
-        return [self.rows.host_row(self.member(stage, r), part) for r, part in enumerate(parts)]
-
-    def host_leaves(self, stage: int, rows: Sequence[PyTree]) -> dict[str, Any]:
-        """A stage's leaves from its rows, as numpy arrays."""
-        return self.join(stage, [self.rows.unpack(self.member(stage, r), row) for r, row in enumerate(rows)])
 
 
 class Replicated(Shards):
@@ -104,14 +84,6 @@ class Replicated(Shards):
     def lies(self, stage: int, name: str) -> tuple[int, Sequence[int]]:
         """In the stage's only row."""
         return stage, (0,)
-
-    def split(self, stage: int, leaves: Leaves) -> list[dict[str, Any]]:
-        """One row with all leaves."""
-        return [dict(leaves)]
-
-    def join(self, stage: int, rows: Sequence[Leaves]) -> dict[str, Any]:
-        """The only row's leaves."""
-        return dict(rows[0])
 
     def gather(self, stage: jax.Array, row: PyTree) -> PyTree:
         """The row."""
@@ -176,16 +148,6 @@ class ByElements(_Divided):
         """In all rows."""
         return stage, range(self.num_shards)
 
-    def split(self, stage: int, leaves: Leaves) -> list[dict[str, Any]]:
-        """Row r has the r-th piece of each leaf."""
-        cut = {name: self._cut(np.asarray(leaf)) for name, leaf in leaves.items()}
-        return [{name: pieces[r] for name, pieces in cut.items()} for r in range(self.num_shards)]
-
-    def join(self, stage: int, rows: Sequence[Leaves]) -> dict[str, Any]:
-        """Pieces side by side, without the padding."""
-        names = self.full.names(stage)
-        return {name: self._merge(stage, name, np.stack([np.asarray(row[name]) for row in rows])) for name in names}
-
     def _piece(self, like: Any) -> jax.ShapeDtypeStruct:
         size = -(-math.prod(like.shape) // self.num_shards)
         return jax.ShapeDtypeStruct((1,) * (len(like.shape) - 1) + (size,), like.dtype)
@@ -193,9 +155,8 @@ class ByElements(_Divided):
     def _cut(self, leaf: Any) -> Any:
         piece = self._piece(leaf).shape
         missing = math.prod(piece) * self.num_shards - leaf.size
-        xp = np if isinstance(leaf, np.ndarray) else jnp
         flat = leaf.reshape(-1)
-        return (xp.pad(flat, (0, missing)) if missing else flat).reshape(self.num_shards, *piece)
+        return (jnp.pad(flat, (0, missing)) if missing else flat).reshape(self.num_shards, *piece)
 
     def _merge(self, stage: int, name: str, pieces: Any) -> Any:
         shape = self.full.struct_of(stage, name).shape
@@ -272,14 +233,6 @@ class ByLeaves(_Divided):
         owner = self._owner[stage][name]
         return stage * self.num_shards + owner, (owner,)
 
-    def split(self, stage: int, leaves: Leaves) -> list[dict[str, Any]]:
-        """Row r has the leaves of replica r."""
-        return [{n: leaves[n] for n, owner in self._owner[stage].items() if owner == r} for r in range(self.num_shards)]
-
-    def join(self, stage: int, rows: Sequence[Leaves]) -> dict[str, Any]:
-        """All rows' leaves."""
-        return {name: rows[owner][name] for name, owner in self._owner[stage].items()}
-
     def _assign(self, stage: int, shared: Sequence[str]) -> dict[str, int]:
         names = self.full.names(stage)
         used = [0] * self.num_shards
@@ -293,8 +246,8 @@ class ByLeaves(_Divided):
     def _to_rows(self, stage: jax.Array, full: PyTree) -> PyTree:
         def branch(s: int) -> Callable[[PyTree], PyTree]:
             def run(full: PyTree) -> PyTree:
-                parts = self.split(s, self.full.unpack(s, full))
-                rows = [self.rows.pack(self.member(s, r), part) for r, part in enumerate(parts)]
+                leaves = self.full.unpack(s, full)
+                rows = [self.rows.pack(self.member(s, r), leaves) for r in range(self.num_shards)]
                 return jax.tree.map(lambda *xs: jnp.stack(xs), *rows)
 
             return run
@@ -304,9 +257,10 @@ class ByLeaves(_Divided):
     def _from_rows(self, stage: jax.Array, rows: PyTree) -> PyTree:
         def branch(s: int) -> Callable[[PyTree], PyTree]:
             def run(rows: PyTree) -> PyTree:
-                each = [jax.tree.map(lambda x, r=r: x[r], rows) for r in range(self.num_shards)]
-                parts = [self.rows.unpack(self.member(s, r), row) for r, row in enumerate(each)]
-                return self.full.pack(s, self.join(s, parts))
+                leaves: dict[str, jax.Array] = {}
+                for r in range(self.num_shards):
+                    leaves |= self.rows.unpack(self.member(s, r), jax.tree.map(lambda x, r=r: x[r], rows))
+                return self.full.pack(s, leaves)
 
             return run
 

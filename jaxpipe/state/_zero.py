@@ -36,7 +36,12 @@ class Division:
     @property
     def num_rows(self) -> int:
         """Rows of all stages and places."""
-        return self.kept.num_rows * max(self.num_model, 1)
+        return self.kept.num_rows * self.num_places
+
+    @property
+    def num_places(self) -> int:
+        """Places of the `model` axis; 1 where there is none."""
+        return max(self.num_model, 1)
 
     @property
     def row_spec(self) -> P:

@@ -75,9 +75,7 @@ def test_a_layout_stacks_what_all_stages_have_and_packs_the_rest() -> None:
 def test_a_stage_is_stored_and_found_again(stage: int) -> None:
     layout = Layout([struct(one) for one in stages()])
     leaves = stages()[stage]
-    on_host = layout.host_row(stage, leaves)
     traced = jax.device_get(layout.pack(stage, jax.tree.map(jnp.asarray, leaves)))
-    jax.tree.map(np.testing.assert_array_equal, on_host, traced)
     assert jax.tree.map(lambda x: x.shape, traced) == jax.tree.map(lambda x: x.shape, layout.struct())
     found = layout.unpack(stage, traced)
     assert sorted(found) == sorted(layout.names(stage)) == sorted(leaves)
