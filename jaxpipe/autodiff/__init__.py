@@ -1,6 +1,6 @@
 """Residuals of a function, the smallest of them, and its backward in one piece or two."""
 
-from ._policy import is_arithmetic as is_arithmetic
+from ._policy import without_complex as without_complex
 from ._residuals import Residuals as Residuals
 from ._residuals import differentiable as differentiable
 from ._residuals import replace_differentiable as replace_differentiable
@@ -11,7 +11,7 @@ __all__ = [
     "Residuals",
     "SplitBackward",
     "differentiable",
-    "is_arithmetic",
     "replace_differentiable",
     "split_backward",
+    "without_complex",
 ]

@@ -9,14 +9,14 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
-from jaxpipe.jaxpr import Values, bind, inner_jaxpr, read, without_complex
+from jaxpipe.jaxpr import Values, bind, called_program, primitives, programs_inside, read
 
-from ._policy import is_cheap, is_kept_in_branches
+from ._policy import is_cheap, is_kept_in_branches, without_complex
 
 _KEPT_IN_BRANCHES = without_complex(is_kept_in_branches)
 
-_CALLS = frozenset({"jit", "pjit", "closed_call", "core_call"})
-_REGIONS = frozenset({"checkpoint", "remat", "remat2"})
+_FOLLOWED = primitives.CALLS | primitives.REGIONS | {"scan", "cond"}
+"""Equations in whose programs regions are looked for. A custom rule is none: JAX differentiates it as a whole."""
 
 
 def find_regions(closed: ClosedJaxpr) -> list[set[int]]:
@@ -58,19 +58,20 @@ def _equation(eqn: Any, values: list[Any], regions: Set[int]) -> list[Any]:
         is_whole = any(id(x) in regions for x in _equations_inside(eqn))
         policy = None if is_whole else _KEPT_IN_BRANCHES
         return jax.checkpoint(lambda *xs: bind(eqn, xs), policy=policy, prevent_cse=False)(*values)
-    inner = inner_jaxpr(eqn)
-    if inner is None or not any(_changes(x, regions) for x in (eqn, *_equations_inside(eqn))):
+    if not any(_changes(x, regions) for x in (eqn, *_equations_inside(eqn))):
         return bind(eqn, values)
     if _is_region(eqn) and not _changes(eqn, regions):
         return bind(eqn, values)
     with jax.named_scope(str(eqn.source_info.name_stack)):
-        if eqn.primitive.name == "scan":
-            return _scan(eqn, inner, values, regions)
-        return _run(inner.jaxpr, inner.consts, values, regions)
+        program = called_program(eqn)
+        if program is None:
+            return _scan(eqn, values, regions)
+        return _run(program.jaxpr, program.consts, values, regions)
 
 
-def _scan(eqn: Any, body: ClosedJaxpr, values: list[Any], regions: Set[int]) -> list[Any]:
-    num_consts, num_fixed = eqn.params["num_consts"], eqn.params["num_consts"] + eqn.params["num_carry"]
+def _scan(eqn: Any, values: list[Any], regions: Set[int]) -> list[Any]:
+    body, num_consts = eqn.params["jaxpr"], eqn.params["num_consts"]
+    num_fixed = num_consts + eqn.params["num_carry"]
 
     def step(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
         results = _run(body.jaxpr, body.consts, [*values[:num_consts], *carry, *xs], regions)
@@ -86,7 +87,7 @@ def _changes(eqn: Any, regions: Set[int]) -> bool:
 
 
 def _is_region(eqn: Any) -> bool:
-    return eqn.primitive.name in _REGIONS
+    return eqn.primitive.name in primitives.REGIONS
 
 
 def _is_light(eqn: Any) -> bool:
@@ -96,21 +97,18 @@ def _is_light(eqn: Any) -> bool:
 
 def _is_arithmetic(jaxpr: Jaxpr) -> bool:
     def holds(eqn: Any) -> bool:
-        inner = inner_jaxpr(eqn)
-        if eqn.primitive.name in (*_CALLS, "custom_jvp_call") and inner is not None:
-            return _is_arithmetic(inner.jaxpr)
-        return is_cheap(eqn) or eqn.primitive.name.startswith("reduce_")
+        if eqn.primitive.name in primitives.CALLS | {"custom_jvp_call"}:
+            return all(_is_arithmetic(program.jaxpr) for program in programs_inside(eqn))
+        return is_cheap(eqn) or eqn.primitive.name in primitives.REDUCTIONS
 
     return all(map(holds, jaxpr.eqns))
 
 
 def _equations_inside(eqn: Any) -> list[Any]:
     """The equations of what an equation calls, repeats or chooses from, with those inside of these."""
-    if eqn.primitive.name == "cond":
-        return [x for branch in eqn.params["branches"] for x in _equations(branch.jaxpr)]
-    inner = inner_jaxpr(eqn)
-    is_followed = _is_region(eqn) or eqn.primitive.name in (*_CALLS, "scan")
-    return _equations(inner.jaxpr) if is_followed and inner is not None else []
+    if eqn.primitive.name not in _FOLLOWED:
+        return []
+    return [x for program in programs_inside(eqn) for x in _equations(program.jaxpr)]
 
 
 def _equations(jaxpr: Jaxpr) -> list[Any]:

@@ -15,16 +15,21 @@ from jax.extend.core import Literal
 
 from jaxpipe._typing import PyTree
 from jaxpipe.distributed import log
-from jaxpipe.jaxpr import Program, Slice, Values, computed_by, evaluate, needed_for, reached_from, value_of
-
-from ._min_cut import Halves, frontier, is_cheap
-from ._residuals import Residuals
-
-_PRODUCTS = frozenset(
-    {"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general", "scaled_matmul"}
-    | {"custom_call", "ffi_call", "pallas_call"}
+from jaxpipe.jaxpr import (
+    Program,
+    Slice,
+    Values,
+    computed_by,
+    evaluate,
+    needed_for,
+    primitives,
+    reached_from,
+    value_of,
 )
-"""What is worth deferring; of kernels of unknown content, those that the input half does not run."""
+
+from ._min_cut import Halves, frontier
+from ._policy import is_cheap
+from ._residuals import Residuals
 
 _SMALLEST = 256
 """A product is large where it is at least this share of the largest parameter."""
@@ -150,7 +155,7 @@ def _with_product(program: Program, first: Slice, largest: int) -> set[Any]:
 
     def starts(eqn: Any, times: int) -> bool:
         size = max((var.aval.size for var in eqn.outvars), default=0) * times
-        return eqn.primitive.name in _PRODUCTS and size * _SMALLEST >= largest
+        return eqn.primitive.name in primitives.PRODUCTS and size * _SMALLEST >= largest
 
     return reached_from(program, set(), starts, computed_by(program, first))
 

@@ -1,14 +1,15 @@
 """Traced programs: read, compared, cut and evaluated."""
 
+from . import _primitives as primitives
 from ._dependence import output_dependence as output_dependence
 from ._keys import program_key as program_key
 from ._numbering import value_numbers as value_numbers
-from ._policies import without_complex as without_complex
+from ._primitives import called_program as called_program
+from ._primitives import programs_inside as programs_inside
 from ._program import Program as Program
 from ._program import Values as Values
 from ._program import bind as bind
 from ._program import flatten as flatten
-from ._program import inner_jaxpr as inner_jaxpr
 from ._program import operands as operands
 from ._program import read as read
 from ._program import value_of as value_of
@@ -21,20 +22,21 @@ from ._slice import needed_for as needed_for
 from ._slice import reached_from as reached_from
 
 __all__ = [
-    "without_complex",
     "Program",
     "Slice",
     "Values",
     "bind",
+    "called_program",
     "computed_by",
     "effects_of",
     "evaluate",
     "flatten",
-    "inner_jaxpr",
     "needed_for",
     "operands",
     "output_dependence",
+    "primitives",
     "program_key",
+    "programs_inside",
     "reached_from",
     "read",
     "value_numbers",

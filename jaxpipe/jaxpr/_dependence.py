@@ -3,7 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+from jax.extend.core import Jaxpr, Literal
+
+from ._primitives import called_program
 
 
 def output_dependence(jaxpr: Jaxpr, inputs: Sequence[int]) -> list[int]:
@@ -34,30 +36,19 @@ def _equation(eqn: Any, sets: list[int]) -> list[int]:
     union = 0
     for bits in sets:
         union |= bits
-    inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
-    body = inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner
-    if not isinstance(body, Jaxpr) or len(body.invars) != len(sets):
-        return [union] * len(eqn.outvars)
     if eqn.primitive.name == "scan":
-        return _scan(eqn, body, sets)
-    if eqn.primitive.name in _CALLS and len(body.outvars) == len(eqn.outvars):
-        return output_dependence(body, sets)
-    return [union] * len(eqn.outvars)
+        return _scan(eqn, sets)
+    program = called_program(eqn)
+    return [union] * len(eqn.outvars) if program is None else output_dependence(program.jaxpr, sets)
 
 
-_CALLS = frozenset(
-    {"pjit", "jit", "closed_call", "core_call", "checkpoint", "remat", "remat2", "custom_jvp_call", "custom_vjp_call"}
-)
-
-
-def _scan(eqn: Any, body: Any, sets: list[int]) -> list[int]:
-    num_sliced = sum(x.aval.shape != v.aval.shape for x, v in zip(eqn.invars, body.invars, strict=True))
-    num_carry = sum(x.aval.shape == v.aval.shape for x, v in zip(eqn.outvars, body.outvars, strict=True))
-    num_consts = len(eqn.invars) - num_sliced - num_carry
-    sets = list(sets)
+def _scan(eqn: Any, sets: list[int]) -> list[int]:
+    num_consts, num_carry = eqn.params["num_consts"], eqn.params["num_carry"]
+    consts, carry, sliced = sets[:num_consts], sets[num_consts:][:num_carry], sets[num_consts + num_carry :]
     while True:
-        outputs = output_dependence(body, sets)
-        carry = [a | b for a, b in zip(sets[num_consts : num_consts + num_carry], outputs[:num_carry], strict=True)]
-        if carry == sets[num_consts : num_consts + num_carry]:
+        outputs = output_dependence(eqn.params["jaxpr"].jaxpr, [*consts, *carry, *sliced])
+        # What a step reads of the carry may come from any step before it, so sets grow until they stay.
+        grown = [a | b for a, b in zip(carry, outputs[:num_carry], strict=True)]
+        if grown == carry:
             return outputs
-        sets[num_consts : num_consts + num_carry] = carry
+        carry = grown

@@ -10,7 +10,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
-_CUSTOM_RULES = ("custom_jvp_call", "custom_vjp_call")
+from ._primitives import CUSTOM_RULES
 
 
 def program_key(closed: ClosedJaxpr) -> Hashable:
@@ -52,7 +52,7 @@ def _closed_key(jaxpr: Jaxpr, consts: Sequence[Any]) -> Hashable:
 
 def params_key(primitive: str, params: Mapping[str, Any]) -> Hashable:
     """A value that is equal for parameters of an equation that mean the same."""
-    if primitive in _CUSTOM_RULES:  # the rest are the rules, which the trace of the gradient holds applied
+    if primitive in CUSTOM_RULES:  # the rest are the rules, which the trace of the gradient holds applied
         return value_key(params["call_jaxpr"])
     return value_key(params)
 

@@ -6,10 +6,7 @@ from typing import Any
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from ._keys import params_key, value_key
-
-_CALLS = frozenset(
-    {"pjit", "jit", "closed_call", "core_call", "checkpoint", "remat", "remat2", "custom_jvp_call", "custom_vjp_call"}
-)
+from ._primitives import called_program
 
 
 def value_numbers(
@@ -46,19 +43,11 @@ def _results(jaxpr: Jaxpr, consts: Sequence[Any], given: Sequence[int], table: d
 
     for eqn in jaxpr.eqns:
         operands = [read(var) for var in eqn.invars]
-        inner = _called(eqn)
-        if inner is not None:
-            env.update(zip(eqn.outvars, _results(inner.jaxpr, inner.consts, operands, table), strict=True))
+        program = called_program(eqn)
+        if program is not None:
+            env.update(zip(eqn.outvars, _results(program.jaxpr, program.consts, operands, table), strict=True))
             continue
         computed = _number(table, eqn.primitive.name, params_key(eqn.primitive.name, eqn.params), tuple(operands))
         for place, var in enumerate(eqn.outvars):
             env[var] = _number(table, "output", computed, place)
     return [read(var) for var in jaxpr.outvars]
-
-
-def _called(eqn: Any) -> ClosedJaxpr | None:
-    """The program that an equation does no more than call."""
-    inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr")) if eqn.primitive.name in _CALLS else None
-    if isinstance(inner, Jaxpr) and not inner.constvars:
-        inner = ClosedJaxpr(inner, ())
-    return inner if isinstance(inner, ClosedJaxpr) and len(inner.jaxpr.invars) == len(eqn.invars) else None

@@ -12,9 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
-_CALLS = frozenset(
-    {"jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2", "custom_jvp_call", "custom_vjp_call"}
-)
+from ._primitives import called_program, is_barrier
 
 Values = dict[Any, Any]
 """Arrays by variable."""
@@ -89,11 +87,6 @@ def flatten(closed: ClosedJaxpr, *, moves: bool = False) -> Program:
     return Program(flat.jaxpr.invars, flat.jaxpr.outvars, eqns, consts, scans, found)
 
 
-def is_barrier(eqn: Any) -> bool:
-    """Whether an equation hands on each of its operands by itself, and only forbids the compiler to look through."""
-    return eqn.primitive.name == "optimization_barrier"
-
-
 def operands(eqn: Any) -> list[tuple[list[Any], list[Any]]]:
     """What each result of an equation is computed from, as `(results, operands)`; literals left out."""
     if is_barrier(eqn):
@@ -106,14 +99,6 @@ def bind(eqn: Any, values: Sequence[Any]) -> list[Any]:
     with jax.named_scope(str(eqn.source_info.name_stack)), eqn.ctx.manager:
         out = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
     return list(out) if eqn.primitive.multiple_results else [out]
-
-
-def inner_jaxpr(eqn: Any) -> ClosedJaxpr | None:
-    """The program that an equation calls or repeats; None where it has none, or several."""
-    found = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
-    if isinstance(found, ClosedJaxpr):
-        return found
-    return ClosedJaxpr(found, []) if isinstance(found, Jaxpr) else None
 
 
 def read(values: Values, x: Any) -> Any:
@@ -132,32 +117,28 @@ def variables(atoms: Iterable[Any]) -> list[Any]:
 
 
 def _scan(eqn: Any, moves: bool) -> Scan:
-    """Read a scan from the shapes: what is sliced and stacked has one dim less inside."""
-    inner = inner_jaxpr(eqn)
-    assert inner is not None
-    body = flatten(inner, moves=moves)
-    num_sliced = sum(x.aval.shape != v.aval.shape for x, v in zip(eqn.invars, body.inputs, strict=True))
-    num_stacked = sum(x.aval.shape != v.aval.shape for x, v in zip(body.outputs, eqn.outvars, strict=True))
-    num_carried = len(eqn.outvars) - num_stacked
-    start, stop = len(eqn.invars) - num_sliced - num_carried, len(eqn.invars) - num_sliced
+    """The scan of an equation: its operands are `[*constants, *carry, *sliced]`, its results `[*carry, *stacked]`."""
+    body = flatten(eqn.params["jaxpr"], moves=moves)
+    num_consts, num_carry = eqn.params["num_consts"], eqn.params["num_carry"]
     into = list(zip(eqn.invars, body.inputs, strict=True))
     out = list(zip(body.outputs, eqn.outvars, strict=True))
-    carried = [Carry(*a, *b) for a, b in zip(into[start:stop], out[:num_carried], strict=True)]
-    return Scan(body, into[:start], carried, into[stop:], out[num_carried:])
+    carry = zip(into[num_consts : num_consts + num_carry], out[:num_carry], strict=True)
+    carried = [Carry(initial, inner, output, result) for (initial, inner), (output, result) in carry]
+    return Scan(body, into[:num_consts], carried, into[num_consts + num_carry :], out[num_carry:])
 
 
 def _inline(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], moves: bool) -> list[Any]:
     env: Values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
     for eqn in jaxpr.eqns:
         values = [read(env, x) for x in eqn.invars]
-        inner = inner_jaxpr(eqn) if eqn.primitive.name in _CALLS else None
+        program = called_program(eqn)
         if _keeps_all_bits(eqn) or (_moves_memory(eqn) and not moves):
             results = values
-        elif inner is None or len(inner.jaxpr.invars) != len(values):
+        elif program is None:
             results = bind(eqn, values)
         else:
             with jax.named_scope(str(eqn.source_info.name_stack)):
-                results = _inline(inner.jaxpr, inner.consts, _apart(eqn, values), moves)
+                results = _inline(program.jaxpr, program.consts, _apart(eqn, values), moves)
         env.update(zip(eqn.outvars, results, strict=True))
     return [read(env, x) for x in jaxpr.outvars]
 

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Literal
 
-from ._program import Program, Scan, Values, bind, is_barrier, operands, read, variables
+from ._primitives import is_barrier
+from ._program import Program, Scan, Values, bind, operands, read, variables
 
 _FULL_BYTES = 4
 """Bytes of the numbers that XLA computes with; it has no excess precision for them."""

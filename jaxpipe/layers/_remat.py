@@ -10,8 +10,8 @@ import jax
 
 from jaxpipe import recompute
 from jaxpipe._typing import PyTree
+from jaxpipe.autodiff import without_complex
 from jaxpipe.errors import LayerError
-from jaxpipe.jaxpr import without_complex
 
 from ._protocol import Applied, Layer, Rngs
 

@@ -6,19 +6,16 @@ from typing import Any
 import jax
 import numpy as np
 import optax
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+from jax.extend.core import ClosedJaxpr, Literal
 
 from jaxpipe._typing import PyTree
-from jaxpipe.autodiff import is_arithmetic
+from jaxpipe.jaxpr import primitives, programs_inside
 
 from ._optimizer_state import apply_update, state_struct
 
-_OTHERS = frozenset(
-    {"cbrt", "ceil", "convert_element_type", "copy", "eq", "floor", "ge", "gt", "imag", "is_finite", "le", "lt", "ne"}
-    | {"nextafter", "real", "stop_gradient"}
-)
+_KEEPING_SHAPE = primitives.ELEMENTWISE | {"convert_element_type", "copy", "stop_gradient"}
 _FILLING = frozenset({"broadcast_in_dim", "convert_element_type", "reshape", "squeeze"})
-_CALLS = frozenset({"pjit", "jit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call"})
+_FOLLOWED = primitives.CALLS | primitives.CUSTOM_RULES | {"cond"}
 
 
 def is_elementwise(optimizer: optax.GradientTransformation, whole: PyTree, pieces: PyTree) -> bool:
@@ -36,7 +33,7 @@ def is_elementwise(optimizer: optax.GradientTransformation, whole: PyTree, piece
     for tree in (whole, pieces):
         state_struct(optimizer, tree)
     first, second = ([_trace(optimizer, tree, init=init) for init in (True, False)] for tree in (whole, pieces))
-    if not all(_is_elementwise(closed.jaxpr) for closed in (*first, *second)):
+    if not all(_is_elementwise(closed) for closed in (*first, *second)):
         return False
     return [_arithmetic(closed) for closed in first] == [_arithmetic(closed) for closed in second]
 
@@ -50,38 +47,31 @@ def _trace(optimizer: optax.GradientTransformation, tree: PyTree, *, init: bool)
     )
 
 
-def _inner(eqn: Any) -> list[Jaxpr]:
-    values = [v for value in eqn.params.values() for v in (value if isinstance(value, tuple) else (value,))]
-    bodies = [value.jaxpr if isinstance(value, ClosedJaxpr) else value for value in values]
-    return [body for body in bodies if isinstance(body, Jaxpr)]
-
-
-def _is_elementwise(jaxpr: Jaxpr) -> bool:
-    return all(_keeps_elements(eqn) for eqn in jaxpr.eqns)
+def _is_elementwise(closed: ClosedJaxpr) -> bool:
+    return all(_keeps_elements(eqn) for eqn in closed.jaxpr.eqns)
 
 
 def _keeps_elements(eqn: Any) -> bool:
     name = eqn.primitive.name
     shapes = {tuple(v.aval.shape) for v in (*eqn.invars, *eqn.outvars) if math.prod(v.aval.shape) > 1}
-    if name in _CALLS or name == "cond":
-        return all(_is_elementwise(body) for body in _inner(eqn))
+    if name in _FOLLOWED:
+        return all(_is_elementwise(program) for program in programs_inside(eqn))
     if not shapes:
         return True
     if name == "broadcast_in_dim":
         operand, result = eqn.invars[0].aval, eqn.outvars[0].aval
         return math.prod(operand.shape) == 1 or operand.shape == result.shape
-    is_known = is_arithmetic(name) or name in _OTHERS
-    return is_known and len(shapes) == 1 and all(tuple(v.aval.shape) in shapes for v in eqn.outvars)
+    return name in _KEEPING_SHAPE and len(shapes) == 1 and all(tuple(v.aval.shape) in shapes for v in eqn.outvars)
 
 
 def _arithmetic(closed: ClosedJaxpr) -> list[Any]:
     """All primitives in order with the numbers they are given, those that only fill in or reshape last."""
     fills: set[float] = set()
     found: list[Any] = [np.asarray(const).tolist() for const in closed.consts if np.size(const) <= 1]
-    pending = [closed.jaxpr]
+    pending = [closed]
     while pending:
-        for eqn in pending.pop().eqns:
-            pending += _inner(eqn)
+        for eqn in pending.pop().jaxpr.eqns:
+            pending += programs_inside(eqn)
             numbers = [float(np.real(v.val)) for v in eqn.invars if isinstance(v, Literal) and np.size(v.val) == 1]
             if eqn.primitive.name in _FILLING:
                 fills.update(numbers)

@@ -5,18 +5,12 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+from jax.extend.core import Jaxpr, Literal
 
 from jaxpipe._typing import PyTree
-from jaxpipe.autodiff import is_arithmetic
-from jaxpipe.jaxpr import evaluate, flatten, needed_for
+from jaxpipe.jaxpr import evaluate, flatten, needed_for, primitives, programs_inside
 
-_FORMS = frozenset(
-    {"bitcast_convert_type", "broadcast_in_dim", "concatenate", "convert_element_type", "copy", "device_put", "eq"}
-    | {"expand_dims", "ge", "gt", "iota", "is_finite", "le", "lt", "ne", "optimization_barrier", "pad", "reshape"}
-    | {"rev", "slice", "split", "squeeze", "stop_gradient", "transpose"}
-    | {"random_bits", "random_fold_in", "random_seed", "random_unwrap", "random_wrap", "shard_map"}
-)
+_FREE = primitives.FORMS | primitives.COMPARISONS | primitives.RANDOM_KEYS | {"random_bits", "shard_map"}
 """What is computed inside of what reads it, for next to nothing."""
 
 
@@ -72,23 +66,21 @@ def _work_of(jaxpr: Jaxpr) -> Work:
 
 def _equation(eqn: Any) -> Work:
     name, out = eqn.primitive.name, _size(eqn.outvars)
-    inner = [_work_of(jaxpr) for value in eqn.params.values() for jaxpr in _jaxprs(value)]
+    inner = [_work_of(program.jaxpr) for program in programs_inside(eqn)]
     if name == "cond":
         return max(inner)
-    if inner and not name.startswith(("reduce", "scatter", "sort", "custom_jvp", "custom_vjp")):
+    if inner and name not in primitives.COMBINING:
         times = eqn.params["length"] if name == "scan" else 1
         return Work(0, 0).plus(_sum(inner), times)
-    if inner and name.startswith("custom"):
-        return inner[0]
-    if is_arithmetic(name):
+    if name in primitives.ARITHMETIC:
         return Work(out, 0)
-    if name in _FORMS:
+    if name in _FREE:
         return Work(0, 0)
     if name in ("gather", "dynamic_slice"):
         return Work(0, 2 * _num_bytes(eqn.outvars))
     if name == "dynamic_update_slice":
         return Work(0, 2 * _num_bytes(eqn.invars[1:2]))
-    if name.startswith("scatter"):
+    if name in primitives.SCATTERS:
         return Work(_size(eqn.invars[2:]), _num_bytes([*eqn.outvars, *eqn.invars[2:]]))
     moved = _num_bytes([*eqn.invars, *eqn.outvars])
     return Work(_product(eqn) or max(_size(eqn.invars), out), moved)
@@ -103,21 +95,13 @@ def _product(eqn: Any) -> int:
     if name == "conv_general_dilated":
         kernel = eqn.invars[1].aval
         return 2 * out * kernel.size // max(1, kernel.shape[eqn.params["dimension_numbers"].rhs_spec[0]])
-    if name.startswith("ragged_dot"):
+    if name == "ragged_dot_general":
         return 2 * out * eqn.invars[0].aval.shape[-1]
     return 0
 
 
 def _is_fused(eqn: Any) -> bool:
-    return is_arithmetic(eqn.primitive.name) or eqn.primitive.name in _FORMS
-
-
-def _jaxprs(value: Any) -> list[Jaxpr]:
-    if isinstance(value, (tuple, list)):
-        return [jaxpr for item in value for jaxpr in _jaxprs(item)]
-    if isinstance(value, ClosedJaxpr):
-        return [value.jaxpr]
-    return [value] if isinstance(value, Jaxpr) else []
+    return eqn.primitive.name in primitives.ARITHMETIC | _FREE
 
 
 def _sum(works: Iterable[Work]) -> Work:
