@@ -36,7 +36,6 @@ from jaxpipe.schedules import PipeSchedule, TickProgram
 from jaxpipe.state import (
     Catalog,
     Ends,
-    ModelParams,
     Source,
     StageCut,
     StageInit,
@@ -160,14 +159,12 @@ class Pipeline:
         spread = spread_dims((inputs, labels), num_microbatches, module.num_stages, settings.spread_inputs)
         side_specs = jax.tree.map(lambda _: batch_spec(WHOLE), side)
         self._batch_specs = (*jax.tree.map(batch_spec, spread), side_specs)
-        is_mixed = module.compute_dtype is not None
         self._stages = with_axes(self.trace.axes, lambda: StageParts(module, self.trace, plan))
-        kept_dtype, ends = "float32" if is_mixed else None, self._stages.ends
-        self._params = ModelParams(self.trace, self.cuts, plan.placement, ends, dtype=kept_dtype)
+        self._params = self._stages.params
         self._stages.check_loss(labels)
         num_shards = self.num_replicas if settings.zero_stage else 1
         check_sharded(optimizer, self._whole, self._params)
-        self._division = divide(self._params, self._stages.params, optimizer, num_shards, num_model)
+        self._division = divide(self._params, optimizer, num_shards, num_model)
         self._updater = Updater(self._params, self._division.kept, optimizer)
         self._programs = DevicePrograms(
             self._stages,

@@ -23,6 +23,7 @@ from ._host import read_leaves as read_leaves
 from ._host import state_arrays as state_arrays
 from ._host import with_arrays as with_arrays
 from ._init import StageInit as StageInit
+from ._layout import Layout as Layout
 from ._norm import clip_to as clip_to
 from ._norm import global_norm as global_norm
 from ._params import ModelParams as ModelParams
@@ -31,6 +32,7 @@ from ._state import TrainState as TrainState
 from ._state import state_shardings as state_shardings
 from ._state import state_specs as state_specs
 from ._switch import switch_stages as switch_stages
+from ._switch import switch_table as switch_table
 from ._tied import spread_tied as spread_tied
 from ._tied import sum_tied as sum_tied
 from ._update import Updater as Updater
@@ -42,6 +44,7 @@ __all__ = [
     "Division",
     "Ends",
     "HostRows",
+    "Layout",
     "Leaf",
     "ModelCollections",
     "ModelParams",
@@ -72,6 +75,7 @@ __all__ = [
     "sum_tied",
     "summed_struct",
     "switch_stages",
+    "switch_table",
     "with_arrays",
     "write_leaf",
 ]

@@ -6,7 +6,7 @@ so a stage's arrays are on its own devices alone.
 """
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,7 +54,7 @@ class Layout:
         sharded: Collection[str] = (),
     ) -> None:
         self.num_stages, self.sharded = len(stages), frozenset(sharded)
-        first = stages[0] if stack else {}
+        first = stages[0] if stack and stages else {}
         self.stacked = {
             name: jax.ShapeDtypeStruct(like.shape, like.dtype)
             for name, like in first.items()
@@ -74,6 +74,15 @@ class Layout:
             self._places.append(places)
             for buffer, size in used.items():
                 self.packed_sizes[buffer] = max(size, self.packed_sizes.get(buffer, 0))
+
+    def cast(self, change: Callable[[Any], Any]) -> "Layout":
+        """The layout of the same leaves in other dtypes.
+
+        Args:
+            change: Gives the new shape and dtype of a leaf from the present one; dtypes alone may differ.
+        """
+        stages = [{name: change(self.struct_of(s, name)) for name in names} for s, names in enumerate(self._names)]
+        return Layout(stages, sharded=self.sharded)
 
     def names(self, stage: int) -> tuple[str, ...]:
         """The leaves of a stage."""

@@ -52,14 +52,16 @@ class ModelParams:
         cuts: The parts of the model, from the input on.
         placement: The stage and chunk that each part is.
         ends: The layers that all stages run together; without them nothing is split over the stages.
-        dtype: What real floating-point parameters are held in; None: as the layers make them.
+        dtype: What the layers compute in, in mixed precision; None: parameters are as the layers make them.
         grad_dtype: What their gradients are summed in; None: float32, or their own dtype where that is wider.
 
     Attributes:
         stages: Names and paths, stage by stage.
-        struct: Shapes and dtypes by path in the model's tree; of a parameter split over the stages those of a slice.
-        layout: Where the parameters lie.
-        grad_layout: Where their summed gradients lie, in the same order.
+        struct: Shapes and dtypes of the master parameters by path in the model's tree; of one that is split over the
+            stages those of a slice.
+        master_layout: Where the parameters lie that are kept between steps: in float32 in mixed precision.
+        layout: Where those lie that the layers compute with.
+        grad_layout: Where the sums of their gradients lie. All three have the same leaves in the same order.
         tied: Parameters that several stages hold alike, each with those stages; the first one owns it.
         split_dims: The dims along which parameters are split over the stages, by path.
         end_names: Parameters of the layers that all stages run together.
@@ -78,16 +80,18 @@ class ModelParams:
         paths = [paths.paths for paths in trace.paths]
         self.stages: tuple[StageParams, ...] = name_leaves(paths, cuts, placement, ends.layers)
         self.split_dims = ends.dims
-        whole = {path: cast_floats(leaf, dtype) for path, leaf in flatten_dict(trace.tree()).items()}
-        num_stages = placement.num_stages
-        struct = {path: slice_struct(leaf, ends.dims.get(path), num_stages) for path, leaf in whole.items()}
+        master_dtype = None if dtype is None else jnp.float32
+        struct = {
+            path: cast_floats(slice_struct(leaf, ends.dims.get(path), placement.num_stages), master_dtype)
+            for path, leaf in flatten_dict(trace.tree()).items()
+        }
         self.struct: Mapping[Path, jax.ShapeDtypeStruct] = struct
         held = [{name: struct[path] for name, path in stage.paths.items()} for stage in self.stages]
         dims = trace.tree_dims()
         sharded = {name for stage in self.stages for name, path in stage.paths.items() if path in dims}
-        self.layout = Layout(held, sharded=sharded)
-        summed = [{name: summed_struct(leaf, grad_dtype) for name, leaf in leaves.items()} for leaves in held]
-        self.grad_layout = Layout(summed, sharded=sharded)
+        self.master_layout = Layout(held, sharded=sharded)
+        self.layout = self.master_layout.cast(lambda leaf: cast_floats(leaf, dtype))
+        self.grad_layout = self.layout.cast(lambda leaf: summed_struct(leaf, grad_dtype))
         self.trunk_names = tuple(self.stages[0].trunk)
         """Parameters of the trunk of all chunks, chunk after chunk, in the same order in each."""
         self.end_names = tuple(self.stages[0].names_of(ends.layers))

@@ -74,8 +74,8 @@ def _exchange(
         held = [name for name in tied if name in layout.names(m)]
         return lambda storage, total: layout.put(m, storage, {name: total[name] for name in held})
 
-    given = jax.lax.switch(member, [give(m) for m in members], storage)
-    return jax.lax.switch(member, [take(m) for m in members], storage, jax.lax.psum(given, "stage"))
+    given = switch_stages(member, [give(m) for m in members], storage)
+    return switch_stages(member, [take(m) for m in members], storage, jax.lax.psum(given, "stage"))
 
 
 def _by_place(tied: Tied, layout: Layout) -> tuple[Tied, Tied]:

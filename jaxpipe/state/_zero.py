@@ -80,14 +80,11 @@ class Division:
         return {part: {**alike[part], **sharded[part]} for part in row}
 
 
-def divide(
-    kept: ModelParams, computed: ModelParams, optimizer: optax.GradientTransformation, num_shards: int, num_model: int
-) -> Division:
+def divide(params: ModelParams, optimizer: optax.GradientTransformation, num_shards: int, num_model: int) -> Division:
     """Divide a model's parameters.
 
     Args:
-        kept: Parameters as they are kept.
-        computed: Parameters as they are computed with, and their gradients.
+        params: The parameters.
         optimizer: What updates them; if not element by element, whole leaves are dealt out.
         num_shards: Rows per stage: 1, or with ZeRO-1 the length of the `data` axis.
         num_model: Length of the `model` axis; 0 where there is none.
@@ -95,12 +92,12 @@ def divide(
     Returns:
         The division.
     """
-    layouts = (kept.layout, computed.layout, computed.grad_layout)
+    layouts = (params.master_layout, params.layout, params.grad_layout)
     if num_shards == 1:
         return Division(*(Replicated(layout) for layout in layouts), num_model=num_model)
     shards = [ByElements(layout, num_shards) for layout in layouts]
-    if not all(_is_elementwise(kept, shards[0], s, optimizer) for s in range(len(kept.stages))):
-        return Division(*(ByLeaves(layout, num_shards, tuple(kept.tied)) for layout in layouts), num_model=num_model)
+    if not all(_is_elementwise(params, shards[0], s, optimizer) for s in range(len(params.stages))):
+        return Division(*(ByLeaves(layout, num_shards, tuple(params.tied)) for layout in layouts), num_model=num_model)
     return Division(*shards, num_model=num_model)
 
 

@@ -106,7 +106,7 @@ def tied_copies(pipeline: Any, state: Any) -> dict[str, list[np.ndarray]]:
     params, host = pipeline._stages.params, jax.device_get(state.params)
     copies: dict[str, list[np.ndarray]] = {}
     for stage in range(pipeline.module.num_stages):
-        leaves = params.layout.unpack(stage, jax.tree.map(lambda x, s=stage: x[s], host))
+        leaves = params.master_layout.unpack(stage, jax.tree.map(lambda x, s=stage: x[s], host))
         for name in params.tied:
             if name in leaves:
                 copies.setdefault(name, []).append(leaves[name])
