@@ -117,7 +117,7 @@ def make_step(case: Case, sleeps: Sleeps) -> Callable[[], float]:
     import optax
 
     import jaxpipe
-    from jaxpipe.executor import PipelineSettings
+    from jaxpipe.config import PipelineConfig, TrainConfig
     from jaxpipe.topology import make_pipeline_mesh
 
     layer = make_layer(sleeps, case.cells_s)
@@ -134,7 +134,7 @@ def make_step(case: Case, sleeps: Sleeps) -> Callable[[], float]:
     )
     mesh = make_pipeline_mesh(jaxpipe.PipeDataParallelTopology(num_stages, 1))
     x = np.ones((num_microbatches, 2, 4), np.float32)
-    settings = PipelineSettings(schedule=resolve_schedule(case.schedule, case.num_chunks))
+    settings = TrainConfig(pipeline=PipelineConfig(schedule=resolve_schedule(case.schedule, case.num_chunks)))
     pipeline = jaxpipe.Pipeline(model, optax.sgd(0.1), mesh, (x[0], x[0]), num_microbatches, settings)
     compiled = pipeline.step.lower(pipeline.state_struct, pipeline.batch_struct).compile()
     state, batch = pipeline.init(), pipeline.place_batch((x, x, {}))

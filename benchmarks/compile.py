@@ -23,7 +23,7 @@ import optax  # noqa: E402
 import jaxpipe  # noqa: E402
 from benchmarks._gpt import gpt, tokens  # noqa: E402
 from benchmarks._table import print_head, print_row  # noqa: E402
-from jaxpipe.executor import PipelineSettings  # noqa: E402
+from jaxpipe.config import PipelineConfig, TrainConfig  # noqa: E402
 from jaxpipe.topology import make_pipeline_mesh  # noqa: E402
 
 COLUMNS = ("schedule", "trunk", "S", "blocks/S", "M", "build s", "lower s", "compile s", "total s", "ratio", "spread")
@@ -60,7 +60,9 @@ def measure(case: Case) -> tuple[float, float, float]:
     mesh = make_pipeline_mesh(jaxpipe.PipeDataParallelTopology(case.num_stages, 1))
     example = jax.tree.map(lambda a: a[0], tokens(1, 2, 32))
     start = time.perf_counter()
-    settings = PipelineSettings(scan_trunk=case.scan, schedule=case.schedule, num_chunks=case.num_chunks)
+    settings = TrainConfig(
+        pipeline=PipelineConfig(scan_trunk=case.scan, schedule=case.schedule, num_chunks=case.num_chunks)
+    )
     pipeline = jaxpipe.Pipeline(model, optax.adam(1e-3), mesh, example, case.num_microbatches, settings)
     built = time.perf_counter()
     lowered = pipeline.step.lower(pipeline.state_struct, pipeline.batch_struct)

@@ -22,7 +22,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import flax.linen as nn
 import jax
@@ -32,7 +32,7 @@ import optax
 import jaxpipe
 from benchmarks._gpt import Embed, Head, cross_entropy, tokens
 from benchmarks._table import print_head, print_row
-from jaxpipe.executor import PipelineSettings
+from jaxpipe.config import PipelineConfig, TrainConfig
 from jaxpipe.pipeline import Pipeline, mesh_for
 from jaxpipe.schedules import StageCosts, choose_schedule
 
@@ -152,12 +152,12 @@ def model_of(size: Size, num_stages: int) -> jaxpipe.PipelineModule:
     return module(layers, num_stages, loss_fn=cross_entropy, partition_method=cut, compute_dtype=jnp.bfloat16)
 
 
-def pipelined_s(size: Size, num_stages: int, repeats: int, *, skips: bool | None = None) -> float:
+def pipelined_s(size: Size, num_stages: int, repeats: int, *, skips: bool | Literal["auto"] = "auto") -> float:
     """Seconds of jaxpipe's step."""
     model = model_of(size, num_stages)
     batch = tokens(size.num_microbatches, size.microbatch, size.time, size.vocab)
     example = jax.tree.map(lambda a: a[0], batch)
-    mesh, settings = mesh_for(model, jax.devices()[:num_stages]), PipelineSettings(skip_idle=skips)
+    mesh, settings = mesh_for(model, jax.devices()[:num_stages]), TrainConfig(pipeline=PipelineConfig(skip_idle=skips))
     pipeline = Pipeline(model, optax.adam(1e-4), mesh, example, size.num_microbatches, settings)
     held, placed = [pipeline.init()], pipeline.place_batch(batch)
 

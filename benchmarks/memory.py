@@ -22,7 +22,7 @@ import optax  # noqa: E402
 import jaxpipe  # noqa: E402
 from benchmarks._gpt import gpt, tokens  # noqa: E402
 from benchmarks._table import print_head, print_row  # noqa: E402
-from jaxpipe.executor import PipelineSettings  # noqa: E402
+from jaxpipe.config import PipelineConfig, TrainConfig  # noqa: E402
 from jaxpipe.topology import make_pipeline_mesh  # noqa: E402
 
 SCHEDULES = (
@@ -53,7 +53,7 @@ def temporary_bytes(
     model = gpt(num_stages, dim=128, num_blocks=8, activation_checkpoint_interval=recompute)
     mesh = make_pipeline_mesh(jaxpipe.PipeDataParallelTopology(num_stages, 1))
     example = jax.tree.map(lambda a: a[0], tokens(1, 4, 128))
-    settings = PipelineSettings(schedule=schedule, num_chunks=num_chunks)
+    settings = TrainConfig(pipeline=PipelineConfig(schedule=schedule, num_chunks=num_chunks))
     pipeline = jaxpipe.Pipeline(model, optax.sgd(0.1), mesh, example, num_microbatches, settings)
     compiled = pipeline.step.lower(pipeline.state_struct, pipeline.batch_struct).compile()
     program = pipeline.program

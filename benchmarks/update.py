@@ -19,20 +19,22 @@ import optax  # noqa: E402
 
 import jaxpipe  # noqa: E402
 from benchmarks._gpt import gpt, tokens  # noqa: E402
-from jaxpipe.executor import PipelineSettings  # noqa: E402
-from jaxpipe.optim import LossScaler  # noqa: E402
+from jaxpipe.config import FP16Section, PipelineConfig, TrainConfig  # noqa: E402
 from jaxpipe.topology import make_pipeline_mesh  # noqa: E402
 
 STAGES, DIM, BLOCKS, TIME, MICROBATCH, MICROBATCHES = 2, 256, 8, 128, 4, 8
-SCALER = LossScaler(initial_scale=1024.0, dynamic=True)
 SETTINGS = {
-    "neither": PipelineSettings(skip_idle=True),
-    "clipping": PipelineSettings(skip_idle=True, gradient_clipping=1.0),
-    "both": PipelineSettings(skip_idle=True, gradient_clipping=1.0, loss_scaler=SCALER),
+    "neither": TrainConfig(pipeline=PipelineConfig(skip_idle=True)),
+    "clipping": TrainConfig(pipeline=PipelineConfig(skip_idle=True), gradient_clipping=1.0),
+    "both": TrainConfig(
+        pipeline=PipelineConfig(skip_idle=True),
+        gradient_clipping=1.0,
+        fp16=FP16Section(enabled=True, initial_scale_power=10),
+    ),
 }
 
 
-def training_step(settings: PipelineSettings) -> Callable[[], float]:
+def training_step(settings: TrainConfig) -> Callable[[], float]:
     """A jitted step that goes on from its own last state."""
     model = gpt(STAGES, dim=DIM, num_blocks=BLOCKS)
     mesh = make_pipeline_mesh(jaxpipe.PipeDataParallelTopology(STAGES, 1))

@@ -30,7 +30,7 @@ import jaxpipe  # noqa: E402
 from benchmarks._gpt import cross_entropy, gpt, tokens  # noqa: E402
 from benchmarks._table import print_head, print_row  # noqa: E402
 from jaxpipe.autodiff._policy import is_kept_in_branches  # noqa: E402
-from jaxpipe.executor import PipelineSettings  # noqa: E402
+from jaxpipe.config import PipelineConfig, TrainConfig  # noqa: E402
 from jaxpipe.topology import make_pipeline_mesh  # noqa: E402
 
 DIM, BLOCKS, TIME, MICROBATCH, MICROBATCHES = 256, 8, 128, 4, 8
@@ -79,7 +79,7 @@ def make_pipeline(num_stages: int, schedule: str, *, recompute: bool) -> jaxpipe
     """The pipeline on `num_stages` simulated devices."""
     mesh = make_pipeline_mesh(jaxpipe.PipeDataParallelTopology(num_stages, 1))
     example = jax.tree.map(lambda a: a[0], tokens(MICROBATCHES, MICROBATCH, TIME))
-    settings = PipelineSettings(schedule=schedule, skip_idle=True)
+    settings = TrainConfig(pipeline=PipelineConfig(schedule=schedule, skip_idle=True))
     model = make_model(num_stages, recompute=recompute)
     return jaxpipe.Pipeline(model, optax.adam(1e-4), mesh, example, MICROBATCHES, settings)
 

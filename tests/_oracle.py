@@ -16,9 +16,9 @@ from _schedules import (
     SplitByTurnsSchedule,
     SplitSchedule,
 )
+from _settings import make_settings
 
 from jaxpipe import PipeDataParallelTopology, Pipeline, PipelineModule, PipeSchedule, microbatch_key
-from jaxpipe.executor import PipelineSettings
 from jaxpipe.schedules import resolve_schedule
 from jaxpipe.topology import make_pipeline_mesh
 
@@ -91,7 +91,7 @@ class Case:
             mesh,
             example,
             self.microbatches,
-            PipelineSettings(
+            make_settings(
                 schedule=SCHEDULES[self.schedule], skip_idle=self.skip_idle, scan_trunk=self.scan_trunk, **self.settings
             ),
         )

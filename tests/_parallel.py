@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from _models import cross_entropy, tokens
+from _settings import make_settings
 from flax import nnx
 
 from jaxpipe import LayerSpec, Pipeline, PipelineModule, PipeModelDataParallelTopology, TiedLayerSpec, microbatch_key
-from jaxpipe.executor import PipelineSettings
 from jaxpipe.topology import make_pipeline_mesh
 
 VOCAB, DIM, HIDDEN, LENGTH, MICROBATCH, MICROBATCHES, REPLICAS = 12, 8, 16, 3, 2, 2, 2
@@ -128,7 +128,7 @@ def make_pipeline(
     module = make_module(name, stages, model, data)
     mesh = make_pipeline_mesh(module.topology())
     example = jax.tree.map(lambda x: x[0], make_batch(data=data))
-    return Pipeline(module, optimizer, mesh, example, MICROBATCHES, PipelineSettings(**settings))
+    return Pipeline(module, optimizer, mesh, example, MICROBATCHES, make_settings(**settings))
 
 
 @functools.cache

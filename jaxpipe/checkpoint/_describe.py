@@ -70,7 +70,7 @@ def dump_scalars(arrays: Mapping[str, jax.Array]) -> dict[str, Any]:
 
 
 def _has_moving_scale(pipeline: Pipeline) -> bool:
-    scaler = pipeline.settings.loss_scaler
+    scaler = pipeline.loss_scaler
     return scaler is not None and scaler.enabled and scaler.dynamic
 
 

@@ -417,7 +417,7 @@ def _content(pipeline: Pipeline, run: RunState, iterators: list[Any]) -> dict[st
         "global_steps": run.global_steps,
         "global_samples": run.global_samples,
         "mesh": dict(mesh_shape(pipeline.mesh)),
-        "zero_stage": pipeline.settings.zero_stage,
+        "zero_stage": pipeline.config.zero_optimization.stage,
         "layers": describe_layers(pipeline),
         "batch": dump_struct(batch),
         "data_iterators": iterators,

@@ -24,6 +24,7 @@ from ._train import PipelineConfig as PipelineConfig
 from ._train import TrainConfig as TrainConfig
 from ._values import as_number as as_number
 from ._values import shown as shown
+from ._values import unless_auto as unless_auto
 from ._values import wrong_value as wrong_value
 from ._zero import ZeroSection as ZeroSection
 
@@ -53,5 +54,6 @@ __all__ = [
     "load_config",
     "resolve_batch_sizes",
     "shown",
+    "unless_auto",
     "wrong_value",
 ]

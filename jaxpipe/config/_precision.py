@@ -105,7 +105,7 @@ class DataTypesSection(Section):
 
     Attributes:
         grad_accum_dtype: Dtype in which the gradients of the microbatches are added up, by its long name; None means
-            float32, where DeepSpeed takes the dtype of the model.
+            float32, or the parameters' dtype where that is wider. DeepSpeed takes the dtype of the model.
 
     Raises:
         ConfigError: The value is no floating dtype of at most 32 bits.

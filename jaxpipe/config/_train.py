@@ -35,8 +35,10 @@ class PipelineConfig(Section):
         partition: Name of the partition method, or the layer boundaries; `'best'` takes the module's method.
         schedule: Name of the training schedule, or (in a dictionary) a `PipeSchedule` class; `'auto'` chooses one.
         activation_checkpoint_interval: Number of layers per recomputed group; 0 takes the module's.
-        skip_idle: Whether idle cells are branched around instead of computed and dropped; `'auto'` decides by backend.
-        scan_trunk: Whether equal layers of a stage run as one scan, for compile time that does not grow with depth.
+        skip_idle: Whether idle cells are branched around instead of computed and dropped; `'auto'` decides by backend
+            and schedule.
+        scan_trunk: Whether equal layers of a stage run as one scan, for compile time that does not grow with depth; it
+            costs a copy of the trunk's parameters per step.
         seed_layers: Whether each layer's random keys depend on its place alone; None takes the module's. DeepSpeed
             reads the key and does nothing with it.
         num_chunks: Model chunks on each stage, for schedules that interleave them; `'auto'` takes the schedule's own
@@ -128,11 +130,6 @@ class TrainConfig(Section):
         if self.fp16.enabled:
             return "float16"
         return "bfloat16" if self.bf16.enabled else "float32"
-
-    @property
-    def grad_accum_dtype(self) -> Dtype:
-        """The dtype in which the gradients of the microbatches are added up."""
-        return self.data_types.grad_accum_dtype or "float32"
 
     def batch_sizes(self, data_parallel_size: int) -> BatchSizes:
         """Complete the sizes of a batch.

@@ -6,13 +6,15 @@ A reader takes a value and its JSON path, and returns what the configuration sto
 import math
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral, Real
-from typing import cast
+from typing import Literal, TypeVar, cast
 
 from jaxpipe.errors import ConfigError
 
 from ._collect import Collector
 
 Reader = Callable[[object, str], object]
+
+T = TypeVar("T")
 
 _SHOWN = 80
 _LARGEST = 2**63
@@ -254,6 +256,18 @@ def auto_or(reader: Reader) -> Reader:
         return reader(value, path)
 
     return read
+
+
+def unless_auto(value: T | Literal["auto"]) -> T | None:
+    """A value that `'auto'` leaves open.
+
+    Args:
+        value: What a reader of `auto_or` gave.
+
+    Returns:
+        The value; None for `'auto'`.
+    """
+    return None if isinstance(value, str) else value
 
 
 def read_flag(value: object, path: str) -> bool:

@@ -15,7 +15,8 @@ from jaxpipe.distributed import Heartbeat
 from jaxpipe.errors import DataError, PipelineError
 from jaxpipe.executor import model_topology
 from jaxpipe.layers import PipelineModule
-from jaxpipe.pipeline import ChosenOptimizer, Hyperparams, Pipeline, pipeline_settings
+from jaxpipe.optim import LossScaler
+from jaxpipe.pipeline import ChosenOptimizer, Hyperparams, Pipeline
 from jaxpipe.recompute import settings_for
 from jaxpipe.state import TrainState, own
 from jaxpipe.topology import PipelineParallelGrid, mesh_shape, rank_devices
@@ -94,8 +95,8 @@ class PipelineEngine(TrainingReports, BatchCounts, ModuleState, Checkpoints, Eng
         data_iter: Iterator[Entry] | None = None,
         reporter: Reporter | None = print_line,
     ) -> None:
-        settings, shape = pipeline_settings(config), mesh_shape(mesh)
-        TrainingReports.__init__(self, chosen, settings.loss_scaler, config)
+        scaler, shape = LossScaler.from_config(config), mesh_shape(mesh)
+        TrainingReports.__init__(self, chosen, scaler, config)
         BatchCounts.__init__(self, config.batch_sizes(shape["data"]), shape["data"])
         Checkpoints.__init__(self, config)
         self.module, self.config, self.mesh = module, config, mesh
@@ -112,13 +113,13 @@ class PipelineEngine(TrainingReports, BatchCounts, ModuleState, Checkpoints, Eng
             optimizer,
             mesh,
             self.micro_batch_size,
-            settings,
+            config,
             recompute,
             replicas,
             lambda: self.micro_batches,
         )
         self._source, self._lockstep = MicrobatchSource(data_iter), Lockstep(self.data_shard)
-        self._watch, self._heartbeat = OverflowWatch(settings.loss_scaler), Heartbeat()
+        self._watch, self._heartbeat = OverflowWatch(scaler), Heartbeat()
         # Kept until shapes are known; what the caller does to these arrays meanwhile must not change the run.
         self._model_parameters = jax.tree.map(own, model_parameters)
         is_repeated = isinstance(data_iter, RepeatingLoader)
@@ -493,7 +494,7 @@ class PipelineEngine(TrainingReports, BatchCounts, ModuleState, Checkpoints, Eng
         return undo
 
     def _restart(self) -> None:
-        self._watch = OverflowWatch(pipeline_settings(self.config).loss_scaler)
+        self._watch = OverflowWatch(LossScaler.from_config(self.config))
         self._metrics, self._clock, self._num_tokens, self._model_parameters = {}, None, 0, None
 
     def _build(self, entry: Entry) -> Pipeline:

@@ -12,10 +12,10 @@ import optax
 from jax.sharding import Mesh
 
 from jaxpipe._typing import Path, PyTree
+from jaxpipe.config import TrainConfig
 from jaxpipe.data import structures_differ
 from jaxpipe.distributed import log
 from jaxpipe.errors import DataError
-from jaxpipe.executor import PipelineSettings
 from jaxpipe.layers import PipelineModule, flatten_dict, format_struct, struct_of
 from jaxpipe.partition import profile_source
 from jaxpipe.pipeline import Pipeline, entry_struct
@@ -53,7 +53,7 @@ class ProgramCache:
         optimizer: An optax transformation.
         mesh: The devices.
         microbatch_size: Samples per microbatch and replica.
-        settings: How pipelines run and update.
+        config: How pipelines run and update.
         recompute: What they are traced with.
         replicas: Those whose samples this process feeds.
         planned_microbatches: Tells the microbatches of a training step. A schedule and a cut that are chosen are chosen
@@ -69,13 +69,13 @@ class ProgramCache:
         optimizer: optax.GradientTransformation,
         mesh: Mesh,
         microbatch_size: int,
-        settings: PipelineSettings,
+        config: TrainConfig,
         recompute: RecomputeSettings,
         replicas: range,
         planned_microbatches: Callable[[], int],
     ) -> None:
         self._module, self._optimizer, self._mesh = module, optimizer, mesh
-        self._microbatch_size, self._settings, self._recompute = microbatch_size, settings, recompute
+        self._microbatch_size, self._config, self._recompute = microbatch_size, config, recompute
         self._replicas, self._planned_microbatches = replicas, planned_microbatches
         self._programs: OrderedDict[Hashable, Pipeline] = OrderedDict()
         self._form: _Form | None = None
@@ -192,13 +192,13 @@ class ProgramCache:
         module = self._module.replace(**changes) if changes else self._module
         hold = check_settings if self._form is None else use_settings
         with hold(self._recompute):
-            pipeline = Pipeline(module, self._optimizer, self._mesh, struct, num_microbatches, self._settings)
+            pipeline = Pipeline(module, self._optimizer, self._mesh, struct, num_microbatches, self._config)
         inputs, params = format_struct(struct[0]), flatten_dict(pipeline.trace.tree())
         form = _Form(pipeline.parts, pipeline.cuts, params, pipeline.state_struct, inputs)
         if self._form is None:
             with hold_signals():
                 self._form = form
-                self._settings = pipeline.settings
+                self._config = pipeline.config
                 self._module.adopt_parts(pipeline.parts, pipeline.part_stages)
         else:
             _check_form(form, self._form)
@@ -207,7 +207,9 @@ class ProgramCache:
     @property
     def _is_open(self) -> bool:
         """Whether the schedule or the cut is chosen by what the model costs."""
-        is_chosen = self._settings.schedule == "auto" or profile_source(self._module.partition_method) is not None
+        is_chosen = (
+            self._config.pipeline.schedule == "auto" or profile_source(self._module.partition_method) is not None
+        )
         return is_chosen and self._module.num_stages > 1
 
     def _check_like(self, struct: Any, has_labels: bool) -> None:

@@ -8,7 +8,6 @@ from ._model_axis import model_topology as model_topology
 from ._model_axis import trace_places as trace_places
 from ._plan import Plan as Plan
 from ._rng import microbatch_key as microbatch_key
-from ._settings import PipelineSettings as PipelineSettings
 from ._spread import batch_spec as batch_spec
 from ._spread import spread_dims as spread_dims
 from ._stage import StageParts as StageParts
@@ -25,7 +24,6 @@ __all__ = [
     "EvaluateLoop",
     "Metrics",
     "Objective",
-    "PipelineSettings",
     "StageParts",
     "TrainLoop",
     "WHOLE",

@@ -2,10 +2,9 @@
 
 from dataclasses import dataclass
 
+from jaxpipe.config import TrainConfig
 from jaxpipe.partition import Profile
 from jaxpipe.schedules import Choice, PipeSchedule, Placement, TickProgram
-
-from ._settings import PipelineSettings
 
 
 @dataclass(frozen=True)
@@ -13,7 +12,7 @@ class Plan:
     """How a model goes onto a pipeline.
 
     Attributes:
-        settings: With the schedule, and what is done in idle cells, decided.
+        config: With the schedule, and what is done in idle cells, decided.
         schedule: The training schedule's class.
         program: The same, lowered.
         forward_only: The program of evaluation.
@@ -23,7 +22,7 @@ class Plan:
         choice: Where the schedule was `"auto"`, what it was chosen from.
     """
 
-    settings: PipelineSettings
+    config: TrainConfig
     schedule: type[PipeSchedule]
     program: TickProgram
     forward_only: TickProgram
@@ -35,4 +34,4 @@ class Plan:
     @property
     def skips(self) -> bool:
         """Whether idle cells are branched around."""
-        return bool(self.settings.skip_idle)
+        return self.config.pipeline.skip_idle is True

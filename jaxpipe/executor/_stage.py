@@ -43,9 +43,9 @@ class StageParts:
     """
 
     def __init__(self, module: PipelineModule, trace: ModelTrace, plan: Plan) -> None:
-        settings, boundaries, split = plan.settings, plan.parts, plan.program.has_split_backward
+        section, boundaries, split = plan.config.pipeline, plan.parts, plan.program.has_split_backward
         self.placement = placement = plan.placement
-        self._module, self._grad_dtype = module, settings.grad_accum_dtype
+        self._module, self._grad_dtype = module, plan.config.data_types.grad_accum_dtype
         self.last = len(placement.home) - 1
         """The last part; the only one where it is 0."""
         self.compute_dtype = dtype = module.compute_dtype
@@ -61,7 +61,7 @@ class StageParts:
         self.gradients = Packing([differentiable(x) for x in outputs])
         context = (jax.eval_shape(lambda: jax.random.key(0)), dict(trace.side))
         blueprint = Blueprint(module, trace, signatures, self.cuts, placement, self.params, self.collections, context)
-        self.trunk = Trunk(blueprint, scan=settings.scan_trunk, join=not plan.skips, split=split)
+        self.trunk = Trunk(blueprint, scan=section.scan_trunk, join=not plan.skips, split=split)
         trunk_inputs = [trace.boundaries[c.trunk.start] for c in self.cuts]
         leaving = self.activations if self.trunk.is_empty else Packing(trunk_inputs)
         self.prologue = Prologue(blueprint, self.activations, leaving, split=split)
@@ -75,7 +75,7 @@ class StageParts:
         self.pending = (self.prologue.pending, self.trunk.pending)
         """Shapes and dtypes of what the input half of a backward leaves for the weight half."""
         hosted = (jax.tree.map(lambda _: False, self.prologue.kept), self.trunk.is_hosted)
-        self.is_hosted = jax.tree.map(lambda moves: moves or settings.offload_activations, hosted)
+        self.is_hosted = jax.tree.map(lambda moves: moves or section.offload_activations, hosted)
         """For each of these whether it waits in host memory."""
 
     @property

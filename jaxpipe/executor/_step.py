@@ -7,7 +7,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxpipe._typing import PyTree
+from jaxpipe.config import TrainConfig
 from jaxpipe.layers import as_arrays, cast_floats
+from jaxpipe.optim import LossScaler
 from jaxpipe.state import Division, TrainState, Updater, clip_to, global_norm, mean_over_replicas, spread_tied, sum_tied
 
 from ._batch import Feed
@@ -15,7 +17,6 @@ from ._buffers import select
 from ._evaluate import EvaluateLoop, Measure
 from ._loss import Objective, gather_values
 from ._model_axis import mean_over_places
-from ._settings import PipelineSettings
 from ._stage import Held, StageParts
 from ._tick_loop import Device
 from ._train import TrainLoop
@@ -34,7 +35,7 @@ class DevicePrograms:
         train: The training loop.
         evaluate: The evaluation loop.
         objective: The loss.
-        settings: Clipping and loss scale.
+        config: Clipping and loss scale.
         spread: Per leaf of inputs and labels the dim along which it is spread over the stages, or `WHOLE`.
     """
 
@@ -46,12 +47,12 @@ class DevicePrograms:
         train: TrainLoop,
         evaluate: EvaluateLoop,
         objective: Objective,
-        settings: PipelineSettings,
+        config: TrainConfig,
         spread: tuple[PyTree, PyTree],
     ) -> None:
         self._parts, self._division, self._updater = parts, division, updater
         self._train, self._evaluate, self._objective = train, evaluate, objective
-        self._scaler, self._limit = settings.loss_scaler, settings.gradient_clipping
+        self._scaler, self._limit = LossScaler.from_config(config), config.gradient_clipping
         self._tied, self._spread = parts.params.tied, spread
         self._whole = parts.whole_outputs
 

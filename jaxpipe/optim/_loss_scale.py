@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpipe.config import wrong_value
+from jaxpipe.config import TrainConfig, wrong_value
 from jaxpipe.errors import ConfigError
 
 from ._check import flag, integer, number
@@ -131,6 +131,23 @@ class LossScaler:
             consecutive_hysteresis=fp16.consecutive_hysteresis,
             min_scale=fp16.min_loss_scale,
         )
+
+    @classmethod
+    def from_config(cls, config: TrainConfig) -> Self | None:
+        """The scaler of a configuration.
+
+        Args:
+            config: Its sections `fp16` and `bf16`.
+
+        Returns:
+            The scaler; None where updates are not looked at for overflows either.
+
+        Raises:
+            ConfigError: The loss scale cannot start where it is to.
+        """
+        if config.fp16.enabled:
+            return cls.from_section(config.fp16)
+        return cls.none() if config.bf16.enabled and config.bf16.check_grad_overflow else None
 
     def init(self) -> LossScaleState:
         """The state before the first update.

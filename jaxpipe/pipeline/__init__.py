@@ -7,7 +7,6 @@ from ._make import ConfigLike as ConfigLike
 from ._make import configure_model as configure_model
 from ._make import make_pipeline as make_pipeline
 from ._make import mesh_for as mesh_for
-from ._make import pipeline_settings as pipeline_settings
 from ._make import prepare as prepare
 from ._optimizer import ChosenOptimizer as ChosenOptimizer
 from ._optimizer import choose_optimizer as choose_optimizer
@@ -27,7 +26,6 @@ __all__ = [
     "describe_pipeline",
     "entry_struct",
     "mesh_for",
-    "pipeline_settings",
     "prepare",
     "read_params",
 ]

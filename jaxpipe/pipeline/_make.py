@@ -10,10 +10,9 @@ import optax
 from jax.sharding import Mesh
 
 from jaxpipe._typing import PyTree
-from jaxpipe.config import BatchSizes, Collector, TrainConfig, load_config
+from jaxpipe.config import BatchSizes, Collector, TrainConfig, load_config, unless_auto
 from jaxpipe.distributed import check_devices
 from jaxpipe.errors import ConfigError
-from jaxpipe.executor import PipelineSettings
 from jaxpipe.layers import PipelineModule
 from jaxpipe.optim import LossScaler
 from jaxpipe.partition import profile_source
@@ -82,9 +81,8 @@ def make_pipeline(
             "optimizer. Pass for instance optax.adamw(3e-4), or optax.identity() to evaluate only."
         )
     entry_struct(example_batch, sizes.train_micro_batch_size_per_gpu, mesh_shape(mesh)["data"])
-    num_microbatches, settings = sizes.gradient_accumulation_steps, pipeline_settings(config)
     with check_settings(settings_for(config, mesh)):
-        return Pipeline(model, chosen.transformation, mesh, example_batch, num_microbatches, settings)
+        return Pipeline(model, chosen.transformation, mesh, example_batch, sizes.gradient_accumulation_steps, config)
 
 
 class Prepared(NamedTuple):
@@ -133,8 +131,14 @@ def prepare(
         chosen = choose_optimizer(config, optimizer, lr_scheduler)
     with errors.catch(compares=True):
         model = configure_model(model, config)
+    section = config.pipeline
+    if section.schedule != "auto":
+        with errors.catch(compares=True):
+            resolve_schedule(
+                section.schedule, unless_auto(section.num_chunks), unless_auto(section.max_pending_weights)
+            )
     with errors.catch(compares=True):
-        pipeline_settings(config)
+        LossScaler.from_config(config)
     with errors.catch(compares=True):
         mesh = mesh_for(model) if mesh is None else adopt_mesh(mesh)
         sizes = config.batch_sizes(mesh_shape(mesh)["data"])
@@ -207,48 +211,6 @@ def configure_model(model: PipelineModule, config: TrainConfig) -> PipelineModul
         _check_memory_limit(config, model)
     errors.raise_all()
     return model
-
-
-def pipeline_settings(config: TrainConfig) -> PipelineSettings:
-    """How the configuration says that a pipeline runs and updates.
-
-    Args:
-        config: The configuration.
-
-    Returns:
-        The settings.
-
-    Raises:
-        ScheduleError: The schedule is unknown, or cannot have so many chunks.
-        ConfigError: The loss scale cannot start where it is to; or it and the schedule are both wrong.
-    """
-    section, errors = config.pipeline, Collector()
-    num_chunks = None if section.num_chunks == "auto" else section.num_chunks
-    max_pending = None if section.max_pending_weights == "auto" else section.max_pending_weights
-    if section.schedule != "auto":
-        with errors.catch():
-            resolve_schedule(section.schedule, num_chunks, max_pending)
-    scaler = None
-    if config.fp16.enabled:
-        with errors.catch():
-            scaler = LossScaler.from_section(config.fp16)
-    elif config.bf16.enabled and config.bf16.check_grad_overflow:
-        scaler = LossScaler.none()
-    errors.raise_all()
-    return PipelineSettings(
-        schedule=section.schedule,
-        num_chunks=num_chunks,
-        max_pending=max_pending,
-        memory_limit_bytes=None if section.memory_limit_gb == "auto" else round(section.memory_limit_gb * 1e9),
-        spread_inputs=None if section.spread_inputs == "auto" else section.spread_inputs,
-        offload_activations=section.offload_activations,
-        skip_idle=None if section.skip_idle == "auto" else section.skip_idle,
-        scan_trunk=section.scan_trunk,
-        gradient_clipping=config.gradient_clipping,
-        grad_accum_dtype=config.data_types.grad_accum_dtype,
-        zero_stage=config.zero_optimization.stage,
-        loss_scaler=scaler,
-    )
 
 
 def _check_agreement(path: str, asked: Any, model: PipelineModule, name: str, default: Any) -> None:

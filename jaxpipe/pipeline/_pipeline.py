@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe._typing import Path, PyTree
+from jaxpipe.config import TrainConfig, unless_auto
 from jaxpipe.executor import (
     WHOLE,
     Batch,
@@ -20,7 +21,6 @@ from jaxpipe.executor import (
     EvaluateLoop,
     Metrics,
     Objective,
-    PipelineSettings,
     StageParts,
     TrainLoop,
     batch_spec,
@@ -30,6 +30,7 @@ from jaxpipe.executor import (
     trace_places,
 )
 from jaxpipe.layers import PipelineModule, flatten_dict, join_path, struct_of, unflatten_dict, with_axes
+from jaxpipe.optim import LossScaler
 from jaxpipe.planner import make_plan
 from jaxpipe.recompute import current_settings, use_settings
 from jaxpipe.schedules import PipeSchedule, TickProgram
@@ -88,7 +89,7 @@ class Pipeline:
         example: One microbatch of all replicas, `(inputs, labels)` or `(inputs, labels, side)`, arrays or shapes with
             leaves `[microbatch_size * data, ...]`.
         num_microbatches: Microbatches per step.
-        settings: How it runs and updates.
+        config: How it runs and updates; batch sizes and the sections for model and optimiser are not looked at.
 
     Attributes:
         step: `step(state, batch) -> (state, metrics)`, jitted, the state donated. `metrics["loss"]` is the loss of the
@@ -106,7 +107,7 @@ class Pipeline:
             `metrics["microbatch_losses"]` of shape `[num_microbatches]`.
         predict: `predict(state, batch) -> outputs`, jitted: leaves `[num_microbatches, microbatch_size * data, ...]`.
         evaluate_and_predict: Both, in one run.
-        settings: With what was left open decided.
+        config: With what was left open in its section `pipeline` decided.
         plan: What was decided before the pipeline was built: schedule, placement and cut.
 
     Raises:
@@ -137,7 +138,7 @@ class Pipeline:
         mesh: Mesh,
         example: Sequence[PyTree],
         num_microbatches: int,
-        settings: PipelineSettings = PipelineSettings(),  # noqa: B008  # frozen
+        config: TrainConfig = TrainConfig(),  # noqa: B008  # frozen
     ) -> None:
         self.module, self.mesh, self.num_microbatches = module, adopt_mesh(mesh), num_microbatches
         self._recompute = current_settings()
@@ -152,17 +153,19 @@ class Pipeline:
         )
         self._whole, self.trace = trace_places(module, inputs, side, num_model, self.num_replicas)
         check_collections(module.layers, self.trace)
-        self.plan = plan = make_plan(module, self.trace, self.mesh, labels, num_microbatches, settings, optimizer)
-        self.settings = settings = plan.settings
+        self.plan = plan = make_plan(module, self.trace, self.mesh, labels, num_microbatches, config, optimizer)
+        self.config, self.loss_scaler = plan.config, LossScaler.from_config(config)
         outputs, num_terms = self.trace.boundaries[-1], num_microbatches * self.num_replicas
         objective = with_axes(self.trace.axes, lambda: Objective(module, outputs, labels, num_terms))
-        spread = spread_dims((inputs, labels), num_microbatches, module.num_stages, settings.spread_inputs)
+        spread = spread_dims(
+            (inputs, labels), num_microbatches, module.num_stages, unless_auto(config.pipeline.spread_inputs)
+        )
         side_specs = jax.tree.map(lambda _: batch_spec(WHOLE), side)
         self._batch_specs = (*jax.tree.map(batch_spec, spread), side_specs)
         self._stages = with_axes(self.trace.axes, lambda: StageParts(module, self.trace, plan))
         self._params = self._stages.params
         self._stages.check_loss(labels)
-        num_shards = self.num_replicas if settings.zero_stage else 1
+        num_shards = self.num_replicas if config.zero_optimization.stage else 1
         check_sharded(optimizer, self._whole, self._params)
         self._division = divide(self._params, optimizer, num_shards, num_model)
         self._updater = Updater(self._params, self._division.kept, optimizer)
@@ -173,7 +176,7 @@ class Pipeline:
             TrainLoop(self._stages, plan.program, skip_idle=plan.skips),
             EvaluateLoop(self._stages, plan.forward_only, skip_idle=plan.skips),
             objective,
-            settings,
+            config,
             spread,
         )
         self._compile()
@@ -228,7 +231,7 @@ class Pipeline:
     @property
     def state_struct(self) -> TrainState:
         """Shapes, dtypes and shardings of a state."""
-        kept, scaler = self._division.kept, self.settings.loss_scaler
+        kept, scaler = self._division.kept, self.loss_scaler
         num_rows = self._division.num_rows
         number: Any = jax.ShapeDtypeStruct((), jnp.int32)
         struct = TrainState(
@@ -366,7 +369,7 @@ class Pipeline:
 
     def init_scalars(self) -> dict[str, Any]:
         """The fields of an initial state that every device holds alike."""
-        scaler = self.settings.loss_scaler
+        scaler = self.loss_scaler
         number = np.zeros((), np.int32)
         loss_scale = () if scaler is None else scaler.init()
         fields = {"step": number, "loss_scale": loss_scale, "skipped_steps": number, "rng": self._key}

@@ -14,9 +14,9 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpipe._typing import PyTree
 from jaxpipe.autodiff import differentiable
+from jaxpipe.config import PipelineConfig, unless_auto
 from jaxpipe.distributed import gather_texts, log
 from jaxpipe.errors import PartitionError
-from jaxpipe.executor import PipelineSettings
 from jaxpipe.layers import ModelTrace, PipelineModule
 from jaxpipe.partition import Profile
 from jaxpipe.schedules import Choice, StageCosts, choose_schedule
@@ -33,9 +33,9 @@ def choose_settings(
     mesh: Mesh,
     labels: PyTree,
     num_microbatches: int,
-    settings: PipelineSettings,
+    section: PipelineConfig,
     param_size: float = 16.0,
-) -> tuple[Choice, PipelineSettings]:
+) -> tuple[Choice, PipelineConfig]:
     """Choose schedule, chunks and what is done in idle cells, and log why; all processes call.
 
     Layers are timed on the mesh's devices, or their operations counted where nothing can be run on these.
@@ -46,7 +46,7 @@ def choose_settings(
         mesh: The devices.
         labels: Shapes and dtypes of a microbatch's labels.
         num_microbatches: Microbatches per step.
-        settings: The settings, with `schedule="auto"`; chunks, pending weight halves and what is done in idle cells are
+        section: The settings, with `schedule="auto"`; chunks, pending weight halves and what is done in idle cells are
             kept to where they are set.
         param_size: Bytes of a parameter, its gradient and the optimiser's numbers for it.
 
@@ -60,7 +60,7 @@ def choose_settings(
     """
     runs = can_measure(mesh)
     profile = profile_layers(module, trace, mesh, labels, "times" if runs else "counts", halves=True)
-    cuts = _possible_cuts(module, trace, profile, settings.num_chunks)
+    cuts = _possible_cuts(module, trace, profile, unless_auto(section.num_chunks))
     parts = cuts[min(cuts)]
     costs, num_params, recomputed_bytes = _largest_stage(profile, parts, module.num_stages)
     param_bytes = round(param_size * num_params)
@@ -68,7 +68,7 @@ def choose_settings(
     if runs:
         tick_s, branch_s = _overheads(mesh, trace.boundaries[parts[1]] if module.num_stages > 1 else ())
         costs = dataclasses.replace(costs, tick_overhead_s=tick_s, branch_overhead_s=branch_s)
-    limit, skip_idle = limit_of(settings, mesh), settings.skip_idle
+    limit, skip_idle = limit_of(section, mesh), unless_auto(section.skip_idle)
     if skip_idle is None and mesh.devices.flat[0].platform == "cpu":
         skip_idle = True
     choice = choose_schedule(
@@ -77,7 +77,7 @@ def choose_settings(
         num_microbatches,
         memory_limit_bytes=None if limit is None else max(limit - param_bytes - recomputed_bytes, 0),
         chunk_counts={count: count * _slowest_part_s(profile, cut) / stage_s for count, cut in cuts.items()},
-        max_pending=settings.max_pending,
+        max_pending=unless_auto(section.max_pending_weights),
         skip_idle=skip_idle,
     )
     best, level = choice.best, logging.INFO
@@ -91,18 +91,18 @@ def choose_settings(
         choice = dataclasses.replace(choice, reason=reason)
     log(level, "schedule='auto', with layers %s:\n%s", profile.source, choice)
     return choice, dataclasses.replace(
-        settings,
+        section,
         schedule=best.schedule,
         num_chunks=best.num_chunks,
-        max_pending=best.max_pending,
+        max_pending_weights="auto" if best.max_pending is None else best.max_pending,
         skip_idle=best.skip_idle,
     )
 
 
-def limit_of(settings: PipelineSettings, mesh: Mesh) -> int | None:
+def limit_of(section: PipelineConfig, mesh: Mesh) -> int | None:
     """Bytes that training may hold on a device: those of the settings, or the device's; None where it tells none."""
-    if settings.memory_limit_bytes is not None:
-        return settings.memory_limit_bytes
+    if section.memory_limit_gb != "auto":
+        return round(section.memory_limit_gb * 1e9)
     if not can_measure(mesh):
         return None
     own = next(device for device in mesh.devices.flat if device.process_index == jax.process_index())

@@ -6,7 +6,8 @@ import optax
 from jax.sharding import Mesh
 
 from jaxpipe._typing import PyTree
-from jaxpipe.executor import PipelineSettings, Plan
+from jaxpipe.config import TrainConfig, unless_auto
+from jaxpipe.executor import Plan
 from jaxpipe.layers import ModelTrace, PipelineModule
 from jaxpipe.partition import StageMemory, profile_source
 from jaxpipe.schedules import (
@@ -28,7 +29,7 @@ def make_plan(
     mesh: Mesh,
     labels: PyTree,
     num_microbatches: int,
-    settings: PipelineSettings,
+    config: TrainConfig,
     optimizer: optax.GradientTransformation | None = None,
 ) -> Plan:
     """Decide what is left open; all processes call.
@@ -39,7 +40,7 @@ def make_plan(
         mesh: The devices.
         labels: Shapes and dtypes of a microbatch's labels.
         num_microbatches: Microbatches per step.
-        settings: How the pipeline runs.
+        config: How the pipeline runs and updates.
         optimizer: What updates the parameters, for the memory that it takes; None: as much as Adam in float32.
 
     Returns:
@@ -51,24 +52,29 @@ def make_plan(
         LayerError: A layer whose costs are needed cannot be differentiated.
         ConfigError: Memory is looked at, and the optimiser does not take these parameters.
     """
-    choice, param_size = None, 16.0
-    if optimizer is not None and (settings.schedule == "auto" or profile_source(module.partition_method)):
-        num_shards = mesh_shape(mesh)["data"] if settings.zero_stage else 1
-        dtypes = {"compute_dtype": module.compute_dtype, "grad_dtype": settings.grad_accum_dtype}
+    choice, param_size, section = None, 16.0, config.pipeline
+    if optimizer is not None and (section.schedule == "auto" or profile_source(module.partition_method)):
+        num_shards = mesh_shape(mesh)["data"] if config.zero_optimization.stage else 1
+        dtypes = {"compute_dtype": module.compute_dtype, "grad_dtype": config.data_types.grad_accum_dtype}
         param_size = bytes_per_param(trace, optimizer, num_shards=num_shards, **dtypes)
-    if settings.schedule == "auto":
-        choice, settings = choose_settings(module, trace, mesh, labels, num_microbatches, settings, param_size)
+    if section.schedule == "auto":
+        choice, section = choose_settings(module, trace, mesh, labels, num_microbatches, section, param_size)
     num_stages = module.num_stages
-    schedule = resolve_schedule(settings.schedule, settings.num_chunks, settings.max_pending)
+    schedule = resolve_schedule(
+        section.schedule, unless_auto(section.num_chunks), unless_auto(section.max_pending_weights)
+    )
     program = lower_schedule(schedule, num_microbatches, num_stages)
-    if settings.skip_idle is None:
+    if section.skip_idle == "auto":
+        # On accelerators a branch costs a host synchronisation and all overlap with communication. Where backwards are
+        # split it pays even so: an idle half, if it were computed, would take the time that splitting saves.
         skips = mesh.devices.flat[0].platform == "cpu" or program.has_split_backward
-        settings = dataclasses.replace(settings, skip_idle=skips)
+        section = dataclasses.replace(section, skip_idle=skips)
     placement = placement_of([schedule(num_microbatches, num_stages, stage) for stage in range(num_stages)])
     stages = tuple(stage for stage, _ in placement.home)
     # Every device has a ring as long as the fullest stage needs, so a part needs no less where fewer are in flight.
     in_flight = -(-program.residual_slots // schedule.num_chunks)
-    memory = StageMemory((in_flight,) * len(stages), stages, param_size, limit_of(settings, mesh))
+    memory = StageMemory((in_flight,) * len(stages), stages, param_size, limit_of(section, mesh))
     parts, profile = cut_module(module, trace, mesh, num_parts=len(stages), stages=stages, labels=labels, memory=memory)
     forward_only = lower_schedule(forward_schedule(schedule), num_microbatches, num_stages, training=False)
-    return Plan(settings, schedule, program, forward_only, placement, parts, profile, choice)
+    config = dataclasses.replace(config, pipeline=section)
+    return Plan(config, schedule, program, forward_only, placement, parts, profile, choice)

@@ -116,7 +116,7 @@ def test_a_pipeline_without_an_engine() -> None:
     config = {**CONFIG, "optimizer": ADAM, "gradient_clipping": 0.5, "fp16": {"enabled": True}}
     pipeline = jaxpipe.make_pipeline(model, None, config, mesh, entry())
     assert pipeline.module.compute_dtype == np.float16
-    assert pipeline.settings.gradient_clipping == 0.5
+    assert pipeline.config.gradient_clipping == 0.5
     assert pipeline.state_struct.loss_scale.scale.shape == ()
 
 
@@ -136,21 +136,15 @@ def test_the_configuration_reaches_the_pipeline() -> None:
             "scan_trunk": True,
         },
     }
-    settings = jaxpipe.pipeline.pipeline_settings(jaxpipe.config.load_config(config))
-    assert settings == jaxpipe.executor.PipelineSettings(
-        schedule="gpipe",
-        skip_idle=False,
-        scan_trunk=True,
-        gradient_clipping=2.0,
-        grad_accum_dtype="bfloat16",
-        zero_stage=1,
-        loss_scaler=None,
-    )
+    pipeline = jaxpipe.make_pipeline(module(), optax.sgd(0.1), config, None, entry())
+    assert pipeline.config == jaxpipe.config.load_config(config)
+    assert pipeline.schedule is jaxpipe.schedules.GPipeSchedule
+    assert not pipeline.plan.skips
+    assert pipeline.loss_scaler is None
     engine, *_ = initialize(config=config)
     model = engine.module
     assert (model.seed_layers, model.activation_checkpoint_interval, model.partition_method) == (True, 1, "uniform")
     assert model.compute_dtype == jax.numpy.bfloat16
-    default = jaxpipe.pipeline.pipeline_settings(TrainConfig(**CONFIG))
-    assert default == jaxpipe.executor.PipelineSettings()
     fp16 = TrainConfig(**CONFIG, fp16=jaxpipe.config.FP16Section(enabled=True, loss_scale=8.0))
-    assert jaxpipe.pipeline.pipeline_settings(fp16).loss_scaler == jaxpipe.optim.LossScaler(8.0)
+    assert jaxpipe.optim.LossScaler.from_config(fp16) == jaxpipe.optim.LossScaler(8.0)
+    assert jaxpipe.optim.LossScaler.from_config(TrainConfig(**CONFIG)) is None

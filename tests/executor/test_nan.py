@@ -10,9 +10,9 @@ import pytest
 from _covering import slow_after
 from _models import Widen
 from _oracle import SCHEDULES
+from _settings import make_settings
 
 from jaxpipe import LayerSpec, PipeDataParallelTopology, Pipeline, PipelineModule
-from jaxpipe.executor import PipelineSettings
 from jaxpipe.topology import make_pipeline_mesh
 
 MICROBATCHES, SIZE = 4, 4
@@ -23,7 +23,7 @@ def build(stages: int, data: int, **kwargs: Any) -> Pipeline:
     module = PipelineModule(layers, num_stages=stages, loss_fn=lambda y, t: jnp.mean((y - t) ** 2))
     x = jax.ShapeDtypeStruct((2 * data, SIZE), jnp.float32)
     mesh = make_pipeline_mesh(PipeDataParallelTopology(stages, data))
-    return Pipeline(module, optax.sgd(0.1), mesh, (x, x), MICROBATCHES, PipelineSettings(**kwargs))
+    return Pipeline(module, optax.sgd(0.1), mesh, (x, x), MICROBATCHES, make_settings(**kwargs))
 
 
 def batch(data: int) -> tuple[Any, Any, Any]:
@@ -64,7 +64,7 @@ def test_masked_cells_do_not_leak(stages: int, schedule: str) -> None:
         x = jax.ShapeDtypeStruct((2, SIZE), jnp.float32)
         mesh = make_pipeline_mesh(PipeDataParallelTopology(stages, 1))
         kwargs: dict[str, Any] = {"schedule": SCHEDULES[schedule], "skip_idle": skip_idle}
-        pipeline = Pipeline(module, optax.sgd(0.1), mesh, (x, x), MICROBATCHES, PipelineSettings(**kwargs))
+        pipeline = Pipeline(module, optax.sgd(0.1), mesh, (x, x), MICROBATCHES, make_settings(**kwargs))
         metrics, grads, _ = pipeline.gradients(pipeline.init(), batch(1))
         results.append((metrics, pipeline.params_tree(grads), pipeline.evaluate(pipeline.init(), batch(1))))
     for leaf in jax.tree.leaves(results):

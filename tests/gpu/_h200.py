@@ -7,11 +7,11 @@ from typing import Any
 import jax
 import numpy as np
 import optax
+from _settings import make_settings
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh
 
 from jaxpipe import Pipeline, PipelineModule
-from jaxpipe.executor import PipelineSettings
 
 TARGET = Path(__file__).with_name("h200_target.txtpb")
 
@@ -27,7 +27,7 @@ def h200_mesh(stages: int, data: int, hosts: int = 1) -> Mesh:
 
 
 def build(module: PipelineModule, mesh: Mesh, example: Any, microbatches: int = 8, **settings: Any) -> Pipeline:
-    return Pipeline(module, optax.adam(1e-3), mesh, example, microbatches, PipelineSettings(**settings))
+    return Pipeline(module, optax.adam(1e-3), mesh, example, microbatches, make_settings(**settings))
 
 
 def compile_step(pipeline: Pipeline) -> jax.stages.Compiled:

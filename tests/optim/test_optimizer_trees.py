@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from _settings import make_settings
 from _tolerances import assert_close
 
 from jaxpipe import LayerSpec, PipeDataParallelTopology, Pipeline, PipelineModule
 from jaxpipe.errors import ConfigError
-from jaxpipe.executor import PipelineSettings
 from jaxpipe.topology import make_pipeline_mesh
 
 X, Y = np.ones((2, 2, 4), np.float32), np.ones((2, 2, 4), np.float32)
@@ -23,7 +23,7 @@ def build(optimizer: optax.GradientTransformation, layers: Any = None, stages: i
     loss_fn = kwargs.pop("loss_fn", lambda y, t: jnp.mean((y - t) ** 2))
     module = PipelineModule(layers or [LayerSpec(nn.Dense, 4)] * 4, num_stages=stages, loss_fn=loss_fn)
     mesh = make_pipeline_mesh(PipeDataParallelTopology(stages, 1))
-    return Pipeline(module, optimizer, mesh, (X[0], Y[0]), 2, PipelineSettings(**kwargs))
+    return Pipeline(module, optimizer, mesh, (X[0], Y[0]), 2, make_settings(**kwargs))
 
 
 def step(pipeline: Pipeline, labels: Any = Y) -> dict[str, Any]:

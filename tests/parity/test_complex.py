@@ -11,11 +11,11 @@ import optax
 import pytest
 from _covering import slow_after
 from _oracle import SCHEDULES
+from _settings import make_settings
 from _tolerances import GRADIENT, assert_close, assert_loss
 
 from jaxpipe import LayerSpec, PipeDataParallelTopology, Pipeline, PipelineModule
 from jaxpipe.autodiff._residuals import Residuals
-from jaxpipe.executor import PipelineSettings
 from jaxpipe.topology import make_pipeline_mesh
 
 LENGTH, DIM, MICROBATCH, MICROBATCHES = 4, 6, 2, 3
@@ -98,7 +98,7 @@ def reference(model: str) -> tuple[Any, Any, Any]:
 def pipeline_of(module: PipelineModule, schedule: str, **settings: Any) -> Pipeline:
     mesh = make_pipeline_mesh(PipeDataParallelTopology(module.num_stages, 1))
     example = jax.tree.map(lambda x: x[0], batch())
-    options = PipelineSettings(schedule=SCHEDULES[schedule], **settings)
+    options = make_settings(schedule=SCHEDULES[schedule], **settings)
     return Pipeline(module, optax.sgd(0.1), mesh, example, MICROBATCHES, options)
 
 

@@ -15,10 +15,10 @@ import pytest
 from _covering import slow_after
 from _models import DIM, ROWS, VOCAB, Embed, bend, cross_entropy, split_loss, split_weighted_loss, weighted_loss
 from _oracle import SCHEDULES
+from _settings import make_settings
 from _tolerances import BFLOAT16, FLOAT16, GRADIENT, assert_loss, tree_error
 
 from jaxpipe import LayerSpec, PipeDataParallelTopology, Pipeline, PipelineModule, TiedLayerSpec
-from jaxpipe.executor import PipelineSettings
 from jaxpipe.layers import VocabEmbed, VocabHead
 from jaxpipe.optim import LossScaler
 from jaxpipe.topology import make_pipeline_mesh
@@ -169,7 +169,7 @@ def unpipelined(case: Case, module: PipelineModule, params: Any, batch: Any) -> 
 def test_each_layer_sees_the_cotangent_of_the_whole_batchs_loss(case: Case) -> None:
     module, batch = build(case)
     scaler = (LossScaler(SCALE) if case.dtype == "float16" else LossScaler.none()) if case.checks else None
-    settings = PipelineSettings(schedule=SCHEDULES[case.schedule], skip_idle=case.skip_idle, loss_scaler=scaler)
+    settings = make_settings(schedule=SCHEDULES[case.schedule], skip_idle=case.skip_idle, loss_scaler=scaler)
     mesh = make_pipeline_mesh(PipeDataParallelTopology(case.stages, case.data))
     example = jax.tree.map(lambda x: x[0], batch)
     pipeline = Pipeline(module, optax.identity(), mesh, example, case.microbatches, settings)

@@ -11,10 +11,10 @@ import pytest
 from _covering import Chosen, first_values_then_pairs, slow_after
 from _models import MODELS
 from _oracle import Case, block_of, make_batch, sequential_model, whole_reference
+from _settings import make_settings
 from _tolerances import assert_close, assert_loss
 
 from jaxpipe import LayerSpec, PipeDataParallelTopology, Pipeline, PipelineModule
-from jaxpipe.executor import PipelineSettings
 from jaxpipe.optim import LossScaler
 from jaxpipe.topology import make_pipeline_mesh
 
@@ -229,7 +229,7 @@ def test_clipping_four_scalar_layers(stages: int, data: int, zero_stage: int) ->
     module = PipelineModule([layer(w) for w in weights], num_stages=stages, loss_fn=lambda y, t: jnp.mean((y - t) ** 2))
     mesh = make_pipeline_mesh(PipeDataParallelTopology(stages, data))
     x, y = np.ones((1, data, 1), np.float32), np.zeros((1, data, 1), np.float32)
-    settings = PipelineSettings(gradient_clipping=1.0, zero_stage=zero_stage)
+    settings = make_settings(gradient_clipping=1.0, zero_stage=zero_stage)
     pipeline = Pipeline(module, optax.sgd(1.0), mesh, (x[0], y[0]), 1, settings)
     state, metrics = pipeline.step(pipeline.init(), (x, y, {}))
     found = [float(leaf.item()) for leaf in jax.tree.leaves(pipeline.params_tree(state.params))]

@@ -9,11 +9,11 @@ import numpy as np
 import optax
 import pytest
 from _covering import slow_after
+from _settings import make_settings
 from _tolerances import assert_close, assert_loss
 from flax import nnx
 
 from jaxpipe import LayerSpec, PipeDataParallelTopology, Pipeline, PipelineModule
-from jaxpipe.executor import PipelineSettings
 from jaxpipe.topology import make_pipeline_mesh
 
 DIM, SIZE, REPLICAS, MICROBATCHES = 4, 3, 2, 2
@@ -61,7 +61,7 @@ def test_statistics_over_data_are_those_of_the_whole_microbatch(block: Any, stag
         make_pipeline_mesh(topology),
         (inputs[0], labels[0]),
         MICROBATCHES,
-        PipelineSettings(schedule=schedule),
+        make_settings(schedule=schedule),
     )
     state = pipeline.init()
     metrics, storage, held = pipeline.gradients(state, batch)

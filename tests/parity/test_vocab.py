@@ -78,7 +78,7 @@ def check_copies(pipeline: Any, params: Any) -> None:
     """What is not split of the ends is the same on all stages to the bit."""
     tied = pipeline._params.tied
     assert tied
-    if pipeline.settings.zero_stage:
+    if pipeline.config.zero_optimization.stage:
         return
     for name in tied:
         leaf = np.asarray(params["stacked"][name])

@@ -10,9 +10,9 @@ import pytest
 from _covering import slow_after
 from _models import MODELS, Block, Embed, Head, cross_entropy
 from _oracle import Case, make_batch
+from _settings import make_settings
 
 from jaxpipe import LayerSpec, PipeDataParallelTopology, Pipeline, PipelineModule, initialize
-from jaxpipe.executor import PipelineSettings
 from jaxpipe.topology import make_pipeline_mesh
 
 SGD = optax.sgd(0.1, momentum=0.9)
@@ -120,7 +120,7 @@ def test_a_scanned_trunk_does_not_grow_with_depth() -> None:
     def products(blocks: int) -> int:
         layers = [LayerSpec(Embed), *[LayerSpec(Block) for _ in range(2 * blocks)], LayerSpec(Head)]
         module = PipelineModule(layers, num_stages=2, loss_fn=cross_entropy, partition_method="trunk")
-        pipeline = Pipeline(module, SGD, mesh, entry, 3, PipelineSettings(scan_trunk=True))
+        pipeline = Pipeline(module, SGD, mesh, entry, 3, make_settings(scan_trunk=True))
         jaxpr = jax.make_jaxpr(pipeline.gradients)(pipeline.state_struct, pipeline.batch_struct)
         return str(jaxpr).count("dot_general")
 

@@ -10,10 +10,10 @@ import optax
 import pytest
 from _covering import slow_after
 from _oracle import SCHEDULES, Case
+from _settings import make_settings
 from _tolerances import MEMORY, STATE_BYTES
 
 from jaxpipe import LayerSpec, PipeDataParallelTopology, Pipeline, PipelineModule
-from jaxpipe.executor import PipelineSettings
 from jaxpipe.partition import Profile
 from jaxpipe.pipeline import describe_pipeline
 from jaxpipe.planner._layer_work import costs_of_all
@@ -54,7 +54,7 @@ def wide_pipeline(num_microbatches: int, schedule: str, *, skip_idle: bool = Tru
     x = jax.ShapeDtypeStruct((64, 64), jnp.float32)
     mesh = make_pipeline_mesh(PipeDataParallelTopology(STAGES, 1))
     kwargs: dict[str, Any] = {"schedule": SCHEDULES[schedule], "skip_idle": skip_idle}
-    return Pipeline(module, optax.sgd(0.1), mesh, (x, x), num_microbatches, PipelineSettings(**kwargs))
+    return Pipeline(module, optax.sgd(0.1), mesh, (x, x), num_microbatches, make_settings(**kwargs))
 
 
 def temporary_bytes(pipeline: Pipeline) -> int:
@@ -206,7 +206,7 @@ def zero_pipeline(zero_stage: int, optimizer: optax.GradientTransformation = ADA
     )
     x = jax.ShapeDtypeStruct((8, 128), jnp.float32)
     mesh = make_pipeline_mesh(PipeDataParallelTopology(1, 8))
-    return Pipeline(module, optimizer, mesh, (x, x), 2, PipelineSettings(zero_stage=zero_stage))
+    return Pipeline(module, optimizer, mesh, (x, x), 2, make_settings(zero_stage=zero_stage))
 
 
 def bytes_per_device(tree: Any) -> int:
@@ -267,7 +267,7 @@ def planned(layers: list[LayerSpec | Any], *, scan_trunk: bool = False) -> tuple
     )
     x = jax.ShapeDtypeStruct((64, 64), jnp.float32)
     mesh = make_pipeline_mesh(PipeDataParallelTopology(2, 1))
-    pipeline = Pipeline(module, optax.sgd(0.1), mesh, (x, x), 4, PipelineSettings(scan_trunk=scan_trunk))
+    pipeline = Pipeline(module, optax.sgd(0.1), mesh, (x, x), 4, make_settings(scan_trunk=scan_trunk))
     costs = costs_of_all(module, pipeline.trace, x, lambda work: (1.0, 1.0, 0.0, 0))
     return Profile(costs).part_sizes(pipeline.parts)[0][1], pipeline
 

@@ -11,10 +11,10 @@ import pytest
 from _models import VOCAB, Embed, Head, cross_entropy
 from _oracle import Case
 from _schedules import TwoChunkSchedule
+from _settings import make_settings
 
 from jaxpipe import LayerSpec, PipeDataParallelTopology, Pipeline, PipelineModule, make_pipeline, mesh_for
 from jaxpipe.errors import ConfigError, DataError, LayerError, PartitionError, ScheduleError, TopologyError
-from jaxpipe.executor import PipelineSettings
 from jaxpipe.pipeline._batch import entry_struct
 from jaxpipe.topology import make_pipeline_mesh
 
@@ -135,12 +135,12 @@ def test_chunks_that_a_schedule_cannot_have() -> None:
     with pytest.raises(
         ScheduleError, match=r"must be 2 for TwoChunkSchedule, but got num_chunks=3\. Leave num_chunks out"
     ):
-        Pipeline(module(), SGD, mesh(), (TOKENS, TOKENS), 2, PipelineSettings(schedule=TwoChunkSchedule, num_chunks=3))
+        Pipeline(module(), SGD, mesh(), (TOKENS, TOKENS), 2, make_settings(schedule=TwoChunkSchedule, num_chunks=3))
 
 
 def test_an_unknown_schedule() -> None:
     with pytest.raises(ScheduleError, match=r"got schedule='gpipes'\. Did you mean 'gpipe'"):
-        Pipeline(module(), SGD, mesh(), (TOKENS, TOKENS), 2, PipelineSettings(schedule="gpipes"))
+        Pipeline(module(), SGD, mesh(), (TOKENS, TOKENS), 2, make_settings(schedule="gpipes"))
 
 
 @pytest.mark.parametrize(

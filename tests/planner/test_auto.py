@@ -9,14 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from _settings import make_settings
 
 from jaxpipe import LayerSpec, PipeDataParallelTopology, PipelineModule
-from jaxpipe.config import load_config
+from jaxpipe.config import PipelineConfig, load_config
 from jaxpipe.errors import ConfigError, JaxpipeError
-from jaxpipe.executor import PipelineSettings
 from jaxpipe.partition import LayerCost, Profile
-from jaxpipe.pipeline import configure_model, pipeline_settings
-from jaxpipe.planner._auto import choose_settings
+from jaxpipe.pipeline import configure_model
+from jaxpipe.planner._auto import choose_settings, limit_of
 from jaxpipe.planner._param_bytes import bytes_per_param
 from jaxpipe.planner._plan import make_plan
 from jaxpipe.schedules import Choice
@@ -42,9 +42,9 @@ def model(method: Any = "uniform", num_layers: int = 16, **options: Any) -> Pipe
     return PipelineModule([jnp.sin] * num_layers, 4, partition_method=method, **options)
 
 
-def choose(module: PipelineModule, **settings: Any) -> tuple[Choice, PipelineSettings]:
-    asked = PipelineSettings("auto", **settings)
-    return choose_settings(module, module.trace(X), MESH, X, 8, asked)
+def choose(module: PipelineModule, **settings: Any) -> tuple[Choice, PipelineConfig]:
+    asked = make_settings("auto", **settings)
+    return choose_settings(module, module.trace(X), MESH, X, 8, asked.pipeline)
 
 
 def found(choice: Choice) -> set[tuple[str, int]]:
@@ -90,9 +90,9 @@ def test_chunks_cost_what_the_slowest_of_them_does() -> None:
 
 def test_the_plan_has_the_chunks_of_the_boundaries() -> None:
     module = model([0, 1, 4, 6, 8, 10, 12, 14, 16])
-    plan = make_plan(module, module.trace(X), MESH, X, 8, PipelineSettings("auto"))
+    plan = make_plan(module, module.trace(X), MESH, X, 8, make_settings("auto"))
     assert plan.parts == (0, 1, 4, 6, 8, 10, 12, 14, 16)
-    assert plan.settings.num_chunks == 2
+    assert plan.config.pipeline.num_chunks == 2
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_chunks_that_cannot_be_are_refused(method: Any, num_chunks: int | None, 
 
 
 def test_pending_halves_stay_within_what_is_set() -> None:
-    choice, _ = choose(model(), max_pending=1)
+    choice, _ = choose(model(), max_pending_weights=1)
     assert {one.max_pending for one in choice.candidates if one.schedule == "zero-bubble"} == {1}
     assert {one.max_pending for one in choice.candidates if one.schedule != "zero-bubble"} == {None}
 
@@ -125,7 +125,7 @@ def test_idle_cells_are_treated_as_is_set(asked: bool | None, expected: bool) ->
 @pytest.mark.parametrize(("num_chunks", "recomputed"), [(1, 4 * 1000), (2, 2 * 1000)])
 def test_what_is_made_again_counts_once(num_chunks: int, recomputed: int) -> None:
     module = model(activation_checkpoint_interval=4)
-    choice, _ = choose(module, num_chunks=num_chunks, memory_limit_bytes=10**6)
+    choice, _ = choose(module, num_chunks=num_chunks, memory_limit_gb=1e-3)
     kept = num_chunks * 100
     assert choice.memory_limit_bytes == 10**6 - 16 * 4 * 1000 - recomputed
     for one in choice.candidates:
@@ -138,7 +138,7 @@ def test_what_is_made_again_counts_once(num_chunks: int, recomputed: int) -> Non
 )
 def test_where_nothing_fits_the_key_is_named(limit: int, repair: str, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "jaxpipe"):
-        choice, _ = choose(model(), memory_limit_bytes=limit)
+        choice, _ = choose(model(), memory_limit_gb=limit / 1e9)
     assert str(choice).endswith(
         "Nothing fits; this holds the least. Parameters, gradients and optimiser state take 64,000 of "
         f"{limit:,} bytes. Use more stages, or raise pipeline.{repair}"
@@ -167,7 +167,7 @@ def test_bytes_of_a_parameter(optimizer: Any, options: dict[str, Any], expected:
 @pytest.mark.parametrize("schedule", ["auto", "1f1b"])
 def test_the_plan_knows_what_the_optimiser_holds(schedule: str) -> None:
     module = PipelineModule([LayerSpec(nn.Dense, 4)] * 8, 4, partition_method="profile:flops")
-    settings = PipelineSettings(schedule, memory_limit_bytes=10**6, zero_stage=1)
+    settings = make_settings(schedule, memory_limit_gb=1e-3, zero_stage=1)
     mesh = make_pipeline_mesh(PipeDataParallelTopology(4, 2), jax.devices())
     plan = make_plan(module, module.trace(X), mesh, X, 8, settings, optax.sgd(0.1))
     assert plan.profile is not None
@@ -190,4 +190,4 @@ def test_a_limit_on_memory_that_nothing_keeps_to_is_refused() -> None:
 def test_a_limit_on_memory_that_something_keeps_to(section: dict[str, str]) -> None:
     asked = load_config(LIMITED | {"pipeline": {"memory_limit_gb": 80, **section}})
     configure_model(model("parameters"), asked)
-    assert pipeline_settings(asked).memory_limit_bytes == 80 * 10**9
+    assert limit_of(asked.pipeline, MESH) == 80 * 10**9
