@@ -57,7 +57,7 @@ def temporary_bytes(
     pipeline = jaxpipe.Pipeline(model, optax.sgd(0.1), mesh, example, num_microbatches, settings)
     compiled = pipeline.step.lower(pipeline.state_struct, pipeline.batch_struct).compile()
     program = pipeline.program
-    return compiled.memory_analysis().temp_size_in_bytes, program.peak_in_flight, program.depth["pending"]
+    return compiled.memory_analysis().temp_size_in_bytes, program.peak_in_flight, program.depth.pending
 
 
 def main() -> None:

@@ -1,16 +1,16 @@
 """The step of one device: a tick program run over a stage's layers, with its sends, receives and gradients."""
 
 from ._batch import WHOLE as WHOLE
+from ._batch import batch_shard_dims as batch_shard_dims
+from ._batch import batch_spec as batch_spec
+from ._batch import microbatch_key as microbatch_key
 from ._evaluate import EvaluateLoop as EvaluateLoop
 from ._loss import Objective as Objective
 from ._model_axis import check_whole_outputs as check_whole_outputs
 from ._model_axis import model_topology as model_topology
 from ._model_axis import trace_places as trace_places
 from ._plan import Plan as Plan
-from ._rng import microbatch_key as microbatch_key
-from ._spread import batch_spec as batch_spec
-from ._spread import spread_dims as spread_dims
-from ._stage import StageParts as StageParts
+from ._stage import Stage as Stage
 from ._step import Batch as Batch
 from ._step import DevicePrograms as DevicePrograms
 from ._step import Metrics as Metrics
@@ -24,12 +24,12 @@ __all__ = [
     "EvaluateLoop",
     "Metrics",
     "Objective",
-    "StageParts",
+    "Stage",
     "TrainLoop",
     "WHOLE",
     "batch_spec",
     "check_whole_outputs",
     "model_topology",
-    "spread_dims",
+    "batch_shard_dims",
     "trace_places",
 ]

@@ -1,29 +1,35 @@
-"""The batch as cells take it, microbatch by microbatch."""
+"""The batch of one device: how it lies on the mesh, and what an action is given of it."""
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
 from jaxpipe._typing import PyTree
-from jaxpipe.schedules import TickProgram
 
 from ._buffers import read_ring
-from ._rng import microbatch_key
 
 WHOLE = -1
-"""Of a leaf of the batch that every stage holds whole."""
+"""In place of a dim: the leaf is not sharded over the stages."""
+
+LARGE = 2**25
+"""Bytes of one leaf of a batch, on one replica, from which on it is sharded unless the settings say otherwise."""
+
+Context = tuple[jax.Array | None, PyTree]
+"""A microbatch's key (None in evaluation) and its side inputs."""
 
 
 @dataclass(frozen=True)
 class Microbatch:
-    """What a cell knows of its microbatch beside what arrives: model inputs, labels, key and side inputs."""
+    """What an action is given of its microbatch beside what arrives: model inputs, labels, key and side inputs."""
 
     inputs: PyTree
     labels: PyTree
-    context: tuple[jax.Array | None, PyTree]
+    context: Context
 
     def without_key(self) -> "Microbatch":
         """The same for evaluation, where nothing random happens."""
@@ -31,65 +37,104 @@ class Microbatch:
 
 
 @dataclass(frozen=True)
-class Feed:
+class DeviceBatch:
     """A replica's batch on one device.
 
     Attributes:
-        batch: `(inputs, labels, side)`, leaves `[num_microbatches, microbatch_size, ...]`; of leaves that are spread
-            over the stages this stage's share.
-        spread: Per leaf of inputs and labels the dim of a microbatch along which it is spread, or `WHOLE`.
+        leaves: `(inputs, labels, side)`, leaves `[num_microbatches, microbatch_size, ...]`; of leaves that are sharded
+            over the stages this stage's shard.
+        shard_dims: Per leaf of inputs and labels the dim of a microbatch along which it is sharded, or `WHOLE`.
         rng: The run's key.
         step: Number of batches so far.
         replica: Index along the `data` axis.
-        first: Place of the first microbatch in its step, where the batch is only a part of one.
+        first: Index in its step of the first microbatch, where the batch is only a part of a step.
     """
 
-    batch: tuple[PyTree, PyTree, PyTree]
-    spread: tuple[PyTree, PyTree]
+    leaves: tuple[PyTree, PyTree, PyTree]
+    shard_dims: tuple[PyTree, PyTree]
     rng: jax.Array
     step: jax.Array
     replica: jax.Array
     first: jax.Array | int = 0
 
-    def microbatch(self, entering: jax.Array, leaving: jax.Array, own: jax.Array) -> Microbatch:
-        """What is needed in a tick; index -1 (idle) gives microbatch 0.
+    def microbatch(self, input_index: jax.Array, loss_index: jax.Array, index: jax.Array) -> Microbatch:
+        """What the actions of a tick need; index -1 (idle) gives microbatch 0.
 
-        All stages must ask together, for the same `entering` and `leaving`.
+        All stages must ask together, for the same inputs and labels: shards are gathered.
 
         Args:
-            entering: The microbatch whose inputs enter the model.
-            leaving: The one whose labels the loss takes.
-            own: The one that this stage works on.
+            input_index: The microbatch whose inputs the first part of the model takes.
+            loss_index: The one whose labels the loss takes.
+            index: The one that this stage works on.
         """
-        return Microbatch(self.inputs(entering), self.labels(leaving), self.context(own))
+        return Microbatch(self.inputs(input_index), self.labels(loss_index), self.context(index))
 
     def context(self, index: jax.Array) -> tuple[jax.Array, PyTree]:
         """Key and side inputs of a microbatch."""
         at = jnp.maximum(index, 0)
-        return microbatch_key(self.rng, self.step, self.first + at, self.replica), read_ring(self.batch[2], at)
+        return microbatch_key(self.rng, self.step, self.first + at, self.replica), read_ring(self.leaves[2], at)
 
     def inputs(self, index: jax.Array) -> PyTree:
         """The inputs of a microbatch."""
-        return jax.tree.map(lambda x, dim: _whole(x, dim, index), self.batch[0], self.spread[0])
+        return jax.tree.map(lambda x, dim: _gathered(x, dim, index), self.leaves[0], self.shard_dims[0])
 
     def labels(self, index: jax.Array) -> PyTree:
         """The labels of a microbatch."""
-        return jax.tree.map(lambda x, dim: _whole(x, dim, index), self.batch[1], self.spread[1])
+        return jax.tree.map(lambda x, dim: _gathered(x, dim, index), self.leaves[1], self.shard_dims[1])
 
 
-def feeding(program: TickProgram) -> dict[str, Any]:
-    """Tables of microbatches, alike on all stages: `entering`, `leaving`, and `returning`, at part 0's backward."""
-    found = {}
-    home = {part: (s, c) for s, parts in enumerate(program.placement) for c, part in enumerate(parts)}
-    last = len(home) - 1
-    for name, part, cell in (("entering", 0, "forward"), ("leaving", last, "forward"), ("returning", 0, "backward")):
-        stage, chunk = home[part]
-        cells = zip(program.tables[f"{cell}_microbatch"][stage], program.tables[f"{cell}_chunk"][stage], strict=True)
-        row = tuple(microbatch if at == chunk else -1 for microbatch, at in cells)
-        found[name] = (row,) * program.num_stages
-    return found
+def microbatch_key(
+    seed_key: jax.Array, step: jax.Array | int, microbatch: jax.Array | int, replica: jax.Array | int
+) -> jax.Array:
+    """The key of one microbatch on one data replica; each layer folds its own index into it.
+
+    It depends on nothing of the pipeline's layout, so that dropout is the same for any number of stages.
+
+    Args:
+        seed_key: The run's key, `jax.random.key(base_seed)`.
+        step: Number of optimiser updates before this batch.
+        microbatch: Index of the microbatch in its batch, from 0.
+        replica: Index along the `data` axis, from 0.
+
+    Returns:
+        A key. Give it to `PipelineModule.apply(..., key=)` to repeat an engine's dropout.
+    """
+    return jax.random.fold_in(jax.random.fold_in(jax.random.fold_in(seed_key, step), microbatch), replica)
 
 
-def _whole(leaf: jax.Array, dim: int, index: jax.Array) -> jax.Array:
-    own = read_ring(leaf, index)
-    return own if dim == WHOLE else jax.lax.all_gather(own, "stage", axis=dim, tiled=True)
+def batch_shard_dims(struct: PyTree, num_microbatches: int, num_stages: int, wanted: bool | None) -> PyTree:
+    """Choose which leaves of a batch are sharded over the stages, because whole they would fill every device.
+
+    Args:
+        struct: Shapes and dtypes of one microbatch of one replica.
+        num_microbatches: Microbatches in a batch.
+        num_stages: Length of the `stage` axis, which must divide the dim.
+        wanted: Shard all that can be, or none; None: those of at least `LARGE` bytes.
+
+    Returns:
+        Per leaf the first dim of a microbatch that can be divided, or `WHOLE`.
+    """
+
+    def choose(leaf: Any) -> int:
+        is_large = math.prod(leaf.shape) * leaf.dtype.itemsize * num_microbatches >= LARGE
+        if num_stages == 1 or not (is_large if wanted is None else wanted):
+            return WHOLE
+        return next((d for d, n in enumerate(leaf.shape) if n and n % num_stages == 0), WHOLE)
+
+    return jax.tree.map(choose, struct)
+
+
+def batch_spec(dim: int) -> P:
+    """How a leaf `[num_microbatches, microbatch_size * data, ...]` lies on the mesh.
+
+    Args:
+        dim: The dim of a microbatch along which it is sharded over the stages, or `WHOLE`.
+    """
+    if dim == WHOLE:
+        return P(None, "data")
+    return P(None, ("data", "stage")) if dim == 0 else P(None, "data", *[None] * (dim - 1), "stage")
+
+
+def _gathered(leaf: jax.Array, dim: int, index: jax.Array) -> jax.Array:
+    shard = read_ring(leaf, index)
+    return shard if dim == WHOLE else jax.lax.all_gather(shard, "stage", axis=dim, tiled=True)

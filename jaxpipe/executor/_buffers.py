@@ -1,4 +1,4 @@
-"""Rings: what waits between the tick that writes it and the tick that reads it, one slot per microbatch."""
+"""Rings: buffers of slots, each of which holds a value from the tick that writes it to the last that reads it."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -41,21 +41,19 @@ def select(predicate: jax.Array, a: PyTree, b: PyTree) -> PyTree:
     return jax.tree.map(lambda x, y: jnp.where(predicate, x, y), a, b)
 
 
-def run_cell(which: jax.Array | None, cells: Sequence[Callable[[], PyTree]], *, skip: bool = True) -> PyTree:
-    """Run a cell, or give zeros where it is idle.
+def run_or_zeros(which: jax.Array, branches: Sequence[Callable[[], PyTree]], *, skip: bool = True) -> PyTree:
+    """Run one of some functions, or give zeros.
 
     Args:
-        which: Index of the cell, -1 where idle; None where there is one that is never idle.
-        cells: What can be run; all return trees of the same form.
-        skip: Branch around an idle cell; otherwise a single cell computes on whatever is there and the result is
-            replaced.
+        which: Index of the function; -1: zeros.
+        branches: The functions; all return trees of the same form.
+        skip: Branch around it for zeros; otherwise a single function computes on whatever is there, and zeros replace
+            the result.
     """
-    if which is None:
-        return cells[0]()
-    zeros = zeros_of(jax.eval_shape(cells[0]))
-    if len(cells) == 1 and not skip:
-        return select(which >= 0, cells[0](), zeros)
-    return jax.lax.switch(which + 1, [lambda: zeros, *cells])
+    zeros = zeros_of(jax.eval_shape(branches[0]))
+    if len(branches) == 1 and not skip:
+        return select(which >= 0, branches[0](), zeros)
+    return jax.lax.switch(which + 1, [lambda: zeros, *branches])
 
 
 def zeros_of(struct: PyTree) -> PyTree:

@@ -1,4 +1,4 @@
-"""The epilogue: the last part's layers after the trunk, and the loss, as one fused value and gradient."""
+"""The epilogue: the last layers, after the trunk, and the loss, as one fused value and gradient."""
 
 import jax
 import jax.numpy as jnp
@@ -7,30 +7,28 @@ from jaxpipe._typing import PyTree
 from jaxpipe.autodiff import differentiable, replace_differentiable
 
 from ._aux import AuxSlots
+from ._batch import Context
 from ._blueprint import Blueprint
-from ._prologue import own_gradient
-from ._trunk import Context
+from ._prologue import unstacked_gradient
 
 
 class Epilogue:
-    """Loss of one microbatch and its gradients, with nothing kept between forward and backward.
+    """Loss of one microbatch and its gradients, without residuals: the logits are never held in a ring.
 
     Args:
-        plan: The model, cut.
+        blueprint: The model, cut.
 
     Attributes:
-        inputs: Shapes and dtypes of what enters it.
         aux: What its layers report.
     """
 
-    def __init__(self, plan: Blueprint) -> None:
-        self._module, self._params, self._collections = plan.module, plan.params, plan.collections
-        self._last = plan.placement.home[-1][0]
-        self._layers = plan.cuts[-1].epilogue
-        self._stage = plan.params.stages[self._last]
+    def __init__(self, blueprint: Blueprint) -> None:
+        self._module, self._params, self._collections = blueprint.module, blueprint.params, blueprint.collections
+        self._last = blueprint.placement.home[-1][0]
+        self._layers = blueprint.cuts[-1].epilogue
+        self._stage = blueprint.params.stages[self._last]
         self._names = self._stage.names_of(self._layers)
-        self.inputs = plan.trace.boundaries[self._layers.start]
-        self.aux = AuxSlots(plan.module.layers, plan.trace, self._layers)
+        self.aux = AuxSlots(blueprint.module.layers, blueprint.trace, self._layers)
 
     def outputs(self, storage: PyTree, collections: PyTree, inputs: PyTree, context: Context) -> PyTree:
         """The model's output for one microbatch, outside training."""
@@ -43,7 +41,7 @@ class Epilogue:
         inputs: PyTree,
         labels: PyTree,
         context: Context,
-        seeds: tuple[jax.Array, jax.Array],
+        cotangents: tuple[jax.Array, jax.Array],
     ) -> tuple[jax.Array, PyTree, list[jax.Array], PyTree, jax.Array]:
         """The loss of one microbatch with its gradients.
 
@@ -53,25 +51,25 @@ class Epilogue:
             inputs: The trunk's output.
             labels: The microbatch's labels.
             context: The microbatch's key and side inputs.
-            seeds: What the loss, and the losses that layers report, are multiplied with before differentiation.
+            cotangents: What the loss, and the losses that layers report, are multiplied with before differentiation.
 
         Returns:
-            `(loss, gradients of the stage's own parameters, gradients of the differentiable inputs, collections,
+            `(loss, gradients of the stage's unstacked parameters, gradients of the differentiable inputs, collections,
             values reported)`; the loss is the sum where `loss_fn` returns a sum and a weight.
         """
 
-        def of_moving(leaves: dict[str, jax.Array], values: list[jax.Array]) -> tuple[jax.Array, tuple]:
-            moved = replace_differentiable(inputs, values)
-            outputs, extras = self._run(leaves, collections, moved, context, train=True)
+        def total_loss(leaves: dict[str, jax.Array], values: list[jax.Array]) -> tuple[jax.Array, tuple]:
+            inputs_now = replace_differentiable(inputs, values)
+            outputs, extras = self._run(leaves, collections, inputs_now, context, train=True)
             loss = self._module.loss_terms(outputs, labels)[0].astype(jnp.float32)
             aux_loss, reported = self.aux.collect([aux for _, aux in extras], len(self.aux.names))
-            new = self._collections.put(self._last, self._layers, collections, [held for held, _ in extras])
-            total = loss * seeds[0] + (aux_loss * seeds[1] if self.aux.has_losses else 0.0)
+            new = self._collections.put(self._last, self._layers, collections, [collection for collection, _ in extras])
+            total = loss * cotangents[0] + (aux_loss * cotangents[1] if self.aux.has_losses else 0.0)
             return total, (loss, new, reported)
 
-        gradient = jax.grad(of_moving, argnums=(0, 1), has_aux=True)
+        gradient = jax.grad(total_loss, argnums=(0, 1), has_aux=True)
         (grads, dx), (loss, new, reported) = gradient(self._take(storage), differentiable(inputs))
-        return loss, own_gradient(self._params, self._last, grads), dx, new, reported
+        return loss, unstacked_gradient(self._params, self._last, grads), dx, new, reported
 
     def _take(self, storage: PyTree) -> dict[str, jax.Array]:
         return {name: self._params.layout.get(self._last, name, storage) for name in self._names}
@@ -80,5 +78,5 @@ class Epilogue:
         self, leaves: dict[str, jax.Array], collections: PyTree, inputs: PyTree, context: Context, *, train: bool
     ) -> tuple[PyTree, tuple]:
         views = [self._stage.view(i, leaves) for i in self._layers]
-        held = self._collections.views(self._last, self._layers, collections)
-        return self._module.run_layers(self._layers, views, train=train)(inputs, *context, held)
+        own = self._collections.views(self._last, self._layers, collections)
+        return self._module.run_layers(self._layers, views, train=train)(inputs, *context, own)

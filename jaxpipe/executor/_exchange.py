@@ -1,73 +1,131 @@
-"""How values travel from stage to stage in a tick program."""
-
-from collections.abc import Mapping, Sequence
+"""Sends and receives: how activations and gradients reach the action that takes them."""
 
 import jax
 
 from jaxpipe._typing import PyTree
-from jaxpipe.schedules import Table, TickProgram
+from jaxpipe.schedules import Sends, TransferBuffers, Transfers
 
-from ._buffers import select
-
-Pairs = Mapping[int, Sequence[tuple[int, int]]]
-"""Sources and targets, by how many stages further on the ring the target lies."""
+from ._buffers import make_ring, read_ring, select, write_ring_if
+from ._packing import Packing
 
 
-def travelling(program: TickProgram, kind: str, ticks: range) -> Pairs:
-    """Who sends to whom.
+class Channel:
+    """One kind of value that travels, from stage to stage and between the chunks of one stage.
+
+    What was computed in one tick and is sent in the next does not wait in a buffer. Where no action is branched around,
+    it is sent at the end of its own tick if `sends_early`: the exchange then lies under the tick's backward. Where idle
+    actions are skipped nothing computes beside an exchange, and one amid a tick would make stages without a forward
+    wait for those that have one; there it is sent at the beginning of the next tick.
 
     Args:
-        program: The program.
-        kind: `act` or `grad`.
-        ticks: Ticks in whose exchange something is sent; those behind the program's end count for nothing.
-
-    Returns:
-        The pairs, by hop.
+        form: The form in which values travel.
+        num_stages: Length of the `stage` axis.
+        depth: Slots of each buffer.
+        unbuffered: Which buffers are not needed, as a tick program says.
+        sends_early: Send at the end of the tick that computes, where nothing waits to be sent.
     """
-    found: dict[int, set[tuple[int, int]]] = {}
-    for source, row in enumerate(program.tables[f"{kind}_send_to"]):
-        for target in row[ticks.start : ticks.stop]:
-            if target >= 0:
-                found.setdefault((target - source) % program.num_stages, set()).add((source, target))
-    return {hop: sorted(pairs) for hop, pairs in sorted(found.items())}
+
+    def __init__(
+        self,
+        form: Packing,
+        num_stages: int,
+        depth: TransferBuffers[int],
+        unbuffered: TransferBuffers[bool],
+        *,
+        sends_early: bool,
+    ) -> None:
+        self._form, self._num_stages, self._depth = form, num_stages, depth
+        self._keeps_received = depth.recv > 0 and not unbuffered.recv
+        self._sends_at_once = unbuffered.send
+        self._sends_early = sends_early and unbuffered.send
+
+    def empty(self) -> TransferBuffers[PyTree]:
+        """The buffers before the first tick; those that are not needed hold nothing."""
+
+        def ring(num_slots: int) -> PyTree:
+            return make_ring(self._form.struct, num_slots) if num_slots else ()
+
+        return TransferBuffers(
+            recv=ring(self._depth.recv if self._keeps_received else 0),
+            send=self._form.zeros() if self._sends_at_once else ring(self._depth.send),
+            local=ring(self._depth.local),
+        )
+
+    def recv(
+        self, buffers: TransferBuffers[PyTree], sends: Sends, row: Transfers[jax.Array], stage: jax.Array
+    ) -> tuple[PyTree, TransferBuffers[PyTree]]:
+        """Do the exchange of a tick.
+
+        Args:
+            buffers: The buffers.
+            sends: Who sends to whom in the tick's run.
+            row: What the tick program says of the tick.
+            stage: This device's stage.
+
+        Returns:
+            What the tick's action takes, and the buffers.
+        """
+        arrived = buffers.send if self._sends_at_once else self._form.zeros()
+        if sends and not self._sends_early:
+            sent = buffers.send if self._sends_at_once else read_ring(buffers.send, row.send)
+            arrived = exchange(sent, sends, stage, row.recv_from, self._num_stages)
+        if self._keeps_received:
+            if sends:
+                buffers = buffers._replace(recv=write_ring_if(buffers.recv, arrived, row.recv))
+            arrived = read_ring(buffers.recv, row.read)
+        if self._depth.local:
+            arrived = select(row.local_read >= 0, read_ring(buffers.local, row.local_read), arrived)
+        return arrived, buffers
+
+    def send(
+        self,
+        buffers: TransferBuffers[PyTree],
+        next_sends: Sends,
+        row: Transfers[jax.Array],
+        stage: jax.Array,
+        value: PyTree,
+    ) -> TransferBuffers[PyTree]:
+        """Hand on what a tick's action has computed.
+
+        Args:
+            buffers: The buffers.
+            next_sends: Who sends to whom in the exchange after the tick.
+            row: What the tick program says of the tick.
+            stage: This device's stage.
+            value: The action's result.
+
+        Returns:
+            The buffers.
+        """
+        if self._depth.local:
+            buffers = buffers._replace(local=write_ring_if(buffers.local, value, row.local_write))
+        if self._sends_early:
+            value = exchange(value, next_sends, stage, row.next_recv_from, self._num_stages)
+            # Without the barrier XLA moves the exchange into the next tick, right before its use: nothing hides it.
+            value = jax.lax.optimization_barrier(value)
+        if self._sends_at_once:
+            return buffers._replace(send=value)
+        if self._depth.send:
+            return buffers._replace(send=write_ring_if(buffers.send, value, row.write))
+        return buffers
 
 
-def exchange(value: PyTree, pairs: Pairs, stage: jax.Array, source: jax.Array, num_stages: int) -> PyTree:
+def exchange(value: PyTree, sends: Sends, stage: jax.Array, recv_from: jax.Array, num_stages: int) -> PyTree:
     """Send a value on; what arrives where nobody sends is not to be read.
 
     Args:
         value: What this stage sends.
-        pairs: Who sends to whom.
+        sends: Who sends to whom.
         stage: This device's stage.
-        source: The stage that it receives from.
+        recv_from: The stage that it receives from; -1: from none.
         num_stages: Length of the `stage` axis.
 
     Returns:
         What arrived.
     """
     arrived = None
-    for hop, along in pairs.items():
-        other = jax.tree.map(lambda x, along=along: jax.lax.ppermute(x, "stage", along), value)
-        arrived = other if arrived is None else select((source + hop) % num_stages == stage, other, arrived)
+    for hop, pairs in sends.items():
+        # One ppermute for each distance: a stage may send one way in a tick and receive the other way.
+        other = jax.tree.map(lambda x, pairs=pairs: jax.lax.ppermute(x, "stage", pairs), value)
+        arrived = other if arrived is None else select((recv_from + hop) % num_stages == stage, other, arrived)
     return value if arrived is None else arrived
-
-
-def is_prompt(program: TickProgram, kind: str) -> bool:
-    """Whether all that is sent was computed in the tick before, so that nothing waits to be sent.
-
-    Args:
-        program: The program.
-        kind: `act` or `grad`.
-    """
-    computed = program.tables["forward_write" if kind == "act" else "backward_write"]
-    sent = program.tables[f"{kind}_send"]
-    rows = zip(computed, sent, strict=True)
-    return any(slot >= 0 for row in sent for slot in row) and all(
-        [slot >= 0 for slot in (-1, *made[:-1])] == [slot >= 0 for slot in row] and (not made or made[-1] < 0)
-        for made, row in rows
-    )
-
-
-def following(table: Table) -> Table:
-    """What a table says of the next tick."""
-    return tuple((*row[1:], -1) for row in table)

@@ -1,5 +1,6 @@
-"""The prologue: what only some parts of the model have before the trunk, under one switch on the part."""
+"""The prologue: what only some virtual stages have before the trunk, under one switch on the virtual stage."""
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,18 +13,30 @@ from jaxpipe.autodiff import Residuals, SplitBackward, differentiable, split_bac
 from jaxpipe.state import ModelParams, StageCut
 
 from ._aux import AuxSlots
+from ._batch import Context
 from ._blueprint import Blueprint
 from ._buffers import select
-from ._cell import Cell
 from ._packing import Packing
-from ._trunk import Context
+from ._virtual_stage import VirtualStage
 
 
 @dataclass(frozen=True)
 class _Program:
-    """One branch of the switch: the part it was built for, that part's stage, and its forward and backward."""
+    """One branch of the switch.
 
-    part: int
+    Attributes:
+        index: Its place among the branches.
+        virtual_stage: The virtual stage that it was built for; others whose prologues are alike share it.
+        stage: The stage of that.
+        layers: Its layers.
+        names: Their parameters.
+        run: Their forward.
+        residuals: The same with its backward.
+        split: The same with a split backward, where the schedule asks for it.
+    """
+
+    index: int
+    virtual_stage: int
     stage: int
     layers: range
     names: tuple[str, ...]
@@ -33,263 +46,234 @@ class _Program:
 
 
 class Prologue:
-    """Forward and backward of each part's prologue, from what arrives at the part to the trunk's input.
+    """Forward and backward of each virtual stage's prologue, from what arrives there to the trunk's input.
 
-    At part 0 what arrives is the model's inputs, or what layers before it hand over. Parts whose prologues are alike
-    share one branch; where no part has one there is no switch.
+    At the first one what arrives is the model's inputs, or what vocabulary-parallel layers before it hand over. Virtual
+    stages whose prologues are alike share one branch; where none has a prologue there is no switch.
 
     Args:
-        plan: The model, cut.
-        arriving: Common form of what parts hand over; member p is the output of part p. One member more is the input
-            of part 0, where that has a gradient.
-        leaving: Common form of the prologues' outputs; member p belongs to part p.
-        split: Make the halves of the backward too.
+        blueprint: The model, cut.
+        arriving: Common form of what virtual stages hand over; member v is the output of virtual stage v. One member
+            more is the input of the first, where that has a gradient.
+        leaving: Common form of the prologues' outputs; member v belongs to virtual stage v.
+        split: Make the split backward too.
 
     Attributes:
-        aux: What the prologue of each part reports.
-        num_values: Length of the vector of values reported.
+        aux: What the prologue of each virtual stage reports.
+        num_reported: Length of the vector of values reported.
     """
 
-    def __init__(self, plan: Blueprint, arriving: Packing, leaving: Packing, *, split: bool) -> None:
-        self._params, self._collections = plan.params, plan.collections
-        self._arriving, self._leaving = arriving, leaving
-        self._placement, self._is_split = plan.placement, split
-        parts = range(len(plan.cuts))
+    def __init__(self, blueprint: Blueprint, arriving: Packing, leaving: Packing, *, split: bool) -> None:
+        self._params, self._collections = blueprint.params, blueprint.collections
+        self._arriving, self._leaving, self._is_split = arriving, leaving, split
+        cuts, trace = blueprint.cuts, blueprint.trace
         self._gradients = Packing([differentiable(struct) for struct in arriving.structs])
-        self._before_first = len(parts) if len(arriving.structs) > len(parts) else None
+        self._before_first = len(cuts) if len(arriving.structs) > len(cuts) else None
         self._programs: list[_Program] = []
-        self._branch: list[int] = []
-        self._starts = tuple(cut.prologue.start for cut in plan.cuts)
-        self.aux = [AuxSlots(plan.module.layers, plan.trace, cut.prologue) for cut in plan.cuts]
-        self.num_values = max(len(aux.names) for aux in self.aux)
+        self._program_of: list[int] = []
+        self._starts = tuple(cut.prologue.start for cut in cuts)
+        self.aux = [AuxSlots(blueprint.module.layers, trace, cut.prologue) for cut in cuts]
+        self.num_reported = max(len(aux.names) for aux in self.aux)
         known: dict[Any, int] = {}
-        for p, cut in enumerate(plan.cuts):
-            key = self._sharing_key(plan, cut, p)
+        for v, cut in enumerate(cuts):
+            key = self._sharing_key(blueprint, cut, v)
             if key not in known:
                 known[key] = len(self._programs)
-                self._programs.append(self._build(plan, cut, p))
-            self._branch.append(known[key])
-        self._kept = Packing([program.residuals.kept for program in self._programs])
+                self._programs.append(self._build(blueprint, cut, v))
+            self._program_of.append(known[key])
+        self._residuals = Packing([program.residuals.kept for program in self._programs])
         self._pending = Packing([program.split.pending if program.split else [] for program in self._programs])
-        self._outgoing = Packing([differentiable(leaving.struct_of(p)) for p in parts])
-        inputs = Packing([plan.trace.boundaries[self._starts[0]], *(arriving.struct_of(p) for p in parts)])
-        self._is_empty = len(plan.cuts) > 1 and inputs.is_identity and not any(cut.prologue for cut in plan.cuts)
+        self._outgoing = Packing([differentiable(leaving.struct_of(v)) for v in range(len(cuts))])
+        inputs = Packing([trace.boundaries[self._starts[0]], *(arriving.struct_of(v) for v in range(len(cuts)))])
+        self._is_empty = len(cuts) > 1 and inputs.is_identity and not any(cut.prologue for cut in cuts)
 
     @property
     def has_params(self) -> bool:
-        """Whether any part has parameters before the trunk."""
+        """Whether any virtual stage has parameters before the trunk."""
         return any(program.names for program in self._programs)
 
     @property
-    def kept(self) -> PyTree:
-        """Shapes and dtypes of what `forward` returns beside the trunk's input."""
-        return self._kept.struct
+    def residuals(self) -> PyTree:
+        """Shapes and dtypes of what `forward` leaves for `backward`, in common form."""
+        return self._residuals.struct
 
     @property
     def pending(self) -> PyTree:
-        """Shapes and dtypes of what the input half of a backward leaves for the weight half."""
+        """Shapes and dtypes of what a split backward leaves for its weight gradient, in common form."""
         return self._pending.struct
 
     def forward(
-        self, at: Cell, storage: PyTree, collections: PyTree, first: PyTree, arrived: PyTree, context: Context
+        self, at: VirtualStage, storage: PyTree, collections: PyTree, inputs: PyTree, arrived: PyTree, context: Context
     ) -> tuple[PyTree, PyTree, PyTree, jax.Array]:
         """Compute the trunk's input.
 
         Args:
-            at: The part.
+            at: The virtual stage.
             storage: The stage's parameters.
             collections: Its collections.
-            first: What part 0 takes, such as the microbatch's inputs.
-            arrived: What arrived from the part before, in common form.
+            inputs: What the first virtual stage takes, such as the microbatch's inputs.
+            arrived: What arrived from the virtual stage before, in common form.
             context: The microbatch's key and side inputs.
 
         Returns:
-            `(trunk input, what backward needs, collections, values reported)`, the first two in common form.
+            `(trunk input, residuals, collections, values reported)`, the first two in common form.
         """
         if self._is_empty:
-            return self._entering(at, first, arrived), self._kept.zeros(), collections, jnp.zeros((0,), jnp.float32)
+            x = self._entering(at, inputs, arrived)
+            return x, self._residuals.zeros(), collections, jnp.zeros((0,), jnp.float32)
 
-        def branch(place: int) -> Callable[[], tuple]:
-            program = self._programs[place]
+        def run(program: _Program) -> tuple:
+            x = inputs if program.virtual_stage == 0 else self._arriving.unpack(program.virtual_stage - 1, arrived)
+            given = self._context(program, at, collections, context)
+            (out, *_), (new, values), residuals = program.residuals.forward(self._take(program, storage), x, given)
+            updated = self._collections.put(program.stage, program.layers, collections, new)
+            out = self._leaving.pack(program.virtual_stage, out)
+            return out, self._residuals.pack(program.index, residuals), updated, values
 
-            def run() -> tuple:
-                x = first if program.part == 0 else self._arriving.unpack(program.part - 1, arrived)
-                full = self._context(program, at, collections, context)
-                (out, *_), (held, values), kept = program.residuals.forward(self._take(program, storage), x, full)
-                new = self._collections.put(program.stage, program.layers, collections, held)
-                return self._leaving.pack(program.part, out), self._kept.pack(place, kept), new, values
-
-            return run
-
-        return self._switch(at, branch)
+        return self._switch(at, run)
 
     def backward(
-        self, at: Cell, storage: PyTree, kept: PyTree, gradient: PyTree, aux_seed: jax.Array
-    ) -> tuple[PyTree, PyTree]:
+        self,
+        at: VirtualStage,
+        storage: PyTree,
+        residuals: PyTree,
+        gradient: PyTree,
+        reported_cotangent: jax.Array,
+        *,
+        split: bool,
+    ) -> tuple[PyTree, PyTree, PyTree]:
         """Compute the gradients of the prologue.
 
         Args:
-            at: The part.
+            at: The virtual stage.
             storage: The stage's parameters.
-            kept: As `forward` returned it.
+            residuals: As `forward` returned them.
             gradient: Gradient of the trunk's input, in the common form of its differentiable leaves.
-            aux_seed: Gradient of the losses that the layers report.
+            reported_cotangent: Cotangent of the losses that the layers report.
+            split: Leave the weight gradients to `backward_weight`.
 
         Returns:
-            `(gradients of the stage's own parameters, gradient of what arrived)`, in common form.
+            `(gradients of the stage's unstacked parameters, gradient of what arrived, what backward_weight needs)`, in
+            common form; of a split one gradients are zero where `backward_weight` gives them, of a whole one the last
+            is zero.
         """
         if self._is_empty:
-            return own_gradient(self._params, 0, {}), gradient
+            return unstacked_gradient(self._params, 0, {}), gradient, self._pending.zeros()
 
-        def branch(place: int) -> Callable[[], tuple[PyTree, PyTree]]:
-            program = self._programs[place]
+        def run(program: _Program) -> tuple[PyTree, PyTree, PyTree]:
+            dy = self._outgoing.unpack(program.virtual_stage, gradient)
+            cotangents = [*dy, *([reported_cotangent] if self.aux[program.virtual_stage].has_losses else [])]
+            taken, own = self._take(program, storage), self._residuals.unpack(program.index, residuals)
+            if split and program.split is not None:
+                grads, dx, pending = program.split.input_half(taken, own, cotangents)
+                left = self._pending.pack(program.index, pending)
+            else:
+                grads, dx = program.residuals.backward(taken, own, cotangents)
+                left = self._pending.zeros()
+            return unstacked_gradient(self._params, program.stage, _given(grads)), self._leave(program, dx), left
 
-            def run() -> tuple[PyTree, PyTree]:
-                dy, held = self._seeds(program, gradient, aux_seed), self._kept.unpack(place, kept)
-                grads, dx = program.residuals.backward(self._take(program, storage), held, dy)
-                return own_gradient(self._params, program.stage, grads), self._leave(program, dx)
+        return self._switch(at, run)
 
-            return run
-
-        return self._switch(at, branch)
-
-    def backward_input(
-        self, at: Cell, storage: PyTree, kept: PyTree, gradient: PyTree, aux_seed: jax.Array
-    ) -> tuple[PyTree, PyTree, PyTree]:
-        """Run the half of the backward that the part before waits for.
+    def backward_weight(self, at: VirtualStage, storage: PyTree, residuals: PyTree, pending: PyTree) -> PyTree:
+        """Run what a split backward has left.
 
         Returns:
-            `(gradients of the stage's own parameters, zero where the other half gives them, gradient of what arrived,
-            what the other half needs)`, in common form.
+            Gradients of the stage's unstacked parameters, zero where the split backward gave them, in common form.
         """
         if self._is_empty:
-            return own_gradient(self._params, 0, {}), gradient, self._pending.zeros()
+            return unstacked_gradient(self._params, 0, {})
 
-        def branch(place: int) -> Callable[[], tuple[PyTree, PyTree, PyTree]]:
-            program = self._programs[place]
+        def run(program: _Program) -> PyTree:
+            assert program.split is not None
+            own, left = self._residuals.unpack(program.index, residuals), self._pending.unpack(program.index, pending)
+            grads = program.split.weight_half(self._take(program, storage), own, left)
+            return unstacked_gradient(self._params, program.stage, _given(grads))
 
-            def run() -> tuple[PyTree, PyTree, PyTree]:
-                assert program.split is not None
-                dy, held = self._seeds(program, gradient, aux_seed), self._kept.unpack(place, kept)
-                grads, dx, pending = program.split.input_half(self._take(program, storage), held, dy)
-                own = own_gradient(self._params, program.stage, _given(grads))
-                return own, self._leave(program, dx), self._pending.pack(place, pending)
-
-            return run
-
-        return self._switch(at, branch)
-
-    def backward_weight(self, at: Cell, storage: PyTree, kept: PyTree, pending: PyTree) -> PyTree:
-        """Run the other half.
-
-        Returns:
-            Gradients of the stage's own parameters, zero where the input half gave them, in common form.
-        """
-        if self._is_empty:
-            return own_gradient(self._params, 0, {})
-
-        def branch(place: int) -> Callable[[], PyTree]:
-            program = self._programs[place]
-
-            def run() -> PyTree:
-                assert program.split is not None
-                held, left = self._kept.unpack(place, kept), self._pending.unpack(place, pending)
-                grads = program.split.weight_half(self._take(program, storage), held, left)
-                return own_gradient(self._params, program.stage, _given(grads))
-
-            return run
-
-        return self._switch(at, branch)
+        return self._switch(at, run)
 
     def evaluate(
-        self, at: Cell, storage: PyTree, collections: PyTree, first: PyTree, arrived: PyTree, context: Context
+        self, at: VirtualStage, storage: PyTree, collections: PyTree, inputs: PyTree, arrived: PyTree, context: Context
     ) -> PyTree:
-        """Forward pass outside training."""
+        """Compute the trunk's input outside training."""
         if self._is_empty:
-            return self._entering(at, first, arrived)
+            return self._entering(at, inputs, arrived)
 
-        def branch(place: int) -> Callable[[], PyTree]:
-            program = self._programs[place]
+        def run(program: _Program) -> PyTree:
+            x = inputs if program.virtual_stage == 0 else self._arriving.unpack(program.virtual_stage - 1, arrived)
+            given = self._context(program, at, collections, context)
+            out, _ = program.run(self._take(program, storage), x, given, train=False)
+            return self._leaving.pack(program.virtual_stage, out)
 
-            def run() -> PyTree:
-                x = first if program.part == 0 else self._arriving.unpack(program.part - 1, arrived)
-                full = self._context(program, at, collections, context)
-                out, _ = program.run(self._take(program, storage), x, full, train=False)
-                return self._leaving.pack(program.part, out)
+        return self._switch(at, run)
 
-            return run
+    def _entering(self, at: VirtualStage, inputs: PyTree, arrived: PyTree) -> PyTree:
+        return select(at.is_at(0), inputs, arrived) if 0 in at.candidates else arrived
 
-        return self._switch(at, branch)
-
-    def _entering(self, at: Cell, first: PyTree, arrived: PyTree) -> PyTree:
-        return select(at.is_part(0), first, arrived) if 0 in at.parts else arrived
-
-    def _switch(self, at: Cell, branch: Callable[[int], Callable[[], Any]]) -> Any:
-        """Run the branch of a part, of those that the cell can be."""
-        places = sorted({self._branch[part] for part in at.parts})
-        if len(places) == 1:
-            return branch(places[0])()
-        index = [places.index(place) if place in places else 0 for place in self._branch]
-        return jax.lax.switch(jnp.asarray(index, jnp.int32)[at.part], [branch(place) for place in places])
-
-    def _seeds(self, program: _Program, gradient: PyTree, aux_seed: jax.Array) -> list[jax.Array]:
-        seeds = [aux_seed] if self.aux[program.part].has_losses else []
-        return [*self._outgoing.unpack(program.part, gradient), *seeds]
+    def _switch(self, at: VirtualStage, run: Callable[[_Program], Any]) -> Any:
+        """Run the program of a virtual stage, of those that it can be."""
+        wanted = sorted({self._program_of[v] for v in at.candidates})
+        if len(wanted) == 1:
+            return run(self._programs[wanted[0]])
+        branch_of = [wanted.index(i) if i in wanted else 0 for i in self._program_of]
+        branches = [functools.partial(run, self._programs[i]) for i in wanted]
+        return jax.lax.switch(jnp.asarray(branch_of, jnp.int32)[at.index], branches)
 
     def _leave(self, program: _Program, dx: list[jax.Array]) -> PyTree:
-        member = program.part - 1 if program.part else self._before_first
+        member = program.virtual_stage - 1 if program.virtual_stage else self._before_first
         return self._gradients.zeros() if member is None else self._gradients.pack(member, dx)
 
     def _take(self, program: _Program, storage: PyTree) -> dict[str, jax.Array]:
         return {name: self._params.layout.get(program.stage, name, storage) for name in program.names}
 
-    def _context(self, program: _Program, at: Cell, collections: PyTree, context: Context) -> tuple[Any, ...]:
-        offset = jnp.asarray(self._starts, jnp.int32)[at.part] - program.layers.start
+    def _context(self, program: _Program, at: VirtualStage, collections: PyTree, context: Context) -> tuple[Any, ...]:
+        offset = jnp.asarray(self._starts, jnp.int32)[at.index] - program.layers.start
         return (offset, *context, self._collections.views(program.stage, program.layers, collections))
 
-    def _build(self, plan: Blueprint, cut: StageCut, part: int) -> _Program:
-        s = plan.placement.home[part][0]
+    def _build(self, blueprint: Blueprint, cut: StageCut, virtual_stage: int) -> _Program:
+        s = blueprint.placement.home[virtual_stage][0]
         stage = self._params.stages[s]
 
         def run(leaves: dict[str, jax.Array], inputs: PyTree, context: tuple, *, train: bool) -> tuple[PyTree, Any]:
-            offset, key, side, held = context
+            offset, key, side, collections = context
             views = [stage.view(i, leaves) for i in cut.prologue]
-            return plan.module.run_layers(cut.prologue, views, train=train, offset=offset)(inputs, key, side, held)
+            return blueprint.module.run_layers(cut.prologue, views, train=train, offset=offset)(
+                inputs, key, side, collections
+            )
 
         def in_training(leaves: dict[str, jax.Array], inputs: PyTree, context: tuple) -> tuple[PyTree, PyTree]:
             y, extras = run(leaves, inputs, context, train=True)
-            aux = self.aux[part]
-            loss, values = aux.collect([reported for _, reported in extras], self.num_values)
-            return (y, loss) if aux.has_losses else (y,), ([held for held, _ in extras], values)
+            aux = self.aux[virtual_stage]
+            loss, values = aux.collect([reported for _, reported in extras], self.num_reported)
+            return (y, loss) if aux.has_losses else (y,), ([new for new, _ in extras], values)
 
         names = tuple(stage.names_of(cut.prologue))
         struct = {name: self._params.layout.struct_of(s, name) for name in names}
         offset = jax.ShapeDtypeStruct((), jnp.int32)
-        context = (offset, *plan.context, [plan.trace.collections[i] for i in cut.prologue])
-        residuals = Residuals(in_training, struct, plan.trace.boundaries[cut.prologue.start], context)
-        label = ", ".join(plan.module.layers[i].name for i in cut.prologue)
+        context = (offset, *blueprint.context, [blueprint.trace.collections[i] for i in cut.prologue])
+        residuals = Residuals(in_training, struct, blueprint.trace.boundaries[cut.prologue.start], context)
+        label = ", ".join(blueprint.module.layers[i].name for i in cut.prologue)
         split = split_backward(residuals, struct, label) if self._is_split else None
-        return _Program(part, s, cut.prologue, names, run, residuals, split)
+        return _Program(len(self._programs), virtual_stage, s, cut.prologue, names, run, residuals, split)
 
-    def _sharing_key(self, plan: Blueprint, cut: StageCut, part: int) -> Any:
-        """Equal for parts that one branch can serve: alike layers, with parameters at the same places."""
-        layers = [plan.module.layers[i] for i in cut.prologue]
-        if part == 0 or any(named.tied_key is not None for named in layers):
-            return ("part", part)
-        s = plan.placement.home[part][0]
+    def _sharing_key(self, blueprint: Blueprint, cut: StageCut, virtual_stage: int) -> Any:
+        """Equal for virtual stages that one branch can serve: equal layers, with parameters in the same slots."""
+        layers = [blueprint.module.layers[i] for i in cut.prologue]
+        if virtual_stage == 0 or any(named.tied_key is not None for named in layers):
+            return ("virtual stage", virtual_stage)
+        s = blueprint.placement.home[virtual_stage][0]
         names = self._params.stages[s].names_of(cut.prologue)
-        places = tuple(self._params.layout.place(s, name) for name in names)
-        held = self._collections.places(s, cut.prologue)
-        shapes = self._arriving.describe(part - 1), self._leaving.describe(part)
-        return tuple(plan.signatures[i] for i in cut.prologue), places, held, shapes
+        slots = tuple(self._params.layout.place(s, name) for name in names)
+        collections = self._collections.places(s, cut.prologue)
+        shapes = self._arriving.describe(virtual_stage - 1), self._leaving.describe(virtual_stage)
+        return tuple(blueprint.signatures[i] for i in cut.prologue), slots, collections, shapes
 
 
 def _given(grads: Mapping[str, jax.Array | None]) -> dict[str, jax.Array]:
     return {name: grad for name, grad in grads.items() if grad is not None}
 
 
-def own_gradient(params: ModelParams, stage: int, grads: Mapping[str, jax.Array]) -> PyTree:
-    """Gradients of a stage's own parameters in the form they are summed in; what is not given is zero."""
+def unstacked_gradient(params: ModelParams, stage: int, grads: Mapping[str, jax.Array]) -> PyTree:
+    """Gradients of a stage's unstacked parameters in the form they are summed in; what is not given is zero."""
     layout = params.grad_layout
     common = {
         name: grads[name].astype(like.dtype) if name in grads else jnp.zeros(like.shape, like.dtype)

@@ -1,6 +1,7 @@
 """What runs on each device, inside `shard_map`: a training step, its gradients, its update, and evaluation."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,13 +13,13 @@ from jaxpipe.layers import as_arrays, cast_floats
 from jaxpipe.optim import LossScaler
 from jaxpipe.state import Division, TrainState, Updater, clip_to, global_norm, mean_over_replicas, spread_tied, sum_tied
 
-from ._batch import Feed
+from ._batch import DeviceBatch
 from ._buffers import select
 from ._evaluate import EvaluateLoop, Measure
 from ._loss import Objective, gather_values
 from ._model_axis import mean_over_places
-from ._stage import Held, StageParts
-from ._tick_loop import Device
+from ._stage import Stage, Weights
+from ._tick_loop import Device, LossCotangents
 from ._train import TrainLoop
 
 Batch = tuple[PyTree, PyTree, PyTree]
@@ -29,32 +30,34 @@ class DevicePrograms:
     """The functions of one device, over states and batches whose rows have lost their first dim only inside.
 
     Args:
-        parts: The computing of a stage.
+        stage: The computing of a stage.
         division: How parameters are divided.
         updater: The optimiser.
         train: The training loop.
         evaluate: The evaluation loop.
         objective: The loss.
         config: Clipping and loss scale.
-        spread: Per leaf of inputs and labels the dim along which it is spread over the stages, or `WHOLE`.
+        shard_dims: Per leaf of inputs and labels the dim along which it is sharded over the stages, or `WHOLE`.
     """
 
     def __init__(
         self,
-        parts: StageParts,
+        stage: Stage,
         division: Division,
         updater: Updater,
         train: TrainLoop,
         evaluate: EvaluateLoop,
         objective: Objective,
         config: TrainConfig,
-        spread: tuple[PyTree, PyTree],
+        shard_dims: tuple[PyTree, PyTree],
     ) -> None:
-        self._parts, self._division, self._updater = parts, division, updater
+        self._stage, self._division, self._updater = stage, division, updater
         self._train, self._evaluate, self._objective = train, evaluate, objective
         self._scaler, self._limit = LossScaler.from_config(config), config.gradient_clipping
-        self._tied, self._spread = parts.params.tied, spread
-        self._whole = parts.whole_outputs
+        self._tied, self._shard_dims = stage.params.tied, shard_dims
+        self._whole: Callable[[PyTree], PyTree] = (
+            stage.vocab_loss.whole if stage.vocab_loss else lambda outputs: outputs
+        )
 
     def init_optimizer(self, params: PyTree) -> PyTree:
         """The optimiser's state for new parameters."""
@@ -65,10 +68,10 @@ class DevicePrograms:
         metrics, grads, collections = self._gradients(state, batch)
         old = state.collections
         state, more = self._update(state, grads)
-        kept = _expand(collections)
-        if "overflow" in more:
-            kept = select(more["overflow"], old, kept)
-        return dataclasses.replace(state, collections=kept), {**metrics, **more}
+        new = _expand(collections)
+        if "overflow" in more:  # a step that is skipped leaves batch statistics as they were, too
+            new = select(more["overflow"], old, new)
+        return dataclasses.replace(state, collections=new), {**metrics, **more}
 
     def gradients(self, state: TrainState, batch: Batch) -> tuple[Metrics, PyTree, PyTree]:
         """Metrics, mean gradients in the form of the parameters, and the collections after the batch."""
@@ -93,7 +96,7 @@ class DevicePrograms:
         return self._losses(self._results(state, batch, self._objective.measure))
 
     def predict(self, state: TrainState, batch: Batch) -> PyTree:
-        """The model's outputs for every microbatch, on every stage."""
+        """Outputs of the model for every microbatch, on every stage."""
         return jax.tree.map(_from_last, self._results(state, batch, lambda outputs, _: self._whole(outputs)))
 
     def evaluate_and_predict(self, state: TrainState, batch: Batch) -> tuple[Metrics, PyTree]:
@@ -108,53 +111,55 @@ class DevicePrograms:
         return self._division.kept.member(jax.lax.axis_index("stage"), jax.lax.axis_index("data"))
 
     def _results(self, state: TrainState, batch: Batch, measure: Measure) -> PyTree:
-        feed = self._feed(state, batch)
-        return self._evaluate.run(self._device(state, feed, (jnp.float32(1), jnp.float32(1))), measure)
+        one = LossCotangents(jnp.float32(1), jnp.float32(1))  # not looked at: nothing is differentiated
+        return self._evaluate.run(self._device(state, self._batch(state, batch), one), measure)
 
-    def _feed(self, state: TrainState, batch: Batch, first: jax.Array | int = 0) -> Feed:
+    def _batch(self, state: TrainState, batch: Batch, first: jax.Array | int = 0) -> DeviceBatch:
         inputs, labels, side = as_arrays(batch)
-        inputs, side = cast_floats((inputs, side), self._parts.compute_dtype)
+        inputs, side = cast_floats((inputs, side), self._stage.compute_dtype)
         replica = jax.lax.axis_index("data")
-        return Feed((inputs, labels, side), self._spread, state.rng, state.step, replica, first)
+        return DeviceBatch((inputs, labels, side), self._shard_dims, state.rng, state.step, replica, first)
 
-    def _device(self, state: TrainState, feed: Feed, seeds: tuple[jax.Array, jax.Array]) -> Device:
+    def _device(self, state: TrainState, batch: DeviceBatch, cotangents: LossCotangents) -> Device:
         stage = jax.lax.axis_index("stage")
         storage = self._division.compute_storage(stage, self._member(), _squeeze(state.params))
         return Device(
             stage=stage,
-            held=Held(storage, self._parts.trunk.prepare(storage["stacked"])),
+            weights=Weights(storage, self._stage.trunk.prepare(storage["stacked"])),
             collections=_squeeze(state.collections),
-            feed=feed,
-            seeds=seeds,
+            batch=batch,
+            cotangents=cotangents,
         )
 
     def _gradients(
         self, state: TrainState, batch: Batch, first: jax.Array | int = 0, num_parts: jax.Array | int = 1
     ) -> tuple[Metrics, PyTree, PyTree]:
         """Metrics, gradients of the row times the loss scale, and collections."""
-        feed = self._feed(state, batch, first)
-        weight = self._objective.divisor(feed.labels, self._train.program.num_microbatches)
+        device_batch = self._batch(state, batch, first)
+        weight = self._objective.divisor(device_batch.labels, self._train.program.num_microbatches)
         divisor = jnp.where(weight == 0, 1.0, weight)  # a batch in which nothing weighs has a loss of 0, not of NaN
         num_model = self._division.num_model
-        device = self._device(state, feed, self._seeds(state, divisor, num_parts))
-        totals = self._train.run(device)
-        own = totals.own["stacked"]
-        ends = {name: g + own[name] if name in own else g for name, g in totals.ends.items()}
+        device = self._device(state, device_batch, self._cotangents(state, divisor, num_parts))
+        sums = self._train.run(device)
+        unstacked = sums.unstacked_grads["stacked"]
+        # A parameter that vocabulary-parallel layers share with others is in both: its gradient is the sum.
+        vocab = {name: g + unstacked[name] if name in unstacked else g for name, g in sums.vocab_grads.items()}
         grads = {
-            "stacked": {**own, **ends, **self._parts.trunk.named(totals.trunk)},
-            "packed": totals.own["packed"],
+            "stacked": {**unstacked, **vocab, **self._stage.trunk.named(sums.trunk_grads)},
+            "packed": sums.unstacked_grads["packed"],
         }
-        grads = sum_tied(self._parts.params, device.stage, grads)
+        grads = sum_tied(self._stage.params, device.stage, grads)
         grads = self._division.reduce_gradients(device.stage, self._member(), grads)
-        values = mean_over_places(totals.values, num_model)
-        values = gather_values(values, self._parts.aux_names, self._objective.num_terms)
-        loss = jax.lax.psum(mean_over_places(totals.loss, num_model), ("stage", "data")) / divisor
-        metrics: Metrics = {"loss": sum(values["losses"].values(), loss), "weight": weight}
-        metrics |= {kind: reported for kind, reported in values.items() if reported}
-        return metrics, grads, mean_over_replicas(totals.collections)
+        # Every place of the model axis computes the same losses and values; they are averaged, not summed.
+        reported = mean_over_places(sums.reported, num_model)
+        reported = gather_values(reported, self._stage.aux_names, self._objective.num_terms)
+        loss = jax.lax.psum(mean_over_places(sums.loss, num_model), ("stage", "data")) / divisor
+        metrics: Metrics = {"loss": sum(reported["losses"].values(), loss), "weight": weight}
+        metrics |= {kind: values for kind, values in reported.items() if values}
+        return metrics, grads, mean_over_replicas(sums.collections)
 
-    def _seeds(self, state: TrainState, divisor: jax.Array, num_parts: jax.Array | int) -> tuple[jax.Array, jax.Array]:
-        """What `loss_fn`'s losses, and those that layers report, are multiplied with before differentiation.
+    def _cotangents(self, state: TrainState, divisor: jax.Array, num_parts: jax.Array | int) -> LossCotangents:
+        """What losses are multiplied with before differentiation.
 
         With them the losses of all microbatches, replicas and places add up to the loss of the step times the loss
         scale. So each layer's backward sees the cotangent that `jax.grad` of that loss gives it, in every precision:
@@ -164,10 +169,10 @@ class DevicePrograms:
         scale = self._loss_scale(state)
         # A step of several calls differentiates one part in each, and its loss is the mean over the parts.
         scale = scale / num_parts
-        # Every place of the model axis seeds the same loss, and the transpose of a psum over the axis adds them up.
+        # Every place of the model axis starts from the same loss, and the transpose of a psum over the axis adds them.
         scale = scale / max(self._division.num_model, 1)
         # The main losses count by weight, each of the others as one of microbatches times replicas.
-        return scale / divisor, scale / self._objective.num_terms
+        return LossCotangents(main=scale / divisor, reported=scale / self._objective.num_terms)
 
     def _update(self, state: TrainState, grads: PyTree) -> tuple[TrainState, Metrics]:
         """Clip and apply gradients that are still multiplied with the loss scale."""

@@ -1,26 +1,38 @@
-"""Running a tick program: what travels, what waits in rings, and which cell a device runs in a tick."""
+"""Running a tick program: its runs as loops, and the action that a device runs in a tick."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 
 from jaxpipe._typing import PyTree
-from jaxpipe.schedules import TickProgram, TickRun
+from jaxpipe.schedules import Actions, Table, Tables, TickProgram, TickRun
 
-from ._batch import Feed, Microbatch, feeding
-from ._buffers import make_ring, read_ring, run_cell, select, write_ring_if, zeros_of
-from ._cell import Cell
-from ._exchange import exchange, following, is_prompt, travelling
-from ._stage import Held, StageParts
+from ._batch import DeviceBatch, Microbatch
+from ._buffers import run_or_zeros
+from ._exchange import Channel
+from ._stage import Stage, Weights
+from ._virtual_stage import VirtualStage
 
-Carry = dict[str, Any]
-Row = dict[str, jax.Array]
-CELLS = {"act": "forward", "grad": "backward"}
-"""Which cell takes and gives a kind of value that travels."""
+Row = Tables[jax.Array]
+"""What the tick program says of one tick to one device; every leaf `int32[]`."""
+
+_Carry = TypeVar("_Carry")
+
+
+class LossCotangents(NamedTuple):
+    """What losses are multiplied with before differentiation.
+
+    Attributes:
+        main: Of what `loss_fn` gives.
+        reported: Of the losses that layers report.
+    """
+
+    main: jax.Array
+    reported: jax.Array
 
 
 @dataclass(frozen=True)
@@ -29,186 +41,147 @@ class Device:
 
     Attributes:
         stage: Index along the `stage` axis.
-        held: Its parameters.
+        weights: Its parameters, in the dtype they compute in.
         collections: The stage's collections.
-        feed: The batch.
-        seeds: What the loss, and the losses that layers report, are multiplied with before differentiation.
+        batch: Its replica's batch.
+        cotangents: Those of the losses.
     """
 
     stage: jax.Array
-    held: Held
+    weights: Weights
     collections: PyTree
-    feed: Feed
-    seeds: tuple[jax.Array, jax.Array]
+    batch: DeviceBatch
+    cotangents: LossCotangents
 
 
 class TickLoop:
-    """A tick program bound to the computing of a model's parts.
-
-    What was computed in one tick and is sent in the next does not wait in a ring: activations travel at the end of
-    their tick, under its backward, and gradients at the beginning of the next, under its forward. Where idle cells are
-    skipped nothing travels under a cell, and an exchange amid a tick would make stages without a forward wait for those
-    that have one; there both travel at the beginning of the next.
+    """A tick program bound to the computing of a model's stages.
 
     Args:
-        parts: The computing.
+        stage: The computing.
         program: The lowered schedule.
-        kinds: What travels: `act`, `grad`.
-        skip_idle: Branch around idle cells, and on the chunk; otherwise idle cells compute and the result is dropped.
+        skip_idle: Branch around idle actions, and on the chunk; otherwise idle actions compute and the result is
+            dropped.
     """
 
-    def __init__(self, parts: StageParts, program: TickProgram, kinds: Sequence[str], *, skip_idle: bool) -> None:
-        self.parts, self.program, self._skip = parts, program, skip_idle
-        forms = {"act": parts.activations, "grad": parts.gradients}
-        self._forms = {kind: forms[kind] for kind in kinds}
-        self._prompt = {kind for kind in kinds if is_prompt(program, kind)}
-        buffers = [f"{kind}_out" for kind in kinds if kind not in self._prompt]
-        buffers += [f"{kind}_in" for kind in kinds if f"{kind}_in" not in program.direct]
-        buffers += [f"{kind}_local" for kind in kinds]
-        self._buffers = [name for name in buffers if program.depth[name]]
-        sources = {f"{kind}_from": program.tables[f"{kind}_recv_from"] for kind in kinds}
-        later = {f"{name}_next": following(table) for name, table in sources.items()}
-        self._feeding = feeding(program)
-        self._tables = {**program.tables, **self._feeding, **sources, **later}
+    def __init__(self, stage: Stage, program: TickProgram, *, skip_idle: bool) -> None:
+        self.stage, self.program, self.skip_idle = stage, program, skip_idle
+        self.activations = Channel(
+            stage.activations,
+            program.num_stages,
+            program.depth.activations,
+            program.unbuffered.activations,
+            sends_early=not skip_idle,
+        )
 
-    def empty_rings(self) -> Carry:
-        """What the carry holds for values that travel, before the first tick."""
-        rings = {
-            name: make_ring(self._forms[name.split("_")[0]].struct, self.program.depth[name]) for name in self._buffers
-        }
-        return rings | {kind: zeros_of(self._forms[kind].struct) for kind in self._prompt}
+    def scan(self, device: Device, tick: Callable[[TickRun, _Carry, Row], None], carry: _Carry) -> _Carry:
+        """Run all ticks, one loop for each run of equal content.
 
-    def scan(self, device: Device, tick: Callable[[TickRun, Carry, Row], None], carry: Carry) -> Carry:
-        """Run all ticks, one loop for each run of equal content; `tick` replaces entries of the carry."""
+        Args:
+            device: This device.
+            tick: Runs one tick; sets fields of the carry.
+            carry: A dataclass pytree.
 
-        def body(run: TickRun, carry: Carry, row: Row) -> tuple[Carry, None]:
-            carry = dict(carry)
-            tick(run, carry, row)
-            return carry, None
-
+        Returns:
+            The carry after the last tick.
+        """
         for run in self.program.runs:
-            rows = {
-                name: jnp.asarray([row[run.start : run.stop] for row in table], jnp.int32)[device.stage]
-                for name, table in self._tables.items()
-            }
-            carry, _ = jax.lax.scan(lambda c, row, run=run: body(run, c, row), carry, rows)
+
+            def body(carry: _Carry, row: Row, run: TickRun = run) -> tuple[_Carry, None]:
+                carry = dataclasses.replace(carry)  # pyright: ignore[reportArgumentType, reportCallIssue, reportType]
+                tick(run, carry, row)
+                return carry, None
+
+            carry, _ = jax.lax.scan(body, carry, self._rows(run, device.stage))
         return carry
 
-    def arrive(self, device: Device, run: TickRun, carry: Carry, row: Row, kind: str) -> PyTree:
-        """Let a kind of value travel, and give what this tick's cell takes."""
-        cell = CELLS[kind]
-        pairs = travelling(self.program, kind, range(run.start, run.stop))
-        arrived = carry[kind] if kind in carry else self._forms[kind].zeros()
-        if pairs and not self._travels_early(kind):
-            sent = carry[kind] if kind in carry else read_ring(carry[f"{kind}_out"], row[f"{kind}_send"])
-            arrived = exchange(sent, pairs, device.stage, row[f"{kind}_from"], self.program.num_stages)
-        if f"{kind}_in" in carry:
-            if pairs:
-                carry[f"{kind}_in"] = write_ring_if(carry[f"{kind}_in"], arrived, row[f"{kind}_recv"])
-            arrived = read_ring(carry[f"{kind}_in"], row[f"{cell}_read"])
-        if f"{kind}_local" in carry:
-            at = row[f"{cell}_local_read"]
-            arrived = select(at >= 0, read_ring(carry[f"{kind}_local"], at), arrived)
-        return arrived
+    def _rows(self, run: TickRun, stage: jax.Array) -> Row:
+        """The ticks of a run, as one stage sees them: leaves `int32[ticks]`."""
 
-    def leave(self, device: Device, run: TickRun, carry: Carry, row: Row, kind: str, value: PyTree) -> None:
-        """Hand on what a cell computed."""
-        cell = CELLS[kind]
-        for buffer, slot in ((f"{kind}_local", f"{cell}_local_write"), (f"{kind}_out", f"{cell}_write")):
-            if buffer in carry:
-                carry[buffer] = write_ring_if(carry[buffer], value, row[slot])
-        if kind not in carry:
-            return
-        carry[kind] = value
-        if self._travels_early(kind):
-            pairs = travelling(self.program, kind, range(run.start + 1, run.stop + 1))
-            arrived = exchange(value, pairs, device.stage, row["act_from_next"], self.program.num_stages)
-            # Keeps XLA from moving the exchange into the next tick, where nothing would lie between it and its use.
-            carry[kind] = jax.lax.optimization_barrier(arrived)
+        def rows(table: Table) -> jax.Array:
+            return jnp.asarray([row[run.start : run.stop] for row in table], jnp.int32)[stage]
 
-    def _travels_early(self, kind: str) -> bool:
-        """Whether a kind of value travels in the tick that computes it."""
-        return kind == "act" and kind in self._prompt and not self._skip
+        return jax.tree.map(rows, self.program.tables, is_leaf=lambda x: type(x) is tuple)
 
-    def cell(
+    def action(
         self,
         device: Device,
         run: TickRun,
-        kind: str,
-        row: Row,
-        computes: Sequence[Callable[[Cell], Any]],
+        actions: Actions[Table],
+        now: Actions[jax.Array],
+        functions: Sequence[Callable[[VirtualStage], Any]],
         which: jax.Array | int = 0,
     ) -> Any:
-        """Run a cell for the chunk it is on; without a condition where it is never idle and always the same.
+        """Run a tick's action of one kind, for the chunk it is on.
+
+        There is no branch where the run has one function and one chunk, and no stage is idle; where idle actions are
+        computed, the chunk is an index into stacked weights instead of a branch.
 
         Args:
             device: This device.
             run: The run that the tick is in.
-            kind: `forward`, `backward` or `weight`.
-            row: The tick's tables.
-            computes: What can be computed; all give trees of the same form.
-            which: Which of these.
+            actions: The program's actions of this kind.
+            now: The tick's.
+            functions: What can be computed; all give trees of the same form.
+            which: Index of the function.
 
         Returns:
-            The result, or zeros where the cell is idle.
+            The result, or zeros where the action is idle.
         """
-        placement = self.parts.placement
-        index, chunk = row[f"{kind}_microbatch"], row[f"{kind}_chunk"]
-        chunks: list[Any] = sorted(
-            {c for s in range(placement.num_stages) for c in self.chunks(kind, s, run) if c >= 0}
-        )
-        if self._skip and len(chunks) > 1:
-            which = which * len(chunks) + jnp.searchsorted(jnp.asarray(chunks, jnp.int32), chunk).astype(jnp.int32)
+        placement = self.stage.placement
+        chunks: list[Any] = sorted({c for row in actions.chunk for c in row[run.start : run.stop] if c >= 0})
+        if self.skip_idle and len(chunks) > 1:
+            # One branch for each function and chunk: the functions' first, in the order of `branches` below.
+            chunk = jnp.searchsorted(jnp.asarray(chunks, jnp.int32), now.chunk).astype(jnp.int32)
+            which = which * len(chunks) + chunk
         elif len(chunks) > 1:
-            chunks = [jnp.maximum(chunk, 0)]
-        cells = [lambda run=run, c=c: run(Cell(device.stage, c, placement)) for run in computes for c in chunks]
-        if len(cells) == 1 and self.is_full(kind, run):
-            return run_cell(None, cells)
-        return run_cell(jnp.where(index >= 0, which, -1), cells, skip=self._skip)
+            chunks = [jnp.maximum(now.chunk, 0)]
+        branches = [
+            lambda function=function, chunk=chunk: function(VirtualStage(device.stage, chunk, placement))
+            for function in functions
+            for chunk in chunks
+        ]
+        if len(branches) == 1 and is_never_idle(actions, run):
+            return branches[0]()
+        return run_or_zeros(jnp.where(now.microbatch >= 0, which, -1), branches, skip=self.skip_idle)
 
-    def together(self, run: TickRun, row: Row, name: str, compute: Callable[[], PyTree]) -> PyTree:
+    def on_all_stages(self, run: TickRun, microbatches: Table, now: jax.Array, compute: Callable[[], PyTree]) -> PyTree:
         """Run what all stages run at once, or give zeros in ticks without it.
 
         Args:
             run: The run that the tick is in.
-            row: The tick's tables.
-            name: `entering`, `leaving` or `returning`: the microbatch it works on.
-            compute: The computing; it may hold collectives over the stages.
+            microbatches: Tick by tick the microbatch it works on, alike on all stages.
+            now: The tick's.
+            compute: The computing; it may hold collectives over the stages, as all of them take the same branch.
         """
-        is_always = all(microbatch >= 0 for microbatch in self._feeding[name][0][run.start : run.stop])
-        return run_cell(None if is_always else jnp.where(row[name] >= 0, 0, -1), [compute])
+        if all(microbatch >= 0 for microbatch in microbatches[0][run.start : run.stop]):
+            return compute()
+        return run_or_zeros(jnp.where(now >= 0, 0, -1), [compute])
 
     def microbatch(self, device: Device, run: TickRun, row: Row, *, train: bool) -> Microbatch:
-        """What this tick's forward knows of its microbatch; layers before part 0 have run where all stages run them."""
-        batch = device.feed.microbatch(row["entering"], row["leaving"], row["forward_microbatch"])
-        first = self.parts.first
+        """What this tick's forward is given of its microbatch; vocabulary-parallel first layers have run."""
+        batch = device.batch.microbatch(row.input_microbatch, row.loss_microbatch, row.forward.microbatch)
+        first = self.stage.vocab_input
         if first is not None:
-            context = device.feed.context(row["entering"])
+            context = device.batch.context(row.input_microbatch)
 
             def compute() -> PyTree:
-                own = context if train else (None, context[1])
-                return first.outputs(device.held.storage, batch.inputs, own, train=train)
+                given = context if train else (None, context[1])
+                return first.outputs(device.weights.storage, batch.inputs, given, train=train)
 
-            batch = dataclasses.replace(batch, inputs=self.together(run, row, "entering", compute))
+            inputs = self.on_all_stages(run, self.program.tables.input_microbatch, row.input_microbatch, compute)
+            batch = dataclasses.replace(batch, inputs=inputs)
         return batch if train else batch.without_key()
 
-    def chunks(self, kind: str, stage: int, run: TickRun | None = None) -> Sequence[int]:
-        """The chunks that a stage's cells of a kind are on, tick by tick; -1 where idle."""
-        row = self.program.tables[f"{kind}_chunk"][stage]
-        return row if run is None else row[run.start : run.stop]
+    def is_last(self, device: Device, chunk: jax.Array) -> jax.Array:
+        """Whether a chunk of this device is the last part of the model."""
+        return VirtualStage(device.stage, chunk, self.stage.placement).is_at(-1)
 
-    def is_full(self, kind: str, run: TickRun) -> bool:
-        """Whether no stage is ever idle in a run."""
-        return all(c >= 0 for s in range(self.program.num_stages) for c in self.chunks(kind, s, run))
+    def is_first(self, device: Device, chunk: jax.Array) -> jax.Array:
+        """Whether a chunk of this device is the first part of the model."""
+        return VirtualStage(device.stage, chunk, self.stage.placement).is_at(0)
 
-    def is_last(self, device: Device, row: Row, kind: str) -> jax.Array:
-        """Whether this device's cell is the last part of the model."""
-        return self._is_part(device, row, kind, -1)
 
-    def is_first(self, device: Device, row: Row, kind: str) -> jax.Array:
-        """Whether it is part 0."""
-        return self._is_part(device, row, kind, 0)
-
-    def _is_part(self, device: Device, row: Row, kind: str, part: int) -> jax.Array:
-        stage, chunk = self.parts.placement.home[part]
-        return (device.stage == stage) & (row[f"{kind}_chunk"] == chunk)
+def is_never_idle(actions: Actions[Table], run: TickRun) -> bool:
+    """Whether no stage is ever idle in a run."""
+    return all(c >= 0 for row in actions.chunk for c in row[run.start : run.stop])

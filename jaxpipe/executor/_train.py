@@ -2,234 +2,322 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 
 from jaxpipe._typing import PyTree
-from jaxpipe.schedules import TickProgram, TickRun
+from jaxpipe.schedules import TickProgram, TickRun, TransferBuffers
 
 from ._batch import Microbatch
-from ._buffers import make_ring, read_ring, run_cell, select, to_memory, write_ring, write_ring_if, zeros_of
-from ._cell import Cell
-from ._stage import StageParts
-from ._tick_loop import Carry, Device, Row, TickLoop
+from ._buffers import make_ring, read_ring, run_or_zeros, select, to_memory, write_ring, write_ring_if, zeros_of
+from ._exchange import Channel
+from ._stage import Stage
+from ._tick_loop import Device, Row, TickLoop, is_never_idle
+from ._virtual_stage import VirtualStage
+
+
+@chex.dataclass
+class TrainCarry:
+    """What a device carries from tick to tick.
+
+    Attributes:
+        activations: Activations on their way.
+        gradients: Gradients on their way.
+        residuals: What forwards left for their backwards, `[slots, ...]`.
+        pending: What split backwards left for their weight gradients, `[slots, ...]`.
+        loss_gradients: Gradients of the model's output that wait for their backward, in the slots of the residuals;
+            empty where every loss is followed by its backward in the same tick.
+        trunk_grads: Summed gradients of the trunk, `[num_chunks, ...]`; without that dim where there is one chunk.
+        unstacked_grads: Those of the stage's other parameters.
+        vocab_grads: Those of vocabulary-parallel layers, by name.
+        loss: Summed losses, on the stage of the last part.
+        collections: The stage's collections.
+        reported: Summed values that prologues and trunks report, `[num_chunks, n]`.
+        loss_reported: Those that the epilogue reports.
+    """
+
+    activations: TransferBuffers[PyTree]
+    gradients: TransferBuffers[PyTree]
+    residuals: PyTree
+    pending: PyTree
+    loss_gradients: PyTree
+    trunk_grads: PyTree
+    unstacked_grads: PyTree
+    vocab_grads: dict[str, jax.Array]
+    loss: jax.Array
+    collections: PyTree
+    reported: jax.Array
+    loss_reported: jax.Array
 
 
 @dataclass(frozen=True)
-class Totals:
+class BatchSums:
     """What a device has summed up over the microbatches of a batch.
 
     Attributes:
-        loss: Losses, on the last part's stage, else 0.
-        trunk: Gradients of the trunk, `[num_chunks, ...]`.
-        own: Gradients of the stage's own parameters.
-        ends: Gradients of the layers that all stages run together, by name.
+        loss: Losses, on the stage of the last part, else 0.
+        trunk_grads: Gradients of the trunk, `[num_chunks, ...]`.
+        unstacked_grads: Gradients of the stage's other parameters.
+        vocab_grads: Gradients of vocabulary-parallel layers, by name.
         collections: The stage's collections after the last microbatch.
-        values: What the stage's layers reported.
+        reported: What the stage's layers reported.
     """
 
     loss: jax.Array
-    trunk: PyTree
-    own: PyTree
-    ends: dict[str, jax.Array]
+    trunk_grads: PyTree
+    unstacked_grads: PyTree
+    vocab_grads: dict[str, jax.Array]
     collections: PyTree
-    values: jax.Array
+    reported: jax.Array
 
 
 class TrainLoop(TickLoop):
-    """A training program bound to the computing of a model's parts.
+    """A training program bound to the computing of a model's stages.
 
     Args:
-        parts: The computing.
+        stage: The computing.
         program: The lowered training schedule.
-        skip_idle: Branch around idle cells, and on the chunk; otherwise idle cells compute and the result is dropped.
+        skip_idle: Branch around idle actions, and on the chunk; otherwise idle actions compute and the result is
+            dropped.
     """
 
-    def __init__(self, parts: StageParts, program: TickProgram, *, skip_idle: bool) -> None:
-        super().__init__(parts, program, ("act", "grad"), skip_idle=skip_idle)
-        stage, chunk = parts.placement.home[-1]
-        each = [zip(self.chunks(k, stage), program.tables[f"{k}_microbatch"][stage], strict=True) for k in _COMPUTING]
-        self._fused_loss = all(f == b for f, b in zip(*each, strict=True) if b[0] == chunk)
-        """Whether every loss is followed by its backward in the same tick, so that its gradient need not wait."""
+    def __init__(self, stage: Stage, program: TickProgram, *, skip_idle: bool) -> None:
+        super().__init__(stage, program, skip_idle=skip_idle)
+        # Gradients always leave at the beginning of the next tick, where its forward hides the exchange.
+        depth, unbuffered = program.depth.gradients, program.unbuffered.gradients
+        self._gradients = Channel(stage.gradients, program.num_stages, depth, unbuffered, sends_early=False)
+        self._has_fused_loss = _loss_is_followed_by_backward(program, stage)
 
-    def run(self, device: Device) -> Totals:
+    def run(self, device: Device) -> BatchSums:
         """Run the whole program."""
-        parts, program = self.parts, self.program
-        carry = self.empty_rings()
-        carry["kept"] = self._hosted(make_ring(parts.kept, program.residual_slots), jax.memory.Space.Host)
-        carry["pending"] = make_ring(parts.pending, program.depth["pending"])
-        if not self._fused_loss:
-            carry["loss_gradient"] = make_ring(parts.gradients.struct, program.residual_slots)
-        sums = parts.trunk_gradients
-        # One chunk has no dim of its own: with it XLA would copy every sum in every tick.
-        carry["trunk"] = make_ring(sums, program.num_chunks) if program.num_chunks > 1 else zeros_of(sums)
-        carry["own"] = parts.zero_own_gradients()
-        carry["ends"] = parts.zero_end_gradients()
-        carry["loss"] = jnp.zeros((), jnp.float32)
-        carry["collections"] = device.collections
-        carry["values"] = jnp.zeros((program.num_chunks, parts.num_values), jnp.float32)
-        carry["last_values"] = jnp.zeros((len(parts.epilogue.aux.names),), jnp.float32)
-        carry = self.scan(device, lambda run, c, row: self._tick(device, run, c, row), carry)
-        values = jnp.concatenate([carry["values"].reshape(-1), carry["last_values"]])
-        trunk = carry["trunk"] if program.num_chunks > 1 else jax.tree.map(lambda x: x[None], carry["trunk"])
-        return Totals(carry["loss"], trunk, carry["own"], carry["ends"], carry["collections"], values)
+        stage, program = self.stage, self.program
+        loss_slots = 0 if self._has_fused_loss else program.residual_slots
+        # One chunk has no dim of its own: with it XLA (CPU and GPU, JAX 0.10) copies every sum in every tick.
+        is_single = program.num_chunks == 1
+        trunk_struct = stage.trunk_grad_struct
+        carry = TrainCarry(
+            activations=self.activations.empty(),
+            gradients=self._gradients.empty(),
+            residuals=self._to_memory(make_ring(stage.residuals, program.residual_slots), jax.memory.Space.Host),
+            pending=make_ring(stage.pending, program.depth.pending),
+            loss_gradients=make_ring(stage.gradients.struct, loss_slots) if loss_slots else (),
+            trunk_grads=zeros_of(trunk_struct) if is_single else make_ring(trunk_struct, program.num_chunks),
+            unstacked_grads=stage.zero_unstacked_grads(),
+            vocab_grads=stage.zero_vocab_grads(),
+            loss=jnp.zeros((), jnp.float32),
+            collections=device.collections,
+            reported=jnp.zeros((program.num_chunks, stage.num_reported), jnp.float32),
+            loss_reported=jnp.zeros((len(stage.epilogue.aux.names),), jnp.float32),
+        )
+        carry = self.scan(device, lambda run, carry, row: self._tick(device, run, carry, row), carry)
+        return BatchSums(
+            loss=carry.loss,
+            trunk_grads=jax.tree.map(lambda x: x[None], carry.trunk_grads) if is_single else carry.trunk_grads,
+            unstacked_grads=carry.unstacked_grads,
+            vocab_grads=carry.vocab_grads,
+            collections=carry.collections,
+            reported=jnp.concatenate([carry.reported.reshape(-1), carry.loss_reported]),
+        )
 
-    def _tick(self, device: Device, run: TickRun, carry: Carry, row: Row) -> None:
-        activation, gradient = (self.arrive(device, run, carry, row, kind) for kind in ("act", "grad"))
-        loss_gradient = self.parts.gradients.zeros()
+    def _tick(self, device: Device, run: TickRun, carry: TrainCarry, row: Row) -> None:
+        activation, carry.activations = self.activations.recv(
+            carry.activations, run.activation_sends, row.activations, device.stage
+        )
+        gradient, carry.gradients = self._gradients.recv(
+            carry.gradients, run.gradient_sends, row.gradients, device.stage
+        )
+        loss_gradient = self.stage.gradients.zeros()
         if run.has_forward:
             loss_gradient, gradient = self._forward(device, run, carry, row, activation, gradient)
-        if run.has_backward and self.parts.last:
+        # A model in one part has no backward of its own: its epilogue is the whole model, with the loss.
+        if run.has_backward and self.stage.last:
             self._backward(device, run, carry, row, gradient, loss_gradient)
-        if run.has_weight and self.parts.last:
+        if run.has_weight and self.stage.last:
             self._weight(device, run, carry, row)
 
     def _forward(
-        self, device: Device, run: TickRun, carry: Carry, row: Row, arrived: PyTree, gradient: PyTree
+        self, device: Device, run: TickRun, carry: TrainCarry, row: Row, arrived: PyTree, gradient: PyTree
     ) -> tuple[PyTree, PyTree]:
         """Run the forward; gives the gradient of the loss, and the gradient that arrived."""
-        parts, held = self.parts, carry["collections"]
+        stage, collections = self.stage, carry.collections
         batch = self.microbatch(device, run, row, train=True)
-        output, kept, collections, values = self.cell(
-            device, run, "forward", row, [lambda at: parts.forward(at, device.held, batch, held, arrived)]
+
+        def forward(at: VirtualStage) -> tuple:
+            return stage.forward(at, device.weights, batch, collections, arrived)
+
+        output, residuals, updated, reported = self.action(
+            device, run, self.program.tables.forward, row.forward, [forward]
         )
-        held = select(row["forward_microbatch"] >= 0, collections, held)
-        carry["values"] = carry["values"].at[row["forward_chunk"]].add(values)
-        carry["kept"] = write_ring(carry["kept"], self._hosted(kept, jax.memory.Space.Host), row["residual_write"])
-        if not self._skip:
-            # Else XLA merges exchanges of gradients and activations in one direction, and neither lies under a cell.
+        # An idle forward may have computed on garbage, or given zeros: neither may replace collections.
+        collections = select(row.forward.microbatch >= 0, updated, collections)
+        carry.reported = carry.reported.at[row.forward.chunk].add(reported)
+        hosted = self._to_memory(residuals, jax.memory.Space.Host)
+        carry.residuals = write_ring(carry.residuals, hosted, row.residual_write)
+        if not self.skip_idle:
+            # Without the barrier XLA merges exchanges of gradients and activations in one direction, and neither of
+            # them lies under an action any more.
             output, gradient = jax.lax.optimization_barrier((output, gradient))
-        self.leave(device, run, carry, row, "act", output)
-        if parts.final is not None:
-            carry["collections"] = held
-            loss_gradient = self._loss_together(device, run, carry, row, batch, output)
+        carry.activations = self.activations.send(
+            carry.activations, run.next_activation_sends, row.activations, device.stage, output
+        )
+        if stage.vocab_loss is not None:
+            carry.collections = collections
+            loss_gradient = self._vocab_loss(device, run, carry, row, batch, output)
         else:
-            loss_gradient = self._loss(device, run, carry, row, batch, held, output)
-        if not self._fused_loss:
-            carry["loss_gradient"] = write_ring(carry["loss_gradient"], loss_gradient, row["residual_write"])
+            loss_gradient = self._loss(device, run, carry, row, batch, collections, output)
+        if not self._has_fused_loss:
+            carry.loss_gradients = write_ring(carry.loss_gradients, loss_gradient, row.residual_write)
         return loss_gradient, gradient
 
     def _loss(
-        self, device: Device, run: TickRun, carry: Carry, row: Row, batch: Microbatch, held: PyTree, output: PyTree
+        self,
+        device: Device,
+        run: TickRun,
+        carry: TrainCarry,
+        row: Row,
+        batch: Microbatch,
+        collections: PyTree,
+        output: PyTree,
     ) -> PyTree:
         """Run the epilogue where the last part is; gives the gradient of the output."""
-        parts = self.parts
-        is_last = self.is_last(device, row, "forward")
-        is_always = parts.last == 0 and self.is_full("forward", run)
-        loss, own, gradient, collections, values = run_cell(
-            None if is_always else jnp.where(is_last, 0, -1),
-            [lambda: parts.loss_and_gradients(device.held, batch, held, output, device.seeds)],
-        )
-        carry["collections"] = select(is_last, collections, held)
-        carry["last_values"] = carry["last_values"] + values
-        carry["loss"] = carry["loss"] + loss
-        carry["own"] = jax.tree.map(jnp.add, carry["own"], own)
+        stage = self.stage
+        is_last = self.is_last(device, row.forward.chunk)
+
+        def compute() -> tuple:
+            return stage.loss_and_gradients(device.weights, batch, collections, output, device.cotangents)
+
+        if stage.last == 0 and is_never_idle(self.program.tables.forward, run):
+            result = compute()
+        else:
+            result = run_or_zeros(jnp.where(is_last, 0, -1), [compute])
+        loss, unstacked, gradient, updated, reported = result
+        carry.collections = select(is_last, updated, collections)
+        carry.loss_reported = carry.loss_reported + reported
+        carry.loss = carry.loss + loss
+        carry.unstacked_grads = jax.tree.map(jnp.add, carry.unstacked_grads, unstacked)
         return gradient
 
-    def _loss_together(
-        self, device: Device, run: TickRun, carry: Carry, row: Row, batch: Microbatch, output: PyTree
+    def _vocab_loss(
+        self, device: Device, run: TickRun, carry: TrainCarry, row: Row, batch: Microbatch, output: PyTree
     ) -> PyTree:
         """Run the last layers and the loss on all stages; gives the gradient of the output where the last part is."""
-        is_home = self.is_last(device, row, "forward")
-        batch = dataclasses.replace(batch, context=device.feed.context(row["leaving"]))
+        is_home = self.is_last(device, row.forward.chunk)
+        batch = dataclasses.replace(batch, context=device.batch.context(row.loss_microbatch))
 
         def compute() -> PyTree:
-            return self.parts.loss_together(device.held, batch, is_home, output, device.seeds[0])
+            return self.stage.vocab_loss_and_gradients(device.weights, batch, is_home, output, device.cotangents.main)
 
-        loss, grads, gradient = self.together(run, row, "leaving", compute)
-        carry["loss"] = carry["loss"] + loss
-        _add_ends(carry, grads)
+        loss, grads, gradient = self.on_all_stages(
+            run, self.program.tables.loss_microbatch, row.loss_microbatch, compute
+        )
+        carry.loss = carry.loss + loss
+        _add_vocab(carry, grads)
         return gradient
 
     def _backward(
-        self, device: Device, run: TickRun, carry: Carry, row: Row, arrived: PyTree, loss_gradient: PyTree
+        self, device: Device, run: TickRun, carry: TrainCarry, row: Row, arrived: PyTree, loss_gradient: PyTree
     ) -> None:
-        if not self._fused_loss:
-            loss_gradient = read_ring(carry["loss_gradient"], row["residual_read"])
-        gradient = select(self.is_last(device, row, "backward"), loss_gradient, arrived)
-        ring = carry["kept"]
+        """Run the backward, whole or of the input alone."""
+        stage = self.stage
+        if not self._has_fused_loss:
+            loss_gradient = read_ring(carry.loss_gradients, row.residual_read)
+        gradient = select(self.is_last(device, row.backward.chunk), loss_gradient, arrived)
+        ring = carry.residuals
 
-        def given() -> tuple:
-            return device.held, self._kept(ring, row["residual_read"]), gradient, device.seeds[1]
+        def backward(at: VirtualStage, *, split: bool) -> tuple:
+            residuals = self._read_residuals(ring, row.residual_read)
+            return stage.backward(at, device.weights, residuals, gradient, device.cotangents.reported, split=split)
 
-        def whole(at: Cell) -> tuple:
-            return (*self.parts.backward(at, *given()), zeros_of(self.parts.pending))
-
-        def half(at: Cell) -> tuple:
-            trunk, *rest = self.parts.backward_input(at, *given())
-            return (_with_zeros(trunk, jax.eval_shape(lambda: whole(at))[0]) if len(computes) > 1 else trunk, *rest)
-
-        halves = self._halves(run)
-        computes = [compute for compute, is_half in ((whole, False), (half, True)) if is_half in halves]
-        which = (row["pending_write"] >= 0).astype(jnp.int32) if len(computes) > 1 else 0
-        trunk, own, outgoing, pending = self.cell(device, run, "backward", row, computes, which)
-        if True in halves:
-            carry["pending"] = write_ring_if(carry["pending"], pending, row["pending_write"])
-        self.leave(device, run, carry, row, "grad", outgoing)
-        self._add(carry, row["backward_chunk"], trunk, own)
-        if self.parts.first is not None:
-            is_first = self.is_first(device, row, "backward")
+        kinds = self._kinds_of_backward(run)
+        functions: list[Callable[[VirtualStage], tuple]] = [functools.partial(backward, split=split) for split in kinds]
+        which: jax.Array | int = 0
+        if len(functions) > 1:
+            whole, split = functions
+            functions[1] = lambda at: _fill(split(at), jax.eval_shape(lambda: whole(at)))
+            which = (row.pending_write >= 0).astype(jnp.int32)
+        trunk, unstacked, outgoing, pending = self.action(
+            device, run, self.program.tables.backward, row.backward, functions, which
+        )
+        if True in kinds:
+            carry.pending = write_ring_if(carry.pending, pending, row.pending_write)
+        carry.gradients = self._gradients.send(carry.gradients, {}, row.gradients, device.stage, outgoing)
+        self._add(carry, row.backward.chunk, trunk, unstacked)
+        first = stage.vocab_input
+        if first is not None:
+            is_first = self.is_first(device, row.backward.chunk)
             entered = select(is_first, outgoing, zeros_of(outgoing))
-            returning = row["returning"]
-            batch = Microbatch(device.feed.inputs(returning), None, device.feed.context(returning))
-            compute = functools.partial(self.parts.first_gradients, device.held, batch, entered)
-            _add_ends(carry, self.together(run, row, "returning", compute))
+            index = row.input_grad_microbatch
+            batch = Microbatch(device.batch.inputs(index), None, device.batch.context(index))
+            compute = functools.partial(stage.vocab_input_gradients, device.weights, batch, entered)
+            _add_vocab(carry, self.on_all_stages(run, self.program.tables.input_grad_microbatch, index, compute))
 
-    def _weight(self, device: Device, run: TickRun, carry: Carry, row: Row) -> None:
-        rings = carry["kept"], carry["pending"]
+    def _weight(self, device: Device, run: TickRun, carry: TrainCarry, row: Row) -> None:
+        """Run the weight gradient of a split backward."""
+        residual_ring, pending_ring = carry.residuals, carry.pending
 
-        def half(at: Cell) -> tuple:
-            kept = self._kept(rings[0], row["weight_residual_read"])
-            return self.parts.backward_weight(at, device.held, kept, read_ring(rings[1], row["pending_read"]))
+        def weight(at: VirtualStage) -> tuple[PyTree, PyTree]:
+            residuals = self._read_residuals(residual_ring, row.weight_residual_read)
+            pending = read_ring(pending_ring, row.pending_read)
+            return self.stage.backward_weight(at, device.weights, residuals, pending)
 
-        trunk, own = self.cell(device, run, "weight", row, [half])
-        self._add(carry, row["weight_chunk"], trunk, own)
+        trunk, unstacked = self.action(device, run, self.program.tables.weight, row.weight, [weight])
+        self._add(carry, row.weight.chunk, trunk, unstacked)
 
-    def _halves(self, run: TickRun) -> set[bool]:
-        """Whether the backwards of a run are only the input halves; both where there are such and such."""
-        slots = self.program.tables["pending_write"]
-        return {
+    def _kinds_of_backward(self, run: TickRun) -> list[bool]:
+        """Whether the backwards of a run are split; both where there are such and such, whole ones first."""
+        tables, ticks = self.program.tables, slice(run.start, run.stop)
+        found = {
             slot >= 0
-            for s, row in enumerate(slots)
-            for slot, chunk in zip(row[run.start : run.stop], self.chunks("backward", s, run), strict=True)
+            for slots, chunks in zip(tables.pending_write, tables.backward.chunk, strict=True)
+            for slot, chunk in zip(slots[ticks], chunks[ticks], strict=True)
             if chunk >= 0
         }
+        return sorted(found)
 
-    def _hosted(self, kept: PyTree, space: Any) -> PyTree:
-        return to_memory(kept, self.parts.is_hosted, space)
+    def _to_memory(self, residuals: PyTree, space: Any) -> PyTree:
+        return to_memory(residuals, self.stage.is_hosted, space)
 
-    def _kept(self, ring: PyTree, slot: jax.Array) -> PyTree:
-        return self._hosted(read_ring(ring, slot), jax.memory.Space.Device)
+    def _read_residuals(self, ring: PyTree, slot: jax.Array) -> PyTree:
+        return self._to_memory(read_ring(ring, slot), jax.memory.Space.Device)
 
-    def _add(self, carry: Carry, chunk: jax.Array, trunk: PyTree, own: PyTree) -> None:
-        """Add a cell's gradients to the sums; leaves of the trunk that are None are not its to give."""
-        totals, treedef = jax.tree.flatten(carry["trunk"])
+    def _add(self, carry: TrainCarry, chunk: jax.Array, trunk: PyTree, unstacked: PyTree) -> None:
+        """Add an action's gradients to the sums; leaves of the trunk that are None are not its to give."""
+        sums, treedef = jax.tree.flatten(carry.trunk_grads)
         at = jnp.maximum(chunk, 0)
 
         def add(total: jax.Array, g: jax.Array) -> jax.Array:
-            g = g.astype(total.dtype)
+            g = g.astype(total.dtype)  # sums are wider than bfloat16: thousands of microbatches would round away
             return write_ring(total, read_ring(total, at) + g, at) if self.program.num_chunks > 1 else total + g
 
         grads = treedef.flatten_up_to(trunk)
-        added = [total if g is None else add(total, g) for total, g in zip(totals, grads, strict=True)]
-        carry["trunk"] = jax.tree.unflatten(treedef, added)
-        if self.parts.prologue.has_params:
-            carry["own"] = jax.tree.map(jnp.add, carry["own"], own)
+        added = [total if g is None else add(total, g) for total, g in zip(sums, grads, strict=True)]
+        carry.trunk_grads = jax.tree.unflatten(treedef, added)
+        if self.stage.prologue.has_params:
+            carry.unstacked_grads = jax.tree.map(jnp.add, carry.unstacked_grads, unstacked)
 
 
-_COMPUTING = ("forward", "backward")
+def _loss_is_followed_by_backward(program: TickProgram, stage: Stage) -> bool:
+    """Whether every loss is followed by its backward in the same tick, so that its gradient need not wait."""
+    last_stage, last_chunk = stage.placement.home[-1]
+    forward, backward = (
+        list(zip(actions.chunk[last_stage], actions.microbatch[last_stage], strict=True))
+        for actions in (program.tables.forward, program.tables.backward)
+    )
+    return all(f == b for f, b in zip(forward, backward, strict=True) if b[0] == last_chunk)
 
 
-def _add_ends(carry: Carry, grads: dict[str, jax.Array]) -> None:
-    totals = carry["ends"]
-    carry["ends"] = totals | {name: totals[name] + g.astype(totals[name].dtype) for name, g in grads.items()}
+def _add_vocab(carry: TrainCarry, grads: dict[str, jax.Array]) -> None:
+    sums = carry.vocab_grads
+    carry.vocab_grads = sums | {name: sums[name] + g.astype(sums[name].dtype) for name, g in grads.items()}
 
 
-def _with_zeros(grads: PyTree, struct: PyTree) -> PyTree:
-    """Zeros in place of leaves that are None."""
-    leaves, treedef = jax.tree.flatten(struct)
-    pairs = zip(treedef.flatten_up_to(grads), leaves, strict=True)
-    return jax.tree.unflatten(treedef, [zeros_of(x) if g is None else g for g, x in pairs])
+def _fill(split: tuple, whole: tuple) -> tuple:
+    """A split backward's result in the form of a whole one's: zeros for the gradients that it leaves for later."""
+    leaves, treedef = jax.tree.flatten(whole[0])
+    pairs = zip(treedef.flatten_up_to(split[0]), leaves, strict=True)
+    return jax.tree.unflatten(treedef, [zeros_of(x) if g is None else g for g, x in pairs]), *split[1:]

@@ -1,4 +1,4 @@
-"""The trunk: the same layers in every part of the model, run as one straight program without a conditional."""
+"""The trunk: the same layers in every virtual stage, run as one straight program without a conditional."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,56 +10,54 @@ from jaxpipe._typing import PyTree
 from jaxpipe.autodiff import Residuals, split_backward
 
 from ._aux import AuxSlots
+from ._batch import Context
 from ._blueprint import Blueprint
-from ._buffers import select
-from ._cell import Cell
-
-Context = tuple[jax.Array | None, PyTree]
-"""A microbatch's key (None in evaluation) and its side inputs."""
+from ._buffers import select, zeros_of
+from ._virtual_stage import VirtualStage
 
 
 class Trunk:
-    """Forward and backward of the layers that all parts of the model have alike.
+    """Forward and backward of the layers that all virtual stages have alike.
 
     A chunk is a number where the program is compiled for that chunk alone, or an array: then the chunk's parameters
-    are taken out of those of all chunks when a cell runs, which copies them.
+    are taken out of those of all chunks when an action runs, which copies them.
 
     Args:
-        plan: The model, cut.
+        blueprint: The model, cut.
         scan: Run equal layers as one `lax.scan`, so that the program's size does not grow with their number; their
             parameters are then stacked once per step. Layers that differ from one another, keep collections or report
             anything are never scanned.
         join: Hold the parameters of all chunks together, for chunks that are arrays.
-        split: Make the halves of the backward too.
+        split: Make the split backward too.
 
     Attributes:
-        aux: What the trunk of each part reports.
+        aux: What the trunk of each virtual stage reports.
     """
 
-    def __init__(self, plan: Blueprint, *, scan: bool, join: bool, split: bool) -> None:
-        self._module, self._collections = plan.module, plan.collections
-        self._layers = plan.cuts[0].trunk
-        self._home = plan.placement.home[0][0]
-        self._stage = plan.params.stages[self._home]
-        self._in_chunk = [plan.cuts[part].trunk for part in plan.placement.virtual[self._home]]
+    def __init__(self, blueprint: Blueprint, *, scan: bool, join: bool, split: bool) -> None:
+        self._module, self._collections = blueprint.module, blueprint.collections
+        self._layers = blueprint.cuts[0].trunk
+        self._home = blueprint.placement.home[0][0]
+        self._stage = blueprint.params.stages[self._home]
+        self._in_chunk = [blueprint.cuts[v].trunk for v in blueprint.placement.virtual[self._home]]
         """By chunk its layers on the stage that holds the first part of the model."""
         self._names = [
             dict(zip(self._own_names(self._layers), self._own_names(at), strict=True)) for at in self._in_chunk
         ]
         """By chunk the parameters' names, by those of the model's first part."""
-        self._starts = tuple(cut.trunk.start for cut in plan.cuts)
+        self._starts = tuple(cut.trunk.start for cut in blueprint.cuts)
         self._join = join and len(self._in_chunk) > 1
-        self.aux = [AuxSlots(plan.module.layers, plan.trace, cut.trunk) for cut in plan.cuts]
-        is_plain = not (self.aux[0].names or plan.collections.has_any(self._layers))
-        are_alike = len(self._layers) > 1 and len({plan.signatures[i] for i in self._layers}) == 1
+        self.aux = [AuxSlots(blueprint.module.layers, blueprint.trace, cut.trunk) for cut in blueprint.cuts]
+        is_plain = not (self.aux[0].names or blueprint.collections.has_any(self._layers))
+        are_alike = len(self._layers) > 1 and len({blueprint.signatures[i] for i in self._layers}) == 1
         self._scan = scan and are_alike and is_plain
-        self.inputs = plan.trace.boundaries[plan.cuts[0].trunk.start]
-        stacked = {name: plan.params.layout.stacked[name] for name in self._names[0].values()}
+        self.inputs = blueprint.trace.boundaries[blueprint.cuts[0].trunk.start]
+        stacked = {name: blueprint.params.layout.stacked[name] for name in self._names[0].values()}
         struct = jax.eval_shape(lambda stacked: self._prepare(stacked, 0), stacked)
         offset = jax.ShapeDtypeStruct((), jnp.int32)
-        held = [plan.trace.collections[i] for i in self._layers]
+        held = [blueprint.trace.collections[i] for i in self._layers]
         self._struct = struct
-        self._residuals = Residuals(self._train, struct, self.inputs, (offset, *plan.context, held))
+        self._residuals = Residuals(self._train, struct, self.inputs, (offset, *blueprint.context, held))
         self._split = split_backward(self._residuals, struct, "trunk") if split and not self.is_empty else None
 
     @property
@@ -68,26 +66,26 @@ class Trunk:
         return not self._layers
 
     @property
-    def kept(self) -> PyTree:
+    def residuals(self) -> PyTree:
         """Shapes and dtypes of what `forward` leaves for `backward`."""
         return [] if self.is_empty else self._residuals.kept
 
     @property
     def is_hosted(self) -> PyTree:
-        """Per leaf of `kept` whether it waits in host memory."""
+        """Per leaf of `residuals` whether it waits in host memory."""
         return [] if self.is_empty else self._residuals.is_hosted
 
     @property
     def pending(self) -> PyTree:
-        """Shapes and dtypes of what the input half of a backward leaves for the weight half."""
+        """Shapes and dtypes of what a split backward leaves for its weight gradient."""
         return [] if self._split is None else self._split.pending
 
     def prepare(self, stacked: dict[str, jax.Array]) -> PyTree:
-        """The trunk's parameters as its cells use them: by chunk, or all chunks along a first dim."""
+        """The trunk's parameters as its actions use them: by chunk, or all chunks along a first dim."""
         each = [self._prepare(stacked, chunk) for chunk in range(len(self._names))]
         return jax.tree.map(lambda *xs: jnp.stack(xs), *each) if self._join else each
 
-    def gradients(self, struct_of: Callable[[Any], Any]) -> PyTree:
+    def grad_struct(self, struct_of: Callable[[Any], Any]) -> PyTree:
         """Shapes and dtypes of one chunk's summed gradients.
 
         Args:
@@ -104,67 +102,69 @@ class Trunk:
         return found
 
     def forward(
-        self, at: Cell, params: PyTree, collections: PyTree, inputs: PyTree, context: Context
+        self, at: VirtualStage, params: PyTree, collections: PyTree, inputs: PyTree, context: Context
     ) -> tuple[PyTree, PyTree, PyTree, jax.Array]:
-        """Run the trunk of a part.
+        """Run the trunk of a virtual stage.
 
         Args:
-            at: The part.
+            at: The virtual stage.
             params: The trunk's parameters, prepared.
             collections: The stage's collections.
             inputs: What enters the trunk.
             context: The microbatch's key and side inputs.
 
         Returns:
-            `(output, what backward needs, collections, values reported)`.
+            `(output, residuals, collections, values reported)`.
         """
         if self.is_empty:
             return inputs, [], collections, jnp.zeros((0,), jnp.float32)
         full = (self._offset(at), *context, self._held(at, collections))
-        (y, *_), (new, values), kept = self._residuals.forward(self._take(at, params), inputs, full)
-        return y, kept, self._put(at, collections, new), values
+        (y, *_), (new, values), residuals = self._residuals.forward(self._take(at, params), inputs, full)
+        return y, residuals, self._put(at, collections, new), values
 
     def backward(
-        self, at: Cell, params: PyTree, kept: PyTree, gradient: list[jax.Array], aux_seed: jax.Array
-    ) -> tuple[PyTree, list[jax.Array]]:
+        self,
+        at: VirtualStage,
+        params: PyTree,
+        residuals: PyTree,
+        gradient: list[jax.Array],
+        reported_cotangent: jax.Array,
+        *,
+        split: bool,
+    ) -> tuple[PyTree, list[jax.Array], list[jax.Array]]:
         """Run the backward.
 
         Args:
-            at: The part.
+            at: The virtual stage.
             params: The trunk's parameters, prepared.
-            kept: As `forward` returned it.
+            residuals: As `forward` returned them.
             gradient: Gradient of the output's differentiable leaves.
-            aux_seed: Gradient of the losses that the layers report.
+            reported_cotangent: Cotangent of the losses that the layers report.
+            split: Leave the weight gradients to `backward_weight`.
 
         Returns:
-            `(gradients of the part's parameters, gradient of the input)`.
+            `(gradients of the virtual stage's parameters, gradient of the input, what backward_weight needs)`; of a
+            split one gradients are None where `backward_weight` gives them, of a whole one the last is zero.
         """
         if self.is_empty:
-            return {}, gradient
-        return self._residuals.backward(self._take(at, params), kept, self._seeds(gradient, aux_seed))
-
-    def backward_input(
-        self, at: Cell, params: PyTree, kept: PyTree, gradient: list[jax.Array], aux_seed: jax.Array
-    ) -> tuple[PyTree, list[jax.Array], list[jax.Array]]:
-        """Run the half of the backward that the part before waits for.
-
-        Returns:
-            `(gradients of the part's parameters, None where the other half gives them, gradient of the input, what the
-            other half needs)`.
-        """
-        if self._split is None:
             return {}, gradient, []
-        return self._split.input_half(self._take(at, params), kept, self._seeds(gradient, aux_seed))
+        cotangents = [*gradient, *([reported_cotangent] if self.aux[0].has_losses else [])]
+        taken = self._take(at, params)
+        if split and self._split is not None:
+            return self._split.input_half(taken, residuals, cotangents)
+        return *self._residuals.backward(taken, residuals, cotangents), zeros_of(self.pending)
 
-    def backward_weight(self, at: Cell, params: PyTree, kept: PyTree, pending: list[jax.Array]) -> PyTree:
-        """Run the other half.
+    def backward_weight(self, at: VirtualStage, params: PyTree, residuals: PyTree, pending: list[jax.Array]) -> PyTree:
+        """Run what a split backward has left.
 
         Returns:
-            Gradients of the part's parameters, None where the input half gave them.
+            Gradients of the virtual stage's parameters, None where the split backward gave them.
         """
-        return {} if self._split is None else self._split.weight_half(self._take(at, params), kept, pending)
+        return {} if self._split is None else self._split.weight_half(self._take(at, params), residuals, pending)
 
-    def evaluate(self, at: Cell, params: PyTree, collections: PyTree, inputs: PyTree, context: Context) -> PyTree:
+    def evaluate(
+        self, at: VirtualStage, params: PyTree, collections: PyTree, inputs: PyTree, context: Context
+    ) -> PyTree:
         """Forward pass outside training."""
         if self.is_empty:
             return inputs
@@ -193,25 +193,22 @@ class Trunk:
                 named[name] = leaf[place]
         return named
 
-    def _take(self, at: Cell, params: PyTree) -> PyTree:
+    def _take(self, at: VirtualStage, params: PyTree) -> PyTree:
         if not self._join:
             return params[at.chunk]
         return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, at.chunk, keepdims=False), params)
 
-    def _seeds(self, gradient: list[jax.Array], aux_seed: jax.Array) -> list[jax.Array]:
-        return [*gradient, *([aux_seed] if self.aux[0].has_losses else [])]
+    def _offset(self, at: VirtualStage) -> jax.Array:
+        """How far the layer indices of a virtual stage's trunk lie from those of the first one's."""
+        return jnp.asarray(self._starts, jnp.int32)[at.index] - self._starts[0]
 
-    def _offset(self, at: Cell) -> jax.Array:
-        """How far the layer indices of a part's trunk lie from those of part 0's."""
-        return jnp.asarray(self._starts, jnp.int32)[at.part] - self._starts[0]
-
-    def _held(self, at: Cell, collections: PyTree) -> list[PyTree]:
+    def _held(self, at: VirtualStage, collections: PyTree) -> list[PyTree]:
         each = [self._collections.views(self._home, layers, collections) for layers in self._in_chunk]
         if isinstance(at.chunk, int):
             return each[at.chunk]
         return jax.tree.map(lambda *xs: jnp.stack(xs)[at.chunk], *each)
 
-    def _put(self, at: Cell, collections: PyTree, new: list[PyTree]) -> PyTree:
+    def _put(self, at: VirtualStage, collections: PyTree, new: list[PyTree]) -> PyTree:
         if isinstance(at.chunk, int):
             return self._collections.put(self._home, self._in_chunk[at.chunk], collections, new)
         for chunk, layers in enumerate(self._in_chunk):

@@ -1,8 +1,8 @@
-"""Running the ends of a model on all stages at once, each with its slices of the split parameters.
+"""Vocabulary-parallel layers: the ends of a model run by all stages at once, each with its shards of the parameters.
 
 With `check_vma=False` the transpose of a `psum` is a `psum`, so a backward gives every stage the gradient of the sum of
-what all stages have seeded. The seeds therefore are zero on all stages but one: that of the part which borders on the
-end. The gradients of what all stages hold alike are summed over the stages afterwards.
+the cotangents of all stages. These therefore are zero on all stages but one: that of the virtual stage which borders on
+the end. The gradients of what all stages hold alike are summed over the stages afterwards.
 """
 
 import functools
@@ -18,29 +18,29 @@ from jaxpipe.errors import LayerError
 from jaxpipe.jaxpr import output_dependence
 from jaxpipe.layers import format_struct
 
+from ._batch import Context
 from ._blueprint import Blueprint
 from ._buffers import select, zeros_of
-from ._trunk import Context
 
 _AXIS = "stage"
 Leaves = dict[str, jax.Array]
 """Parameters, or their gradients, by name."""
 
 
-class LayersTogether:
-    """Some layers that all stages run together.
+class _VocabParallel:
+    """Layers at one end of the model that all stages run at once.
 
     Args:
-        plan: The model, cut.
+        blueprint: The model, cut.
         layers: The layers, in order.
     """
 
-    def __init__(self, plan: Blueprint, layers: range) -> None:
-        self._module, self._trace, self._layers = plan.module, plan.trace, layers
-        self._num_stages = plan.placement.num_stages
-        self._stage = plan.params.stages[0]
-        self._struct = {name: plan.params.layout.stacked[name] for name in self._stage.names_of(layers)}
-        self.outputs_struct = self._traced(plan.context)
+    def __init__(self, blueprint: Blueprint, layers: range) -> None:
+        self._module, self._trace, self._layers = blueprint.module, blueprint.trace, layers
+        self._num_stages = blueprint.placement.num_stages
+        self._stage = blueprint.params.stages[0]
+        self._struct = {name: blueprint.params.layout.stacked[name] for name in self._stage.names_of(layers)}
+        self.outputs_struct = self._traced(blueprint.context)
 
     def _traced(self, context: Context) -> PyTree:
         """Shapes and dtypes of the output on a stage."""
@@ -67,19 +67,19 @@ class LayersTogether:
         return self._module.run_layers(layers, views, train=train)(inputs, *context, [{} for _ in layers])[0]
 
 
-class FirstTogether(LayersTogether):
-    """The first layers; nothing of them is kept between forward and backward.
+class VocabInput(_VocabParallel):
+    """The first layers, without residuals: their backward runs their forward again.
 
     Raises:
         LayerError: A layer does not accept slices, or the output is not whole on every stage.
     """
 
-    def __init__(self, plan: Blueprint, layers: range) -> None:
-        super().__init__(plan, layers)
-        wanted, found = format_struct(plan.trace.boundaries[layers.stop]), format_struct(self.outputs_struct)
+    def __init__(self, blueprint: Blueprint, layers: range) -> None:
+        super().__init__(blueprint, layers)
+        wanted, found = format_struct(blueprint.trace.boundaries[layers.stop]), format_struct(self.outputs_struct)
         if wanted != found:
             raise LayerError(
-                f"layer {plan.module.layers[layers.stop - 1].name}, which all stages run together, must hand over "
+                f"layer {blueprint.module.layers[layers.stop - 1].name}, which all stages run together, must hand over "
                 f"{wanted} on every stage, but got {found}. Put its slices together with a psum or an all_gather over "
                 "'stage'."
             )
@@ -97,8 +97,8 @@ class FirstTogether(LayersTogether):
         return jax.vjp(moving, self._take(storage, self._layers))[1](list(gradient))[0]
 
 
-class LastTogether(LayersTogether):
-    """The last layers and the loss, with nothing kept between forward and backward.
+class VocabLoss(_VocabParallel):
+    """The last layers and the loss, as one fused value and gradient.
 
     Only from the first split layer on do all stages compute the same. The layers before it count on the home stage, the
     one that holds the last part, and what they hand over is then given to all: the cotangent of what all stages have
@@ -106,9 +106,9 @@ class LastTogether(LayersTogether):
     split layer it does: what `VocabHead` is given by its own layer has the cotangent of one slice of the logits.
     """
 
-    def __init__(self, plan: Blueprint, layers: range) -> None:
-        super().__init__(plan, layers)
-        first = next(i for i in layers if plan.trace.stage_dims[i])
+    def __init__(self, blueprint: Blueprint, layers: range) -> None:
+        super().__init__(blueprint, layers)
+        first = next(i for i in layers if blueprint.trace.stage_dims[i])
         self._alone, self._shared = range(layers.start, first), range(first, layers.stop)
 
     def check_loss(self, labels: PyTree) -> None:
@@ -155,7 +155,13 @@ class LastTogether(LayersTogether):
         return jax.tree.map(one, outputs, self._trace.boundaries[-1])
 
     def loss_and_gradients(
-        self, storage: PyTree, is_home: jax.Array, inputs: PyTree, labels: PyTree, context: Context, seed: jax.Array
+        self,
+        storage: PyTree,
+        is_home: jax.Array,
+        inputs: PyTree,
+        labels: PyTree,
+        context: Context,
+        cotangent: jax.Array,
     ) -> tuple[jax.Array, Leaves, list[jax.Array]]:
         """The loss of one microbatch with its gradients.
 
@@ -165,7 +171,7 @@ class LastTogether(LayersTogether):
             inputs: The trunk's output.
             labels: The microbatch's labels, on all stages.
             context: The microbatch's key and side inputs, on all stages.
-            seed: What the loss is multiplied with before differentiation.
+            cotangent: What the loss is multiplied with before differentiation.
 
         Returns:
             `(loss, gradients of the parameters by name, gradients of the differentiable inputs)`; loss and gradients
@@ -176,7 +182,7 @@ class LastTogether(LayersTogether):
             moved = replace_differentiable(inputs, values)
             outputs = self._outputs(is_home, alone, shared, moved, context, train=True)
             loss = jnp.where(is_home, self._module.loss_terms(outputs, labels)[0].astype(jnp.float32), 0.0)
-            return loss * seed, loss
+            return loss * cotangent, loss
 
         given = self._take(storage, self._alone), self._take(storage, self._shared), differentiable(inputs)
         (alone, shared, dx), loss = jax.grad(of_moving, argnums=(0, 1, 2), has_aux=True)(*given)

@@ -21,12 +21,12 @@ from jaxpipe.executor import (
     EvaluateLoop,
     Metrics,
     Objective,
-    StageParts,
+    Stage,
     TrainLoop,
+    batch_shard_dims,
     batch_spec,
     check_whole_outputs,
     model_topology,
-    spread_dims,
     trace_places,
 )
 from jaxpipe.layers import PipelineModule, flatten_dict, join_path, struct_of, unflatten_dict, with_axes
@@ -157,14 +157,14 @@ class Pipeline:
         self.config, self.loss_scaler = plan.config, LossScaler.from_config(config)
         outputs, num_terms = self.trace.boundaries[-1], num_microbatches * self.num_replicas
         objective = with_axes(self.trace.axes, lambda: Objective(module, outputs, labels, num_terms))
-        spread = spread_dims(
-            (inputs, labels), num_microbatches, module.num_stages, unless_auto(config.pipeline.spread_inputs)
-        )
+        wanted = unless_auto(config.pipeline.spread_inputs)
+        shard_dims = batch_shard_dims((inputs, labels), num_microbatches, module.num_stages, wanted)
         side_specs = jax.tree.map(lambda _: batch_spec(WHOLE), side)
-        self._batch_specs = (*jax.tree.map(batch_spec, spread), side_specs)
-        self._stages = with_axes(self.trace.axes, lambda: StageParts(module, self.trace, plan))
+        self._batch_specs = (*jax.tree.map(batch_spec, shard_dims), side_specs)
+        self._stages = with_axes(self.trace.axes, lambda: Stage(module, self.trace, plan))
         self._params = self._stages.params
-        self._stages.check_loss(labels)
+        if self._stages.vocab_loss is not None:
+            self._stages.vocab_loss.check_loss(labels)
         num_shards = self.num_replicas if config.zero_optimization.stage else 1
         check_sharded(optimizer, self._whole, self._params)
         self._division = divide(self._params, optimizer, num_shards, num_model)
@@ -177,7 +177,7 @@ class Pipeline:
             EvaluateLoop(self._stages, plan.forward_only, skip_idle=plan.skips),
             objective,
             config,
-            spread,
+            shard_dims,
         )
         self._compile()
 
@@ -223,7 +223,7 @@ class Pipeline:
     def kept_bytes(self) -> tuple[int, int]:
         """Bytes of one microbatch and one chunk that wait for the backward: on a device, and in host memory."""
         sizes = [0, 0]
-        pair = self._stages.kept, self._stages.is_hosted
+        pair = self._stages.residuals, self._stages.is_hosted
         for leaf, is_hosted in zip(*map(jax.tree.leaves, pair), strict=True):
             sizes[is_hosted] += leaf.size * leaf.dtype.itemsize
         return sizes[0], sizes[1]

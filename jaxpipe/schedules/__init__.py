@@ -32,9 +32,15 @@ from jaxpipe.schedules._interleaved import InterleavedSchedule as InterleavedSch
 from jaxpipe.schedules._lowering import lower_schedule as lower_schedule
 from jaxpipe.schedules._one_f_one_b import OneFOneBSchedule as OneFOneBSchedule
 from jaxpipe.schedules._one_f_one_b_v import OneFOneBVSchedule as OneFOneBVSchedule
+from jaxpipe.schedules._program import Actions as Actions
+from jaxpipe.schedules._program import Buffers as Buffers
+from jaxpipe.schedules._program import Sends as Sends
 from jaxpipe.schedules._program import Table as Table
+from jaxpipe.schedules._program import Tables as Tables
 from jaxpipe.schedules._program import TickProgram as TickProgram
 from jaxpipe.schedules._program import TickRun as TickRun
+from jaxpipe.schedules._program import TransferBuffers as TransferBuffers
+from jaxpipe.schedules._program import Transfers as Transfers
 from jaxpipe.schedules._resolve import resolve_schedule as resolve_schedule
 from jaxpipe.schedules._resolve import schedule_names as schedule_names
 from jaxpipe.schedules._runs import MAX_RUNS as MAX_RUNS
@@ -46,10 +52,12 @@ from jaxpipe.schedules._zero_bubble import ZeroBubbleSchedule as ZeroBubbleSched
 
 __all__ = [
     "MAX_RUNS",
+    "Actions",
     "BackwardInput",
     "BackwardPass",
     "BackwardWeight",
     "BufferOpInstruction",
+    "Buffers",
     "Candidate",
     "Choice",
     "DataParallelSchedule",
@@ -70,12 +78,16 @@ __all__ = [
     "ReduceTiedGrads",
     "SendActivation",
     "SendGrad",
+    "Sends",
     "StageCosts",
     "Table",
+    "Tables",
     "TickProgram",
     "TickRun",
     "TimetableSchedule",
     "TrainSchedule",
+    "TransferBuffers",
+    "Transfers",
     "ZeroBubbleSchedule",
     "bubble_fraction",
     "check_schedule",

@@ -130,7 +130,7 @@ class _Chooser:
         def extended(of: Callable[[TickProgram], float]) -> float:
             return of(program) + rounds * (of(program) - of(shorter))
 
-        in_flight, pending = program.residual_slots / num_chunks, program.depth["pending"] / num_chunks
+        in_flight, pending = program.residual_slots / num_chunks, program.depth.pending / num_chunks
         memory = in_flight * costs.activation_bytes + pending * costs.pending_bytes
         return [
             Candidate(
@@ -162,7 +162,7 @@ class _Chooser:
 def _branches(program: TickProgram, run: TickRun) -> int:
     """Kinds of cells that need a branch in each tick of a run: those that may be idle, or be of several chunks."""
     count = 0
-    for kind in ("forward", "backward", "weight"):
-        cells = {cell for row in program.tables[f"{kind}_chunk"] for cell in row[run.start : run.stop]}
+    for actions in (program.tables.forward, program.tables.backward, program.tables.weight):
+        cells = {cell for row in actions.chunk for cell in row[run.start : run.stop]}
         count += len(cells) > 1
     return count

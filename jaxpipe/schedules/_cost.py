@@ -89,8 +89,14 @@ class _Costs:
         self._half = self._whole - self._weight
 
     def lockstep(self, *, skip_idle: bool) -> float:
-        names = ("forward_microbatch", "backward_microbatch", "pending_write", "weight_microbatch")
-        columns = [list(zip(*self._program.tables[name], strict=True)) for name in names]
+        tables = self._program.tables
+        cells = (
+            tables.forward.microbatch,
+            tables.backward.microbatch,
+            tables.pending_write,
+            tables.weight.microbatch,
+        )
+        columns = [list(zip(*table, strict=True)) for table in cells]
         ticks = [[self._cell(*cell) for cell in zip(*column, strict=True)] for column in zip(*columns, strict=True)]
         if skip_idle:
             return sum(max(map(sum, cells)) for cells in ticks)
@@ -107,19 +113,19 @@ class _Costs:
         now = [0.0] * program.num_stages
         for tick in range(program.num_ticks):
             for stage in self._stages():
-                microbatch = tables["forward_microbatch"][stage][tick]
+                microbatch = tables.forward.microbatch[stage][tick]
                 if microbatch >= 0:
-                    part = program.placement[stage][tables["forward_chunk"][stage][tick]]
+                    part = program.placement[stage][tables.forward.chunk[stage][tick]]
                     ready = forward_done.get((part - 1, microbatch), 0.0)
                     now[stage] = forward_done[part, microbatch] = max(now[stage], ready) + self._forward
-                microbatch = tables["backward_microbatch"][stage][tick]
+                microbatch = tables.backward.microbatch[stage][tick]
                 if microbatch >= 0:
-                    part = program.placement[stage][tables["backward_chunk"][stage][tick]]
+                    part = program.placement[stage][tables.backward.chunk[stage][tick]]
                     ready = backward_done.get((part + 1, microbatch), 0.0)
-                    split = tables["pending_write"][stage][tick] >= 0
+                    split = tables.pending_write[stage][tick] >= 0
                     cost = self._half if split else self._whole
                     now[stage] = backward_done[part, microbatch] = max(now[stage], ready) + cost
-                if tables["weight_microbatch"][stage][tick] >= 0:
+                if tables.weight.microbatch[stage][tick] >= 0:
                     now[stage] += self._weight
         return max(now)
 

@@ -1,10 +1,134 @@
 """The tick program: a schedule as tables of whole numbers."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any, Generic, NamedTuple, TypeVar
 
-Table = tuple[tuple[int, ...], ...]
-"""`table[stage][tick]`; -1 means that nothing happens."""
+T = TypeVar("T")
+
+Row = tuple[int, ...]
+"""`row[tick]` of one stage; -1 means that nothing happens."""
+
+Table = tuple[Row, ...]
+"""`table[stage][tick]`."""
+
+Sends = Mapping[int, tuple[tuple[int, int], ...]]
+"""Pairs `(source stage, target stage)`, by how many stages further on the ring the target lies."""
+
+
+class Actions(NamedTuple, Generic[T]):
+    """What the actions of one kind (forward, backward or weight gradient) work on.
+
+    Attributes:
+        microbatch: The microbatch; -1 where the stage is idle.
+        chunk: The stage's chunk; -1 likewise.
+    """
+
+    microbatch: T
+    chunk: T
+
+
+class Transfers(NamedTuple, Generic[T]):
+    """How one kind of value, activations or gradients, goes from the action that computes it to the one that takes it.
+
+    Attributes:
+        send: Slot of the send buffer that is sent in a tick's exchange.
+        send_to: The stage that it goes to.
+        recv: Slot of the receive buffer where the value lands that arrives in a tick's exchange.
+        recv_from: The stage that it comes from.
+        next_recv_from: `recv_from` of the tick after.
+        read: Slot of the receive buffer that the tick's action takes.
+        write: Slot of the send buffer that its result goes to.
+        local_read: Slot of the local buffer that the action takes, if the chunk before lies on the same stage.
+        local_write: Slot of the local buffer that its result goes to, if the chunk after lies on the same stage.
+    """
+
+    send: T
+    send_to: T
+    recv: T
+    recv_from: T
+    next_recv_from: T
+    read: T
+    write: T
+    local_read: T
+    local_write: T
+
+
+class Tables(NamedTuple, Generic[T]):
+    """What a tick program says of each tick.
+
+    `Tables[Table]` is the whole program; the executor cuts one device's `Tables[jax.Array]` of one tick out of it.
+
+    Attributes:
+        forward: What forwards work on.
+        backward: What backwards work on, whole ones and those of the input alone.
+        weight: What the weight gradients of split backwards work on.
+        activations: How activations travel; forwards take and give them.
+        gradients: How gradients travel; backwards take and give them.
+        residual_write: Slot for the residuals of the tick's forward.
+        residual_read: Slot of the residuals that its backward takes.
+        weight_residual_read: Slot of the residuals that its weight gradient takes.
+        pending_write: Slot for what a split backward leaves for its weight gradient; -1 where the backward is whole.
+        pending_read: Slot of what the weight gradient takes.
+        input_microbatch: The microbatch whose forward on the model's first part is in this tick, told to all stages.
+        loss_microbatch: The same of the last part, whose output the loss takes.
+        input_grad_microbatch: The microbatch whose backward on the first part is in this tick, told to all stages.
+    """
+
+    forward: Actions[T]
+    backward: Actions[T]
+    weight: Actions[T]
+    activations: Transfers[T]
+    gradients: Transfers[T]
+    residual_write: T
+    residual_read: T
+    weight_residual_read: T
+    pending_write: T
+    pending_read: T
+    input_microbatch: T
+    loss_microbatch: T
+    input_grad_microbatch: T
+
+
+class TransferBuffers(NamedTuple, Generic[T]):
+    """Something for each buffer of one kind of value that travels.
+
+    Attributes:
+        recv: Of what has arrived and waits for its action.
+        send: Of what was computed and waits to be sent.
+        local: Of what passes between two chunks of one stage.
+    """
+
+    recv: T
+    send: T
+    local: T
+
+
+class Buffers(NamedTuple, Generic[T]):
+    """Something for each buffer of a stage.
+
+    Attributes:
+        activations: Of activations.
+        gradients: Of gradients.
+        residuals: Of what lies between a forward and its backward.
+        pending: Of what lies between the two actions of a split backward.
+    """
+
+    activations: TransferBuffers[T]
+    gradients: TransferBuffers[T]
+    residuals: T
+    pending: T
+
+
+_STRUCTURES: tuple[Callable[..., Any], ...] = (Tables, Transfers, Actions, Buffers, TransferBuffers)
+
+
+def map_fields(function: Callable[..., Any], *structures: Any) -> Any:
+    """Call a function with the corresponding fields of structures of this module, and put the results in their form."""
+    make: Callable[..., Any] = type(structures[0])  # pyright: ignore[reportUnknownVariableType]
+    if make in _STRUCTURES:
+        return make(*(map_fields(function, *each) for each in zip(*structures, strict=True)))
+    return function(*structures)
 
 
 @dataclass(frozen=True)
@@ -15,10 +139,12 @@ class TickRun:
         start: First tick.
         stop: Tick behind the last.
         has_forward: Some stage runs a forward in some tick of the run.
-        has_backward: Some stage runs a backward, whole or its input half.
-        has_weight: Some stage runs the weight half of a backward.
-        act_hops: Directions in which activations travel: 1 to the next stage of the ring, -1 to the previous one.
-        grad_hops: Directions in which gradients travel.
+        has_backward: Some stage runs a backward, whole or of the input alone.
+        has_weight: Some stage runs the weight gradient of a split backward.
+        activation_sends: Who sends activations to whom in the exchanges of these ticks.
+        next_activation_sends: The same of the ticks `start + 1` to `stop`: what this run's own forwards hand on where
+            nothing waits to be sent.
+        gradient_sends: Who sends gradients to whom.
     """
 
     start: int
@@ -26,42 +152,33 @@ class TickRun:
     has_forward: bool
     has_backward: bool
     has_weight: bool
-    act_hops: tuple[int, ...]
-    grad_hops: tuple[int, ...]
-
-    @property
-    def has_act(self) -> bool:
-        """Whether an activation travels in the run."""
-        return bool(self.act_hops)
-
-    @property
-    def has_grad(self) -> bool:
-        """Whether a gradient travels in the run."""
-        return bool(self.grad_hops)
+    activation_sends: Sends
+    next_activation_sends: Sends
+    gradient_sends: Sends
 
 
 @dataclass(frozen=True)
 class TickProgram:
     """What every stage does in every tick, and in which slot each value lies.
 
-    A tick is a step of the schedule. It has four phases, in this order:
+    A tick is a step of the schedule. It has four phases, in this order (`a` stands for `tables.activations`, `g` for
+    `tables.gradients`):
 
-    1. exchange: `act_out[act_send]` goes to stage `act_send_to`, where it lands in `act_in[act_recv]`; gradients
-       likewise, from `grad_out[grad_send]` to `grad_in[grad_recv]`;
-    2. forward: of chunk `forward_chunk`, microbatch `forward_microbatch` (-1: idle). Its input is
-       `act_in[forward_read]`, or `act_local[forward_local_read]` if the chunk before lies on the same stage, or the
-       batch if both are -1 (the first part of the model). Its output goes to `act_out[forward_write]` or
-       `act_local[forward_local_write]`, or nowhere (the last part); what the backward needs goes to
-       `residual[residual_write]`;
-    3. backward, whole or (where `pending_write` is not -1) its input half: of `backward_chunk`,
-       `backward_microbatch`, from `residual[residual_read]` and the gradient `grad_in[backward_read]` or
-       `grad_local[backward_local_read]` (both -1: the loss). Its result goes to `grad_out[backward_write]` or
-       `grad_local[backward_local_write]`; a split one leaves the rest of its work in `pending[pending_write]`;
-    4. weight: the other half, of `weight_chunk`, `weight_microbatch`, from `pending[pending_read]` and
-       `residual[weight_residual_read]`.
+    1. exchange: slot `a.send` of the activations' send buffer goes to stage `a.send_to`, where it lands in slot
+       `a.recv` of the receive buffer; gradients likewise, by `g`;
+    2. forward: of chunk `forward.chunk`, microbatch `forward.microbatch` (-1: idle). Its input is slot `a.read` of the
+       receive buffer, or slot `a.local_read` of the local one if the chunk before lies on the same stage, or the batch
+       if both are -1 (the first part of the model). Its output goes to slot `a.write` of the send buffer or
+       `a.local_write` of the local one, or nowhere (the last part); its residuals go to slot `residual_write`;
+    3. backward, whole or (where `pending_write` is not -1) of the input alone: of `backward.chunk` and
+       `backward.microbatch`, from the residuals in slot `residual_read` and the gradient in slot `g.read` or
+       `g.local_read` (both -1: the loss). Its result goes to `g.write` or `g.local_write`; a split one leaves the rest
+       of its work in slot `pending_write`;
+    4. weight: the rest, of `weight.chunk` and `weight.microbatch`, from slots `pending_read` and
+       `weight_residual_read`.
 
-    Idle forward cells of training runs that hold forwards have a `residual_write` too: a slot that nothing living
-    uses in that tick, so that a masked forward may store its garbage there. Everywhere else -1 marks idleness.
+    Idle forwards of training runs that hold forwards have a `residual_write` too: a slot that nothing living uses in
+    that tick, so that a masked forward may store its garbage there. Everywhere else -1 marks idleness.
 
     Attributes:
         name: The schedule's class name.
@@ -71,15 +188,14 @@ class TickProgram:
         num_ticks: Length of the program.
         training: Whether it has backwards.
         placement: `placement[stage][chunk]`: the chunk's place in the model, counted from the input.
-        tables: Name to table: those above, and `act_send_to`, `act_recv_from`, `grad_send_to`, `grad_recv_from`
-            (stages).
-        stage_depth: Buffer (`act_in`, `act_out`, `act_local`, `grad_in`, `grad_out`, `grad_local`, `residual`,
-            `pending`) to the slots each stage needs.
-        depth: Buffer to the slots every device must hold: the maximum over stages.
-        direct: Those of `act_in`, `grad_in`, `pending` whose values are all consumed in the tick they arrive, and so
-            need no buffer. A buffer that is never used is among them.
-        needs_spill: Whether some idle forward finds no free residual slot; it writes to slot `depth["residual"]`, one
-            more than the living need.
+        tables: The tables.
+        stage_depth: The slots of each buffer that each stage needs.
+        depth: The slots that every device must hold: the maximum over stages.
+        unbuffered: Whether no value waits in a buffer: what arrives is taken in the same tick (`recv`), what is sent
+            was computed in the tick before (`send`), a split backward is completed in the same tick (`pending`). A
+            `recv` or `pending` that is never used counts as such, a `send` that is never used does not.
+        needs_spill: Whether some idle forward finds no free slot for residuals; it writes to slot `depth.residuals`,
+            one more than the living need.
         runs: The ticks in runs of equal content, at most `MAX_RUNS`, however many microbatches there are.
     """
 
@@ -90,10 +206,10 @@ class TickProgram:
     num_ticks: int
     training: bool
     placement: tuple[tuple[int, ...], ...]
-    tables: Mapping[str, Table]
-    stage_depth: Mapping[str, tuple[int, ...]]
-    depth: Mapping[str, int]
-    direct: frozenset[str]
+    tables: Tables[Table]
+    stage_depth: Buffers[Row]
+    depth: Buffers[int]
+    unbuffered: Buffers[bool]
     needs_spill: bool
     runs: tuple[TickRun, ...]
 
@@ -106,19 +222,19 @@ class TickProgram:
         Returns:
             Number of microbatches, counted on each chunk; 0 if the program has no backwards.
         """
-        return self.stage_depth["residual"][stage]
+        return self.stage_depth.residuals[stage]
 
     @property
     def peak_in_flight(self) -> int:
         """The largest `in_flight` of all stages."""
-        return self.depth["residual"]
+        return self.depth.residuals
 
     @property
     def residual_slots(self) -> int:
-        """Slots of the residual ring with the spill slot, if there is one."""
-        return self.depth["residual"] + int(self.needs_spill)
+        """Slots of the residuals' buffer with the spill slot, if there is one."""
+        return self.depth.residuals + int(self.needs_spill)
 
     @property
     def has_split_backward(self) -> bool:
-        """Whether some backward is run in two halves."""
-        return self.depth["pending"] > 0
+        """Whether some backward is split in two."""
+        return self.depth.pending > 0

@@ -41,7 +41,7 @@ def test_steps_are_those_of_the_closed_forms() -> None:
         assert one.step_s == pytest.approx(promised)
         program = lower_schedule(resolve_schedule(one.schedule, one.num_chunks), 16, 4)
         assert one.in_flight == program.residual_slots / one.num_chunks
-        assert one.pending == program.depth["pending"] / one.num_chunks
+        assert one.pending == program.depth.pending / one.num_chunks
         assert one.memory_bytes == one.in_flight * 1e9 + one.pending * 5e8
         assert one.num_ticks == program.num_ticks
         assert one.fits

@@ -16,7 +16,6 @@ from jaxpipe.schedules import (
 )
 
 COUNTS = (1, 2, 3, 4, 7, 8, 16, 32)
-DIRECT = {"act_in", "grad_in", "pending"}
 
 
 def in_flight(program: TickProgram) -> list[int]:
@@ -35,8 +34,10 @@ def test_folded_chunks(num_stages: int) -> None:
             assert closed_form("1f1b-v", count, num_stages, forward_s, backward_s) == expected
         assert in_flight(program) == [min(2 * num_stages, count + min(count, s + 1)) for s in range(num_stages)]
         assert len(program.runs) <= 3
-        assert program.direct == DIRECT
-        assert program.depth["act_local"] == program.depth["grad_local"] == 1
+        assert program.unbuffered.activations.recv
+        assert program.unbuffered.gradients.recv
+        assert program.unbuffered.pending
+        assert program.depth.activations.local == program.depth.gradients.local == 1
 
 
 @pytest.mark.parametrize("num_chunks", [2, 3, 4])
@@ -59,7 +60,9 @@ def test_interleaved_chunks(num_stages: int, num_chunks: int) -> None:
             for s in range(num_stages)
         ]
         assert len(program.runs) <= 3
-        assert program.direct == DIRECT
+        assert program.unbuffered.activations.recv
+        assert program.unbuffered.gradients.recv
+        assert program.unbuffered.pending
 
 
 def test_one_chunk_on_the_ring_is_1f1b() -> None:

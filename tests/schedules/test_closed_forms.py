@@ -26,7 +26,7 @@ def test_ring_depth_is_the_number_of_buffers(kind: type[PipeSchedule], num_stage
         program = lower_schedule(kind, num_microbatches, num_stages)
         buffers = [kind(num_microbatches, num_stages, stage).num_pipe_buffers() for stage in range(num_stages)]
         assert [program.in_flight(stage) for stage in range(num_stages)] == buffers
-        assert program.depth["residual"] == max(buffers)
+        assert program.depth.residuals == max(buffers)
         if kind is OneFOneBSchedule:
             assert buffers == [min(num_microbatches, 2 * (num_stages - 1 - stage) + 1) for stage in range(num_stages)]
         else:

@@ -12,35 +12,48 @@ from jaxpipe.schedules import (
     OneFOneBSchedule,
     PipeSchedule,
     SendActivation,
+    TickProgram,
     TickRun,
     TrainSchedule,
     lower_schedule,
 )
 
 
+def content(run: TickRun) -> tuple[Any, ...]:
+    return run.start, run.stop, run.has_forward, run.has_backward, run.has_weight
+
+
+DOWN = ((0, 1), (1, 2), (2, 3))
+UP = ((1, 0), (2, 1), (3, 2))
+
+
 def test_combined_ticks_make_three_runs() -> None:
     program = lower_schedule(OneFOneBSchedule, 8, 4)
     assert program.num_ticks == 14
-    assert program.runs == (
-        TickRun(0, 3, True, False, False, (1,), ()),
-        TickRun(3, 11, True, True, False, (1,), (-1,)),
-        TickRun(11, 14, False, True, False, (), (-1,)),
-    )
-    assert [(run.has_act, run.has_grad) for run in program.runs] == [(True, False), (True, True), (False, True)]
+    assert [content(run) for run in program.runs] == [
+        (0, 3, True, False, False),
+        (3, 11, True, True, False),
+        (11, 14, False, True, False),
+    ]
+    first, steady, last = program.runs
+    assert first.activation_sends == {1: DOWN[:2]}  # stage 2 sends its first one in tick 3
+    assert first.next_activation_sends == steady.activation_sends == {1: DOWN}
+    assert steady.gradient_sends == last.gradient_sends == {3: UP}
+    assert first.gradient_sends == last.activation_sends == last.next_activation_sends == {}
 
 
 def test_gpipe_makes_two_runs() -> None:
     program = lower_schedule(GPipeSchedule, 8, 4)
-    assert program.runs == (
-        TickRun(0, 11, True, False, False, (1,), ()),
-        TickRun(11, 22, False, True, False, (), (-1,)),
-    )
+    assert [content(run) for run in program.runs] == [(0, 11, True, False, False), (11, 22, False, True, False)]
+    assert [run.activation_sends for run in program.runs] == [{1: DOWN}, {}]
+    assert [run.gradient_sends for run in program.runs] == [{}, {3: UP}]
 
 
 def test_alternating_ticks_are_joined() -> None:
     assert len(lower_schedule(TrainSchedule, 4, 1).runs) == 8
     program = lower_schedule(TrainSchedule, 5, 1)
-    assert program.runs == (TickRun(0, 10, True, True, False, (), ()),)
+    assert [content(run) for run in program.runs] == [(0, 10, True, True, False)]
+    assert program.runs[0].activation_sends == program.runs[0].gradient_sends == {}
 
 
 def test_long_alternations_keep_their_ends(listed: Callable[..., list[Any]]) -> None:
@@ -59,55 +72,71 @@ def test_long_alternations_keep_their_ends(listed: Callable[..., list[Any]]) -> 
 
 def test_tables_of_a_small_program() -> None:
     tables = lower_schedule(OneFOneBSchedule, 2, 2).tables
-    assert tables["forward_microbatch"] == ((0, 1, -1, -1), (-1, 0, 1, -1))
-    assert tables["forward_chunk"] == ((0, 0, -1, -1), (-1, 0, 0, -1))
-    assert tables["backward_microbatch"] == ((-1, -1, 0, 1), (-1, 0, 1, -1))
-    assert tables["forward_write"] == ((0, 0, -1, -1), (-1, -1, -1, -1))
-    assert tables["act_send"] == ((-1, 0, 0, -1), (-1, -1, -1, -1))
-    assert tables["act_send_to"] == ((-1, 1, 1, -1), (-1, -1, -1, -1))
-    assert tables["act_recv"] == ((-1, -1, -1, -1), (-1, 0, 0, -1))
-    assert tables["act_recv_from"] == ((-1, -1, -1, -1), (-1, 0, 0, -1))
-    assert tables["forward_read"] == ((-1, -1, -1, -1), (-1, 0, 0, -1))
-    assert tables["grad_send_to"] == ((-1, -1, -1, -1), (-1, -1, 0, 0))
-    assert tables["grad_recv_from"] == ((-1, -1, 1, 1), (-1, -1, -1, -1))
-    assert tables["backward_read"] == ((-1, -1, 0, 0), (-1, -1, -1, -1))
-    assert tables["backward_write"] == ((-1, -1, -1, -1), (-1, 0, 0, -1))
-    assert tables["residual_read"] == ((-1, -1, 0, 1), (-1, 0, 0, -1))
-    assert tables["weight_microbatch"] == tables["pending_read"] == ((-1,) * 4, (-1,) * 4)
+    assert tables.forward.microbatch == ((0, 1, -1, -1), (-1, 0, 1, -1))
+    assert tables.forward.chunk == ((0, 0, -1, -1), (-1, 0, 0, -1))
+    assert tables.backward.microbatch == ((-1, -1, 0, 1), (-1, 0, 1, -1))
+    assert tables.activations.write == ((0, 0, -1, -1), (-1, -1, -1, -1))
+    assert tables.activations.send == ((-1, 0, 0, -1), (-1, -1, -1, -1))
+    assert tables.activations.send_to == ((-1, 1, 1, -1), (-1, -1, -1, -1))
+    assert tables.activations.recv == ((-1, -1, -1, -1), (-1, 0, 0, -1))
+    assert tables.activations.recv_from == ((-1, -1, -1, -1), (-1, 0, 0, -1))
+    assert tables.activations.read == ((-1, -1, -1, -1), (-1, 0, 0, -1))
+    assert tables.gradients.send_to == ((-1, -1, -1, -1), (-1, -1, 0, 0))
+    assert tables.gradients.recv_from == ((-1, -1, 1, 1), (-1, -1, -1, -1))
+    assert tables.gradients.read == ((-1, -1, 0, 0), (-1, -1, -1, -1))
+    assert tables.gradients.write == ((-1, -1, -1, -1), (-1, 0, 0, -1))
+    assert tables.residual_read == ((-1, -1, 0, 1), (-1, 0, 0, -1))
+    assert tables.weight.microbatch == tables.pending_read == ((-1,) * 4, (-1,) * 4)
 
 
 def test_idle_forwards_write_where_nothing_lives() -> None:
     program = lower_schedule(OneFOneBSchedule, 2, 2)
     # Stage 0 holds both microbatches while stage 1 runs its last forward: only a spill slot is left.
-    assert program.tables["residual_write"] == ((0, 1, 2, -1), (0, 0, 0, -1))
+    assert program.tables.residual_write == ((0, 1, 2, -1), (0, 0, 0, -1))
     assert program.needs_spill
-    assert (program.depth["residual"], program.residual_slots) == (2, 3)
+    assert (program.depth.residuals, program.residual_slots) == (2, 3)
     roomy = lower_schedule(OneFOneBSchedule, 8, 2)
     assert not roomy.needs_spill
-    assert roomy.residual_slots == roomy.depth["residual"] == 3
+    assert roomy.residual_slots == roomy.depth.residuals == 3
 
 
-def test_hops_have_one_direction_where_both_lead_to_the_same_stage(timed: dict[str, type[PipeSchedule]]) -> None:
+def hops(program: TickProgram) -> tuple[set[int], set[int]]:
+    """How many stages further values go, counted round the ring."""
+    return {hop for run in program.runs for hop in run.activation_sends}, {
+        hop for run in program.runs for hop in run.gradient_sends
+    }
+
+
+def test_values_go_to_neighbours_on_the_ring(timed: dict[str, type[PipeSchedule]]) -> None:
     for name in ("RingSchedule", "FoldedSchedule", "SplitSchedule"):
-        program = lower_schedule(timed[name], 4, 2)
-        assert {hop for run in program.runs for hop in run.act_hops} == {1}
-        assert {hop for run in program.runs for hop in run.grad_hops} == {-1}
-    ring = lower_schedule(timed["RingSchedule"], 6, 3)
-    assert {hop for run in ring.runs for hop in run.act_hops} == {1}
+        assert hops(lower_schedule(timed[name], 4, 2)) == ({1}, {1})
+    assert hops(lower_schedule(timed["RingSchedule"], 6, 3)) == ({1}, {2})
     folded = lower_schedule(timed["FoldedSchedule"], 6, 3)
-    assert {run.act_hops for run in folded.runs if run.has_act} == {(1, -1)}
-    assert {run.grad_hops for run in folded.runs if run.has_grad} == {(1, -1)}
-    assert not any(run.has_act or run.has_grad for run in lower_schedule(timed["RingSchedule"], 4, 1).runs)
+    assert hops(folded) == ({1, 2}, {1, 2})
+    assert hops(lower_schedule(timed["RingSchedule"], 4, 1)) == (set(), set())
+
+
+def test_a_value_leaves_in_the_tick_after_it_was_computed_or_waits() -> None:
+    assert lower_schedule(OneFOneBSchedule, 4, 2).unbuffered.activations.send
+    assert lower_schedule(OneFOneBSchedule, 4, 2).unbuffered.gradients.send
+    assert not lower_schedule(OneFOneBSchedule, 4, 1).unbuffered.activations.send  # nothing is ever sent
+
+
+def test_all_stages_are_told_which_microbatch_is_at_the_ends_of_the_model() -> None:
+    tables = lower_schedule(OneFOneBSchedule, 2, 2).tables
+    assert tables.input_microbatch == ((0, 1, -1, -1),) * 2
+    assert tables.loss_microbatch == ((-1, 0, 1, -1),) * 2
+    assert tables.input_grad_microbatch == ((-1, -1, 0, 1),) * 2
 
 
 def test_split_backwards_keep_residuals_to_the_end(timed: dict[str, type[PipeSchedule]]) -> None:
     program = lower_schedule(timed["SplitSchedule"], 6, 3)
     assert program.has_split_backward
-    assert program.depth["pending"] == 3
+    assert program.depth.pending == 3
     assert [program.in_flight(stage) for stage in range(3)] == [6, 5, 3]
-    assert "pending" not in program.direct
+    assert not program.unbuffered.pending
     at_once = lower_schedule(timed["SplitAtOnceSchedule"], 6, 3)
-    assert (at_once.depth["pending"], "pending" in at_once.direct) == (1, True)
+    assert (at_once.depth.pending, at_once.unbuffered.pending) == (1, True)
     assert all(run.has_weight == run.has_backward for run in at_once.runs)
 
 
@@ -119,8 +148,8 @@ def test_whole_and_split_backwards_mix(listed: Callable[..., list[Any]], timed: 
             at = commands.index(halves[0])
             commands[at : at + 2] = [BackwardPass(**halves[0].kwargs)]
     program = lower_schedule(schedules)
-    assert program.stage_depth["pending"] == (0, 1)
-    assert program.tables["pending_write"][0] == (-1,) * program.num_ticks
+    assert program.stage_depth.pending == (0, 1)
+    assert program.tables.pending_write[0] == (-1,) * program.num_ticks
 
 
 def test_values_that_wait_need_slots(listed: Callable[..., list[Any]]) -> None:
@@ -137,16 +166,16 @@ def test_values_that_wait_need_slots(listed: Callable[..., list[Any]]) -> None:
         sender[step].insert(0, SendActivation(microbatch))
         receiver[step][:0] = ops[microbatch]
     program = lower_schedule(schedules)
-    assert program.stage_depth["act_out"] == (3, 0)
-    assert program.tables["forward_write"][0][:3] == (0, 1, 2)
-    assert program.tables["act_send"][0][3:6] == (0, 1, 2)
+    assert program.stage_depth.activations.send == (3, 0)
+    assert program.tables.activations.write[0][:3] == (0, 1, 2)
+    assert program.tables.activations.send[0][3:6] == (0, 1, 2)
     for schedule in schedules:
         schedule.listing.insert(6, [])
     moved = [op for op in receiver[5] if op.name != "RecvActivation"]
     receiver[5][:] = [op for op in receiver[5] if op.name == "RecvActivation"]
     receiver[6][:0] = moved
-    assert "act_in" not in lower_schedule(schedules).direct
-    assert "grad_in" in lower_schedule(schedules).direct
+    assert not lower_schedule(schedules).unbuffered.activations.recv
+    assert lower_schedule(schedules).unbuffered.gradients.recv
 
 
 def test_programs_are_the_same_every_time() -> None:

@@ -1,50 +1,59 @@
 """Runs tick programs on symbolic values: every cell must read exactly the value it should."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from jaxpipe.schedules import (
+    Buffers,
     DataParallelSchedule,
     GPipeSchedule,
     InferenceSchedule,
     OneFOneBSchedule,
     PipeSchedule,
+    Sends,
+    Table,
     TickProgram,
     TrainSchedule,
+    TransferBuffers,
+    Transfers,
     check_schedule,
     forward_schedule,
     lower_schedule,
     resolve_schedule,
 )
+from jaxpipe.schedules._program import map_fields
+
+Ring = list[Any]
 
 
 class Machine:
-    """Executes a program as its documentation says, with rings of exactly the stated depth."""
+    """Executes a program as its documentation says, with buffers of exactly the stated depth."""
 
     def __init__(self, program: TickProgram) -> None:
-        self.program = program
+        self.program, self.tables = program, program.tables
         self.last = program.num_stages * program.num_chunks - 1
-        depth = dict(program.depth) | {"residual": program.residual_slots}
-        self.rings: list[dict[str, list[Any]]] = [
-            {name: [None] * size for name, size in depth.items()} for _ in range(program.num_stages)
+        depth = program.depth._replace(residuals=program.residual_slots)
+        self.buffers: list[Buffers[Ring]] = [
+            map_fields(lambda size: [None] * size, depth) for _ in range(program.num_stages)
         ]
         self.done: dict[tuple[str, int, int], int] = {}
         self.tick = 0
         self.stage = 0
 
-    def cell(self, name: str) -> int:
-        return self.program.tables[name][self.stage][self.tick]
+    def at(self, table: Table) -> int:
+        return table[self.stage][self.tick]
 
-    def read(self, ring: str, name: str) -> Any:
-        slot = self.cell(name)
-        assert slot >= 0, name
-        return self.rings[self.stage][ring][slot]
+    def read(self, ring: Ring, slots: Table) -> Any:
+        slot = self.at(slots)
+        assert slot >= 0
+        return ring[slot]
 
-    def write(self, ring: str, name: str, value: Any) -> None:
-        slot = self.cell(name)
+    def write(self, ring: Ring, slots: Table, value: Any) -> None:
+        slot = self.at(slots)
         if slot >= 0:
-            self.rings[self.stage][ring][slot] = value
+            ring[slot] = value
 
     def once(self, kind: str, part: int, microbatch: int) -> None:
         key = (kind, part, microbatch)
@@ -57,8 +66,8 @@ class Machine:
         assert (program.runs[0].start, program.runs[-1].stop) == (0, program.num_ticks)
         for run in program.runs:
             for self.tick in range(run.start, run.stop):
-                self.exchange("act", run.act_hops)
-                self.exchange("grad", run.grad_hops)
+                self.exchange(self.tables.activations, lambda buffers: buffers.activations, run.activation_sends)
+                self.exchange(self.tables.gradients, lambda buffers: buffers.gradients, run.gradient_sends)
                 for self.stage in range(program.num_stages):
                     self.forward(allowed=run.has_forward)
                     self.backward(allowed=run.has_backward)
@@ -68,99 +77,111 @@ class Machine:
         microbatches = range(program.num_microbatches)
         assert set(self.done) == {(kind, part, m) for kind in kinds for part in parts for m in microbatches}
 
-    def exchange(self, value: str, hops: tuple[int, ...]) -> None:
+    def exchange(
+        self,
+        transfers: Transfers[Table],
+        buffers_of: Callable[[Buffers[Ring]], TransferBuffers[Ring]],
+        sends: Sends,
+    ) -> None:
         landing: dict[int, Any] = {}
         stages = self.program.num_stages
         for self.stage in range(stages):
-            target = self.cell(f"{value}_send_to")
-            assert (target >= 0) == (self.cell(f"{value}_send") >= 0)
+            target = self.at(transfers.send_to)
+            assert (target >= 0) == (self.at(transfers.send) >= 0)
             if target >= 0:
-                assert any((self.stage + hop) % stages == target for hop in hops)
+                assert (self.stage, target) in sends[(target - self.stage) % stages]
                 assert target not in landing
-                landing[target] = (self.stage, self.read(f"{value}_out", f"{value}_send"))
+                landing[target] = (self.stage, self.read(buffers_of(self.buffers[self.stage]).send, transfers.send))
         for self.stage in range(stages):
-            source = self.cell(f"{value}_recv_from")
-            assert (source >= 0) == (self.stage in landing) == (self.cell(f"{value}_recv") >= 0)
+            source = self.at(transfers.recv_from)
+            assert (source >= 0) == (self.stage in landing) == (self.at(transfers.recv) >= 0)
             if source >= 0:
                 sender, sent = landing[self.stage]
                 assert sender == source
-                self.write(f"{value}_in", f"{value}_recv", (*sent, self.tick))
+                self.write(buffers_of(self.buffers[self.stage]).recv, transfers.recv, (*sent, self.tick))
 
-    def take(self, value: str, kind: str) -> Any:
-        """The value that a computing reads, or None; received ones carry the tick of their arrival."""
-        received, local = self.cell(f"{kind}_read"), self.cell(f"{kind}_local_read")
+    def take(self, transfers: Transfers[Table], rings: TransferBuffers[Ring], *, unbuffered: bool) -> Any:
+        """The value that an action reads, or None; received ones carry the tick of their arrival."""
+        received, local = self.at(transfers.read), self.at(transfers.local_read)
         assert received < 0 or local < 0
         if received >= 0:
-            *named, arrived = self.read(f"{value}_in", f"{kind}_read")
-            assert f"{value}_in" not in self.program.direct or arrived == self.tick
+            *named, arrived = self.read(rings.recv, transfers.read)
+            assert not unbuffered or arrived == self.tick
             return tuple(named)
-        return self.read(f"{value}_local", f"{kind}_local_read") if local >= 0 else None
+        return self.read(rings.local, transfers.local_read) if local >= 0 else None
 
     def forward(self, *, allowed: bool) -> None:
-        microbatch = self.cell("forward_microbatch")
+        tables, buffers, transfers = self.tables, self.buffers[self.stage], self.tables.activations
+        microbatch = self.at(tables.forward.microbatch)
         if microbatch < 0:
             if allowed and self.program.training:
-                assert self.cell("residual_write") >= 0
-                self.write("residual", "residual_write", "garbage")
+                assert self.at(tables.residual_write) >= 0
+                self.write(buffers.residuals, tables.residual_write, "garbage")
             else:
-                assert self.cell("residual_write") < 0
-            assert self.cell("forward_write") == self.cell("forward_local_write") == -1
+                assert self.at(tables.residual_write) < 0
+            assert self.at(transfers.write) == self.at(transfers.local_write) == -1
             return
         assert allowed
-        part = self.program.placement[self.stage][self.cell("forward_chunk")]
-        assert self.take("act", "forward") == (None if part == 0 else ("act", part - 1, microbatch))
-        writes = [self.cell("forward_write") >= 0, self.cell("forward_local_write") >= 0]
+        part = self.program.placement[self.stage][self.at(tables.forward.chunk)]
+        taken = self.take(transfers, buffers.activations, unbuffered=self.program.unbuffered.activations.recv)
+        assert taken == (None if part == 0 else ("act", part - 1, microbatch))
+        assert self.at(tables.input_microbatch) == (microbatch if part == 0 else self.at(tables.input_microbatch))
+        assert self.at(tables.loss_microbatch) == (microbatch if part == self.last else self.at(tables.loss_microbatch))
+        writes = [self.at(transfers.write) >= 0, self.at(transfers.local_write) >= 0]
         assert sum(writes) == (part < self.last)
-        self.write("act_out", "forward_write", ("act", part, microbatch))
-        self.write("act_local", "forward_local_write", ("act", part, microbatch))
-        self.write("residual", "residual_write", ("residual", part, microbatch))
+        self.write(buffers.activations.send, transfers.write, ("act", part, microbatch))
+        self.write(buffers.activations.local, transfers.local_write, ("act", part, microbatch))
+        self.write(buffers.residuals, tables.residual_write, ("residual", part, microbatch))
         self.once("F", part, microbatch)
 
     def backward(self, *, allowed: bool) -> None:
-        microbatch = self.cell("backward_microbatch")
+        tables, buffers, transfers = self.tables, self.buffers[self.stage], self.tables.gradients
+        microbatch = self.at(tables.backward.microbatch)
         if microbatch < 0:
-            assert self.cell("backward_write") == self.cell("backward_local_write") == self.cell("pending_write") == -1
+            assert self.at(transfers.write) == self.at(transfers.local_write) == self.at(tables.pending_write) == -1
             return
         assert allowed
-        part = self.program.placement[self.stage][self.cell("backward_chunk")]
-        assert self.take("grad", "backward") == (None if part == self.last else ("grad", part + 1, microbatch))
-        assert self.read("residual", "residual_read") == ("residual", part, microbatch)
-        writes = [self.cell("backward_write") >= 0, self.cell("backward_local_write") >= 0]
+        part = self.program.placement[self.stage][self.at(tables.backward.chunk)]
+        taken = self.take(transfers, buffers.gradients, unbuffered=self.program.unbuffered.gradients.recv)
+        assert taken == (None if part == self.last else ("grad", part + 1, microbatch))
+        assert self.read(buffers.residuals, tables.residual_read) == ("residual", part, microbatch)
+        writes = [self.at(transfers.write) >= 0, self.at(transfers.local_write) >= 0]
         assert sum(writes) == (part > 0)
-        self.write("grad_out", "backward_write", ("grad", part, microbatch))
-        self.write("grad_local", "backward_local_write", ("grad", part, microbatch))
-        self.write("pending", "pending_write", ("pending", part, microbatch, self.tick))
+        self.write(buffers.gradients.send, transfers.write, ("grad", part, microbatch))
+        self.write(buffers.gradients.local, transfers.local_write, ("grad", part, microbatch))
+        self.write(buffers.pending, tables.pending_write, ("pending", part, microbatch, self.tick))
         self.once("B", part, microbatch)
-        if self.cell("pending_write") < 0:
+        if self.at(tables.pending_write) < 0:
             self.once("W", part, microbatch)
 
     def weight(self, *, allowed: bool) -> None:
-        microbatch = self.cell("weight_microbatch")
+        tables, buffers = self.tables, self.buffers[self.stage]
+        microbatch = self.at(tables.weight.microbatch)
         if microbatch < 0:
             return
         assert allowed
-        part = self.program.placement[self.stage][self.cell("weight_chunk")]
-        *pending, since = self.read("pending", "pending_read")
+        part = self.program.placement[self.stage][self.at(tables.weight.chunk)]
+        *pending, since = self.read(buffers.pending, tables.pending_read)
         assert tuple(pending) == ("pending", part, microbatch)
-        assert "pending" not in self.program.direct or since == self.tick
-        assert self.read("residual", "weight_residual_read") == ("residual", part, microbatch)
+        assert not self.program.unbuffered.pending or since == self.tick
+        assert self.read(buffers.residuals, tables.weight_residual_read) == ("residual", part, microbatch)
         self.once("W", part, microbatch)
 
 
 def require_tight(program: TickProgram) -> None:
-    """Residual depth is the largest number alive at once, counted here from the cells."""
+    """Residual depth is the largest number alive at once, counted here from the actions."""
     tables = program.tables
     for stage in range(program.num_stages):
         alive: set[tuple[int, int]] = set()
         peak = 0
         for tick in range(program.num_ticks):
-            if tables["forward_microbatch"][stage][tick] >= 0:
-                alive.add((tables["forward_chunk"][stage][tick], tables["forward_microbatch"][stage][tick]))
+            if tables.forward.microbatch[stage][tick] >= 0:
+                alive.add((tables.forward.chunk[stage][tick], tables.forward.microbatch[stage][tick]))
             peak = max(peak, len(alive))
-            if tables["backward_microbatch"][stage][tick] >= 0 and tables["pending_write"][stage][tick] < 0:
-                alive.discard((tables["backward_chunk"][stage][tick], tables["backward_microbatch"][stage][tick]))
-            if tables["weight_microbatch"][stage][tick] >= 0:
-                alive.discard((tables["weight_chunk"][stage][tick], tables["weight_microbatch"][stage][tick]))
+            if tables.backward.microbatch[stage][tick] >= 0 and tables.pending_write[stage][tick] < 0:
+                alive.discard((tables.backward.chunk[stage][tick], tables.backward.microbatch[stage][tick]))
+            if tables.weight.microbatch[stage][tick] >= 0:
+                alive.discard((tables.weight.chunk[stage][tick], tables.weight.microbatch[stage][tick]))
         assert program.in_flight(stage) == peak
     assert program.peak_in_flight == max(map(program.in_flight, range(program.num_stages)))
 
@@ -172,11 +193,13 @@ def test_training_programs_read_what_they_should(schedule: type[PipeSchedule], n
         program = lower_schedule(schedule, num_microbatches, num_stages)
         Machine(program).run()
         require_tight(program)
-        assert program.direct == {"act_in", "grad_in", "pending"}
+        assert program.unbuffered.activations.recv
+        assert program.unbuffered.gradients.recv
+        assert program.unbuffered.pending
         assert not program.has_split_backward
         boundary = int(num_stages > 1)
-        assert [program.depth[name] for name in ("act_in", "act_out", "grad_in", "grad_out")] == [boundary] * 4
-        assert [program.depth[name] for name in ("act_local", "grad_local", "pending")] == [0] * 3
+        assert program.depth.activations == program.depth.gradients == (boundary, boundary, 0)
+        assert program.depth.pending == 0
 
 
 @pytest.mark.parametrize("num_stages", range(1, 9))
@@ -216,7 +239,9 @@ def test_chunked_and_split_programs_read_what_they_should(
         Machine(program).run()
         require_tight(program)
         assert program.has_split_backward == ("Split" in name)
-        assert (program.depth["act_local"] > 0) == (program.num_chunks > 1 and ("Folded" in name or num_stages == 1))
+        assert (program.depth.activations.local > 0) == (
+            program.num_chunks > 1 and ("Folded" in name or num_stages == 1)
+        )
 
 
 @pytest.mark.parametrize(
@@ -230,9 +255,11 @@ def test_named_programs_read_what_they_should(name: str, num_chunks: int, num_st
         program = lower_schedule(kind, num_microbatches, num_stages)
         Machine(program).run()
         require_tight(program)
-        assert program.direct >= {"act_in", "grad_in"}
-        if num_stages > 1:
-            assert all(program.depth[f"{v}_out"] == 1 and program.depth[f"{v}_local"] <= 1 for v in ("act", "grad"))
+        for unbuffered, depth in zip(program.unbuffered[:2], program.depth[:2], strict=True):
+            assert unbuffered.recv
+            if num_stages > 1:
+                assert depth.send == 1
+                assert depth.local <= 1
 
 
 @pytest.mark.parametrize("max_pending", [1, 2, 4])
@@ -244,13 +271,6 @@ def test_limited_programs_read_what_they_should(max_pending: int, num_chunks: in
             program = lower_schedule(kind, num_microbatches, num_stages)
             Machine(program).run()
             require_tight(program)
-
-
-@pytest.mark.parametrize("name", ["1f1b-v", "interleaved", "zero-bubble"])
-def test_one_run_reads_the_same(name: str) -> None:
-    program = lower_schedule(resolve_schedule(name), 8, 4, one_run=True)
-    assert len(program.runs) == 1
-    Machine(program).run()
 
 
 @pytest.mark.parametrize(

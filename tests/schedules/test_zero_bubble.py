@@ -36,8 +36,9 @@ def test_promises(num_stages: int, num_chunks: int) -> None:
         program = zero_bubble(count, num_stages, num_chunks)
         assert len(program.runs) <= MAX_RUNS
         assert program.has_split_backward
-        assert {"act_in", "grad_in"} <= program.direct
-        assert program.depth["pending"] <= 2 * num_stages - 1
+        assert program.unbuffered.activations.recv
+        assert program.unbuffered.gradients.recv
+        assert program.depth.pending <= 2 * num_stages - 1
         if num_chunks > 1 and count % num_stages:
             ideal = 3.0 * count + (num_stages - 1) / num_chunks
             assert ideal <= takes(program, 1.0, 1.0, 1.0)
@@ -72,7 +73,7 @@ def test_memory_of_many_microbatches(num_stages: int, num_chunks: int) -> None:
         assert [program.in_flight(s) for s in stages] == flying
         pending = [num_stages - 1 + s for s in stages]
         pending[-1] = max(2 * num_stages - 2 + (num_chunks > 1), num_stages)
-        assert list(program.stage_depth["pending"]) == pending
+        assert list(program.stage_depth.pending) == pending
 
 
 @pytest.mark.parametrize(("num_stages", "num_chunks"), [(2, 1), (4, 1), (4, 2), (8, 1), (8, 2)])
@@ -82,7 +83,7 @@ def test_each_pending_half_less_costs_one(num_stages: int, num_chunks: int) -> N
     free = takes(zero_bubble(count, num_stages, num_chunks), 1.0, 1.0, 1.0)
     for limit in range(1, 2 * num_stages + 1):
         program = zero_bubble(count, num_stages, num_chunks, limit)
-        assert program.depth["pending"] == min(limit, max(most, num_stages))
+        assert program.depth.pending == min(limit, max(most, num_stages))
         assert takes(program, 1.0, 1.0, 1.0) == free + max(0, most - limit) / num_chunks
         assert len(program.runs) <= MAX_RUNS
 
@@ -108,9 +109,8 @@ def test_the_steady_part_has_no_idle_cell() -> None:
     assert content == ["f", "fb", "fbw", "fbw", "bw", "w"]
     assert [run.stop - run.start for run in program.runs] == [3, 3, 10, 3, 3, 3]
     steady = program.runs[2]
-    for kind in kinds:
-        table = program.tables[f"{kind}_microbatch"]
-        assert all(cell >= 0 for row in table for cell in row[steady.start : steady.stop])
+    for actions in (program.tables.forward, program.tables.backward, program.tables.weight):
+        assert all(cell >= 0 for row in actions.microbatch for cell in row[steady.start : steady.stop])
 
 
 def test_grid() -> None:
@@ -126,7 +126,7 @@ stage 2  .   .   F0I0  F1I1  F2I2  F3I3  W0  W1  W2  W3"""
 
 def test_one_pending_half_is_a_whole_backward() -> None:
     program = zero_bubble(8, 4, 1, 1)
-    assert program.depth["pending"] == 1
+    assert program.depth.pending == 1
     assert takes(program, 1.0, 1.0, 1.0) == takes(zero_bubble(8, 4, 1), 1.0, 1.0, 1.0) + 5
 
 
@@ -135,7 +135,7 @@ def test_classes_may_set_their_own_limit() -> None:
         num_chunks = 2
         max_pending: ClassVar[int | None] = 3
 
-    assert lower_schedule(Frugal, 8, 4).depth["pending"] == 3
+    assert lower_schedule(Frugal, 8, 4).depth.pending == 3
 
 
 def test_filling_rows_of_any_kind() -> None:

@@ -1,4 +1,4 @@
-"""What a cell works on: a chunk of this device's stage, which is a part of the model."""
+"""Virtual stages: the parts that a model is cut into, as many as stages times chunks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,13 +10,13 @@ from jaxpipe.schedules import Placement
 
 
 @dataclass(frozen=True)
-class Cell:
-    """A chunk of this device's stage.
+class VirtualStage:
+    """The virtual stage that an action of this device works on.
 
     Attributes:
         stage: Index along the `stage` axis.
         chunk: A number where the program is compiled for one chunk, else an array.
-        placement: Which part of the model each chunk of each stage is.
+        placement: Which virtual stage each chunk of each stage is.
     """
 
     stage: jax.Array
@@ -24,19 +24,19 @@ class Cell:
     placement: Placement
 
     @property
-    def part(self) -> jax.Array:
-        """The part of the model, counted from the input."""
+    def index(self) -> jax.Array:
+        """Which virtual stage it is, counted from the model's input."""
         return jnp.asarray(self.placement.virtual, jnp.int32)[self.stage, self.chunk]
 
     @property
-    def parts(self) -> Sequence[int]:
-        """The parts that it can be, on any stage."""
+    def candidates(self) -> Sequence[int]:
+        """Those that it can be, on any stage."""
         virtual = self.placement.virtual
         if isinstance(self.chunk, int):
             return [row[self.chunk] for row in virtual]
-        return [part for row in virtual for part in row]
+        return [index for row in virtual for index in row]
 
-    def is_part(self, part: int) -> jax.Array:
-        """Whether it is a given part."""
-        stage, chunk = self.placement.home[part]
+    def is_at(self, index: int) -> jax.Array:
+        """Whether it is a given virtual stage; -1: the last."""
+        stage, chunk = self.placement.home[index]
         return (self.stage == stage) & (jnp.asarray(self.chunk) == chunk)
