@@ -1,47 +1,44 @@
-"""`PipelineEngine`: the object that holds the training state and calls the compiled step."""
+"""`Engine`: DeepSpeed's names, over the objects that do the work."""
 
-import functools
+import signal
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from os import PathLike
+from typing import Any, NoReturn
 
 import jax
-import optax
+import numpy as np
 from jax.sharding import Mesh
 
 from jaxpipe._typing import PyTree
-from jaxpipe.config import TrainConfig
-from jaxpipe.data import RepeatingLoader, process_shard
-from jaxpipe.distributed import Heartbeat
-from jaxpipe.errors import DataError, PipelineError
+from jaxpipe.config import BatchSizes, TrainConfig
+from jaxpipe.data import RepeatingLoader, Shard
+from jaxpipe.errors import ConfigError, DataError, PipelineError
 from jaxpipe.executor import model_topology
 from jaxpipe.layers import PipelineModule
-from jaxpipe.optim import LossScaler
-from jaxpipe.pipeline import ChosenOptimizer, Hyperparams, Pipeline
-from jaxpipe.recompute import settings_for
-from jaxpipe.state import TrainState, own
+from jaxpipe.pipeline import ChosenOptimizer, Pipeline
+from jaxpipe.state import TrainState
 from jaxpipe.topology import PipelineParallelGrid, mesh_shape, rank_devices
 
-from ._checkpoints import Checkpoints
-from ._compile import Compiler, Reporter, print_line
-from ._counts import BatchCounts
-from ._deepspeed import EngineNames
+from ._checkpointer import Checkpointer, LoadOptions
+from ._compile import Reporter, print_line
 from ._evaluation import check_evaluation
 from ._hold import hold_signals
 from ._lockstep import Lockstep
+from ._model_tree import ModelTree, merge_params
 from ._outputs import check_outputs, join_samples, split_samples
 from ._overflow import OverflowWatch
-from ._programs import ProgramCache, describe_batch
-from ._reports import TrainingReports
+from ._reports import Reports
 from ._source import Batch, Entry, MicrobatchSource
-from ._state_dict import ModuleState
+from ._trainer import Trainer
 from ._turn import Turn, one_thread
 
 
-class PipelineEngine(TrainingReports, BatchCounts, ModuleState, Checkpoints, EngineNames):
-    """Trains a `PipelineModule` batch by batch; made by `jaxpipe.initialize`.
+class Engine(ABC):
+    """The names that both engines answer to alike; made by `jaxpipe.initialize`.
 
-    It owns one `TrainState`, pulls microbatches from iterators and calls the functional step. Every entry of an
-    iterator is `(inputs, labels)` or `(inputs, labels, side)` with leaves `[microbatch_size * data, ...]`; replica r
+    It pulls microbatches from iterators and calls the functional step on the one `TrainState` it holds. Every entry of
+    an iterator is `(inputs, labels)` or `(inputs, labels, side)` with leaves `[microbatch_size * data, ...]`; replica r
     takes the r-th contiguous block. Where there are several processes, each feeds the samples of its own replicas,
     `data_shard`, with leaves `[microbatch_size * len(data_shard.replicas), ...]`. Batches may differ in shape, such as
     the length of a sequence: each new shape is compiled once, with a line that names it, and the programs of the last
@@ -57,7 +54,8 @@ class PipelineEngine(TrainingReports, BatchCounts, ModuleState, Checkpoints, Eng
         chosen: The optimiser, as `choose_optimizer` finds it.
         config: The configuration.
         mesh: The devices.
-        model_parameters: Initial parameters as `PipelineModule.init` returns them; None: made from `base_seed`.
+        tree: The form of the user's parameters; by default that of `PipelineModule.init`.
+        model_parameters: Initial parameters in that form; None: made from `base_seed`.
         example_batch: One entry, arrays or shapes; None: the first batch gives the first shapes.
         data_iter: What `train_batch()` and `eval_batch()` read when not given an iterator.
         reporter: As for `initialize`.
@@ -72,15 +70,10 @@ class PipelineEngine(TrainingReports, BatchCounts, ModuleState, Checkpoints, Eng
         data_shard: The replicas whose samples this process feeds; all of them where there is one process.
         grid: Ranks and groups of the module's topology, for this process's first device. Rank r is the device at
             the topology's r-th place: `jax.devices()[r]`, unless a mesh was given.
-        global_steps: Batches trained so far, those whose update was skipped included.
-        global_samples: Samples trained so far.
 
     Raises:
         ConfigError: The batch sizes do not fit, or the optimiser couples parameters of different stages.
         JaxpipeError: What `make_pipeline` raises, if shapes are known; `model_parameters` are checked then too.
-
-    Reference:
-        DeepSpeed's `deepspeed.runtime.pipe.engine.PipelineEngine`.
     """
 
     def __init__(  # noqa: PLR0913  # what initialize gathers
@@ -90,46 +83,31 @@ class PipelineEngine(TrainingReports, BatchCounts, ModuleState, Checkpoints, Eng
         config: TrainConfig,
         mesh: Mesh,
         *,
+        tree: ModelTree = ModelTree(),  # noqa: B008  # frozen
         model_parameters: PyTree | None = None,
         example_batch: Entry | None = None,
         data_iter: Iterator[Entry] | None = None,
         reporter: Reporter | None = print_line,
     ) -> None:
-        scaler, shape = LossScaler.from_config(config), mesh_shape(mesh)
-        TrainingReports.__init__(self, chosen, scaler, config)
-        BatchCounts.__init__(self, config.batch_sizes(shape["data"]), shape["data"])
-        Checkpoints.__init__(self, config)
         self.module, self.config, self.mesh = module, config, mesh
+        self.optimizer, self.lr_scheduler = chosen.transformation, chosen.lr_scheduler
+        self._trainer = Trainer(
+            module, self.optimizer, config, mesh, tree=tree, model_parameters=model_parameters, reporter=reporter
+        )
         topology = model_topology(module, mesh)
         self.grid = PipelineParallelGrid(topology, _first_rank(rank_devices(topology, mesh)))
-        self.global_steps = 0
-        self.global_samples = 0
-        optimizer = optax.identity() if self.optimizer is None else self.optimizer
-        recompute = settings_for(config, mesh)
-        self.data_shard = process_shard(mesh)
-        replicas = self.data_shard.replicas
-        self._cache = ProgramCache(
-            module,
-            optimizer,
-            mesh,
-            self.micro_batch_size,
-            config,
-            recompute,
-            replicas,
-            lambda: self.micro_batches,
-        )
+        self.data_shard: Shard = self._trainer.data_shard
         self._source, self._lockstep = MicrobatchSource(data_iter), Lockstep(self.data_shard)
-        self._watch, self._heartbeat = OverflowWatch(scaler), Heartbeat()
-        # Kept until shapes are known; what the caller does to these arrays meanwhile must not change the run.
-        self._model_parameters = jax.tree.map(own, model_parameters)
+        self._reports = Reports(self._trainer, chosen.schedules)
+        self._checkpointer = Checkpointer(self._trainer, self._source, self._when_loaded)
         is_repeated = isinstance(data_iter, RepeatingLoader)
         self.training_dataloader: Any = data_iter.loader if is_repeated else data_iter
-        self._access: Hyperparams | None = None
-        self._turn, self._compiler = Turn(), Compiler(reporter)
-        self._in_flight: Any = None
+        self._micro_steps = 0
+        """Microbatches of all batches trained so far."""
+        self._turn = Turn()
         if example_batch is not None:
-            self._build(example_batch)
-            self._check_parameters()
+            self._trainer.programs.get(example_batch, self.micro_batches)
+            self._trainer.check_parameters()
 
     def __repr__(self) -> str:
         shape = mesh_shape(self.mesh)
@@ -142,25 +120,23 @@ class PipelineEngine(TrainingReports, BatchCounts, ModuleState, Checkpoints, Eng
         )
 
     @property
+    def global_steps(self) -> int:
+        """Batches trained so far, those whose update was skipped included."""
+        return self._trainer.global_steps
+
+    @property
+    def global_samples(self) -> int:
+        """Samples trained so far."""
+        return self._trainer.global_samples
+
+    @property
     def pipeline(self) -> Pipeline:
         """The functional form that the engine called last, or will call first.
 
         Raises:
             PipelineError: No shapes are known yet.
         """
-        if self._cache.latest is None:
-            size = self.micro_batch_size * self._num_replicas
-            raise PipelineError(
-                "the engine must know the shapes of a batch before this, but none has been seen. Give "
-                f"initialize(example_batch=(inputs, labels)) arrays or jax.ShapeDtypeStructs of {size} samples "
-                f"(train_micro_batch_size_per_gpu * data), such as jax.ShapeDtypeStruct(({size}, 128), jnp.int32); or "
-                "training_data=; or train a batch first."
-            )
-        return self._cache.latest
-
-    @property
-    def _has_shapes(self) -> bool:
-        return self._cache.latest is not None
+        return self._trainer.pipeline
 
     @property
     def state(self) -> TrainState:
@@ -169,18 +145,7 @@ class PipelineEngine(TrainingReports, BatchCounts, ModuleState, Checkpoints, Eng
         Raises:
             PipelineError: No shapes are known yet, or the state is lost.
         """
-        if self._state is None:
-            pipeline, given = self.pipeline, self._model_parameters
-            self._check_parameters()
-            self._state = pipeline.init() if given is None else pipeline.init_from(given)
-            self._model_parameters = None
-        if self._present() is None:
-            raise PipelineError(
-                "the engine must have its state for this, but got one whose arrays are gone: a step or a load was "
-                "broken off by force, or pipeline.step was given engine.state. Call load_checkpoint, or initialize "
-                "anew."
-            )
-        return self._state
+        return self._trainer.state
 
     @one_thread
     def train_batch(self, data_iter: Iterator[Entry] | None = None) -> jax.Array:
@@ -196,23 +161,26 @@ class PipelineEngine(TrainingReports, BatchCounts, ModuleState, Checkpoints, Eng
         Raises:
             StopIteration: The iterator ended; nothing has changed. Where it ended within the batch, the log names the
                 microbatches that are lost.
-            PipelineError: There is no optimiser or no iterator, another thread is in the engine, or gradients
-                overflowed at the smallest loss scale, now or in a batch before.
+            PipelineError: There is no optimiser or no iterator, another thread is in the engine, a batch has been begun
+                with `backward`, or gradients overflowed at the smallest loss scale, now or in a batch before.
             DataError: An entry does not fit its neighbours or the batches before; nothing has changed.
         """
-        if self.optimizer is None:
+        self._check_between_batches("train_batch")
+        trainer = self._trainer
+        if trainer.optimizer is None:
             raise PipelineError(
                 "train_batch must have an optimizer, but got optimizer=None. Give initialize(optimizer=...) an optax "
                 "transformation, or name one in the config."
             )
-        self._watch.check()
+        trainer.watch.check()
         with self._source.lending():
             pipeline, batch = self._pull(data_iter, self.micro_batches, is_training=True)
-            self._make_ready("the training step", pipeline.step, batch)
+            state = trainer.prepare("the training step", pipeline.step, batch)
             with hold_signals():
-                self._state, metrics = self._run("the training step", pipeline.step, batch)
-                self._count_step(metrics, batch)
-                self._source.settle()
+                trainer.state, metrics = trainer.launch(pipeline.step, state, batch)
+                self._reports.count_tokens(batch)
+                self._count_step(metrics, self.micro_batches, self.train_batch_size())
+                self._source.commit()
         self._end_step()
         return metrics["loss"]
 
@@ -251,6 +219,7 @@ class PipelineEngine(TrainingReports, BatchCounts, ModuleState, Checkpoints, Eng
         """
         check_evaluation(reduce_output, num_micro_batches)
         count = self.micro_batches if num_micro_batches is None else num_micro_batches
+        run = self._trainer.run
         metrics: Mapping[str, Any] = {}
         outputs: PyTree = None
         with self._source.lending():
@@ -258,12 +227,12 @@ class PipelineEngine(TrainingReports, BatchCounts, ModuleState, Checkpoints, Eng
             if return_logits:
                 check_outputs(pipeline)
             if compute_loss and return_logits:
-                metrics, outputs = self._run("evaluation with outputs", pipeline.evaluate_and_predict, batch)
+                metrics, outputs = run("evaluation with outputs", pipeline.evaluate_and_predict, batch)
             elif compute_loss:
-                metrics = self._run("evaluation", pipeline.evaluate, batch)
+                metrics = run("evaluation", pipeline.evaluate, batch)
             elif return_logits:
-                outputs = self._run("prediction", pipeline.predict, batch)
-            self._source.settle()
+                outputs = run("prediction", pipeline.predict, batch)
+            self._source.commit()
         loss = metrics.get("loss" if reduce_output == "avg" else "microbatch_losses")
         if not bcast_loss and not self.is_last_stage():
             loss = None
@@ -288,14 +257,16 @@ class PipelineEngine(TrainingReports, BatchCounts, ModuleState, Checkpoints, Eng
                 structure or dtypes are not those of the batches before.
             LayerError: Outputs have no dim of samples.
         """
-        batch, num_samples = split_samples(inputs, side, self.micro_batch_size * self._num_replicas)
+        trainer = self._trainer
+        batch, num_samples = split_samples(inputs, side, self.micro_batch_size * trainer.num_replicas)
         num_microbatches = jax.tree.leaves(batch)[0].shape[0]
-        pipeline = self._cache.for_batch(batch, num_microbatches, has_labels=False, is_whole=True)
+        pipeline = trainer.programs.for_batch(batch, num_microbatches, has_labels=False, is_whole=True)
         check_outputs(pipeline)
-        outputs = self._run("prediction", pipeline.predict, pipeline.place_batch(batch))
-        self._settle()
-        self._in_flight = join_samples(outputs, num_samples, self.mesh)
-        return self._in_flight
+        outputs = trainer.run("prediction", pipeline.predict, pipeline.place_batch(batch))
+        trainer.block_until_ready()
+        joined = join_samples(outputs, num_samples, self.mesh)
+        trainer.note_in_flight(joined)
+        return joined
 
     @one_thread
     def lower(self, batch: Entry) -> jax.stages.Lowered:
@@ -312,17 +283,9 @@ class PipelineEngine(TrainingReports, BatchCounts, ModuleState, Checkpoints, Eng
             DataError: The batch has another number of microbatches or samples, or other dtypes than those before.
         """
         inputs, labels, side = (*batch, {})[:3]
-        pipeline = self._cache.for_batch((inputs, labels, side), self.micro_batches, is_whole=True)
+        pipeline = self._trainer.programs.for_batch((inputs, labels, side), self.micro_batches, is_whole=True)
         pipeline.check_batch((inputs, labels, side))
         return pipeline.step.lower(pipeline.state_struct, pipeline.batch_struct)
-
-    @one_thread
-    def reset_activation_shape(self) -> None:
-        """Drop the programs of all shapes but the last batch's; DeepSpeed's name.
-
-        Never needed: unlike there, a batch of another shape is seen by itself. It frees the programs' memory.
-        """
-        self._cache.clear()
 
     def set_dataiterator(self, iterator: Iterator[Entry]) -> None:
         """Store the iterator that `train_batch()` reads.
@@ -353,6 +316,314 @@ class PipelineEngine(TrainingReports, BatchCounts, ModuleState, Checkpoints, Eng
             DataError: It is not callable.
         """
         self._source.set_batch_fn(fn)
+
+    @one_thread
+    def save_checkpoint(
+        self,
+        save_dir: str | PathLike[str],
+        tag: str | None = None,
+        client_state: Mapping[str, Any] = {},  # noqa: B006  # DeepSpeed's signature; never changed
+        save_latest: bool = True,
+    ) -> bool:
+        """Write a checkpoint to `save_dir/tag`; all processes call.
+
+        It holds parameters, the optimiser's state, the loss scale, what layers keep beside parameters, counters, the
+        run's key, the learning rate's state, the place of the training iterator if it has `get_state` and `set_state`,
+        the configuration and a table of layers, and opens at any number of stages and replicas. It is there whole or
+        not at all, at every moment; a tag that is there is replaced at the end. With `checkpoint.async_save` the call
+        returns as soon as training may go on; `wait_for_checkpoint`, or the end of the program, waits for the rest.
+
+        Args:
+            save_dir: A directory that all processes see. Only one run may save there at a time.
+            tag: Name of the checkpoint, a folder; None: `global_step<N>`.
+            client_state: A dictionary of numbers, strings, lists and dictionaries, which `load_checkpoint` returns.
+            save_latest: Whether `load_checkpoint` without a tag may find it; the file `latest` then names it.
+
+        Returns:
+            True, as in DeepSpeed.
+
+        Raises:
+            CheckpointError: `save_dir` is no path, the tag is no name or differs between processes, `client_state`
+                holds something else, the directory cannot be written, or the last save in the background failed.
+                Earlier checkpoints are as they were.
+            PipelineError: No shapes are known yet, or a batch has been begun, whose gradients no checkpoint holds.
+
+        Reference:
+            DeepSpeed's `save_checkpoint`, whose files are pickles.
+        """
+        self._check_between_batches("save_checkpoint")
+        self._checkpointer.save(save_dir, tag, client_state, save_latest=save_latest)
+        return True
+
+    def wait_for_checkpoint(self) -> None:
+        """Wait until the last checkpoint is on disk; all processes call.
+
+        A program that ends without it waits too, and where the checkpoint could not be written says so and exits with
+        status 120.
+
+        Raises:
+            CheckpointError: It could not be written.
+        """
+        self._checkpointer.wait()
+
+    @one_thread
+    def load_checkpoint(
+        self,
+        load_dir: str | PathLike[str],
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+    ) -> tuple[str | None, dict[str, Any]]:
+        """Go on from a checkpoint, written with any number of stages and replicas, with or without ZeRO.
+
+        Args:
+            load_dir: What was given to `save_checkpoint`.
+            tag: Name of the checkpoint; None: the last that was committed with `save_latest`.
+            load_module_strict: Refuse layers that are not exactly the model's. Otherwise what fits is loaded and a
+                warning names the rest, which keeps its values.
+            load_optimizer_states: Load the optimiser's state and the loss scale; else they stay.
+            load_lr_scheduler_states: Load the hyperparameters that the optimiser keeps, such as the learning rate, and
+                the place in their schedule; else they stay.
+            load_module_only: Load parameters and what layers keep beside them, and nothing else: no counters, no place
+                in the data.
+
+        Returns:
+            `(path, client_state)`: the checkpoint's folder, and what `save_checkpoint` was given. `(None, {})` with a
+            warning where the directory holds no checkpoint.
+
+        Raises:
+            CheckpointError: `load_dir` is no path, there is none with that tag, it is damaged, or its layers or the
+                optimiser's state do not fit; the engine is as it was.
+            DataError: The place in the data does not fit the iterator that is set; the engine is as it was.
+            PipelineError: No shapes are known yet, and the checkpoint does not tell them.
+
+        Reference:
+            DeepSpeed's `load_checkpoint`, which returns `(None, None)` where there is none.
+        """
+        what = LoadOptions(load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only)
+        return self._checkpointer.load(load_dir, tag, what)
+
+    def save_on_preemption(
+        self,
+        save_dir: str | PathLike[str],
+        signals: Sequence[signal.Signals] = (signal.SIGTERM,),
+        client_state: Callable[[], Mapping[str, Any]] = dict,
+    ) -> None:
+        """From now on, when the process is asked to end, finish the step, save, and exit.
+
+        Schedulers send SIGTERM some time before they take a node away. The next `train_batch` that ends after it, or
+        the `step` that updates, writes a checkpoint with the tag `global_step<N>`, waits until it is committed, and
+        raises `SystemExit` with 128 plus the signal's number, so that `finally` clauses run. All processes call.
+
+        Args:
+            save_dir: As for `save_checkpoint`.
+            signals: What to wait for.
+            client_state: Called for the `client_state` of that checkpoint.
+
+        Raises:
+            CheckpointError: It is not called in the main thread, or `save_dir` is no path.
+        """
+        self._checkpointer.save_on_preemption(save_dir, signals, client_state)
+
+    @one_thread
+    def module_state_dict(self) -> PyTree:
+        """The present parameters as numpy arrays, in the form of `PipelineModule.init`, or in a plain model's own.
+
+        Before the first batch they are `model_parameters` as they were given; where there are none, shapes are needed.
+
+        Raises:
+            PipelineError: No shapes are known yet, and no parameters.
+        """
+        trainer = self._trainer
+        if trainer.model_parameters is not None and trainer.programs.latest is None:
+            return trainer.tree.unwrap(jax.tree.map(np.array, trainer.model_parameters))
+        return trainer.tree.unwrap(trainer.pipeline.params_tree(trainer.state.params))
+
+    @one_thread
+    def module_collections(self) -> dict[str, PyTree]:
+        """What layers keep beside parameters, such as batch statistics, as numpy arrays.
+
+        In the form of `PipelineModule.init_collections`, or in a plain model's own, such as `{"batch_stats": ...}`.
+
+        Raises:
+            PipelineError: No shapes are known yet.
+        """
+        trainer = self._trainer
+        return trainer.tree.unwrap_collections(trainer.pipeline.collections_tree(trainer.state.collections))
+
+    @one_thread
+    def load_module_state_dict(
+        self, state_dict: PyTree, strict: bool = True, *, collections: Mapping[str, PyTree] | None = None
+    ) -> None:
+        """Set the parameters; optimiser state and counters stay.
+
+        Args:
+            state_dict: A tree as `module_state_dict` returns it.
+            strict: Refuse a tree that is not exactly the model's. Otherwise what fits is taken and a warning names
+                the rest.
+            collections: What `module_collections` returned; None: they stay.
+
+        Raises:
+            LayerError: Parameters are missing, unexpected or of another shape, and `strict` is true; or one is no array
+                of floating-point numbers. Nothing changed.
+            PipelineError: No shapes are known yet.
+        """
+        trainer, tree = self._trainer, self._trainer.tree
+        params = tree.wrap(state_dict if strict else merge_params(self.module_state_dict(), state_dict))
+        tree.check(trainer.pipeline, params)
+        state = trainer.pipeline.replace_params(trainer.state, params)
+        if collections is not None:
+            state = trainer.pipeline.replace_collections(state, tree.wrap_collections(collections))
+        trainer.state = state
+
+    @property
+    def metrics(self) -> dict[str, Any]:
+        """What the last trained batch gave: `loss`, `grad_norm` and the rest of `Pipeline.step`'s metrics.
+
+        Arrays on the devices, computed while the caller goes on; empty before the first batch.
+        """
+        return dict(self._reports.metrics)
+
+    @one_thread
+    def get_lr(self) -> list[float]:
+        """The learning rate of the next update, in a list as DeepSpeed's groups have it.
+
+        The optimiser computes with it in float32. A number of the configuration, or one that was set, is given as it
+        was written there, any other as the shortest that is the same in float32.
+
+        For Muon the second is that of the parameters which Adam updates. A schedule built into a finished optax
+        optimiser is not known here: its rate is that of the last update.
+
+        Raises:
+            PipelineError: The optimiser does not keep it in its state, or there is no optimiser.
+        """
+        return self._reports.learning_rates()
+
+    @one_thread
+    def get_mom(self) -> list[float | tuple[float, float]]:
+        """The momentum of the next update, in a list as DeepSpeed's groups have it, as numbers as in `get_lr`.
+
+        `momentum`, or `(b1, b2)`, or `b1` alone where the state does not keep `b2`; for Muon both.
+
+        Raises:
+            PipelineError: The optimiser keeps none in its state, or there is no optimiser.
+        """
+        return self._reports.momenta()
+
+    def set_lr(self, lr: float) -> None:
+        """Set the learning rate for all updates from now on.
+
+        Args:
+            lr: The rate, at least 0.
+
+        Raises:
+            ConfigError: As `set_hyperparams` raises it.
+            PipelineError: No shapes are known yet.
+        """
+        self.set_hyperparams(learning_rate=lr)
+
+    @one_thread
+    def set_hyperparams(self, **values: float) -> None:
+        """Set hyperparameters that the optimiser keeps in its state, for all updates from now on.
+
+        Those of the configuration's optimisers are kept there, and those of `optax.inject_hyperparams`.
+
+        Args:
+            **values: Name to number, such as `learning_rate=1e-4`.
+
+        Raises:
+            ConfigError: The optimiser keeps none of that name, it follows a schedule, or a value is no finite number or
+                out of the range that the configuration would accept.
+            PipelineError: No shapes are known yet.
+        """
+        self._reports.set_hyperparams(values)
+
+    def get_global_grad_norm(self) -> jax.Array | None:
+        """Norm of the last batch's gradient over all stages, before clipping; None before the first batch."""
+        return self._reports.metrics.get("grad_norm")
+
+    def get_additional_losses(self) -> dict[str, jax.Array] | None:
+        """Losses that layers reported in the last trained batch, by `layer/name`; None where none did."""
+        return self._reports.metrics.get("losses")
+
+    @property
+    @one_thread
+    def skipped_steps(self) -> int:
+        """Updates skipped because gradients overflowed."""
+        return int(self.state.skipped_steps) if self._trainer.has_state else 0
+
+    def was_step_applied(self) -> bool:
+        """Whether the last trained batch changed the parameters; false before the first."""
+        metrics = self._reports.metrics
+        return bool(metrics) and not bool(metrics.get("overflow", False))
+
+    @property
+    @one_thread
+    def loss_scale(self) -> float:
+        """The factor that the next loss is multiplied with; 1 unless training is in float16."""
+        return self._reports.loss_scale()
+
+    @property
+    def micro_batches(self) -> int:
+        """Microbatches per batch; the same as `gradient_accumulation_steps()`."""
+        return self._trainer.sizes.gradient_accumulation_steps
+
+    @property
+    def micro_batch_size(self) -> int:
+        """Samples per microbatch and replica."""
+        return self._trainer.sizes.train_micro_batch_size_per_gpu
+
+    def train_batch_size(self) -> int:
+        """Samples per batch over all replicas."""
+        return self._trainer.sizes.train_batch_size
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Samples per microbatch and replica."""
+        return self.micro_batch_size
+
+    def gradient_accumulation_steps(self) -> int:
+        """Microbatches per batch."""
+        return self.micro_batches
+
+    def get_batch_info(self) -> tuple[int, int, int]:
+        """`train_batch_size`, `train_micro_batch_size_per_gpu` and `gradient_accumulation_steps`; DeepSpeed's name."""
+        return self.train_batch_size(), self.micro_batch_size, self.micro_batches
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> NoReturn:
+        """Refused: the samples of a microbatch are what data are cut into and programs are made for.
+
+        Raises:
+            PipelineError: Always.
+        """
+        raise PipelineError(
+            "train_micro_batch_size_per_gpu must stay as it is while an engine runs, but got "
+            f"micro_batch_size={micro_batch_size!r} in place of {self.micro_batch_size}. Call set_train_batch_size, "
+            "which changes how many microbatches a batch has, or load a checkpoint into an engine of that size."
+        )
+
+    @one_thread
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Change how many microbatches a batch has; the size of a microbatch stays.
+
+        Args:
+            train_batch_size: Samples per batch over all replicas, from the next batch on.
+
+        Raises:
+            ConfigError: It is no positive multiple of the samples in a microbatch of all replicas.
+        """
+        micro, data = self.micro_batch_size, self._trainer.num_replicas
+        unit = micro * data
+        is_integer = isinstance(train_batch_size, int) and not isinstance(train_batch_size, bool)
+        if not is_integer or train_batch_size < 1 or train_batch_size % unit:
+            below = train_batch_size // unit * unit if is_integer else 0
+            nearest = " or ".join(str(size) for size in (below, below + unit) if size > 0) or unit
+            raise ConfigError(
+                f"train_batch_size must be a multiple of train_micro_batch_size_per_gpu * data = {micro} * {data} = "
+                f"{unit}, but got train_batch_size={train_batch_size!r}. Use for instance {nearest}."
+            )
+        self._trainer.sizes = BatchSizes(train_batch_size, micro, train_batch_size // unit)
 
     def is_first_stage(self) -> bool:
         """Whether this process has a device of the first stage."""
@@ -405,9 +676,13 @@ class PipelineEngine(TrainingReports, BatchCounts, ModuleState, Checkpoints, Eng
         """Number of devices of the mesh, DeepSpeed's ranks; `jax.process_count()` is that of processes."""
         return self.mesh.size
 
-    def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether gradients have been reduced and applied: always, as `train_batch` runs whole batches only."""
-        return True
+    @abstractmethod
+    def _check_between_batches(self, call: str) -> None:
+        """Refuse a call while some microbatches of a batch have been trained and others are to come."""
+
+    @abstractmethod
+    def _begin_batch(self) -> None:
+        """Forget microbatches that belong to a state which is no more; signals are held."""
 
     def _pull(
         self,
@@ -423,98 +698,39 @@ class PipelineEngine(TrainingReports, BatchCounts, ModuleState, Checkpoints, Eng
             batch = self._source.pull(
                 data_iter, num_microbatches, what=what, has_labels=has_labels, is_training=is_training
             )
-            return self._cache.for_batch(batch, num_microbatches, has_labels=has_labels), batch
+            return self._trainer.programs.for_batch(batch, num_microbatches, has_labels=has_labels), batch
 
-        if jax.process_count() > 1:
-            self._settle()
+        if jax.process_count() > 1:  # the exchange with the other processes is a program too
+            self._trainer.block_until_ready()
         pipeline, batch = self._lockstep.take(read)
         return pipeline, pipeline.place_batch(batch, self.data_shard.replicas)
 
-    def _make_ready(self, name: str, function: Callable[..., Any], *args: Any) -> None:
-        """Do what a call of a program on the state waits for: the state, the program before, the compiler."""
-        state = self.state
-        self._settle()
-        is_batch = bool(args) and isinstance(args[0], tuple)
-        describe = functools.partial(describe_batch, args[0]) if is_batch else str
-        self._compiler.compile(function, (state, *args), name, describe)
-
-    def _run(self, name: str, function: Callable[..., Any], *args: Any) -> Any:
-        """Call a program on the state; one that takes its buffers is made ready before, and signals are held then."""
-        self._make_ready(name, function, *args)
-        results = function(self.state, *args)
-        self._in_flight = jax.tree.leaves(results)[-1]  # never part of the state, whose buffers are donated
-        self._heartbeat.note(self._in_flight)
-        return results
-
-    def _count_step(self, metrics: dict[str, Any], batch: Batch | None = None) -> None:
-        """Count an update, once the new state is set."""
-        self._metrics = metrics
-        self._watch.note(self.state)
-        self.global_steps += 1
-        self.global_samples += self.train_batch_size()
-        if batch is not None:
-            self._count_tokens(batch)
-        self._start_clock(self.global_samples)
+    def _count_step(self, metrics: dict[str, Any], num_microbatches: int, num_samples: int) -> None:
+        """Count an update, once the new state is set; signals are held."""
+        trainer = self._trainer
+        self._reports.metrics = metrics
+        trainer.watch.note(trainer.state)
+        trainer.global_steps += 1
+        trainer.global_samples += num_samples
+        self._micro_steps += num_microbatches
+        self._begin_batch()
+        self._reports.start_clock()
 
     def _end_step(self) -> None:
         """Report an update, and end where that was asked for."""
         every = self.config.steps_per_print
         if every and self.global_steps % every == 0:
-            line = self._step_line(self.global_steps, self.global_samples)  # on all processes, which must agree
-            self._compiler.report(line)
-        self._end_if_preempted()
+            line = self._reports.line()  # on all processes, which must agree
+            self._trainer.compiler.report(line)
+        self._checkpointer.end_if_preempted()
 
-    def _check_parameters(self) -> None:
-        """Refuse initial parameters that are not the model's.
-
-        Raises:
-            LayerError: They are not.
-        """
-        if self._model_parameters is not None:
-            self.pipeline.check_params(self._model_parameters)
-
-    def _present(self) -> TrainState | None:
-        leaves = jax.tree.leaves(self._state)
-        return None if any(leaf.is_deleted() for leaf in leaves) else self._state
-
-    def _build_for(self, batch: Any) -> Callable[[], None]:
-        if self._cache.latest is not None:
-            return lambda: None
-        if batch is not None:
-            size = self.micro_batch_size * len(self.data_shard.replicas)
-            resized = jax.tree.map(lambda x: jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype), batch)
-            has_labels = self.module.loss_fn is None or bool(jax.tree.leaves(batch[1]))
-            self._cache.get(resized, self.micro_batches, has_labels=has_labels)
-        given = self._model_parameters
-
-        def undo() -> None:
-            self._cache.forget()
-            self._state, self._model_parameters = None, given
-
-        return undo
-
-    def _restart(self) -> None:
-        self._watch = OverflowWatch(LossScaler.from_config(self.config))
-        self._metrics, self._clock, self._num_tokens, self._model_parameters = {}, None, 0, None
-
-    def _build(self, entry: Entry) -> Pipeline:
-        """The training pipeline for an entry's shapes."""
-        return self._cache.get(entry, self.micro_batches)
-
-    def _settle(self) -> None:
-        """On simulated devices, let the program in flight end before the next starts.
-
-        They share one pool of threads, and a collective holds its thread until all devices have come; two programs in
-        flight could hold all threads and wait for each other.
-        """
-        if self.mesh.devices.flat[0].platform == "cpu":
-            jax.block_until_ready(self._in_flight)
-
-    def _hyperparams(self) -> Hyperparams:
-        self._settle()
-        if self._access is None:
-            self._access = Hyperparams(self.pipeline, self._schedules)
-        return self._access
+    def _when_loaded(self) -> None:
+        trainer = self._trainer
+        trainer.watch = OverflowWatch(trainer.scaler)
+        trainer.model_parameters = None
+        self._reports.forget()
+        self._micro_steps = trainer.global_steps * self.micro_batches
+        self._begin_batch()
 
     def _addresses(self, stage: int) -> bool:
         return any(device.process_index == jax.process_index() for device in self.mesh.devices[stage].flat)

@@ -18,14 +18,18 @@ from jaxpipe.layers import PipelineModule
 from jaxpipe.pipeline import ConfigLike, prepare, read_params
 
 from ._compile import Reporter, print_line
-from ._engine import PipelineEngine
+from ._pipelined import PipelineEngine
 from ._unpipelined import UnpipelinedEngine, as_one_stage, further_inputs
 
 Optimizer = optax.GradientTransformation | Callable[..., optax.GradientTransformation]
 HANDSHAKE_TIMEOUT_S = 120.0
 """How long the first exchange along an axis of the mesh may take."""
 
-Initialized = tuple[PipelineEngine, optax.GradientTransformation | None, BatchLoader[Any] | None, optax.Schedule | None]
+# Of a plain model it is an `UnpipelinedEngine`, which has the same names; a union of both would not go where a
+# function asks for one of them.
+Initialized = tuple[
+    PipelineEngine | Any, optax.GradientTransformation | None, BatchLoader[Any] | None, optax.Schedule | None
+]
 
 
 def initialize(  # noqa: PLR0913  # DeepSpeed's arguments

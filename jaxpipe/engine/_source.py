@@ -99,18 +99,22 @@ class MicrobatchSource:
             self._trained = None
         self._pending = (state, is_own) if waits else None
 
-    def remember(self) -> Callable[[], None]:
-        """What puts everything back to where it is now."""
-        pending, trained = self._pending, self._trained
-        held: Any = self._data_iter
-        state = _state_of(held)
+    def snapshot(self) -> Callable[[], None]:
+        """Note where everything stands.
 
-        def put_back() -> None:
-            if state is not None and held.get_state() != state:
-                held.set_state(state)
+        Returns:
+            A function that restores it.
+        """
+        pending, trained = self._pending, self._trained
+        iterator: Any = self._data_iter
+        state = _state_of(iterator)
+
+        def restore() -> None:
+            if state is not None and iterator.get_state() != state:
+                iterator.set_state(state)
             self._pending, self._trained = pending, trained
 
-        return put_back
+        return restore
 
     def _resume(self, iterator: Any) -> None:
         """Put an iterator where the state that waits says."""
@@ -132,7 +136,7 @@ class MicrobatchSource:
 
     @contextlib.contextmanager
     def lending(self) -> Iterator[None]:
-        """Take back what is pulled within the body if an interrupt ends it before `settle` is called.
+        """Take back what is pulled within the body if an interrupt ends it before `commit` is called.
 
         An iterator with `get_state` and `set_state` goes back to where it stood; of any other the entries are kept for
         the next batch that is pulled from it. An ordinary error is not an interrupt: what it tells of, such as an entry
@@ -141,7 +145,7 @@ class MicrobatchSource:
         try:
             yield
         except Exception:
-            self.settle()
+            self.commit()
             raise
         except BaseException as interrupt:
             lent = self._lent
@@ -157,8 +161,8 @@ class MicrobatchSource:
                 lent.iterator.set_state(lent.state)
             raise
 
-    def settle(self) -> None:
-        """What was pulled has been used."""
+    def commit(self) -> None:
+        """Let go of what was pulled: its batch has run."""
         self._lent.state = None
         del self._lent.entries[: self._lent.count]
         self._lent.num_mapped = max(0, self._lent.num_mapped - self._lent.count)

@@ -3,9 +3,9 @@
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from os import PathLike
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, final
 
 import flax.linen as nn
 import jax
@@ -17,15 +17,14 @@ from jaxpipe._typing import PyTree
 from jaxpipe.config import TrainConfig
 from jaxpipe.data import stack_microbatches
 from jaxpipe.errors import ConfigError, DataError, PipelineError
-from jaxpipe.layers import LayerSpec, PipelineModule, TiedLayerSpec, flatten_dict
-from jaxpipe.pipeline import ChosenOptimizer, check_params
+from jaxpipe.layers import LayerSpec, PipelineModule, TiedLayerSpec
+from jaxpipe.pipeline import ChosenOptimizer
 
-from ._engine import PipelineEngine
+from ._engine import Engine
 from ._hold import hold_signals
 from ._microbatch import Share, add_shares, compile_forward, compile_update
+from ._model_tree import ModelTree
 from ._programs import MAX_PROGRAMS
-from ._source import Batch, Entry
-from ._state_dict import merge_state_dict
 from ._turn import one_thread
 
 
@@ -71,7 +70,30 @@ def further_inputs(model: Any) -> tuple[str, ...]:
     return tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD)
 
 
-class UnpipelinedEngine(PipelineEngine):
+@dataclass
+class _OpenBatch:
+    """Microbatches that `forward`, `backward` and `step` have trained since the last update.
+
+    Attributes:
+        index: Of the present microbatch in its batch.
+        pending: The loss that the last forward returned, what it left for backward, and how many samples it was short
+            of; None: nothing waits for backward.
+        total: What backward has added up; None: nothing yet.
+        awaits_step: Whether a backward has not been followed by its step.
+        collections: Collections before the first forward.
+        missing: Samples by which the microbatches are short of full ones.
+    """
+
+    index: int = 0
+    pending: tuple[jax.Array, Share, int] | None = None
+    total: Share | None = None
+    awaits_step: bool = False
+    collections: PyTree = None
+    missing: int = 0
+
+
+@final
+class UnpipelinedEngine(Engine):
     """Trains a plain Flax model in three calls per microbatch; made by `jaxpipe.initialize`.
 
     `loss = engine(inputs, labels)`, `engine.backward(loss)`, `engine.step()`; for a model of several inputs that
@@ -82,21 +104,19 @@ class UnpipelinedEngine(PipelineEngine):
     otherwise. The result is that of `train_batch` on the same microbatches, dropout and loss scale included.
 
     Everything else is as in `PipelineEngine`, for one stage and a replica on every device. `train_batch` needs less
-    memory and communication than the three calls, since one program runs all its microbatches. Parameters go in and
-    out as the model's own tree, in Flax `variables["params"]`.
+    memory and communication than the three calls, since one program runs all its microbatches; it must not be called
+    within a batch. Parameters go in and out as the model's own tree, in Flax `variables["params"]`.
 
     Args:
         module: What `as_one_stage` returns.
         chosen: As for `PipelineEngine`.
         config: As for `PipelineEngine`.
         mesh: As for `PipelineEngine`, its `stage` axis of length 1.
-        model_parameters: The model's own tree of initial parameters; None: made from `base_seed`.
         further_inputs: Names of the model's arguments after its first, in order.
-        **options: Further arguments of `PipelineEngine`.
+        **options: Further arguments of `PipelineEngine`; `model_parameters` is the model's own tree.
 
     Attributes:
         training: Whether `forward` trains; `train` and `eval` set it.
-        micro_steps: Microbatches trained so far.
 
     Reference:
         DeepSpeed's `DeepSpeedEngine`, whose `forward` returns what the model returns.
@@ -109,30 +129,20 @@ class UnpipelinedEngine(PipelineEngine):
         config: TrainConfig,
         mesh: Mesh,
         *,
-        model_parameters: PyTree | None = None,
         further_inputs: Sequence[str] = (),
         **options: Any,
     ) -> None:
         self._further_inputs = tuple(further_inputs)
-        self._layer = module.layers[0].name
         self.training = True
-        self.micro_steps = 0
-        self._place = 0
-        """Place of the present microbatch in its batch."""
-        self._pending: tuple[jax.Array, Share, int] | None = None
-        """What the last forward returned, what it left for backward, and how many samples it was short of."""
-        self._total: Share | None = None
-        """What backward has added up since the last update."""
-        self._awaits_step = False
-        """Whether a backward has not been followed by its step."""
-        self._collections: PyTree = None
-        """Collections before the first forward since the last update."""
-        self._missing = 0
-        """Samples by which the microbatches since the last update are short of full ones."""
+        self._batch = _OpenBatch()
         self._forward_of = functools.lru_cache(MAX_PROGRAMS)(compile_forward)
         self._update: Callable[..., Any] | None = None
-        parameters = None if model_parameters is None else self._wrap(model_parameters)
-        super().__init__(module, chosen, config, mesh, model_parameters=parameters, **options)
+        super().__init__(module, chosen, config, mesh, tree=ModelTree(module.layers[0].name), **options)
+
+    @property
+    def micro_steps(self) -> int:
+        """Microbatches trained so far."""
+        return self._micro_steps + self._batch.index
 
     def train(self, mode: bool = True) -> None:
         """Let `forward` train from now on, or with `mode=False` evaluate; `train_batch` and `eval_batch` ignore it."""
@@ -184,19 +194,20 @@ class UnpipelinedEngine(PipelineEngine):
             self._check_forward(has_labels=not wants_output)
         inputs, labels, side = stack_microbatches([(inputs, labels, side)])
         size = self._size_of(inputs)
-        pipeline = self._cache.for_batch((inputs, labels, side), 1, microbatch_size=size)
+        trainer, begun = self._trainer, self._batch
+        pipeline = trainer.programs.for_batch((inputs, labels, side), 1, microbatch_size=size)
         batch = pipeline.place_batch((inputs, labels, side), self.data_shard.replicas)
         if not self.training:
-            return self._run("evaluation", pipeline.evaluate, batch)["loss"]
-        forward, place = self._forward_of(pipeline, self.micro_batches), np.int32(self._place)
-        self._make_ready("forward and backward", forward, batch, place)
+            return trainer.run("evaluation", pipeline.evaluate, batch)["loss"]
+        forward, index = self._forward_of(pipeline, self.micro_batches), np.int32(begun.index)
+        state = trainer.prepare("forward and backward", forward, batch, index)
         with hold_signals():
-            if self._total is None and self._pending is None:
-                self._collections = self.state.collections
-            collections, share, loss = self._run("forward and backward", forward, batch, place)
-            self._state = dataclasses.replace(self.state, collections=collections)
-            self._pending = (loss, share, (self.micro_batch_size - size) * self._num_replicas)
-            self._count_tokens(batch)
+            if begun.total is None and begun.pending is None:
+                begun.collections = state.collections
+            collections, share, loss = trainer.launch(forward, state, batch, index)
+            trainer.state = dataclasses.replace(state, collections=collections)
+            begun.pending = (loss, share, (self.micro_batch_size - size) * trainer.num_replicas)
+            self._reports.count_tokens(batch)
         return loss
 
     @one_thread
@@ -227,18 +238,19 @@ class UnpipelinedEngine(PipelineEngine):
         _refuse_unless(False, "backward", "release_loss", release_loss, "The loss is freed when nobody refers to it")
         _refuse_unless(False, "backward", "retain_graph", retain_graph, "Forward has made the gradients: there is none")
         _refuse_unless(True, "backward", "scale_wrt_gas", scale_wrt_gas, "Gradients are the mean over microbatches")
-        if self._pending is None or self._pending[0] is not loss:
+        begun = self._batch
+        if begun.pending is None or begun.pending[0] is not loss:
             raise PipelineError(
                 "backward must be given the very array that the last forward in training returned, and once, but got "
                 f"loss={loss!r}. Call loss = engine(inputs, labels) and pass it as it is; scale or combine losses "
                 "inside loss_fn, since an array of JAX does not know how it was computed."
             )
-        self._settle()
-        _, share, missing = self._pending
+        self._trainer.block_until_ready()
+        _, share, missing = begun.pending
         with hold_signals():
-            self._missing += missing
-            self._total = share if self._total is None else add_shares(self._total, share)
-            self._pending, self._awaits_step = None, True
+            begun.missing += missing
+            begun.total = share if begun.total is None else add_shares(begun.total, share)
+            begun.pending, begun.awaits_step = None, True
         return loss
 
     @one_thread
@@ -254,7 +266,7 @@ class UnpipelinedEngine(PipelineEngine):
         _refuse_unless(
             None, "step", "lr_kwargs", lr_kwargs or None, "A schedule is a function of the number of updates"
         )
-        if not self._awaits_step:
+        if not self._batch.awaits_step:
             raise PipelineError(
                 f"step must follow a backward, but got none since micro_steps={self.micro_steps}. "
                 "Call engine.backward(loss) first, or train_batch(data_iter) for a whole batch."
@@ -263,102 +275,36 @@ class UnpipelinedEngine(PipelineEngine):
             self._apply()
             return
         with hold_signals():
-            self._place += 1
-            self._awaits_step = False
-            self.micro_steps += 1
+            self._batch.index += 1
+            self._batch.awaits_step = False
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the next `step` updates: the present microbatch is the last of `gradient_accumulation_steps()`."""
-        return self._place + 1 >= self.gradient_accumulation_steps()
+        return self._batch.index + 1 >= self.gradient_accumulation_steps()
 
     @one_thread
-    def train_batch(self, data_iter: Iterator[Entry] | None = None) -> jax.Array:
-        """As `PipelineEngine.train_batch`, the same as the three calls for each of its microbatches.
-
-        Raises:
-            StopIteration: The iterator ended; nothing has changed.
-            PipelineError: There is no optimiser or no iterator, or a batch has been begun with `backward`.
-            DataError: An entry does not fit the shapes the engine was built for; nothing has changed.
-        """
-        self._check_between_batches("train_batch")
-        return super().train_batch(data_iter)
-
     def reset_activation_shape(self) -> None:
         """As `PipelineEngine.reset_activation_shape`."""
-        super().reset_activation_shape()
+        self._trainer.programs.clear()
         self._forward_of.cache_clear()
 
-    def module_state_dict(self) -> PyTree:
-        """The present parameters as numpy arrays, in the model's own tree.
-
-        Raises:
-            PipelineError: No shapes are known yet, and no parameters.
-        """
-        return super().module_state_dict().get("layers", {}).get(self._layer, {})
-
-    def module_collections(self) -> dict[str, PyTree]:
-        """What the model keeps beside parameters, as numpy arrays in its own tree, such as `{"batch_stats": ...}`.
-
-        Raises:
-            PipelineError: No shapes are known yet.
-        """
-        return super().module_collections().get(self._layer, {})
-
-    @one_thread
-    def load_module_state_dict(
-        self, state_dict: PyTree, strict: bool = True, *, collections: Mapping[str, PyTree] | None = None
-    ) -> None:
-        """Set the parameters; optimiser state and counters stay.
-
-        Args:
-            state_dict: The model's own tree.
-            strict: As for `PipelineEngine`.
-            collections: What `module_collections` returned; None: they stay.
-
-        Raises:
-            LayerError: Parameters are missing, unexpected or of another shape, and `strict` is true; nothing changed.
-            PipelineError: No shapes are known yet.
-        """
-        tree = state_dict if strict else merge_state_dict(self.module_state_dict(), state_dict)
-        self._check_own(tree)
-        held = None if collections is None else {self._layer: collections}
-        super().load_module_state_dict(self._wrap(tree), collections=held)
-
-    @one_thread
-    def save_checkpoint(
-        self,
-        save_dir: str | PathLike[str],
-        tag: str | None = None,
-        client_state: Mapping[str, Any] = {},  # noqa: B006  # DeepSpeed's signature; never changed
-        save_latest: bool = True,
-    ) -> bool:
-        """As `PipelineEngine.save_checkpoint`, between two batches.
-
-        Raises:
-            CheckpointError: As there.
-            PipelineError: A batch has been begun with `backward`, whose gradients no checkpoint holds.
-        """
-        self._check_between_batches("save_checkpoint")
-        if self._pending is not None:
+    def _check_between_batches(self, call: str) -> None:
+        begun = self._batch
+        if begun.total is not None:
+            size = self.gradient_accumulation_steps()
+            raise PipelineError(
+                f"{call} must not be called within a batch, but got {begun.index + begun.awaits_step} of "
+                f"gradient_accumulation_steps={size} microbatches. Go on with forward, backward and step until the "
+                "update."
+            )
+        if begun.pending is not None and call == "save_checkpoint":
             raise PipelineError(
                 "save_checkpoint must not be called between forward and backward, but got a loss that backward has not "
                 "been given. Call it after step, or engine.eval() before a forward that is not trained."
             )
-        return super().save_checkpoint(save_dir, tag, client_state, save_latest)
 
-    def _restart(self) -> None:
-        super()._restart()
-        self._begin_batch()
-        self.micro_steps = self.global_steps * self.gradient_accumulation_steps()
-
-    def _check_between_batches(self, call: str) -> None:
-        if self._total is not None:
-            size = self.gradient_accumulation_steps()
-            raise PipelineError(
-                f"{call} must not be called within a batch, but got {self._place + self._awaits_step} of "
-                f"gradient_accumulation_steps={size} microbatches. Go on with forward, backward and step until the "
-                "update."
-            )
+    def _begin_batch(self) -> None:
+        self._batch = _OpenBatch()
 
     def _size_of(self, inputs: PyTree) -> int:
         """Samples per replica of a microbatch, `[1, samples, ...]`: as many as configured, or fewer."""
@@ -375,24 +321,8 @@ class UnpipelinedEngine(PipelineEngine):
             )
         return size
 
-    def _check_parameters(self) -> None:
-        if self._model_parameters is not None:
-            self._check_own(self._model_parameters["layers"][self._layer])
-
-    def _check_own(self, tree: PyTree) -> None:
-        """Compare parameters with the model's own tree.
-
-        Raises:
-            LayerError: They are not those of the model.
-        """
-        own = self.pipeline.trace.tree().get("layers", {}).get(self._layer, {})
-        check_params(tree, flatten_dict(own), "Give variables['params'] of the model's own init")
-
-    def _wrap(self, tree: PyTree) -> PyTree:
-        return {"layers": {self._layer: tree}}
-
     def _check_forward(self, *, has_labels: bool) -> None:
-        self._watch.check()
+        self._trainer.watch.check()
         if self.optimizer is None:
             raise PipelineError(
                 "forward in training must have an optimizer, but got optimizer=None. Give initialize(optimizer=...) an "
@@ -403,7 +333,7 @@ class UnpipelinedEngine(PipelineEngine):
                 "forward in training must be given labels, but got labels=None. Call engine(inputs, labels), or "
                 "engine.eval() before engine(inputs) for the model's output."
             )
-        if self._awaits_step:
+        if self._batch.awaits_step:
             raise PipelineError(
                 "forward in training must follow the step of the last microbatch, but got backward without step at "
                 f"micro_steps={self.micro_steps}. Call engine.step() after each backward; it updates only after "
@@ -411,25 +341,14 @@ class UnpipelinedEngine(PipelineEngine):
             )
 
     def _apply(self) -> None:
+        trainer, begun = self._trainer, self._batch
         self._update = self._update or compile_update(self.pipeline)
-        arguments = ("the update", self._update, self._collections, self._total)
-        self._make_ready(*arguments)
+        arguments = (begun.collections, begun.total)
+        state = trainer.prepare("the update", self._update, *arguments)
         with hold_signals():
-            self._state, metrics = self._run(*arguments)
-            self._count_step(metrics)
+            trainer.state, metrics = trainer.launch(self._update, state, *arguments)
+            self._count_step(metrics, begun.index + 1, self.train_batch_size() - begun.missing)
         self._end_step()
-
-    def _count_step(self, metrics: dict[str, Any], batch: Batch | None = None) -> None:
-        self.micro_steps += 1 if self._awaits_step else self.gradient_accumulation_steps()
-        self.global_samples -= self._missing  # what follows counts full microbatches
-        self._begin_batch()
-        super()._count_step(metrics, batch)
-
-    def _begin_batch(self) -> None:
-        """Forget what belongs to the microbatches before."""
-        self._pending = self._total = self._collections = None
-        self._missing = 0
-        self._place, self._awaits_step = 0, False
 
     def _wrong_inputs(self, names: Sequence[str], others: Sequence[Any], named: Mapping[str, Any]) -> PipelineError:
         taken = ", ".join(("inputs", *names))

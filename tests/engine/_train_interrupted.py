@@ -46,10 +46,10 @@ def one_step(engine: Any, kind: str, iterator: Iterator[Any]) -> None:
         engine.train_batch(iterator)
         return
     while True:  # whatever an interrupt left undone goes on
-        if engine._pending is None and not engine._awaits_step:
+        if engine._batch.pending is None and not engine._batch.awaits_step:
             engine(*ENTRIES[engine.micro_steps % len(ENTRIES)])
-        if engine._pending is not None:
-            engine.backward(engine._pending[0])
+        if engine._batch.pending is not None:
+            engine.backward(engine._batch.pending[0])
         engine.step()
         if engine.micro_steps % MICROBATCHES == 0:
             return

@@ -200,7 +200,7 @@ def test_lowering_the_step() -> None:
 def test_lowering_does_not_make_parameters() -> None:
     engine = build(example_batch=entries()[0])
     engine.lower(whole_batch())
-    assert engine._state is None
+    assert not engine._trainer.has_state
 
 
 def test_a_step_says_nothing_unless_asked(

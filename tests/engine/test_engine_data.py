@@ -159,8 +159,7 @@ def test_an_array_that_is_filled_anew_for_each_microbatch() -> None:
             yield held
 
     engine = build()
-    state = engine.module_state_dict if engine._state else None
-    assert state is None
+    assert not engine._trainer.has_state
     wanted, given = data(is_new=True), data(is_new=False)
     losses = [
         [float(each.train_batch(found)) for _ in range(2)] for each, found in ((engine, wanted), (build(), given))

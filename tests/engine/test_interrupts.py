@@ -42,11 +42,11 @@ def press(times: int = 1, number: int = signal.SIGINT) -> None:
 
 def within_a_step(patch: pytest.MonkeyPatch, engine: PipelineEngine, times: int) -> None:
     """After the old state's buffers are taken, before the new state is set."""
-    patch.setattr(engine._heartbeat, "note", lambda result: press(times))
+    patch.setattr(engine._trainer.heartbeat, "note", lambda result: press(times))
 
 
 def before_it_counts(patch: pytest.MonkeyPatch, engine: PipelineEngine, times: int) -> None:
-    patch.setattr(engine._watch, "note", lambda state: press(times))
+    patch.setattr(engine._trainer.watch, "note", lambda state: press(times))
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +76,7 @@ def test_ctrl_c_in_a_step(engine: PipelineEngine, moment: Moment, monkeypatch: p
 
 def test_a_handler_that_ends_the_program(engine: PipelineEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))
-    monkeypatch.setattr(engine._heartbeat, "note", lambda result: press(number=signal.SIGTERM))
+    monkeypatch.setattr(engine._trainer.heartbeat, "note", lambda result: press(number=signal.SIGTERM))
     try:
         with pytest.raises(SystemExit, match="3"):
             engine.train_batch(entries())
@@ -202,7 +202,7 @@ def test_microbatches_come_again_after_ctrl_c_in_a_compile(
         raise KeyboardInterrupt
 
     before, iterator = engine.global_steps, entries(count=2 * MICROBATCHES)
-    monkeypatch.setattr(engine._compiler, "compile", compile_and_press)
+    monkeypatch.setattr(engine._trainer.compiler, "compile", compile_and_press)
     with pytest.raises(KeyboardInterrupt):
         engine.train_batch(iterator)
     monkeypatch.undo()
@@ -244,7 +244,7 @@ def test_ctrl_c_in_the_three_calls(monkeypatch: pytest.MonkeyPatch) -> None:
         within_a_step(patch, engine, 1)
         with pytest.raises(KeyboardInterrupt):
             engine(*entry(samples=samples))
-        engine.backward(engine._pending[0])
+        engine.backward(engine._batch.pending[0])
         with pytest.raises(KeyboardInterrupt):
             engine.step()
         assert (engine.global_steps, engine.micro_steps, int(engine.state.step)) == (1, 1, 1)

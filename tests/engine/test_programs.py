@@ -76,12 +76,12 @@ def test_programs_are_bounded_and_can_be_dropped(engine: PipelineEngine, caplog:
     oldest = engine.pipeline
     for length in range(10, 9 + MAX_PROGRAMS):
         engine.eval_batch(entries(0, length), compute_loss=False)
-    assert len(engine._cache) == MAX_PROGRAMS
+    assert len(engine._trainer.programs) == MAX_PROGRAMS
     evaluate(engine, 3)
     assert engine.pipeline is oldest
     caplog.clear()
     engine.eval_batch(entries(0, 40), compute_loss=False)
-    assert len(engine._cache) == MAX_PROGRAMS
+    assert len(engine._trainer.programs) == MAX_PROGRAMS
     assert [(record.levelno, record.getMessage()) for record in caplog.records] == [
         (
             logging.WARNING,
@@ -93,7 +93,7 @@ def test_programs_are_bounded_and_can_be_dropped(engine: PipelineEngine, caplog:
     assert engine.pipeline is oldest
     before = jax.device_get(engine.state.params)
     engine.reset_activation_shape()
-    assert len(engine._cache) == 1
+    assert len(engine._trainer.programs) == 1
     assert engine.pipeline is oldest
     evaluate(engine, 4)
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(engine.state.params), before)

@@ -69,7 +69,7 @@ def test_rates_can_be_set(stage: int) -> None:
     assert engine.get_lr() == [0.25]
     engine.train_batch(iter(batch))
     assert not np.array_equal(jax.tree.leaves(engine.module_state_dict())[0], jax.tree.leaves(before)[0])
-    assert engine._access._write._cache_size() == 1
+    assert engine._reports._access._write._cache_size() == 1
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_overflow_skips_lowers_and_ends() -> None:
     assert engine.was_step_applied()
     engine.train_batch(iter(bad))
     assert (engine.skipped_steps, engine.loss_scale, engine.global_steps) == (2, 1.0, 4)
-    jax.block_until_ready(engine._watch._pending)  # else the error may come one step later
+    jax.block_until_ready(engine._trainer.watch._pending)  # else the error may come one step later
     iterator = iter(good)
     for _ in range(2):
         with pytest.raises(PipelineError, match=r"overflow at fp16\.min_loss_scale=1, below.*lower the learning rate"):

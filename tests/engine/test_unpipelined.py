@@ -77,7 +77,7 @@ def build(
     data: int = 1,
     count: int = 1,
     optimizer: Any = optax.adam(1e-2),  # noqa: B008  # never changed
-    cls: type[PipelineEngine] = UnpipelinedEngine,
+    cls: Any = UnpipelinedEngine,
     config: dict[str, Any] | None = None,
     **options: Any,
 ) -> Any:
@@ -246,7 +246,8 @@ def test_each_layer_sees_the_cotangent_of_the_steps_loss(config: Any, scale: flo
     def gradient(params: Any) -> Any:
         return jax.grad(lambda p: scale * module.loss(module.apply(p, inputs, train=True), labels))(params)
 
-    wanted = jax.tree.map(lambda g: g / scale, gradient({"layers": {engine._layer: before}}))["layers"][engine._layer]
+    tree = engine._trainer.tree
+    wanted = tree.unwrap(jax.tree.map(lambda g: g / scale, gradient(tree.wrap(before))))
     found = jax.tree.map(np.subtract, before, engine.module_state_dict())
     error, name = tree_error(found, jax.device_get(wanted))
     assert error <= tolerance, f"{name} is wrong by {error:.2e} of its largest value"

@@ -1,0 +1,240 @@
+"""`Checkpointer`: saving and loading in an engine, and saving when the process is asked to end."""
+
+import contextlib
+import dataclasses
+import logging
+import signal
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from os import PathLike, fspath
+from typing import Any
+
+import jax
+
+from jaxpipe.checkpoint import (
+    Checkpoint,
+    CheckpointWriter,
+    RunState,
+    decode_state,
+    find_checkpoint,
+    load_state,
+    load_struct,
+    reread,
+)
+from jaxpipe.distributed import gather_numbers, gather_texts, log, together
+from jaxpipe.errors import CheckpointError
+
+from ._hold import hold_signals
+from ._preemption import PreemptionWatch
+from ._source import MicrobatchSource
+from ._trainer import Trainer
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """What to load of a checkpoint; `Engine.load_checkpoint` has them as its arguments.
+
+    Attributes:
+        strict: Refuse layers that are not exactly the model's.
+        optimizer: Load the optimiser's state and the loss scale.
+        lr_scheduler: Load the hyperparameters that the optimiser keeps.
+        module_only: Load parameters and collections, and nothing else.
+    """
+
+    strict: bool
+    optimizer: bool
+    lr_scheduler: bool
+    module_only: bool
+
+
+class Checkpointer:
+    """Writes and reads the checkpoints of an engine.
+
+    Args:
+        trainer: The state, and the configuration: its section `checkpoint` counts, and all of it is stored.
+        source: The microbatches, whose place is stored too.
+        when_loaded: Called as soon as another state is in place, to forget what belongs to the steps before.
+    """
+
+    def __init__(self, trainer: Trainer, source: MicrobatchSource, when_loaded: Callable[[], None]) -> None:
+        self._trainer, self._source, self._when_loaded = trainer, source, when_loaded
+        self._section = trainer.config.checkpoint
+        self._writer = CheckpointWriter(self._section.keep_last, self._section.keep_every)
+        self._preemption: tuple[PreemptionWatch, str, Callable[[], Mapping[str, Any]]] | None = None
+
+    def save(
+        self, save_dir: str | PathLike[str], tag: str | None, client_state: Mapping[str, Any], *, save_latest: bool
+    ) -> None:
+        """Write a checkpoint; see `Engine.save_checkpoint`."""
+        check_path(save_dir, "save_dir")
+        trainer = self._trainer
+        pipeline, state = trainer.pipeline, trainer.state
+        trainer.block_until_ready()
+        run = RunState(
+            global_steps=trainer.global_steps,
+            global_samples=trainer.global_samples,
+            data_iterator={"is_own": self._source.is_own, "state": self._source.get_state()},
+            client_state=client_state,
+            config=_as_json(dataclasses.asdict(trainer.config)),
+        )
+        background = self._section.async_save
+        self._writer.save(save_dir, pipeline, state, run, tag=tag, save_latest=save_latest, background=background)
+        trainer.heartbeat.beat()
+
+    def wait(self) -> None:
+        """Wait until the last checkpoint is on disk.
+
+        Raises:
+            CheckpointError: It could not be written.
+        """
+        self._writer.wait()
+
+    def load(
+        self, load_dir: str | PathLike[str], tag: str | None, what: LoadOptions
+    ) -> tuple[str | None, dict[str, Any]]:
+        """Go on from a checkpoint; see `Engine.load_checkpoint`."""
+        check_path(load_dir, "load_dir")
+        self._writer.wait()
+        return reread(
+            load_dir,
+            lambda: self._load(load_dir, tag, what),
+            agreed=lambda changed: bool(gather_numbers([changed]).any()),
+        )
+
+    def _load(
+        self, load_dir: str | PathLike[str], tag: str | None, what: LoadOptions
+    ) -> tuple[str | None, dict[str, Any]]:
+        found = together(lambda: find_checkpoint(load_dir, tag))
+        tags = gather_texts("" if found is None else f"{found.tag} {found.commit.sequence}")
+        if len(set(tags)) > 1:
+            named = ", ".join(f"process {i}: {each or 'none'}" for i, each in enumerate(tags))
+            raise CheckpointError(
+                f"all processes must find the same checkpoint in {fspath(load_dir)!r}, but got {named}. Give them one "
+                "directory on a file system that all of them see."
+            )
+        if found is None:
+            warnings.warn(
+                f"load_checkpoint found no checkpoint in {fspath(load_dir)!r}; the engine is as it was.", stacklevel=7
+            )
+            return None, {}
+        trainer = self._trainer
+        try:
+            undo = trainer.build_for(load_struct(found.index.batch) if found.index.batch is not None else None)
+        except Exception as error:  # whatever a model raises for shapes that are not its own
+            layers = ", ".join(layer.name for layer in found.index.layers)
+            raise CheckpointError(
+                f"{found.path} must be of the model in use, but holds the layers {layers}, and for the batches they "
+                f"were trained with the model's own failed: {error} Build the model from the same layers, or give "
+                "initialize(example_batch=...) the shapes of its batches."
+            ) from error
+        trainer.block_until_ready()
+        optimizer = what.optimizer and not what.module_only and trainer.optimizer is not None
+        lr_scheduler = what.lr_scheduler and not what.module_only
+        needs_all = what.strict and optimizer and lr_scheduler
+        restore = self._source.snapshot()
+        with contextlib.ExitStack() as held:
+
+            def when_read() -> None:
+                if not what.module_only:
+                    self._source.set_state(**_data_position(found))
+                held.enter_context(hold_signals())  # from here on the old state goes and the new one comes
+
+            try:
+                state = load_state(
+                    found,
+                    trainer.pipeline,
+                    trainer.present() if needs_all else trainer.state,
+                    strict=what.strict,
+                    optimizer=optimizer,
+                    lr_scheduler=lr_scheduler,
+                    counters=not what.module_only,
+                    when_read=when_read,
+                )
+            except BaseException:
+                restore()
+                undo()
+                raise
+            trainer.state = state
+            if not what.module_only:
+                trainer.global_steps, trainer.global_samples = found.index.global_steps, found.index.global_samples
+            self._when_loaded()
+        log(logging.INFO, "loaded %s, written after %d steps", found.path, found.index.global_steps)
+        return str(found.path), dict(found.index.client_state)
+
+    def save_on_preemption(
+        self,
+        save_dir: str | PathLike[str],
+        signals: Sequence[signal.Signals],
+        client_state: Callable[[], Mapping[str, Any]],
+    ) -> None:
+        """Begin to watch for signals; see `Engine.save_on_preemption`."""
+        check_path(save_dir, "save_dir")
+        self._preemption = (PreemptionWatch(signals), fspath(save_dir), client_state)
+
+    def end_if_preempted(self) -> None:
+        """After a step: save and exit if any process was asked to end."""
+        if self._preemption is None:
+            return
+        watch, save_dir, client_state = self._preemption
+        exit_code = watch.exit_code()
+        if exit_code is None:
+            return
+        try:
+            self.wait()
+        except CheckpointError as error:
+            log(logging.WARNING, "%s", error)
+        self.save(save_dir, None, client_state(), save_latest=True)
+        self.wait()
+        log(logging.WARNING, "asked to end: saved after %d steps in %s", self._trainer.global_steps, save_dir)
+        raise SystemExit(exit_code)
+
+
+def check_path(path: Any, name: str) -> None:
+    """Refuse what is no path of a folder.
+
+    Raises:
+        CheckpointError: It is empty, or neither a string nor a `pathlib.Path`.
+    """
+    if not isinstance(path, str | PathLike) or not fspath(path):
+        raise CheckpointError(
+            f"{name} must be the path of a directory, a string or a pathlib.Path, but got {name}={path!r}. Name one, "
+            "such as 'checkpoints', or '.' for the working directory."
+        )
+
+
+def _data_position(found: Checkpoint) -> dict[str, Any]:
+    """Where this process's data iterator stood, as arguments of `MicrobatchSource.set_state`."""
+    positions = found.index.data_iterators
+    if len(positions) == jax.process_count():
+        return _checked_position(found, decode_state(positions[jax.process_index()]))
+    if any(each != positions[0] for each in positions):
+        warnings.warn(
+            f"{found.path} holds the places of {len(positions)} data iterators, and there are {jax.process_count()} "
+            "processes now: the data begin where the iterators stand.",
+            stacklevel=3,
+        )
+        return {"state": None, "is_own": False}
+    return _checked_position(found, decode_state(positions[0]))
+
+
+def _checked_position(found: Checkpoint, position: Any) -> dict[str, Any]:
+    if position is None:  # written without an engine
+        return {"state": None, "is_own": False}
+    if not isinstance(position, dict) or position.keys() != {"state", "is_own"}:
+        raise CheckpointError(
+            f"{found.path} must hold the place of a data iterator as an engine writes it, but got {position!r:.100}. "
+            "Load another tag, or load_module_only=True."
+        )
+    return position
+
+
+def _as_json(value: Any) -> Any:
+    """A configuration as JSON: classes by their names."""
+    if isinstance(value, Mapping):
+        return {str(key): _as_json(item) for key, item in value.items()}
+    if isinstance(value, tuple | list):
+        return [_as_json(item) for item in value]
+    if isinstance(value, type):
+        return f"{value.__module__}.{value.__qualname__}"
+    return value if value is None or isinstance(value, bool | int | float | str) else str(value)

@@ -1,0 +1,216 @@
+"""`Trainer`: the training state, and the programs that run on it."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import Mesh
+
+from jaxpipe._typing import PyTree
+from jaxpipe.config import TrainConfig
+from jaxpipe.data import process_shard
+from jaxpipe.distributed import Heartbeat
+from jaxpipe.errors import PipelineError
+from jaxpipe.layers import PipelineModule
+from jaxpipe.optim import LossScaler
+from jaxpipe.pipeline import Pipeline
+from jaxpipe.recompute import settings_for
+from jaxpipe.state import TrainState, own
+from jaxpipe.topology import mesh_shape
+
+from ._compile import Compiler, Reporter
+from ._model_tree import ModelTree
+from ._overflow import OverflowWatch
+from ._programs import ProgramCache, describe_batch
+
+
+class Trainer:
+    """The one `TrainState` of an engine, its counters, and the programs that run on it.
+
+    Args:
+        module: The layers and their cut.
+        optimizer: An optax transformation; None: nothing is trained.
+        config: The configuration.
+        mesh: The devices.
+        tree: The form of the user's parameters.
+        model_parameters: Initial parameters in that form; None: made from `base_seed`.
+        reporter: Takes a line before and after each compile.
+
+    Attributes:
+        sizes: Sizes of a batch.
+        num_replicas: Length of the `data` axis.
+        data_shard: The replicas whose samples this process feeds.
+        programs: A `Pipeline` for each shape of a batch.
+        compiler: Compiles, and shows lines.
+        watch: Looks at the loss scale of past steps.
+        heartbeat: Tells the launcher that steps finish.
+        model_parameters: Initial parameters of all layers until the state is made of them; else None.
+        global_steps: Batches trained so far.
+        global_samples: Samples trained so far.
+    """
+
+    def __init__(
+        self,
+        module: PipelineModule,
+        optimizer: optax.GradientTransformation | None,
+        config: TrainConfig,
+        mesh: Mesh,
+        *,
+        tree: ModelTree,
+        model_parameters: PyTree | None,
+        reporter: Reporter | None,
+    ) -> None:
+        self.module, self.optimizer, self.config, self.mesh, self.tree = module, optimizer, config, mesh, tree
+        self.scaler = LossScaler.from_config(config)
+        self.num_replicas = mesh_shape(mesh)["data"]
+        self.sizes = config.batch_sizes(self.num_replicas)
+        self.data_shard = process_shard(mesh)
+        self.programs = ProgramCache(
+            module,
+            optax.identity() if optimizer is None else optimizer,
+            mesh,
+            self.sizes.train_micro_batch_size_per_gpu,
+            config,
+            settings_for(config, mesh),
+            self.data_shard.replicas,
+            lambda: self.sizes.gradient_accumulation_steps,
+        )
+        self.compiler, self.heartbeat = Compiler(reporter), Heartbeat()
+        self.watch = OverflowWatch(self.scaler)
+        self.global_steps = 0
+        self.global_samples = 0
+        # A copy: what the caller does to these arrays until shapes are known must not change the run.
+        given = None if model_parameters is None else tree.wrap(model_parameters)
+        self.model_parameters = jax.tree.map(own, given)
+        self._state: TrainState | None = None
+        self._in_flight: Any = None
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """The pipeline of the last batch.
+
+        Raises:
+            PipelineError: No shapes are known yet.
+        """
+        if self.programs.latest is None:
+            size = self.sizes.train_micro_batch_size_per_gpu * self.num_replicas
+            raise PipelineError(
+                "the engine must know the shapes of a batch before this, but none has been seen. Give "
+                f"initialize(example_batch=(inputs, labels)) arrays or jax.ShapeDtypeStructs of {size} samples "
+                f"(train_micro_batch_size_per_gpu * data), such as jax.ShapeDtypeStruct(({size}, 128), jnp.int32); or "
+                "training_data=; or train a batch first."
+            )
+        return self.programs.latest
+
+    @property
+    def state(self) -> TrainState:
+        """The present state, made when it is first asked for.
+
+        Raises:
+            PipelineError: No shapes are known yet, or the state is lost.
+        """
+        if self._state is None:
+            pipeline, given = self.pipeline, self.model_parameters
+            self.check_parameters()
+            self._state = pipeline.init() if given is None else pipeline.init_from(given)
+            self.model_parameters = None
+        if self.present() is None:
+            raise PipelineError(
+                "the engine must have its state for this, but got one whose arrays are gone: a step or a load was "
+                "broken off by force, or pipeline.step was given engine.state. Call load_checkpoint, or initialize "
+                "anew."
+            )
+        return self._state
+
+    @state.setter
+    def state(self, state: TrainState) -> None:
+        self._state = state
+
+    @property
+    def has_state(self) -> bool:
+        """Whether the state has been made."""
+        return self._state is not None
+
+    def present(self) -> TrainState | None:
+        """The state if there is one whose arrays are there."""
+        for leaf in jax.tree.leaves(self._state):
+            if leaf.is_deleted():
+                return None
+        return self._state
+
+    def check_parameters(self) -> None:
+        """Refuse initial parameters that are not the model's, where some wait.
+
+        Raises:
+            LayerError: They are not.
+        """
+        if self.model_parameters is not None:
+            self.tree.check(self.pipeline, self.model_parameters)
+
+    def prepare(self, name: str, function: Callable[..., Any], *args: Any) -> TrainState:
+        """Do all that a call of a program on the state waits for: the state, the program before, the compiler.
+
+        Args:
+            name: What the program is, in the words of a user.
+            function: The program, `function(state, *args)`, jitted.
+            args: Its other arguments; first the batch, if it takes one.
+
+        Returns:
+            The state to call it on.
+        """
+        state = self.state
+        self.block_until_ready()
+        is_batch = bool(args) and isinstance(args[0], tuple)
+        describe = functools.partial(describe_batch, args[0]) if is_batch else str
+        self.compiler.compile(function, (state, *args), name, describe)
+        return state
+
+    def launch(self, function: Callable[..., Any], state: TrainState, *args: Any) -> Any:
+        """Call a program that has been prepared. One that takes the state's buffers: while signals are held."""
+        results = function(state, *args)
+        self.note_in_flight(jax.tree.leaves(results)[-1])  # never part of the state, whose buffers are donated
+        return results
+
+    def run(self, name: str, function: Callable[..., Any], *args: Any) -> Any:
+        """Prepare and call a program that leaves the state as it is."""
+        return self.launch(function, self.prepare(name, function, *args), *args)
+
+    def note_in_flight(self, result: jax.Array) -> None:
+        """Note a result of the program that was started last."""
+        self._in_flight = result
+        self.heartbeat.note(result)
+
+    def block_until_ready(self) -> None:
+        """On simulated devices, let the program in flight end before the next starts.
+
+        They share one pool of threads, and a collective holds its thread until all devices have come; two programs in
+        flight could hold all threads and wait for each other.
+        """
+        if self.mesh.devices.flat[0].platform == "cpu":
+            jax.block_until_ready(self._in_flight)
+
+    def build_for(self, batch: Any) -> Callable[[], None]:
+        """Build the pipeline for a microbatch `(inputs, labels, side)` of another run, unless shapes are known.
+
+        Args:
+            batch: Shapes and dtypes; None: not known.
+
+        Returns:
+            What undoes it.
+        """
+        if self.programs.latest is not None:
+            return lambda: None
+        if batch is not None:
+            size = self.sizes.train_micro_batch_size_per_gpu * len(self.data_shard.replicas)
+            resized = jax.tree.map(lambda x: jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype), batch)
+            has_labels = self.module.loss_fn is None or bool(jax.tree.leaves(batch[1]))
+            self.programs.get(resized, self.sizes.gradient_accumulation_steps, has_labels=has_labels)
+        given = self.model_parameters
+
+        def undo() -> None:
+            self.programs.forget()
+            self._state, self.model_parameters = None, given
+
+        return undo
