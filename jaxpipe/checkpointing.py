@@ -8,7 +8,6 @@ from jaxpipe.recompute import CheckpointFunction as CheckpointFunction
 from jaxpipe.recompute import CudaRNGStatesTracker as CudaRNGStatesTracker
 from jaxpipe.recompute import RecomputeSettings as RecomputeSettings
 from jaxpipe.recompute import RNGState as RNGState
-from jaxpipe.recompute import check_settings as check_settings
 from jaxpipe.recompute import checkpoint as checkpoint
 from jaxpipe.recompute import configure as configure
 from jaxpipe.recompute import current_settings as current_settings
@@ -28,7 +27,6 @@ __all__ = [
     "CudaRNGStatesTracker",
     "RNGState",
     "RecomputeSettings",
-    "check_settings",
     "checkpoint",
     "configure",
     "current_settings",

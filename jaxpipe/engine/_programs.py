@@ -19,7 +19,7 @@ from jaxpipe.errors import DataError
 from jaxpipe.layers import PipelineModule, flatten_dict, format_struct, struct_of
 from jaxpipe.partition import profile_source
 from jaxpipe.pipeline import Pipeline, entry_struct
-from jaxpipe.recompute import RecomputeSettings, check_settings, use_settings
+from jaxpipe.recompute import RecomputeSettings
 from jaxpipe.topology import mesh_shape
 
 from ._hold import hold_signals
@@ -190,9 +190,11 @@ class ProgramCache:
         if not has_labels:
             changes["loss_fn"] = _no_loss
         module = self._module.replace(**changes) if changes else self._module
-        hold = check_settings if self._form is None else use_settings
-        with hold(self._recompute):
-            pipeline = Pipeline(module, self._optimizer, self._mesh, struct, num_microbatches, self._config)
+        pipeline = Pipeline(
+            module, self._optimizer, self._mesh, struct, num_microbatches, self._config, self._recompute
+        )
+        if self._form is None:
+            pipeline.check_recompute()
         inputs, params = format_struct(struct[0]), flatten_dict(pipeline.trace.tree())
         form = _Form(pipeline.parts, pipeline.cuts, params, pipeline.state_struct, inputs)
         if self._form is None:

@@ -16,7 +16,7 @@ from jaxpipe.errors import ConfigError
 from jaxpipe.layers import PipelineModule
 from jaxpipe.optim import LossScaler
 from jaxpipe.partition import profile_source
-from jaxpipe.recompute import check_settings, settings_for
+from jaxpipe.recompute import settings_for
 from jaxpipe.schedules import resolve_schedule
 from jaxpipe.topology import adopt_mesh, make_pipeline_mesh, mesh_shape, topology_for
 
@@ -81,8 +81,10 @@ def make_pipeline(
             "optimizer. Pass for instance optax.adamw(3e-4), or optax.identity() to evaluate only."
         )
     entry_struct(example_batch, sizes.train_micro_batch_size_per_gpu, mesh_shape(mesh)["data"])
-    with check_settings(settings_for(config, mesh)):
-        return Pipeline(model, chosen.transformation, mesh, example_batch, sizes.gradient_accumulation_steps, config)
+    num_microbatches, recompute = sizes.gradient_accumulation_steps, settings_for(config, mesh)
+    pipeline = Pipeline(model, chosen.transformation, mesh, example_batch, num_microbatches, config, recompute)
+    pipeline.check_recompute()
+    return pipeline
 
 
 class Prepared(NamedTuple):

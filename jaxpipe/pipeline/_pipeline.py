@@ -32,7 +32,7 @@ from jaxpipe.executor import (
 from jaxpipe.layers import PipelineModule, flatten_dict, join_path, struct_of, unflatten_dict, with_axes
 from jaxpipe.optim import LossScaler
 from jaxpipe.planner import make_plan
-from jaxpipe.recompute import current_settings, use_settings
+from jaxpipe.recompute import RecomputeSettings, current_settings, use_settings, warn_unfollowed
 from jaxpipe.schedules import PipeSchedule, TickProgram
 from jaxpipe.state import (
     Catalog,
@@ -90,6 +90,7 @@ class Pipeline:
             leaves `[microbatch_size * data, ...]`.
         num_microbatches: Microbatches per step.
         config: How it runs and updates; batch sizes and the sections for model and optimiser are not looked at.
+        recompute: What its programs are traced with; None: the settings that hold here.
 
     Attributes:
         step: `step(state, batch) -> (state, metrics)`, jitted, the state donated. `metrics["loss"]` is the loss of the
@@ -139,9 +140,25 @@ class Pipeline:
         example: Sequence[PyTree],
         num_microbatches: int,
         config: TrainConfig = TrainConfig(),  # noqa: B008  # frozen
+        recompute: RecomputeSettings | None = None,
+    ) -> None:
+        # The one place that gives the settings to calls of `checkpoint` inside layers: all of a pipeline's tracing goes
+        # through it, here and when a program is first called, and these calls have no argument for them.
+        self._tracing = functools.partial(use_settings, current_settings() if recompute is None else recompute)
+        with self._tracing() as scope:
+            self._build(module, optimizer, mesh, example, num_microbatches, config)
+        self._unfollowed = None if scope.is_followed else recompute
+
+    def _build(
+        self,
+        module: PipelineModule,
+        optimizer: optax.GradientTransformation,
+        mesh: Mesh,
+        example: Sequence[PyTree],
+        num_microbatches: int,
+        config: TrainConfig,
     ) -> None:
         self.module, self.mesh, self.num_microbatches = module, adopt_mesh(mesh), num_microbatches
-        self._recompute = current_settings()
         shape = mesh_shape(self.mesh)
         num_model = shape.get("model", 0)
         model_topology(module, self.mesh)
@@ -180,6 +197,11 @@ class Pipeline:
             shard_dims,
         )
         self._compile()
+
+    def check_recompute(self) -> None:
+        """Warn where settings of recompute were given and no layer is recomputed."""
+        if self._unfollowed is not None:
+            warn_unfollowed(self._unfollowed)
 
     def __repr__(self) -> str:
         num_params = sum(self.trace.num_own_params())
@@ -406,7 +428,7 @@ class Pipeline:
 
             def checked(state: TrainState, batch: Batch, *rest: jax.Array) -> Any:
                 self.check_batch(batch)
-                with use_settings(self._recompute):
+                with self._tracing():
                     return mapped(state, batch, *rest)
 
             return jax.jit(checked, in_shardings=(of_state, of_batch, *others), donate_argnums=donate)

@@ -15,16 +15,15 @@ from ._rng_tracker import get_cuda_rng_tracker as get_cuda_rng_tracker
 from ._rng_tracker import model_parallel_cuda_manual_seed as model_parallel_cuda_manual_seed
 from ._rng_tracker import model_parallel_reconfigure_tp_seed as model_parallel_reconfigure_tp_seed
 from ._settings import RecomputeSettings as RecomputeSettings
-from ._settings import check_settings as check_settings
 from ._settings import current_settings as current_settings
 from ._settings import use_settings as use_settings
+from ._settings import warn_unfollowed as warn_unfollowed
 
 __all__ = [
     "CheckpointFunction",
     "CudaRNGStatesTracker",
     "RNGState",
     "RecomputeSettings",
-    "check_settings",
     "checkpoint",
     "configure",
     "current_settings",
@@ -38,4 +37,5 @@ __all__ = [
     "set_num_layers",
     "settings_for",
     "use_settings",
+    "warn_unfollowed",
 ]

@@ -1,4 +1,4 @@
-"""What recompute does with the inputs it keeps, and where a program finds the settings that hold."""
+"""Settings of recompute: how kept inputs are kept, and how a call of `checkpoint` finds what holds for it."""
 
 import warnings
 from collections.abc import Iterator
@@ -26,61 +26,77 @@ class RecomputeSettings:
     configured: bool = False
 
 
-_CURRENT: ContextVar[RecomputeSettings] = ContextVar("jaxpipe_recompute_settings")
+@dataclass
+class Scope:
+    """Settings that hold somewhere.
+
+    Attributes:
+        settings: The settings.
+        is_followed: Whether a call of `checkpoint` has followed them.
+    """
+
+    settings: RecomputeSettings = RecomputeSettings()
+    is_followed: bool = False
+
+
+_SCOPE: ContextVar[Scope] = ContextVar("jaxpipe_recompute_scope")
 """The settings that hold here.
 
-DeepSpeed's `checkpoint(function, *args)` has no argument for them, so they have to be found where it is called, deep
-in a layer. A context variable with an immutable value is the least that does this: it is separate per thread and
-task, and a program that is traced under `use_settings` leaves nothing behind.
+DeepSpeed's `checkpoint(function, *args)` has no argument for them, and it is called deep in layers of the user's own,
+so they have to be found there. A context variable is the least that does this: it is separate per thread and task, and
+a program that is traced under `use_settings` leaves nothing behind. Down to the pipeline that traces, settings are
+arguments.
 """
-
-
-_FOLLOWER: ContextVar[list[None] | None] = ContextVar("jaxpipe_recompute_follower")
-"""A mark for each function that followed the settings of the innermost `check_settings`."""
 
 
 def current_settings() -> RecomputeSettings:
     """The settings that `checkpoint` follows here: those of the innermost `use_settings`, or of `configure`."""
-    return _CURRENT.get(RecomputeSettings())
+    return _SCOPE.get(Scope()).settings
 
 
 def follow_settings() -> RecomputeSettings:
     """The settings that hold here, asked for by what follows them."""
-    follower = _FOLLOWER.get(None)
-    if follower is not None:
-        follower.append(None)
-    return current_settings()
+    scope = _SCOPE.get(Scope())
+    scope.is_followed = True
+    return scope.settings
 
 
 def set_settings(settings: RecomputeSettings) -> None:
     """Make settings hold from now on in this thread, or up to the end of the surrounding `use_settings`."""
-    _CURRENT.set(settings)
+    _SCOPE.set(Scope(settings))
 
 
 @contextmanager
-def check_settings(settings: RecomputeSettings) -> Iterator[None]:
-    """As `use_settings`, with a warning after the block where a configuration's settings found nothing to follow them.
+def use_settings(settings: RecomputeSettings) -> Iterator[Scope]:
+    """Make settings hold inside a `with` block; those from before hold again after it.
 
     Args:
-        settings: What `checkpoint` follows inside the block, in which a whole model is traced.
+        settings: What `checkpoint` follows inside the block. A program that is traced there keeps to them for good.
 
     Yields:
-        Nothing.
+        The scope, which tells whether anything followed the settings.
     """
-    marks: list[None] = []
-    token = _FOLLOWER.set(marks)
+    scope = Scope(settings)
+    token = _SCOPE.set(scope)
     try:
-        with use_settings(settings):
-            yield
+        yield scope
     finally:
-        _FOLLOWER.reset(token)
+        _SCOPE.reset(token)
+
+
+def warn_unfollowed(settings: RecomputeSettings) -> None:
+    """Warn of settings of a configuration that a whole model was traced with and nothing in it followed.
+
+    Args:
+        settings: The settings; those of `configure` may be meant for another model.
+    """
     keys = {
         "partition_activations": settings.partition_activations,
         "cpu_checkpointing": settings.checkpoint_in_cpu,
         "profile": settings.profile,
     }
     asked = [f"activation_checkpointing.{key}" for key, value in keys.items() if value]
-    if asked and not marks and not settings.configured:
+    if asked and not settings.configured:
         warnings.warn(
             f"No effect: {' and '.join(asked)}, because no layer is recomputed. Set "
             "pipeline.activation_checkpoint_interval to the number of layers in a recomputed group, mark layers with "
@@ -88,20 +104,3 @@ def check_settings(settings: RecomputeSettings) -> Iterator[None]:
             ConfigWarning,
             stacklevel=3,
         )
-
-
-@contextmanager
-def use_settings(settings: RecomputeSettings) -> Iterator[None]:
-    """Make settings hold inside a `with` block; those from before hold again after it.
-
-    Args:
-        settings: What `checkpoint` follows inside the block. A program that is traced there keeps to them for good.
-
-    Yields:
-        Nothing.
-    """
-    token = _CURRENT.set(settings)
-    try:
-        yield
-    finally:
-        _CURRENT.reset(token)
