@@ -11,7 +11,7 @@ from jaxpipe._typing import Path, PyTree
 from jaxpipe.errors import ConfigError
 from jaxpipe.jaxpr import output_dependence, value_numbers
 
-from ._optimizer_state import apply_update, find_param, leaf_paths
+from ._optimizer_state import apply_update, find_param, leaf_paths, refusing_parts
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class OptimizerTrace:
 
 
 def trace_optimizer(optimizer: optax.GradientTransformation, tree: PyTree) -> OptimizerTrace:
-    """Trace an optimiser once.
+    """Trace an optimiser on all parameters of a model.
 
     Args:
         optimizer: The optimiser.
@@ -42,11 +42,37 @@ def trace_optimizer(optimizer: optax.GradientTransformation, tree: PyTree) -> Op
         The trace.
 
     Raises:
-        ConfigError: It asks for more than gradients, state and parameters.
+        ConfigError: It asks for more than gradients, state and parameters, or fails with them.
     """
     init, state = jax.make_jaxpr(optimizer.init, return_shape=True)(tree)
-    update = jax.make_jaxpr(lambda g, s, p: apply_update(optimizer, g, s, p))(tree, state, tree)
+    try:
+        update = _trace_update(optimizer, state, tree)
+    except (TypeError, ValueError) as error:
+        # What a chain asks for stands in no signature, as optax.chain takes any keyword, so it is called to find out.
+        first = str(error).partition("\n")[0]
+        raise ConfigError(
+            "the optimizer must update parameters from gradients, state and parameters alone, as a step of a pipeline "
+            f"hands it nothing else, but got one that fails with {type(error).__name__}: {first}. Remove the "
+            "transformation that asks for more; in place of optax.contrib.reduce_on_plateau use a learning-rate "
+            "schedule, or set the learning rate between steps with PipelineEngine.set_lr."
+        ) from error
     return OptimizerTrace(init, update, leaf_paths(tree), leaf_paths(state))
+
+
+def trace_part(optimizer: optax.GradientTransformation, tree: PyTree) -> OptimizerTrace:
+    """Trace an optimiser on a part of the parameters; see `trace_optimizer`.
+
+    Raises:
+        ConfigError: The optimiser takes the whole model's tree only.
+    """
+    with refusing_parts():
+        init, state = jax.make_jaxpr(optimizer.init, return_shape=True)(tree)
+        update = _trace_update(optimizer, state, tree)
+    return OptimizerTrace(init, update, leaf_paths(tree), leaf_paths(state))
+
+
+def _trace_update(optimizer: optax.GradientTransformation, state: PyTree, params: PyTree) -> ClosedJaxpr:
+    return jax.make_jaxpr(lambda g, s, p: apply_update(optimizer, g, s, p))(params, state, params)
 
 
 def check_leafwise(trace: OptimizerTrace) -> None:

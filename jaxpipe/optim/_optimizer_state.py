@@ -1,7 +1,6 @@
 """An optimiser on a part of a model: its state, one update, and the paths in its state."""
 
 import contextlib
-import re
 from collections.abc import Collection, Iterator
 from typing import Any
 
@@ -51,32 +50,12 @@ def refusing_parts() -> Iterator[None]:
 def apply_update(
     optimizer: optax.GradientTransformation, grads: PyTree, state: PyTree, params: PyTree
 ) -> tuple[Any, Any]:
-    """One update.
-
-    Args:
-        optimizer: The optimiser.
-        grads: Gradients of some parameters.
-        state: Its state for them.
-        params: The parameters.
+    """One update, from gradients of some parameters and the state for them.
 
     Returns:
         `(parameters, state)`.
-
-    Raises:
-        ConfigError: The optimiser asks for more than these.
     """
-    try:
-        updates, state = optimizer.update(grads, state, params)
-    except (TypeError, ValueError) as error:
-        missing = re.search(r"missing \d+ required [\w -]*arguments?: (.*)|(\w+) must be provided", str(error))
-        if missing is None:
-            raise
-        raise ConfigError(
-            "the optimizer must update parameters from gradients, state and parameters alone, as a step of a pipeline "
-            f"hands it nothing else, but got one that also needs {missing[1] or missing[2]}. Remove the transformation "
-            "that asks for it; in place of optax.contrib.reduce_on_plateau use a learning-rate schedule, or set the "
-            "learning rate between steps with PipelineEngine.set_lr."
-        ) from error
+    updates, state = optimizer.update(grads, state, params)
     return optax.apply_updates(params, updates), state
 
 

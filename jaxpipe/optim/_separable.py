@@ -15,8 +15,8 @@ from jaxpipe.errors import ConfigError
 from jaxpipe.jaxpr import value_numbers
 from jaxpipe.layers import unflatten_dict
 
-from ._leafwise import OptimizerTrace, trace_optimizer
-from ._optimizer_state import find_param, refusing_parts
+from ._leafwise import OptimizerTrace, trace_part
+from ._optimizer_state import find_param
 
 _Results = dict[tuple[str, Path], int]
 
@@ -50,8 +50,7 @@ def check_apart(
     for part in dict.fromkeys(frozenset(part) for part in parts):
         if part == struct.keys():
             continue
-        with refusing_parts():
-            trace = trace_optimizer(optimizer, unflatten_dict({path: struct[path] for path in struct if path in part}))
+        trace = trace_part(optimizer, unflatten_dict({path: struct[path] for path in struct if path in part}))
         found = _results(trace, table)
         dtypes = {**_dtypes(whole), **_dtypes(trace)}
         names = [name for name, owner in owners.items() if owner is None or owner in part]
