@@ -27,7 +27,7 @@ from jaxpipe.jaxpr import (
     value_of,
 )
 
-from ._min_cut import Halves, frontier
+from ._min_cut import pending_values
 from ._policy import is_cheap
 from ._residuals import Residuals
 
@@ -83,7 +83,15 @@ class SplitBackward:
         late = can_wait & reached_from(program, set(seeds)) if self._dx else moving
         early = [*self._dx, *(self._grads[i] for i in self.immediate)]
         goals = [self._grads[i] for i in self.deferred]
-        self._frontier = frontier(Halves(program, early, goals, effects, moving, late, set(kept)))
+        self._frontier = pending_values(
+            program,
+            early,
+            goals,
+            forced=effects,
+            batch_dependent=moving,
+            weight_only=late,
+            residuals=set(kept),
+        )
         self._first = needed_for(program, [*early, *self._frontier], forced=effects)
         self._second = needed_for(program, goals, given=set(self._frontier))
         self.kept = tuple(i for i, x in enumerate(kept) if x in self._second.variables)

@@ -170,7 +170,8 @@ def test_an_optimizer_that_asks_for_more(
     optimizer: optax.GradientTransformation, missing: str, stages: int, zero_stage: int
 ) -> None:
     with pytest.raises(
-        ConfigError, match=rf"from gradients, state and par.* fails with (Type|Value)Error: .*{missing}.*\. Remove the tran.*set_lr"
+        ConfigError,
+        match=rf"from gradients, state and par.* fails with (Type|Value)Error: .*{missing}.*\. Remove the tran.*set_lr",
     ):
         build(optimizer, stages=stages, zero_stage=zero_stage)
 
