@@ -11,7 +11,16 @@ from jaxpipe._typing import PyTree
 from jaxpipe.config import TrainConfig
 from jaxpipe.layers import as_arrays, cast_floats
 from jaxpipe.optim import LossScaler
-from jaxpipe.state import Division, TrainState, Updater, clip_to, global_norm, mean_over_replicas, spread_tied, sum_tied
+from jaxpipe.state import (
+    TrainState,
+    Updater,
+    ZeroSharding,
+    broadcast_tied,
+    clip_to,
+    global_norm,
+    mean_over_replicas,
+    sum_tied,
+)
 
 from ._batch import DeviceBatch
 from ._buffers import select
@@ -27,11 +36,11 @@ Metrics = dict[str, Any]
 
 
 class DevicePrograms:
-    """The functions of one device, over states and batches whose rows have lost their first dim only inside.
+    """The functions of one device, over states and batches whose arrays lose their first dim, the rows, only inside.
 
     Args:
         stage: The computing of a stage.
-        division: How parameters are divided.
+        sharding: How parameters are cut into shards.
         updater: The optimiser.
         train: The training loop.
         evaluate: The evaluation loop.
@@ -43,7 +52,7 @@ class DevicePrograms:
     def __init__(
         self,
         stage: Stage,
-        division: Division,
+        sharding: ZeroSharding,
         updater: Updater,
         train: TrainLoop,
         evaluate: EvaluateLoop,
@@ -51,7 +60,7 @@ class DevicePrograms:
         config: TrainConfig,
         shard_dims: tuple[PyTree, PyTree],
     ) -> None:
-        self._stage, self._division, self._updater = stage, division, updater
+        self._stage, self._sharding, self._updater = stage, sharding, updater
         self._train, self._evaluate, self._objective = train, evaluate, objective
         self._scaler, self._limit = LossScaler.from_config(config), config.gradient_clipping
         self._tied, self._shard_dims = stage.params.tied, shard_dims
@@ -61,7 +70,7 @@ class DevicePrograms:
 
     def init_optimizer(self, params: PyTree) -> PyTree:
         """The optimiser's state for new parameters."""
-        return _expand(self._updater.init(self._member(), _squeeze(params)))
+        return _expand(self._updater.init(self._form(), _squeeze(params)))
 
     def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """Gradients, then the update."""
@@ -105,10 +114,10 @@ class DevicePrograms:
         return self._losses(terms), jax.tree.map(_from_last, outputs)
 
     def _losses(self, terms: tuple[jax.Array, jax.Array]) -> Metrics:
-        return _mean_losses(mean_over_places(terms, self._division.num_model))
+        return _mean_losses(mean_over_places(terms, self._sharding.num_model))
 
-    def _member(self) -> jax.Array:
-        return self._division.kept.member(jax.lax.axis_index("stage"), jax.lax.axis_index("data"))
+    def _form(self) -> jax.Array:
+        return self._sharding.master.form(jax.lax.axis_index("stage"), jax.lax.axis_index("data"))
 
     def _results(self, state: TrainState, batch: Batch, measure: Measure) -> PyTree:
         one = LossCotangents(jnp.float32(1), jnp.float32(1))  # not looked at: nothing is differentiated
@@ -122,7 +131,7 @@ class DevicePrograms:
 
     def _device(self, state: TrainState, batch: DeviceBatch, cotangents: LossCotangents) -> Device:
         stage = jax.lax.axis_index("stage")
-        storage = self._division.compute_storage(stage, self._member(), _squeeze(state.params))
+        storage = self._sharding.gather_params(stage, self._form(), _squeeze(state.params))
         return Device(
             stage=stage,
             weights=Weights(storage, self._stage.trunk.prepare(storage["stacked"])),
@@ -138,7 +147,7 @@ class DevicePrograms:
         device_batch = self._batch(state, batch, first)
         weight = self._objective.divisor(device_batch.labels, self._train.program.num_microbatches)
         divisor = jnp.where(weight == 0, 1.0, weight)  # a batch in which nothing weighs has a loss of 0, not of NaN
-        num_model = self._division.num_model
+        num_model = self._sharding.num_model
         device = self._device(state, device_batch, self._cotangents(state, divisor, num_parts))
         sums = self._train.run(device)
         unstacked = sums.unstacked_grads["stacked"]
@@ -148,8 +157,8 @@ class DevicePrograms:
             "stacked": {**unstacked, **vocab, **self._stage.trunk.named(sums.trunk_grads)},
             "packed": sums.unstacked_grads["packed"],
         }
-        grads = sum_tied(self._stage.params, device.stage, grads)
-        grads = self._division.reduce_gradients(device.stage, self._member(), grads)
+        grads = sum_tied(self._tied, self._stage.params.grad_layout, device.stage, grads)
+        grads = self._sharding.reduce_gradients(device.stage, self._form(), grads)
         # Every place of the model axis computes the same losses and values; they are averaged, not summed.
         reported = mean_over_places(sums.reported, num_model)
         reported = gather_values(reported, self._stage.aux_names, self._objective.num_terms)
@@ -170,20 +179,20 @@ class DevicePrograms:
         # A step of several calls differentiates one part in each, and its loss is the mean over the parts.
         scale = scale / num_parts
         # Every place of the model axis starts from the same loss, and the transpose of a psum over the axis adds them.
-        scale = scale / max(self._division.num_model, 1)
+        scale = scale / max(self._sharding.num_model, 1)
         # The main losses count by weight, each of the others as one of microbatches times replicas.
         return LossCotangents(main=scale / divisor, reported=scale / self._objective.num_terms)
 
     def _update(self, state: TrainState, grads: PyTree) -> tuple[TrainState, Metrics]:
         """Clip and apply gradients that are still multiplied with the loss scale."""
-        member = self._member()
+        form = self._form()
         params, opt_state = _squeeze(state.params), _squeeze(state.opt_state)
-        scaled_norm = global_norm(self._tied, self._division, member, grads)
+        scaled_norm = global_norm(self._tied, self._sharding, form, grads)
         scale = self._loss_scale(state)
         norm = scaled_norm / scale
         grads = clip_to(self._limit, norm, self._unscale(state, grads))
-        new_params, new_opt = self._updater.update(member, params, grads, opt_state)
-        new_params = spread_tied(self._tied, self._division.kept, member, new_params)
+        new_params, new_opt = self._updater.update(form, params, grads, opt_state)
+        new_params = broadcast_tied(self._tied, self._sharding.master, form, new_params)
         metrics: Metrics = {"grad_norm": norm}
         changes: dict[str, Any] = {}
         if self._scaler is not None:

@@ -30,9 +30,9 @@ class Hyperparams:
     """
 
     def __init__(self, pipeline: Pipeline, schedules: Mapping[str, optax.Schedule]) -> None:
-        self._updater, division = pipeline._updater, pipeline._division
-        self._rows, self._schedules = division.kept, schedules
-        specs, rows, mesh = pipeline._specs(pipeline.state_struct).opt_state, division.row_spec, pipeline.mesh
+        self._updater, sharding = pipeline._updater, pipeline._sharding
+        self._sharding, self._schedules = sharding.master, schedules
+        specs, rows, mesh = pipeline._specs(pipeline.state_struct).opt_state, sharding.row_spec, pipeline.mesh
         known = read_hyperparams(self._blank(0)) or {}
         self.names = tuple(name for name, value in known.items() if np.ndim(value) == 0)
         self._read = jax.jit(jax.shard_map(self._values, mesh=mesh, in_specs=(specs,), out_specs=rows, check_vma=False))
@@ -72,9 +72,9 @@ class Hyperparams:
         return self._write(opt_state, {name: np.float32(value) for name, value in values.items()})
 
     def _values(self, opt_state: PyTree) -> dict[str, jax.Array]:
-        def branch(member: int) -> Callable[[PyTree], dict[str, jax.Array]]:
-            def run(row: PyTree) -> dict[str, jax.Array]:
-                found = next_hyperparams(self._updater.tree(member, row), self._schedules) or {}
+        def branch(form: int) -> Callable[[PyTree], dict[str, jax.Array]]:
+            def run(shard: PyTree) -> dict[str, jax.Array]:
+                found = next_hyperparams(self._updater.tree(form, shard), self._schedules) or {}
                 return {name: jnp.asarray(found[name], jnp.float32) for name in self.names}
 
             return run
@@ -82,33 +82,33 @@ class Hyperparams:
         return self._on_rows(branch, opt_state)
 
     def _changed(self, opt_state: PyTree, values: Mapping[str, jax.Array]) -> PyTree:
-        def branch(member: int) -> Callable[[PyTree, Mapping[str, jax.Array]], PyTree]:
-            def run(row: PyTree, values: Mapping[str, jax.Array]) -> PyTree:
-                leaves, treedef = jax.tree.flatten(self._updater.tree(member, row))
+        def branch(form: int) -> Callable[[PyTree, Mapping[str, jax.Array]], PyTree]:
+            def run(shard: PyTree, values: Mapping[str, jax.Array]) -> PyTree:
+                leaves, treedef = jax.tree.flatten(self._updater.tree(form, shard))
                 for name, value in values.items():
-                    for i in self._places(member, name):
+                    for i in self._leaf_numbers(form, name):
                         leaves[i] = jnp.broadcast_to(value, leaves[i].shape).astype(leaves[i].dtype)
-                return self._updater.storage(member, jax.tree.unflatten(treedef, leaves))
+                return self._updater.storage(form, jax.tree.unflatten(treedef, leaves))
 
             return run
 
         return self._on_rows(branch, opt_state, values)
 
     def _on_rows(self, branch: Callable[[int], Callable[..., PyTree]], opt_state: PyTree, *args: Any) -> PyTree:
-        """Run this device's branch on its row."""
-        member = self._rows.member(jax.lax.axis_index("stage"), jax.lax.axis_index("data"))
-        branches = [branch(m) for m in range(self._rows.rows.num_stages)]
-        row = jax.tree.map(lambda x: x[0], opt_state)
-        return jax.tree.map(lambda x: x[None], switch_stages(member, branches, row, *args))
+        """Run this device's branch on its shard."""
+        form = self._sharding.form(jax.lax.axis_index("stage"), jax.lax.axis_index("data"))
+        branches = [branch(f) for f in range(self._sharding.shards.num_stages)]
+        shard = jax.tree.map(lambda x: x[0], opt_state)
+        return jax.tree.map(lambda x: x[None], switch_stages(form, branches, shard, *args))
 
-    def _blank(self, member: int) -> PyTree:
-        """A state of a member's form, all zeros that take no memory."""
-        struct = jax.eval_shape(lambda row: self._updater.tree(member, row), self._updater.struct())
+    def _blank(self, form: int) -> PyTree:
+        """A state of a form of shards, all zeros that take no memory."""
+        struct = jax.eval_shape(lambda shard: self._updater.tree(form, shard), self._updater.struct())
         return jax.tree.map(lambda x: np.broadcast_to(np.zeros((), x.dtype), x.shape), struct)
 
-    def _places(self, member: int, name: str) -> list[int]:
-        """Which leaves of a member's state are a hyperparameter."""
-        blank = self._blank(member)
+    def _leaf_numbers(self, form: int, name: str) -> list[int]:
+        """Indices of a hyperparameter among the leaves of a state."""
+        blank = self._blank(form)
         marked = set_hyperparams(blank, **{name: 0.0})
         pairs = zip(jax.tree.leaves(blank), jax.tree.leaves(marked), strict=True)
         return [i for i, (old, new) in enumerate(pairs) if new is not old]

@@ -43,7 +43,6 @@ from jaxpipe.state import (
     TrainState,
     Updater,
     check_collections,
-    divide,
     make_catalog,
     place_everywhere,
     place_leaves,
@@ -52,6 +51,7 @@ from jaxpipe.state import (
     state_shardings,
     state_specs,
     with_arrays,
+    zero_sharding,
 )
 from jaxpipe.topology import adopt_mesh, mesh_shape
 
@@ -184,11 +184,11 @@ class Pipeline:
             self._stages.vocab_loss.check_loss(labels)
         num_shards = self.num_replicas if config.zero_optimization.stage else 1
         check_sharded(optimizer, self._whole, self._params)
-        self._division = divide(self._params, optimizer, num_shards, num_model)
-        self._updater = Updater(self._params, self._division.kept, optimizer)
+        self._sharding = zero_sharding(self._params, optimizer, num_shards, num_model)
+        self._updater = Updater(self._params, self._sharding.master, optimizer)
         self._programs = DevicePrograms(
             self._stages,
-            self._division,
+            self._sharding,
             self._updater,
             TrainLoop(self._stages, plan.program, skip_idle=plan.skips),
             EvaluateLoop(self._stages, plan.forward_only, skip_idle=plan.skips),
@@ -253,15 +253,14 @@ class Pipeline:
     @property
     def state_struct(self) -> TrainState:
         """Shapes, dtypes and shardings of a state."""
-        kept, scaler = self._division.kept, self.loss_scaler
-        num_rows = self._division.num_rows
+        sharding, scaler = self._sharding, self.loss_scaler
         number: Any = jax.ShapeDtypeStruct((), jnp.int32)
         struct = TrainState(
             step=number,
-            params=_with_rows(kept.rows.struct(), num_rows),
-            opt_state=_with_rows(self._updater.struct(), num_rows),
+            params=_with_rows(sharding.master.shards.struct(), sharding.num_rows),
+            opt_state=_with_rows(self._updater.struct(), sharding.num_rows),
             collections=_with_rows(
-                self._stages.collections.layout.struct(), self.module.num_stages * self._division.num_places
+                self._stages.collections.layout.struct(), self.module.num_stages * sharding.num_model_ranks
             ),
             loss_scale=() if scaler is None else jax.eval_shape(scaler.init),
             skipped_steps=number,
@@ -274,7 +273,7 @@ class Pipeline:
     def catalog(self) -> Catalog:
         """Where every leaf of a state lies in the arrays that `state_arrays` names."""
         collections, dims = self._stages.collections, self._whole.tree_dims()
-        return make_catalog(self._params, self._division, self._updater, collections, dims, self._division.num_places)
+        return make_catalog(self._params, self._sharding, self._updater, collections, dims)
 
     @property
     def batch_struct(self) -> Batch:
@@ -379,7 +378,7 @@ class Pipeline:
         return jax.random.key(self.module.base_seed)
 
     def _specs(self, struct: TrainState) -> TrainState:
-        return state_specs(struct, self._division.row_spec, self._division.collection_spec)
+        return state_specs(struct, self._sharding.row_spec, self._sharding.collection_spec)
 
     def _place(self, part: str, source: Source) -> dict[str, jax.Array]:
         return place_leaves(self.catalog, part, self.state_struct, source, self.module.num_stages)
@@ -398,7 +397,7 @@ class Pipeline:
         return place_everywhere(fields, self.mesh)
 
     def _state(self, params: Source, collections: Source) -> TrainState:
-        rows = self._division.row_spec
+        rows = self._sharding.row_spec
         arrays = self._place("params", params) | self._place("collections", collections)
         state = with_arrays(self.state_struct, arrays)
         init = jax.jit(self._shard_map(self._programs.init_optimizer, (rows,), rows))
@@ -415,7 +414,7 @@ class Pipeline:
         return run
 
     def _compile(self) -> None:
-        programs, state, rows = self._programs, self.state_struct, self._division.row_spec
+        programs, state, rows = self._programs, self.state_struct, self._sharding.row_spec
         specs, over_data = self._specs(state), P(None, "data")
         of_state, of_batch = jax.tree.map(lambda x: x.sharding, (state, self.batch_struct))
         if all(spec == over_data for spec in jax.tree.leaves(self._batch_specs, is_leaf=_is_spec)):
@@ -434,7 +433,7 @@ class Pipeline:
             return jax.jit(checked, in_shardings=(of_state, of_batch, *others), donate_argnums=donate)
 
         self.step = compiled(programs.step, (specs, P()), donate=(0,))
-        of_gradients = (P(), rows, self._division.collection_spec)
+        of_gradients = (P(), rows, self._sharding.collection_spec)
         self.gradients = compiled(programs.gradients, of_gradients)
         self.evaluate = compiled(programs.evaluate, P())
         self.predict = compiled(self._whole_outputs(programs.predict), over_data)

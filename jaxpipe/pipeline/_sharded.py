@@ -23,7 +23,7 @@ def check_sharded(optimizer: optax.GradientTransformation, whole: ModelTrace, pa
     Raises:
         ConfigError: Its update of a sharded parameter is not element by element.
     """
-    shapes, paths = flatten_dict(whole.tree()), {**whole.tree_dims(), **params.split_dims}
+    shapes, paths = flatten_dict(whole.tree()), {**whole.tree_dims(), **params.stage_dims}
     trees = [
         {path: jax.ShapeDtypeStruct(each[path].shape, params.struct[path].dtype) for path in paths}
         for each in (shapes, params.struct)
@@ -35,7 +35,7 @@ def check_sharded(optimizer: optax.GradientTransformation, whole: ModelTrace, pa
     if not trees[0] or fits(list(trees[0])):
         return
     path = next((path for path in trees[0] if not fits([path])), next(iter(trees[0])))
-    axis, place = ("stage", "stage") if path in params.split_dims else ("model", "place")
+    axis, place = ("stage", "stage") if path in params.stage_dims else ("model", "place")
     raise ConfigError(
         f"the optimizer must treat every element by itself where a parameter is sharded over the {axis} axis, but got "
         f"one that looks at more of {'/'.join(path)}, of which a {place} holds {format_struct(trees[1][path])} of "

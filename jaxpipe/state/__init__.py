@@ -6,13 +6,10 @@ from ._catalog import Span as Span
 from ._catalog import make_catalog as make_catalog
 from ._catalog import read_leaf as read_leaf
 from ._catalog import write_leaf as write_leaf
-from ._collections import ModelCollections as ModelCollections
-from ._collections import check_collections as check_collections
-from ._collections import mean_over_replicas as mean_over_replicas
+from ._cut import Ends as Ends
 from ._cut import StageCut as StageCut
 from ._cut import cut_stages as cut_stages
-from ._ends import Ends as Ends
-from ._ends import find_ends as find_ends
+from ._cut import find_ends as find_ends
 from ._host import HostRows as HostRows
 from ._host import Source as Source
 from ._host import own as own
@@ -26,22 +23,24 @@ from ._init import StageInit as StageInit
 from ._layout import Layout as Layout
 from ._norm import clip_to as clip_to
 from ._norm import global_norm as global_norm
+from ._params import ModelCollections as ModelCollections
 from ._params import ModelParams as ModelParams
+from ._params import check_collections as check_collections
+from ._params import mean_over_replicas as mean_over_replicas
 from ._params import summed_struct as summed_struct
 from ._state import TrainState as TrainState
 from ._state import state_shardings as state_shardings
 from ._state import state_specs as state_specs
 from ._switch import switch_stages as switch_stages
 from ._switch import switch_table as switch_table
-from ._tied import spread_tied as spread_tied
+from ._tied import broadcast_tied as broadcast_tied
 from ._tied import sum_tied as sum_tied
 from ._update import Updater as Updater
-from ._zero import Division as Division
-from ._zero import divide as divide
+from ._zero import ZeroSharding as ZeroSharding
+from ._zero import zero_sharding as zero_sharding
 
 __all__ = [
     "Catalog",
-    "Division",
     "Ends",
     "HostRows",
     "Layout",
@@ -57,7 +56,6 @@ __all__ = [
     "check_collections",
     "clip_to",
     "cut_stages",
-    "divide",
     "find_ends",
     "global_norm",
     "make_catalog",
@@ -68,7 +66,7 @@ __all__ = [
     "place_samples",
     "read_leaf",
     "read_leaves",
-    "spread_tied",
+    "broadcast_tied",
     "state_arrays",
     "state_shardings",
     "state_specs",
@@ -76,6 +74,8 @@ __all__ = [
     "summed_struct",
     "switch_stages",
     "switch_table",
+    "ZeroSharding",
     "with_arrays",
     "write_leaf",
+    "zero_sharding",
 ]

@@ -1,8 +1,9 @@
-"""Where the arrays of all stages lie: one pytree of global arrays, each with the stage as its first dim.
+"""Layout of the leaves of all stages in one pytree of global arrays, each with the stage as its first dim.
 
 A leaf that every stage has alike is an array `[num_stages, ...]` of its own. What only some stages have lies in one
-buffer `[num_stages, size]` per dtype, padded to the stage that needs most. Both are sharded over the `stage` axis,
-so a stage's arrays are on its own devices alone.
+buffer `[num_stages, size]` per dtype, padded to the stage that needs most: `shard_map` runs one program, so all
+devices hold arrays of the same shapes. Both are sharded over the `stage` axis, so a stage's arrays are on its own
+devices alone.
 """
 
 import math
@@ -18,12 +19,10 @@ from jaxpipe._typing import PyTree
 _SHARDED = "/model"
 """How the names of buffers end whose leaves are sharded over the `model` axis."""
 
-Storage = dict[str, dict[str, jax.Array]]
-
 
 @dataclass(frozen=True)
-class _Place:
-    """A leaf inside a packed buffer."""
+class _Slot:
+    """The elements of a packed buffer that are a leaf."""
 
     buffer: str
     offset: int
@@ -35,7 +34,7 @@ class _Place:
 
 
 class Layout:
-    """The places of named leaves, stage by stage.
+    """Layout of named leaves, stage by stage; in place of stages, any family whose members differ in leaves.
 
     Storage has two parts: `stacked[name]` of shape `[num_stages, ...]` for leaves that all stages have alike and
     `packed[dtype]` of shape `[num_stages, size]` for the rest. Inside a stage's own program the first dim is absent.
@@ -43,7 +42,7 @@ class Layout:
     Args:
         stages: For each stage its leaves by name, as shapes and dtypes. The order is kept inside the buffers.
         stack: Give a leaf that all stages have alike an array of its own; else all lie in the buffers.
-        sharded: Leaves that differ from place to place on the `model` axis; they have buffers of their own.
+        sharded: Leaves that are sharded over the `model` axis; they have buffers of their own.
     """
 
     def __init__(
@@ -60,18 +59,18 @@ class Layout:
             for name, like in first.items()
             if all(name in other and _same(other[name], like) for other in stages)
         }
-        self._places: list[dict[str, _Place]] = []
+        self._slots: list[dict[str, _Slot]] = []
         self._names = [tuple(stage) for stage in stages]
         self.packed_sizes: dict[str, int] = {}
         for stage in stages:
             used: dict[str, int] = {}
-            places = {}
+            slots = {}
             for name, like in stage.items():
                 if name not in self.stacked:
                     buffer = like.dtype.name + (_SHARDED if name in self.sharded else "")
-                    places[name] = _Place(buffer, used.get(buffer, 0), tuple(like.shape))
-                    used[buffer] = places[name].end
-            self._places.append(places)
+                    slots[name] = _Slot(buffer, used.get(buffer, 0), tuple(like.shape))
+                    used[buffer] = slots[name].end
+            self._slots.append(slots)
             for buffer, size in used.items():
                 self.packed_sizes[buffer] = max(size, self.packed_sizes.get(buffer, 0))
 
@@ -84,6 +83,10 @@ class Layout:
         stages = [{name: change(self.struct_of(s, name)) for name in names} for s, names in enumerate(self._names)]
         return Layout(stages, sharded=self.sharded)
 
+    def packed_names(self, stage: int) -> list[str]:
+        """The leaves of a stage that lie in its buffers."""
+        return list(self._slots[stage])
+
     def names(self, stage: int) -> tuple[str, ...]:
         """The leaves of a stage."""
         return self._names[stage]
@@ -92,8 +95,8 @@ class Layout:
         """Shape and dtype of one leaf of a stage."""
         if name in self.stacked:
             return self.stacked[name]
-        place = self._places[stage][name]
-        return jax.ShapeDtypeStruct(place.shape, dtype_of(place.buffer))
+        slot = self._slots[stage][name]
+        return jax.ShapeDtypeStruct(slot.shape, dtype_of(slot.buffer))
 
     def struct(self) -> PyTree:
         """Shapes and dtypes of one stage's storage, without the stage dim."""
@@ -105,22 +108,22 @@ class Layout:
         return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.struct())
 
     def place(self, stage: int, name: str) -> object:
-        """Where a leaf lies: equal for leaves that one program can read on different stages."""
-        return name if name in self.stacked else self._places[stage][name]
+        """Slot of a leaf; equal for leaves that one program can read on different stages."""
+        return name if name in self.stacked else self._slots[stage][name]
 
     def span(self, stage: int, name: str) -> tuple[str, int, int]:
-        """The array that a leaf lies in, by its path in the storage, and its first and last element in a row of it."""
+        """Name of the array that a leaf lies in, and where in a row of it the leaf begins and ends."""
         if name in self.stacked:
             return f"stacked/{name}", 0, math.prod(as_words(self.stacked[name]).shape)
-        place = self._places[stage][name]
-        return f"packed/{place.buffer}", place.offset, place.end
+        slot = self._slots[stage][name]
+        return f"packed/{slot.buffer}", slot.offset, slot.end
 
     def get(self, stage: int, name: str, storage: PyTree) -> jax.Array:
         """One leaf of a stage, from that stage's storage."""
         if name in self.stacked:
             return storage["stacked"][name]
-        place = self._places[stage][name]
-        return storage["packed"][place.buffer][place.offset : place.end].reshape(place.shape)
+        slot = self._slots[stage][name]
+        return storage["packed"][slot.buffer][slot.offset : slot.end].reshape(slot.shape)
 
     def unpack(self, stage: int, storage: PyTree) -> dict[str, jax.Array]:
         """All leaves of a stage by name."""
@@ -131,13 +134,13 @@ class Layout:
         buffers = {}
         for buffer, size in self.packed_sizes.items():
             dtype = dtype_of(buffer)
-            parts, end = [], 0
-            for name, place in self._places[stage].items():
-                if place.buffer == buffer and name in leaves:
-                    parts += [jnp.zeros((place.offset - end,), dtype)] if place.offset > end else []
-                    parts.append(_as(leaves[name], dtype).reshape(-1))
-                    end = place.end
-            whole = jnp.concatenate(parts) if len(parts) > 1 else (parts or [jnp.zeros((0,), dtype)])[0]
+            pieces, end = [], 0
+            for name, slot in self._slots[stage].items():
+                if slot.buffer == buffer and name in leaves:
+                    pieces += [jnp.zeros((slot.offset - end,), dtype)] if slot.offset > end else []
+                    pieces.append(_as(leaves[name], dtype).reshape(-1))
+                    end = slot.end
+            whole = jnp.concatenate(pieces) if len(pieces) > 1 else (pieces or [jnp.zeros((0,), dtype)])[0]
             buffers[buffer] = jax.lax.pad(whole, jnp.zeros((), dtype), [(0, size - end, 0)]) if size > end else whole
         return buffers
 
@@ -153,19 +156,19 @@ class Layout:
             if name in self.stacked:
                 stacked[name] = value
             else:
-                place = self._places[stage][name]
-                packed[place.buffer] = packed[place.buffer].at[place.offset : place.end].set(value.reshape(-1))
+                slot = self._slots[stage][name]
+                packed[slot.buffer] = packed[slot.buffer].at[slot.offset : slot.end].set(value.reshape(-1))
         return {"stacked": stacked, "packed": packed}
 
     def by_sharding(self, storage: PyTree) -> tuple[PyTree, PyTree]:
-        """A storage in two: what all places of the `model` axis have alike, and what differs from place to place."""
+        """A storage in two: what all places of the `model` axis have alike, and what differs from place to slot."""
 
-        def part(is_sharded: bool) -> PyTree:
+        def half(is_sharded: bool) -> PyTree:
             stacked = {name: x for name, x in storage["stacked"].items() if (name in self.sharded) == is_sharded}
             packed = {name: x for name, x in storage["packed"].items() if name.endswith(_SHARDED) == is_sharded}
             return {"stacked": stacked, "packed": packed}
 
-        return part(False), part(True)
+        return half(False), half(True)
 
 
 def is_key(dtype: Any) -> bool:

@@ -1,4 +1,4 @@
-"""The global norm of gradients over all stages; replicas, and what several devices hold alike, count once."""
+"""The global norm of gradients over all stages, and clipping by it."""
 
 from collections.abc import Mapping
 
@@ -8,34 +8,42 @@ import jax.numpy as jnp
 from jaxpipe._typing import PyTree
 
 from ._tied import drop_copies
-from ._zero import Division
+from ._zero import ZeroSharding
 
 _EPSILON = 1e-6
 """What DeepSpeed and PyTorch add to the norm before they divide by it."""
 
 
-def global_norm(tied: Mapping[str, tuple[int, ...]], division: Division, member: jax.Array, row: PyTree) -> jax.Array:
-    """The L2 norm of the whole model's gradient, equal on all devices.
+def global_norm(
+    tied: Mapping[str, tuple[int, ...]], sharding: ZeroSharding, form: jax.Array, shard: PyTree
+) -> jax.Array:
+    """L2 norm of the whole model's gradient, equal on all devices.
+
+    Every element counts once, however many devices hold it: replicas, ranks of the `model` axis, holders of a tied
+    parameter.
 
     Args:
-        tied: Shared parameters with the stages that hold them.
-        division: How gradients are divided.
-        member: This device's member.
-        row: Its gradients.
+        tied: Tied parameters with the stages that hold them.
+        sharding: How gradients are cut into shards.
+        form: The form of this device's shard.
+        shard: Its gradients.
 
     Returns:
         `float32[]`.
     """
-    counted = drop_copies(tied, division.kept, member, row)
-    if division.num_model:
-        alike, sharded = division.kept.rows.by_sharding(counted)
-        squares = _sum_squares(alike) / division.num_model + _sum_squares(sharded)
+    counted = drop_copies(tied, sharding.master, form, shard)
+    if sharding.num_model:
+        # The sum below adds up what all ranks of the model axis hold alike once for each of them.
+        alike, sharded = sharding.master.shards.by_sharding(counted)
+        squares = _sum_squares(alike) / sharding.num_model + _sum_squares(sharded)
     else:
         squares = _sum_squares(counted)
-    return jnp.sqrt(jax.lax.psum(squares, division.row_axes))
+    # Over those axes alone along which shards differ: replicas that hold the same do not add up. Padding is zero.
+    return jnp.sqrt(jax.lax.psum(squares, sharding.row_axes))
 
 
 def _sum_squares(tree: PyTree) -> jax.Array:
+    # In float32 whatever the gradients' dtype, and the modulus of complex ones.
     squares = [jnp.sum(jnp.square(jnp.abs(leaf).astype(jnp.float32))) for leaf in jax.tree.leaves(tree)]
     return sum(squares, jnp.zeros((), jnp.float32))
 

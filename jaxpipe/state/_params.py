@@ -1,69 +1,71 @@
-"""The parameters of all stages: their names, their layout, and the way to and from the model's one tree."""
+"""The leaves of all stages: names and layouts of parameters, and of the collections that layers keep beside them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 
 from jaxpipe._typing import Path, PyTree
-from jaxpipe.layers import ModelTrace, cast_floats, flatten_dict, join_path, unflatten_dict
+from jaxpipe.errors import LayerError
+from jaxpipe.layers import ModelTrace, NamedLayer, cast_floats, flatten_dict, join_path, unflatten_dict
 from jaxpipe.schedules import Placement
 
-from ._cut import StageCut
-from ._ends import Ends, slice_struct
+from ._cut import Ends, StageCut, slice_struct
 from ._layout import Layout
 
 
 @dataclass(frozen=True)
-class StageParams:
-    """Names of one stage's parameters in storage, each with its path in the model's tree.
+class StageLeaves:
+    """Names of one stage's leaves in storage, each with its path in the model's tree.
 
     Attributes:
-        own: Parameters of prologues and epilogue, and of the ends that all stages run together.
-        trunk: Parameters of the trunk of every chunk; the names are the same on every stage.
+        off_trunk: Leaves of prologues and epilogue, and of the ends that all stages run together; the name is the path,
+            so that a tied parameter has one name on all stages.
+        trunk: Leaves of the trunk of every chunk; the names are the same on every stage, the paths differ.
         layers: For each layer of the stage: paths inside the layer, to names.
     """
 
-    own: dict[str, Path]
+    off_trunk: dict[str, Path]
     trunk: dict[str, Path]
     layers: dict[int, dict[Path, str]]
 
     def view(self, index: int, leaves: Mapping[str, jax.Array]) -> PyTree:
-        """One layer's parameters, with the paths inside the layer."""
+        """One layer's leaves, with the paths inside the layer."""
         return unflatten_dict({path: leaves[name] for path, name in self.layers[index].items()})
 
     def names_of(self, indices: Sequence[int]) -> list[str]:
-        """Names of the parameters of some layers, in order, each once."""
+        """Names of the leaves of some layers, in order, each once."""
         return list(dict.fromkeys(name for i in indices for name in self.layers[i].values()))
 
     @property
     def paths(self) -> dict[str, Path]:
         """All names of the stage."""
-        return {**self.own, **self.trunk}
+        return {**self.off_trunk, **self.trunk}
 
 
 class ModelParams:
-    """Where the parameters of a model lie in storage.
+    """Names and layouts of a model's parameters.
 
     Args:
         trace: The model's shapes.
-        cuts: The parts of the model, from the input on.
-        placement: The stage and chunk that each part is.
-        ends: The layers that all stages run together; without them nothing is split over the stages.
+        cuts: The virtual stages, from the input on.
+        placement: The stage and chunk of each virtual stage.
+        ends: The layers that all stages run together; without them nothing is sliced over the stages.
         dtype: What the layers compute in, in mixed precision; None: parameters are as the layers make them.
         grad_dtype: What their gradients are summed in; None: float32, or their own dtype where that is wider.
 
     Attributes:
         stages: Names and paths, stage by stage.
-        struct: Shapes and dtypes of the master parameters by path in the model's tree; of one that is split over the
+        struct: Shapes and dtypes of the master parameters by path in the model's tree; of one that is sliced over the
             stages those of a slice.
-        master_layout: Where the parameters lie that are kept between steps: in float32 in mixed precision.
-        layout: Where those lie that the layers compute with.
-        grad_layout: Where the sums of their gradients lie. All three have the same leaves in the same order.
+        master_layout: Layout of the master parameters, which live from step to step: in float32 in mixed precision.
+        layout: Layout of the parameters that the layers compute with.
+        grad_layout: Layout of the sums of their gradients. All three have the same leaves in the same order.
         tied: Parameters that several stages hold alike, each with those stages; the first one owns it.
-        split_dims: The dims along which parameters are split over the stages, by path.
+        stage_dims: The dims along which parameters are sliced over the stages, by path.
         end_names: Parameters of the layers that all stages run together.
     """
 
@@ -78,18 +80,18 @@ class ModelParams:
         grad_dtype: Any = None,
     ) -> None:
         paths = [paths.paths for paths in trace.paths]
-        self.stages: tuple[StageParams, ...] = name_leaves(paths, cuts, placement, ends.layers)
-        self.split_dims = ends.dims
+        self.stages: tuple[StageLeaves, ...] = name_leaves(paths, cuts, placement, ends.layers)
+        self.stage_dims = ends.dims
         master_dtype = None if dtype is None else jnp.float32
         struct = {
             path: cast_floats(slice_struct(leaf, ends.dims.get(path), placement.num_stages), master_dtype)
             for path, leaf in flatten_dict(trace.tree()).items()
         }
         self.struct: Mapping[Path, jax.ShapeDtypeStruct] = struct
-        held = [{name: struct[path] for name, path in stage.paths.items()} for stage in self.stages]
+        structs = [{name: struct[path] for name, path in stage.paths.items()} for stage in self.stages]
         dims = trace.tree_dims()
         sharded = {name for stage in self.stages for name, path in stage.paths.items() if path in dims}
-        self.master_layout = Layout(held, sharded=sharded)
+        self.master_layout = Layout(structs, sharded=sharded)
         self.layout = self.master_layout.cast(lambda leaf: cast_floats(leaf, dtype))
         self.grad_layout = self.layout.cast(lambda leaf: summed_struct(leaf, grad_dtype))
         self.trunk_names = tuple(self.stages[0].trunk)
@@ -100,10 +102,66 @@ class ModelParams:
         """Parameters of prologues and epilogue that every stage holds, such as a tied layer used by all."""
         holders: dict[str, list[int]] = {}
         for s, stage in enumerate(self.stages):
-            for name, path in stage.own.items():
+            for name, path in stage.off_trunk.items():
                 if path not in ends.dims:
                     holders.setdefault(name, []).append(s)
         self.tied = {name: tuple(stages) for name, stages in holders.items() if len(stages) > 1}
+
+
+class ModelCollections:
+    """Names and layout of a model's collections: what layers keep beside parameters, such as batch statistics.
+
+    Args:
+        layers: The model.
+        trace: Its shapes.
+        cuts: The virtual stages, from the input on.
+        placement: The stage and chunk of each virtual stage.
+
+    Attributes:
+        struct: Shapes and dtypes by path: the layer's name, then the path inside the layer's collections.
+        dims: The dims along which they are sharded over the `model` axis, by the same paths.
+        layout: Their layout.
+    """
+
+    def __init__(
+        self, layers: Sequence[NamedLayer], trace: ModelTrace, cuts: Sequence[StageCut], placement: Placement
+    ) -> None:
+        flat = [flatten_dict(tree) if tree else {} for tree in trace.collections]
+        paths = [{local: (named.name, *local) for local in flat[named.index]} for named in layers]
+        self.struct: Mapping[Path, Any] = {p[at]: flat[i][at] for i, p in enumerate(paths) for at in p}
+        self.dims: Mapping[Path, int] = {
+            p[at]: dim for i, p in enumerate(paths) for at, dim in trace.collection_dims[i].items()
+        }
+        self._stages = name_leaves(paths, cuts, placement)
+        self.layout = Layout([{n: self.struct[path] for n, path in stage.paths.items()} for stage in self._stages])
+
+    def leaves(self) -> Iterator[tuple[int, str, Path]]:
+        """Every leaf of every stage: `(stage, name, path)`."""
+        for number, stage in enumerate(self._stages):
+            for name, path in stage.paths.items():
+                yield number, name, path
+
+    def has_any(self, indices: Sequence[int]) -> bool:
+        """True where one of these layers of the model has collections."""
+        return any(stage.layers[i] for stage in self._stages for i in indices if i in stage.layers)
+
+    def places(self, stage: int, indices: Sequence[int]) -> tuple[object, ...]:
+        """Slots of the collections of some layers; equal where one program can serve both."""
+        return tuple(self.layout.place(stage, name) for name in self._stages[stage].names_of(indices))
+
+    def views(self, stage: int, indices: Sequence[int], storage: PyTree) -> list[PyTree]:
+        """The collections of some layers of a stage, each as the layer knows them."""
+        names = self._stages[stage].names_of(indices)
+        leaves = {name: self.layout.get(stage, name, storage) for name in names}
+        return [self._stages[stage].view(i, leaves) for i in indices]
+
+    def put(self, stage: int, indices: Sequence[int], storage: PyTree, views: Sequence[PyTree]) -> PyTree:
+        """The storage with the collections of some layers replaced."""
+        changed = {}
+        for index, view in zip(indices, views, strict=True):
+            leaves = flatten_dict(view) if view else {}
+            changed |= {name: leaves[path] for path, name in self._stages[stage].layers[index].items()}
+        return self.layout.put(stage, storage, changed)
 
 
 def summed_struct(leaf: Any, grad_dtype: Any = None) -> Any:
@@ -113,22 +171,53 @@ def summed_struct(leaf: Any, grad_dtype: Any = None) -> Any:
     return cast_floats(leaf, grad_dtype)
 
 
+def check_collections(layers: Sequence[NamedLayer], trace: ModelTrace) -> None:
+    """Refuse variables that move backward only, such as the scales of Flax's FP8 layers.
+
+    Raises:
+        LayerError: A layer keeps variables that are to be replaced with their gradient.
+    """
+    for named in layers:
+        found = flatten_dict(trace.collections[named.index] or {})
+        names = [".".join(path) for path in found if OVERWRITE_WITH_GRADIENT in path]
+        if names:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            raise LayerError(
+                f"layer {named.name} must keep only what its call itself changes, but got {names[0]!r}{more}, which "
+                "flax.training replaces with its gradient. A pipeline takes gradients of parameters alone, so FP8 "
+                "scales would stay at 1 and clip without a word. Leave out dot_general=Fp8..., and train in bf16."
+            )
+
+
+def mean_over_replicas(storage: PyTree) -> PyTree:
+    """Collections with floating-point leaves averaged over the `data` axis.
+
+    Integers, which count calls, are the same on all replicas.
+    """
+
+    def one(leaf: jax.Array) -> jax.Array:
+        is_float = jnp.issubdtype(leaf.dtype, jnp.inexact)
+        return jax.lax.pmean(leaf, "data") if is_float else jax.lax.pmax(leaf, "data")
+
+    return jax.tree.map(one, storage)
+
+
 def name_leaves(
     paths: Sequence[Mapping[Path, Path]], cuts: Sequence[StageCut], placement: Placement, ends: Sequence[int] = ()
-) -> tuple[StageParams, ...]:
-    """Name the leaves of every stage: after their place in the trunk of their chunk, or after their path.
+) -> tuple[StageLeaves, ...]:
+    """Name the leaves of every stage: after the layer's index in the trunk of its chunk, or after their path.
 
     Args:
         paths: For each layer of the model, paths inside the layer to paths in the model's tree.
-        cuts: The parts of the model.
-        placement: The stage and chunk that each part is.
+        cuts: The virtual stages.
+        placement: The stage and chunk of each virtual stage.
         ends: Layers that lie on all stages.
     """
     stages = []
-    for parts in placement.virtual:
-        stage = StageParams({}, {}, {})
-        for chunk, part in enumerate(parts):
-            cut = cuts[part]
+    for virtual_stages in placement.virtual:
+        stage = StageLeaves({}, {}, {})
+        for chunk, virtual_stage in enumerate(virtual_stages):
+            cut = cuts[virtual_stage]
             _name_layers(paths, (*cut.prologue, *cut.trunk, *cut.epilogue), cut.trunk, chunk, stage)
         _name_layers(paths, ends, range(0), 0, stage)
         stages.append(stage)
@@ -136,7 +225,7 @@ def name_leaves(
 
 
 def _name_layers(
-    paths: Sequence[Mapping[Path, Path]], indices: Sequence[int], trunk: range, chunk: int, stage: StageParams
+    paths: Sequence[Mapping[Path, Path]], indices: Sequence[int], trunk: range, chunk: int, stage: StageLeaves
 ) -> None:
     for index in indices:
         names = stage.layers[index] = {}
@@ -146,4 +235,4 @@ def _name_layers(
                 stage.trunk[names[local]] = path
             else:
                 names[local] = join_path(path)
-                stage.own[names[local]] = path
+                stage.off_trunk[names[local]] = path

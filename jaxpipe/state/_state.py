@@ -1,4 +1,4 @@
-"""What changes from step to step: one pytree of global arrays."""
+"""State of a training run, which a step maps to the next: one pytree of global arrays."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -13,11 +13,11 @@ from jaxpipe._typing import PyTree
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TrainState:
-    """Everything a training step reads and replaces.
+    """State of a training run: everything a step reads and replaces.
 
-    A row is what one device keeps of its stage: without ZeRO all of it, the same on every replica, and then there is
-    one row per stage; with ZeRO-1 a replica's share, and then there is one row per stage and replica. Each place of a
-    `model` axis has rows of its own.
+    A row of its arrays is the shard of one device: without ZeRO all that its stage holds, the same on every replica,
+    and then there is one row per stage; with ZeRO-1 a replica's own, and then there is one row per stage and replica.
+    Each rank of a `model` axis has rows of its own.
 
     Attributes:
         step: Number of batches so far, those whose update was skipped included, `int32[]`.

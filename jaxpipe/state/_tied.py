@@ -1,4 +1,9 @@
-"""Parameters that several stages hold: one gradient, one update, equal copies, counted once."""
+"""Tied parameters, which several stages hold: one gradient, one update, equal copies, counted once.
+
+The first of the stages that hold a parameter owns it. Every holder starts from the same values and gets the sum of all
+holders' gradients, so all of them compute the same update; the owner's result is then given to all, because programs
+that differ elsewhere may round differently.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -8,77 +13,102 @@ import jax.numpy as jnp
 from jaxpipe._typing import PyTree
 
 from ._layout import Layout
-from ._params import ModelParams
-from ._shards import Shards
 from ._switch import switch_stages
+from ._zero import ShardLayout
 
 Tied = Mapping[str, tuple[int, ...]]
+"""Tied parameters by name, each with the stages that hold it."""
 
 
-def sum_tied(params: ModelParams, stage: jax.Array, grads: PyTree) -> PyTree:
-    """Give every holder of a shared parameter the sum of all holders' gradients."""
-    return _exchange(params.tied, params.grad_layout, range(len(params.stages)), stage, grads, is_sum=True)
+def sum_tied(tied: Tied, layout: Layout, stage: jax.Array, grads: PyTree) -> PyTree:
+    """Give every holder of a tied parameter the sum of all holders' gradients.
+
+    Args:
+        tied: The tied parameters.
+        layout: How gradients lie on each stage.
+        stage: This device's stage.
+        grads: Its gradients.
+    """
+    return _exchange(tied, layout, range(layout.num_stages), stage, grads, is_sum=True)
 
 
-def spread_tied(tied: Tied, shards: Shards, member: jax.Array, row: PyTree) -> PyTree:
-    """Give every holder of a shared parameter the owner's value, so that copies stay equal to the bit."""
-    stages = [shards.stage_of(m) for m in range(shards.rows.num_stages)]
-    return _exchange(tied, shards.rows, stages, member, row, is_sum=False)
+def broadcast_tied(tied: Tied, sharding: ShardLayout, form: jax.Array, shard: PyTree) -> PyTree:
+    """Give every holder of a tied parameter the owner's value, so that copies stay equal to the bit.
+
+    Args:
+        tied: The tied parameters.
+        sharding: How parameters are cut into shards.
+        form: The form of this device's shard.
+        shard: Its parameters.
+    """
+    return _exchange(tied, sharding.shards, sharding.stages_of_forms, form, shard, is_sum=False)
 
 
-def drop_copies(tied: Tied, shards: Shards, member: jax.Array, row: PyTree) -> PyTree:
-    """Put zeros for a shared parameter everywhere but on its owner, so that a sum over stages counts it once."""
-    everywhere, tied = _by_place(tied, shards.rows)
-    if everywhere:
-        stage = jnp.asarray([shards.stage_of(m) for m in range(shards.rows.num_stages)])[member]
-        owned = {name: jnp.where(stage == owner, row["stacked"][name], 0) for name, (owner, *_) in everywhere.items()}
-        row = {**row, "stacked": {**row["stacked"], **owned}}
+def drop_copies(tied: Tied, sharding: ShardLayout, form: jax.Array, shard: PyTree) -> PyTree:
+    """Put zeros for a tied parameter everywhere but on its owner, so that a sum over the stages counts it once."""
+    layout, stages = sharding.shards, sharding.stages_of_forms
+    stacked, tied = _by_storage(tied, layout)
+    if stacked:
+        stage = jnp.asarray(stages)[form]
+        owned = {name: jnp.where(stage == owner, shard["stacked"][name], 0) for name, (owner, *_) in stacked.items()}
+        shard = {**shard, "stacked": {**shard["stacked"], **owned}}
     if not tied:
-        return row
+        return shard
 
-    def drop(m: int) -> Callable[[PyTree], PyTree]:
-        held = [name for name in tied if name in shards.rows.names(m) and tied[name][0] != shards.stage_of(m)]
-        structs = {name: shards.rows.struct_of(m, name) for name in held}
-        return lambda row: shards.rows.put(m, row, {n: jnp.zeros(x.shape, x.dtype) for n, x in structs.items()})
+    def drop(f: int) -> Callable[[PyTree], PyTree]:
+        copies = [name for name in tied if name in layout.names(f) and tied[name][0] != stages[f]]
+        structs = {name: layout.struct_of(f, name) for name in copies}
+        return lambda shard: layout.put(f, shard, {n: jnp.zeros(x.shape, x.dtype) for n, x in structs.items()})
 
-    return switch_stages(member, [drop(m) for m in range(shards.rows.num_stages)], row)
+    return switch_stages(form, [drop(f) for f in range(layout.num_stages)], shard)
 
 
 def _exchange(
-    tied: Tied, layout: Layout, stages: Sequence[int], member: jax.Array, storage: PyTree, *, is_sum: bool
+    tied: Tied, layout: Layout, stages: Sequence[int], form: jax.Array, storage: PyTree, *, is_sum: bool
 ) -> PyTree:
-    """Sum the shared leaves of all holders (or the owner's alone) over the stages, and give all holders the result."""
-    everywhere, tied = _by_place(tied, layout)
-    if everywhere:
-        stage = jnp.asarray(stages)[member]
-        given = {name: storage["stacked"][name] for name in everywhere}
+    """Sum the tied leaves of all holders (or the owner's alone) over the stages, and give all holders the result.
+
+    Args:
+        tied: The tied parameters.
+        layout: How leaves lie, form by form.
+        stages: The stage of each form.
+        form: This device's form.
+        storage: Its leaves.
+        is_sum: Add up what all holders give, or take the owner's value.
+    """
+    stacked, tied = _by_storage(tied, layout)
+    if stacked:
+        given = {name: storage["stacked"][name] for name in stacked}
         if not is_sum:
-            given = {name: jnp.where(stage == everywhere[name][0], leaf, 0) for name, leaf in given.items()}
+            stage = jnp.asarray(stages)[form]
+            # A broadcast as a sum with zeros, which is exact, and one collective for all leaves whatever their owners.
+            given = {name: jnp.where(stage == stacked[name][0], leaf, 0) for name, leaf in given.items()}
         storage = {**storage, "stacked": {**storage["stacked"], **jax.lax.psum(given, "stage")}}
     if not tied:
         return storage
-    members = range(layout.num_stages)
-    likes = {name: next(layout.struct_of(m, name) for m in members if name in layout.names(m)) for name in tied}
+    forms = range(layout.num_stages)
+    likes = {name: next(layout.struct_of(f, name) for f in forms if name in layout.names(f)) for name in tied}
 
-    def give(m: int) -> Callable[[PyTree], dict[str, jax.Array]]:
+    def give(f: int) -> Callable[[PyTree], dict[str, jax.Array]]:
         def run(storage: PyTree) -> dict[str, jax.Array]:
             given = {}
             for name, like in likes.items():
-                is_giver = name in layout.names(m) and (is_sum or tied[name][0] == stages[m])
-                given[name] = layout.get(m, name, storage) if is_giver else jnp.zeros(like.shape, like.dtype)
+                is_giver = name in layout.names(f) and (is_sum or tied[name][0] == stages[f])
+                given[name] = layout.get(f, name, storage) if is_giver else jnp.zeros(like.shape, like.dtype)
             return given
 
         return run
 
-    def take(m: int) -> Callable[[PyTree, dict[str, jax.Array]], PyTree]:
-        held = [name for name in tied if name in layout.names(m)]
-        return lambda storage, total: layout.put(m, storage, {name: total[name] for name in held})
+    def take(f: int) -> Callable[[PyTree, dict[str, jax.Array]], PyTree]:
+        holds = [name for name in tied if name in layout.names(f)]
+        return lambda storage, total: layout.put(f, storage, {name: total[name] for name in holds})
 
-    given = switch_stages(member, [give(m) for m in members], storage)
-    return switch_stages(member, [take(m) for m in members], storage, jax.lax.psum(given, "stage"))
+    # The collective lies between two conditionals: inside one, not all devices would take part in it.
+    given = switch_stages(form, [give(f) for f in forms], storage)
+    return switch_stages(form, [take(f) for f in forms], storage, jax.lax.psum(given, "stage"))
 
 
-def _by_place(tied: Tied, layout: Layout) -> tuple[Tied, Tied]:
-    """Those that lie in an array of their own on every stage, which need no switch, and the others."""
-    everywhere = {name: stages for name, stages in tied.items() if name in layout.stacked}
-    return everywhere, {name: stages for name, stages in tied.items() if name not in everywhere}
+def _by_storage(tied: Tied, layout: Layout) -> tuple[Tied, Tied]:
+    """Those that are stacked on every stage, which need no conditional, and those in packed buffers."""
+    stacked = {name: stages for name, stages in tied.items() if name in layout.stacked}
+    return stacked, {name: stages for name, stages in tied.items() if name not in stacked}

@@ -1,9 +1,18 @@
-"""The parameters of a model as they are kept, computed with, and summed into, all divided alike."""
+"""ZeRO-1: what each replica keeps of its stage's parameters between steps, and the way to all of them and back.
 
+A stage's gathered storage is what its layers compute with. A shard is the part of it that one device keeps between
+steps, together with the optimiser's state for that part. `gather` puts the storage together from the shards of all
+replicas; `reduce` sums gradients over the replicas and leaves each its shard of the sum.
+"""
+
+import abc
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec as P
 
@@ -13,114 +22,340 @@ from jaxpipe.optim import is_elementwise
 
 from ._layout import Layout, dtype_of
 from ._params import ModelParams
-from ._shards import ByElements, ByLeaves, Replicated, Shards
 from ._switch import switch_stages
 
 
-@dataclass(frozen=True)
-class Division:
-    """Three layouts of one model, divided over the `data` axis in one way.
+class ShardLayout(abc.ABC):
+    """Cut of all stages' storage into shards, one for each replica or one for all of them.
+
+    Shards are numbered by their form: devices whose shards have the same leaves in the same places run one program.
+    A form belongs to one stage.
 
     Attributes:
-        kept: Parameters between steps, in float32 where training is in mixed precision.
-        computed: Parameters in the dtype the layers compute in.
-        summed: Gradients in the dtype they are summed in.
-        num_model: Length of the `model` axis, every place of which has rows of its own; 0 where there is none.
+        gathered: Layout of the whole storage, stage by stage.
+        shards: Layout of the shards, form by form.
+        num_shards: Shards of a stage; 1 where every replica keeps all of its parameters.
+        is_uniform: All shards of a stage have one form, so that forms are stages; else each shard has its own.
     """
 
-    kept: Shards
-    computed: Shards
-    summed: Shards
+    gathered: Layout
+    shards: Layout
+    num_shards: int
+    is_uniform: bool
+
+    def form(self, stage: Any, replica: Any) -> Any:
+        """Form of a device's shard, from its indices along the axes `stage` and `data`; traceable."""
+        return stage if self.is_uniform else stage * self.num_shards + replica
+
+    def stage_of(self, form: int) -> int:
+        """The stage that a form belongs to."""
+        return form if self.is_uniform else form // self.num_shards
+
+    def replicas_of(self, form: int) -> Sequence[int]:
+        """The replicas whose shards have a form; replica 0 stands for all where there is one shard for all."""
+        return range(self.num_shards) if self.is_uniform else (form % self.num_shards,)
+
+    def form_of(self, stage: int, name: str) -> int:
+        """The form of the shards of a stage that a leaf lies in."""
+        return next(form for form in self.forms(stage) if name in self.shards.names(form))
+
+    def forms(self, stage: int) -> range:
+        """The forms of a stage's shards."""
+        return (
+            range(stage, stage + 1)
+            if self.is_uniform
+            else range(self.num_shards * stage, self.num_shards * (stage + 1))
+        )
+
+    @property
+    def stages_of_forms(self) -> list[int]:
+        """The stage of each form."""
+        return [self.stage_of(form) for form in range(self.shards.num_stages)]
+
+    @abc.abstractmethod
+    def gather(self, stage: jax.Array, shard: PyTree) -> PyTree:
+        """The whole storage of this device's stage, from the shards of its replicas."""
+
+    @abc.abstractmethod
+    def reduce(self, stage: jax.Array, storage: PyTree) -> PyTree:
+        """The sum over all replicas of whole storages, of which each device gets its shard."""
+
+
+class Replicated(ShardLayout):
+    """Every replica keeps the whole storage of its stage."""
+
+    num_shards = 1
+    is_uniform = True
+
+    def __init__(self, gathered: Layout) -> None:
+        self.gathered = self.shards = gathered
+
+    def gather(self, stage: jax.Array, shard: PyTree) -> PyTree:
+        """The shard."""
+        return shard
+
+    def reduce(self, stage: jax.Array, storage: PyTree) -> PyTree:
+        """The sum."""
+        return jax.tree.map(lambda x: jax.lax.psum(x, "data"), storage)
+
+
+class _Sharded(ShardLayout):
+    """Shards that differ from replica to replica."""
+
+    def gather(self, stage: jax.Array, shard: PyTree) -> PyTree:
+        """Collect all shards of the stage, then put its leaves together."""
+        return self._merge(stage, jax.tree.map(lambda x: jax.lax.all_gather(x, "data"), shard))
+
+    def reduce(self, stage: jax.Array, storage: PyTree) -> PyTree:
+        """Cut every leaf, then sum and scatter the cuts."""
+        # One reduce-scatter, and with the gather of the next step it sends what one all-reduce would.
+        shards = self._cut(stage, storage)
+        return jax.tree.map(lambda x: jax.lax.psum_scatter(x, "data", scatter_dimension=0), shards)
+
+    @abc.abstractmethod
+    def _cut(self, stage: jax.Array, storage: PyTree) -> PyTree:
+        """All shards of a whole storage, with a leading dim `num_shards`."""
+
+    @abc.abstractmethod
+    def _merge(self, stage: jax.Array, shards: PyTree) -> PyTree:
+        """The inverse."""
+
+
+class ByElements(_Sharded):
+    """Every leaf is cut into `num_shards` equal pieces, the last one padded with zeros.
+
+    A piece of a leaf `[a, b]` has the shape `[1, k]`: as many dims as the leaf, so that masks by `ndim`, such as those
+    that keep biases out of weight decay, say the same of the piece.
+
+    Args:
+        gathered: Layout of the whole storage.
+        num_shards: Length of the `data` axis.
+    """
+
+    is_uniform = True
+
+    def __init__(self, gathered: Layout, num_shards: int) -> None:
+        self.gathered, self.num_shards = gathered, num_shards
+        structs = [
+            {name: gathered.struct_of(s, name) for name in gathered.names(s)} for s in range(gathered.num_stages)
+        ]
+        pieces = [{name: self._piece(like) for name, like in struct.items()} for struct in structs]
+        self.shards = Layout(pieces, sharded=gathered.sharded)
+
+    def _piece(self, like: Any) -> jax.ShapeDtypeStruct:
+        size = -(-math.prod(like.shape) // self.num_shards)
+        return jax.ShapeDtypeStruct((1,) * (len(like.shape) - 1) + (size,), like.dtype)
+
+    def _to_pieces(self, leaf: jax.Array) -> jax.Array:
+        piece = self._piece(leaf).shape
+        missing = math.prod(piece) * self.num_shards - leaf.size
+        flat = leaf.reshape(-1)
+        return (jnp.pad(flat, (0, missing)) if missing else flat).reshape(self.num_shards, *piece)
+
+    def _to_leaf(self, stage: int, name: str, pieces: jax.Array) -> jax.Array:
+        shape = self.gathered.struct_of(stage, name).shape
+        return pieces.reshape(-1)[: math.prod(shape)].reshape(shape)
+
+    def _cut(self, stage: jax.Array, storage: PyTree) -> PyTree:
+        def branch(s: int) -> Callable[[PyTree], PyTree]:
+            def run(packed: PyTree) -> PyTree:
+                leaves = {n: self.gathered.get(s, n, {"packed": packed}) for n in self.gathered.packed_names(s)}
+                pieces = {name: self._to_pieces(leaf) for name, leaf in leaves.items()}
+                return jax.vmap(lambda piece: self.shards.pack_own(s, piece), axis_size=self.num_shards)(pieces)
+
+            return run
+
+        stacked = {name: self._to_pieces(leaf) for name, leaf in storage["stacked"].items()}
+        return {"stacked": stacked, "packed": self._switch(stage, branch, storage["packed"])}
+
+    def _merge(self, stage: jax.Array, shards: PyTree) -> PyTree:
+        def branch(s: int) -> Callable[[PyTree], PyTree]:
+            def run(packed: PyTree) -> PyTree:
+                names = self.gathered.packed_names(s)
+                get = {n: jax.vmap(lambda one, n=n: self.shards.get(s, n, {"packed": one}))(packed) for n in names}
+                return self.gathered.pack_own(s, {name: self._to_leaf(s, name, x) for name, x in get.items()})
+
+            return run
+
+        # Stacked leaves have one shape on all stages: that of stage 0.
+        stacked = {name: self._to_leaf(0, name, pieces) for name, pieces in shards["stacked"].items()}
+        return {"stacked": stacked, "packed": self._switch(stage, branch, shards["packed"])}
+
+    def _switch(self, stage: jax.Array, branch: Callable[[int], Callable[[PyTree], PyTree]], packed: PyTree) -> PyTree:
+        if not packed:
+            return {}
+        return switch_stages(stage, [branch(s) for s in range(self.gathered.num_stages)], packed)
+
+
+class ByLeaves(_Sharded):
+    """Every leaf lies whole in the shard of one replica, for optimisers that look at a leaf as one, such as LAMB.
+
+    Leaves go, the largest first, to the replica that has least so far.
+
+    Args:
+        gathered: Layout of the whole storage.
+        num_shards: Length of the `data` axis.
+        tied: Leaves that several stages hold. They go to the same replica on each: only devices of one replica meet
+            in a sum over the stages.
+    """
+
+    is_uniform = False
+
+    def __init__(self, gathered: Layout, num_shards: int, tied: Sequence[str]) -> None:
+        self.gathered, self.num_shards = gathered, num_shards
+        owners = [self._assign(s, tied) for s in range(gathered.num_stages)]
+        # Not stacked: what all stages hold alike lies in the shards of other replicas here and there.
+        self.shards = Layout(
+            [
+                {name: gathered.struct_of(s, name) for name in gathered.names(s) if owners[s][name] == replica}
+                for s in range(gathered.num_stages)
+                for replica in range(num_shards)
+            ],
+            stack=False,
+            sharded=gathered.sharded,
+        )
+
+    def _assign(self, stage: int, tied: Sequence[str]) -> dict[str, int]:
+        """The replica that owns each leaf of a stage."""
+        names = self.gathered.names(stage)
+        used = [0] * self.num_shards
+        owner = {name: i % self.num_shards for i, name in enumerate(tied)}
+        sizes = {name: math.prod(self.gathered.struct_of(stage, name).shape) for name in names}
+        for name in sorted(names, key=lambda name: (name not in owner, -sizes[name], names.index(name))):
+            replica = owner.setdefault(name, used.index(min(used)))
+            used[replica] += sizes[name]
+        return {name: owner[name] for name in names}
+
+    def _cut(self, stage: jax.Array, storage: PyTree) -> PyTree:
+        def branch(s: int) -> Callable[[PyTree], PyTree]:
+            def run(storage: PyTree) -> PyTree:
+                leaves = self.gathered.unpack(s, storage)
+                shards = [self.shards.pack(form, leaves) for form in self.forms(s)]
+                return jax.tree.map(lambda *xs: jnp.stack(xs), *shards)
+
+            return run
+
+        return switch_stages(stage, [branch(s) for s in range(self.gathered.num_stages)], storage)
+
+    def _merge(self, stage: jax.Array, shards: PyTree) -> PyTree:
+        def branch(s: int) -> Callable[[PyTree], PyTree]:
+            def run(shards: PyTree) -> PyTree:
+                leaves: dict[str, jax.Array] = {}
+                for replica, form in enumerate(self.forms(s)):
+                    leaves |= self.shards.unpack(form, jax.tree.map(lambda x, r=replica: x[r], shards))
+                return self.gathered.pack(s, leaves)
+
+            return run
+
+        return switch_stages(stage, [branch(s) for s in range(self.gathered.num_stages)], shards)
+
+
+@dataclass(frozen=True)
+class ZeroSharding:
+    """A model's parameters in three dtypes, all cut into shards in one way.
+
+    Attributes:
+        master: Parameters between steps, in float32 in mixed precision; what the optimiser updates.
+        compute: Parameters in the dtype the layers compute in.
+        grad_accum: Gradients in the dtype they are summed in.
+        num_model: Length of the `model` axis, every rank of which has shards of its own; 0 where there is none.
+    """
+
+    master: ShardLayout
+    compute: ShardLayout
+    grad_accum: ShardLayout
     num_model: int = 0
 
     @property
     def num_rows(self) -> int:
-        """Rows of all stages and places."""
-        return self.kept.num_rows * self.num_places
+        """Rows of the global arrays: distinct shards on the whole mesh."""
+        return self.master.gathered.num_stages * self.master.num_shards * self.num_model_ranks
 
     @property
-    def num_places(self) -> int:
-        """Places of the `model` axis; 1 where there is none."""
+    def num_model_ranks(self) -> int:
+        """Ranks along the `model` axis; 1 where there is none."""
         return max(self.num_model, 1)
 
     @property
     def row_spec(self) -> P:
-        """How the first dim of rows lies on the mesh."""
+        """How the first dim of the global arrays lies on the mesh."""
         return P(self.row_axes) if len(self.row_axes) > 1 else P("stage")
 
     @property
     def row_axes(self) -> tuple[str, ...]:
-        """The mesh axes along which rows differ."""
-        return ("stage", *(("data",) if self.kept.num_shards > 1 else ()), *self.model_axis)
-
-    @property
-    def model_axis(self) -> tuple[str, ...]:
-        """`("model",)`, or nothing where the mesh has no such axis."""
-        return ("model",) if self.num_model else ()
+        """The mesh axes along which shards differ."""
+        model = ("model",) if self.num_model else ()
+        return ("stage", *(("data",) if self.master.num_shards > 1 else ()), *model)
 
     @property
     def collection_spec(self) -> P:
-        """How the first dim of what layers keep beside parameters lies on the mesh."""
+        """How the first dim of collections lies on the mesh: no replica has its own."""
         return P(("stage", "model")) if self.num_model else P("stage")
 
-    def compute_storage(self, stage: jax.Array, member: jax.Array, row: PyTree) -> PyTree:
-        """What a stage computes with, from the row of each of its replicas."""
-        return self.computed.gather(stage, _convert(self.kept.rows, self.computed.rows, member, row))
+    def gather_params(self, stage: jax.Array, form: jax.Array, shard: PyTree) -> PyTree:
+        """What a stage computes with, from the master shard of each of its replicas."""
+        # Cast before the gather: the replicas then send half the bytes in mixed precision.
+        return self.compute.gather(stage, _cast(self.master.shards, self.compute.shards, form, shard))
 
-    def reduce_gradients(self, stage: jax.Array, member: jax.Array, full: PyTree) -> PyTree:
-        """The row of the sum over all replicas of a stage's gradients, in the form of parameters.
-
-        Where the mesh has a `model` axis, each place has its own share of the gradient of what is the same on all.
-        """
-        row = _convert(self.summed.rows, self.kept.rows, member, self.summed.reduce(stage, full))
+    def reduce_gradients(self, stage: jax.Array, form: jax.Array, storage: PyTree) -> PyTree:
+        """The shard of the sum over all replicas of a stage's gradients, in the form of master parameters."""
+        # Summed in the accumulation dtype, which may be wider than that of the master parameters, and cast once.
+        shard = _cast(self.grad_accum.shards, self.master.shards, form, self.grad_accum.reduce(stage, storage))
         if not self.num_model:
-            return row
-        alike, sharded = self.kept.rows.by_sharding(row)
+            return shard
+        # A rank of the model axis has its own share of the gradient of a parameter that all ranks hold alike, and
+        # all of the gradient of its slice of a sharded one.
+        alike, sharded = self.master.shards.by_sharding(shard)
         alike = jax.tree.map(lambda x: jax.lax.psum(x, "model"), alike)
-        return {part: {**alike[part], **sharded[part]} for part in row}
+        return {part: {**alike[part], **sharded[part]} for part in shard}
 
 
-def divide(params: ModelParams, optimizer: optax.GradientTransformation, num_shards: int, num_model: int) -> Division:
-    """Divide a model's parameters.
+def zero_sharding(
+    params: ModelParams, optimizer: optax.GradientTransformation, num_shards: int, num_model: int
+) -> ZeroSharding:
+    """Choose how a model's parameters are cut into shards.
 
     Args:
         params: The parameters.
         optimizer: What updates them; if not element by element, whole leaves are dealt out.
-        num_shards: Rows per stage: 1, or with ZeRO-1 the length of the `data` axis.
+        num_shards: Shards of a stage: 1, or with ZeRO-1 the length of the `data` axis.
         num_model: Length of the `model` axis; 0 where there is none.
 
     Returns:
-        The division.
+        The sharding.
     """
     layouts = (params.master_layout, params.layout, params.grad_layout)
     if num_shards == 1:
-        return Division(*(Replicated(layout) for layout in layouts), num_model=num_model)
+        return ZeroSharding(*(Replicated(layout) for layout in layouts), num_model=num_model)
     shards = [ByElements(layout, num_shards) for layout in layouts]
     if not all(_is_elementwise(params, shards[0], s, optimizer) for s in range(len(params.stages))):
-        return Division(*(ByLeaves(layout, num_shards, tuple(params.tied)) for layout in layouts), num_model=num_model)
-    return Division(*shards, num_model=num_model)
+        return ZeroSharding(*(ByLeaves(x, num_shards, tuple(params.tied)) for x in layouts), num_model=num_model)
+    return ZeroSharding(*shards, num_model=num_model)
 
 
-def _is_elementwise(params: ModelParams, shards: Shards, stage: int, optimizer: optax.GradientTransformation) -> bool:
+def _is_elementwise(
+    params: ModelParams, layout: ShardLayout, stage: int, optimizer: optax.GradientTransformation
+) -> bool:
     paths = params.stages[stage].paths
     whole, pieces = (
-        unflatten_dict({path: layout.struct_of(stage, name) for name, path in paths.items()})
-        for layout in (shards.full, shards.rows)
+        unflatten_dict({path: each.struct_of(stage, name) for name, path in paths.items()})
+        for each in (layout.gathered, layout.shards)
     )
     return is_elementwise(optimizer, whole, pieces)
 
 
-def _convert(source: Layout, target: Layout, member: jax.Array, storage: PyTree) -> PyTree:
+def _cast(source: Layout, target: Layout, form: jax.Array, storage: PyTree) -> PyTree:
     """The same leaves in the dtypes of another layout."""
     stacked = {name: storage["stacked"][name].astype(like.dtype) for name, like in target.stacked.items()}
     packed = storage["packed"]
     if len(source.packed_sizes) == len(target.packed_sizes) <= 1:
+        # One buffer in each, with the leaves in the same order: no need to take it apart.
         packed = {name: x.astype(dtype_of(name)) for name, x in zip(target.packed_sizes, packed.values(), strict=True)}
     elif source.packed_sizes != target.packed_sizes:
 
-        def branch(m: int) -> Any:
-            names = [name for name in target.names(m) if name not in target.stacked]
-            return lambda packed: target.pack_own(m, {n: source.get(m, n, {"packed": packed}) for n in names})
+        def branch(f: int) -> Any:
+            names = target.packed_names(f)
+            return lambda packed: target.pack_own(f, {n: source.get(f, n, {"packed": packed}) for n in names})
 
-        packed = switch_stages(member, [branch(m) for m in range(target.num_stages)], packed)
+        packed = switch_stages(form, [branch(f) for f in range(target.num_stages)], packed)
     return {"stacked": stacked, "packed": packed}

@@ -209,7 +209,7 @@ def test_a_weight_without_labels() -> None:
 def test_gradients_of_narrow_parameters_are_summed_in_float32() -> None:
     layers = [LayerSpec(nn.Dense, 4, param_dtype=jnp.bfloat16), LayerSpec(nn.Dense, 4), LayerSpec(nn.Dense, 4)]
     pipeline = build(optax.sgd(0.1), layers)
-    summed, kept = pipeline._division.summed.full, pipeline._division.kept.full
+    summed, kept = pipeline._sharding.grad_accum.gathered, pipeline._sharding.master.gathered
     assert {x.dtype.name for x in jax.tree.leaves(summed.struct())} == {"float32"}
     assert {x.dtype.name for x in jax.tree.leaves(kept.struct())} == {"float32", "bfloat16"}
     assert np.isfinite(step(pipeline)["grad_norm"])

@@ -58,7 +58,7 @@ def test_every_gradient_and_three_clipped_steps(name: str, stages: int, model: i
 
 def check_copies(pipeline: Pipeline, params: Any) -> None:
     """What is not sharded is the same on all places to the bit."""
-    num_model, layout = pipeline.mesh.shape["model"], pipeline._division.kept.rows
+    num_model, layout = pipeline.mesh.shape["model"], pipeline._sharding.master.shards
     alike, split = layout.by_sharding(jax.device_get(params))
     assert jax.tree.leaves(alike)
     assert jax.tree.leaves(split)

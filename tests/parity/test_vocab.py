@@ -41,7 +41,7 @@ def test_loss_and_every_gradient(case: Case) -> None:
     assert_loss(metrics["loss"], loss)
     assert_close(pipeline.params_tree(storage), grads)
     held = pipeline._params
-    assert {held.struct[path].shape[dim] for path, dim in held.split_dims.items()} == {ROWS // case.stages}
+    assert {held.struct[path].shape[dim] for path, dim in held.stage_dims.items()} == {ROWS // case.stages}
 
 
 @pytest.mark.parametrize(
