@@ -1,4 +1,4 @@
-"""What prologue, trunk and epilogue are built from."""
+"""A model with its cut and its layout, from which prologue, trunk and epilogue are built."""
 
 from collections.abc import Hashable
 from dataclasses import dataclass
@@ -16,11 +16,11 @@ class Blueprint:
     Attributes:
         module: The model.
         trace: Its shapes.
-        signatures: Per layer a value that is equal for alike layers.
-        cuts: The parts of the model, from the input on; as many as stages times chunks.
-        placement: The stage and chunk that each part is.
+        signatures: Per layer a value that is equal for layers of the same program.
+        cuts: The virtual stages, from the model's input on.
+        placement: The stage and chunk of each virtual stage.
         params: Where the parameters lie, in the dtype the layers compute in.
-        collections: Where lies what layers keep beside parameters.
+        collections: Where the layers' collections lie.
         context: Shapes and dtypes of a microbatch's key and side inputs.
     """
 

@@ -6,10 +6,10 @@ import jax.numpy as jnp
 from jaxpipe._typing import PyTree
 from jaxpipe.autodiff import differentiable, replace_differentiable
 
-from ._aux import AuxSlots
 from ._batch import Context
 from ._blueprint import Blueprint
 from ._prologue import unstacked_gradient
+from ._reported import ReportedValues
 
 
 class Epilogue:
@@ -28,7 +28,7 @@ class Epilogue:
         self._layers = blueprint.cuts[-1].epilogue
         self._stage = blueprint.params.stages[self._last]
         self._names = self._stage.names_of(self._layers)
-        self.aux = AuxSlots(blueprint.module.layers, blueprint.trace, self._layers)
+        self.aux = ReportedValues(blueprint.module.layers, blueprint.trace, self._layers)
 
     def outputs(self, storage: PyTree, collections: PyTree, inputs: PyTree, context: Context) -> PyTree:
         """The model's output for one microbatch, outside training."""
@@ -78,5 +78,5 @@ class Epilogue:
         self, leaves: dict[str, jax.Array], collections: PyTree, inputs: PyTree, context: Context, *, train: bool
     ) -> tuple[PyTree, tuple]:
         views = [self._stage.view(i, leaves) for i in self._layers]
-        own = self._collections.views(self._last, self._layers, collections)
-        return self._module.run_layers(self._layers, views, train=train)(inputs, *context, own)
+        of_layers = self._collections.views(self._last, self._layers, collections)
+        return self._module.run_layers(self._layers, views, train=train)(inputs, *context, of_layers)

@@ -1,4 +1,4 @@
-"""What is decided before a pipeline is built: schedule, placement and cut."""
+"""The decisions made before a pipeline is built: schedule, placement and cut."""
 
 from dataclasses import dataclass
 
@@ -12,12 +12,12 @@ class Plan:
     """How a model goes onto a pipeline.
 
     Attributes:
-        config: With the schedule, and what is done in idle cells, decided.
+        config: With the schedule, and what is done in idle actions, decided.
         schedule: The training schedule's class.
         program: The same, lowered.
         forward_only: The program of evaluation.
-        placement: The stage and chunk that each part of the model is.
-        parts: Boundaries of the parts.
+        placement: The stage and chunk of each virtual stage.
+        parts: Boundaries of the virtual stages, as layer indices.
         profile: Costs of the layers, where the cut was made by them.
         choice: Where the schedule was `"auto"`, what it was chosen from.
     """
@@ -33,5 +33,5 @@ class Plan:
 
     @property
     def skips(self) -> bool:
-        """Whether idle cells are branched around."""
+        """Whether idle actions are branched around."""
         return self.config.pipeline.skip_idle is True

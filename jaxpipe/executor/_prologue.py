@@ -12,11 +12,11 @@ from jaxpipe._typing import PyTree
 from jaxpipe.autodiff import Residuals, SplitBackward, differentiable, split_backward
 from jaxpipe.state import ModelParams, StageCut
 
-from ._aux import AuxSlots
 from ._batch import Context
 from ._blueprint import Blueprint
 from ._buffers import select
 from ._packing import Packing
+from ._reported import ReportedValues
 from ._virtual_stage import VirtualStage
 
 
@@ -72,7 +72,7 @@ class Prologue:
         self._programs: list[_Program] = []
         self._program_of: list[int] = []
         self._starts = tuple(cut.prologue.start for cut in cuts)
-        self.aux = [AuxSlots(blueprint.module.layers, trace, cut.prologue) for cut in cuts]
+        self.aux = [ReportedValues(blueprint.module.layers, trace, cut.prologue) for cut in cuts]
         self.num_reported = max(len(aux.names) for aux in self.aux)
         known: dict[Any, int] = {}
         for v, cut in enumerate(cuts):
@@ -105,19 +105,7 @@ class Prologue:
     def forward(
         self, at: VirtualStage, storage: PyTree, collections: PyTree, inputs: PyTree, arrived: PyTree, context: Context
     ) -> tuple[PyTree, PyTree, PyTree, jax.Array]:
-        """Compute the trunk's input.
-
-        Args:
-            at: The virtual stage.
-            storage: The stage's parameters.
-            collections: Its collections.
-            inputs: What the first virtual stage takes, such as the microbatch's inputs.
-            arrived: What arrived from the virtual stage before, in common form.
-            context: The microbatch's key and side inputs.
-
-        Returns:
-            `(trunk input, residuals, collections, values reported)`, the first two in common form.
-        """
+        """Forward in training, as `Stage.forward`: the trunk's input and the residuals are in common form."""
         if self._is_empty:
             x = self._entering(at, inputs, arrived)
             return x, self._residuals.zeros(), collections, jnp.zeros((0,), jnp.float32)
@@ -142,20 +130,11 @@ class Prologue:
         *,
         split: bool,
     ) -> tuple[PyTree, PyTree, PyTree]:
-        """Compute the gradients of the prologue.
-
-        Args:
-            at: The virtual stage.
-            storage: The stage's parameters.
-            residuals: As `forward` returned them.
-            gradient: Gradient of the trunk's input, in the common form of its differentiable leaves.
-            reported_cotangent: Cotangent of the losses that the layers report.
-            split: Leave the weight gradients to `backward_weight`.
+        """Backward, as `Stage.backward`.
 
         Returns:
             `(gradients of the stage's unstacked parameters, gradient of what arrived, what backward_weight needs)`, in
-            common form; of a split one gradients are zero where `backward_weight` gives them, of a whole one the last
-            is zero.
+            common form.
         """
         if self._is_empty:
             return unstacked_gradient(self._params, 0, {}), gradient, self._pending.zeros()
@@ -163,30 +142,27 @@ class Prologue:
         def run(program: _Program) -> tuple[PyTree, PyTree, PyTree]:
             dy = self._outgoing.unpack(program.virtual_stage, gradient)
             cotangents = [*dy, *([reported_cotangent] if self.aux[program.virtual_stage].has_losses else [])]
-            taken, own = self._take(program, storage), self._residuals.unpack(program.index, residuals)
+            params, unpacked = self._take(program, storage), self._residuals.unpack(program.index, residuals)
             if split and program.split is not None:
-                grads, dx, pending = program.split.input_half(taken, own, cotangents)
+                grads, dx, pending = program.split.input_half(params, unpacked, cotangents)
                 left = self._pending.pack(program.index, pending)
             else:
-                grads, dx = program.residuals.backward(taken, own, cotangents)
+                grads, dx = program.residuals.backward(params, unpacked, cotangents)
                 left = self._pending.zeros()
             return unstacked_gradient(self._params, program.stage, _given(grads)), self._leave(program, dx), left
 
         return self._switch(at, run)
 
     def backward_weight(self, at: VirtualStage, storage: PyTree, residuals: PyTree, pending: PyTree) -> PyTree:
-        """Run what a split backward has left.
-
-        Returns:
-            Gradients of the stage's unstacked parameters, zero where the split backward gave them, in common form.
-        """
+        """Gradients that a split backward has left, in common form, zero where it gave them."""
         if self._is_empty:
             return unstacked_gradient(self._params, 0, {})
 
         def run(program: _Program) -> PyTree:
             assert program.split is not None
-            own, left = self._residuals.unpack(program.index, residuals), self._pending.unpack(program.index, pending)
-            grads = program.split.weight_half(self._take(program, storage), own, left)
+            unpacked = self._residuals.unpack(program.index, residuals)
+            left = self._pending.unpack(program.index, pending)
+            grads = program.split.weight_half(self._take(program, storage), unpacked, left)
             return unstacked_gradient(self._params, program.stage, _given(grads))
 
         return self._switch(at, run)
@@ -194,7 +170,7 @@ class Prologue:
     def evaluate(
         self, at: VirtualStage, storage: PyTree, collections: PyTree, inputs: PyTree, arrived: PyTree, context: Context
     ) -> PyTree:
-        """Compute the trunk's input outside training."""
+        """Forward outside training."""
         if self._is_empty:
             return self._entering(at, inputs, arrived)
 

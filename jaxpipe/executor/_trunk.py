@@ -9,15 +9,15 @@ import jax.numpy as jnp
 from jaxpipe._typing import PyTree
 from jaxpipe.autodiff import Residuals, split_backward
 
-from ._aux import AuxSlots
 from ._batch import Context
 from ._blueprint import Blueprint
 from ._buffers import select, zeros_of
+from ._reported import ReportedValues
 from ._virtual_stage import VirtualStage
 
 
 class Trunk:
-    """Forward and backward of the layers that all virtual stages have alike.
+    """Forward and backward of the layers that are the same in all virtual stages.
 
     A chunk is a number where the program is compiled for that chunk alone, or an array: then the chunk's parameters
     are taken out of those of all chunks when an action runs, which copies them.
@@ -27,7 +27,7 @@ class Trunk:
         scan: Run equal layers as one `lax.scan`, so that the program's size does not grow with their number; their
             parameters are then stacked once per step. Layers that differ from one another, keep collections or report
             anything are never scanned.
-        join: Hold the parameters of all chunks together, for chunks that are arrays.
+        join: Stack the parameters of all chunks, for chunks that are arrays.
         split: Make the split backward too.
 
     Attributes:
@@ -40,14 +40,14 @@ class Trunk:
         self._home = blueprint.placement.home[0][0]
         self._stage = blueprint.params.stages[self._home]
         self._in_chunk = [blueprint.cuts[v].trunk for v in blueprint.placement.virtual[self._home]]
-        """By chunk its layers on the stage that holds the first part of the model."""
+        """By chunk its layers on the stage of the first virtual stage."""
         self._names = [
             dict(zip(self._own_names(self._layers), self._own_names(at), strict=True)) for at in self._in_chunk
         ]
-        """By chunk the parameters' names, by those of the model's first part."""
+        """By chunk the parameters' names, by those of the first virtual stage."""
         self._starts = tuple(cut.trunk.start for cut in blueprint.cuts)
         self._join = join and len(self._in_chunk) > 1
-        self.aux = [AuxSlots(blueprint.module.layers, blueprint.trace, cut.trunk) for cut in blueprint.cuts]
+        self.aux = [ReportedValues(blueprint.module.layers, blueprint.trace, cut.trunk) for cut in blueprint.cuts]
         is_plain = not (self.aux[0].names or blueprint.collections.has_any(self._layers))
         are_alike = len(self._layers) > 1 and len({blueprint.signatures[i] for i in self._layers}) == 1
         self._scan = scan and are_alike and is_plain
@@ -55,9 +55,9 @@ class Trunk:
         stacked = {name: blueprint.params.layout.stacked[name] for name in self._names[0].values()}
         struct = jax.eval_shape(lambda stacked: self._prepare(stacked, 0), stacked)
         offset = jax.ShapeDtypeStruct((), jnp.int32)
-        held = [blueprint.trace.collections[i] for i in self._layers]
+        collections = [blueprint.trace.collections[i] for i in self._layers]
         self._struct = struct
-        self._residuals = Residuals(self._train, struct, self.inputs, (offset, *blueprint.context, held))
+        self._residuals = Residuals(self._train, struct, self.inputs, (offset, *blueprint.context, collections))
         self._split = split_backward(self._residuals, struct, "trunk") if split and not self.is_empty else None
 
     @property
@@ -97,28 +97,17 @@ class Trunk:
         """Gradients by name, from those of all chunks along a first dim."""
         found: dict[str, jax.Array] = {}
         for chunk, names in enumerate(self._names):
-            own = jax.tree.map(lambda x, chunk=chunk: x[chunk], grads)
-            found |= {names[name]: leaf for name, leaf in self._by_name(own).items()}
+            of_chunk = jax.tree.map(lambda x, chunk=chunk: x[chunk], grads)
+            found |= {names[name]: leaf for name, leaf in self._by_name(of_chunk).items()}
         return found
 
     def forward(
         self, at: VirtualStage, params: PyTree, collections: PyTree, inputs: PyTree, context: Context
     ) -> tuple[PyTree, PyTree, PyTree, jax.Array]:
-        """Run the trunk of a virtual stage.
-
-        Args:
-            at: The virtual stage.
-            params: The trunk's parameters, prepared.
-            collections: The stage's collections.
-            inputs: What enters the trunk.
-            context: The microbatch's key and side inputs.
-
-        Returns:
-            `(output, residuals, collections, values reported)`.
-        """
+        """Forward in training, as `Stage.forward`; `params` are prepared."""
         if self.is_empty:
             return inputs, [], collections, jnp.zeros((0,), jnp.float32)
-        full = (self._offset(at), *context, self._held(at, collections))
+        full = (self._offset(at), *context, self._collections_of(at, collections))
         (y, *_), (new, values), residuals = self._residuals.forward(self._take(at, params), inputs, full)
         return y, residuals, self._put(at, collections, new), values
 
@@ -132,19 +121,10 @@ class Trunk:
         *,
         split: bool,
     ) -> tuple[PyTree, list[jax.Array], list[jax.Array]]:
-        """Run the backward.
-
-        Args:
-            at: The virtual stage.
-            params: The trunk's parameters, prepared.
-            residuals: As `forward` returned them.
-            gradient: Gradient of the output's differentiable leaves.
-            reported_cotangent: Cotangent of the losses that the layers report.
-            split: Leave the weight gradients to `backward_weight`.
+        """Backward, as `Stage.backward`.
 
         Returns:
-            `(gradients of the virtual stage's parameters, gradient of the input, what backward_weight needs)`; of a
-            split one gradients are None where `backward_weight` gives them, of a whole one the last is zero.
+            `(gradients of the parameters, gradient of the input's differentiable leaves, what backward_weight needs)`.
         """
         if self.is_empty:
             return {}, gradient, []
@@ -155,27 +135,23 @@ class Trunk:
         return *self._residuals.backward(taken, residuals, cotangents), zeros_of(self.pending)
 
     def backward_weight(self, at: VirtualStage, params: PyTree, residuals: PyTree, pending: list[jax.Array]) -> PyTree:
-        """Run what a split backward has left.
-
-        Returns:
-            Gradients of the virtual stage's parameters, None where the split backward gave them.
-        """
+        """Gradients that a split backward has left, None where it gave them."""
         return {} if self._split is None else self._split.weight_half(self._take(at, params), residuals, pending)
 
     def evaluate(
         self, at: VirtualStage, params: PyTree, collections: PyTree, inputs: PyTree, context: Context
     ) -> PyTree:
-        """Forward pass outside training."""
+        """Forward outside training."""
         if self.is_empty:
             return inputs
-        full = (self._offset(at), *context, self._held(at, collections))
+        full = (self._offset(at), *context, self._collections_of(at, collections))
         return self._run(self._take(at, params), inputs, full, train=False)[0]
 
     def _own_names(self, layers: range) -> list[str]:
         return self._stage.names_of(layers)
 
     def _prepare(self, stacked: dict[str, jax.Array], chunk: int) -> PyTree:
-        leaves = {name: stacked[own] for name, own in self._names[chunk].items()}
+        leaves = {name: stacked[of_chunk] for name, of_chunk in self._names[chunk].items()}
         if not self._scan:
             return leaves
         views = [self._stage.view(i, leaves) for i in self._layers]
@@ -185,12 +161,12 @@ class Trunk:
         if not self._scan:
             return grads
         named = {}
-        for place, index in enumerate(self._layers):
+        for position, index in enumerate(self._layers):
             for path, name in self._stage.layers[index].items():
                 leaf = grads
                 for key in path:
                     leaf = leaf[key]
-                named[name] = leaf[place]
+                named[name] = leaf[position]
         return named
 
     def _take(self, at: VirtualStage, params: PyTree) -> PyTree:
@@ -202,7 +178,7 @@ class Trunk:
         """How far the layer indices of a virtual stage's trunk lie from those of the first one's."""
         return jnp.asarray(self._starts, jnp.int32)[at.index] - self._starts[0]
 
-    def _held(self, at: VirtualStage, collections: PyTree) -> list[PyTree]:
+    def _collections_of(self, at: VirtualStage, collections: PyTree) -> list[PyTree]:
         each = [self._collections.views(self._home, layers, collections) for layers in self._in_chunk]
         if isinstance(at.chunk, int):
             return each[at.chunk]
@@ -212,21 +188,23 @@ class Trunk:
         if isinstance(at.chunk, int):
             return self._collections.put(self._home, self._in_chunk[at.chunk], collections, new)
         for chunk, layers in enumerate(self._in_chunk):
-            held = self._collections.views(self._home, layers, collections)
-            collections = self._collections.put(self._home, layers, collections, select(at.chunk == chunk, new, held))
+            old = self._collections.views(self._home, layers, collections)
+            collections = self._collections.put(self._home, layers, collections, select(at.chunk == chunk, new, old))
         return collections
 
     def _train(self, params: PyTree, inputs: PyTree, context: tuple) -> tuple[PyTree, tuple[PyTree, jax.Array]]:
         y, extras = self._run(params, inputs, context, train=True)
         loss, values = self.aux[0].collect([aux for _, aux in extras], len(self.aux[0].names))
         outputs = (y, loss) if self.aux[0].has_losses else (y,)
-        return outputs, ([held for held, _ in extras], values)
+        return outputs, ([updated for updated, _ in extras], values)
 
     def _run(self, params: PyTree, inputs: PyTree, context: tuple, *, train: bool) -> tuple[PyTree, Any]:
-        offset, key, side, held = context
+        offset, key, side, collections = context
         if not self._scan:
             views = [self._stage.view(i, params) for i in self._layers]
-            return self._module.run_layers(self._layers, views, train=train, offset=offset)(inputs, key, side, held)
+            return self._module.run_layers(self._layers, views, train=train, offset=offset)(
+                inputs, key, side, collections
+            )
         interval = self._module.activation_checkpoint_interval or 1
         group = interval if len(self._layers) % interval == 0 else 1
 
@@ -235,7 +213,7 @@ class Trunk:
             each = [jax.tree.map(lambda leaf, j=j: leaf[j], views) for j in range(group)]
             indices = range(self._layers.start, self._layers.start + group)
             run = self._module.run_layers(indices, each, train=train, offset=offset + start)
-            return run(x, key, side, held[:group])[0], None
+            return run(x, key, side, collections[:group])[0], None
 
         starts = jnp.arange(0, len(self._layers), group, dtype=jnp.int32)
         grouped = jax.tree.map(lambda leaf: leaf.reshape(-1, group, *leaf.shape[1:]), params)

@@ -2,7 +2,7 @@
 
 With `check_vma=False` the transpose of a `psum` is a `psum`, so a backward gives every stage the gradient of the sum of
 the cotangents of all stages. These therefore are zero on all stages but one: that of the virtual stage which borders on
-the end. The gradients of what all stages hold alike are summed over the stages afterwards.
+the end. The gradients of what is the same on all stages are summed over the stages afterwards.
 """
 
 import functools
@@ -91,10 +91,10 @@ class VocabInput(_VocabParallel):
     def gradients(self, storage: PyTree, inputs: PyTree, context: Context, gradient: Sequence[jax.Array]) -> Leaves:
         """Gradients of the parameters by name, from those of the output, zero on all stages but one."""
 
-        def moving(leaves: Leaves) -> list[jax.Array]:
+        def outputs(leaves: Leaves) -> list[jax.Array]:
             return differentiable(self._run(self._layers, leaves, inputs, context, train=True))
 
-        return jax.vjp(moving, self._take(storage, self._layers))[1](list(gradient))[0]
+        return jax.vjp(outputs, self._take(storage, self._layers))[1](list(gradient))[0]
 
 
 class VocabLoss(_VocabParallel):
@@ -109,7 +109,7 @@ class VocabLoss(_VocabParallel):
     def __init__(self, blueprint: Blueprint, layers: range) -> None:
         super().__init__(blueprint, layers)
         first = next(i for i in layers if blueprint.trace.stage_dims[i])
-        self._alone, self._shared = range(layers.start, first), range(first, layers.stop)
+        self._unsharded, self._sharded = range(layers.start, first), range(first, layers.stop)
 
     def check_loss(self, labels: PyTree) -> None:
         """Refuse a loss that takes a stage's slice of the outputs for the whole.
@@ -142,8 +142,8 @@ class VocabLoss(_VocabParallel):
             inputs: The trunk's output.
             context: The microbatch's key and side inputs.
         """
-        given = self._take(storage, self._alone), self._take(storage, self._shared)
-        return self._outputs(is_home, *given, inputs, context, train=False)
+        params = self._take(storage, self._unsharded), self._take(storage, self._sharded)
+        return self._outputs(is_home, *params, inputs, context, train=False)
 
     def whole(self, outputs: PyTree) -> PyTree:
         """Outputs put together from those of all stages."""
@@ -178,24 +178,25 @@ class VocabLoss(_VocabParallel):
             of inputs are zero on all stages but the one that holds the last part.
         """
 
-        def of_moving(alone: Leaves, shared: Leaves, values: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
-            moved = replace_differentiable(inputs, values)
-            outputs = self._outputs(is_home, alone, shared, moved, context, train=True)
+        def scaled_loss(unsharded: Leaves, sharded: Leaves, values: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
+            inputs_now = replace_differentiable(inputs, values)
+            outputs = self._outputs(is_home, unsharded, sharded, inputs_now, context, train=True)
             loss = jnp.where(is_home, self._module.loss_terms(outputs, labels)[0].astype(jnp.float32), 0.0)
             return loss * cotangent, loss
 
-        given = self._take(storage, self._alone), self._take(storage, self._shared), differentiable(inputs)
-        (alone, shared, dx), loss = jax.grad(of_moving, argnums=(0, 1, 2), has_aux=True)(*given)
+        params = self._take(storage, self._unsharded), self._take(storage, self._sharded)
+        gradient = jax.grad(scaled_loss, argnums=(0, 1, 2), has_aux=True)
+        (unsharded, sharded, dx), loss = gradient(*params, differentiable(inputs))
         # Elsewhere the layers before the split one ran on what is not theirs.
-        alone, dx = select(is_home, (alone, dx), zeros_of((alone, dx)))
-        both = {name: alone[name] + shared[name] for name in alone.keys() & shared.keys()}
-        return loss, {**alone, **shared, **both}, dx
+        unsharded, dx = select(is_home, (unsharded, dx), zeros_of((unsharded, dx)))
+        both = {name: unsharded[name] + sharded[name] for name in unsharded.keys() & sharded.keys()}
+        return loss, {**unsharded, **sharded, **both}, dx
 
     def _outputs(
-        self, is_home: jax.Array, alone: Leaves, shared: Leaves, inputs: PyTree, context: Context, *, train: bool
+        self, is_home: jax.Array, unsharded: Leaves, sharded: Leaves, inputs: PyTree, context: Context, *, train: bool
     ) -> PyTree:
-        handed = self._run(self._alone, alone, inputs, context, train=train)
-        return self._run(self._shared, shared, _from_home(is_home, handed), context, train=train)
+        handed = self._run(self._unsharded, unsharded, inputs, context, train=train)
+        return self._run(self._sharded, sharded, _from_home(is_home, handed), context, train=train)
 
 
 def _from_home(is_home: jax.Array, tree: PyTree) -> PyTree:

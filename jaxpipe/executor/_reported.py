@@ -1,4 +1,4 @@
-"""What layers report from inside the model: losses that are added to the main one, and metrics."""
+"""Values that layers report from inside the model: losses that are added to the main one, and metrics."""
 
 from collections.abc import Sequence
 
@@ -11,8 +11,8 @@ from jaxpipe.layers import ModelTrace, NamedLayer
 _KINDS = ("losses", "metrics")
 
 
-class AuxSlots:
-    """The scalars that some layers report, as one vector.
+class ReportedValues:
+    """Scalars that some layers report, as one vector.
 
     Args:
         layers: The model.
