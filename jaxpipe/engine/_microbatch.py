@@ -4,7 +4,6 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,20 +11,21 @@ import numpy as np
 
 from jaxpipe._typing import PyTree
 from jaxpipe.errors import PipelineError
+from jaxpipe.executor import Metrics, collections_after, loss_divisor
 from jaxpipe.pipeline import Pipeline
 from jaxpipe.state import TrainState
 
 from ._source import Batch
 
-Metrics = dict[str, Any]
-
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Share:
-    """What some microbatches of a step add to it; the shares of a step are added up leaf by leaf.
+class GradientAccumulator:
+    """Sums over the microbatches of a step that have been trained so far.
 
-    What `(sum, weight)` losses are divided by is known only after the last microbatch, so a share holds sums.
+    A whole batch divides by the weight of all its microbatches before it differentiates. Here the weights of those to
+    come are not known, so each microbatch is divided by its own, its gradients are multiplied with it again, and
+    `mean` divides the sum by all of them.
 
     Attributes:
         gradients: Gradients of `loss` over the number of microbatches in a step, in the form of `TrainState.params`.
@@ -41,14 +41,32 @@ class Share:
     reported: PyTree
     count: jax.Array
 
+    @classmethod
+    def of_microbatch(cls, metrics: Metrics, gradients: PyTree) -> "GradientAccumulator":
+        """The sums over one microbatch, from what `Pipeline.partial_gradients` returns."""
+        weight = metrics["weight"]
+        divisor = loss_divisor(weight)
+        gradients = jax.tree.map(lambda g: g * divisor.astype(g.real.dtype), gradients)
+        reported = {kind: metrics[kind] for kind in ("losses", "metrics") if kind in metrics}
+        return cls(gradients, metrics["loss"] * divisor, weight, reported, jnp.int32(1))
 
-@functools.partial(jax.jit, donate_argnums=0)
-def add_shares(total: Share, share: Share) -> Share:
-    """The share of the microbatches of both; the first is donated."""
-    return jax.tree.map(jnp.add, total, share)
+    @functools.partial(jax.jit, donate_argnums=0)
+    def add(self, other: "GradientAccumulator") -> "GradientAccumulator":
+        """The sums over the microbatches of both; this one is donated."""
+        return jax.tree.map(jnp.add, self, other)
+
+    def mean(self) -> tuple[Metrics, PyTree]:
+        """Metrics and gradients of the step, as those of a whole batch."""
+        divisor = loss_divisor(self.weight)
+        # Gradients were divided by the number of microbatches, as if they weighed alike.
+        gradients = jax.tree.map(lambda g: g * (self.count / divisor).astype(g.real.dtype), self.gradients)
+        reported = jax.tree.map(lambda x: x / self.count, self.reported)
+        return {"loss": self.loss / divisor, "weight": self.weight, **reported}, gradients
 
 
-def compile_forward(pipeline: Pipeline, num_microbatches: int) -> Callable[..., tuple[PyTree, Share, jax.Array]]:
+def compile_forward(
+    pipeline: Pipeline, num_microbatches: int
+) -> Callable[..., tuple[PyTree, GradientAccumulator, jax.Array]]:
     """Make the function that a step calls for each of its microbatches.
 
     Layers see the cotangent of the mean over the step's microbatches, as they do in a whole batch. Where losses are
@@ -60,8 +78,8 @@ def compile_forward(pipeline: Pipeline, num_microbatches: int) -> Callable[..., 
         num_microbatches: Microbatches per step.
 
     Returns:
-        `forward(state, batch, index) -> (collections, share, loss)`, jitted; `index` is the microbatch's place in the
-        step.
+        `forward(state, batch, index) -> (collections, accumulator, loss)`, jitted; `index` counts the step's
+        microbatches.
 
     Raises:
         PipelineError: The loss is `(sum, weight)`, layers add losses to it, and a step has several microbatches.
@@ -69,48 +87,34 @@ def compile_forward(pipeline: Pipeline, num_microbatches: int) -> Callable[..., 
     if num_microbatches > 1:
         _check_aux_losses(pipeline, num_microbatches)
 
-    def forward(state: TrainState, batch: Batch, index: jax.Array) -> tuple[PyTree, Share, jax.Array]:
+    def forward(state: TrainState, batch: Batch, index: jax.Array) -> tuple[PyTree, GradientAccumulator, jax.Array]:
         metrics, gradients, collections = pipeline.partial_gradients(state, batch, index, np.int32(num_microbatches))
-        loss, weight = metrics["loss"], metrics["weight"]
-        divisor = _divisor(weight)
-        gradients = jax.tree.map(lambda g: g * divisor.astype(g.real.dtype), gradients)
-        reported = {kind: metrics[kind] for kind in ("losses", "metrics") if kind in metrics}
-        return collections, Share(gradients, loss * divisor, weight, reported, jnp.int32(1)), loss
+        return collections, GradientAccumulator.of_microbatch(metrics, gradients), metrics["loss"]
 
     return jax.jit(forward)
 
 
-def compile_update(pipeline: Pipeline) -> Callable[[TrainState, PyTree, Share], tuple[TrainState, Metrics]]:
+def compile_update(
+    pipeline: Pipeline,
+) -> Callable[[TrainState, PyTree, GradientAccumulator], tuple[TrainState, Metrics]]:
     """Make the function that ends a step.
 
     Args:
         pipeline: Any pipeline with states of this form.
 
     Returns:
-        `update(state, collections, share) -> (state, metrics)`, jitted, the state donated: clips and applies the mean
-        gradient. `collections` are those before the step, to which a step whose gradients overflowed goes back.
+        `update(state, collections, accumulator) -> (state, metrics)`, jitted, the state donated: clips and applies the
+        mean gradient. `collections` are those before the step, to which a step whose gradients overflowed goes back.
     """
 
-    def update(state: TrainState, collections: PyTree, total: Share) -> tuple[TrainState, Metrics]:
-        divisor = _divisor(total.weight)
-        after = state.collections
-        # Each share was divided by the number of shares, as if they weighed alike; now that all weights are known,
-        # it is their sum that divides.
-        gradients = jax.tree.map(lambda g: g * (total.count / divisor).astype(g.real.dtype), total.gradients)
-        state, metrics = pipeline.update(state, gradients)
-        if "overflow" in metrics:
-            after = jax.tree.map(lambda old, new: jnp.where(metrics["overflow"], old, new), collections, after)
-        reported = jax.tree.map(lambda x: x / total.count, total.reported)
-        metrics |= {"loss": total.loss / divisor, "weight": total.weight, **reported}
-        return dataclasses.replace(state, collections=after), metrics
+    def update(state: TrainState, collections: PyTree, total: GradientAccumulator) -> tuple[TrainState, Metrics]:
+        new = state.collections
+        metrics, gradients = total.mean()
+        state, more = pipeline.update(state, gradients)
+        return dataclasses.replace(state, collections=collections_after(more, collections, new)), more | metrics
 
     of_state = jax.tree.map(lambda x: x.sharding, pipeline.state_struct)
     return jax.jit(update, donate_argnums=0, out_shardings=(of_state, None))
-
-
-def _divisor(weight: jax.Array) -> jax.Array:
-    """What a sum of losses is divided by, here and in the pipeline: 1 where nothing weighs."""
-    return jnp.where(weight == 0, 1.0, weight)
 
 
 def _check_aux_losses(pipeline: Pipeline, num_microbatches: int) -> None:

@@ -22,7 +22,7 @@ from jaxpipe.pipeline import ChosenOptimizer
 
 from ._engine import Engine
 from ._hold import hold_signals
-from ._microbatch import Share, add_shares, compile_forward, compile_update
+from ._microbatch import GradientAccumulator, compile_forward, compile_update
 from ._model_tree import ModelTree
 from ._programs import MAX_PROGRAMS
 from ._turn import one_thread
@@ -76,7 +76,7 @@ class _OpenBatch:
 
     Attributes:
         index: Of the present microbatch in its batch.
-        pending: The loss that the last forward returned, what it left for backward, and how many samples it was short
+        pending: The loss that the last forward returned, its gradients, and how many samples it was short
             of; None: nothing waits for backward.
         total: What backward has added up; None: nothing yet.
         awaits_step: Whether a backward has not been followed by its step.
@@ -85,8 +85,8 @@ class _OpenBatch:
     """
 
     index: int = 0
-    pending: tuple[jax.Array, Share, int] | None = None
-    total: Share | None = None
+    pending: tuple[jax.Array, GradientAccumulator, int] | None = None
+    total: GradientAccumulator | None = None
     awaits_step: bool = False
     collections: PyTree = None
     missing: int = 0
@@ -204,9 +204,9 @@ class UnpipelinedEngine(Engine):
         with hold_signals():
             if begun.total is None and begun.pending is None:
                 begun.collections = state.collections
-            collections, share, loss = trainer.launch(forward, state, batch, index)
+            collections, gradients, loss = trainer.launch(forward, state, batch, index)
             trainer.state = dataclasses.replace(state, collections=collections)
-            begun.pending = (loss, share, (self.micro_batch_size - size) * trainer.num_replicas)
+            begun.pending = (loss, gradients, (self.micro_batch_size - size) * trainer.num_replicas)
             self._reports.count_tokens(batch)
         return loss
 
@@ -246,10 +246,10 @@ class UnpipelinedEngine(Engine):
                 "inside loss_fn, since an array of JAX does not know how it was computed."
             )
         self._trainer.block_until_ready()
-        _, share, missing = begun.pending
+        _, gradients, missing = begun.pending
         with hold_signals():
             begun.missing += missing
-            begun.total = share if begun.total is None else add_shares(begun.total, share)
+            begun.total = gradients if begun.total is None else begun.total.add(gradients)
             begun.pending, begun.awaits_step = None, True
         return loss
 

@@ -6,6 +6,7 @@ from ._batch import batch_spec as batch_spec
 from ._batch import microbatch_key as microbatch_key
 from ._evaluate import EvaluateLoop as EvaluateLoop
 from ._loss import Objective as Objective
+from ._loss import loss_divisor as loss_divisor
 from ._model_axis import check_whole_outputs as check_whole_outputs
 from ._model_axis import model_topology as model_topology
 from ._model_axis import trace_places as trace_places
@@ -14,6 +15,7 @@ from ._stage import Stage as Stage
 from ._step import Batch as Batch
 from ._step import DevicePrograms as DevicePrograms
 from ._step import Metrics as Metrics
+from ._step import collections_after as collections_after
 from ._train import TrainLoop as TrainLoop
 
 __all__ = [
@@ -29,6 +31,8 @@ __all__ = [
     "WHOLE",
     "batch_spec",
     "check_whole_outputs",
+    "collections_after",
+    "loss_divisor",
     "model_topology",
     "batch_shard_dims",
     "trace_places",

@@ -60,6 +60,11 @@ class Objective:
         return total.astype(jnp.float32), jnp.float32(1) if weight is None else weight
 
 
+def loss_divisor(weight: jax.Array) -> jax.Array:
+    """The divisor of a sum of losses with this weight: where nothing weighs the loss is 0, not NaN."""
+    return jnp.where(weight == 0, 1.0, weight)
+
+
 def gather_values(values: jax.Array, names: Sequence[Sequence[tuple[str, str]]], divisor: Any) -> dict[str, Any]:
     """What the layers of all stages reported, on every device.
 

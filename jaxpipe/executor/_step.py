@@ -25,7 +25,7 @@ from jaxpipe.state import (
 from ._batch import DeviceBatch
 from ._buffers import select
 from ._evaluate import EvaluateLoop, Measure
-from ._loss import Objective, gather_values
+from ._loss import Objective, gather_values, loss_divisor
 from ._model_axis import mean_over_places
 from ._stage import Stage, Weights
 from ._tick_loop import Device, LossCotangents
@@ -77,9 +77,7 @@ class DevicePrograms:
         metrics, grads, collections = self._gradients(state, batch)
         old = state.collections
         state, more = self._update(state, grads)
-        new = _expand(collections)
-        if "overflow" in more:  # a step that is skipped leaves batch statistics as they were, too
-            new = select(more["overflow"], old, new)
+        new = collections_after(more, old, _expand(collections))
         return dataclasses.replace(state, collections=new), {**metrics, **more}
 
     def gradients(self, state: TrainState, batch: Batch) -> tuple[Metrics, PyTree, PyTree]:
@@ -146,7 +144,7 @@ class DevicePrograms:
         """Metrics, gradients of the row times the loss scale, and collections."""
         device_batch = self._batch(state, batch, first)
         weight = self._objective.divisor(device_batch.labels, self._train.program.num_microbatches)
-        divisor = jnp.where(weight == 0, 1.0, weight)  # a batch in which nothing weighs has a loss of 0, not of NaN
+        divisor = loss_divisor(weight)
         num_model = self._sharding.num_model
         device = self._device(state, device_batch, self._cotangents(state, divisor, num_parts))
         sums = self._train.run(device)
@@ -214,14 +212,18 @@ class DevicePrograms:
         return grads if self._scaler is None else jax.tree.map(lambda g: g / self._loss_scale(state), grads)
 
 
+def collections_after(metrics: Metrics, old: PyTree, new: PyTree) -> PyTree:
+    """Collections after an update: a step that is skipped leaves batch statistics as they were, too."""
+    return select(metrics["overflow"], old, new) if "overflow" in metrics else new
+
+
 def _mean_losses(terms: tuple[jax.Array, jax.Array]) -> Metrics:
     """The loss of the batch and of each microbatch, 0 where nothing weighs, from this device's sums and weights."""
     sums, weights = (jax.lax.psum(x, ("stage", "data")) for x in terms)
-
-    def divide(total: jax.Array, weight: jax.Array) -> jax.Array:
-        return total / jnp.where(weight == 0, 1.0, weight)
-
-    return {"loss": divide(jnp.sum(sums), jnp.sum(weights)), "microbatch_losses": divide(sums, weights)}
+    return {
+        "loss": jnp.sum(sums) / loss_divisor(jnp.sum(weights)),
+        "microbatch_losses": sums / loss_divisor(weights),
+    }
 
 
 def _from_last(x: jax.Array) -> jax.Array:
