@@ -89,7 +89,7 @@ class Engine(ABC):
         data_iter: Iterator[Entry] | None = None,
         reporter: Reporter | None = print_line,
     ) -> None:
-        self.module, self.config, self.mesh = module, config, mesh
+        self.config, self.mesh = config, mesh
         self.optimizer, self.lr_scheduler = chosen.transformation, chosen.lr_scheduler
         self._trainer = Trainer(
             module, self.optimizer, config, mesh, tree=tree, model_parameters=model_parameters, reporter=reporter
@@ -118,6 +118,11 @@ class Engine(ABC):
             f"schedule {self.config.pipeline.schedule}, compute in {self.config.compute_dtype}; "
             f"{self.global_steps} steps>"
         )
+
+    @property
+    def module(self) -> PipelineModule:
+        """The layers, with their cut once the shapes of a batch are known."""
+        return self._trainer.programs.module
 
     @property
     def global_steps(self) -> int:

@@ -49,7 +49,7 @@ class ProgramCache:
     A pipeline traces its layers once, so there is one for each `jax.default_matmul_precision` too.
 
     Args:
-        module: The layers and their cut.
+        module: The layers.
         optimizer: An optax transformation.
         mesh: The devices.
         microbatch_size: Samples per microbatch and replica.
@@ -60,6 +60,7 @@ class ProgramCache:
             for these, whatever the first batch has.
 
     Attributes:
+        module: The layers, with their cut once it is known.
         latest: The pipeline of the last batch with labels, or of the last at all if none had; None before the first.
     """
 
@@ -74,7 +75,7 @@ class ProgramCache:
         replicas: range,
         planned_microbatches: Callable[[], int],
     ) -> None:
-        self._module, self._optimizer, self._mesh = module, optimizer, mesh
+        self.module, self._optimizer, self._mesh = module, optimizer, mesh
         self._microbatch_size, self._config, self._recompute = microbatch_size, config, recompute
         self._replicas, self._planned_microbatches = replicas, planned_microbatches
         self._programs: OrderedDict[Hashable, Pipeline] = OrderedDict()
@@ -186,12 +187,10 @@ class ProgramCache:
         planned = self._planned_microbatches()
         if self._form is None and self._is_open and num_microbatches != planned:
             self._make(struct, planned, has_labels)
-        changes: dict[str, Any] = {} if self._form is None else {"partition_method": list(self._form.parts)}
-        if not has_labels:
-            changes["loss_fn"] = _no_loss
-        module = self._module.replace(**changes) if changes else self._module
+        module = self.module if has_labels else self.module.replace(loss_fn=_no_loss)
+        parts = None if self._form is None else self._form.parts
         pipeline = Pipeline(
-            module, self._optimizer, self._mesh, struct, num_microbatches, self._config, self._recompute
+            module, self._optimizer, self._mesh, struct, num_microbatches, self._config, self._recompute, parts
         )
         if self._form is None:
             pipeline.check_recompute()
@@ -201,7 +200,7 @@ class ProgramCache:
             with hold_signals():
                 self._form = form
                 self._config = pipeline.config
-                self._module.adopt_parts(pipeline.parts, pipeline.part_stages)
+                self.module = self.module.with_cut(pipeline.trace, pipeline.parts, pipeline.part_stages)
         else:
             _check_form(form, self._form)
         return pipeline
@@ -209,10 +208,8 @@ class ProgramCache:
     @property
     def _is_open(self) -> bool:
         """Whether the schedule or the cut is chosen by what the model costs."""
-        is_chosen = (
-            self._config.pipeline.schedule == "auto" or profile_source(self._module.partition_method) is not None
-        )
-        return is_chosen and self._module.num_stages > 1
+        is_chosen = self._config.pipeline.schedule == "auto" or profile_source(self.module.partition_method) is not None
+        return is_chosen and self.module.num_stages > 1
 
     def _check_like(self, struct: Any, has_labels: bool) -> None:
         """Compare structure and dtypes with those of the batches before."""

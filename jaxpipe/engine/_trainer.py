@@ -62,7 +62,7 @@ class Trainer:
         model_parameters: PyTree | None,
         reporter: Reporter | None,
     ) -> None:
-        self.module, self.optimizer, self.config, self.mesh, self.tree = module, optimizer, config, mesh, tree
+        self.optimizer, self.config, self.mesh, self.tree = optimizer, config, mesh, tree
         self.scaler = LossScaler.from_config(config)
         self.num_replicas = mesh_shape(mesh)["data"]
         self.sizes = config.batch_sizes(self.num_replicas)
@@ -205,7 +205,7 @@ class Trainer:
         if batch is not None:
             size = self.sizes.train_micro_batch_size_per_gpu * len(self.data_shard.replicas)
             resized = jax.tree.map(lambda x: jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype), batch)
-            has_labels = self.module.loss_fn is None or bool(jax.tree.leaves(batch[1]))
+            has_labels = self.programs.module.loss_fn is None or bool(jax.tree.leaves(batch[1]))
             self.programs.get(resized, self.sizes.gradient_accumulation_steps, has_labels=has_labels)
         given = self.model_parameters
 

@@ -3,7 +3,7 @@
 import copy
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -120,11 +120,9 @@ class PipelineModule(SequentialModel, DeepSpeedNames):
         self._topology = topology
         self.has_model_axis = topology is not None and "model" in topology.axes
         self._num_params: tuple[tuple[int, ...], int] | None = None
-        """Numbers of parameters by layer, and of the whole model, once shapes are known."""
+        """Numbers of parameters by layer, and of the whole model; known with a cut."""
         self._warned: set[str] = set()
         """What building has warned of; copies share it."""
-        self.profiles: dict[Hashable, Profile] = {}
-        """Costs of the layers that have been measured, by what they depend on; copies share them."""
         self._set(
             loss_fn=loss_fn,
             seed_layers=seed_layers,
@@ -217,32 +215,15 @@ class PipelineModule(SequentialModel, DeepSpeedNames):
             return self._topology
         return PipeDataParallelTopology(self.num_stages, max(1, jax.device_count() // self.num_stages))
 
-    def init(self, key: jax.Array, inputs: PyTree, *, side: Mapping[str, PyTree] | None = None) -> PyTree:
-        """As `SequentialModel.init`; the boundaries of the stages are then known too, but for `"profile"`.
-
-        Raises:
-            LayerError: Two neighbouring layers do not fit, or `seed_fn` makes no key.
-            PartitionError: The partition method cannot cut these layers.
-        """
-        if not profile_source(self.partition_method):
-            self.partition(self.trace(inputs, side))
-        return super().init(key, inputs, side=side)
-
     def partition(
-        self,
-        trace: ModelTrace,
-        num_parts: int | None = None,
-        *,
-        stages: Sequence[int] | None = None,
-        profile: Profile | None = None,
+        self, trace: ModelTrace, num_parts: int | None = None, *, profile: Profile | None = None
     ) -> tuple[int, ...]:
-        """Cut the layers into stages; the result is also what `parts` shows from then on.
+        """Where the layers are cut into stages; the module stays as it is, see `with_cut`.
 
         Args:
             trace: The model's shapes.
             num_parts: Number of parts to cut into, `num_stages * num_chunks` for a schedule with several chunks on
                 each stage. None: one part a stage, or as many as `partition_method` makes where it is boundaries.
-            stages: The stage that holds each part; None: part p is on stage `p % num_stages`.
             profile: Costs of the layers, which `"profile"` needs.
 
         Returns:
@@ -251,35 +232,37 @@ class PipelineModule(SequentialModel, DeepSpeedNames):
         Raises:
             PartitionError: The method cannot cut these layers, or `num_parts` is no multiple of `num_stages`.
         """
-        self._parts = self._partition(trace, num_parts, profile)
-        self._num_params = trace.num_params(), sum(math.prod(x.shape) for x in jax.tree.leaves(trace.tree()))
-        self._part_stages = None if stages is None else tuple(stages)
-        return self._parts
+        return self._partition(trace, num_parts, profile)
 
-    def adopt_parts(self, parts: Sequence[int], stages: Sequence[int] | None = None) -> None:
-        """Take over how a module of the same layers was cut, for what `parts` and `stage_owner` say.
+    def with_cut(
+        self, trace: ModelTrace, parts: Sequence[int], stages: Sequence[int] | None = None
+    ) -> "PipelineModule":
+        """The same module with its cut, for what `parts`, `stage_owner` and `repr` say.
 
         Args:
-            parts: Boundaries, as `partition` returned them there.
+            trace: The model's shapes.
+            parts: Boundaries, as `partition` returns them.
             stages: The stage that holds each part; None: part p is on stage `p % num_stages`.
         """
-        self._parts = tuple(parts)
-        self._part_stages = None if stages is None else tuple(stages)
+        other = copy.copy(self)
+        other._parts, other._part_stages = tuple(parts), None if stages is None else tuple(stages)
+        other._num_params = trace.num_params(), sum(math.prod(x.shape) for x in jax.tree.leaves(trace.tree()))
+        return other
 
     @property
     def parts(self) -> tuple[int, ...]:
-        """Boundaries of the stages, or of the parts that the last `partition` was asked for, as layer indices.
+        """Boundaries of the stages, or of their chunks, as layer indices.
 
         Raises:
-            PartitionError: The method needs shapes or times and none have been seen yet.
+            PartitionError: The method needs shapes or times, and this is not the module of an engine that has them.
         """
         if self._parts is None:
             counts = not profile_source(self.partition_method)
             what = "counts parameters and none have been made" if counts else "needs costs and none are known"
-            repair = "Call init(key, inputs) or build an engine first." if counts else "Build an engine first."
+            alone = "Call partition(trace(inputs)), or ask" if counts else "Ask"
             raise PartitionError(
-                f"parts must be asked for after the shapes are known, but partition_method={self.partition_method!r} "
-                f"{what}. {repair}"
+                f"parts must be asked for where the shapes are known, but partition_method={self.partition_method!r} "
+                f"{what}. {alone} engine.module of an engine that has seen a batch or an example of one."
             )
         return self._parts
 
@@ -287,7 +270,7 @@ class PipelineModule(SequentialModel, DeepSpeedNames):
         """What `parts` holds, as a list; DeepSpeed's name.
 
         Raises:
-            PartitionError: The method needs shapes or times and none have been seen yet.
+            PartitionError: As `parts` raises it.
         """
         return list(self.parts)
 

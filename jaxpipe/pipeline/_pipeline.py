@@ -91,6 +91,7 @@ class Pipeline:
         num_microbatches: Microbatches per step.
         config: How it runs and updates; batch sizes and the sections for model and optimiser are not looked at.
         recompute: What its programs are traced with; None: the settings that hold here.
+        parts: Boundaries to keep to, those of another pipeline of the model; None: by its partition method.
 
     Attributes:
         step: `step(state, batch) -> (state, metrics)`, jitted, the state donated. `metrics["loss"]` is the loss of the
@@ -141,12 +142,13 @@ class Pipeline:
         num_microbatches: int,
         config: TrainConfig = TrainConfig(),  # noqa: B008  # frozen
         recompute: RecomputeSettings | None = None,
+        parts: Sequence[int] | None = None,
     ) -> None:
         # The one place that gives the settings to calls of `checkpoint` inside layers: all of a pipeline's tracing goes
         # through it, here and when a program is first called, and these calls have no argument for them.
         self._tracing = functools.partial(use_settings, current_settings() if recompute is None else recompute)
         with self._tracing() as scope:
-            self._build(module, optimizer, mesh, example, num_microbatches, config)
+            self._build(module, optimizer, mesh, example, num_microbatches, config, parts)
         self._unfollowed = None if scope.is_followed else recompute
 
     def _build(
@@ -157,6 +159,7 @@ class Pipeline:
         example: Sequence[PyTree],
         num_microbatches: int,
         config: TrainConfig,
+        parts: Sequence[int] | None,
     ) -> None:
         self.module, self.mesh, self.num_microbatches = module, adopt_mesh(mesh), num_microbatches
         shape = mesh_shape(self.mesh)
@@ -170,7 +173,7 @@ class Pipeline:
         )
         self._whole, self.trace = trace_places(module, inputs, side, num_model, self.num_replicas)
         check_collections(module.layers, self.trace)
-        self.plan = plan = make_plan(module, self.trace, self.mesh, labels, num_microbatches, config, optimizer)
+        self.plan = plan = make_plan(module, self.trace, self.mesh, labels, num_microbatches, config, optimizer, parts)
         self.config, self.loss_scaler = plan.config, LossScaler.from_config(config)
         outputs, num_terms = self.trace.boundaries[-1], num_microbatches * self.num_replicas
         objective = with_axes(self.trace.axes, lambda: Objective(module, outputs, labels, num_terms))

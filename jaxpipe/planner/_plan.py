@@ -1,6 +1,7 @@
 """From a model, its mesh and its settings to the plan of a pipeline."""
 
 import dataclasses
+from collections.abc import Sequence
 
 import optax
 from jax.sharding import Mesh
@@ -31,6 +32,7 @@ def make_plan(
     num_microbatches: int,
     config: TrainConfig,
     optimizer: optax.GradientTransformation | None = None,
+    parts: Sequence[int] | None = None,
 ) -> Plan:
     """Decide what is left open; all processes call.
 
@@ -42,6 +44,7 @@ def make_plan(
         num_microbatches: Microbatches per step.
         config: How the pipeline runs and updates.
         optimizer: What updates the parameters, for the memory that it takes; None: as much as Adam in float32.
+        parts: Boundaries to keep to, as another plan for the same model has them; None: by the partition method.
 
     Returns:
         The plan.
@@ -53,10 +56,15 @@ def make_plan(
         ConfigError: Memory is looked at, and the optimiser does not take these parameters.
     """
     choice, param_size, section = None, 16.0, config.pipeline
-    if optimizer is not None and (section.schedule == "auto" or profile_source(module.partition_method)):
-        num_shards = mesh_shape(mesh)["data"] if config.zero_optimization.stage else 1
-        dtypes = {"compute_dtype": module.compute_dtype, "grad_dtype": config.data_types.grad_accum_dtype}
-        param_size = bytes_per_param(trace, optimizer, num_shards=num_shards, **dtypes)
+    is_profiled = parts is None and profile_source(module.partition_method) is not None
+    if optimizer is not None and (section.schedule == "auto" or is_profiled):
+        param_size = bytes_per_param(
+            trace,
+            optimizer,
+            compute_dtype=module.compute_dtype,
+            grad_dtype=config.data_types.grad_accum_dtype,
+            num_shards=mesh_shape(mesh)["data"] if config.zero_optimization.stage else 1,
+        )
     if section.schedule == "auto":
         choice, section = choose_settings(module, trace, mesh, labels, num_microbatches, section, param_size)
     num_stages = module.num_stages
@@ -71,10 +79,14 @@ def make_plan(
         section = dataclasses.replace(section, skip_idle=skips)
     placement = placement_of([schedule(num_microbatches, num_stages, stage) for stage in range(num_stages)])
     stages = tuple(stage for stage, _ in placement.home)
-    # Every device has a ring as long as the fullest stage needs, so a part needs no less where fewer are in flight.
-    in_flight = -(-program.residual_slots // schedule.num_chunks)
-    memory = StageMemory((in_flight,) * len(stages), stages, param_size, limit_of(section, mesh))
-    parts, profile = cut_module(module, trace, mesh, num_parts=len(stages), stages=stages, labels=labels, memory=memory)
+    profile = None
+    if parts is None:
+        # Every device has a ring as long as the fullest stage needs, so a part needs no less where fewer are in flight.
+        in_flight = -(-program.residual_slots // schedule.num_chunks)
+        memory = StageMemory((in_flight,) * len(stages), stages, param_size, limit_of(section, mesh))
+        parts, profile = cut_module(
+            module, trace, mesh, num_parts=len(stages), stages=stages, labels=labels, memory=memory
+        )
     forward_only = lower_schedule(forward_schedule(schedule), num_microbatches, num_stages, training=False)
     config = dataclasses.replace(config, pipeline=section)
-    return Plan(config, schedule, program, forward_only, placement, parts, profile, choice)
+    return Plan(config, schedule, program, forward_only, placement, tuple(parts), profile, choice)

@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import logging
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from jaxpipe._typing import PyTree
 from jaxpipe.distributed import gather_texts, log, together
 from jaxpipe.errors import PartitionError
-from jaxpipe.layers import ModelTrace, PipelineModule, struct_of
+from jaxpipe.layers import ModelTrace, PipelineModule
 from jaxpipe.partition import LayerCost, Profile, StageMemory, format_partition, profile_source
 
 from ._estimate import estimate_layers
@@ -31,16 +31,15 @@ def cut_module(
 ) -> tuple[tuple[int, ...], Profile | None]:
     """Cut a model by its partition method, with the costs of its layers where the method asks for them.
 
-    For `"profile"` process 0 measures on its first device of the mesh and tells the others; all processes call. What
-    was measured is remembered in `module.profiles`, so a model is measured once for the same shapes. The table of the
-    cut is logged.
+    For `"profile"` process 0 measures on its first device of the mesh and tells the others; all processes call. The
+    table of the cut is logged.
 
     Args:
         module: The model.
         trace: Its shapes, for one microbatch of one replica.
         mesh: The devices.
         num_parts: As for `PipelineModule.partition`.
-        stages: As for `PipelineModule.partition`.
+        stages: The stage that holds each part, for the table; None: part p is on stage `p % num_stages`.
         labels: A microbatch's labels, or their shapes, for the loss; None leaves it out.
         memory: What is known of memory, and its limit; only `"profile"` keeps to it.
 
@@ -53,10 +52,10 @@ def cut_module(
     """
     source = profile_source(module.partition_method)
     if source is None:
-        return module.partition(trace, num_parts, stages=stages), None
+        return module.partition(trace, num_parts), None
     known = profile_layers(module, trace, mesh, labels, source)
     profile = dataclasses.replace(known, memory=memory)
-    parts = module.partition(trace, num_parts, stages=stages, profile=profile)
+    parts = module.partition(trace, num_parts, profile=profile)
     names = [named.name for named in module.layers]
     table = format_partition(parts, names, trace.num_params(), stages=stages, profile=profile, ties=trace.ties())
     log(logging.INFO, "cut by partition_method=%r:\n%s", module.partition_method, table)
@@ -66,7 +65,7 @@ def cut_module(
 def profile_layers(
     module: PipelineModule, trace: ModelTrace, mesh: Mesh, labels: PyTree, source: str, *, halves: bool = False
 ) -> Profile:
-    """The costs of a model's layers, which are found once for the same shapes; all processes call.
+    """The costs of a model's layers; all processes call.
 
     Args:
         module: The model.
@@ -84,17 +83,9 @@ def profile_layers(
         PartitionError: The mesh's devices cannot be measured on.
         LayerError: A layer cannot be differentiated.
     """
-    kind = mesh.devices.flat[0].device_kind
-    recompute = module.activation_checkpoint_interval, module.checkpointable_layers
-    settings = module.num_stages, recompute, module.compute_dtype
-    functions = id(module.loss_fn), id(module.activation_checkpoint_func)
-    key = source, halves, kind, settings, functions, _shapes((trace.boundaries, trace.params, labels))
-    if key not in module.profiles:
-        if source == "counts":
-            module.profiles[key] = estimate_layers(module, trace, labels=labels, halves=halves)
-        else:
-            module.profiles[key] = _measured_together(module, trace, mesh, labels, halves=halves)
-    return module.profiles[key]
+    if source == "counts":
+        return estimate_layers(module, trace, labels=labels, halves=halves)
+    return _measured_together(module, trace, mesh, labels, halves=halves)
 
 
 def can_measure(mesh: Mesh) -> bool:
@@ -143,8 +134,3 @@ def _device(mesh: Mesh) -> Any:
 def _usable(mesh: Mesh) -> list[Any]:
     own = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
     return [device for device in own if device in device.client.local_devices()]
-
-
-def _shapes(tree: PyTree) -> Hashable:
-    leaves, treedef = jax.tree.flatten(None if tree is None else struct_of(tree))
-    return treedef, tuple((leaf.shape, leaf.dtype) for leaf in leaves)

@@ -85,12 +85,13 @@ def test_parts_that_need_no_shapes_are_there_at_once() -> None:
 
 
 @pytest.mark.parametrize("method", ["parameters", "trunk"])
-def test_parts_that_need_shapes_come_with_them(method: str) -> None:
+def test_parts_that_need_shapes_are_asked_for_with_them(method: str) -> None:
     module = PipelineModule(_layers(), num_stages=2, partition_method=method)
-    with pytest.raises(PartitionError, match=rf"partition_method='{method}' counts.*Call init\(key, inputs\)"):
+    with pytest.raises(
+        PartitionError, match=rf"partition_method='{method}' counts.*Call partition\(trace.*engine.module"
+    ):
         _ = module.parts
-    module.init(jax.random.key(0), X)
-    assert module.parts == (0, 2, 4)
+    assert module.partition(module.trace(X)) == (0, 2, 4)
 
 
 def test_an_unknown_method_is_refused_at_once() -> None:
@@ -185,8 +186,8 @@ def test_a_module_shows_its_layers() -> None:
         "    2_Dense  tied to 'io', recomputed",
         "    3_Dense",
     ]
-    module.init(jax.random.key(0), X)
-    assert repr(module).splitlines() == [
+    trace = module.trace(X)
+    assert repr(module.with_cut(trace, module.partition(trace))).splitlines() == [
         "PipelineModule: 4 layers, 2 stages, partition_method='parameters', loss_fn=_mean, 40 parameters",
         "stage 0: 2 layers",
         "    0_Dense  20 parameters, tied to 'io'",
@@ -195,7 +196,7 @@ def test_a_module_shows_its_layers() -> None:
         "    2_Dense  20 parameters, tied to 'io', recomputed",
         "    3_Dense  20 parameters",
     ]
-    module.adopt_parts([0, 1, 2, 3, 4], [0, 1, 1, 0])
+    module = module.with_cut(trace, [0, 1, 2, 3, 4], [0, 1, 1, 0])
     assert [line for line in repr(module).splitlines() if "stage " in line] == [
         "stage 0: 1 layer",
         "stage 1: 1 layer",

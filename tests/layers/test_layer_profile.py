@@ -1,7 +1,6 @@
 """How a `PipelineModule` is cut into parts: chunks of stages, and costs of layers."""
 
 import flax.linen as nn
-import jax
 import numpy as np
 import pytest
 
@@ -20,10 +19,9 @@ def test_stages_may_hold_several_parts() -> None:
     module = _module("parameters")
     trace = module.trace(X)
     assert module.partition(trace) == (0, 2, 4)
-    assert module.partition(trace, 4) == module.parts == (0, 1, 2, 3, 4)
-    assert [module.stage_owner(i) for i in range(4)] == [0, 1, 0, 1]
-    module.partition(trace, 4, stages=[0, 1, 1, 0])
-    assert [module.stage_owner(i) for i in range(4)] == [0, 1, 1, 0]
+    assert module.partition(trace, 4) == (0, 1, 2, 3, 4)
+    cut = module.with_cut(trace, (0, 1, 2, 3, 4))
+    assert [cut.stage_owner(i) for i in range(4)] == [0, 1, 0, 1]
 
 
 def test_boundaries_of_chunks_may_be_given_at_construction() -> None:
@@ -37,18 +35,19 @@ def test_boundaries_of_chunks_may_be_given_at_construction() -> None:
         _module("uniform").partition(trace, 6)
 
 
-def test_parts_of_a_like_module_are_taken_over() -> None:
+def test_a_cut_is_shown_by_the_module_that_has_it_and_by_no_other() -> None:
     module = _module("profile")
-    module.adopt_parts([0, 1, 2, 3, 4], [0, 1, 1, 0])
-    assert module.parts == (0, 1, 2, 3, 4)
-    assert [module.stage_owner(i) for i in range(4)] == [0, 1, 1, 0]
+    cut = module.with_cut(module.trace(X), [0, 1, 2, 3, 4], [0, 1, 1, 0])
+    assert cut.parts == (0, 1, 2, 3, 4)
+    assert [cut.stage_owner(i) for i in range(4)] == [0, 1, 1, 0]
+    with pytest.raises(PartitionError, match="partition_method='profile' needs costs"):
+        _ = module.parts
 
 
 def test_profile_is_cut_where_costs_are_known() -> None:
     module = _module("profile")
     trace = module.trace(X)
-    module.init(jax.random.key(0), X)
-    with pytest.raises(PartitionError, match="partition_method='profile' needs costs.*Build an engine first"):
+    with pytest.raises(PartitionError, match="partition_method='profile' needs costs.* Ask engine.module"):
         _ = module.parts
     with pytest.raises(PartitionError, match="must be given the costs of the layers, but got profile=None"):
         module.partition(trace)

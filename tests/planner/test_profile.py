@@ -76,7 +76,7 @@ def test_sleeping_layers_are_timed_and_cut_at_the_optimum(caplog: pytest.LogCapt
     trace = module.trace(X)
     with caplog.at_level(logging.INFO, "jaxpipe"):
         parts, profile = cut_module(module, trace, MESH, labels=X, memory=StageMemory((3, 1)))
-    assert parts == module.parts == (0, 2, 6)
+    assert parts == (0, 2, 6)
     assert profile is not None
     slow, quick, back, _, front, _ = profile.layers
     assert min(slow.forward_s, slow.backward_s, back.backward_s, front.forward_s) >= SLOW_S
@@ -85,8 +85,6 @@ def test_sleeping_layers_are_timed_and_cut_at_the_optimum(caplog: pytest.LogCapt
     assert "cut by partition_method='profile':\nstage  layers" in caplog.text
     assert "times: measured on cpu" in caplog.text
     assert "in flight" in caplog.text
-    assert cut_module(module.replace(base_seed=3), trace, MESH, labels=X)[1] == Profile(profile.layers, profile.source)
-    assert len(module.profiles) == 1
 
 
 def test_the_loss_counts_with_the_last_layer() -> None:
