@@ -1,6 +1,6 @@
-"""Every exception the library raises on purpose, under one base class."""
+"""Every exception the library raises on purpose, under one base class, and how it shows a value."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 
 class JaxpipeError(Exception):
@@ -57,3 +57,24 @@ class LaunchError(JaxpipeError, RuntimeError):
 
 class PipelineError(JaxpipeError, RuntimeError):
     """An engine method that has no meaning in a pipeline was called; DeepSpeed's name."""
+
+
+def shown(value: object, text_of: Callable[[object], str] = repr) -> str:
+    """Write a value for an error, in at most 80 characters.
+
+    Args:
+        value: Any value.
+        text_of: Writes it.
+
+    Returns:
+        Its text, the end cut off where it is long; its type where it has no text.
+    """
+    if isinstance(value, str) and len(value) > 80:
+        return f"{value[:40]!r}... ({len(value)} characters)"
+    try:
+        text = text_of(value)
+    except (ValueError, RecursionError):  # Python prints no integer of more than 4300 digits
+        return f"<{type(value).__name__} too long to be printed>"
+    except Exception:  # noqa: BLE001  # classes of users
+        return f"<{type(value).__name__}>"
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -26,9 +26,9 @@ from pathlib import Path
 from typing import Any
 
 from jaxpipe.distributed import log
-from jaxpipe.errors import CheckpointError
+from jaxpipe.errors import CheckpointError, shown
 
-from ._json import parse_json, shown
+from ._json import parse_json
 from ._lock import LOCK
 
 COMMIT = "commit.json"

@@ -11,11 +11,11 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxpipe.errors import CheckpointError
+from jaxpipe.errors import CheckpointError, shown
 from jaxpipe.state import Leaf, Span
 
 from ._directory import read_file
-from ._json import check_json, decode_state, parse_json, shown
+from ._json import check_json, decode_state, parse_json
 from ._struct import checked_struct, load_struct
 
 INDEX = "index.json"

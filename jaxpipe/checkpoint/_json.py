@@ -2,12 +2,12 @@
 
 import base64
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from jaxpipe.errors import CheckpointError
+from jaxpipe.errors import CheckpointError, shown
 
 _BYTES = "base64"
 _DEEPEST = 100
@@ -26,15 +26,6 @@ def parse_json(content: bytes) -> Any:
         return json.loads(content)
     except RecursionError as error:
         raise ValueError("it is nested too deep") from error
-
-
-def shown(value: Any, text_of: Callable[[Any], str] = repr) -> str:
-    """A value for an error, however large it is, or whatever its own `repr` does."""
-    try:
-        text = text_of(value)
-    except Exception:  # noqa: BLE001  # integers of very many digits, and classes of users
-        return f"<{type(value).__name__}>"
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
 def check_json(value: Any, where: str, depth: int = 0) -> None:

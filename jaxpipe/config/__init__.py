@@ -22,8 +22,12 @@ from ._recompute import ActivationCheckpointingSection as ActivationCheckpointin
 from ._struct import Config as Config
 from ._train import PipelineConfig as PipelineConfig
 from ._train import TrainConfig as TrainConfig
+from ._values import Reader as Reader
 from ._values import as_number as as_number
-from ._values import shown as shown
+from ._values import integer_of_at_least as integer_of_at_least
+from ._values import number as number
+from ._values import optional as optional
+from ._values import read_flag as read_flag
 from ._values import unless_auto as unless_auto
 from ._values import wrong_value as wrong_value
 from ._zero import ZeroSection as ZeroSection
@@ -43,6 +47,7 @@ __all__ = [
     "FP16Section",
     "OptimizerSection",
     "Params",
+    "Reader",
     "PipelineConfig",
     "SchedulerSection",
     "TrainConfig",
@@ -51,9 +56,12 @@ __all__ = [
     "add_config_arguments",
     "as_number",
     "config_from_args",
+    "integer_of_at_least",
     "load_config",
+    "number",
+    "optional",
+    "read_flag",
     "resolve_batch_sizes",
-    "shown",
     "unless_auto",
     "wrong_value",
 ]

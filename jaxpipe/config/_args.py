@@ -6,12 +6,11 @@ from collections.abc import Mapping
 from os import PathLike
 from typing import Any, cast
 
-from jaxpipe.errors import ConfigError
+from jaxpipe.errors import ConfigError, shown
 
 from ._collect import Collector
 from ._load import load_config
 from ._train import TrainConfig
-from ._values import shown
 
 _DEPRECATED = ("deepscale", "deepscale_config")
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any, Self, cast
 
-from jaxpipe.errors import ConfigError
+from jaxpipe.errors import ConfigError, shown
 
 from ._batch import resolve_batch_sizes
 from ._collect import Collector
@@ -12,7 +12,7 @@ from ._precision import FP16Section
 from ._section import Section, read_section
 from ._struct import Config
 from ._train import TrainConfig
-from ._values import number_of_at_least, optional, read_flag, shown
+from ._values import number_of_at_least, optional, read_flag
 
 
 class BatchConfig(Config):

@@ -8,13 +8,12 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, cast
 
-from jaxpipe.errors import ConfigError
+from jaxpipe.errors import ConfigError, shown
 
 from ._classes import TrainingConfig
 from ._collect import Collector
 from ._section import idle_keys, join, read_section
 from ._train import TrainConfig
-from ._values import shown
 
 _COMMENT = re.compile(r'("(?:[^"\\]|\\.)*")|#[^\n]*|//[^\n]*|/\*.*?\*/', re.DOTALL)
 _TRAILING_COMMA = re.compile(r'("(?:[^"\\]|\\.)*"|[\[{,:]\s*,)|,(?=\s*[}\]])', re.DOTALL)

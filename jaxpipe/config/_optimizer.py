@@ -5,11 +5,11 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import ClassVar
 
-from jaxpipe.errors import ConfigError
+from jaxpipe.errors import ConfigError, shown
 
 from ._params import Params, read_params
 from ._section import Section, join, required
-from ._values import read_text, shown, wrong_value
+from ._values import read_text, wrong_value
 
 _ONE_BIT = (
     "sends momenta of one bit each, which XLA's collectives cannot; a reduction in full precision gives what it "

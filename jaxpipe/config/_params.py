@@ -4,10 +4,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from numbers import Real
 from typing import Any, cast
 
-from jaxpipe.errors import ConfigError
+from jaxpipe.errors import ConfigError, shown
 
 from ._collect import Collector
-from ._values import shown, wrong_value
+from ._values import wrong_value
 
 
 class Params(Mapping[str, Any]):

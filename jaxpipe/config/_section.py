@@ -6,11 +6,11 @@ from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar, cast
 
-from jaxpipe.errors import ConfigError
+from jaxpipe.errors import ConfigError, shown
 
 from ._collect import Collector
 from ._other_keys import REFUSED, UNUSED, is_off
-from ._values import Reader, shown, wrong_value
+from ._values import Reader, wrong_value
 
 S = TypeVar("S", bound="Section")
 

@@ -6,10 +6,9 @@ from dataclasses import FrozenInstanceError
 from difflib import get_close_matches
 from typing import Any, Self, cast
 
-from jaxpipe.errors import ConfigError
+from jaxpipe.errors import ConfigError, shown
 
 from ._collect import Collector
-from ._values import shown
 
 
 class Config(Mapping[str, Any]):

@@ -6,17 +6,16 @@ A reader takes a value and its JSON path, and returns what the configuration sto
 import math
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral, Real
-from typing import Literal, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
-from jaxpipe.errors import ConfigError
+from jaxpipe.errors import ConfigError, shown
 
 from ._collect import Collector
 
-Reader = Callable[[object, str], object]
+Reader = Callable[[object, str], Any]
 
 T = TypeVar("T")
 
-_SHOWN = 80
 _LARGEST = 2**63
 
 
@@ -37,22 +36,6 @@ def wrong_value(path: str, rule: str, value: object, repair: str) -> ConfigError
     return ConfigError(f"{path} must be {rule}, but got {path}={shown(value)}. {repair}.", paths=[path])
 
 
-def shown(value: object) -> str:
-    """A value as text of at most a line.
-
-    Args:
-        value: Any value.
-
-    Returns:
-        Its `repr`, the end cut off where it is long; its type where Python prints no number that long.
-    """
-    try:
-        text = repr(value)
-    except (ValueError, RecursionError):
-        text = f"<{type(value).__name__} too long to be printed>"
-    return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
-
-
 def as_integer(value: object) -> int | None:
     """A value as an integer if it is one.
 
@@ -65,22 +48,26 @@ def as_integer(value: object) -> int | None:
     return int(value) if not isinstance(value, bool) and isinstance(value, Integral) else None
 
 
-def integer_of_at_least(minimum: int) -> Reader:
+def integer_of_at_least(minimum: int, below: int | None = None, *, whole_floats: bool = False) -> Reader:
     """A reader of integers.
 
     Args:
         minimum: The smallest that is accepted.
+        below: Integers from here on are refused, a power of two; None: those of more than 64 bits.
+        whole_floats: Whether a float without a fraction counts as an integer, as `1e3` does in JSON.
 
     Returns:
         The reader.
     """
+    limit = below or _LARGEST
 
     def read(value: object, path: str) -> int:
-        integer = as_integer(value)
-        if integer is None or not minimum <= integer < _LARGEST:
+        whole = int(value) if whole_floats and isinstance(value, float) and value.is_integer() else value
+        integer = as_integer(whole)
+        if integer is None or not minimum <= integer < limit:
             rule = f"an integer of at least {minimum}"
-            if integer is not None and integer >= _LARGEST:
-                rule += " and below 2**63"
+            if below is not None or (integer is not None and integer >= limit):
+                rule += f" and below 2**{limit.bit_length() - 1}"
             raise wrong_value(path, rule, value, f"Use for instance {max(minimum, 1)}")
         return integer
 
@@ -108,6 +95,35 @@ def integer_between(minimum: int, maximum: int) -> Reader:
     return read
 
 
+def number(
+    minimum: float | None = None,
+    *,
+    below: float | None = None,
+    repair: str = "Use a number such as 0.001, without quotes",
+) -> Reader:
+    """A reader of finite numbers, stored as floats.
+
+    Args:
+        minimum: The smallest that is accepted; None: any.
+        below: Numbers from here on are refused; None: none.
+        repair: What the error proposes.
+
+    Returns:
+        The reader.
+    """
+    limits = [f"of at least {minimum:g}"] if minimum is not None else []
+    limits += [f"below {below:g}"] if below is not None else []
+    rule = " ".join(["a finite number", " and ".join(limits)]).strip()
+
+    def read(value: object, path: str) -> float:
+        found = as_number(value)
+        if found is None or (minimum is not None and found < minimum) or (below is not None and found >= below):
+            raise wrong_value(path, rule, value, repair)
+        return found
+
+    return read
+
+
 def number_of_at_least(minimum: float) -> Reader:
     """A reader of finite numbers, stored as floats.
 
@@ -117,15 +133,7 @@ def number_of_at_least(minimum: float) -> Reader:
     Returns:
         The reader.
     """
-
-    def read(value: object, path: str) -> float:
-        number = as_number(value)
-        if number is None or number < minimum:
-            rule = f"a finite number of at least {minimum:g}"
-            raise wrong_value(path, rule, value, f"Use for instance {max(minimum, 1.0):g}")
-        return number
-
-    return read
+    return number(minimum, repair=f"Use for instance {max(minimum, 1.0):g}")
 
 
 def as_number(value: object) -> float | None:
@@ -331,6 +339,6 @@ def read_partition(value: object, path: str) -> str | tuple[int, ...]:
     found: list[int] = []
     for index, item in enumerate(boundaries):
         with errors.catch():
-            found.append(cast("int", boundary(item, f"{path}[{index}]")))
+            found.append(boundary(item, f"{path}[{index}]"))
     errors.raise_all()
     return tuple(found)

@@ -13,7 +13,6 @@ from ._heartbeat import Heartbeat as Heartbeat
 from ._init import init_distributed as init_distributed
 from ._init import names_other_processes as names_other_processes
 from ._log import log as log
-from ._numbers import shown as shown
 from ._numbers import whole_number as whole_number
 from ._tail import Tail as Tail
 
@@ -31,7 +30,6 @@ __all__ = [
     "log",
     "names_other_processes",
     "raise_together",
-    "shown",
     "together",
     "whole_number",
 ]

@@ -3,9 +3,9 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from jaxpipe.errors import LaunchError
+from jaxpipe.errors import LaunchError, shown
 
-from ._numbers import shown, whole_number
+from ._numbers import whole_number
 
 DEFAULT_PORT = 29500
 """DeepSpeed's and torch's port of the coordinator."""

@@ -16,15 +16,3 @@ def whole_number(text: str) -> int | None:
     """
     digits = text.lstrip("0") or text[-1:]
     return int(digits) if digits.isascii() and digits.isdigit() and len(digits) <= _MOST_DIGITS else None
-
-
-def shown(text: str) -> str:
-    """Text as an error shows it.
-
-    Args:
-        text: Anything.
-
-    Returns:
-        It in quotes; its beginning and its length where it is long.
-    """
-    return repr(text) if len(text) <= 200 else f"{text[:40]!r}... ({len(text)} characters)"

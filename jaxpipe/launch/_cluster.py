@@ -4,8 +4,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 
-from jaxpipe.distributed import DEFAULT_PORT, shown
-from jaxpipe.errors import LaunchError
+from jaxpipe.distributed import DEFAULT_PORT
+from jaxpipe.errors import LaunchError, shown
 
 from ._layout import Layout, equal_nodes
 from ._program import Program

@@ -6,8 +6,8 @@ import re
 import select
 from pathlib import Path
 
-from jaxpipe.distributed import shown, whole_number
-from jaxpipe.errors import LaunchError
+from jaxpipe.distributed import whole_number
+from jaxpipe.errors import LaunchError, shown
 
 from ._layout import NODE_NAME, Node, read_nodes
 

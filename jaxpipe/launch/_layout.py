@@ -4,8 +4,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jaxpipe.distributed import shown, whole_number
-from jaxpipe.errors import LaunchError
+from jaxpipe.distributed import whole_number
+from jaxpipe.errors import LaunchError, shown
 
 NODE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 

@@ -4,8 +4,8 @@ import argparse
 import math
 from pathlib import Path
 
-from jaxpipe.distributed import shown, whole_number
-from jaxpipe.errors import LaunchError
+from jaxpipe.distributed import whole_number
+from jaxpipe.errors import LaunchError, shown
 
 from ._remote import CONTROL_OPTION
 

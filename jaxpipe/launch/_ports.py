@@ -4,8 +4,8 @@ import contextlib
 import random
 import socket
 
-from jaxpipe.distributed import DEFAULT_PORT, shown, whole_number
-from jaxpipe.errors import LaunchError
+from jaxpipe.distributed import DEFAULT_PORT, whole_number
+from jaxpipe.errors import LaunchError, shown
 
 _NUM_PORTS = 65536
 # Below what systems hand out by themselves, so that no connection takes the port before the coordinator does.

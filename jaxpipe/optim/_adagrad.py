@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import optax
 
 from jaxpipe._typing import PyTree
+from jaxpipe.config import number, read_flag
 
 from ._adam import maximized
-from ._check import flag, number
 from ._recipe import Factory, Hyperparams, Recipe, clipping_refused
 
 
@@ -60,7 +60,7 @@ def adagrad_recipe() -> Recipe:
             "weight_decay": (0.0, number(0.0)),
             "initial_accumulator_value": (0.0, number(0.0)),
             "eps": (1e-10, number(0.0)),
-            "maximize": (False, flag),
+            "maximize": (False, read_flag),
         },
         build=_build,
         refused=clipping_refused(),

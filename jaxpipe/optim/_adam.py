@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import optax
 
 from jaxpipe._typing import PyTree
+from jaxpipe.config import number, read_flag
 from jaxpipe.errors import ConfigError
 
-from ._check import betas, flag, number
+from ._check import betas
 from ._recipe import SECTION, Factory, Hyperparams, Recipe, clipping_refused
 
 
@@ -115,11 +116,11 @@ def adam_recipe(*, decoupled: bool) -> Recipe:
             "betas": ((0.9, 0.999), betas),
             "eps": (1e-8, number(0.0)),
             "weight_decay": (None, number(0.0)),
-            "adam_w_mode": (True, flag),
-            "bias_correction": (True, flag),
-            "torch_adam": (False, flag),
-            "amsgrad": (False, flag),
-            "maximize": (False, flag),
+            "adam_w_mode": (True, read_flag),
+            "bias_correction": (True, read_flag),
+            "torch_adam": (False, read_flag),
+            "amsgrad": (False, read_flag),
+            "maximize": (False, read_flag),
         },
         build=_build_adamw if decoupled else _build_adam,
         refused=clipping_refused(),

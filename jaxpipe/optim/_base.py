@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jaxpipe.config import Collector
+from jaxpipe.config import Collector, Reader
 
-from ._check import Reader, missing_param, unknown_param
+from ._check import missing_param, unknown_param
 
 SECTION = "scheduler.params"
 

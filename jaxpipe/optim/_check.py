@@ -1,17 +1,11 @@
-"""Readers of single parameters of a schedule or an optimiser, and the errors for names that are not known.
+"""Readers that schedules and optimisers have beside those of the configuration, and errors for unknown names."""
 
-A reader takes a value and its JSON path, and returns the value in one form, or raises `ConfigError`.
-"""
-
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
-from numbers import Integral
 from typing import Any
 
-from jaxpipe.config import as_number, shown, wrong_value
-from jaxpipe.errors import ConfigError
-
-Reader = Callable[[Any, str], Any]
+from jaxpipe.config import Reader, integer_of_at_least, number, wrong_value
+from jaxpipe.errors import ConfigError, shown
 
 
 def unknown_name(path: str, name: object, known: Iterable[str]) -> ConfigError:
@@ -74,31 +68,8 @@ def _nearest(name: str, names: Sequence[str]) -> str | None:
     return lowered[near[0]] if near else None
 
 
-def number(minimum: float | None = None, *, below: float | None = None) -> Reader:
-    """A reader of finite numbers.
-
-    Args:
-        minimum: The smallest that is accepted; None: any.
-        below: Numbers from here on are refused; None: none.
-
-    Returns:
-        The reader; it gives a float.
-    """
-    limits = [f"of at least {minimum:g}"] if minimum is not None else []
-    limits += [f"below {below:g}"] if below is not None else []
-    rule = " ".join(["a finite number", " and ".join(limits)]).strip()
-
-    def read(value: Any, path: str) -> float:
-        real = as_number(value)
-        if real is None or (minimum is not None and real < minimum) or (below is not None and real >= below):
-            raise wrong_value(path, rule, value, "Use a number such as 0.001, without quotes")
-        return real
-
-    return read
-
-
 def integer(minimum: int) -> Reader:
-    """A reader of integers; a float without a fraction counts as one, as `1e3` does in JSON.
+    """A reader of counts, which programs hold as int32.
 
     Args:
         minimum: The smallest that is accepted.
@@ -106,39 +77,7 @@ def integer(minimum: int) -> Reader:
     Returns:
         The reader; it gives an int.
     """
-
-    def read(value: Any, path: str) -> int:
-        whole = isinstance(value, Integral) or (isinstance(value, float) and value.is_integer())
-        result = int(value) if whole and not isinstance(value, bool) else None
-        if result is None or not minimum <= result < 2**31:
-            repair = f"Use for instance {max(minimum, 1)}"
-            raise wrong_value(path, f"an integer of at least {minimum} and below 2**31", value, repair)
-        return result
-
-    return read
-
-
-def optional(reader: Reader) -> Reader:
-    """A reader that also accepts None, JSON's `null`.
-
-    Args:
-        reader: Reads all other values.
-
-    Returns:
-        The reader.
-    """
-    return lambda value, path: None if value is None else reader(value, path)
-
-
-def flag(value: Any, path: str) -> bool:
-    """Read a truth value.
-
-    Raises:
-        ConfigError: It is something else.
-    """
-    if not isinstance(value, bool):
-        raise wrong_value(path, "true or false", value, "Use true or false without quotes")
-    return value
+    return integer_of_at_least(minimum, below=2**31, whole_floats=True)
 
 
 def one_of(*names: str) -> Reader:

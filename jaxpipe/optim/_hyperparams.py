@@ -13,10 +13,10 @@ import optax
 from jax.core import Tracer
 
 from jaxpipe._typing import PyTree
-from jaxpipe.config import shown
-from jaxpipe.errors import ConfigError
+from jaxpipe.config import Reader, number
+from jaxpipe.errors import ConfigError, shown
 
-from ._check import Reader, number, unknown_name
+from ._check import unknown_name
 
 _LARGEST = float(np.finfo(np.float32).max)
 """Hyperparameters lie in float32; what is larger would become infinite there."""

@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import optax
 
 from jaxpipe._typing import PyTree
+from jaxpipe.config import number, read_flag
 from jaxpipe.errors import ConfigError
 
 from ._adam import scale_by_moments
-from ._check import betas, flag, number
+from ._check import betas
 from ._recipe import SECTION, Factory, Hyperparams, Recipe, clipping_refused
 
 
@@ -47,10 +48,10 @@ def lamb_recipe() -> Recipe:
     return Recipe(
         params={
             "lr": (0.001, number(0.0)),
-            "bias_correction": (True, flag),
+            "bias_correction": (True, read_flag),
             "betas": ((0.9, 0.999), betas),
             "eps": (1e-8, number(0.0)),
-            "eps_inside_sqrt": (False, flag),
+            "eps_inside_sqrt": (False, read_flag),
             "weight_decay": (0.0, number(0.0)),
             "max_coeff": (10.0, number(0.0)),
             "min_coeff": (0.01, number(0.0)),

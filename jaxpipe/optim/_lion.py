@@ -5,7 +5,9 @@ from typing import Any
 
 import optax
 
-from ._check import betas, number
+from jaxpipe.config import number
+
+from ._check import betas
 from ._recipe import Factory, Hyperparams, Recipe, clipping_refused
 
 

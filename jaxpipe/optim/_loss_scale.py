@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpipe.config import TrainConfig, wrong_value
+from jaxpipe.config import TrainConfig, number, read_flag, wrong_value
 from jaxpipe.errors import ConfigError
 
-from ._check import flag, integer, number
+from ._check import integer
 
 _FACTOR = 2.0
 
@@ -78,7 +78,7 @@ class LossScaler:
         scale = number(0.0)(self.initial_scale, key)
         if scale <= 0 or scale > float(np.finfo(np.float32).max):
             raise wrong_value(key, "a scale above 0 within float32", self.initial_scale, "Use a scale such as 65536")
-        flag(self.consecutive_hysteresis, "fp16.consecutive_hysteresis")
+        read_flag(self.consecutive_hysteresis, "fp16.consecutive_hysteresis")
         if not self.dynamic:
             return
         integer(1)(self.window, "fp16.loss_scale_window")

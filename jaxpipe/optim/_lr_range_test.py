@@ -6,8 +6,10 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
+from jaxpipe.config import number, read_flag
+
 from ._base import LRSchedule, iteration_of, param
-from ._check import flag, integer, number
+from ._check import integer
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class LRRangeTest(LRSchedule):
     lr_range_test_min_lr: float = param(0.001, number(0.0))
     lr_range_test_step_size: int = param(2000, integer(1))
     lr_range_test_step_rate: float = param(1.0, number(0.0))
-    lr_range_test_staircase: bool = param(False, flag)
+    lr_range_test_staircase: bool = param(False, read_flag)
     last_batch_iteration: int = param(-1, integer(-1))
 
     def __call__(self, count: ArrayLike) -> jax.Array:

@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import optax
 
 from jaxpipe._typing import PyTree
+from jaxpipe.config import number, optional, read_flag
 
 from ._adam import scale_by_moments
-from ._check import betas, flag, number, one_of, optional
+from ._check import betas, one_of
 from ._recipe import Factory, Hyperparams, Recipe, clipping_refused
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -117,8 +118,8 @@ def muon_recipe() -> Recipe:
             "betas": ((0.9, 0.95), betas),
             "eps": (1e-10, number(0.0)),
             "weight_decay": (0.0, number(0.0)),
-            "adam_w_mode": (True, flag),
-            "torch_adam": (False, flag),
+            "adam_w_mode": (True, read_flag),
+            "torch_adam": (False, read_flag),
             "ns_method": ("gram", one_of("gram", "standard")),
         },
         build=_build,

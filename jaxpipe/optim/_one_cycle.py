@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jaxpipe.config import wrong_value
+from jaxpipe.config import number, optional, read_flag, wrong_value
 
 from ._base import SECTION, LRSchedule, iteration_of, param, required
-from ._check import flag, integer, number, optional
+from ._check import integer
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class OneCycle(LRSchedule):
     cycle_first_stair_count: int = param(0, integer(0))
     cycle_second_stair_count: int | None = param(None, optional(integer(0)))
     decay_step_size: int = param(0, integer(0))
-    cycle_momentum: bool = param(True, flag)
+    cycle_momentum: bool = param(True, read_flag)
     cycle_min_mom: float = param(0.8, number(0.0, below=1.0))
     cycle_max_mom: float = param(0.9, number(0.0, below=1.0))
     decay_mom_rate: float = param(0.0, number(0.0))

@@ -7,8 +7,8 @@ from typing import Any
 
 import optax
 
-from jaxpipe.config import Collector, shown
-from jaxpipe.errors import ConfigError
+from jaxpipe.config import Collector
+from jaxpipe.errors import ConfigError, shown
 
 from ._check import missing_param, unknown_param
 

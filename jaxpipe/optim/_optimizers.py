@@ -10,8 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxpipe.config import shown
-from jaxpipe.errors import ConfigError
+from jaxpipe.errors import ConfigError, shown
 
 from ._adagrad import adagrad_recipe
 from ._adam import adam_recipe

@@ -7,9 +7,9 @@ from typing import Any, TypeAlias
 
 import optax
 
-from jaxpipe.config import Collector, wrong_value
+from jaxpipe.config import Collector, Reader, wrong_value
 
-from ._check import Reader, unknown_param
+from ._check import unknown_param
 
 SECTION = "optimizer.params"
 

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import optax
 
 from jaxpipe._typing import PyTree
+from jaxpipe.config import number, read_flag
 from jaxpipe.errors import ConfigError
 
 from ._adam import maximized
-from ._check import flag, number
 from ._recipe import SECTION, Factory, Hyperparams, Recipe, clipping_refused
 
 
@@ -60,8 +60,8 @@ def sgd_recipe() -> Recipe:
             "momentum": (0.0, number(0.0)),
             "dampening": (0.0, number()),
             "weight_decay": (0.0, number(0.0)),
-            "nesterov": (False, flag),
-            "maximize": (False, flag),
+            "nesterov": (False, read_flag),
+            "maximize": (False, read_flag),
         },
         build=_build,
         refused=clipping_refused(),

@@ -5,7 +5,9 @@ import math
 import jax
 import jax.numpy as jnp
 
-from ._check import Reader, one_of
+from jaxpipe.config import Reader
+
+from ._check import one_of
 
 WARMUP_TYPES = ("log", "linear")
 

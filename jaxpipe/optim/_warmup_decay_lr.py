@@ -6,8 +6,10 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
+from jaxpipe.config import number
+
 from ._base import LRSchedule, iteration_of, param, required
-from ._check import integer, number
+from ._check import integer
 from ._warmup import effective_steps, warmup_fraction, warmup_type_reader
 
 

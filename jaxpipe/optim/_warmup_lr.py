@@ -6,10 +6,11 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
+from jaxpipe.config import number, optional
 from jaxpipe.errors import ConfigError
 
 from ._base import SECTION, LRSchedule, iteration_of, param
-from ._check import integer, number, optional
+from ._check import integer
 from ._warmup import effective_steps, warmup_fraction, warmup_type_reader
 
 

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxpipe.config import Collector, OptimizerSection, TrainConfig, shown
-from jaxpipe.errors import ConfigError
+from jaxpipe.config import Collector, OptimizerSection, TrainConfig
+from jaxpipe.errors import ConfigError, shown
 from jaxpipe.optim import (
     factory_schedules,
     hyperparam_schedules,
