@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpipe._typing import PyTree
-from jaxpipe.state import Layout
+from jaxpipe.state import Layout, Storage
 
 
 class Packing:
@@ -33,7 +33,7 @@ class Packing:
         """Shapes and dtypes of the common form."""
         if self.is_identity:
             return self.structs[0] if self.structs else ()
-        return self._layout.struct()["packed"]
+        return self._layout.struct().packed
 
     def struct_of(self, member: int) -> PyTree:
         """Shapes and dtypes of a member's own form."""
@@ -51,13 +51,13 @@ class Packing:
         """Bring a member into the common form."""
         if self.is_identity:
             return tree
-        return self._layout.pack_own(member, _by_number(jax.tree.leaves(tree)))
+        return self._layout.pack_buffers(member, _by_number(jax.tree.leaves(tree)))
 
     def unpack(self, member: int, packed: PyTree) -> PyTree:
         """Bring the common form back into a member's own."""
         if self.is_identity:
             return packed
-        leaves = self._layout.unpack(member, {"stacked": {}, "packed": packed})
+        leaves = self._layout.unpack(member, Storage(packed))
         return jax.tree.unflatten(self._treedefs[member], list(leaves.values()))
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from jaxpipe._typing import PyTree
 from jaxpipe.autodiff import Residuals, SplitBackward, differentiable, split_backward
-from jaxpipe.state import ModelParams, StageCut
+from jaxpipe.state import ModelParams, StageCut, Storage
 
 from ._batch import Context
 from ._blueprint import Blueprint
@@ -238,8 +238,8 @@ class Prologue:
             return ("virtual stage", virtual_stage)
         s = blueprint.placement.home[virtual_stage][0]
         names = self._params.stages[s].names_of(cut.prologue)
-        slots = tuple(self._params.layout.place(s, name) for name in names)
-        collections = self._collections.places(s, cut.prologue)
+        slots = tuple(self._params.layout.slot(s, name) for name in names)
+        collections = self._collections.slots(s, cut.prologue)
         shapes = self._arriving.describe(virtual_stage - 1), self._leaving.describe(virtual_stage)
         return tuple(blueprint.signatures[i] for i in cut.prologue), slots, collections, shapes
 
@@ -248,12 +248,12 @@ def _given(grads: Mapping[str, jax.Array | None]) -> dict[str, jax.Array]:
     return {name: grad for name, grad in grads.items() if grad is not None}
 
 
-def unstacked_gradient(params: ModelParams, stage: int, grads: Mapping[str, jax.Array]) -> PyTree:
+def unstacked_gradient(params: ModelParams, stage: int, grads: Mapping[str, jax.Array]) -> Storage:
     """Gradients of a stage's unstacked parameters in the form they are summed in; what is not given is zero."""
     layout = params.grad_layout
     common = {
         name: grads[name].astype(like.dtype) if name in grads else jnp.zeros(like.shape, like.dtype)
         for name, like in layout.stacked.items()
-        if name in params.common_names
+        if name in params.stacked_off_trunk
     }
-    return {"stacked": common, "packed": layout.pack_own(stage, grads)}
+    return Storage(layout.pack_buffers(stage, grads), common)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxpipe._typing import PyTree
 from jaxpipe.autodiff import differentiable
 from jaxpipe.layers import ModelTrace, PipelineModule, layer_signatures
-from jaxpipe.state import ModelCollections, ModelParams, cut_stages, find_ends, summed_struct
+from jaxpipe.state import ModelCollections, ModelParams, Storage, cut_stages, find_vocab_layers, grad_accum_struct
 
 from ._batch import Microbatch
 from ._blueprint import Blueprint
@@ -62,7 +62,7 @@ class Stage:
         self.compute_dtype = dtype = module.compute_dtype
         signatures = layer_signatures(module.layers, trace, dtype) if self.last else (None,) * len(module.layers)
         cuts = cut_stages(signatures, boundaries)
-        self.ends, self.cuts = find_ends(module.layers, trace, cuts, module.num_stages)
+        self.ends, self.cuts = find_vocab_layers(module.layers, trace, cuts, module.num_stages)
         self.params = ModelParams(trace, self.cuts, placement, self.ends, dtype=dtype, grad_dtype=self._grad_dtype)
         self.collections = ModelCollections(module.layers, trace, self.cuts, placement)
         outputs = [trace.boundaries[stop] for stop in (*boundaries[1:-1], self.cuts[-1].epilogue.start)]
@@ -239,15 +239,15 @@ class Stage:
     @property
     def trunk_grad_struct(self) -> PyTree:
         """Shapes and dtypes of the summed gradients of one chunk's trunk."""
-        return self.trunk.grad_struct(lambda like: summed_struct(like, self._grad_dtype))
+        return self.trunk.grad_struct(lambda like: grad_accum_struct(like, self._grad_dtype))
 
-    def zero_unstacked_grads(self) -> PyTree:
+    def zero_unstacked_grads(self) -> Storage:
         """Zeros in the form of the summed gradients of a stage's unstacked parameters."""
         layout = self.params.grad_layout
-        common = {n: jnp.zeros(layout.stacked[n].shape, layout.stacked[n].dtype) for n in self.params.common_names}
-        return {"stacked": common, "packed": layout.zeros()["packed"]}
+        common = {n: jnp.zeros(layout.stacked[n].shape, layout.stacked[n].dtype) for n in self.params.stacked_off_trunk}
+        return Storage(layout.zeros().packed, common)
 
     def zero_vocab_grads(self) -> dict[str, jax.Array]:
         """Zeros in the form of the summed gradients of vocabulary-parallel layers."""
         stacked = self.params.grad_layout.stacked
-        return {n: jnp.zeros(stacked[n].shape, stacked[n].dtype) for n in self.params.end_names}
+        return {n: jnp.zeros(stacked[n].shape, stacked[n].dtype) for n in self.params.vocab_names}

@@ -12,6 +12,7 @@ from jaxpipe.config import TrainConfig
 from jaxpipe.layers import as_arrays, cast_floats
 from jaxpipe.optim import LossScaler
 from jaxpipe.state import (
+    Storage,
     TrainState,
     Updater,
     ZeroSharding,
@@ -132,7 +133,7 @@ class DevicePrograms:
         storage = self._sharding.gather_params(stage, self._form(), _squeeze(state.params))
         return Device(
             stage=stage,
-            weights=Weights(storage, self._stage.trunk.prepare(storage["stacked"])),
+            weights=Weights(storage, self._stage.trunk.prepare(storage.stacked)),
             collections=_squeeze(state.collections),
             batch=batch,
             cotangents=cotangents,
@@ -148,13 +149,12 @@ class DevicePrograms:
         num_model = self._sharding.num_model
         device = self._device(state, device_batch, self._cotangents(state, divisor, num_parts))
         sums = self._train.run(device)
-        unstacked = sums.unstacked_grads["stacked"]
+        unstacked = sums.unstacked_grads.stacked
         # A parameter that vocabulary-parallel layers share with others is in both: its gradient is the sum.
         vocab = {name: g + unstacked[name] if name in unstacked else g for name, g in sums.vocab_grads.items()}
-        grads = {
-            "stacked": {**unstacked, **vocab, **self._stage.trunk.named(sums.trunk_grads)},
-            "packed": sums.unstacked_grads["packed"],
-        }
+        grads = Storage(
+            sums.unstacked_grads.packed, {**unstacked, **vocab, **self._stage.trunk.named(sums.trunk_grads)}
+        )
         grads = sum_tied(self._tied, self._stage.params.grad_layout, device.stage, grads)
         grads = self._sharding.reduce_gradients(device.stage, self._form(), grads)
         # Every place of the model axis computes the same losses and values; they are averaged, not summed.

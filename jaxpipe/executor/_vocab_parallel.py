@@ -60,7 +60,7 @@ class _VocabParallel:
         return jax.make_jaxpr(function, axis_env=[(_AXIS, self._num_stages)], return_shape=True)(*args)
 
     def _take(self, storage: PyTree, layers: range) -> Leaves:
-        return {name: storage["stacked"][name] for name in self._stage.names_of(layers)}
+        return {name: storage.stacked[name] for name in self._stage.names_of(layers)}
 
     def _run(self, layers: range, leaves: Leaves, inputs: PyTree, context: Context, *, train: bool) -> PyTree:
         views = [self._stage.view(i, leaves) for i in layers]

@@ -36,12 +36,12 @@ from jaxpipe.recompute import RecomputeSettings, current_settings, use_settings,
 from jaxpipe.schedules import PipeSchedule, TickProgram
 from jaxpipe.state import (
     Catalog,
-    Ends,
     Source,
     StageCut,
     StageInit,
     TrainState,
     Updater,
+    VocabLayers,
     check_collections,
     make_catalog,
     place_everywhere,
@@ -240,7 +240,7 @@ class Pipeline:
         return self._stages.cuts
 
     @property
-    def ends(self) -> Ends:
+    def ends(self) -> VocabLayers:
         """The first and last layers, where all stages run them together; they are in none of the cuts."""
         return self._stages.ends
 

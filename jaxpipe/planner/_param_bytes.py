@@ -6,7 +6,7 @@ import optax
 from jaxpipe._typing import PyTree
 from jaxpipe.layers import ModelTrace, cast_floats
 from jaxpipe.optim import state_struct
-from jaxpipe.state import summed_struct
+from jaxpipe.state import grad_accum_struct
 
 
 def bytes_per_param(
@@ -41,7 +41,7 @@ def bytes_per_param(
         return 0.0
     kept = made if compute_dtype is None else cast_floats(made, "float32")
     computed = cast_floats(made, compute_dtype)
-    summed = jax.tree.map(lambda x: summed_struct(x, grad_dtype), computed)
+    summed = jax.tree.map(lambda x: grad_accum_struct(x, grad_dtype), computed)
     divided = _num_bytes(kept) + _num_bytes(state_struct(optimizer, kept))
     is_copied = compute_dtype is not None or num_shards > 1
     return (divided / num_shards + is_copied * _num_bytes(computed) + _num_bytes(summed)) / num_params

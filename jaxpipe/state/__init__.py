@@ -6,10 +6,10 @@ from ._catalog import Span as Span
 from ._catalog import make_catalog as make_catalog
 from ._catalog import read_leaf as read_leaf
 from ._catalog import write_leaf as write_leaf
-from ._cut import Ends as Ends
 from ._cut import StageCut as StageCut
+from ._cut import VocabLayers as VocabLayers
 from ._cut import cut_stages as cut_stages
-from ._cut import find_ends as find_ends
+from ._cut import find_vocab_layers as find_vocab_layers
 from ._host import HostRows as HostRows
 from ._host import Source as Source
 from ._host import own as own
@@ -21,13 +21,14 @@ from ._host import state_arrays as state_arrays
 from ._host import with_arrays as with_arrays
 from ._init import StageInit as StageInit
 from ._layout import Layout as Layout
+from ._layout import Storage as Storage
 from ._norm import clip_to as clip_to
 from ._norm import global_norm as global_norm
 from ._params import ModelCollections as ModelCollections
 from ._params import ModelParams as ModelParams
 from ._params import check_collections as check_collections
+from ._params import grad_accum_struct as grad_accum_struct
 from ._params import mean_over_replicas as mean_over_replicas
-from ._params import summed_struct as summed_struct
 from ._state import TrainState as TrainState
 from ._state import state_shardings as state_shardings
 from ._state import state_specs as state_specs
@@ -41,7 +42,7 @@ from ._zero import zero_sharding as zero_sharding
 
 __all__ = [
     "Catalog",
-    "Ends",
+    "VocabLayers",
     "HostRows",
     "Layout",
     "Leaf",
@@ -51,12 +52,13 @@ __all__ = [
     "Span",
     "StageCut",
     "StageInit",
+    "Storage",
     "TrainState",
     "Updater",
     "check_collections",
     "clip_to",
     "cut_stages",
-    "find_ends",
+    "find_vocab_layers",
     "global_norm",
     "make_catalog",
     "mean_over_replicas",
@@ -71,7 +73,7 @@ __all__ = [
     "state_shardings",
     "state_specs",
     "sum_tied",
-    "summed_struct",
+    "grad_accum_struct",
     "switch_stages",
     "switch_table",
     "ZeroSharding",

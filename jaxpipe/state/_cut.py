@@ -1,12 +1,12 @@
-"""Cutting each stage into prologue, trunk and epilogue, and the model's ends that all stages share.
+"""Cutting each stage into prologue, trunk and epilogue, and the vocabulary-parallel layers that all stages share.
 
 The trunk is what every stage has alike; it runs as one straight program on all of them. The prologue is what only
 some stages have before it, the epilogue what the last stage has after it, up to the loss.
 
-The ends are layers whose partition metadata names the axis `stage`, such as an embedding, and a head with the loss:
-every stage holds a slice of their parameters. All stages run them together, with collectives over the axis, for the
-microbatch that enters or leaves the model in a tick. What is not sliced of these layers lies on every stage, like a
-tied parameter.
+Vocabulary-parallel layers are ends of the model whose partition metadata names the axis `stage`, such as an embedding
+and a head with the loss: every stage holds a slice of their parameters. All stages run them together, with collectives
+over the axis, for the microbatch that enters or leaves the model in a tick. What is not sliced of these layers lies on
+every stage, like a tied parameter.
 """
 
 import dataclasses
@@ -70,8 +70,8 @@ def cut_stages(signatures: Sequence[Hashable], boundaries: Sequence[int]) -> tup
 
 
 @dataclass(frozen=True)
-class Ends:
-    """The layers that all stages run together.
+class VocabLayers:
+    """Vocabulary-parallel layers, which all stages run together.
 
     Attributes:
         first: The first layers of the model, up to the last one that is sliced.
@@ -89,10 +89,10 @@ class Ends:
         return (*self.first, *self.last)
 
 
-def find_ends(
+def find_vocab_layers(
     layers: Sequence[NamedLayer], trace: ModelTrace, cuts: Sequence[StageCut], num_stages: int
-) -> tuple[Ends, tuple[StageCut, ...]]:
-    """Find the layers that all stages run together, and take them out of the virtual stages.
+) -> tuple[VocabLayers, tuple[StageCut, ...]]:
+    """Find the vocabulary-parallel layers, and take them out of the virtual stages.
 
     Args:
         layers: The model.
@@ -101,7 +101,7 @@ def find_ends(
         num_stages: Length of the `stage` axis; 1 leaves all layers whole.
 
     Returns:
-        `(ends, cuts without them)`.
+        `(vocabulary-parallel layers, cuts without them)`.
 
     Raises:
         LayerError: A split parameter does not belong to the ends, cannot be divided, or is sharded over `model` too;
@@ -109,20 +109,20 @@ def find_ends(
     """
     marked = [i for i, dims in enumerate(trace.stage_dims) if dims]
     if num_stages == 1 or not marked:
-        return Ends(), tuple(cuts)
+        return VocabLayers(), tuple(cuts)
     head, tail = cuts[0].prologue, cuts[-1].epilogue
-    ends = Ends(
+    vocab = VocabLayers(
         first=range(max((i + 1 for i in marked if i in head), default=0)),
         last=tail if any(i in tail for i in marked) else range(tail.stop, tail.stop),
         dims=trace.split_dims(),
     )
     for i in range(len(layers)):
-        _check_layer(layers[i], trace, ends, num_stages)
+        _check_layer(layers[i], trace, vocab, num_stages)
     found = list(cuts)
-    found[0] = dataclasses.replace(found[0], prologue=range(len(ends.first), head.stop))
-    if ends.last:
+    found[0] = dataclasses.replace(found[0], prologue=range(len(vocab.first), head.stop))
+    if vocab.last:
         found[-1] = dataclasses.replace(found[-1], epilogue=range(tail.start, tail.start))
-    return ends, tuple(found)
+    return vocab, tuple(found)
 
 
 def slice_struct(struct: Any, dim: int | None, num_stages: int) -> Any:
@@ -145,9 +145,9 @@ def _find_last(stage: Sequence[Hashable], run: Sequence[Hashable]) -> int | None
     return starts[-1] if starts else None
 
 
-def _check_layer(named: NamedLayer, trace: ModelTrace, ends: Ends, num_stages: int) -> None:
+def _check_layer(named: NamedLayer, trace: ModelTrace, vocab: VocabLayers, num_stages: int) -> None:
     i = named.index
-    if i in ends.layers:
+    if i in vocab.layers:
         for fault, found in (("keep collections", trace.collections[i]), ("report values", trace.aux[i])):
             if jax.tree.leaves(found):
                 raise LayerError(
@@ -156,10 +156,10 @@ def _check_layer(named: NamedLayer, trace: ModelTrace, ends: Ends, num_stages: i
                     "the first and last layers."
                 )
     paths = trace.paths[i].paths
-    leaves = {path: leaf for path, leaf in flatten_dict(trace.params[i]).items() if paths[path] in ends.dims}
+    leaves = {path: leaf for path, leaf in flatten_dict(trace.params[i]).items() if paths[path] in vocab.dims}
     for path, leaf in leaves.items():
-        label, dim = f"parameter {'.'.join(path)!r} of layer {named.name}", ends.dims[paths[path]]
-        if i not in ends.layers:
+        label, dim = f"parameter {'.'.join(path)!r} of layer {named.name}", vocab.dims[paths[path]]
+        if i not in vocab.layers:
             raise LayerError(
                 f"{label} is split over the 'stage' axis and must belong to the layers before the first or after the "
                 f"last repeated one, but got layer {i} of {len(trace.params)}. Move it to the model's ends, or leave "

@@ -8,16 +8,30 @@ devices alone.
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxpipe._typing import PyTree
-
 _SHARDED = "/model"
 """How the names of buffers end whose leaves are sharded over the `model` axis."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Storage:
+    """Arrays of one layout.
+
+    The names of the fields are part of the names of arrays in checkpoints.
+
+    Attributes:
+        packed: The buffers, by dtype.
+        stacked: The leaves that have arrays of their own, by name.
+    """
+
+    packed: dict[str, Any]
+    stacked: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -36,7 +50,7 @@ class _Slot:
 class Layout:
     """Layout of named leaves, stage by stage; in place of stages, any family whose members differ in leaves.
 
-    Storage has two parts: `stacked[name]` of shape `[num_stages, ...]` for leaves that all stages have alike and
+    A `Storage` has `stacked[name]` of shape `[num_stages, ...]` for leaves that all stages have alike and
     `packed[dtype]` of shape `[num_stages, size]` for the rest. Inside a stage's own program the first dim is absent.
 
     Args:
@@ -98,16 +112,16 @@ class Layout:
         slot = self._slots[stage][name]
         return jax.ShapeDtypeStruct(slot.shape, dtype_of(slot.buffer))
 
-    def struct(self) -> PyTree:
+    def struct(self) -> Storage:
         """Shapes and dtypes of one stage's storage, without the stage dim."""
         packed = {name: jax.ShapeDtypeStruct((size,), dtype_of(name)) for name, size in self.packed_sizes.items()}
-        return {"stacked": dict(self.stacked), "packed": packed}
+        return Storage(packed, dict(self.stacked))
 
-    def zeros(self) -> PyTree:
+    def zeros(self) -> Storage:
         """One stage's storage, all zeros."""
         return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.struct())
 
-    def place(self, stage: int, name: str) -> object:
+    def slot(self, stage: int, name: str) -> object:
         """Slot of a leaf; equal for leaves that one program can read on different stages."""
         return name if name in self.stacked else self._slots[stage][name]
 
@@ -118,18 +132,18 @@ class Layout:
         slot = self._slots[stage][name]
         return f"packed/{slot.buffer}", slot.offset, slot.end
 
-    def get(self, stage: int, name: str, storage: PyTree) -> jax.Array:
+    def get(self, stage: int, name: str, storage: Storage) -> jax.Array:
         """One leaf of a stage, from that stage's storage."""
         if name in self.stacked:
-            return storage["stacked"][name]
+            return storage.stacked[name]
         slot = self._slots[stage][name]
-        return storage["packed"][slot.buffer][slot.offset : slot.end].reshape(slot.shape)
+        return storage.packed[slot.buffer][slot.offset : slot.end].reshape(slot.shape)
 
-    def unpack(self, stage: int, storage: PyTree) -> dict[str, jax.Array]:
+    def unpack(self, stage: int, storage: Storage) -> dict[str, jax.Array]:
         """All leaves of a stage by name."""
         return {name: self.get(stage, name, storage) for name in self._names[stage]}
 
-    def pack_own(self, stage: int, leaves: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    def pack_buffers(self, stage: int, leaves: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
         """A stage's packed buffers; leaves that are not given are zero."""
         buffers = {}
         for buffer, size in self.packed_sizes.items():
@@ -144,29 +158,29 @@ class Layout:
             buffers[buffer] = jax.lax.pad(whole, jnp.zeros((), dtype), [(0, size - end, 0)]) if size > end else whole
         return buffers
 
-    def pack(self, stage: int, leaves: Mapping[str, jax.Array]) -> PyTree:
+    def pack(self, stage: int, leaves: Mapping[str, jax.Array]) -> Storage:
         """A stage's storage from all its leaves."""
         stacked = {name: _as(leaves[name], like.dtype) for name, like in self.stacked.items()}
-        return {"stacked": stacked, "packed": self.pack_own(stage, leaves)}
+        return Storage(self.pack_buffers(stage, leaves), stacked)
 
-    def put(self, stage: int, storage: PyTree, changed: Mapping[str, jax.Array]) -> PyTree:
+    def put(self, stage: int, storage: Storage, changed: Mapping[str, jax.Array]) -> Storage:
         """A stage's storage with some leaves replaced."""
-        stacked, packed = dict(storage["stacked"]), dict(storage["packed"])
+        stacked, packed = dict(storage.stacked), dict(storage.packed)
         for name, value in changed.items():
             if name in self.stacked:
                 stacked[name] = value
             else:
                 slot = self._slots[stage][name]
                 packed[slot.buffer] = packed[slot.buffer].at[slot.offset : slot.end].set(value.reshape(-1))
-        return {"stacked": stacked, "packed": packed}
+        return Storage(packed, stacked)
 
-    def by_sharding(self, storage: PyTree) -> tuple[PyTree, PyTree]:
+    def by_sharding(self, storage: Storage) -> tuple[Storage, Storage]:
         """A storage in two: what all places of the `model` axis have alike, and what differs from place to slot."""
 
-        def half(is_sharded: bool) -> PyTree:
-            stacked = {name: x for name, x in storage["stacked"].items() if (name in self.sharded) == is_sharded}
-            packed = {name: x for name, x in storage["packed"].items() if name.endswith(_SHARDED) == is_sharded}
-            return {"stacked": stacked, "packed": packed}
+        def half(is_sharded: bool) -> Storage:
+            stacked = {name: x for name, x in storage.stacked.items() if (name in self.sharded) == is_sharded}
+            packed = {name: x for name, x in storage.packed.items() if name.endswith(_SHARDED) == is_sharded}
+            return Storage(packed, stacked)
 
         return half(False), half(True)
 

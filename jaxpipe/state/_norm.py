@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from jaxpipe._typing import PyTree
 
+from ._layout import Storage
 from ._tied import drop_copies
 from ._zero import ZeroSharding
 
@@ -15,7 +16,7 @@ _EPSILON = 1e-6
 
 
 def global_norm(
-    tied: Mapping[str, tuple[int, ...]], sharding: ZeroSharding, form: jax.Array, shard: PyTree
+    tied: Mapping[str, tuple[int, ...]], sharding: ZeroSharding, form: jax.Array, shard: Storage
 ) -> jax.Array:
     """L2 norm of the whole model's gradient, equal on all devices.
 

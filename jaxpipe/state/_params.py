@@ -13,8 +13,8 @@ from jaxpipe.errors import LayerError
 from jaxpipe.layers import ModelTrace, NamedLayer, cast_floats, flatten_dict, join_path, unflatten_dict
 from jaxpipe.schedules import Placement
 
-from ._cut import Ends, StageCut, slice_struct
-from ._layout import Layout
+from ._cut import StageCut, VocabLayers, slice_struct
+from ._layout import Layout, Storage
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class StageLeaves:
     """Names of one stage's leaves in storage, each with its path in the model's tree.
 
     Attributes:
-        off_trunk: Leaves of prologues and epilogue, and of the ends that all stages run together; the name is the path,
+        off_trunk: Leaves of prologues and epilogue, and of vocabulary-parallel layers; the name is the path,
             so that a tied parameter has one name on all stages.
         trunk: Leaves of the trunk of every chunk; the names are the same on every stage, the paths differ.
         layers: For each layer of the stage: paths inside the layer, to names.
@@ -53,7 +53,7 @@ class ModelParams:
         trace: The model's shapes.
         cuts: The virtual stages, from the input on.
         placement: The stage and chunk of each virtual stage.
-        ends: The layers that all stages run together; without them nothing is sliced over the stages.
+        vocab: The vocabulary-parallel layers; without them nothing is sliced over the stages.
         dtype: What the layers compute in, in mixed precision; None: parameters are as the layers make them.
         grad_dtype: What their gradients are summed in; None: float32, or their own dtype where that is wider.
 
@@ -66,7 +66,7 @@ class ModelParams:
         grad_layout: Layout of the sums of their gradients. All three have the same leaves in the same order.
         tied: Parameters that several stages hold alike, each with those stages; the first one owns it.
         stage_dims: The dims along which parameters are sliced over the stages, by path.
-        end_names: Parameters of the layers that all stages run together.
+        vocab_names: Parameters of the vocabulary-parallel layers.
     """
 
     def __init__(
@@ -74,17 +74,17 @@ class ModelParams:
         trace: ModelTrace,
         cuts: Sequence[StageCut],
         placement: Placement,
-        ends: Ends = Ends(),  # noqa: B008  # frozen
+        vocab: VocabLayers = VocabLayers(),  # noqa: B008  # frozen
         *,
         dtype: Any = None,
         grad_dtype: Any = None,
     ) -> None:
         paths = [paths.paths for paths in trace.paths]
-        self.stages: tuple[StageLeaves, ...] = name_leaves(paths, cuts, placement, ends.layers)
-        self.stage_dims = ends.dims
+        self.stages: tuple[StageLeaves, ...] = name_leaves(paths, cuts, placement, vocab.layers)
+        self.stage_dims = vocab.dims
         master_dtype = None if dtype is None else jnp.float32
         struct = {
-            path: cast_floats(slice_struct(leaf, ends.dims.get(path), placement.num_stages), master_dtype)
+            path: cast_floats(slice_struct(leaf, vocab.dims.get(path), placement.num_stages), master_dtype)
             for path, leaf in flatten_dict(trace.tree()).items()
         }
         self.struct: Mapping[Path, jax.ShapeDtypeStruct] = struct
@@ -93,17 +93,19 @@ class ModelParams:
         sharded = {name for stage in self.stages for name, path in stage.paths.items() if path in dims}
         self.master_layout = Layout(structs, sharded=sharded)
         self.layout = self.master_layout.cast(lambda leaf: cast_floats(leaf, dtype))
-        self.grad_layout = self.layout.cast(lambda leaf: summed_struct(leaf, grad_dtype))
+        self.grad_layout = self.layout.cast(lambda leaf: grad_accum_struct(leaf, grad_dtype))
         self.trunk_names = tuple(self.stages[0].trunk)
         """Parameters of the trunk of all chunks, chunk after chunk, in the same order in each."""
-        self.end_names = tuple(self.stages[0].names_of(ends.layers))
-        others = {n for stage in self.stages for n in stage.names_of([i for i in stage.layers if i not in ends.layers])}
-        self.common_names = tuple(n for n in self.layout.stacked if n in others and n not in self.stages[0].trunk)
-        """Parameters of prologues and epilogue that every stage holds, such as a tied layer used by all."""
+        self.vocab_names = tuple(self.stages[0].names_of(vocab.layers))
+        others = {
+            n for stage in self.stages for n in stage.names_of([i for i in stage.layers if i not in vocab.layers])
+        }
+        self.stacked_off_trunk = tuple(n for n in self.layout.stacked if n in others and n not in self.stages[0].trunk)
+        """Parameters of prologues and epilogue that every stage holds, such as those of a tied layer that all use."""
         holders: dict[str, list[int]] = {}
         for s, stage in enumerate(self.stages):
             for name, path in stage.off_trunk.items():
-                if path not in ends.dims:
+                if path not in vocab.dims:
                     holders.setdefault(name, []).append(s)
         self.tied = {name: tuple(stages) for name, stages in holders.items() if len(stages) > 1}
 
@@ -145,17 +147,17 @@ class ModelCollections:
         """True where one of these layers of the model has collections."""
         return any(stage.layers[i] for stage in self._stages for i in indices if i in stage.layers)
 
-    def places(self, stage: int, indices: Sequence[int]) -> tuple[object, ...]:
+    def slots(self, stage: int, indices: Sequence[int]) -> tuple[object, ...]:
         """Slots of the collections of some layers; equal where one program can serve both."""
-        return tuple(self.layout.place(stage, name) for name in self._stages[stage].names_of(indices))
+        return tuple(self.layout.slot(stage, name) for name in self._stages[stage].names_of(indices))
 
-    def views(self, stage: int, indices: Sequence[int], storage: PyTree) -> list[PyTree]:
+    def views(self, stage: int, indices: Sequence[int], storage: Storage) -> list[PyTree]:
         """The collections of some layers of a stage, each as the layer knows them."""
         names = self._stages[stage].names_of(indices)
         leaves = {name: self.layout.get(stage, name, storage) for name in names}
         return [self._stages[stage].view(i, leaves) for i in indices]
 
-    def put(self, stage: int, indices: Sequence[int], storage: PyTree, views: Sequence[PyTree]) -> PyTree:
+    def put(self, stage: int, indices: Sequence[int], storage: Storage, views: Sequence[PyTree]) -> Storage:
         """The storage with the collections of some layers replaced."""
         changed = {}
         for index, view in zip(indices, views, strict=True):
@@ -164,7 +166,7 @@ class ModelCollections:
         return self.layout.put(stage, storage, changed)
 
 
-def summed_struct(leaf: Any, grad_dtype: Any = None) -> Any:
+def grad_accum_struct(leaf: Any, grad_dtype: Any = None) -> Any:
     """Shape and dtype of the sum of a parameter's gradients; None: float32, or the parameter's where that is wider."""
     if grad_dtype is None and jnp.issubdtype(leaf.dtype, jnp.floating):
         grad_dtype = jnp.promote_types(leaf.dtype, jnp.float32)
@@ -189,7 +191,7 @@ def check_collections(layers: Sequence[NamedLayer], trace: ModelTrace) -> None:
             )
 
 
-def mean_over_replicas(storage: PyTree) -> PyTree:
+def mean_over_replicas(storage: Storage) -> Storage:
     """Collections with floating-point leaves averaged over the `data` axis.
 
     Integers, which count calls, are the same on all replicas.
@@ -203,7 +205,7 @@ def mean_over_replicas(storage: PyTree) -> PyTree:
 
 
 def name_leaves(
-    paths: Sequence[Mapping[Path, Path]], cuts: Sequence[StageCut], placement: Placement, ends: Sequence[int] = ()
+    paths: Sequence[Mapping[Path, Path]], cuts: Sequence[StageCut], placement: Placement, everywhere: Sequence[int] = ()
 ) -> tuple[StageLeaves, ...]:
     """Name the leaves of every stage: after the layer's index in the trunk of its chunk, or after their path.
 
@@ -211,7 +213,7 @@ def name_leaves(
         paths: For each layer of the model, paths inside the layer to paths in the model's tree.
         cuts: The virtual stages.
         placement: The stage and chunk of each virtual stage.
-        ends: Layers that lie on all stages.
+        everywhere: Layers that lie on all stages.
     """
     stages = []
     for virtual_stages in placement.virtual:
@@ -219,7 +221,7 @@ def name_leaves(
         for chunk, virtual_stage in enumerate(virtual_stages):
             cut = cuts[virtual_stage]
             _name_layers(paths, (*cut.prologue, *cut.trunk, *cut.epilogue), cut.trunk, chunk, stage)
-        _name_layers(paths, ends, range(0), 0, stage)
+        _name_layers(paths, everywhere, range(0), 0, stage)
         stages.append(stage)
     return tuple(stages)
 

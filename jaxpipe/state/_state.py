@@ -9,6 +9,8 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpipe._typing import PyTree
 
+from ._layout import Storage
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -30,9 +32,9 @@ class TrainState:
     """
 
     step: jax.Array
-    params: PyTree
+    params: Storage
     opt_state: PyTree
-    collections: PyTree
+    collections: Storage
     loss_scale: PyTree
     skipped_steps: jax.Array
     rng: jax.Array

@@ -5,14 +5,13 @@ holders' gradients, so all of them compute the same update; the owner's result i
 that differ elsewhere may round differently.
 """
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 
-from jaxpipe._typing import PyTree
-
-from ._layout import Layout
+from ._layout import Layout, Storage
 from ._switch import switch_stages
 from ._zero import ShardLayout
 
@@ -20,7 +19,7 @@ Tied = Mapping[str, tuple[int, ...]]
 """Tied parameters by name, each with the stages that hold it."""
 
 
-def sum_tied(tied: Tied, layout: Layout, stage: jax.Array, grads: PyTree) -> PyTree:
+def sum_tied(tied: Tied, layout: Layout, stage: jax.Array, grads: Storage) -> Storage:
     """Give every holder of a tied parameter the sum of all holders' gradients.
 
     Args:
@@ -32,7 +31,7 @@ def sum_tied(tied: Tied, layout: Layout, stage: jax.Array, grads: PyTree) -> PyT
     return _exchange(tied, layout, range(layout.num_stages), stage, grads, is_sum=True)
 
 
-def broadcast_tied(tied: Tied, sharding: ShardLayout, form: jax.Array, shard: PyTree) -> PyTree:
+def broadcast_tied(tied: Tied, sharding: ShardLayout, form: jax.Array, shard: Storage) -> Storage:
     """Give every holder of a tied parameter the owner's value, so that copies stay equal to the bit.
 
     Args:
@@ -44,18 +43,18 @@ def broadcast_tied(tied: Tied, sharding: ShardLayout, form: jax.Array, shard: Py
     return _exchange(tied, sharding.shards, sharding.stages_of_forms, form, shard, is_sum=False)
 
 
-def drop_copies(tied: Tied, sharding: ShardLayout, form: jax.Array, shard: PyTree) -> PyTree:
+def drop_copies(tied: Tied, sharding: ShardLayout, form: jax.Array, shard: Storage) -> Storage:
     """Put zeros for a tied parameter everywhere but on its owner, so that a sum over the stages counts it once."""
     layout, stages = sharding.shards, sharding.stages_of_forms
     stacked, tied = _by_storage(tied, layout)
     if stacked:
         stage = jnp.asarray(stages)[form]
-        owned = {name: jnp.where(stage == owner, shard["stacked"][name], 0) for name, (owner, *_) in stacked.items()}
-        shard = {**shard, "stacked": {**shard["stacked"], **owned}}
+        owned = {name: jnp.where(stage == owner, shard.stacked[name], 0) for name, (owner, *_) in stacked.items()}
+        shard = dataclasses.replace(shard, stacked={**shard.stacked, **owned})
     if not tied:
         return shard
 
-    def drop(f: int) -> Callable[[PyTree], PyTree]:
+    def drop(f: int) -> Callable[[Storage], Storage]:
         copies = [name for name in tied if name in layout.names(f) and tied[name][0] != stages[f]]
         structs = {name: layout.struct_of(f, name) for name in copies}
         return lambda shard: layout.put(f, shard, {n: jnp.zeros(x.shape, x.dtype) for n, x in structs.items()})
@@ -64,8 +63,8 @@ def drop_copies(tied: Tied, sharding: ShardLayout, form: jax.Array, shard: PyTre
 
 
 def _exchange(
-    tied: Tied, layout: Layout, stages: Sequence[int], form: jax.Array, storage: PyTree, *, is_sum: bool
-) -> PyTree:
+    tied: Tied, layout: Layout, stages: Sequence[int], form: jax.Array, storage: Storage, *, is_sum: bool
+) -> Storage:
     """Sum the tied leaves of all holders (or the owner's alone) over the stages, and give all holders the result.
 
     Args:
@@ -78,19 +77,19 @@ def _exchange(
     """
     stacked, tied = _by_storage(tied, layout)
     if stacked:
-        given = {name: storage["stacked"][name] for name in stacked}
+        given = {name: storage.stacked[name] for name in stacked}
         if not is_sum:
             stage = jnp.asarray(stages)[form]
             # A broadcast as a sum with zeros, which is exact, and one collective for all leaves whatever their owners.
             given = {name: jnp.where(stage == stacked[name][0], leaf, 0) for name, leaf in given.items()}
-        storage = {**storage, "stacked": {**storage["stacked"], **jax.lax.psum(given, "stage")}}
+        storage = dataclasses.replace(storage, stacked={**storage.stacked, **jax.lax.psum(given, "stage")})
     if not tied:
         return storage
     forms = range(layout.num_stages)
     likes = {name: next(layout.struct_of(f, name) for f in forms if name in layout.names(f)) for name in tied}
 
-    def give(f: int) -> Callable[[PyTree], dict[str, jax.Array]]:
-        def run(storage: PyTree) -> dict[str, jax.Array]:
+    def give(f: int) -> Callable[[Storage], dict[str, jax.Array]]:
+        def run(storage: Storage) -> dict[str, jax.Array]:
             given = {}
             for name, like in likes.items():
                 is_giver = name in layout.names(f) and (is_sum or tied[name][0] == stages[f])
@@ -99,7 +98,7 @@ def _exchange(
 
         return run
 
-    def take(f: int) -> Callable[[PyTree, dict[str, jax.Array]], PyTree]:
+    def take(f: int) -> Callable[[Storage, dict[str, jax.Array]], Storage]:
         holds = [name for name in tied if name in layout.names(f)]
         return lambda storage, total: layout.put(f, storage, {name: total[name] for name in holds})
 

@@ -20,7 +20,7 @@ from jaxpipe.optim import (
     updates_alike,
 )
 
-from ._layout import Layout
+from ._layout import Layout, Storage
 from ._params import ModelParams
 from ._switch import switch_stages
 from ._zero import ShardLayout
@@ -65,7 +65,7 @@ class Updater:
         for form in forms:
             paths = params.stages[sharding.stage_of(form)].paths
             off_trunk = {name: paths[name] for name in shards.names(form) if name not in self._trunk_names}
-            others.append(_Group(shards, form, off_trunk, optimizer, params.end_names))
+            others.append(_Group(shards, form, off_trunk, optimizer, params.vocab_names))
             if form in firsts:
                 trunk[form] = _Group(shards, form, {name: paths[name] for name in self._trunk_names}, optimizer)
         if is_apart:
@@ -98,7 +98,7 @@ class Updater:
         state = state_struct(self._optimizer, unflatten_dict(self._params.struct))
         return {join_path(path): leaf for path, leaf in zip(leaf_paths(state), jax.tree.leaves(state), strict=True)}
 
-    def init(self, form: jax.Array, shard: PyTree) -> PyTree:
+    def init(self, form: jax.Array, shard: Storage) -> PyTree:
         """The optimiser state of this device's shard, from its parameters."""
         return {name: switch_stages(form, self._branches(name, self._init_branch), shard) for name in self._groups}
 
@@ -114,7 +114,7 @@ class Updater:
             packed[name] = self._layouts[name].pack(form, self._groups[name][form].by_name(tree))
         return packed
 
-    def update(self, form: jax.Array, shard: PyTree, grads: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
+    def update(self, form: jax.Array, shard: Storage, grads: Storage, state: PyTree) -> tuple[Storage, PyTree]:
         """One update of this device's shard.
 
         Args:
@@ -126,16 +126,16 @@ class Updater:
         Returns:
             `(parameters, optimiser state)`.
         """
-        stacked, packed, new_state = {}, shard["packed"], {}
-        off_trunk = [name for name in shard["stacked"] if name not in self._trunk_names]
+        stacked, packed, new_state = {}, shard.packed, {}
+        off_trunk = [name for name in shard.stacked if name not in self._trunk_names]
         for name, names in (("trunk", self._trunk_names), ("own", off_trunk)):
             has_packed = name == "own"  # all that lies in packed buffers is off the trunk
             taken = [_take(tree, names, with_packed=has_packed) for tree in (shard, grads)]
             branches = self._branches(name, self._update_branch)
             changed, new_state[name] = switch_stages(form, branches, *taken, state[name])
-            stacked |= changed["stacked"]
-            packed = changed["packed"] if has_packed else packed
-        return {"stacked": stacked, "packed": packed}, new_state
+            stacked |= changed.stacked
+            packed = changed.packed if has_packed else packed
+        return Storage(packed, stacked), new_state
 
     def _branches(self, name: str, make: Callable[[str, int], Callable[..., PyTree]]) -> list[Callable[..., PyTree]]:
         """A function per form, the same one for forms that one program updates, so that there is no conditional."""
@@ -143,18 +143,18 @@ class Updater:
         made = {group: make(name, form) for form, group in enumerate(groups)}
         return [made[group] for group in groups]
 
-    def _init_branch(self, name: str, form: int) -> Callable[[PyTree], PyTree]:
+    def _init_branch(self, name: str, form: int) -> Callable[[Storage], Storage]:
         group, layout = self._groups[name][form], self._layouts[name]
         return lambda shard: layout.pack(form, group.init(shard))
 
-    def _update_branch(self, name: str, form: int) -> Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]:
+    def _update_branch(self, name: str, form: int) -> Callable[[Storage, Storage, Storage], tuple[Storage, Storage]]:
         group, layout = self._groups[name][form], self._layouts[name]
 
-        def run(params: PyTree, grads: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
+        def run(params: Storage, grads: Storage, state: Storage) -> tuple[Storage, Storage]:
             changed, leaves = group.update(params, grads, layout.unpack(form, state))
-            stacked = {n: changed[n] for n in params["stacked"]}
-            packed = self._sharding.shards.pack_own(form, changed) if params["packed"] else {}
-            return {"stacked": stacked, "packed": packed}, layout.pack(form, leaves)
+            stacked = {n: changed[n] for n in params.stacked}
+            packed = self._sharding.shards.pack_buffers(form, changed) if params.packed else {}
+            return Storage(packed, stacked), layout.pack(form, leaves)
 
         return run
 
@@ -198,7 +198,7 @@ class _Group:
             found[leaf] = join_path((*at[:i], *(path or ()), *at[j:])), path
         return found
 
-    def init(self, shard: PyTree) -> dict[str, jax.Array]:
+    def init(self, shard: Storage) -> dict[str, jax.Array]:
         state = self._optimizer.init(self._tree(shard))
         return self.by_name(state)
 
@@ -209,7 +209,7 @@ class _Group:
         return jax.tree.unflatten(self._treedef, [leaves[name] for name in self.state_leaves])
 
     def update(
-        self, shard: PyTree, grads: PyTree, state: Mapping[str, jax.Array]
+        self, shard: Storage, grads: Storage, state: Mapping[str, jax.Array]
     ) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
         params = self._tree(shard)
         new, opt_state = apply_update(self._optimizer, self._tree(grads), self.state(state), params)
@@ -217,10 +217,10 @@ class _Group:
         changed = {name: flat[path] for name, path in self.paths.items()}
         return changed, dict(zip(self.state_leaves, jax.tree.leaves(opt_state), strict=True))
 
-    def _tree(self, shard: PyTree) -> PyTree:
+    def _tree(self, shard: Storage) -> PyTree:
         return unflatten_dict({path: self._layout.get(self._form, name, shard) for name, path in self.paths.items()})
 
 
-def _take(storage: PyTree, names: Sequence[str], *, with_packed: bool) -> PyTree:
-    stacked = {name: storage["stacked"][name] for name in names}
-    return {"stacked": stacked, "packed": storage["packed"] if with_packed else {}}
+def _take(storage: Storage, names: Sequence[str], *, with_packed: bool) -> Storage:
+    stacked = {name: storage.stacked[name] for name in names}
+    return Storage(storage.packed if with_packed else {}, stacked)

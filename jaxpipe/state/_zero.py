@@ -16,13 +16,15 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec as P
 
-from jaxpipe._typing import PyTree
 from jaxpipe.layers import unflatten_dict
 from jaxpipe.optim import is_elementwise
 
-from ._layout import Layout, dtype_of
+from ._layout import Layout, Storage, dtype_of
 from ._params import ModelParams
 from ._switch import switch_stages
+
+Buffers = dict[str, jax.Array]
+"""Packed buffers of one stage, by dtype."""
 
 
 class ShardLayout(abc.ABC):
@@ -73,11 +75,11 @@ class ShardLayout(abc.ABC):
         return [self.stage_of(form) for form in range(self.shards.num_stages)]
 
     @abc.abstractmethod
-    def gather(self, stage: jax.Array, shard: PyTree) -> PyTree:
+    def gather(self, stage: jax.Array, shard: Storage) -> Storage:
         """The whole storage of this device's stage, from the shards of its replicas."""
 
     @abc.abstractmethod
-    def reduce(self, stage: jax.Array, storage: PyTree) -> PyTree:
+    def reduce(self, stage: jax.Array, storage: Storage) -> Storage:
         """The sum over all replicas of whole storages, of which each device gets its shard."""
 
 
@@ -90,11 +92,11 @@ class Replicated(ShardLayout):
     def __init__(self, gathered: Layout) -> None:
         self.gathered = self.shards = gathered
 
-    def gather(self, stage: jax.Array, shard: PyTree) -> PyTree:
+    def gather(self, stage: jax.Array, shard: Storage) -> Storage:
         """The shard."""
         return shard
 
-    def reduce(self, stage: jax.Array, storage: PyTree) -> PyTree:
+    def reduce(self, stage: jax.Array, storage: Storage) -> Storage:
         """The sum."""
         return jax.tree.map(lambda x: jax.lax.psum(x, "data"), storage)
 
@@ -102,22 +104,22 @@ class Replicated(ShardLayout):
 class _Sharded(ShardLayout):
     """Shards that differ from replica to replica."""
 
-    def gather(self, stage: jax.Array, shard: PyTree) -> PyTree:
+    def gather(self, stage: jax.Array, shard: Storage) -> Storage:
         """Collect all shards of the stage, then put its leaves together."""
         return self._merge(stage, jax.tree.map(lambda x: jax.lax.all_gather(x, "data"), shard))
 
-    def reduce(self, stage: jax.Array, storage: PyTree) -> PyTree:
+    def reduce(self, stage: jax.Array, storage: Storage) -> Storage:
         """Cut every leaf, then sum and scatter the cuts."""
         # One reduce-scatter, and with the gather of the next step it sends what one all-reduce would.
         shards = self._cut(stage, storage)
         return jax.tree.map(lambda x: jax.lax.psum_scatter(x, "data", scatter_dimension=0), shards)
 
     @abc.abstractmethod
-    def _cut(self, stage: jax.Array, storage: PyTree) -> PyTree:
+    def _cut(self, stage: jax.Array, storage: Storage) -> Storage:
         """All shards of a whole storage, with a leading dim `num_shards`."""
 
     @abc.abstractmethod
-    def _merge(self, stage: jax.Array, shards: PyTree) -> PyTree:
+    def _merge(self, stage: jax.Array, shards: Storage) -> Storage:
         """The inverse."""
 
 
@@ -156,32 +158,34 @@ class ByElements(_Sharded):
         shape = self.gathered.struct_of(stage, name).shape
         return pieces.reshape(-1)[: math.prod(shape)].reshape(shape)
 
-    def _cut(self, stage: jax.Array, storage: PyTree) -> PyTree:
-        def branch(s: int) -> Callable[[PyTree], PyTree]:
-            def run(packed: PyTree) -> PyTree:
-                leaves = {n: self.gathered.get(s, n, {"packed": packed}) for n in self.gathered.packed_names(s)}
+    def _cut(self, stage: jax.Array, storage: Storage) -> Storage:
+        def branch(s: int) -> Callable[[Buffers], Buffers]:
+            def run(packed: Buffers) -> Buffers:
+                leaves = {n: self.gathered.get(s, n, Storage(packed)) for n in self.gathered.packed_names(s)}
                 pieces = {name: self._to_pieces(leaf) for name, leaf in leaves.items()}
-                return jax.vmap(lambda piece: self.shards.pack_own(s, piece), axis_size=self.num_shards)(pieces)
+                return jax.vmap(lambda piece: self.shards.pack_buffers(s, piece), axis_size=self.num_shards)(pieces)
 
             return run
 
-        stacked = {name: self._to_pieces(leaf) for name, leaf in storage["stacked"].items()}
-        return {"stacked": stacked, "packed": self._switch(stage, branch, storage["packed"])}
+        stacked = {name: self._to_pieces(leaf) for name, leaf in storage.stacked.items()}
+        return Storage(self._switch(stage, branch, storage.packed), stacked)
 
-    def _merge(self, stage: jax.Array, shards: PyTree) -> PyTree:
-        def branch(s: int) -> Callable[[PyTree], PyTree]:
-            def run(packed: PyTree) -> PyTree:
+    def _merge(self, stage: jax.Array, shards: Storage) -> Storage:
+        def branch(s: int) -> Callable[[Buffers], Buffers]:
+            def run(packed: Buffers) -> Buffers:
                 names = self.gathered.packed_names(s)
-                get = {n: jax.vmap(lambda one, n=n: self.shards.get(s, n, {"packed": one}))(packed) for n in names}
-                return self.gathered.pack_own(s, {name: self._to_leaf(s, name, x) for name, x in get.items()})
+                get = {n: jax.vmap(lambda one, n=n: self.shards.get(s, n, Storage(one)))(packed) for n in names}
+                return self.gathered.pack_buffers(s, {name: self._to_leaf(s, name, x) for name, x in get.items()})
 
             return run
 
         # Stacked leaves have one shape on all stages: that of stage 0.
-        stacked = {name: self._to_leaf(0, name, pieces) for name, pieces in shards["stacked"].items()}
-        return {"stacked": stacked, "packed": self._switch(stage, branch, shards["packed"])}
+        stacked = {name: self._to_leaf(0, name, pieces) for name, pieces in shards.stacked.items()}
+        return Storage(self._switch(stage, branch, shards.packed), stacked)
 
-    def _switch(self, stage: jax.Array, branch: Callable[[int], Callable[[PyTree], PyTree]], packed: PyTree) -> PyTree:
+    def _switch(
+        self, stage: jax.Array, branch: Callable[[int], Callable[[Buffers], Buffers]], packed: Buffers
+    ) -> Buffers:
         if not packed:
             return {}
         return switch_stages(stage, [branch(s) for s in range(self.gathered.num_stages)], packed)
@@ -226,9 +230,9 @@ class ByLeaves(_Sharded):
             used[replica] += sizes[name]
         return {name: owner[name] for name in names}
 
-    def _cut(self, stage: jax.Array, storage: PyTree) -> PyTree:
-        def branch(s: int) -> Callable[[PyTree], PyTree]:
-            def run(storage: PyTree) -> PyTree:
+    def _cut(self, stage: jax.Array, storage: Storage) -> Storage:
+        def branch(s: int) -> Callable[[Storage], Storage]:
+            def run(storage: Storage) -> Storage:
                 leaves = self.gathered.unpack(s, storage)
                 shards = [self.shards.pack(form, leaves) for form in self.forms(s)]
                 return jax.tree.map(lambda *xs: jnp.stack(xs), *shards)
@@ -237,9 +241,9 @@ class ByLeaves(_Sharded):
 
         return switch_stages(stage, [branch(s) for s in range(self.gathered.num_stages)], storage)
 
-    def _merge(self, stage: jax.Array, shards: PyTree) -> PyTree:
-        def branch(s: int) -> Callable[[PyTree], PyTree]:
-            def run(shards: PyTree) -> PyTree:
+    def _merge(self, stage: jax.Array, shards: Storage) -> Storage:
+        def branch(s: int) -> Callable[[Storage], Storage]:
+            def run(shards: Storage) -> Storage:
                 leaves: dict[str, jax.Array] = {}
                 for replica, form in enumerate(self.forms(s)):
                     leaves |= self.shards.unpack(form, jax.tree.map(lambda x, r=replica: x[r], shards))
@@ -292,12 +296,12 @@ class ZeroSharding:
         """How the first dim of collections lies on the mesh: no replica has its own."""
         return P(("stage", "model")) if self.num_model else P("stage")
 
-    def gather_params(self, stage: jax.Array, form: jax.Array, shard: PyTree) -> PyTree:
+    def gather_params(self, stage: jax.Array, form: jax.Array, shard: Storage) -> Storage:
         """What a stage computes with, from the master shard of each of its replicas."""
         # Cast before the gather: the replicas then send half the bytes in mixed precision.
         return self.compute.gather(stage, _cast(self.master.shards, self.compute.shards, form, shard))
 
-    def reduce_gradients(self, stage: jax.Array, form: jax.Array, storage: PyTree) -> PyTree:
+    def reduce_gradients(self, stage: jax.Array, form: jax.Array, storage: Storage) -> Storage:
         """The shard of the sum over all replicas of a stage's gradients, in the form of master parameters."""
         # Summed in the accumulation dtype, which may be wider than that of the master parameters, and cast once.
         shard = _cast(self.grad_accum.shards, self.master.shards, form, self.grad_accum.reduce(stage, storage))
@@ -307,7 +311,7 @@ class ZeroSharding:
         # all of the gradient of its slice of a sharded one.
         alike, sharded = self.master.shards.by_sharding(shard)
         alike = jax.tree.map(lambda x: jax.lax.psum(x, "model"), alike)
-        return {part: {**alike[part], **sharded[part]} for part in shard}
+        return Storage({**alike.packed, **sharded.packed}, {**alike.stacked, **sharded.stacked})
 
 
 def zero_sharding(
@@ -344,10 +348,10 @@ def _is_elementwise(
     return is_elementwise(optimizer, whole, pieces)
 
 
-def _cast(source: Layout, target: Layout, form: jax.Array, storage: PyTree) -> PyTree:
+def _cast(source: Layout, target: Layout, form: jax.Array, storage: Storage) -> Storage:
     """The same leaves in the dtypes of another layout."""
-    stacked = {name: storage["stacked"][name].astype(like.dtype) for name, like in target.stacked.items()}
-    packed = storage["packed"]
+    stacked = {name: storage.stacked[name].astype(like.dtype) for name, like in target.stacked.items()}
+    packed = storage.packed
     if len(source.packed_sizes) == len(target.packed_sizes) <= 1:
         # One buffer in each, with the leaves in the same order: no need to take it apart.
         packed = {name: x.astype(dtype_of(name)) for name, x in zip(target.packed_sizes, packed.values(), strict=True)}
@@ -355,7 +359,7 @@ def _cast(source: Layout, target: Layout, form: jax.Array, storage: PyTree) -> P
 
         def branch(f: int) -> Any:
             names = target.packed_names(f)
-            return lambda packed: target.pack_own(f, {n: source.get(f, n, {"packed": packed}) for n in names})
+            return lambda packed: target.pack_buffers(f, {n: source.get(f, n, Storage(packed)) for n in names})
 
         packed = switch_stages(form, [branch(f) for f in range(target.num_stages)], packed)
-    return {"stacked": stacked, "packed": packed}
+    return Storage(packed, stacked)

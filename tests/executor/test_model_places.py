@@ -133,7 +133,7 @@ def test_outputs_in_shares_cannot_be_predicted() -> None:
 def test_each_place_holds_its_share_alone() -> None:
     pipeline = make_pipeline("linen", 2, 4, 1, SGD)
     state = pipeline.init()
-    wide = state.params["stacked"]["trunk/0/0/wide"]
+    wide = state.params.stacked["trunk/0/0/wide"]
     assert wide.shape == (8, DIM, 4)
     assert {shard.data.shape for shard in wide.addressable_shards} == {(1, DIM, 4)}
     assert "parameters per device: " in describe_pipeline(pipeline)

@@ -65,10 +65,10 @@ def test_a_layout_stacks_what_all_stages_have_and_packs_the_rest() -> None:
     layout = Layout([struct(stage) for stage in stages()])
     assert sorted(layout.stacked) == ["a", "b"]
     assert layout.packed_sizes == {"float32": 10, "int32": 1}
-    assert layout.struct()["stacked"]["a"].shape == (2, 2)
-    assert layout.struct()["packed"]["float32"].shape == (10,)
-    assert layout.place(0, "a") == layout.place(2, "a") == "a"
-    assert layout.place(0, "first") != layout.place(2, "last")
+    assert layout.struct().stacked["a"].shape == (2, 2)
+    assert layout.struct().packed["float32"].shape == (10,)
+    assert layout.slot(0, "a") == layout.slot(2, "a") == "a"
+    assert layout.slot(0, "first") != layout.slot(2, "last")
 
 
 @pytest.mark.parametrize("stage", range(3))
@@ -88,7 +88,7 @@ def test_a_stage_is_stored_and_found_again(stage: int) -> None:
 
 def test_leaves_that_are_left_out_are_packed_as_zeros() -> None:
     layout = Layout([struct(stage) for stage in stages()])
-    buffers = layout.pack_own(0, {"scale": jnp.asarray(3.0)})
+    buffers = layout.pack_buffers(0, {"scale": jnp.asarray(3.0)})
     np.testing.assert_array_equal(buffers["float32"], [0, 0, 0, 0, 3, 0, 0, 0, 0, 0])
     np.testing.assert_array_equal(buffers["int32"], [0])
     jax.tree.map(

@@ -81,7 +81,7 @@ def check_copies(pipeline: Any, params: Any) -> None:
     if pipeline.config.zero_optimization.stage:
         return
     for name in tied:
-        leaf = np.asarray(params["stacked"][name])
+        leaf = np.asarray(params.stacked[name])
         assert all(np.array_equal(leaf[0], other) for other in leaf[1:])
 
 

@@ -191,7 +191,7 @@ def test_no_stage_holds_another_stages_parameters(large_vocabulary: Pipeline) ->
     struct = large_vocabulary.state_struct
     for leaf in jax.tree.leaves((struct.params, struct.opt_state)):
         assert leaf.sharding.shard_shape(leaf.shape) == (1, *leaf.shape[1:])
-    rows = large_vocabulary.init().params["packed"]["float32"]
+    rows = large_vocabulary.init().params.packed["float32"]
     owned = np.count_nonzero(np.asarray(rows), axis=1)
     assert owned[1] < owned[0] / 10
     assert owned[2] < owned[3] / 10
