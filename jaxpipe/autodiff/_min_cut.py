@@ -168,7 +168,7 @@ def min_cut(
     capacities |= {(source, node[value]): endless for value in fixed}
     capacities |= {(node[x] + 1, node[value]): endless for x, value in uses}
     capacities |= {(node[value] + 1, sink): endless for value in goals}
-    starts, ends = np.array(list(capacities)).T
+    starts, ends = np.array(list(capacities), np.int32).T  # the only indices that SciPy 1.14 takes
     shape = (sink + 1, sink + 1)
     graph = csr_array((np.array(list(capacities.values()), np.int32), (starts, ends)), shape)
     # From these nodes more could flow to the goals: the side of the goals in the cut that is nearest to them.

@@ -183,17 +183,17 @@ def test_only_floating_leaves_have_gradients() -> None:
 def test_rings_hold_no_weights(model: str, scan_trunk: bool, interval: int) -> None:
     pipeline = Case(model=model, stages=2, interval=interval, scan_trunk=scan_trunk, cut="trunk").pipeline()
     weights = {(DIM, DIM), (DIM, 12), (12, DIM), (12,), (DIM,)}
-    for leaf in jax.tree.leaves(pipeline._stages.kept):
+    for leaf in jax.tree.leaves(pipeline._stages.residuals):
         assert tuple(leaf.shape) not in weights
         assert leaf.shape[:1] != (BLOCKS // 2,) or tuple(leaf.shape[1:]) not in weights
-    bits = {f"{leaf.dtype}" for leaf in jax.tree.leaves(pipeline._stages.kept)}
+    bits = {f"{leaf.dtype}" for leaf in jax.tree.leaves(pipeline._stages.residuals)}
     assert not any(dtype.startswith("key") for dtype in bits)
 
 
 def test_recompute_shrinks_what_is_kept() -> None:
     def kept_bytes(interval: int) -> int:
         stages = Case(stages=2, interval=interval, cut="trunk").pipeline()._stages
-        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(stages.trunk.kept))
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(stages.trunk.residuals))
 
     everything, per_layer, per_pair = kept_bytes(0), kept_bytes(1), kept_bytes(2)
     assert everything > per_layer > per_pair

@@ -39,7 +39,7 @@ def memory(stages: int, data: int, zero_stage: int, interval: int) -> Any:
     x = jax.ShapeDtypeStruct((SAMPLES * data, SIZE), jnp.float32)
     pipeline = build(module, h200_mesh(stages, data), (x, x), zero_stage=zero_stage)
     compiled = compile_step(pipeline)
-    kept = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(pipeline._stages.kept))
+    kept = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(pipeline._stages.residuals))
     return compiled.memory_analysis(), kept, pipeline.program.peak_in_flight
 
 

@@ -100,7 +100,9 @@ def test_the_trunk_is_straight_and_nothing_large_is_copied(data: int, hosts: int
     assert products >= 6 * BLOCKS // STAGES, "the trunk's forward and backward outside of any branch"
     branches = [line for line in step.steady if line.op == "conditional"]
     assert len(branches) <= 3, "embedding, head and the embedding's backward"
-    ring = {(step.pipeline.program.residual_slots, *leaf.shape) for leaf in jax.tree.leaves(step.pipeline._stages.kept)}
+    ring = {
+        (step.pipeline.program.residual_slots, *leaf.shape) for leaf in jax.tree.leaves(step.pipeline._stages.residuals)
+    }
     weights = {(DIM, 4 * DIM), (4 * DIM, DIM)}
     assert not step.program.copied(step.steady) & (ring | weights)
 
@@ -115,7 +117,7 @@ def test_weights_of_chunks_are_the_only_thing_copied() -> None:
     step = language_model(schedule="interleaved")
     under = step.program.under(step.steady)
     assert min(under.values()) >= 1, under
-    leaves = jax.tree.leaves(step.pipeline._stages.kept)
+    leaves = jax.tree.leaves(step.pipeline._stages.residuals)
     ring = {(step.pipeline.program.residual_slots, *leaf.shape) for leaf in leaves}
     assert not step.program.copied(step.steady) & ring
 
@@ -142,7 +144,7 @@ def test_large_inputs_are_held_in_shares() -> None:
 
 def test_what_waits_lies_in_host_memory() -> None:
     there, here = (language_model(offload_activations=wanted) for wanted in (True, False))
-    kept = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(here.pipeline._stages.kept))
+    kept = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(here.pipeline._stages.residuals))
     ring = kept * here.pipeline.program.residual_slots
     assert there.memory.host_temp_size_in_bytes >= 0.95 * ring
     assert here.memory.temp_size_in_bytes - there.memory.temp_size_in_bytes >= 0.7 * ring

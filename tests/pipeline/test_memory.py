@@ -116,7 +116,7 @@ def test_rings_are_as_deep_as_the_formula(schedule: str, stages: int, microbatch
 def _ring_depths(pipeline: Pipeline) -> set[int]:
     """Leading sizes of what the loops carry in the shape of a residual."""
     jaxpr = jax.make_jaxpr(pipeline.gradients)(pipeline.state_struct, pipeline.batch_struct)
-    kept = {(tuple(x.shape), x.dtype) for x in jax.tree.leaves(pipeline._stages.kept) if x.ndim}
+    kept = {(tuple(x.shape), x.dtype) for x in jax.tree.leaves(pipeline._stages.residuals) if x.ndim}
     travelling = {
         (tuple(x.shape), x.dtype)
         for packing in (pipeline._stages.activations, pipeline._stages.gradients)
@@ -232,7 +232,7 @@ def test_zero_divides_optimizer_state_and_masters_by_the_replicas(optimizer: opt
 def test_recompute_keeps_the_inputs_of_groups_alone() -> None:
     def kept(interval: int) -> int:
         pipeline = wide_pipeline(8, "1f1b", interval=interval)
-        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(pipeline._stages.kept))
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(pipeline._stages.residuals))
 
     stage_input = 64 * 64 * 4
     assert kept(1) <= stage_input * 1.02 + 64
