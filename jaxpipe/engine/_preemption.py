@@ -1,4 +1,4 @@
-"""Noticing that the process is asked to end."""
+"""`PreemptionWatch`: signals that ask the process to end."""
 
 import signal
 import threading
@@ -10,7 +10,7 @@ from jaxpipe.errors import CheckpointError
 
 
 class PreemptionWatch:
-    """Catches signals that announce the end, and says so when asked.
+    """Catches signals that announce the end of this process, for all processes to look at between steps.
 
     Args:
         signals: Which ones.
@@ -30,11 +30,15 @@ class PreemptionWatch:
             signal.signal(each, self._note)
 
     def exit_code(self) -> int | None:
-        """What shells report of a process that the signal ended, if one came to any process; all processes call.
+        """The exit status of a process that the signal ended, if one came to any process; all processes call.
 
         Returns:
-            The same on all processes; None: no signal came.
+            128 plus the signal's number, the same on all processes; None: no signal came.
         """
+        # `jax.experimental.multihost_utils.reached_preemption_sync_point` takes 0.03 ms where this gather takes 4 ms
+        # (JAX 0.10.2, two processes that share two cores), but cannot replace it: it is always False in one process
+        # without jax.distributed, knows SIGTERM alone and not which signal came, is deaf as soon as Python has a
+        # handler of SIGTERM that was set after jax.distributed.initialize, and lets one or two more steps pass.
         received = int(gather_numbers([self._received]).max())
         return 128 + received if received else None
 
