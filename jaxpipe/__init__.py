@@ -14,6 +14,7 @@ What to look at first:
     `jaxpipe.schedules`: 1F1B, interleaved, zero-bubble, GPipe, and the base of one's own.
     `jaxpipe.config`: the keys of a configuration. `jaxpipe.errors`: what is raised.
     `jaxpipe.checkpoint`: files on disk. `jaxpipe.checkpointing`: recompute, by DeepSpeed's name for it.
+    `jaxpipe.deepspeed`: DeepSpeed's names that have no counterpart in JAX.
     `jaxpipe launch`, on the command line: many processes.
 """
 
@@ -21,6 +22,7 @@ from jaxpipe import checkpoint as checkpoint
 from jaxpipe import checkpointing as checkpointing
 from jaxpipe import config as config
 from jaxpipe import data as data
+from jaxpipe import deepspeed as deepspeed
 from jaxpipe import errors as errors
 from jaxpipe import launch as launch
 from jaxpipe import layers as layers
@@ -31,6 +33,7 @@ from jaxpipe import topology as topology
 from jaxpipe.config import TrainConfig as TrainConfig
 from jaxpipe.config import add_config_arguments as add_config_arguments
 from jaxpipe.data import RepeatingLoader as RepeatingLoader
+from jaxpipe.deepspeed import PipelineParallelGrid as PipelineParallelGrid
 from jaxpipe.distributed import init_distributed as init_distributed
 from jaxpipe.engine import PipelineEngine as PipelineEngine
 from jaxpipe.engine import UnpipelinedEngine as UnpipelinedEngine
@@ -51,7 +54,6 @@ from jaxpipe.schedules import PipeSchedule as PipeSchedule
 from jaxpipe.schedules import TrainSchedule as TrainSchedule
 from jaxpipe.state import TrainState as TrainState
 from jaxpipe.topology import PipeDataParallelTopology as PipeDataParallelTopology
-from jaxpipe.topology import PipelineParallelGrid as PipelineParallelGrid
 from jaxpipe.topology import PipeModelDataParallelTopology as PipeModelDataParallelTopology
 from jaxpipe.topology import ProcessTopology as ProcessTopology
 
@@ -82,6 +84,7 @@ __all__ = [
     "checkpointing",
     "config",
     "data",
+    "deepspeed",
     "describe_pipeline",
     "errors",
     "init_distributed",

@@ -4,21 +4,21 @@ Here *checkpointing* means DeepSpeed's activation checkpointing: the inner activ
 in the backward pass instead of kept. Files on disk are another matter.
 """
 
-from jaxpipe.recompute import CheckpointFunction as CheckpointFunction
-from jaxpipe.recompute import CudaRNGStatesTracker as CudaRNGStatesTracker
+from jaxpipe.deepspeed import CheckpointFunction as CheckpointFunction
+from jaxpipe.deepspeed import CudaRNGStatesTracker as CudaRNGStatesTracker
+from jaxpipe.deepspeed import RNGState as RNGState
+from jaxpipe.deepspeed import get_cuda_rng_tracker as get_cuda_rng_tracker
+from jaxpipe.deepspeed import model_parallel_cuda_manual_seed as model_parallel_cuda_manual_seed
+from jaxpipe.deepspeed import model_parallel_reconfigure_tp_seed as model_parallel_reconfigure_tp_seed
+from jaxpipe.deepspeed import non_reentrant_checkpoint as non_reentrant_checkpoint
+from jaxpipe.deepspeed import reset as reset
+from jaxpipe.deepspeed import set_num_layers as set_num_layers
 from jaxpipe.recompute import RecomputeSettings as RecomputeSettings
-from jaxpipe.recompute import RNGState as RNGState
 from jaxpipe.recompute import checkpoint as checkpoint
 from jaxpipe.recompute import configure as configure
 from jaxpipe.recompute import current_settings as current_settings
-from jaxpipe.recompute import get_cuda_rng_tracker as get_cuda_rng_tracker
 from jaxpipe.recompute import is_configured as is_configured
-from jaxpipe.recompute import model_parallel_cuda_manual_seed as model_parallel_cuda_manual_seed
-from jaxpipe.recompute import model_parallel_reconfigure_tp_seed as model_parallel_reconfigure_tp_seed
-from jaxpipe.recompute import non_reentrant_checkpoint as non_reentrant_checkpoint
 from jaxpipe.recompute import partition_activations_in_checkpoint as partition_activations_in_checkpoint
-from jaxpipe.recompute import reset as reset
-from jaxpipe.recompute import set_num_layers as set_num_layers
 from jaxpipe.recompute import settings_for as settings_for
 from jaxpipe.recompute import use_settings as use_settings
 

@@ -2,14 +2,14 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 import flax.linen as nn
 import jax
 import numpy as np
 
 from jaxpipe._typing import PyTree
-from jaxpipe.errors import LayerError, PipelineError
+from jaxpipe.errors import LayerError
 
 from ._settings import RecomputeSettings, follow_settings
 from ._stored import call_with_stored_inputs, model_axis_size
@@ -70,76 +70,6 @@ def checkpoint(function: Callable[..., PyTree], *args: Any) -> PyTree:
     if _keeps_elsewhere(settings):
         return call_with_stored_inputs(run, arrays, settings)
     return jax.checkpoint(run)(*arrays)
-
-
-def non_reentrant_checkpoint(function: Callable[..., PyTree], *args: Any) -> PyTree:
-    """The same as `checkpoint`: JAX has one kind of recompute, and it is not reentrant.
-
-    Args:
-        function: As in `checkpoint`.
-        *args: As in `checkpoint`.
-
-    Returns:
-        What the function returns.
-
-    Raises:
-        LayerError: The function is not callable.
-    """
-    return checkpoint(function, *args)
-
-
-class CheckpointFunction:
-    """DeepSpeed's autograd function: `CheckpointFunction.apply(function, *args)` is `checkpoint(function, *args)`.
-
-    There is nothing to construct, and no `forward` or `backward` to call: JAX differentiates functions.
-
-    Raises:
-        PipelineError: It is constructed.
-    """
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        _refuse("CheckpointFunction(...)")
-
-    @staticmethod
-    def apply(function: Callable[..., PyTree], *args: Any) -> PyTree:
-        """Call a function and recompute it in the backward pass; there is no list of outputs to pass beside it.
-
-        Args:
-            function: As in `checkpoint`.
-            *args: As in `checkpoint`.
-
-        Returns:
-            What the function returns.
-
-        Raises:
-            LayerError: The function is not callable.
-        """
-        return checkpoint(function, *args)
-
-    @staticmethod
-    def forward(*args: Any, **kwargs: Any) -> NoReturn:
-        """Refused: a derivative belongs to the function, not to a call of it.
-
-        Raises:
-            PipelineError: Always.
-        """
-        _refuse("CheckpointFunction.forward")
-
-    @staticmethod
-    def backward(*args: Any, **kwargs: Any) -> NoReturn:
-        """Refused: see `forward`.
-
-        Raises:
-            PipelineError: Always.
-        """
-        _refuse("CheckpointFunction.backward")
-
-
-def _refuse(subject: str) -> NoReturn:
-    raise PipelineError(
-        f"{subject} must not be called, since JAX differentiates functions and has no autograd objects, but got a "
-        "call. Use jaxpipe.checkpointing.checkpoint(function, *args), and jax.grad or jax.vjp around it."
-    )
 
 
 def _keeps_elsewhere(settings: RecomputeSettings) -> bool:

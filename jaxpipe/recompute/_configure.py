@@ -121,13 +121,6 @@ def is_configured() -> bool:
     return current_settings().configured
 
 
-def reset() -> None:
-    """Do nothing: no buffers are held between calls, so there are none to free after an evaluation.
-
-    DeepSpeed's name. The settings stay, as they do there.
-    """
-
-
 def partition_activations_in_checkpoint(partition_activation: bool) -> None:
     """Turn the partitioning of kept activations on or off, leaving the other settings.
 
@@ -139,19 +132,6 @@ def partition_activations_in_checkpoint(partition_activation: bool) -> None:
     """
     _check_types({"partition_activations": partition_activation}, optional=False)
     set_settings(dataclasses.replace(current_settings(), partition_activations=partition_activation))
-
-
-def set_num_layers(nlayers: int) -> None:
-    """No effect, with a warning: DeepSpeed sizes its contiguous buffer by it, and there is no such buffer.
-
-    Args:
-        nlayers: Number of layers.
-
-    Raises:
-        ConfigError: It is no positive integer.
-    """
-    _check_types({"num_checkpoints": nlayers}, optional=False)
-    _warn(["num_checkpoints"])
 
 
 def check_host_memory(platform: str, default: str, kinds: Collection[str]) -> None:

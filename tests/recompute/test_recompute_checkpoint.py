@@ -12,8 +12,9 @@ import pytest
 
 import jaxpipe
 from jaxpipe import LayerSpec, PipelineModule
+from jaxpipe.deepspeed import CheckpointFunction, non_reentrant_checkpoint
 from jaxpipe.errors import LayerError, PipelineError
-from jaxpipe.recompute import CheckpointFunction, RecomputeSettings, checkpoint, non_reentrant_checkpoint
+from jaxpipe.recompute import RecomputeSettings, checkpoint
 
 HOST = RecomputeSettings(checkpoint_in_cpu=True)
 

@@ -10,14 +10,14 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
-from jaxpipe.errors import ConfigError, LayerError
-from jaxpipe.recompute import (
+from jaxpipe.deepspeed import (
     CudaRNGStatesTracker,
     RNGState,
     get_cuda_rng_tracker,
     model_parallel_cuda_manual_seed,
     model_parallel_reconfigure_tp_seed,
 )
+from jaxpipe.errors import ConfigError, LayerError
 
 SEED = 42
 

@@ -12,8 +12,6 @@ from jax.core import Tracer
 
 from jaxpipe.errors import ConfigError, LayerError
 
-from ._stored import MODEL_AXIS
-
 DEFAULT_RNG = "default-rng"
 MODEL_PARALLEL_RNG = "model-parallel-rng"
 _MODEL_PARALLEL_OFFSET = 2718
@@ -217,7 +215,7 @@ def _seed_here(state: RNGState, model_rank: int | None) -> jax.Array | int:
     if model_rank is not None:
         return state.seed + model_rank
     try:
-        rank = lax.axis_index(MODEL_AXIS)
+        rank = lax.axis_index("model")
     except NameError:
         return state.seed
     return jnp.uint32(state.seed) + rank.astype(jnp.uint32)

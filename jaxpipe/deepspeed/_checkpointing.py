@@ -1,0 +1,109 @@
+"""Names of DeepSpeed's `checkpointing` that say nothing new here, or nothing at all."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from jaxpipe._typing import PyTree
+from jaxpipe.config import ConfigWarning
+from jaxpipe.errors import ConfigError, PipelineError
+from jaxpipe.recompute import checkpoint
+
+
+def non_reentrant_checkpoint(function: Callable[..., PyTree], *args: Any) -> PyTree:
+    """The same as `checkpoint`: JAX has one kind of recompute, and it is not reentrant.
+
+    Args:
+        function: As in `checkpoint`.
+        *args: As in `checkpoint`.
+
+    Returns:
+        What the function returns.
+
+    Raises:
+        LayerError: The function is not callable.
+    """
+    return checkpoint(function, *args)
+
+
+class CheckpointFunction:
+    """DeepSpeed's autograd function: `CheckpointFunction.apply(function, *args)` is `checkpoint(function, *args)`.
+
+    There is nothing to construct, and no `forward` or `backward` to call: JAX differentiates functions.
+
+    Raises:
+        PipelineError: It is constructed.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        _refuse("CheckpointFunction(...)")
+
+    @staticmethod
+    def apply(function: Callable[..., PyTree], *args: Any) -> PyTree:
+        """Call a function and recompute it in the backward pass; there is no list of outputs to pass beside it.
+
+        Args:
+            function: As in `checkpoint`.
+            *args: As in `checkpoint`.
+
+        Returns:
+            What the function returns.
+
+        Raises:
+            LayerError: The function is not callable.
+        """
+        return checkpoint(function, *args)
+
+    @staticmethod
+    def forward(*args: Any, **kwargs: Any) -> NoReturn:
+        """Refused: a derivative belongs to the function, not to a call of it.
+
+        Raises:
+            PipelineError: Always.
+        """
+        _refuse("CheckpointFunction.forward")
+
+    @staticmethod
+    def backward(*args: Any, **kwargs: Any) -> NoReturn:
+        """Refused: see `forward`.
+
+        Raises:
+            PipelineError: Always.
+        """
+        _refuse("CheckpointFunction.backward")
+
+
+def _refuse(subject: str) -> NoReturn:
+    raise PipelineError(
+        f"{subject} must not be called, since JAX differentiates functions and has no autograd objects, but got a "
+        "call. Use jaxpipe.checkpointing.checkpoint(function, *args), and jax.grad or jax.vjp around it."
+    )
+
+
+def reset() -> None:
+    """Do nothing: no buffers are held between calls, so there are none to free after an evaluation.
+
+    DeepSpeed's name. The settings stay, as they do there.
+    """
+
+
+def set_num_layers(nlayers: int) -> None:
+    """No effect, with a warning: DeepSpeed sizes its contiguous buffer by it, and there is no such buffer.
+
+    Args:
+        nlayers: Number of layers.
+
+    Raises:
+        ConfigError: It is no positive integer.
+    """
+    if not isinstance(nlayers, int) or isinstance(nlayers, bool) or nlayers < 1:
+        raise ConfigError(
+            f"num_checkpoints must be an integer >= 1, but got num_checkpoints={nlayers!r}. Give the number of "
+            "recomputed groups, or leave it out."
+        )
+    warnings.warn(
+        "No effect: num_checkpoints (activation_checkpointing.number_checkpoints): there is no buffer whose size it "
+        "would give.",
+        ConfigWarning,
+        stacklevel=2,
+    )
