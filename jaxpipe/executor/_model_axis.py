@@ -1,8 +1,8 @@
-"""The `model` axis: what each of its places holds of a model's variables, and the whole.
+"""The `model` axis (tensor parallelism): a model as one of its ranks runs it, and as a whole.
 
-Layers are traced as one place runs them. With `check_vma=False` the transpose of a `psum` is a `psum`, so a backward
-gives each place the gradient of the sum of all places' losses: the loss is seeded with 1 / num_model, and the gradients
-of what all places hold alike are then summed over them.
+Layers are traced as one rank runs them. With `check_vma=False` the transpose of a `psum` is a `psum`, so a backward
+gives each rank the gradient of the sum of all ranks' losses: the loss is seeded with 1 / num_model, and the gradients
+of what all ranks hold alike are then summed over them.
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ from jaxpipe.topology import ProcessTopology, mesh_shape, mesh_topology
 
 
 def model_topology(module: PipelineModule, mesh: Mesh) -> ProcessTopology:
-    """The topology that numbers the places of a mesh, as the module was given it.
+    """The topology that numbers the devices of a mesh, as the module was given it.
 
     Args:
         module: The model.
@@ -39,10 +39,10 @@ def model_topology(module: PipelineModule, mesh: Mesh) -> ProcessTopology:
     return mesh_topology(mesh, module.given_topology)
 
 
-def trace_places(
+def trace_model_ranks(
     module: PipelineModule, inputs: PyTree, side: Mapping[str, PyTree], num_model: int, num_data: int = 1
 ) -> tuple[ModelTrace, ModelTrace]:
-    """Trace a whole model, and one place of its `model` axis.
+    """Trace a whole model, and one rank of its `model` axis.
 
     Args:
         module: The model.
@@ -52,51 +52,51 @@ def trace_places(
         num_data: Length of the axis `data`.
 
     Returns:
-        `(whole, place)`.
+        `(whole, of one rank)`.
 
     Raises:
-        LayerError: Layers do not fit, or a variable's shapes on a place and as a whole do not agree with its partition
+        LayerError: Layers do not fit, or a variable's shapes on a rank and as a whole do not agree with its partition
             metadata.
     """
     whole = with_axes({"model": min(num_model, 1), "data": num_data}, lambda: module.trace(inputs, side))
     if num_model <= 1:
         return whole, whole
     _compare(module, whole, None, num_model)
-    place = with_axes({"model": num_model, "data": num_data}, lambda: module.trace(inputs, side))
-    _compare(module, whole, place, num_model)
-    return whole, place
+    rank = with_axes({"model": num_model, "data": num_data}, lambda: module.trace(inputs, side))
+    _compare(module, whole, rank, num_model)
+    return whole, rank
 
 
-def check_whole_outputs(whole: ModelTrace, place: ModelTrace) -> None:
-    """Refuse to return outputs that are spread over the `model` axis.
+def check_whole_outputs(whole: ModelTrace, rank: ModelTrace) -> None:
+    """Refuse to return outputs that are sharded over the `model` axis.
 
     Raises:
-        LayerError: The model's output is of another shape on a place.
+        LayerError: The model's output is of another shape on a rank.
     """
-    shapes = [[x.shape for x in jax.tree.leaves(trace.boundaries[-1])] for trace in (whole, place)]
+    shapes = [[x.shape for x in jax.tree.leaves(trace.boundaries[-1])] for trace in (whole, rank)]
     if shapes[0] != shapes[1]:
         raise LayerError(
             "the model's output must be whole on every place of the model axis to be predicted, but got "
-            f"{format_struct(place.boundaries[-1])} of {format_struct(whole.boundaries[-1])}. End the model with "
+            f"{format_struct(rank.boundaries[-1])} of {format_struct(whole.boundaries[-1])}. End the model with "
             "jax.lax.all_gather(..., 'model', tiled=True), or evaluate the loss alone."
         )
 
 
-def _compare(module: PipelineModule, whole: ModelTrace, place: ModelTrace | None, num_model: int) -> None:
-    """Check every variable; without `place` only that `num_model` divides what is sharded."""
+def _compare(module: PipelineModule, whole: ModelTrace, rank: ModelTrace | None, num_model: int) -> None:
+    """Check every variable; without `rank` only that `num_model` divides what is sharded."""
     for named in module.layers:
         i = named.index
         for kind, trees, dims in (
             ("parameter", "params", whole.param_dims[i]),
             ("variable", "collections", whole.collection_dims[i]),
         ):
-            own = {} if place is None else flatten_dict(getattr(place, trees)[i] or {})
+            sharded = {} if rank is None else flatten_dict(getattr(rank, trees)[i] or {})
             for path, leaf in flatten_dict(getattr(whole, trees)[i] or {}).items():
                 label = f"{kind} {'.'.join(path)!r} of layer {named.name}"
-                if place is None:
+                if rank is None:
                     _check_divides(label, leaf, dims.get(path), num_model)
                 else:
-                    _check_share(label, leaf, own.get(path), dims.get(path), num_model)
+                    _check_shard(label, leaf, sharded.get(path), dims.get(path), num_model)
 
 
 def _check_divides(label: str, leaf: Any, dim: int | None, num_model: int) -> None:
@@ -111,12 +111,12 @@ def _check_divides(label: str, leaf: Any, dim: int | None, num_model: int) -> No
     )
 
 
-def _check_share(label: str, leaf: Any, own: Any, dim: int | None, num_model: int) -> None:
+def _check_shard(label: str, leaf: Any, shard: Any, dim: int | None, num_model: int) -> None:
     shape = [n // num_model if d == dim else n for d, n in enumerate(leaf.shape)]
-    if own is not None and list(own.shape) == shape:
+    if shard is not None and list(shard.shape) == shape:
         return
     wanted = format_struct(jax.ShapeDtypeStruct(shape, leaf.dtype))
-    got = "nothing" if own is None else format_struct(own)
+    got = "nothing" if shard is None else format_struct(shard)
     if dim is None:
         repair = "Mark its sharded dim, as in flax.linen.with_partitioning(init, (None, 'model'))."
     else:
@@ -127,7 +127,7 @@ def _check_share(label: str, leaf: Any, own: Any, dim: int | None, num_model: in
     )
 
 
-def mean_over_places(values: PyTree, num_model: int) -> PyTree:
+def mean_over_model_axis(values: PyTree, num_model: int) -> PyTree:
     """The mean over the `model` axis; where there is none the values themselves."""
     if not num_model:
         return values

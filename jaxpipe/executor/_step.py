@@ -27,7 +27,7 @@ from ._batch import DeviceBatch
 from ._buffers import select
 from ._evaluate import EvaluateLoop, Measure
 from ._loss import Objective, gather_values, loss_divisor
-from ._model_axis import mean_over_places
+from ._model_axis import mean_over_model_axis
 from ._stage import Stage, Weights
 from ._tick_loop import Device, LossCotangents
 from ._train import TrainLoop
@@ -113,7 +113,7 @@ class DevicePrograms:
         return self._losses(terms), jax.tree.map(_from_last, outputs)
 
     def _losses(self, terms: tuple[jax.Array, jax.Array]) -> Metrics:
-        return _mean_losses(mean_over_places(terms, self._sharding.num_model))
+        return _mean_losses(mean_over_model_axis(terms, self._sharding.num_model))
 
     def _form(self) -> jax.Array:
         return self._sharding.master.form(jax.lax.axis_index("stage"), jax.lax.axis_index("data"))
@@ -157,10 +157,10 @@ class DevicePrograms:
         )
         grads = sum_tied(self._tied, self._stage.params.grad_layout, device.stage, grads)
         grads = self._sharding.reduce_gradients(device.stage, self._form(), grads)
-        # Every place of the model axis computes the same losses and values; they are averaged, not summed.
-        reported = mean_over_places(sums.reported, num_model)
+        # Every rank of the model axis computes the same losses and values; they are averaged, not summed.
+        reported = mean_over_model_axis(sums.reported, num_model)
         reported = gather_values(reported, self._stage.aux_names, self._objective.num_terms)
-        loss = jax.lax.psum(mean_over_places(sums.loss, num_model), ("stage", "data")) / divisor
+        loss = jax.lax.psum(mean_over_model_axis(sums.loss, num_model), ("stage", "data")) / divisor
         metrics: Metrics = {"loss": sum(reported["losses"].values(), loss), "weight": weight}
         metrics |= {kind: values for kind, values in reported.items() if values}
         return metrics, grads, mean_over_replicas(sums.collections)
@@ -176,7 +176,7 @@ class DevicePrograms:
         scale = self._loss_scale(state)
         # A step of several calls differentiates one part in each, and its loss is the mean over the parts.
         scale = scale / num_parts
-        # Every place of the model axis starts from the same loss, and the transpose of a psum over the axis adds them.
+        # Every rank of the model axis starts from the same loss, and the transpose of a psum over the axis adds them.
         scale = scale / max(self._sharding.num_model, 1)
         # The main losses count by weight, each of the others as one of microbatches times replicas.
         return LossCotangents(main=scale / divisor, reported=scale / self._objective.num_terms)

@@ -1,6 +1,5 @@
 """The functional core: from a model, an optimiser and a mesh to a state and a jitted step."""
 
-from ._batch import entry_struct as entry_struct
 from ._describe import describe_pipeline as describe_pipeline
 from ._hyperparams import Hyperparams as Hyperparams
 from ._make import ConfigLike as ConfigLike
@@ -10,9 +9,10 @@ from ._make import mesh_for as mesh_for
 from ._make import prepare as prepare
 from ._optimizer import ChosenOptimizer as ChosenOptimizer
 from ._optimizer import choose_optimizer as choose_optimizer
-from ._params import check_params as check_params
-from ._params import read_params as read_params
 from ._pipeline import Pipeline as Pipeline
+from ._validate import check_params as check_params
+from ._validate import entry_struct as entry_struct
+from ._validate import read_params as read_params
 
 __all__ = [
     "make_pipeline",

@@ -20,9 +20,9 @@ from jaxpipe.recompute import settings_for
 from jaxpipe.schedules import resolve_schedule
 from jaxpipe.topology import adopt_mesh, make_pipeline_mesh, mesh_shape, topology_for
 
-from ._batch import entry_struct
 from ._optimizer import ChosenOptimizer, choose_optimizer
 from ._pipeline import Pipeline
+from ._validate import entry_struct
 
 ConfigLike = TrainConfig | Mapping[str, Any] | str | PathLike[str] | None
 

@@ -27,7 +27,7 @@ from jaxpipe.executor import (
     batch_spec,
     check_whole_outputs,
     model_topology,
-    trace_places,
+    trace_model_ranks,
 )
 from jaxpipe.layers import PipelineModule, flatten_dict, join_path, struct_of, unflatten_dict, with_axes
 from jaxpipe.optim import LossScaler
@@ -39,6 +39,7 @@ from jaxpipe.state import (
     Source,
     StageCut,
     StageInit,
+    Storage,
     TrainState,
     Updater,
     VocabLayers,
@@ -55,9 +56,7 @@ from jaxpipe.state import (
 )
 from jaxpipe.topology import adopt_mesh, mesh_shape
 
-from ._batch import check_batch, entry_struct, infer_microbatch_size
-from ._params import check_params
-from ._sharded import check_sharded
+from ._validate import check_batch, check_params, check_sharded, entry_struct, infer_microbatch_size
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result", covariant=True)
@@ -126,9 +125,9 @@ class Pipeline:
     """
 
     step: Compiled[[TrainState, Batch], tuple[TrainState, Metrics]]
-    gradients: Compiled[[TrainState, Batch], tuple[Metrics, PyTree, PyTree]]
-    partial_gradients: Compiled[[TrainState, Batch, jax.Array, np.int32], tuple[Metrics, PyTree, PyTree]]
-    update: Compiled[[TrainState, PyTree], tuple[TrainState, Metrics]]
+    gradients: Compiled[[TrainState, Batch], tuple[Metrics, Storage, Storage]]
+    partial_gradients: Compiled[[TrainState, Batch, jax.Array, np.int32], tuple[Metrics, Storage, Storage]]
+    update: Compiled[[TrainState, Storage], tuple[TrainState, Metrics]]
     evaluate: Compiled[[TrainState, Batch], Metrics]
     predict: Compiled[[TrainState, Batch], PyTree]
     evaluate_and_predict: Compiled[[TrainState, Batch], tuple[Metrics, PyTree]]
@@ -171,7 +170,7 @@ class Pipeline:
         inputs, labels, side = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct((self.microbatch_size, *x.shape[1:]), x.dtype), self._entry
         )
-        self._whole, self.trace = trace_places(module, inputs, side, num_model, self.num_replicas)
+        self._whole, self.trace = trace_model_ranks(module, inputs, side, num_model, self.num_replicas)
         check_collections(module.layers, self.trace)
         self.plan = plan = make_plan(module, self.trace, self.mesh, labels, num_microbatches, config, optimizer, parts)
         self.config, self.loss_scaler = plan.config, LossScaler.from_config(config)
@@ -226,27 +225,27 @@ class Pipeline:
 
     @property
     def parts(self) -> tuple[int, ...]:
-        """Boundaries of the parts of the model, as many as stages times chunks."""
+        """Boundaries of the virtual stages, of which there are as many as stages times chunks."""
         return self.plan.parts
 
     @property
     def part_stages(self) -> tuple[int, ...]:
-        """The stage that holds each part."""
+        """The stage that holds each virtual stage."""
         return tuple(stage for stage, _ in self.plan.placement.home)
 
     @property
     def cuts(self) -> tuple[StageCut, ...]:
-        """Prologue, trunk and epilogue of each part of the model."""
+        """Prologue, trunk and epilogue of each virtual stage."""
         return self._stages.cuts
 
     @property
     def ends(self) -> VocabLayers:
-        """The first and last layers, where all stages run them together; they are in none of the cuts."""
+        """Vocabulary-parallel layers, the first and last ones; they are in none of the cuts."""
         return self._stages.ends
 
     @property
     def kept_bytes(self) -> tuple[int, int]:
-        """Bytes of one microbatch and one chunk that wait for the backward: on a device, and in host memory."""
+        """Bytes of the residuals of one microbatch and one chunk: on a device, and in host memory."""
         sizes = [0, 0]
         pair = self._stages.residuals, self._stages.is_hosted
         for leaf, is_hosted in zip(*map(jax.tree.leaves, pair), strict=True):
@@ -274,7 +273,7 @@ class Pipeline:
 
     @functools.cached_property
     def catalog(self) -> Catalog:
-        """Where every leaf of a state lies in the arrays that `state_arrays` names."""
+        """Places of every leaf of a state in the arrays that `state_arrays` names."""
         collections, dims = self._stages.collections, self._whole.tree_dims()
         return make_catalog(self._params, self._sharding, self._updater, collections, dims)
 
@@ -282,11 +281,11 @@ class Pipeline:
     def batch_struct(self) -> Batch:
         """Shapes, dtypes and shardings of a batch."""
 
-        def place(x: Any, spec: P) -> Any:
+        def sharded(x: Any, spec: P) -> Any:
             sharding = NamedSharding(self.mesh, spec)
             return jax.ShapeDtypeStruct((self.num_microbatches, *x.shape), x.dtype, sharding=sharding)
 
-        return jax.tree.map(place, self._entry, self._batch_specs)
+        return jax.tree.map(sharded, self._entry, self._batch_specs)
 
     def init(self, key: jax.Array | None = None) -> TrainState:
         """Make an initial state, each stage's arrays on its own devices.
@@ -315,8 +314,8 @@ class Pipeline:
             LayerError: A parameter is missing, unexpected, of another shape, or no array of floating-point numbers.
         """
         made = StageInit(self.module, self._whole, self._key)
-        held = made.collections if collections is None else _from_tree("collections", collections)
-        return self._state(_from_tree("params", self.check_params(tree)), held)
+        others = made.collections if collections is None else _from_tree("collections", collections)
+        return self._state(_from_tree("params", self.check_params(tree)), others)
 
     def check_params(self, tree: PyTree) -> PyTree:
         """Compare a parameter tree with the model's.
@@ -341,12 +340,12 @@ class Pipeline:
         """The state with other collections, in the form of `PipelineModule.init_collections`; everything else stays."""
         return with_arrays(state, self._place("collections", _from_tree("collections", tree)))
 
-    def params_tree(self, storage: PyTree) -> PyTree:
+    def params_tree(self, storage: Storage) -> PyTree:
         """The model's parameter tree as numpy arrays, from `state.params` or from gradients in that form."""
         return self._tree("params", storage, self._params.struct)
 
-    def collections_tree(self, storage: PyTree) -> dict[str, PyTree]:
-        """What layers keep beside parameters as numpy arrays by the layer's name, from `state.collections`."""
+    def collections_tree(self, storage: Storage) -> dict[str, PyTree]:
+        """The model's collections as numpy arrays by the layer's name, from `state.collections`."""
         return self._tree("collections", storage, self._stages.collections.struct)
 
     def place_batch(self, batch: Batch, replicas: range | None = None) -> Batch:
@@ -386,7 +385,7 @@ class Pipeline:
     def _place(self, part: str, source: Source) -> dict[str, jax.Array]:
         return place_leaves(self.catalog, part, self.state_struct, source, self.module.num_stages)
 
-    def _tree(self, part: str, storage: PyTree, paths: Iterable[Path]) -> dict[str, PyTree]:
+    def _tree(self, part: str, storage: Storage, paths: Iterable[Path]) -> dict[str, PyTree]:
         keys = {path: join_path((part, *path)) for path in paths}
         leaves = read_leaves(self.catalog, part, storage, keys.values())
         return unflatten_dict({path: leaves[key] for path, key in keys.items()})

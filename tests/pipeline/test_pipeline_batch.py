@@ -15,7 +15,7 @@ from _settings import make_settings
 
 from jaxpipe import LayerSpec, PipeDataParallelTopology, Pipeline, PipelineModule, make_pipeline, mesh_for
 from jaxpipe.errors import ConfigError, DataError, LayerError, PartitionError, ScheduleError, TopologyError
-from jaxpipe.pipeline._batch import entry_struct
+from jaxpipe.pipeline._validate import entry_struct
 from jaxpipe.topology import make_pipeline_mesh
 
 SGD = optax.sgd(0.1)

@@ -14,7 +14,7 @@ import pytest
 from _parallel import make_batch, make_module
 
 from jaxpipe import LayerSpec, PipeDataParallelTopology, PipelineModule
-from jaxpipe.executor._model_axis import trace_places
+from jaxpipe.executor._model_axis import trace_model_ranks
 from jaxpipe.layers import VocabEmbed, VocabHead, struct_of, vocab_cross_entropy
 from jaxpipe.partition import LayerCost, Profile, StageMemory
 from jaxpipe.planner import _layer_work
@@ -191,7 +191,7 @@ def test_halves_of_a_backward(make: Any) -> None:
 def test_layers_split_over_a_model_axis_count_for_their_share() -> None:
     module = make_module("dropout", stages=2, model=2)
     inputs, labels, _ = make_batch()
-    _, trace = trace_places(module, struct_of(inputs[0]), {}, 2)
+    _, trace = trace_model_ranks(module, struct_of(inputs[0]), {}, 2)
     profile = measure_layers(module, trace, labels=labels[0], rounds=1)
     assert all(cost.forward_s > 0 and cost.backward_s > 0 for cost in profile.layers)
 

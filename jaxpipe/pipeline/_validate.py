@@ -1,0 +1,223 @@
+"""Checks of what a pipeline is given: batches, parameter trees, and an optimiser where devices hold parts of arrays."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jaxpipe._typing import Path, PyTree
+from jaxpipe.data import array_fault, split_entry
+from jaxpipe.errors import ConfigError, DataError, LayerError
+from jaxpipe.layers import ModelTrace, flatten_dict, format_struct, struct_of, unbox, unflatten_dict
+from jaxpipe.optim import is_elementwise
+from jaxpipe.state import ModelParams
+
+_FIELDS = ("inputs", "labels", "side")
+_LISTS = " A list of numbers is a tree of scalars: make an array of it with numpy.asarray."
+_MOST_LISTED = 8
+
+
+def infer_microbatch_size(entry: Sequence[PyTree], num_replicas: int) -> int:
+    """Samples per microbatch and replica, from the leading size of an entry's first leaf."""
+    shapes = [leaf.shape for leaf in jax.tree.leaves(struct_of(tuple(entry)))]
+    return shapes[0][0] // num_replicas if shapes and shapes[0] else 0
+
+
+def entry_struct(
+    entry: Sequence[PyTree], microbatch_size: int, num_replicas: int, replicas: str = "data"
+) -> tuple[PyTree, PyTree, PyTree]:
+    """Shapes of one entry of a data iterator.
+
+    Args:
+        entry: `(inputs, labels)` or `(inputs, labels, side)`, leaves `[microbatch_size * num_replicas, ...]`.
+        microbatch_size: Samples per microbatch and replica.
+        num_replicas: Length of the `data` axis, or how many replicas the entry is for.
+        replicas: What these are called, for the error.
+
+    Returns:
+        Shapes and dtypes of `(inputs, labels, side)`; `side` is empty where it is not given.
+
+    Raises:
+        DataError: The entry is not such a tuple, its side inputs are no dictionary, its inputs hold no array, or a leaf
+            has another leading size; the leaf is named.
+        LayerError: A leaf is neither an array nor a number.
+    """
+    parts = zip(_FIELDS, split_entry(entry, "the entry"), strict=True)
+    inputs, labels, side = (struct_of(part, name) for name, part in parts)
+    struct = (inputs, labels, side)
+    if not jax.tree.leaves(inputs):
+        raise DataError(
+            f"the inputs of a microbatch must hold at least one array, but got inputs={inputs!r}. Yield "
+            "(inputs, labels) with the arrays that the first layer takes."
+        )
+    wanted = microbatch_size * num_replicas
+    for name, part in zip(_FIELDS, struct, strict=True):
+        for path, leaf in jax.tree.leaves_with_path(part):
+            if leaf.shape[:1] != (wanted,):
+                raise DataError(
+                    f"every leaf of a microbatch must have train_micro_batch_size_per_gpu * {replicas} = "
+                    f"{microbatch_size} * {num_replicas} = {wanted} samples as its first dim, but got "
+                    f"{name}{jax.tree_util.keystr(path)} = {format_struct(leaf)}. Yield {wanted} samples per entry, or "
+                    f"change the batch sizes in the config.{'' if leaf.shape else _LISTS}"
+                )
+    return struct
+
+
+def check_batch(batch: Sequence[PyTree], wanted: Sequence[PyTree], microbatch_size: int, num_replicas: int) -> None:
+    """Compare a batch with the one a step was built for.
+
+    Args:
+        batch: Shapes and dtypes of `(inputs, labels, side)`.
+        wanted: The same of the batch expected.
+        microbatch_size: Samples per microbatch and replica.
+        num_replicas: Length of the `data` axis.
+
+    Raises:
+        DataError: Structure, shapes or dtypes differ; the message names the leaf.
+    """
+    for name, given, like in zip(_FIELDS, batch, wanted, strict=True):
+        if jax.tree.structure(given) != jax.tree.structure(like):
+            raise DataError(
+                f"the batch's {name} must have the structure {format_struct(like)}, but got {format_struct(given)}. "
+                "Give every batch the structure of the example batch."
+            )
+        for (path, x), leaf in zip(jax.tree.leaves_with_path(given), jax.tree.leaves(like), strict=True):
+            if (x.shape, x.dtype) != (leaf.shape, leaf.dtype):
+                raise DataError(
+                    f"the batch's {name}{jax.tree_util.keystr(path)} must be {format_struct(leaf)} "
+                    f"([num_microbatches={leaf.shape[0]}, microbatch_size * data={microbatch_size} * {num_replicas}, "
+                    f"...]), but got {format_struct(x)}. Give every batch the shapes and dtypes of the example batch."
+                )
+
+
+def read_params(tree: PyTree) -> PyTree:
+    """A tree of parameters from outside, without Flax's partition metadata.
+
+    Args:
+        tree: A nest of dictionaries whose leaves are arrays of numpy, JAX or torch.
+
+    Returns:
+        The tree; its leaves are the same arrays.
+
+    Raises:
+        LayerError: It is no dictionary, or leaves are no arrays of floating-point numbers; each is named.
+    """
+    if not isinstance(tree, Mapping):
+        raise LayerError(
+            f"the parameters must be a tree of dictionaries, but got a {type(tree).__name__}. Give a tree as "
+            "PipelineModule.init returns it, or Flax's variables['params'] for a plain model; without one, initial "
+            "parameters are made from base_seed."
+        )
+    tree = unbox(tree)
+    faults = {_name(path): _fault(leaf) for path, leaf in flatten_dict(tree).items()}
+    wrong = [f"{name} = {fault}" for name, fault in faults.items() if fault]
+    if wrong:
+        raise LayerError(
+            f"every parameter must be an array of floating-point numbers, but got {_listed(wrong)}. Convert them, as "
+            "in numpy.asarray(value, numpy.float32)."
+        )
+    return tree
+
+
+def check_params(
+    tree: PyTree,
+    struct: Mapping[Path, jax.ShapeDtypeStruct],
+    repair: str = "Give a tree as PipelineModule.init returns it for the same layers",
+) -> PyTree:
+    """Refuse a tree that is not the model's.
+
+    Args:
+        tree: Parameters by layer, as `PipelineModule.init` returns them.
+        struct: The model's parameters by path, as shapes and dtypes.
+        repair: What the error advises.
+
+    Returns:
+        What `read_params` makes of the tree.
+
+    Raises:
+        LayerError: Leaves are no arrays of floating-point numbers, or parameters are missing, unexpected, of another
+            shape, or complex where the model's are real; each is named.
+    """
+    tree = read_params(tree)
+    given = flatten_dict(tree)
+    missing = [f"missing {_name(path)}" for path in struct if path not in given]
+    unexpected = [f"unexpected {_name(path)}" for path in given if path not in struct]
+    misfits = [
+        f"{_name(path)} is {_form(given[path])}, not {format_struct(like)}"
+        for path, like in struct.items()
+        if path in given and not _fits(given[path], like)
+    ]
+    wrong = missing + unexpected + misfits
+    if wrong:
+        raise LayerError(
+            f"the parameters must be those of the model, but got {len(wrong)} difference"
+            f"{'' if len(wrong) == 1 else 's'}: {_listed(wrong)}. {repair}."
+        )
+    return tree
+
+
+def check_sharded(optimizer: optax.GradientTransformation, whole: ModelTrace, params: ModelParams) -> None:
+    """Refuse an optimiser that looks at whole arrays of which each place of the `model` axis, or stage, holds a part.
+
+    Args:
+        optimizer: The optimiser.
+        whole: Shapes of the whole model.
+        params: Those of a place, and of a stage where parameters are split over the stages.
+
+    Raises:
+        ConfigError: Its update of a sharded parameter is not element by element.
+    """
+    shapes, paths = flatten_dict(whole.tree()), {**whole.tree_dims(), **params.stage_dims}
+    trees = [
+        {path: jax.ShapeDtypeStruct(each[path].shape, params.struct[path].dtype) for path in paths}
+        for each in (shapes, params.struct)
+    ]
+
+    def fits(paths: Sequence[Path]) -> bool:
+        return is_elementwise(optimizer, *(unflatten_dict({path: tree[path] for path in paths}) for tree in trees))
+
+    if not trees[0] or fits(list(trees[0])):
+        return
+    path = next((path for path in trees[0] if not fits([path])), next(iter(trees[0])))
+    axis, place = ("stage", "stage") if path in params.stage_dims else ("model", "place")
+    raise ConfigError(
+        f"the optimizer must treat every element by itself where a parameter is sharded over the {axis} axis, but got "
+        f"one that looks at more of {'/'.join(path)}, of which a {place} holds {format_struct(trees[1][path])} of "
+        f"{format_struct(trees[0][path])}. Use one such as Adam, AdamW, Lion or SGD for it; optax.multi_transform "
+        "gives other parameters another one."
+    )
+
+
+def _fits(leaf: Any, like: jax.ShapeDtypeStruct) -> bool:
+    loses_part = jnp.iscomplexobj(np.zeros(0, _dtype(leaf))) and not jnp.iscomplexobj(np.zeros(0, like.dtype))
+    return tuple(leaf.shape) == tuple(like.shape) and not loses_part
+
+
+def _fault(leaf: Any) -> str:
+    """What a leaf is that is no array of floating-point numbers; empty where it is one."""
+    if not (hasattr(leaf, "dtype") and hasattr(leaf, "shape")):
+        return f"a {type(leaf).__name__}"
+    fault = array_fault(leaf)
+    if fault is not None:
+        return fault[0]
+    return "" if jnp.issubdtype(_dtype(leaf), jnp.inexact) else _form(leaf)
+
+
+def _dtype(leaf: Any) -> Any:
+    return leaf.dtype if isinstance(leaf, jax.Array | np.ndarray) else np.asarray(leaf).dtype
+
+
+def _form(leaf: Any) -> str:
+    return format_struct(jax.ShapeDtypeStruct(tuple(leaf.shape), _dtype(leaf)))
+
+
+def _listed(wrong: list[str]) -> str:
+    more = f"; and {len(wrong) - _MOST_LISTED} more" if len(wrong) > _MOST_LISTED else ""
+    return "; ".join(wrong[:_MOST_LISTED]) + more
+
+
+def _name(path: Path) -> str:
+    return "/".join(path)
