@@ -1,0 +1,36 @@
+"""Documents name files that exist, and the reader's documents keep their length."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+DOCS = sorted((ROOT / "docs").glob("*.md"))
+FILES = {str(path.relative_to(ROOT / "jaxpipe")) for path in (ROOT / "jaxpipe").rglob("*.py")}
+NAMES = {Path(name).name for name in FILES}
+
+
+@pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)
+def test_files_that_are_named_exist(path: Path) -> None:
+    named = set(re.findall(r"(?<![\w/.-])(?:jaxpipe/)?((?:[a-z]+/)*_[a-z_0-9]+\.py)", path.read_text()))
+    named |= {name.removeprefix("jaxpipe/") for name in re.findall(r"jaxpipe/[a-z_/]+\.py", path.read_text())}
+    missing = {name for name in named if name not in FILES and not (ROOT / name).exists()}
+    assert not {name for name in missing if "/" in name or name not in NAMES}
+    assert named or path.name == "contributing.md"
+
+
+@pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)
+def test_links_lead_somewhere(path: Path) -> None:
+    for target in re.findall(r"\]\((?!http)([^)#]+)\)", path.read_text()):
+        assert (path.parent / target).exists(), target
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 200
+
+
+def test_every_room_is_in_the_architecture() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    rooms = {path.parent.name for path in (ROOT / "jaxpipe").glob("*/__init__.py")}
+    assert {room for room in rooms if f"`{room}`" not in text} == set()
