@@ -1,4 +1,4 @@
-"""Which leaves of a checkpoint fit a pipeline."""
+"""Comparison of the leaves of a checkpoint with those of a pipeline."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ class Comparison:
 
     @property
     def is_exact(self) -> bool:
-        """Whether all fit."""
+        """True if all fit."""
         return not (self.missing or self.unexpected or self.misshapen)
 
     def describe(self, held: Leaves, wanted: Leaves) -> str:

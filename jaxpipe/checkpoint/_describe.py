@@ -45,7 +45,7 @@ def library_versions() -> dict[str, str]:
 
 
 def scalar_arrays(pipeline: Pipeline, state: TrainState) -> dict[str, jax.Array]:
-    """What a state holds beside its rows: small arrays by name, each on every device; a loss scale only if it moves."""
+    """Small arrays of a state beside its rows, by name, each on every device; a loss scale only if it moves."""
     loss_scale = {
         f"loss_scale/{jax.tree_util.keystr(path, simple=True)}": leaf
         for path, leaf in jax.tree.leaves_with_path(state.loss_scale if _has_moving_scale(pipeline) else ())
@@ -55,7 +55,7 @@ def scalar_arrays(pipeline: Pipeline, state: TrainState) -> dict[str, jax.Array]
 
 
 def dump_scalars(arrays: Mapping[str, jax.Array]) -> dict[str, Any]:
-    """The same as JSON; waits for them."""
+    """The arrays of `scalar_arrays` as JSON; waits for them."""
     found: dict[str, Any] = {"loss_scale": {}}
     for name, array in arrays.items():
         value = np.asarray(array.addressable_shards[0].data).tolist()

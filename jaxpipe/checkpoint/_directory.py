@@ -43,13 +43,13 @@ _LARGEST = 1 << 30
 """Bytes of the largest file of JSON that is read."""
 _PARTIAL = ".partial"
 _WRITING = ".orbax-checkpoint-tmp"
-"""What Orbax puts behind the name of a folder that it has not finished."""
+"""Suffix that Orbax gives a folder that it has not finished."""
 _MARK = ".jaxpipe"
 
 
 @dataclass(frozen=True)
 class Commit:
-    """What makes a tag a checkpoint.
+    """The file whose presence makes a tag a checkpoint.
 
     Attributes:
         sequence: Counts the checkpoints of a directory in the order of their commits.
@@ -147,7 +147,7 @@ _SOUND: Mapping[str, Callable[[Any], bool]] = {
     "is_latest": lambda value: isinstance(value, bool),
     "saved_at": lambda value: isinstance(value, str),
 }
-"""What the entries of a commit must be."""
+"""Tests of the entries of a commit."""
 
 
 def _damaged(path: Path, found: str) -> CheckpointError:
@@ -325,7 +325,7 @@ def remove_data(folder: Path, but: str | None = None) -> list[Path]:
 
 
 def _was_made_here(data: Path) -> bool:
-    """Whether a folder of data is this room's; a link never is."""
+    """True for a folder of data that a save has made; a link never is one."""
     if data.is_symlink() or not data.is_dir():
         return False
     # A save that failed removes its folder with the mark, and writers that were late make it again without.
@@ -376,7 +376,7 @@ def remove_old(save_dir: Path, keep_last: int | None, keep_every: int | None) ->
 
 
 def _is_linked(folder: Path, commit: Commit) -> bool:
-    """Whether a checkpoint, or its data, lies elsewhere."""
+    """True if a checkpoint, or its data, lies elsewhere."""
     return folder.is_symlink() or (folder / commit.data).is_symlink()
 
 

@@ -62,7 +62,7 @@ class StoredLayer:
 
 @dataclass(frozen=True)
 class Index:
-    """What a checkpoint holds.
+    """Contents of a checkpoint.
 
     Attributes:
         global_steps: Batches trained.
@@ -203,7 +203,7 @@ _SOUND: Mapping[str, Callable[[Any], bool]] = {
     "config": lambda given: isinstance(given, dict),
     "versions": lambda given: all(isinstance(version, str) for version in given.values()),
 }
-"""What the plain entries of an index must be; they may also raise."""
+"""Tests of the plain entries of an index; they may also raise."""
 
 
 def _load_array(name: str, given: Mapping[str, Any]) -> StoredArray:

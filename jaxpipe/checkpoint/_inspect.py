@@ -35,7 +35,7 @@ Row = Sequence[str]
 
 @dataclass(frozen=True)
 class _Held:
-    """What some leaves sum up to."""
+    """Totals of some leaves."""
 
     num_arrays: int
     num_elements: int

@@ -1,4 +1,4 @@
-"""What may go into the JSON part of a checkpoint."""
+"""Values of the JSON part of a checkpoint."""
 
 import base64
 import json

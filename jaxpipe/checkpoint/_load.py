@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpipe._typing import PyTree
-from jaxpipe.distributed import together
+from jaxpipe.distributed import run_on_all
 from jaxpipe.errors import CheckpointError
 from jaxpipe.layers import split_path, unflatten_dict
 from jaxpipe.pipeline import Pipeline
@@ -76,8 +76,8 @@ def load_state(
     partial = {span.array for key in wanted.keys() - set(keys) for copy in wanted[key].copies for span in copy}
     like = state_arrays(struct)
     rows = HostRows({name: arrays[name] if name in partial else like[name] for name in arrays if name in touched})
-    together(lambda: rows.fill(wanted, keys, lambda mine: _cast_leaves(checkpoint, wanted, mine)))
-    together(when_read)
+    run_on_all(lambda: rows.fill(wanted, keys, lambda mine: _cast_leaves(checkpoint, wanted, mine)))
+    run_on_all(when_read)
     scalars = _load_scalars(checkpoint, pipeline, loss_scale=optimizer) if counters else {}
     if state is None:
         state = dataclasses.replace(struct, **pipeline.init_scalars())
@@ -187,7 +187,7 @@ def _compare_optimizer(
 
 
 def _schedule_keys(keys: set[str]) -> Callable[[str], bool]:
-    """Which keys hold hyperparameters, or count the updates of their schedules."""
+    """A test for keys that hold hyperparameters, or count the updates of their schedules."""
     marks = ("hyperparams", "hyperparams_states")
     owners = {path[:i] for path in map(split_path, keys) for i, at in enumerate(path) if at in marks}
 

@@ -35,7 +35,7 @@ _TEMPORARY = re.compile(r"\.lock-[0-9a-f]{8}")
 
 @dataclass(frozen=True)
 class _Owner:
-    """Who holds the lock.
+    """Process that holds the lock.
 
     Attributes:
         since: When it was taken, in seconds of the epoch.
@@ -166,7 +166,7 @@ def _wait_until_gone(save_dir: Path, file: Path, own: _Owner, clock: Path) -> No
 
 
 def _is_gone(file: Path, own: _Owner, clock: Path) -> bool:
-    """Whether an owner has died, or been silent for long by the clock of the file system."""
+    """True if an owner has died, or been silent for long by the clock of the file system."""
     os.utime(clock)
     found, now, other = _changed(file), _changed(clock), _owner_of(file)
     if found is None or now is None or _is_dead(other, own):
@@ -186,7 +186,7 @@ def _changed(file: Path) -> float | None:
 
 
 def _is_dead(other: _Owner, own: _Owner) -> bool:
-    """Whether a process of this place is known to have ended; its number may be another's now."""
+    """True if a process of this place is known to have ended; its number may be another's now."""
     if other.place != own.place:
         return False
     if other.pid == own.pid:

@@ -135,7 +135,7 @@ def reread(path: str | PathLike[str], read: Callable[[], T], agreed: Callable[[b
 
 
 def _commits(folder: Path) -> dict[str, Commit | None]:
-    """What is committed in a directory of checkpoints, or in a checkpoint's own folder."""
+    """Commits in a directory of checkpoints, or in a checkpoint's own folder, by tag."""
     found: dict[str, Commit | None] = {}
     with contextlib.suppress(CheckpointError):
         found.update(sound_tags(folder)[0])

@@ -24,7 +24,7 @@ _FILE_BYTES = 256 << 20
 _OVERHEAD_BYTES = 64 << 20
 """By how much no file is larger than all arrays."""
 _READ_BYTES = 256 << 20
-"""How much is read at a time, unless one array is larger."""
+"""Bytes read at a time, unless one array is larger."""
 
 
 def start_writing(path: Path, arrays: Mapping[str, jax.Array]) -> Callable[[], object]:

@@ -15,7 +15,7 @@ _SHOWN = 12
 
 @dataclass(frozen=True)
 class Verification:
-    """What of a checkpoint was read and found as it was written.
+    """Outcome of reading a whole checkpoint and comparing it with its hashes.
 
     Attributes:
         path: Its folder.
@@ -69,7 +69,7 @@ def _verify(checkpoint: Checkpoint) -> Verification:
 
 
 def _damaged(checkpoint: Checkpoint) -> tuple[dict[str, str], str]:
-    """What is wrong, by the array's name, and why the first could not be read.
+    """Damage by the array's name, and the reason why the first could not be read.
 
     Where something is, each array is read alone, so that one that fails hides no other.
     """

@@ -20,7 +20,7 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 
-from jaxpipe.distributed import gather_texts, log, together
+from jaxpipe.distributed import gather_texts, log, run_on_all
 from jaxpipe.errors import CheckpointError
 from jaxpipe.pipeline import Pipeline
 from jaxpipe.state import Leaf, TrainState, state_arrays
@@ -53,12 +53,12 @@ from ._struct import dump_struct
 
 _REPORT_TIMEOUT_S = 600
 _CLEANING_S, _QUIET_POLLS, _QUIET_PAUSE_S = 10.0, 50, 0.01
-"""How long to remove data of a save that failed, and how often, one after another, they must be found gone."""
+"""Seconds to go on removing data of a failed save, and how often in a row they must be found gone."""
 
 
 @dataclass(frozen=True)
 class RunState:
-    """What a checkpoint holds beside the `TrainState`.
+    """State of a run beside its `TrainState`.
 
     Attributes:
         global_steps: Batches trained.
@@ -110,7 +110,7 @@ class CheckpointWriter:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a save in the background is under way."""
+        """True while a save in the background is under way."""
         return not self._ended.is_set()
 
     def save(
@@ -146,14 +146,14 @@ class CheckpointWriter:
         self.wait()
         folder = Path(save_dir)
         tag = self._agreed_tag(step_tag(run.global_steps) if tag is None else tag)
-        together(lambda: _check_client_state(run.client_state))
-        iterator = together(lambda: encode_state(run.data_iterator, "the state of the data iterator"))
+        run_on_all(lambda: _check_client_state(run.client_state))
+        iterator = run_on_all(lambda: encode_state(run.data_iterator, "the state of the data iterator"))
         hold = snapshot if background else dict
         iterators = [json.loads(text) for text in gather_texts(json.dumps(iterator))]
-        made = together(lambda: _prepare(folder, tag), who=[0])
+        made = run_on_all(lambda: _prepare(folder, tag), who=[0])
         try:
             data, sequence = gather_texts("" if made is None else f"{made.data} {made.sequence}")[0].split()
-            job = together(
+            job = run_on_all(
                 lambda: _Job(
                     lock=None if made is None else made.lock,
                     save_dir=folder.absolute(),
@@ -193,10 +193,10 @@ class CheckpointWriter:
         """
         self._ended.wait()
         error, self._error = self._error, None
-        together(lambda: _raise(error))
+        run_on_all(lambda: _raise(error))
 
     def _agreed_tag(self, tag: Any) -> str:
-        together(lambda: check_tag(tag))
+        run_on_all(lambda: check_tag(tag))
         tags = gather_texts(tag)
         if len(set(tags)) > 1:
             named = ", ".join(f"process {i}: {each!r}" for i, each in enumerate(tags))
@@ -286,10 +286,10 @@ def _start(job: _Job, keep_last: int | None, keep_every: int | None) -> Callable
 
 
 def _caught(action: Callable[[], object]) -> BaseException | None:
-    """What an action raises."""
+    """The exception that an action raises; None where it raises none."""
     try:
         action()
-    except BaseException as error:  # noqa: BLE001  # whatever the libraries below raise; told by the caller
+    except BaseException as error:  # noqa: BLE001  # whatever the libraries below raise; the caller reports it
         return error
     return None
 
@@ -330,7 +330,7 @@ def _commit(job: _Job, lock: DirectoryLock) -> None:
 
 
 def _reports(data: Path, lock: DirectoryLock) -> list[dict[str, Any]]:
-    """What the processes wrote; waits for those that have not yet, but not where this process's own is gone again."""
+    """Reports of all processes; waits for missing ones, unless this process's own is gone again."""
     paths = [data / f"report-{i}.json" for i in range(jax.process_count())]
     deadline = time.monotonic() + _REPORT_TIMEOUT_S
     while missing := [str(i) for i, path in enumerate(paths) if not path.exists()]:
@@ -344,7 +344,7 @@ def _reports(data: Path, lock: DirectoryLock) -> list[dict[str, Any]]:
 
 
 def _make_room(job: _Job, keep_last: int | None, keep_every: int | None) -> None:
-    """Remove what need not be kept; the checkpoint is there, whatever happens here."""
+    """Remove old checkpoints; the new one is committed, whatever happens here."""
     try:
         remove_data(job.data.parent, but=job.data.name)
         remove_old(job.save_dir, keep_last, keep_every)
@@ -411,7 +411,7 @@ def _not_writable(save_dir: Path, error: OSError) -> CheckpointError:
 
 
 def _content(pipeline: Pipeline, run: RunState, iterators: list[Any]) -> dict[str, Any]:
-    """All of the index but what the devices hold."""
+    """The index without what the devices hold."""
     batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), pipeline.batch_struct)
     return {
         "global_steps": run.global_steps,

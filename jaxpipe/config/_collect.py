@@ -1,4 +1,4 @@
-"""All that is wrong with a configuration, gathered to be said at once."""
+"""A collector of errors, so that all that is wrong with a configuration is said at once."""
 
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
@@ -58,7 +58,7 @@ class Collector:
 
     @property
     def is_clear(self) -> bool:
-        """Whether nothing is wrong so far."""
+        """True as long as nothing is wrong."""
         return not self._errors
 
     def mark(self, path: str) -> None:
@@ -66,11 +66,11 @@ class Collector:
         self._paths.add(path)
 
     def refuses(self, *paths: str) -> bool:
-        """Whether an error is about one of these keys, an object that holds it, or something inside it."""
+        """True if an error is about one of these keys, an object that holds it, or something inside it."""
         return any(_is_within(a, b) or _is_within(b, a) for a in paths for b in self._paths)
 
     def raise_all(self) -> None:
-        """Raise what was kept; nothing happens where nothing is wrong.
+        """Raise the errors kept so far; nothing happens where nothing is wrong.
 
         Raises:
             ConfigError: A list of all errors.

@@ -53,7 +53,7 @@ class Refusal(NamedTuple):
 
 
 def is_off(value: object, off: tuple[object, ...]) -> bool:
-    """Whether a value asks for nothing.
+    """True for a value that asks for nothing.
 
     Args:
         value: The key's value.

@@ -1,4 +1,4 @@
-"""What all sections of the configuration have in common."""
+"""The base of all sections of the configuration, and the reading of one."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
@@ -241,7 +241,7 @@ def _check_other_key(cls: type[Section], key: str, value: object, path: str, err
 
 
 def _nearest(cls: type[Section], key: str) -> str | None:
-    """What a key that is unknown may stand for, from the section that it is in."""
+    """The known key nearest to an unknown one, from the section that it is in."""
     names = [item.name for item in fields(cls)]
     candidates = _other_keys(cls)
     for item in fields(cls):

@@ -15,7 +15,7 @@ _WIDEST = (np.dtype(np.float64), np.dtype(np.complex128))
 
 
 def array_fault(leaf: Any) -> tuple[str, str] | None:
-    """What keeps a leaf from being an array of numbers.
+    """Reason why a leaf is not an array of numbers.
 
     Args:
         leaf: Anything: an array of numpy or JAX, a number, an object with `__array__`.

@@ -75,7 +75,7 @@ class RepeatingLoader(Generic[T]):
         return True
 
     def get_state(self) -> dict[str, Any] | None:
-        """Where it stands, for a checkpoint.
+        """The position, for a checkpoint.
 
         Returns:
             What `set_state` takes; None where the loader is neither a sequence nor gives iterators with `get_state`.
@@ -114,7 +114,7 @@ class RepeatingLoader(Generic[T]):
         return self._iterator
 
     def _holder(self, method: str) -> Any:
-        """What knows the place in a round: the loader until one has begun, if it does, else the round's iterator."""
+        """The object that knows the position: the loader where it does before a round, else the iterator."""
         if self._iterator is None and hasattr(self.loader, method):
             return self.loader
         return self._round() if hasattr(self._round(), method) else None
@@ -324,7 +324,7 @@ class EpochIterator:
 
     @property
     def is_over(self) -> bool:
-        """Whether all batches were given."""
+        """True once all batches were given."""
         return self._position >= len(self._loader)
 
     def __next__(self) -> Any:
@@ -336,7 +336,7 @@ class EpochIterator:
         return batch
 
     def get_state(self) -> dict[str, int]:
-        """Where it stands, for a checkpoint.
+        """The position, for a checkpoint.
 
         Returns:
             The epoch's number and how many of its samples were given, over all shards.

@@ -1,4 +1,4 @@
-"""Which samples a process feeds."""
+"""The samples that a process feeds."""
 
 from dataclasses import dataclass
 

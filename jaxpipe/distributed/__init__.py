@@ -1,10 +1,10 @@
 """Joining the processes of a job, and what they tell each other."""
 
-from ._device_counts import check_devices as check_devices
+from ._devices import check_devices as check_devices
 from ._environment import DEFAULT_PORT as DEFAULT_PORT
 from ._environment import Job as Job
-from ._errors import raise_together as raise_together
-from ._errors import together as together
+from ._errors import raise_on_all as raise_on_all
+from ._errors import run_on_all as run_on_all
 from ._gather import gather_numbers as gather_numbers
 from ._gather import gather_texts as gather_texts
 from ._handshake import handshake as handshake
@@ -29,7 +29,7 @@ __all__ = [
     "init_distributed",
     "log",
     "names_other_processes",
-    "raise_together",
-    "together",
+    "raise_on_all",
+    "run_on_all",
     "whole_number",
 ]

@@ -1,4 +1,4 @@
-"""Noticing that a node has more accelerators than its processes use."""
+"""JAX's devices: asking for them the first time, and noticing that a node has more than its processes use."""
 
 import os
 import socket
@@ -10,7 +10,26 @@ from pathlib import Path
 import jax
 import numpy as np
 
+from jaxpipe.errors import LaunchError
+
 from ._gather import gather_numbers
+
+
+def check_devices() -> None:
+    """Let JAX look for its devices, and say what may be missing where it finds none.
+
+    Raises:
+        LaunchError: It finds none for a platform that it is told to use.
+    """
+    try:
+        jax.devices()
+    except (RuntimeError, AssertionError) as error:  # the latter where no plugin for the platform is installed
+        first = (str(error).strip().splitlines() or ["no plugin for it"])[0]
+        raise LaunchError(
+            "JAX must find devices of the platforms that it is told to use, but got JAX_PLATFORMS="
+            f"{jax.config.values['jax_platforms']!r} and: {first}. For NVIDIA GPUs run pip install "
+            "'jaxpipe[cuda13]' or 'jaxpipe[cuda12]' where the driver is there; or set JAX_PLATFORMS=cpu, or remove it."
+        ) from error
 
 
 def warn_of_unused_devices() -> None:
@@ -21,8 +40,8 @@ def warn_of_unused_devices() -> None:
     """
     platform = jax.local_devices()[0].platform
     own = [zlib.crc32(socket.gethostname().encode()), jax.local_device_count()]
-    said = gather_numbers(own)
-    mine = said[said[:, 0] == np.uint32(own[0])]
+    counts = gather_numbers(own)
+    mine = counts[counts[:, 0] == np.uint32(own[0])]
     present = count_gpus(Path("/"), os.environ)
     if platform in ("gpu", "cuda", "rocm") and mine[:, 1].sum() < present:
         warnings.warn(
@@ -34,7 +53,7 @@ def warn_of_unused_devices() -> None:
 
 
 def count_gpus(root: Path, environ: Mapping[str, str]) -> int:
-    """How many NVIDIA GPUs a process could see.
+    """Number of NVIDIA GPUs that a process could see.
 
     Args:
         root: The root of the file system.

@@ -1,4 +1,4 @@
-"""What the environment says of the other processes of a job."""
+"""Descriptions of a job in the environment, by launcher."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ MPI4PY = "mpi4py"
 
 @dataclass(frozen=True)
 class Job:
-    """How a process finds the others.
+    """Way of a process to the others of its job.
 
     Attributes:
         source: Where that was found, in words.
@@ -34,7 +34,7 @@ class Job:
 
     @property
     def is_alone(self) -> bool:
-        """Whether there is no other process."""
+        """True if there is no other process."""
         return self.num_processes == 1
 
 
@@ -95,7 +95,7 @@ def _from_skypilot(environ: Mapping[str, str], port: int) -> Job | None:
 
 
 def _from_schedulers(environ: Mapping[str, str], port: int) -> Job | None:
-    """What JAX detects by itself, seen here only where there are other processes."""
+    """A job that JAX detects by itself; None where it would be of one process."""
     slurm = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")
     if all(name in environ for name in slurm) and _number("SLURM_NTASKS", environ["SLURM_NTASKS"]) > 1:
         return Job("Slurm")

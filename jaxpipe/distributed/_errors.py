@@ -12,7 +12,7 @@ from ._gather import gather_texts
 T = TypeVar("T")
 
 
-def together(action: Callable[[], T], who: Sequence[int] | None = None) -> T | None:
+def run_on_all(action: Callable[[], T], who: Sequence[int] | None = None) -> T | None:
     """Run something on some processes and raise on all if it fails on one; all processes call.
 
     So one process's mistake does not leave the others waiting for it.
@@ -26,7 +26,7 @@ def together(action: Callable[[], T], who: Sequence[int] | None = None) -> T | N
 
     Raises:
         Exception: What it raised here; where it failed elsewhere the same kind of `JaxpipeError`, with the index of
-            the first process that failed and what it said.
+            the first process that failed and its message.
     """
     result, failure = None, ""
     own: Exception | None = None
@@ -36,13 +36,13 @@ def together(action: Callable[[], T], who: Sequence[int] | None = None) -> T | N
         except Exception as error:  # noqa: BLE001  # raised again below, when all processes know
             own, failure = error, f"{type(error).__name__}\n{error}"
     if jax.process_count() > 1:
-        raise_together(own, gather_texts(failure))
+        raise_on_all(own, gather_texts(failure))
     elif own is not None:
         raise own
     return result
 
 
-def raise_together(own: Exception | None, failures: Sequence[str]) -> None:
+def raise_on_all(own: Exception | None, failures: Sequence[str]) -> None:
     """Raise if some process failed.
 
     Args:

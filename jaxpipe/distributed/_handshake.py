@@ -46,7 +46,7 @@ def _try_axis(mesh: Mesh, axis: str, timeout_s: float) -> None:
     def run() -> None:
         try:
             found.append(jax.block_until_ready(mapped(jnp.asarray(sent))))
-        except Exception as error:  # noqa: BLE001  # whatever the backend raises; told below
+        except Exception as error:  # noqa: BLE001  # whatever the backend raises; reported below
             found.append(error)
 
     thread = threading.Thread(target=run, daemon=True, name=f"handshake along {axis}")

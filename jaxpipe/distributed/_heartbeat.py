@@ -27,7 +27,7 @@ class Heartbeat:
         if self._path is not None:
             self._steps.put(result)
 
-    def beat(self) -> None:
+    def touch(self) -> None:
         """Something else has finished that takes long."""
         if self._path is not None:
             self._path.touch()
@@ -35,4 +35,4 @@ class Heartbeat:
     def _watch(self) -> None:
         while True:
             jax.block_until_ready(self._steps.get())
-            self.beat()
+            self.touch()

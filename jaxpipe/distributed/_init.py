@@ -20,8 +20,7 @@ import jax
 
 from jaxpipe.errors import LaunchError
 
-from ._device_counts import check_devices
-from ._devices import warn_of_unused_devices
+from ._devices import check_devices, warn_of_unused_devices
 from ._environment import DEFAULT_PORT, MPI4PY, Job, check_address, check_index, find_job
 from ._log import log
 from ._tail import WAITS_AT_ITS_END
@@ -115,7 +114,7 @@ def init_distributed(  # noqa: PLR0913  # DeepSpeed's arguments
 
 
 def names_other_processes() -> bool:
-    """Whether the environment speaks of other processes.
+    """True if the environment speaks of other processes.
 
     Raises:
         LaunchError: It is half set.
@@ -228,7 +227,7 @@ def _end_soon_after_an_error() -> None:
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         show(kind, error, trace)
         is_main = threading.current_thread() is threading.main_thread()
-        # Extensions call this too, for errors that they go on from; those have frames below.
+        # Extensions call this too, for errors that they recover from; in these the frame has a caller.
         if is_main and (trace is None or trace.tb_frame.f_back is None) and not failures:
             failures.append(128 + signal.SIGINT if issubclass(kind, KeyboardInterrupt) else 1)
             threading.Thread(target=leave_late, daemon=True, name="end after an error").start()
@@ -247,7 +246,7 @@ def _end_soon_after_an_error() -> None:
 
 
 def _detection(job: Job) -> str | None:
-    """How JAX is to find what the job leaves open."""
+    """JAX's own method of finding what the job leaves open, if it needs one."""
     if job.coordinator_address is not None:
         return "deactivate"
     if job.source != MPI4PY:

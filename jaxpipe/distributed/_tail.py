@@ -12,7 +12,7 @@ _KEPT_BYTES = 1 << 16
 _TRACEBACK = "Traceback (most recent call last)"
 _TROUBLE = re.compile(f"{re.escape(_TRACEBACK)}|{WAITS_AT_ITS_END}".encode())
 _LONGEST = max(len(_TRACEBACK), len(WAITS_AT_ITS_END))
-# Lines after which a traceback is taken for one that the process went on from.
+# With more lines after it than these, a traceback is taken for one that the process recovered from.
 _RECENT_LINES = 60
 _FRAME_LINES = 4
 _ERROR_LINES = 8
@@ -44,7 +44,7 @@ class Tail:
 
     @property
     def was_ended_by_jax(self) -> bool:
-        """Whether JAX ended the process because another was gone."""
+        """True if JAX ended the process because another was gone."""
         return _ENDED_BY_JAX in self._kept
 
     def last_error(self) -> list[str]:

@@ -22,7 +22,7 @@ from jaxpipe.checkpoint import (
     load_struct,
     reread,
 )
-from jaxpipe.distributed import gather_numbers, gather_texts, log, together
+from jaxpipe.distributed import gather_numbers, gather_texts, log, run_on_all
 from jaxpipe.errors import CheckpointError
 
 from ._hold import hold_signals
@@ -80,7 +80,7 @@ class Checkpointer:
         )
         background = self._section.async_save
         self._writer.save(save_dir, pipeline, state, run, tag=tag, save_latest=save_latest, background=background)
-        trainer.heartbeat.beat()
+        trainer.heartbeat.touch()
 
     def wait(self) -> None:
         """Wait until the last checkpoint is on disk.
@@ -105,7 +105,7 @@ class Checkpointer:
     def _load(
         self, load_dir: str | PathLike[str], tag: str | None, what: LoadOptions
     ) -> tuple[str | None, dict[str, Any]]:
-        found = together(lambda: find_checkpoint(load_dir, tag))
+        found = run_on_all(lambda: find_checkpoint(load_dir, tag))
         tags = gather_texts("" if found is None else f"{found.tag} {found.commit.sequence}")
         if len(set(tags)) > 1:
             named = ", ".join(f"process {i}: {each or 'none'}" for i, each in enumerate(tags))

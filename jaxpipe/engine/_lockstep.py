@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from jaxpipe.data import Shard
-from jaxpipe.distributed import gather_numbers, gather_texts, raise_together
+from jaxpipe.distributed import gather_numbers, gather_texts, raise_on_all
 from jaxpipe.errors import DataError
 from jaxpipe.layers import format_struct, struct_of
 
@@ -64,7 +64,7 @@ class Lockstep:
         content = 0 if found is None or self._is_checked else _checksum(found[1])
         said = gather_numbers([bool(failure), over is not None, zlib.crc32(form.encode()), content, self._shard.index])
         if said[:, 0].any():
-            raise_together(own, gather_texts(failure))
+            raise_on_all(own, gather_texts(failure))
         if over is not None and said[:, 1].all():
             raise over
         if said[:, 1].any():

@@ -20,7 +20,7 @@ from ._ports import check_port, free_port, read_address
 from ._program import Program
 from ._remote import SSH, RemoteJob
 from ._slurm import slurm_script
-from ._variables import forwarded, is_forwarded, read_exports, read_told, variable
+from ._variables import forwarded, is_forwarded, read_exports, receive_variables, variable
 
 _WRONG_USE = 2
 _LOOPBACK = "127.0.0.1"
@@ -88,7 +88,7 @@ def _run_as_node(args: argparse.Namespace) -> int:
     _, port = read_address(args.coordinator)
     layout = _layout_of_node(args)
     rank = _node_rank(args.node_rank, layout)
-    told = read_told(sys.stdin.fileno()) if args.control == "stdin" else {}
+    sent = receive_variables(sys.stdin.fileno()) if args.control == "stdin" else {}
     program = _program(args)
     program.check()
     job = NodeJob(
@@ -96,7 +96,7 @@ def _run_as_node(args: argparse.Namespace) -> int:
         node_rank=rank,
         program=program,
         python=args.python or sys.executable,
-        exports={**told, **read_exports(args.export)},
+        exports={**sent, **read_exports(args.export)},
         cpu_devices=args.cpu_devices,
     )
     if rank == 0:
@@ -173,7 +173,7 @@ def _run_on_nodes(args: argparse.Namespace) -> int:
 
 
 def _options_of_node(args: argparse.Namespace) -> list[str]:
-    """What the launcher on each node is told of this one's options."""
+    """Options of this launcher that the ones on the nodes get."""
     names = (
         "processes_per_node",
         "cpu_devices",

@@ -1,4 +1,4 @@
-"""What a scheduler's file says of a job."""
+"""A job as a scheduler's file describes it."""
 
 import re
 from collections.abc import Mapping
@@ -149,7 +149,7 @@ class ClusterJob:
 
     @property
     def options(self) -> str:
-        """What makes `jaxpipe launch --write KIND` give this job, on one line as bash takes it."""
+        """Options with which `jaxpipe launch --write KIND` gives this job, on one line as bash takes it."""
         usual = {each.name: each.default for each in fields(self)}
         values = {
             "--num_nodes": self.num_nodes,

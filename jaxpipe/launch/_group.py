@@ -22,7 +22,7 @@ _NODE_MARGIN_S = 10.0
 
 @dataclass(frozen=True)
 class Limits:
-    """How long things may take.
+    """Time limits of a group.
 
     Args:
         grace_s: From a SIGTERM that the launcher passes on to SIGKILL.
@@ -41,7 +41,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a group ended.
+    """End of a group.
 
     Args:
         exit_code: 0, that of the first process that failed, or 128 and the signal's number.
@@ -101,7 +101,7 @@ def _watch(members: Sequence[Member], limits: Limits, requests: StopRequests, ou
         stop, late = next(iter(requests.received()), None), stalls.late()
         if stop is not None:
             _end(members, stop, limits, requests, output)
-            return Outcome(0 if stop.is_told else 128 + stop.number, stop.reason, may_restart=False)
+            return Outcome(0 if stop.is_remote else 128 + stop.number, stop.reason, may_restart=False)
         if any(codes):
             judged_at = judged_at or time.monotonic() + _SETTLE_S
             if time.monotonic() > judged_at:
@@ -119,7 +119,7 @@ def _end_after_failure(members: Sequence[Member], limits: Limits, requests: Stop
     reason = _failure(min(failed, key=Member.failure))
     _end(members, Stop(signal.SIGTERM, limits.kill_grace_s, reason), limits, requests, output)
     # Launchers on other nodes take their time to end theirs, so that the node of the cause may come last. One that
-    # was told to end says 0, unless it had seen a failure itself.
+    # was asked to end exits with 0, unless it had seen a failure itself.
     others = [member for member in members if member.exit_code() and member.command.reach != "process"]
     first = min(others or failed, key=Member.failure)
     is_here = first.command.reach == "process"  # else its own launcher has said what its error was
@@ -150,7 +150,7 @@ def _end(members: Sequence[Member], stop: Stop, limits: Limits, requests: StopRe
             return
         as_asked = (None, 0, 128 + stop.number)
         if not shortened and any(member.exit_code() not in as_asked for member in running):
-            # What one that failed takes part in cannot finish.
+            # The step that a failed process takes part in cannot finish: the others need less time to end.
             shortened = True
             deadline = min(deadline, time.monotonic() + limits.kill_grace_s + margin_s)
         running = [member for member in running if member.exit_code() is None]

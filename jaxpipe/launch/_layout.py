@@ -1,4 +1,4 @@
-"""Which process runs where, with which devices."""
+"""Assignment of processes to nodes and devices."""
 
 import re
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Place:
-    """Where one process stands.
+    """Node and devices of one process.
 
     Args:
         process_id: Its number among all.

@@ -22,7 +22,7 @@ _RECENT_S = 60.0
 
 @dataclass(frozen=True)
 class Command:
-    """What to start, and how it is spoken of.
+    """A program to start, and its name in messages.
 
     Args:
         name: Such as `process 3` or `node worker-1`.
@@ -30,10 +30,10 @@ class Command:
         environment: All of its environment.
         label: What stands in brackets before its lines; "" for nothing.
         heartbeat: The file whose time of change says when it last finished a step; None: it does not say.
-        reach: `"process"`: a process of the job, here. `"told"`: launchers on other nodes, which are told what to do
+        reach: `"process"`: a process of the job, here. `"messaged"`: launchers on other nodes, which get messages
             through the command's standard input. `"signalled"`: launchers on other nodes, which the command passes
             SIGUSR1 on to.
-        told: What those that are told get first.
+        first_input: Bytes that a messaged launcher reads first.
     """
 
     name: str
@@ -42,7 +42,7 @@ class Command:
     label: str = ""
     heartbeat: Path | None = None
     reach: str = "process"
-    told: bytes = b""
+    first_input: bytes = b""
 
 
 class Member:
@@ -66,7 +66,7 @@ class Member:
 import os, signal, sys
 if not os.read(0, 1):
     sys.exit()
-if sys.argv[1] != "told":
+if sys.argv[1] != "messaged":
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
 for number in (signal.SIGPIPE, signal.SIGXFSZ):
     signal.signal(number, signal.SIG_DFL)
@@ -106,8 +106,8 @@ except OSError as error:
         stdin, stdout, stderr = self._process.stdin, self._process.stdout, self._process.stderr
         assert stdin is not None and stdout is not None and stderr is not None  # noqa: PT018
         self.tail = output.add(stdout, stderr, command.label, f"{command.name.replace(' ', '-')}.log")
-        self._tell(b"\n" + command.told)
-        if command.reach != "told":
+        self._send(b"\n" + command.first_input)
+        if command.reach != "messaged":
             stdin.close()
 
     @property
@@ -119,7 +119,7 @@ except OSError as error:
         return f"{self.command.name} (pid {self.pid})"
 
     def exit_code(self) -> int | None:
-        """How it ended.
+        """The exit code, as `subprocess` gives it.
 
         Returns:
             None while it runs; its exit code; minus the number of the signal that ended it.
@@ -155,8 +155,8 @@ except OSError as error:
             number: The signal for its group; launchers on other nodes give it to the processes there.
             grace_s: How long the processes there may take.
         """
-        if self.command.reach == "told":
-            self._tell(f"stop {number} {grace_s}\n".encode())
+        if self.command.reach == "messaged":
+            self._send(f"stop {number} {grace_s}\n".encode())
             return
         if self.command.reach == "signalled":
             self._signal(signal.SIGUSR1)
@@ -172,7 +172,7 @@ except OSError as error:
 
     def end(self) -> None:
         """End its whole group, and reap it."""
-        if self.command.reach == "told":
+        if self.command.reach == "messaged":
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(_REAP_S)
                 return
@@ -180,7 +180,7 @@ except OSError as error:
         with contextlib.suppress(subprocess.TimeoutExpired):  # one that waits for a dead disk cannot be ended
             self._process.wait(_REAP_S)
 
-    def _tell(self, data: bytes) -> None:
+    def _send(self, data: bytes) -> None:
         assert self._process.stdin is not None
         with contextlib.suppress(OSError, ValueError):
             while data:
@@ -233,14 +233,14 @@ kill -s KILL -- $groups
         Args:
             group: Its number.
         """
-        self._tell(f"{group}\n")
+        self._send(f"{group}\n")
 
     def dismiss(self) -> None:
         """The groups have ended."""
-        self._tell("done\n")
+        self._send("done\n")
         self._process.communicate()
 
-    def _tell(self, line: str) -> None:
+    def _send(self, line: str) -> None:
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):  # somebody killed it
             self._process.stdin.write(line.encode())

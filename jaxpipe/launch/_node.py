@@ -25,7 +25,7 @@ from ._variables import (
 
 @dataclass(frozen=True)
 class NodeJob:
-    """What one node runs.
+    """Processes of one node.
 
     Args:
         layout: All nodes.

@@ -1,4 +1,4 @@
-"""What the processes write, line by line, behind a prefix."""
+"""Output of the processes, line by line, behind a prefix."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""What every process of a job runs."""
+"""The program that every process of a job runs."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ._layout import Layout
 from ._members import Command
-from ._variables import RESTART, inherited, write_told
+from ._variables import RESTART, dump_variables, inherited
 
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=30", "-o", "ServerAliveInterval=15")
 """Asks for no password, and notices within a minute that a node is gone."""
@@ -44,7 +44,7 @@ class RemoteJob:
     launcher_args: Sequence[str] = ()
 
     def commands(self, coordinator: str, attempt: int) -> tuple[Command, ...]:
-        """What to run here.
+        """Commands to run here, which start the nodes.
 
         Args:
             coordinator: `host:port`.
@@ -62,9 +62,10 @@ class RemoteJob:
         environment = inherited()
         if control == "signal":
             return (Command(names[0], words[0], {**environment, **self.exports}, reach="signalled"),)
-        told = write_told(self.exports)
+        variables = dump_variables(self.exports)
         return tuple(
-            Command(name, one, environment, reach="told", told=told) for name, one in zip(names, words, strict=True)
+            Command(name, one, environment, reach="messaged", first_input=variables)
+            for name, one in zip(names, words, strict=True)
         )
 
     def words(self, coordinator: str, attempt: int = 0, control: str | None = None) -> tuple[tuple[str, ...], ...]:

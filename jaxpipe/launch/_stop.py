@@ -1,4 +1,4 @@
-"""What asks the launcher to end the job."""
+"""Requests to end the job: signals, and messages of another launcher."""
 
 import os
 import select
@@ -26,7 +26,7 @@ class Stop:
         grace_s: How long they may take; None: as the limits say.
         reason: Why, as a sentence.
         is_urgent: Whether it ends the wait for an earlier one.
-        is_told: Whether a launcher on another node says so. That one knows why, and the exit code here is 0: another
+        is_remote: Whether a launcher on another node says so. That one knows why, and the exit code here is 0: another
             would make a scheduler end the other nodes before they are done.
     """
 
@@ -34,7 +34,7 @@ class Stop:
     grace_s: float | None
     reason: str
     is_urgent: bool = False
-    is_told: bool = False
+    is_remote: bool = False
 
 
 class StopRequests:
@@ -82,8 +82,8 @@ class StopRequests:
         del frame
         passed_on = signal.SIGTERM if number in _AS_TERM else number
         reason = f"Got {signal.Signals(number).name}."
-        is_told = self._is_signalled and number == signal.SIGUSR1
-        self._received.append(Stop(passed_on, None, reason, is_urgent=number == signal.SIGINT, is_told=is_told))
+        is_remote = self._is_signalled and number == signal.SIGUSR1
+        self._received.append(Stop(passed_on, None, reason, is_urgent=number == signal.SIGINT, is_remote=is_remote))
 
     def _read_control(self) -> None:
         while self._control is not None and select.select([self._control], [], [], 0)[0]:
@@ -96,4 +96,4 @@ class StopRequests:
             for line in lines:
                 _, number, grace_s = line.split()
                 reason = "The launcher that started this node ends it."
-                self._received.append(Stop(int(number), float(grace_s), reason, is_told=True))
+                self._received.append(Stop(int(number), float(grace_s), reason, is_remote=True))

@@ -43,7 +43,7 @@ class Target:
             threading.Thread(target=self._write_all, name="jaxpipe-writer", daemon=True).start()
 
     def has_room(self) -> bool:
-        """Whether more should be read for it."""
+        """True while more should be read for it."""
         return self._num_bytes < _BUFFER_BYTES
 
     def put(self, data: bytes, *, may_drop: bool = False) -> None:
@@ -71,7 +71,7 @@ class Target:
             return time.monotonic() - self._last_taken_at if self._waiting else None
 
     def missing(self) -> str:
-        """What was not written until now and why, as a clause; empty where all was, or where the reader left."""
+        """Clause on lines not written so far, and why; empty where all were, or where the reader left."""
         with self._changed:
             if self._waiting:
                 return f"lacks its last {self._lost_bytes + self._num_bytes} bytes, which nobody read"
@@ -126,7 +126,7 @@ class Target:
 
 
 def is_same(one: TextIO | None, other: TextIO | None) -> bool:
-    """Whether two streams write to one file, pipe or terminal.
+    """True if two streams write to one file, pipe or terminal.
 
     Args:
         one: A stream.

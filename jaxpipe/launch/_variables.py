@@ -47,7 +47,7 @@ def variable(name: str) -> str | None:
 
 
 def restarts_before() -> int:
-    """How often the job was restarted before this launcher started, as its own launcher or scheduler says.
+    """Restarts of the job before this launcher started, as its own launcher or scheduler says.
 
     Returns:
         The number in `JAXPIPE_RESTART`; 0 without one.
@@ -66,7 +66,7 @@ def forwarded() -> dict[str, str]:
 
 
 def is_forwarded(name: str) -> bool:
-    """Whether other nodes are given a variable unasked.
+    """True for a variable that other nodes are given unasked.
 
     Args:
         name: Its name.
@@ -77,8 +77,8 @@ def is_forwarded(name: str) -> bool:
     return name != LOCAL_DEVICES and (name.startswith(_FORWARDED) or name == "PYTHONPATH")
 
 
-def write_told(variables: Mapping[str, str]) -> bytes:
-    """What a launcher on another node is told of variables, before anything else.
+def dump_variables(variables: Mapping[str, str]) -> bytes:
+    """The line of variables that a launcher on another node reads before anything else.
 
     Args:
         variables: Names and values.
@@ -99,8 +99,8 @@ def write_told(variables: Mapping[str, str]) -> bytes:
     return line
 
 
-def read_told(descriptor: int) -> Mapping[str, str]:
-    """Read the line that `write_told` made, and no more.
+def receive_variables(descriptor: int) -> Mapping[str, str]:
+    """Read the line that `dump_variables` made, and no more.
 
     Args:
         descriptor: Where it comes from.

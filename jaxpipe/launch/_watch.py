@@ -81,7 +81,7 @@ def _changed_ns(path: Path) -> int:
 
 
 def _is_stopped(pid: int) -> bool:
-    """Whether the system says so; Linux alone does, here."""
+    """True if the system reports the process as stopped; only Linux is asked."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
     except OSError:

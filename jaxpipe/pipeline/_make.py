@@ -88,7 +88,7 @@ def make_pipeline(
 
 
 class Prepared(NamedTuple):
-    """What a configuration makes of the arguments that come with it.
+    """Arguments of a pipeline, completed by its configuration.
 
     Attributes:
         model: The model with the configuration's settings.

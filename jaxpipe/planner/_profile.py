@@ -10,7 +10,7 @@ import jax
 from jax.sharding import Mesh
 
 from jaxpipe._typing import PyTree
-from jaxpipe.distributed import gather_texts, log, together
+from jaxpipe.distributed import gather_texts, log, run_on_all
 from jaxpipe.errors import PartitionError
 from jaxpipe.layers import ModelTrace, PipelineModule
 from jaxpipe.partition import LayerCost, Profile, StageMemory, format_partition, profile_source
@@ -101,7 +101,7 @@ def _measured_together(
     def measured() -> Profile:
         return measure_layers(module, trace, labels=labels, device=_device(mesh), halves=halves)
 
-    profile = together(measured, who=[0])
+    profile = run_on_all(measured, who=[0])
     if jax.process_count() == 1 and profile is not None:
         return profile
     return profile_of_text(gather_texts("" if profile is None else text_of_profile(profile))[0])

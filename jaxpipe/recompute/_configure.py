@@ -95,7 +95,7 @@ def configure(
 
 
 def settings_for(config: ConfigLike, mesh: Mesh | None = None) -> RecomputeSettings:
-    """What an engine traces its programs with, under `use_settings`.
+    """Settings of a configuration, with which a pipeline traces its programs.
 
     Args:
         config: Its section `activation_checkpointing` counts, unless `configure` was called: that call was more
@@ -117,7 +117,7 @@ def settings_for(config: ConfigLike, mesh: Mesh | None = None) -> RecomputeSetti
 
 
 def is_configured() -> bool:
-    """Whether `configure` has been called in this thread."""
+    """True once `configure` has been called in this thread."""
     return current_settings().configured
 
 

@@ -11,7 +11,7 @@ from jaxpipe.config import ConfigWarning
 
 @dataclass(frozen=True)
 class RecomputeSettings:
-    """What `checkpoint` keeps for the backward pass, and where.
+    """Form in which `checkpoint` stores inputs for the backward pass.
 
     Attributes:
         partition_activations: Each device of the `model` axis keeps its own share of a function's inputs.

@@ -76,19 +76,19 @@ def call_with_stored_inputs(
 
 
 class _Store:
-    """Where one input waits for the backward pass; this one leaves it where it is."""
+    """Storage of one input until the backward pass; this one leaves it where it is."""
 
     def put(self, value: jax.Array) -> jax.Array | None:
-        """What is kept of a value."""
+        """The form in which a value is stored."""
         return value
 
     def get(self, kept: Any) -> jax.Array:
-        """The value again."""
+        """The value, from its stored form."""
         return kept
 
 
 class _NoStore(_Store):
-    """Nowhere, where the function computes nothing from the value.
+    """No storage, for a value from which the function computes nothing.
 
     Args:
         like: The value.
@@ -106,7 +106,7 @@ class _NoStore(_Store):
 
 
 class _HostStore(_Store):
-    """In host memory.
+    """Storage in host memory.
 
     Args:
         inner: What is done before.
@@ -123,7 +123,7 @@ class _HostStore(_Store):
 
 
 class _SharedStore(_Store):
-    """One share on each device of the `model` axis, padded with zeros where they do not come out even.
+    """Storage in equal shares, one a device of the `model` axis; the last is padded with zeros.
 
     Args:
         shape: Shape of the value.

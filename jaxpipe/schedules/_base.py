@@ -11,7 +11,7 @@ from ._instructions import PipeInstruction
 
 
 class PipeSchedule(ABC):
-    """What one stage does with one batch, step by step.
+    """Instructions of one stage for one batch, step by step.
 
     A schedule is pure data: it holds no devices and may be printed, checked and simulated. All stages take the same
     number of steps, and a barrier may stand between any two steps. In a step the exchanges come first and move only
@@ -58,7 +58,7 @@ class PipeSchedule(ABC):
     """The least that `max_pending` may be set to, where it may be chosen; None: it may not."""
 
     is_auto_candidate: ClassVar[bool] = True
-    """Whether `choose_schedule` looks at it, if it has a name."""
+    """True if `choose_schedule` looks at it, once it has a name."""
 
     def __init__(self, micro_batches: int, stages: int, stage_id: int) -> None:
         self.micro_batches = _size("micro_batches", micro_batches, "microbatches in a batch")
@@ -99,7 +99,7 @@ class PipeSchedule(ABC):
 
     @classmethod
     def can_have(cls, num_chunks: int) -> bool:
-        """Whether the schedule can be had with a number of chunks a stage.
+        """True if the schedule can be had with a number of chunks a stage.
 
         Args:
             num_chunks: Chunks a stage, at least 1.
@@ -139,12 +139,12 @@ class PipeSchedule(ABC):
 
     @property
     def is_first_stage(self) -> bool:
-        """Whether this is stage 0."""
+        """True on stage 0."""
         return self.stage_id == 0
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether this is stage `num_stages - 1`."""
+        """True on stage `num_stages - 1`."""
         return self.stage_id == self.stages - 1
 
     def __iter__(self) -> Iterator[Sequence[PipeInstruction]]:

@@ -1,13 +1,13 @@
-"""Which microbatch lives in which buffer of a stage."""
+"""The microbatches that live in the buffers of a stage."""
 
 from jaxpipe.errors import ScheduleError
 
 from ._base import PipeSchedule
-from ._events import FORWARD, IDLE, Spot, first_lacking
+from ._events import FORWARD, IDLE, Location, first_lacking
 from ._instructions import BufferOpInstruction
 
 
-class BufferBook:
+class BufferTracker:
     """Follow the units that enter and leave the buffers of one stage.
 
     Args:
@@ -50,7 +50,7 @@ class BufferBook:
         unit = self._living.get(op.buffer_id)
         if unit is None or unit < 0:
             self._require_buffer(op, step)
-            raise Spot(op, self._stage, step).refuse(
+            raise Location(op, self._stage, step).refuse(
                 "work on a buffer that holds a microbatch",
                 f"an empty buffer_id={op.buffer_id}",
                 f"Put ForwardPass({op.buffer_id}) before it, or name another buffer.",
@@ -73,19 +73,19 @@ class BufferBook:
         Raises:
             WalkError: The buffer does not exist or is in use, or the unit cannot enter.
         """
-        held = self._living.get(op.buffer_id)
-        if held is None:
+        current = self._living.get(op.buffer_id)
+        if current is None:
             self._require_buffer(op, step)
-        elif held >= 0:
-            flags = self._flags[held]
+        elif current >= 0:
+            flags = self._flags[current]
             if not flags & (event | FORWARD):
                 if op.micro_batch_id is not None or op.chunk_id is not None:
-                    self._require_agreement(op, step, held)
-                return held
-            chunk, microbatch = divmod(held, self._microbatches)
+                    self._require_agreement(op, step, current)
+                return current
+            chunk, microbatch = divmod(current, self._microbatches)
             lacking = self._done[chunk] & ~flags
             if lacking:
-                raise Spot(op, self._stage, step).refuse(
+                raise Location(op, self._stage, step).refuse(
                     "not overwrite a live buffer",
                     f"micro_batch_id={microbatch} in it, which still needs {first_lacking(lacking, local=False)},",
                     "Use another buffer and let num_pipe_buffers() count it, or finish with the old one first.",
@@ -99,7 +99,7 @@ class BufferBook:
         if chunk is None and len(self._following) == 1:
             chunk = 0
         if chunk is None or chunk not in range(len(self._following)):
-            raise Spot(op, self._stage, step).refuse(
+            raise Location(op, self._stage, step).refuse(
                 f"name a chunk in [0, num_chunks={len(self._following)})",
                 f"chunk_id={chunk}",
                 "Pass chunk_id=, counted from 0.",
@@ -107,14 +107,14 @@ class BufferBook:
         if microbatch is None:
             microbatch = self._following[chunk]
         if microbatch not in range(self._microbatches):
-            raise Spot(op, self._stage, step).refuse(
+            raise Location(op, self._stage, step).refuse(
                 f"work on a microbatch in [0, micro_batches={self._microbatches})",
                 f"micro_batch_id={microbatch}",
                 "Run each microbatch once; take the surplus instruction out.",
             )
         unit = chunk * self._microbatches + microbatch
         if self._entered[unit]:
-            raise Spot(op, self._stage, step).refuse(
+            raise Location(op, self._stage, step).refuse(
                 "run each microbatch once", f"micro_batch_id={microbatch} a second time", "Take one of the two out."
             )
         self._entered[unit] = 1
@@ -123,7 +123,7 @@ class BufferBook:
 
     def _require_buffer(self, op: BufferOpInstruction, step: int) -> None:
         if self._living.get(op.buffer_id) is None:
-            raise Spot(op, self._stage, step).refuse(
+            raise Location(op, self._stage, step).refuse(
                 f"name a buffer in [0, num_pipe_buffers()={len(self._living)})",
                 f"buffer_id={op.buffer_id!r}",
                 "Name another buffer, or let num_pipe_buffers() count this one.",
@@ -132,7 +132,7 @@ class BufferBook:
     def _require_agreement(self, op: BufferOpInstruction, step: int, unit: int) -> None:
         chunk, microbatch = divmod(unit, self._microbatches)
         if op.micro_batch_id not in (None, microbatch) or op.chunk_id not in (None, chunk):
-            raise Spot(op, self._stage, step).refuse(
+            raise Location(op, self._stage, step).refuse(
                 "mean the microbatch that lives in its buffer",
                 f"micro_batch_id={microbatch}, chunk_id={chunk} there",
                 "Name the buffer of the microbatch that is meant, or leave micro_batch_id and chunk_id out.",

@@ -1,11 +1,11 @@
-"""What a choice of schedule is made from, and how it is shown."""
+"""Costs from which a schedule is chosen, and the choice as a table."""
 
 from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
 class StageCosts:
-    """What one microbatch costs on the largest stage, cut into one chunk.
+    """Costs of one microbatch on the largest stage, cut into one chunk.
 
     Attributes:
         forward_s: Seconds of its forward.

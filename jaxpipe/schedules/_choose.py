@@ -13,7 +13,7 @@ from ._program import TickProgram, TickRun
 from ._resolve import resolve_schedule, schedule_names
 
 CLEAR_GAIN = 0.01
-"""What a less simple schedule must gain, as a share of the step, to be preferred."""
+"""Share of the step that a less simple schedule must gain to be preferred."""
 
 STEADY = 3
 """Groups of S microbatches after which a schedule only repeats itself; longer steps are extrapolated."""

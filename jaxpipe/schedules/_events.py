@@ -1,4 +1,4 @@
-"""What can happen to a microbatch on a stage, and how a misplaced instruction is refused.
+"""Events in the life of a microbatch on a stage, and the error for a misplaced instruction.
 
 A **unit** is one microbatch on one chunk of a stage, numbered `chunk * num_microbatches + microbatch`.
 """
@@ -36,7 +36,7 @@ _LOCAL = {
 
 @dataclass
 class StageCells:
-    """What one stage does, by kind of instruction and step.
+    """Actions of one stage, by kind of instruction and step.
 
     Attributes:
         rows: Kind (`ROWS`) to a list over steps: the unit, or -1.
@@ -62,8 +62,8 @@ class WalkError(ScheduleError):
 
 
 @dataclass(frozen=True, slots=True)
-class Spot:
-    """Where an instruction stands.
+class Location:
+    """The place of an instruction in a schedule.
 
     Attributes:
         op: The instruction.

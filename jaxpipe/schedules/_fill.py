@@ -5,7 +5,7 @@ from collections.abc import Sequence
 IDLE = -1
 
 Row = Sequence[bool]
-"""Whether a stage runs something, by step."""
+"""For each step, True if a stage runs something."""
 
 
 def fill_weights(forwards: Sequence[Row], backwards: Sequence[Row], max_pending: int) -> tuple[tuple[int, ...], ...]:
@@ -48,7 +48,7 @@ def fill_weights(forwards: Sequence[Row], backwards: Sequence[Row], max_pending:
 
 
 def _is_full(step: int, gets: list[bool], pending: list[list[int]], backwards: Sequence[Row], limit: int) -> bool:
-    """Whether a stage that gets no weight half in this step has no room for the input half of the next."""
+    """True if a stage that gets no weight half in this step has no room for the input half of the next."""
     following = step + 1
     return any(
         not runs and len(kept) >= limit and following < len(row) and row[following]

@@ -7,7 +7,7 @@ from heapq import heappop, heappush
 
 @dataclass(frozen=True)
 class Slots:
-    """Where the values of one buffer of one stage lie.
+    """Slots of the values of one buffer of one stage.
 
     Attributes:
         slot_of: For each unit its slot, -1 if it never enters; one more -1 at the end, so that index -1 (idle) is -1.

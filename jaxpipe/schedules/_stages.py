@@ -95,7 +95,7 @@ def _require_alike(schedules: tuple[PipeSchedule, ...], num_microbatches: int | 
 
 @dataclass(frozen=True)
 class Placement:
-    """Which part of the model each chunk of each stage is.
+    """Assignment of the parts of a model to the chunks of the stages.
 
     Attributes:
         num_stages: Pipeline stages.

@@ -39,7 +39,7 @@ class TimetableSchedule(PipeSchedule):
     """
 
     split_backward: ClassVar[bool] = False
-    """Whether `backward_at` gives input halves, completed by the weight halves of `weight_at`."""
+    """True if `backward_at` gives input halves, completed by the weight halves of `weight_at`."""
 
     @abstractmethod
     def num_steps(self) -> int:
@@ -150,7 +150,7 @@ class TimetableSchedule(PipeSchedule):
 
 
 class _Ends:
-    """What a chunk is joined to: the stages, if any, of the parts before and after it."""
+    """Neighbours of a chunk: the stages, if any, of the parts before and after it."""
 
     def __init__(self, stage: int, before: int | None, after: int | None) -> None:
         self.loads = before is None or after is None
@@ -160,7 +160,7 @@ class _Ends:
 
 
 class _Buffers:
-    """Which buffer each cell lives in: the one that has been free the longest."""
+    """Buffers of a stage, given out longest free first."""
 
     def __init__(self, count: int, *, named: bool) -> None:
         self._free = deque(range(count))

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ._base import PipeSchedule
-from ._buffers import BufferBook
+from ._buffers import BufferTracker
 from ._events import (
     ARRIVED,
     FORWARD,
@@ -16,7 +16,7 @@ from ._events import (
     ROWS,
     SENT,
     WEIGHT,
-    Spot,
+    Location,
     StageCells,
     WalkError,
     first_lacking,
@@ -44,7 +44,7 @@ _OF_BACKWARD = (BackwardPass, BackwardInput, BackwardWeight, RecvGrad, SendGrad)
 
 @dataclass(slots=True)
 class _Rule:
-    """What one kind of instruction needs and does on this stage."""
+    """Needs and effects of one kind of instruction on this stage."""
 
     row: list[int]
     event: int
@@ -82,7 +82,7 @@ class StageWalk:
             | (GRAD_SENT if training and self._before[chunk] is not None else 0)
             for chunk in chunks
         ]
-        self._buffers = BufferBook(schedule, self._flags, self._done)
+        self._buffers = BufferTracker(schedule, self._flags, self._done)
         self._step = 0
         self._reductions: set[type] = set()
 
@@ -154,7 +154,7 @@ class StageWalk:
         if needs & ~flags or rule.event & flags or rule.row[step] != IDLE:
             raise self._misplaced(op, rule, unit)
         if rule.source is not None and rule.source[step] == unit:
-            raise Spot(op, self._stage, step).refuse(
+            raise Location(op, self._stage, step).refuse(
                 "send a value of an earlier step",
                 "one computed in the same step",
                 "Move the send and its receive to the next step.",
@@ -165,7 +165,7 @@ class StageWalk:
             self._hand_over(unit, rule.event)
 
     def _misplaced(self, op: BufferOpInstruction, rule: _Rule, unit: int) -> WalkError:
-        spot = Spot(op, self._stage, self._step)
+        location = Location(op, self._stage, self._step)
         chunk, microbatch = divmod(unit, self._microbatches)
         flags = self._flags[unit]
         lacking = rule.needs[chunk] & ~flags
@@ -173,18 +173,18 @@ class StageWalk:
             local = (lacking & -lacking) == ARRIVED and self._is_local(self._before[chunk])
             local = local or ((lacking & -lacking) == GRAD_ARRIVED and self._is_local(self._after[chunk]))
             wanted = first_lacking(lacking, local=local)
-            return spot.refuse(
+            return location.refuse(
                 f"come after {wanted}",
                 f"micro_batch_id={microbatch} without it",
                 f"Put {wanted} of this microbatch in front.",
             )
         if rule.event & flags:
-            return spot.refuse(
+            return location.refuse(
                 "happen once to each microbatch",
                 f"micro_batch_id={microbatch} a second time",
                 "Take one of the two out.",
             )
-        return spot.refuse(
+        return location.refuse(
             "be the only instruction of its kind in a step",
             f"micro_batch_id={rule.row[self._step] % self._microbatches} and {microbatch}",
             "Move one of them to another step.",
@@ -205,22 +205,22 @@ class StageWalk:
 
     def _close(self, op: PipeInstruction, commands: list[PipeInstruction], cells: StageCells) -> None:
         """Take a reduction or the optimizer step; refuse what is no instruction of this kind of schedule."""
-        spot = Spot(op, self._stage, self._step)
+        location = Location(op, self._stage, self._step)
         kind = next((base for base in (ReduceGrads, ReduceTiedGrads, OptimizerStep) if isinstance(op, base)), None)
         if not self._training and (kind or isinstance(op, _OF_BACKWARD)):
-            raise spot.refuse("stand in a training schedule only", "training=False", "Take it out.")
+            raise location.refuse("stand in a training schedule only", "training=False", "Take it out.")
         if kind is None:
-            raise spot.refuse(
+            raise location.refuse(
                 "be an instruction that can be executed",
                 f"a {type(op).__name__}",
                 "Build schedules from the instruction classes of jaxpipe.schedules.",
             )
         if kind in self._reductions:
-            raise spot.refuse("stand once on each stage", "a second one", "Take one of the two out.")
+            raise location.refuse("stand once on each stage", "a second one", "Take one of the two out.")
         if not all(flags & WEIGHT for flags in self._flags):
             late = next(unit for unit, flags in enumerate(self._flags) if not flags & WEIGHT)
             lacking = first_lacking((INPUT | WEIGHT) & ~self._flags[late], local=False)
-            raise spot.refuse(
+            raise location.refuse(
                 "come after the stage's last backward",
                 f"micro_batch_id={late % self._microbatches} without {lacking}",
                 "Move it to the end of the last step.",
@@ -229,15 +229,17 @@ class StageWalk:
         if kind is ReduceTiedGrads:
             cells.tied_reduction = self._step
         if kind is OptimizerStep:
-            self._require_last(spot, commands, cells.num_steps)
+            self._require_last(location, commands, cells.num_steps)
 
-    def _require_last(self, spot: Spot, commands: list[PipeInstruction], num_steps: int) -> None:
+    def _require_last(self, location: Location, commands: list[PipeInstruction], num_steps: int) -> None:
         wanted = {ReduceGrads} if self._schedule.stages == 1 else {ReduceGrads, ReduceTiedGrads}
         for kind in sorted(wanted - self._reductions, key=lambda kind: kind.__name__):
-            raise spot.refuse(f"come after {kind.__name__}", f"no {kind.__name__}", f"Put {kind.__name__}() before it.")
-        if spot.step != num_steps - 1 or spot.op is not commands[-1]:
-            after = "instructions behind it" if spot.op is not commands[-1] else f"{num_steps} steps"
-            raise spot.refuse(
+            raise location.refuse(
+                f"come after {kind.__name__}", f"no {kind.__name__}", f"Put {kind.__name__}() before it."
+            )
+        if location.step != num_steps - 1 or location.op is not commands[-1]:
+            after = "instructions behind it" if location.op is not commands[-1] else f"{num_steps} steps"
+            raise location.refuse(
                 "be the last instruction of the last step", after, "Move it to the end of the stage's last step."
             )
 
