@@ -136,5 +136,6 @@ def batch_spec(dim: int) -> P:
 
 
 def _gathered(leaf: jax.Array, dim: int, index: jax.Array) -> jax.Array:
+    # Gathered microbatch by microbatch, when it is needed: whole, the batch would fill every device.
     shard = read_ring(leaf, index)
     return shard if dim == WHOLE else jax.lax.all_gather(shard, "stage", axis=dim, tiled=True)

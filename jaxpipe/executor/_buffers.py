@@ -11,6 +11,7 @@ from jaxpipe._typing import PyTree
 
 def make_ring(struct: PyTree, num_slots: int) -> PyTree:
     """Empty slots for trees of one shape, each leaf `[num_slots, ...]`."""
+    # Zeros, not `jnp.empty`: masked actions read slots that were never written, and garbage there may be NaN.
     return jax.tree.map(lambda x: jnp.zeros((num_slots, *x.shape), x.dtype), struct)
 
 
@@ -32,6 +33,7 @@ def write_ring(ring: PyTree, value: PyTree, slot: jax.Array) -> PyTree:
 
 def write_ring_if(ring: PyTree, value: PyTree, slot: jax.Array) -> PyTree:
     """Overwrite a slot, or leave all slots as they are where the slot is -1."""
+    # A select on one slot; a branch, or a select on the ring, would copy all of it.
     old = read_ring(ring, slot)
     return write_ring(ring, select(slot >= 0, value, old), jnp.maximum(slot, 0))
 
@@ -51,6 +53,7 @@ def run_or_zeros(which: jax.Array, branches: Sequence[Callable[[], PyTree]], *, 
             the result.
     """
     zeros = zeros_of(jax.eval_shape(branches[0]))
+    # Where idle actions are computed the branch goes, and with it the host's wait on GPU: one function, one select.
     if len(branches) == 1 and not skip:
         return select(which >= 0, branches[0](), zeros)
     return jax.lax.switch(which + 1, [lambda: zeros, *branches])

@@ -64,9 +64,12 @@ class Epilogue:
             loss = self._module.loss_terms(outputs, labels)[0].astype(jnp.float32)
             aux_loss, reported = self.aux.collect([aux for _, aux in extras], len(self.aux.names))
             new = self._collections.put(self._last, self._layers, collections, [collection for collection, _ in extras])
+            # Scaled before differentiation, not after: see `DevicePrograms._cotangents`.
             total = loss * cotangents[0] + (aux_loss * cotangents[1] if self.aux.has_losses else 0.0)
             return total, (loss, new, reported)
 
+        # One function for value and gradient: nothing lies between forward and backward, so logits, the largest
+        # activations of a language model, live only inside it.
         gradient = jax.grad(total_loss, argnums=(0, 1), has_aux=True)
         (grads, dx), (loss, new, reported) = gradient(self._take(storage), differentiable(inputs))
         return loss, unstacked_gradient(self._params, self._last, grads), dx, new, reported

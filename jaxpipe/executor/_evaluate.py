@@ -81,6 +81,7 @@ class EvaluateLoop(TickLoop):
                 row.loss_microbatch,
                 lambda: self._measure(device, of_loss, is_last, output, measure),
             )
+        # By microbatch, not by tick: a schedule may finish them in any order.
         slot = jnp.where(is_last, row.forward.microbatch, -1)
         carry.results = write_ring_if(carry.results, result, slot)
 

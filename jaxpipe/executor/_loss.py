@@ -29,6 +29,7 @@ class Objective:
         self._module, self._outputs, self.num_terms = module, outputs, num_terms
         self.is_weighted = jax.eval_shape(module.loss_terms, outputs, labels)[1] is not None
         if self.is_weighted:
+            # The divisor is needed before the first loss, so weights are computed ahead, from labels alone.
             closed = jax.make_jaxpr(lambda y, t: module.loss_terms(y, t)[1])(outputs, labels)
             num_outputs = len(jax.tree.leaves(outputs))
             bits = [int(i < num_outputs) for i in range(len(closed.jaxpr.invars))]
@@ -50,8 +51,10 @@ class Objective:
         """
         if not self.is_weighted:
             return jnp.float32(self.num_terms)
+        # Outputs of zeros stand in: the weight does not depend on them, so XLA removes what they go into.
         nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self._outputs)
         weights = jax.lax.map(lambda m: self.measure(nothing, labels(m))[1], jnp.arange(num_microbatches))
+        # Not over the stages: each of them has all labels of its replica.
         return jax.lax.psum(jnp.sum(weights), "data")
 
     def measure(self, outputs: PyTree, labels: PyTree) -> tuple[jax.Array, jax.Array]:
@@ -79,6 +82,7 @@ def gather_values(values: jax.Array, names: Sequence[Sequence[tuple[str, str]]],
     found: dict[str, dict[str, jax.Array]] = {"losses": {}, "metrics": {}}
     if values.shape[0] == 0:
         return found
+    # Gathered over the stages, as each has layers of its own; summed over the replicas, as all have the same layers.
     everywhere = jax.lax.psum(jax.lax.all_gather(values, "stage"), "data") / divisor
     for stage, slots in enumerate(names):
         for i, (kind, name) in enumerate(slots):

@@ -68,6 +68,7 @@ class Prologue:
         self._arriving, self._leaving, self._is_split = arriving, leaving, split
         cuts, trace = blueprint.cuts, blueprint.trace
         self._gradients = Packing([differentiable(struct) for struct in arriving.structs])
+        # The first virtual stage's input has a gradient only where vocabulary-parallel layers come before it.
         self._before_first = len(cuts) if len(arriving.structs) > len(cuts) else None
         self._programs: list[_Program] = []
         self._program_of: list[int] = []
@@ -81,6 +82,7 @@ class Prologue:
                 known[key] = len(self._programs)
                 self._programs.append(self._build(blueprint, cut, v))
             self._program_of.append(known[key])
+        # The branches of a switch must return one type: residuals are padded to the largest of each dtype.
         self._residuals = Packing([program.residuals.kept for program in self._programs])
         self._pending = Packing([program.split.pending if program.split else [] for program in self._programs])
         self._outgoing = Packing([differentiable(leaving.struct_of(v)) for v in range(len(cuts))])
@@ -114,6 +116,7 @@ class Prologue:
             x = inputs if program.virtual_stage == 0 else self._arriving.unpack(program.virtual_stage - 1, arrived)
             given = self._context(program, at, collections, context)
             (out, *_), (new, values), residuals = program.residuals.forward(self._take(program, storage), x, given)
+            # Inside the branch: only it knows which of the stage's collections are its own.
             updated = self._collections.put(program.stage, program.layers, collections, new)
             out = self._leaving.pack(program.virtual_stage, out)
             return out, self._residuals.pack(program.index, residuals), updated, values
@@ -190,6 +193,7 @@ class Prologue:
         wanted = sorted({self._program_of[v] for v in at.candidates})
         if len(wanted) == 1:
             return run(self._programs[wanted[0]])
+        # A virtual stage that this chunk never is gets any branch: its entry is not looked up.
         branch_of = [wanted.index(i) if i in wanted else 0 for i in self._program_of]
         branches = [functools.partial(run, self._programs[i]) for i in wanted]
         return jax.lax.switch(jnp.asarray(branch_of, jnp.int32)[at.index], branches)
@@ -234,6 +238,8 @@ class Prologue:
     def _sharing_key(self, blueprint: Blueprint, cut: StageCut, virtual_stage: int) -> Any:
         """Equal for virtual stages that one branch can serve: equal layers, with parameters in the same slots."""
         layers = [blueprint.module.layers[i] for i in cut.prologue]
+        # The first takes the model's inputs instead of an activation, and a tied layer's parameters have names of their
+        # own on each stage: neither can share another's branch.
         if virtual_stage == 0 or any(named.tied_key is not None for named in layers):
             return ("virtual stage", virtual_stage)
         s = blueprint.placement.home[virtual_stage][0]
@@ -251,6 +257,7 @@ def _given(grads: Mapping[str, jax.Array | None]) -> dict[str, jax.Array]:
 def unstacked_gradient(params: ModelParams, stage: int, grads: Mapping[str, jax.Array]) -> Storage:
     """Gradients of a stage's unstacked parameters in the form they are summed in; what is not given is zero."""
     layout = params.grad_layout
+    # Fresh zeros instead of the running sums: what is carried through a branch is copied in full in every tick.
     common = {
         name: grads[name].astype(like.dtype) if name in grads else jnp.zeros(like.shape, like.dtype)
         for name, like in layout.stacked.items()

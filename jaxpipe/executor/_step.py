@@ -124,12 +124,14 @@ class DevicePrograms:
 
     def _batch(self, state: TrainState, batch: Batch, first: jax.Array | int = 0) -> DeviceBatch:
         inputs, labels, side = as_arrays(batch)
+        # Labels stay as they are: losses are computed in float32, and targets may need more digits than bfloat16 has.
         inputs, side = cast_floats((inputs, side), self._stage.compute_dtype)
         replica = jax.lax.axis_index("data")
         return DeviceBatch((inputs, labels, side), self._shard_dims, state.rng, state.step, replica, first)
 
     def _device(self, state: TrainState, batch: DeviceBatch, cotangents: LossCotangents) -> Device:
         stage = jax.lax.axis_index("stage")
+        # Once a step, not in every tick: with ZeRO-1 this is the all-gather, in mixed precision the cast.
         storage = self._sharding.gather_params(stage, self._form(), _squeeze(state.params))
         return Device(
             stage=stage,
@@ -155,11 +157,13 @@ class DevicePrograms:
         grads = Storage(
             sums.unstacked_grads.packed, {**unstacked, **vocab, **self._stage.trunk.named(sums.trunk_grads)}
         )
+        # Over the stages first: only whole gradients of tied parameters may be cut into shards.
         grads = sum_tied(self._tied, self._stage.params.grad_layout, device.stage, grads)
         grads = self._sharding.reduce_gradients(device.stage, self._form(), grads)
         # Every rank of the model axis computes the same losses and values; they are averaged, not summed.
         reported = mean_over_model_axis(sums.reported, num_model)
         reported = gather_values(reported, self._stage.aux_names, self._objective.num_terms)
+        # Zero on all stages but the last, so that the sum over them is a broadcast.
         loss = jax.lax.psum(mean_over_model_axis(sums.loss, num_model), ("stage", "data")) / divisor
         metrics: Metrics = {"loss": sum(reported["losses"].values(), loss), "weight": weight}
         metrics |= {kind: values for kind, values in reported.items() if values}
@@ -187,18 +191,22 @@ class DevicePrograms:
         params, opt_state = _squeeze(state.params), _squeeze(state.opt_state)
         scaled_norm = global_norm(self._tied, self._sharding, form, grads)
         scale = self._loss_scale(state)
+        # The norm is taken of scaled gradients and then divided: an overflow shows in it, and costs no second pass.
         norm = scaled_norm / scale
         grads = clip_to(self._limit, norm, self._unscale(state, grads))
         new_params, new_opt = self._updater.update(form, params, grads, opt_state)
+        # Copies of a tied parameter get one stage's update: two programs may round alike sums differently.
         new_params = broadcast_tied(self._tied, self._sharding.master, form, new_params)
         metrics: Metrics = {"grad_norm": norm}
         changes: dict[str, Any] = {}
         if self._scaler is not None:
+            # Selected, not branched around: the update is elementwise, and a branch would copy all parameters.
             overflow = ~jnp.isfinite(scaled_norm)
             new_params, new_opt = select(overflow, (params, opt_state), (new_params, new_opt))
             changes["loss_scale"] = self._scaler.update(state.loss_scale, overflow)
             changes["skipped_steps"] = state.skipped_steps + overflow.astype(jnp.int32)
             metrics |= {"loss_scale": scale, "overflow": overflow}
+        # Skipped steps count too, as in DeepSpeed: keys of dropout depend on the number of batches seen.
         changes |= {"step": state.step + 1, "params": _expand(new_params), "opt_state": _expand(new_opt)}
         return dataclasses.replace(state, **changes), metrics
 

@@ -85,9 +85,12 @@ class TickLoop:
         Returns:
             The carry after the last tick.
         """
+        # A loop for each run, not one for all: a run without backwards has no code for them, and the steady run, where
+        # no stage is ever idle, has no branch.
         for run in self.program.runs:
 
             def body(carry: _Carry, row: Row, run: TickRun = run) -> tuple[_Carry, None]:
+                # A copy, as `tick` sets fields and JAX may trace the body more than once.
                 carry = dataclasses.replace(carry)  # pyright: ignore[reportArgumentType, reportCallIssue, reportType]
                 tick(run, carry, row)
                 return carry, None
@@ -99,6 +102,7 @@ class TickLoop:
         """The ticks of a run, as one stage sees them: leaves `int32[ticks]`."""
 
         def rows(table: Table) -> jax.Array:
+            # Constants of the program, one row of each per device: no communication, and 4 bytes a tick and table.
             return jnp.asarray([row[run.start : run.stop] for row in table], jnp.int32)[stage]
 
         return jax.tree.map(rows, self.program.tables, is_leaf=lambda x: type(x) is tuple)

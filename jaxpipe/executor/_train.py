@@ -134,7 +134,7 @@ class TrainLoop(TickLoop):
         loss_gradient = self.stage.gradients.zeros()
         if run.has_forward:
             loss_gradient, gradient = self._forward(device, run, carry, row, activation, gradient)
-        # A model in one part has no backward of its own: its epilogue is the whole model, with the loss.
+        # A model of one virtual stage has no backward of its own: its epilogue is the whole model, with the loss.
         if run.has_backward and self.stage.last:
             self._backward(device, run, carry, row, gradient, loss_gradient)
         if run.has_weight and self.stage.last:
@@ -155,7 +155,9 @@ class TrainLoop(TickLoop):
         )
         # An idle forward may have computed on garbage, or given zeros: neither may replace collections.
         collections = select(row.forward.microbatch >= 0, updated, collections)
+        # Idle ticks report zeros, so chunk -1, which counts from the end, adds nothing.
         carry.reported = carry.reported.at[row.forward.chunk].add(reported)
+        # Also where the forward was idle: the program names a slot that nothing living uses, so no branch is needed.
         hosted = self._to_memory(residuals, jax.memory.Space.Host)
         carry.residuals = write_ring(carry.residuals, hosted, row.residual_write)
         if not self.skip_idle:
@@ -191,6 +193,7 @@ class TrainLoop(TickLoop):
         def compute() -> tuple:
             return stage.loss_and_gradients(device.weights, batch, collections, output, device.cotangents)
 
+        # One device computing every tick needs no branch around the loss; else only the last stage has it.
         if stage.last == 0 and is_never_idle(self.program.tables.forward, run):
             result = compute()
         else:
@@ -238,6 +241,7 @@ class TrainLoop(TickLoop):
         which: jax.Array | int = 0
         if len(functions) > 1:
             whole, split = functions
+            # Branches of one switch must return one type: a split backward's missing gradients become zeros.
             functions[1] = lambda at: _fill(split(at), jax.eval_shape(lambda: whole(at)))
             which = (row.pending_write >= 0).astype(jnp.int32)
         trunk, unstacked, outgoing, pending = self.action(
@@ -245,11 +249,13 @@ class TrainLoop(TickLoop):
         )
         if True in kinds:
             carry.pending = write_ring_if(carry.pending, pending, row.pending_write)
+        # No sends are named: gradients never leave early.
         carry.gradients = self._gradients.send(carry.gradients, {}, row.gradients, device.stage, outgoing)
         self._add(carry, row.backward.chunk, trunk, unstacked)
         first = stage.vocab_input
         if first is not None:
             is_first = self.is_first(device, row.backward.chunk)
+            # All stages run this backward, and its psums add the cotangents up: only one may be other than zero.
             entered = select(is_first, outgoing, zeros_of(outgoing))
             index = row.input_grad_microbatch
             batch = Microbatch(device.batch.inputs(index), None, device.batch.context(index))

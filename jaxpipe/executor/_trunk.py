@@ -36,6 +36,8 @@ class Trunk:
 
     def __init__(self, blueprint: Blueprint, *, scan: bool, join: bool, split: bool) -> None:
         self._module, self._collections = blueprint.module, blueprint.collections
+        # All trunks are the same program: it is built once, from the layers of the first virtual stage, and the others
+        # differ in their parameters and in the layer indices that go into random keys.
         self._layers = blueprint.cuts[0].trunk
         self._home = blueprint.placement.home[0][0]
         self._stage = blueprint.params.stages[self._home]
@@ -48,6 +50,7 @@ class Trunk:
         self._starts = tuple(cut.trunk.start for cut in blueprint.cuts)
         self._join = join and len(self._in_chunk) > 1
         self.aux = [ReportedValues(blueprint.module.layers, blueprint.trace, cut.trunk) for cut in blueprint.cuts]
+        # A scan stacks what its body returns, so collections and reports of its layers would need names of their own.
         is_plain = not (self.aux[0].names or blueprint.collections.has_any(self._layers))
         are_alike = len(self._layers) > 1 and len({blueprint.signatures[i] for i in self._layers}) == 1
         self._scan = scan and are_alike and is_plain
@@ -83,6 +86,7 @@ class Trunk:
     def prepare(self, stacked: dict[str, jax.Array]) -> PyTree:
         """The trunk's parameters as its actions use them: by chunk, or all chunks along a first dim."""
         each = [self._prepare(stacked, chunk) for chunk in range(len(self._names))]
+        # Once a step, outside the loop: inside, XLA would stack them again in every tick.
         return jax.tree.map(lambda *xs: jnp.stack(xs), *each) if self._join else each
 
     def grad_struct(self, struct_of: Callable[[Any], Any]) -> PyTree:
@@ -128,6 +132,7 @@ class Trunk:
         """
         if self.is_empty:
             return {}, gradient, []
+        # Losses that layers report are one more output of the trunk, so that their gradients need no pass of their own.
         cotangents = [*gradient, *([reported_cotangent] if self.aux[0].has_losses else [])]
         taken = self._take(at, params)
         if split and self._split is not None:
@@ -172,10 +177,12 @@ class Trunk:
     def _take(self, at: VirtualStage, params: PyTree) -> PyTree:
         if not self._join:
             return params[at.chunk]
+        # A copy of the chunk's parameters in every tick; a switch on the chunk would instead cost the overlap on GPU.
         return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, at.chunk, keepdims=False), params)
 
     def _offset(self, at: VirtualStage) -> jax.Array:
         """How far the layer indices of a virtual stage's trunk lie from those of the first one's."""
+        # Keys fold in a layer's index in the model, so that dropout is the same for any cut.
         return jnp.asarray(self._starts, jnp.int32)[at.index] - self._starts[0]
 
     def _collections_of(self, at: VirtualStage, collections: PyTree) -> list[PyTree]:
@@ -205,6 +212,7 @@ class Trunk:
             return self._module.run_layers(self._layers, views, train=train, offset=offset)(
                 inputs, key, side, collections
             )
+        # Recompute works on groups of layers: the scan's body is a group, so that it is recomputed as one.
         interval = self._module.activation_checkpoint_interval or 1
         group = interval if len(self._layers) % interval == 0 else 1
 

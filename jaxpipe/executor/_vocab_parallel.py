@@ -94,6 +94,7 @@ class VocabInput(_VocabParallel):
         def outputs(leaves: Leaves) -> list[jax.Array]:
             return differentiable(self._run(self._layers, leaves, inputs, context, train=True))
 
+        # The forward runs again: an embedding's is a lookup, cheaper than a ring of its residuals.
         return jax.vjp(outputs, self._take(storage, self._layers))[1](list(gradient))[0]
 
 
@@ -181,14 +182,16 @@ class VocabLoss(_VocabParallel):
         def scaled_loss(unsharded: Leaves, sharded: Leaves, values: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
             inputs_now = replace_differentiable(inputs, values)
             outputs = self._outputs(is_home, unsharded, sharded, inputs_now, context, train=True)
+            # Every stage computes the whole loss. One of them starts the backward: with all, psums would add them up.
             loss = jnp.where(is_home, self._module.loss_terms(outputs, labels)[0].astype(jnp.float32), 0.0)
             return loss * cotangent, loss
 
         params = self._take(storage, self._unsharded), self._take(storage, self._sharded)
         gradient = jax.grad(scaled_loss, argnums=(0, 1, 2), has_aux=True)
         (unsharded, sharded, dx), loss = gradient(*params, differentiable(inputs))
-        # Elsewhere the layers before the split one ran on what is not theirs.
+        # Elsewhere the layers before the sharded one ran on garbage: selected away, as NaN * 0 would stay NaN.
         unsharded, dx = select(is_home, (unsharded, dx), zeros_of((unsharded, dx)))
+        # A parameter tied between layers of the two kinds has a gradient from each.
         both = {name: unsharded[name] + sharded[name] for name in unsharded.keys() & sharded.keys()}
         return loss, {**unsharded, **sharded, **both}, dx
 
@@ -203,6 +206,7 @@ def _from_home(is_home: jax.Array, tree: PyTree) -> PyTree:
     """What the home stage has, on all stages."""
 
     def one(leaf: jax.Array) -> jax.Array:
+        # A psum of zeros and one value is a broadcast whose transpose sends the cotangent home again.
         number = leaf.astype(jnp.int32) if leaf.dtype == jnp.bool_ else leaf
         total = jax.lax.psum(jnp.where(is_home, number, jnp.zeros((), number.dtype)), _AXIS)
         return total.astype(leaf.dtype)
