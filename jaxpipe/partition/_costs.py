@@ -19,7 +19,7 @@ class LayerCost:
         forward_s: Seconds of its forward.
         backward_s: Seconds of its whole backward, with what that recomputes.
         weight_s: The part of `backward_s` that makes the gradients of its parameters; the rest makes those of its
-            inputs.
+            inputs. Known only where the halves of the backward were looked at.
         num_params: Parameters that an optimiser updates; shared ones count in each layer that holds them.
         kept_bytes: Bytes that wait between forward and backward, if it stands alone. Where the model recomputes: its
             inputs, if it begins a recomputed group.

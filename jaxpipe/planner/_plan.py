@@ -20,7 +20,7 @@ from jaxpipe.schedules import (
 from jaxpipe.topology import mesh_shape
 
 from ._auto import choose_settings, limit_of
-from ._param_bytes import bytes_per_param
+from ._costs import bytes_per_param
 from ._profile import cut_module
 
 

@@ -16,7 +16,7 @@ from _tolerances import MEMORY, STATE_BYTES
 from jaxpipe import LayerSpec, PipeDataParallelTopology, Pipeline, PipelineModule
 from jaxpipe.partition import Profile
 from jaxpipe.pipeline import describe_pipeline
-from jaxpipe.planner._layer_work import costs_of_all
+from jaxpipe.planner._costs import layer_costs
 from jaxpipe.schedules import resolve_schedule
 from jaxpipe.topology import make_pipeline_mesh
 
@@ -268,7 +268,7 @@ def planned(layers: list[LayerSpec | Any], *, scan_trunk: bool = False) -> tuple
     x = jax.ShapeDtypeStruct((64, 64), jnp.float32)
     mesh = make_pipeline_mesh(PipeDataParallelTopology(2, 1))
     pipeline = Pipeline(module, optax.sgd(0.1), mesh, (x, x), 4, make_settings(scan_trunk=scan_trunk))
-    costs = costs_of_all(module, pipeline.trace, x, lambda work: (1.0, 1.0, 0.0, 0))
+    costs = layer_costs(module, pipeline.trace, x, lambda *_: 1.0)
     return Profile(costs).part_sizes(pipeline.parts)[0][1], pipeline
 
 

@@ -17,7 +17,7 @@ from jaxpipe.errors import ConfigError, JaxpipeError
 from jaxpipe.partition import LayerCost, Profile
 from jaxpipe.pipeline import configure_model
 from jaxpipe.planner._auto import choose_settings, limit_of
-from jaxpipe.planner._param_bytes import bytes_per_param
+from jaxpipe.planner._costs import bytes_per_param
 from jaxpipe.planner._plan import make_plan
 from jaxpipe.schedules import Choice
 from jaxpipe.topology import make_pipeline_mesh

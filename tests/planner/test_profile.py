@@ -17,12 +17,10 @@ from jaxpipe import LayerSpec, PipeDataParallelTopology, PipelineModule
 from jaxpipe.executor._model_axis import trace_model_ranks
 from jaxpipe.layers import VocabEmbed, VocabHead, struct_of, vocab_cross_entropy
 from jaxpipe.partition import LayerCost, Profile, StageMemory
-from jaxpipe.planner import _layer_work
-from jaxpipe.planner._estimate import estimate_layers
-from jaxpipe.planner._layer_work import layer_work
-from jaxpipe.planner._measure import measure_layers
-from jaxpipe.planner._profile import cut_module, profile_of_text, text_of_profile
-from jaxpipe.planner._work import count_work
+from jaxpipe.planner import _costs
+from jaxpipe.planner._costs import layer_work
+from jaxpipe.planner._flops import count_work
+from jaxpipe.planner._profile import cut_module, estimate_layers, measure_layers, profile_of_text, text_of_profile
 from jaxpipe.topology import make_pipeline_mesh
 
 X = np.ones((2, 4), np.float32)
@@ -128,7 +126,7 @@ def test_products_are_counted_and_scans_as_often_as_they_run() -> None:
     module = PipelineModule(layers, 2, loss_fn=_mse, partition_method="profile:flops")
     ids = np.zeros((32,), np.int32)
     trace = module.trace(ids)
-    profile = estimate_layers(module, trace, flops_per_s=1.0, bytes_per_s=float("inf"))
+    profile = estimate_layers(module, trace, flops_per_s=1.0, bytes_per_s=float("inf"), halves=True)
     product = 2 * 32 * 16 * 16
     forwards = [layer.forward_s for layer in profile.layers]
     assert forwards[0] < product / 100
@@ -201,7 +199,7 @@ def test_layers_that_all_stages_share_count_their_share_of_parameters(
     make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looked_at = []
-    monkeypatch.setattr(_layer_work, "layer_work", lambda *args: looked_at.append(args[2]) or layer_work(*args))
+    monkeypatch.setattr(_costs, "layer_work", lambda *args: looked_at.append(args[2]) or layer_work(*args))
     layers = [LayerSpec(VocabEmbed, 32, 8), *[LayerSpec(nn.Dense, 8)] * 2, LayerSpec(VocabHead, 32)]
     module, tokens = (
         PipelineModule(layers, 2, loss_fn=functools.partial(vocab_cross_entropy, num_embeddings=32)),

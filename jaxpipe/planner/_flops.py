@@ -11,7 +11,9 @@ from jaxpipe._typing import PyTree
 from jaxpipe.jaxpr import evaluate, flatten, needed_for, primitives, programs_inside
 
 _FREE = primitives.FORMS | primitives.COMPARISONS | primitives.RANDOM_KEYS | {"random_bits", "shard_map"}
-"""What is computed inside of what reads it, for next to nothing."""
+"""Computed inside of what reads it, for next to nothing."""
+
+_FUSED = primitives.ARITHMETIC | _FREE
 
 
 class Work(NamedTuple):
@@ -25,10 +27,6 @@ class Work(NamedTuple):
 
     flops: int
     moved_bytes: int
-
-    def plus(self, other: "Work", times: int = 1) -> "Work":
-        """This and some times another."""
-        return Work(self.flops + times * other.flops, self.moved_bytes + times * other.moved_bytes)
 
 
 def count_work(function: Callable[..., Any], *args: PyTree) -> Work:
@@ -53,15 +51,18 @@ def count_work(function: Callable[..., Any], *args: PyTree) -> Work:
 
     shapes = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in program.inputs]
     live = jax.make_jaxpr(run)(*shapes).jaxpr
-    fused = {var for eqn in live.eqns if _is_fused(eqn) for var in eqn.outvars}
-    return _work_of(live).plus(Work(0, sum(_num_bytes([x]) for x in live.outvars if x in fused)))
+    # What is part of its readers' fusion is written to memory only where nothing here reads it: as a result.
+    fused = {var for eqn in live.eqns if eqn.primitive.name in _FUSED for var in eqn.outvars}
+    return _total([_work_of(live), Work(0, _num_bytes(x for x in live.outvars if x in fused))])
 
 
 def _work_of(jaxpr: Jaxpr) -> Work:
-    total = Work(0, 0)
-    for eqn in jaxpr.eqns:
-        total = total.plus(_equation(eqn))
-    return total
+    return _total(_equation(eqn) for eqn in jaxpr.eqns)
+
+
+def _total(works: Iterable[Work], times: int = 1) -> Work:
+    each = list(works)
+    return Work(times * sum(work.flops for work in each), times * sum(work.moved_bytes for work in each))
 
 
 def _equation(eqn: Any) -> Work:
@@ -70,8 +71,7 @@ def _equation(eqn: Any) -> Work:
     if name == "cond":
         return max(inner)
     if inner and name not in primitives.COMBINING:
-        times = eqn.params["length"] if name == "scan" else 1
-        return Work(0, 0).plus(_sum(inner), times)
+        return _total(inner, eqn.params["length"] if name == "scan" else 1)
     if name in primitives.ARITHMETIC:
         return Work(out, 0)
     if name in _FREE:
@@ -98,17 +98,6 @@ def _product(eqn: Any) -> int:
     if name == "ragged_dot_general":
         return 2 * out * eqn.invars[0].aval.shape[-1]
     return 0
-
-
-def _is_fused(eqn: Any) -> bool:
-    return eqn.primitive.name in primitives.ARITHMETIC | _FREE
-
-
-def _sum(works: Iterable[Work]) -> Work:
-    total = Work(0, 0)
-    for work in works:
-        total = total.plus(work)
-    return total
 
 
 def _size(atoms: Iterable[Any]) -> int:

@@ -1,0 +1,239 @@
+"""Costs of one layer by itself, cut into forward and backward as the executor cuts a stage."""
+
+import dataclasses
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import optax
+
+from jaxpipe._typing import PyTree
+from jaxpipe.autodiff import Residuals, SplitBackward, differentiable
+from jaxpipe.layers import ModelTrace, PipelineModule, call_on_one, cast_floats, layer_signatures, struct_of
+from jaxpipe.optim import state_struct
+from jaxpipe.partition import LayerCost
+from jaxpipe.state import grad_accum_struct
+
+Seconds = Callable[..., float]
+"""`seconds(function, *structs)`: how long a function of arguments of these shapes takes."""
+
+
+@dataclass(frozen=True)
+class LayerWork:
+    """What a layer, or the loss, computes for one microbatch.
+
+    Attributes:
+        residuals: Its forward and backward.
+        params: Shapes and dtypes of its parameters.
+        inputs: Those of its inputs.
+        context: Those of a key, and of what else has no gradient: side inputs and collections, or labels.
+        num_shares: Devices along a `model` axis whose shares are computed at once; 1 without the axis.
+    """
+
+    residuals: Residuals
+    params: PyTree
+    inputs: PyTree
+    context: PyTree
+    num_shares: int
+
+    @property
+    def cotangents(self) -> list[Any]:
+        """Shapes and dtypes of the gradients of its outputs."""
+        return differentiable(jax.eval_shape(self.residuals.forward, self.params, self.inputs, self.context)[0])
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of residuals that wait on the device between forward and backward, per device."""
+        each = zip(self.residuals.kept, self.residuals.is_hosted, strict=True)
+        return self.bytes_of(x for x, is_hosted in each if not is_hosted)
+
+    def bytes_of(self, structs: Iterable[jax.ShapeDtypeStruct]) -> int:
+        """Bytes of arrays, per device."""
+        return sum(x.size * x.dtype.itemsize for x in structs) // self.num_shares
+
+    def times(self, seconds: Seconds) -> tuple[float, float]:
+        """Seconds of forward and backward, per device."""
+        forward_s = seconds(self.residuals.forward, self.params, self.inputs, self.context)
+        backward_s = seconds(self.residuals.backward, self.params, self.residuals.kept, self.cotangents)
+        return forward_s / self.num_shares, backward_s / self.num_shares
+
+
+def layer_work(module: PipelineModule, trace: ModelTrace, *indices: int) -> LayerWork:
+    """The work of a layer, or of consecutive ones, recomputed as the module says.
+
+    Args:
+        module: The model.
+        trace: Its shapes.
+        *indices: The layers.
+    """
+
+    def function(params: PyTree, inputs: PyTree, context: PyTree) -> PyTree:
+        key, (side, collections) = context
+        outputs, extras = module.run_layers(indices, params, train=True)(inputs, key, side, collections)
+        losses = [aux.get("losses", {}) for _, aux in extras]
+        return (outputs, losses), [(new, aux.get("metrics", {})) for new, aux in extras]
+
+    params = cast_floats([trace.params[i] for i in indices], module.compute_dtype)
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    context = key, (dict(trace.side), [trace.collections[i] for i in indices])
+    return _work(function, params, trace.boundaries[indices[0]], context, trace.num_model)
+
+
+def loss_work(module: PipelineModule, trace: ModelTrace, labels: PyTree) -> LayerWork:
+    """The work of the loss, for labels of these shapes."""
+
+    def function(params: PyTree, outputs: PyTree, context: PyTree) -> PyTree:
+        del params
+        return module.loss_terms(outputs, context[1])[0], ()
+
+    return _work(function, {}, trace.boundaries[-1], (None, struct_of(labels)), trace.num_model)
+
+
+def layer_costs(
+    module: PipelineModule, trace: ModelTrace, labels: PyTree, seconds: Seconds, *, halves: bool = False
+) -> tuple[LayerCost, ...]:
+    """The costs of all layers, each distinct one looked at once.
+
+    Args:
+        module: The model.
+        trace: Its shapes.
+        labels: A microbatch's labels, or their shapes; None leaves out the loss, which is else counted with the last
+            layer.
+        seconds: How long a function takes.
+        halves: Whether to look at the gradients of parameters by themselves, as `SplitBackward` cuts them off; else
+            `weight_s` and `pending_bytes` are 0.
+
+    Returns:
+        One cost per layer. A layer with parameters sharded over the stages, whose work all stages share, is not looked
+        at: it counts a stage's share of them and no time, and neither does a loss that follows it.
+
+    Raises:
+        LayerError: A layer cannot be differentiated.
+    """
+    known: dict[Hashable, LayerCost] = {}
+    shared: dict[Hashable, int] = {}
+    costs: list[LayerCost] = []
+    signatures = layer_signatures(module.layers, trace, module.compute_dtype)
+    keys = [(signature, named.is_marked) for named, signature in zip(module.layers, signatures, strict=True)]
+    for index, key in enumerate(keys):
+        if key not in known:
+            known[key] = _layer_cost(module, trace, index, seconds, halves)
+        cost = known[key]
+        # Recomputed groups keep their inputs, each another one.
+        if index and not module.activation_checkpoint_interval:
+            pair = keys[index - 1], key
+            if pair not in shared:
+                shared[pair] = _shared_bytes(module, trace, index, costs[-1].kept_bytes, cost.kept_bytes)
+            cost = dataclasses.replace(cost, shared_bytes=shared[pair])
+        costs.append(cost)
+    if labels is not None and module.loss_fn is not None and not _is_stage_sharded(module, trace, len(costs) - 1):
+        forward_s, backward_s = loss_work(module, trace, labels).times(seconds)
+        last = costs[-1]
+        costs[-1] = dataclasses.replace(
+            last, forward_s=last.forward_s + forward_s, backward_s=last.backward_s + backward_s
+        )
+    return tuple(costs)
+
+
+def _layer_cost(module: PipelineModule, trace: ModelTrace, index: int, seconds: Seconds, halves: bool) -> LayerCost:
+    num_params = trace.num_params()[index]
+    if _is_stage_sharded(module, trace, index):
+        own = trace.num_own_params()[index]
+        num_params = own + -(-(num_params - own) // module.num_stages)
+        return LayerCost(0.0, 0.0, num_params=num_params, is_everywhere=True)
+    work = layer_work(module, trace, index)
+    forward_s, backward_s = work.times(seconds)
+    weight_s, pending_bytes = _weight_half(work, seconds) if halves else (0.0, 0)
+    recomputed_bytes = 0
+    if module.activation_checkpoint_interval:
+        recomputed_bytes = layer_work(module.replace(activation_checkpoint_interval=0), trace, index).kept_bytes
+    return LayerCost(
+        forward_s,
+        backward_s,
+        min(weight_s, backward_s),  # measured, a half may take longer than the whole by noise
+        num_params=num_params,
+        kept_bytes=work.kept_bytes,
+        recomputed_bytes=recomputed_bytes,
+        is_marked=module.layers[index].is_marked,
+        pending_bytes=pending_bytes,
+    )
+
+
+def _weight_half(work: LayerWork, seconds: Seconds) -> tuple[float, int]:
+    """Seconds of the weight half of a backward, and bytes that wait for it."""
+    split = SplitBackward(work.residuals, work.params)
+    if split.is_whole:
+        return 0.0, 0
+    weight_s = seconds(split.weight_half, work.params, work.residuals.kept, split.pending)
+    return weight_s / work.num_shares, work.bytes_of(split.pending)
+
+
+def _is_stage_sharded(module: PipelineModule, trace: ModelTrace, index: int) -> bool:
+    """Whether all stages run a layer together."""
+    return module.num_stages > 1 and bool(trace.stage_dims[index])
+
+
+def _shared_bytes(module: PipelineModule, trace: ModelTrace, index: int, before: int, alone: int) -> int:
+    """Bytes that a layer and the one before it keep each by itself, but not twice where they are on one stage."""
+    if not (before and alone):
+        return 0
+    both = layer_work(module, trace, index - 1, index).kept_bytes
+    return min(max(before + alone - both, 0), alone)
+
+
+def _work(function: Callable[..., Any], params: PyTree, inputs: PyTree, context: PyTree, num_model: int) -> LayerWork:
+    def on_one(params: PyTree, inputs: PyTree, context: PyTree) -> PyTree:
+        key, rest = context  # a key is not mapped: all shares of a layer draw the same numbers
+        return call_on_one(False, lambda p, x, rest: function(p, x, (key, rest)), params, inputs, rest)
+
+    if num_model:
+        key, rest = context
+        on_one = jax.vmap(on_one, in_axes=(0, 0, (None, 0)), axis_name="model", axis_size=num_model)
+        params, inputs, rest = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct((num_model, *x.shape), x.dtype), (params, inputs, rest)
+        )
+        context = key, rest
+    return LayerWork(Residuals(on_one, params, inputs, context), params, inputs, context, max(num_model, 1))
+
+
+def bytes_per_param(
+    trace: ModelTrace,
+    optimizer: optax.GradientTransformation,
+    *,
+    compute_dtype: object = None,
+    grad_dtype: object = None,
+    num_shards: int = 1,
+) -> float:
+    """Bytes that a device holds during a step for each parameter of its stage, the mean over the model.
+
+    These are the master weights and the optimiser's numbers for them, both divided by ZeRO-1; the gradient; and where
+    layers compute in another dtype, or weights are gathered, what they compute with.
+
+    Args:
+        trace: The model's shapes.
+        optimizer: What updates it.
+        compute_dtype: What layers compute in; None: as they make their parameters.
+        grad_dtype: What gradients are summed in; None: float32, or the parameters' dtype where that is wider.
+        num_shards: Replicas over which ZeRO-1 divides; 1: it does not.
+
+    Returns:
+        Bytes: 16 for float32 under Adam.
+
+    Raises:
+        ConfigError: The optimiser does not take these parameters.
+    """
+    made = trace.tree()
+    num_params = sum(x.size for x in jax.tree.leaves(made))
+    if not num_params:
+        return 0.0
+    master = made if compute_dtype is None else cast_floats(made, "float32")
+    compute_params = cast_floats(made, compute_dtype)
+    grads = jax.tree.map(lambda x: grad_accum_struct(x, grad_dtype), compute_params)
+    divided = _num_bytes(master) + _num_bytes(state_struct(optimizer, master))
+    is_copied = compute_dtype is not None or num_shards > 1
+    return (divided / num_shards + is_copied * _num_bytes(compute_params) + _num_bytes(grads)) / num_params
+
+
+def _num_bytes(tree: PyTree) -> int:
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
