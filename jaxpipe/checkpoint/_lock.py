@@ -95,7 +95,7 @@ class DirectoryLock:
         self._released.set()
         with contextlib.suppress(OSError):
             self._file.unlink()
-        with contextlib.suppress(OSError):  # who was quicker has it already
+        with contextlib.suppress(OSError):  # another job has taken it since
             self._folder.rmdir()
 
     def _beat(self) -> None:
@@ -116,8 +116,8 @@ def _take(save_dir: Path, owner: _Owner) -> None:
             with contextlib.suppress(OSError):  # where a rename does not replace an empty folder
                 folder.rmdir()
     finally:
-        _remove(mine)  # it is there only after a failure
-    with contextlib.suppress(OSError):  # the lock is taken, whatever becomes of what killed processes left
+        _remove(mine)  # after a success it has been renamed
+    with contextlib.suppress(OSError):  # leftovers of killed processes; the lock is taken, removed or not
         for left in [path for path in save_dir.iterdir() if _TEMPORARY.fullmatch(path.name) and not path.is_symlink()]:
             if all(_is_gone(file, owner, folder / owner.name) for file in _files(left) or [left]):
                 _remove(left)

@@ -108,11 +108,6 @@ class CheckpointWriter:
         self._error: CheckpointError | None = None
         self._is_waited_for = False
 
-    @property
-    def is_busy(self) -> bool:
-        """True while a save in the background is under way."""
-        return not self._ended.is_set()
-
     def save(
         self,
         save_dir: str | PathLike[str],
@@ -211,22 +206,22 @@ class CheckpointWriter:
         if self._is_waited_for:
             return
         self._is_waited_for = True
-        held = weakref.ref(self)
+        reference = weakref.ref(self)
 
         def wait() -> None:
-            writer = held()
+            writer = reference()
             if writer is not None:
                 writer._ended.wait()
 
-        def tell() -> None:
-            writer = held()
+        def report() -> None:
+            writer = reference()
             if writer is not None and writer._error is not None:
                 sys.stdout = _FailingAtTheEnd(sys.stdout, writer._error)
 
-        # Saving needs executors, which refuse work from the moment that the main thread has ended. `atexit` runs later
-        # than that, and what runs earlier is known to `threading` alone. It is how `concurrent.futures` does it.
+        # Saving needs executors, which refuse work once the main thread has ended, and `atexit` runs after that. Python
+        # has no public hook before it; `concurrent.futures` uses this one too.
         getattr(threading, "_register_atexit", atexit.register)(wait)
-        atexit.register(tell)
+        atexit.register(report)
 
     def _run(self, finish: Callable[[], None]) -> None:
         """End a save in the background."""
@@ -234,7 +229,7 @@ class CheckpointWriter:
             finish()
         except CheckpointError as error:
             self._error = error
-            logging.getLogger("jaxpipe").error("%s", error)  # in every process where it happened
+            logging.getLogger("jaxpipe").error("%s", error)  # not by `log`, which writes in process 0 alone
         finally:
             self._ended.set()
 
@@ -313,6 +308,8 @@ def _commit(job: _Job, lock: DirectoryLock) -> None:
     if failed:
         raise OSError("; ".join(failed))
     content = dump_index(_index(job, [report["sha256"] for report in reports]))
+    # A commit names only what is on disk: the arrays, then the index with their hashes, then the folders' entries, and
+    # last, by `commit`, one small file. Before it the tag is not there, after it the tag is whole.
     replace_file(job.data / INDEX, content)
     for path in job.data.glob("report-*.json"):
         path.unlink()

@@ -286,7 +286,7 @@ class BatchLoader(Generic[T]):
         try:
             return self._collate([self._sample(index) for index in own])
         except StopIteration as error:
-            # A loop over the batches would take it for the end of the epoch.
+            # A `StopIteration` raised here would end the caller's loop as if the epoch were over.
             among = f"{[*own[:_SHOWN]]}{'...' if len(own) > _SHOWN else ''}"
             raise DataError(
                 f"a data set must give every sample of its length, {len(self._dataset)}, but got StopIteration from "

@@ -46,7 +46,8 @@ def run_attempts(
         asked = len(requests.received())
 
         def must_end(is_stuck: bool) -> bool:
-            # After a success it waits for a pager as any program does; a failure must get through to who started it.
+            # After a success the launcher waits for whoever reads its output, such as a pager, as any program does.
+            # After a failure it ends, so that its exit code is seen.
             return len(requests.received()) > asked or (is_stuck and (exit_code != 0 or asked > 0))
 
         output.drain(must_end)

@@ -164,7 +164,7 @@ def _run_on_nodes(args: argparse.Namespace) -> int:
     )
 
     def coordinator(attempt: int) -> str:
-        # A port that nobody chose may change, so that what is left of the last attempt is not met.
+        # Without --port each attempt takes another, as processes of the last attempt may still hold theirs.
         return args.coordinator or f"{chosen[0].name}:{args.port or DEFAULT_PORT + attempt}"
 
     if args.dry_run:

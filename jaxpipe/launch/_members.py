@@ -141,7 +141,7 @@ except OSError as error:
             How likely others are the cause, then when it failed.
         """
         trouble_at = self.tail.trouble_at
-        if trouble_at is None or trouble_at < self._ended_at - _RECENT_S:  # it went on from that
+        if trouble_at is None or trouble_at < self._ended_at - _RECENT_S:  # it recovered from that error
             trouble_at = math.inf
         if self.tail.was_ended_by_jax:
             return 2, trouble_at

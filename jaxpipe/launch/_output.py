@@ -42,7 +42,7 @@ class _Source:
         """The whole lines that are there after some more bytes, each behind the prefix."""
         text = self.pending + data
         out, begin = [], 0
-        for match in _END.finditer(text, max(len(self.pending) - 1, 0)):  # what was looked through has no end
+        for match in _END.finditer(text, max(len(self.pending) - 1, 0)):  # earlier bytes were searched
             line, begin = text[begin : match.start()], match.end()
             if line or match[0] != b"\r":
                 out.append(self.prefix + line + b"\n")

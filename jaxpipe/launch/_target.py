@@ -9,11 +9,11 @@ import time
 from collections import deque
 from typing import TextIO
 
-# What waits for a slow reader before the processes have to wait too, as they would at a pipe.
+# Bytes that wait for a slow reader; beyond them the processes wait too, as they would at a pipe.
 _BUFFER_BYTES = 1 << 20
-# The same while the job ends, when no process may be held up any more.
+# Bytes that wait while the job ends, when output must not delay any process.
 _ENDING_BUFFER_BYTES = 64 << 20
-# Small, so that a slow reader is seen to take something.
+# Bytes of one write; small, so that a slow reader is known from one that has stopped.
 _PIECE_BYTES = 4096
 _GONE = (errno.EPIPE, errno.EIO, errno.EBADF)
 

@@ -45,28 +45,31 @@ def call_with_stored_inputs(
 
     @jax.custom_vjp
     def call(consts: Sequence[Any], values: Sequence[jax.Array]) -> list[jax.Array]:
-        return jax.checkpoint(run)(consts, values)  # what looks at the program shall see that it recomputes
+        # Traced where nothing is differentiated yet, as costs are counted and residuals are cut: they read from the
+        # program that it recomputes. `forward` needs no mark, its rule says what is stored.
+        return jax.checkpoint(run)(consts, values)
 
     def forward(consts: Sequence[Any], values: Sequence[jax.Array]) -> tuple[list[jax.Array], Any]:
-        kept = [store.put(value) for store, value in zip(stores, values, strict=True)]
-        return run(consts, values), (consts, kept)
+        stored = [store.put(value) for store, value in zip(stores, values, strict=True)]
+        return run(consts, values), (consts, stored)
 
     def backward(residuals: Any, cotangents: list[jax.Array]) -> tuple[Any, Any]:
-        consts, kept = residuals
+        consts, stored = residuals
         with jax.named_scope("rematted_computation"):
-            values = [store.get(value) for store, value in zip(stores, kept, strict=True)]
-            leaves, treedef = jax.tree.flatten((consts, [lax.optimization_barrier(value) for value in values]))
-            moving = [i for i, leaf in enumerate(leaves) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+            # Without the barrier XLA merges what `forward` computed from equal values with this, and so keeps it.
+            values = [lax.optimization_barrier(store.get(value)) for store, value in zip(stores, stored, strict=True)]
+            leaves, treedef = jax.tree.flatten((consts, values))
+            inexact = [i for i, leaf in enumerate(leaves) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
 
-            def of_moving(given: Sequence[jax.Array]) -> list[jax.Array]:
+            def of_inexact(given: Sequence[jax.Array]) -> list[jax.Array]:
                 merged = list(leaves)
-                for i, value in zip(moving, given, strict=True):
+                for i, value in zip(inexact, given, strict=True):
                     merged[i] = value
                 return run(*jax.tree.unflatten(treedef, merged))
 
-            _, pullback = jax.vjp(of_moving, [leaves[i] for i in moving])
-        grads: list[Any] = [None] * len(leaves)
-        for i, grad in zip(moving, pullback(cotangents)[0], strict=True):
+            _, pullback = jax.vjp(of_inexact, [leaves[i] for i in inexact])
+        grads: list[Any] = [None] * len(leaves)  # None: integers and keys have no gradient
+        for i, grad in zip(inexact, pullback(cotangents)[0], strict=True):
             grads[i] = grad
         return tuple(jax.tree.unflatten(treedef, grads))
 
@@ -82,9 +85,9 @@ class _Store:
         """The form in which a value is stored."""
         return value
 
-    def get(self, kept: Any) -> jax.Array:
+    def get(self, stored: Any) -> jax.Array:
         """The value, from its stored form."""
-        return kept
+        return stored
 
 
 class _NoStore(_Store):
@@ -100,7 +103,7 @@ class _NoStore(_Store):
     def put(self, value: jax.Array) -> None:
         return None
 
-    def get(self, kept: Any) -> jax.Array:
+    def get(self, stored: Any) -> jax.Array:
         zeros = jnp.zeros(self._shape, self._dtype)
         return lax.pcast(zeros, self._varying, to="varying") if self._varying else zeros
 
@@ -118,8 +121,8 @@ class _HostStore(_Store):
     def put(self, value: jax.Array) -> jax.Array:
         return jax.device_put(self._inner.put(value), jax.memory.Space.Host)
 
-    def get(self, kept: jax.Array) -> jax.Array:
-        return self._inner.get(jax.device_put(kept, jax.memory.Space.Device))
+    def get(self, stored: jax.Array) -> jax.Array:
+        return self._inner.get(jax.device_put(stored, jax.memory.Space.Device))
 
 
 class _SharedStore(_Store):
@@ -142,19 +145,19 @@ class _SharedStore(_Store):
             flat = jnp.pad(flat, (0, share_size * num_shares - flat.size))
         return lax.dynamic_slice_in_dim(flat, lax.axis_index(MODEL_AXIS) * share_size, share_size)
 
-    def get(self, kept: jax.Array) -> jax.Array:
-        whole = self._gather_equal(kept) if self._is_checked else lax.all_gather(kept, MODEL_AXIS, tiled=True)
+    def get(self, stored: jax.Array) -> jax.Array:
+        whole = self._gather_equal(stored) if self._is_checked else lax.all_gather(stored, MODEL_AXIS, tiled=True)
         size = 1
         for length in self._shape:
             size *= length
         return whole[:size].reshape(self._shape)
 
-    def _gather_equal(self, kept: jax.Array) -> jax.Array:
+    def _gather_equal(self, stored: jax.Array) -> jax.Array:
         """Gather by a sum, whose result a checked program knows to be equal along the axis."""
-        whole = jnp.zeros((kept.size * model_axis_size(),), kept.dtype)
-        start = lax.axis_index(MODEL_AXIS) * kept.size
-        whole = lax.pcast(whole, tuple(_varying_axes(kept)), to="varying")
-        return lax.psum(lax.dynamic_update_slice_in_dim(whole, kept, start, axis=0), MODEL_AXIS)
+        whole = jnp.zeros((stored.size * model_axis_size(),), stored.dtype)
+        start = lax.axis_index(MODEL_AXIS) * stored.size
+        whole = lax.pcast(whole, tuple(_varying_axes(stored)), to="varying")
+        return lax.psum(lax.dynamic_update_slice_in_dim(whole, stored, start, axis=0), MODEL_AXIS)
 
 
 def _store_for(array: jax.Array, is_used: bool, settings: RecomputeSettings) -> _Store:

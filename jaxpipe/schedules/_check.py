@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ._base import PipeSchedule
-from ._events import StageCells, WalkError
+from ._events import StageActions, WalkError
 from ._fault import schedule_fault
 from ._stages import Placement, placement_of, stage_schedules
 from ._walk import StageWalk
@@ -23,7 +23,7 @@ class CheckedSchedule:
 
     schedules: tuple[PipeSchedule, ...]
     placement: Placement
-    stages: tuple[StageCells, ...]
+    stages: tuple[StageActions, ...]
     training: bool
 
 
@@ -102,7 +102,7 @@ def checked_schedule(
     """
     schedules = stage_schedules(schedule, num_microbatches, num_stages)
     placement = placement_of(schedules)
-    stages: list[StageCells] = []
+    stages: list[StageActions] = []
     for one in schedules:
         try:
             stages.append(StageWalk(one, placement, training=training).run())
@@ -117,7 +117,7 @@ def checked_schedule(
 
 
 def _require_equal_steps(checked: CheckedSchedule) -> None:
-    counts = [cells.num_steps for cells in checked.stages]
+    counts = [actions.num_steps for actions in checked.stages]
     for stage, count in enumerate(counts):
         if count != counts[0]:
             raise schedule_fault(
@@ -129,12 +129,12 @@ def _require_equal_steps(checked: CheckedSchedule) -> None:
 
 def _require_partners(checked: CheckedSchedule, link: _Link) -> None:
     microbatches = checked.schedules[0].micro_batches
-    for stage, cells in enumerate(checked.stages):
+    for stage, actions in enumerate(checked.stages):
         places = [
             checked.placement.after(stage, chunk) if link.downstream else checked.placement.before(stage, chunk)
             for chunk in range(checked.placement.num_chunks)
         ]
-        for step, unit in enumerate(cells.rows[link.row]):
+        for step, unit in enumerate(actions.rows[link.row]):
             if unit < 0:
                 continue
             chunk, microbatch = divmod(unit, microbatches)
@@ -161,7 +161,7 @@ def _require_partners(checked: CheckedSchedule, link: _Link) -> None:
 
 
 def _require_one_tied_reduction(checked: CheckedSchedule) -> None:
-    steps = [cells.tied_reduction for cells in checked.stages]
+    steps = [actions.tied_reduction for actions in checked.stages]
     for stage, step in enumerate(steps):
         if step != steps[0]:
             raise schedule_fault(

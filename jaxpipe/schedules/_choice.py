@@ -12,8 +12,8 @@ class StageCosts:
         input_s: Seconds of the input half of its backward; with recompute, the second forward too.
         weight_s: Seconds of the weight half of its backward.
         backward_s: Seconds of its backward where it is not split. Default: those of both halves.
-        tick_overhead_s: Seconds that each tick takes beside its cells: exchanges that nothing hides, the loop.
-        branch_overhead_s: Seconds that a branch around a cell costs, where idle cells are skipped.
+        tick_overhead_s: Seconds that each tick takes beside its actions: exchanges that nothing hides, the loop.
+        branch_overhead_s: Seconds that a branch around an action costs, where idle actions are skipped.
         activation_bytes: Bytes kept from its forward to its backward.
         pending_bytes: Bytes kept beside them from the input half to the weight half.
     """
@@ -46,7 +46,7 @@ class Candidate:
         schedule: Its name.
         num_chunks: Chunks a stage.
         max_pending: The most pending weight halves; None: the schedule's own number.
-        skip_idle: Whether idle cells are branched around, instead of computed and dropped.
+        skip_idle: Whether idle actions are branched around, instead of computed and dropped.
         step_s: Seconds of a step, without the update.
         num_ticks: Ticks of a step.
         in_flight: Microbatches whose activations a stage holds, in whole stages.

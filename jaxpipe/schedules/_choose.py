@@ -35,11 +35,11 @@ def choose_schedule(
     """Choose the schedule with the shortest step whose activations fit.
 
     Each candidate is lowered and its ticks are added up: in lockstep a tick takes as long as its busiest stage (where
-    idle cells are skipped) or as long as all kinds of cells of its run together (where they are computed), and the
+    idle actions are skipped) or as long as all kinds of actions of its run together (where they are computed), and the
     overheads. Candidates are the schedules of `schedule_names` that are auto candidates (all but `"gpipe"`) with all
-    numbers of chunks that each can have, with idle cells skipped and computed. A zero-bubble that does not fit is tried
-    again with as many pending weight halves as do fit. The simplest within `CLEAR_GAIN` of the shortest step wins;
-    where nothing fits, the smallest memory.
+    numbers of chunks that each can have, with idle actions skipped and computed. A zero-bubble that does not fit is
+    tried again with as many pending weight halves as do fit. The simplest within `CLEAR_GAIN` of the shortest step
+    wins; where nothing fits, the smallest memory.
 
     Args:
         costs: What a microbatch costs on the largest stage.
@@ -50,7 +50,7 @@ def choose_schedule(
         chunk_counts: Numbers of chunks to look at, and how many times its share of the largest stage the largest of so
             many chunks takes: 1 where they come out equal. Default: 1, 2 and 4 equal chunks.
         max_pending: The most weight halves that a zero-bubble may keep pending. Default: the schedule's own number.
-        skip_idle: Whether idle cells are skipped. Default: both are looked at.
+        skip_idle: Whether idle actions are skipped. Default: both are looked at.
 
     Returns:
         The choice, with all candidates.
@@ -107,7 +107,7 @@ class _Chooser:
     max_pending: int | None
 
     def candidates(self, schedule: str, num_chunks: int, policies: Sequence[bool]) -> list[Candidate]:
-        """A schedule with each way to treat idle cells, and with fewer pending halves where all are too large."""
+        """A schedule with each way to treat idle actions, and with fewer pending halves where all are too large."""
         most = None if schedule_names()[schedule].min_pending is None else self.max_pending
         found = self._costed(schedule, num_chunks, most, policies)
         if found[0].fits or not found[0].pending or not self.costs.pending_bytes:
@@ -160,9 +160,9 @@ class _Chooser:
 
 
 def _branches(program: TickProgram, run: TickRun) -> int:
-    """Kinds of cells that need a branch in each tick of a run: those that may be idle, or be of several chunks."""
+    """Kinds of actions that need a branch in each tick of a run: those that may be idle, or be of several chunks."""
     count = 0
     for actions in (program.tables.forward, program.tables.backward, program.tables.weight):
-        cells = {cell for row in actions.chunk for cell in row[run.start : run.stop]}
-        count += len(cells) > 1
+        chunks = {chunk for row in actions.chunk for chunk in row[run.start : run.stop]}
+        count += len(chunks) > 1
     return count

@@ -35,7 +35,7 @@ _LOCAL = {
 
 
 @dataclass
-class StageCells:
+class StageActions:
     """Actions of one stage, by kind of instruction and step.
 
     Attributes:

@@ -33,11 +33,11 @@ def fill_weights(forwards: Sequence[Row], backwards: Sequence[Row], max_pending:
     pending: list[list[int]] = [[] for _ in stages]
     filled: list[list[int]] = [[] for _ in stages]
     for step in range(num_steps):
-        held = [(row[step], half[step]) for row, half in zip(forwards, backwards, strict=True)]
-        content = any(has for has, _ in held), any(has for _, has in held)
-        gets = [cell != content for cell in held]
+        present = [(row[step], half[step]) for row, half in zip(forwards, backwards, strict=True)]
+        content = any(has for has, _ in present), any(has for _, has in present)
+        gets = [actions != content for actions in present]
         for stage in stages:
-            if held[stage][1]:
+            if present[stage][1]:
                 pending[stage].append(step)
         if not any(gets) or _is_full(step, gets, pending, backwards, max_pending):
             gets = [True] * len(gets)
@@ -51,11 +51,11 @@ def _is_full(step: int, gets: list[bool], pending: list[list[int]], backwards: S
     """True if a stage that gets no weight half in this step has no room for the input half of the next."""
     following = step + 1
     return any(
-        not runs and len(kept) >= limit and following < len(row) and row[following]
-        for runs, kept, row in zip(gets, pending, backwards, strict=True)
+        not runs and len(waiting) >= limit and following < len(row) and row[following]
+        for runs, waiting, row in zip(gets, pending, backwards, strict=True)
     )
 
 
 def _complete(gets: list[bool], pending: list[list[int]], filled: list[list[int]]) -> None:
-    for runs, kept, row in zip(gets, pending, filled, strict=True):
-        row.append(kept.pop(0) if runs and kept else IDLE)
+    for runs, waiting, row in zip(gets, pending, filled, strict=True):
+        row.append(waiting.pop(0) if runs and waiting else IDLE)

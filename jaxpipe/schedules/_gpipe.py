@@ -2,7 +2,7 @@
 
 from typing import ClassVar
 
-from ._timetable import Cell, TimetableSchedule
+from ._timetable import Action, TimetableSchedule
 
 
 class GPipeSchedule(TimetableSchedule):
@@ -30,7 +30,7 @@ class GPipeSchedule(TimetableSchedule):
         """
         return 2 * (self.micro_batches + self.stages - 1)
 
-    def forward_at(self, step: int) -> Cell:
+    def forward_at(self, step: int) -> Action:
         """Give what runs its forward at a step.
 
         Args:
@@ -41,7 +41,7 @@ class GPipeSchedule(TimetableSchedule):
         """
         return 0, step - self.stage_id
 
-    def backward_at(self, step: int) -> Cell:
+    def backward_at(self, step: int) -> Action:
         """Give what runs its backward at a step.
 
         Args:

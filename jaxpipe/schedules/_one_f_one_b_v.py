@@ -2,7 +2,7 @@
 
 from typing import ClassVar
 
-from ._timetable import Cell, TimetableSchedule
+from ._timetable import Action, TimetableSchedule
 
 
 class OneFOneBVSchedule(TimetableSchedule):
@@ -47,7 +47,7 @@ class OneFOneBVSchedule(TimetableSchedule):
         """
         return 2 * self.micro_batches + 4 * self.stages - 3
 
-    def forward_at(self, step: int) -> Cell:
+    def forward_at(self, step: int) -> Action:
         """Give what runs its forward at a step.
 
         Args:
@@ -58,7 +58,7 @@ class OneFOneBVSchedule(TimetableSchedule):
         """
         return self._due(step, direction=1)
 
-    def backward_at(self, step: int) -> Cell:
+    def backward_at(self, step: int) -> Action:
         """Give what runs its backward at a step.
 
         Args:
@@ -82,7 +82,7 @@ class OneFOneBVSchedule(TimetableSchedule):
         """
         return (self.micro_batches + self.stages - 1) * (forward_s + backward_s)
 
-    def _due(self, since: int, *, direction: int) -> Cell:
+    def _due(self, since: int, *, direction: int) -> Action:
         """Find the chunk whose part, passed in this direction, is an even number of steps away."""
         chunk = (since - self.stage_id) % 2
         return chunk, (since - direction * self.virtual_stage(self.stage_id, chunk)) // 2

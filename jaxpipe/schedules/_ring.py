@@ -1,6 +1,6 @@
 """The timetable of combined ticks on the ring, for any number of chunks a stage."""
 
-from ._timetable import Cell, TimetableSchedule
+from ._timetable import Action, TimetableSchedule
 
 
 class RingTimetable(TimetableSchedule):
@@ -31,7 +31,7 @@ class RingTimetable(TimetableSchedule):
         group, place = divmod(self.micro_batches - 1, self.stages)
         return (group + 1) * self.stages * self.num_chunks - self.stages + place + 1
 
-    def forward_at(self, step: int) -> Cell:
+    def forward_at(self, step: int) -> Action:
         """Give what runs its forward at a step.
 
         Args:
@@ -42,7 +42,7 @@ class RingTimetable(TimetableSchedule):
         """
         return self._turn(step - self.stage_id)
 
-    def backward_at(self, step: int) -> Cell:
+    def backward_at(self, step: int) -> Action:
         """Give what runs its backward at a step.
 
         Args:
@@ -68,7 +68,7 @@ class RingTimetable(TimetableSchedule):
         """
         return (self.num_slots() + self.stages - 1) * (forward_s + backward_s) / self.num_chunks
 
-    def _turn(self, slot: int) -> Cell:
+    def _turn(self, slot: int) -> Action:
         group, place = divmod(slot, self.num_chunks * self.stages)
         chunk, member = divmod(place, self.stages)
         return chunk, group * self.stages + member

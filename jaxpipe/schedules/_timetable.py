@@ -22,10 +22,10 @@ from ._instructions import (
     SendGrad,
 )
 
-Cell = tuple[int, int]
+Action = tuple[int, int]
 """A chunk of the stage and a microbatch; a microbatch outside `[0, micro_batches)` means none."""
 
-NOTHING: Cell = (0, -1)
+NOTHING: Action = (0, -1)
 
 
 class TimetableSchedule(PipeSchedule):
@@ -50,7 +50,7 @@ class TimetableSchedule(PipeSchedule):
         """
 
     @abstractmethod
-    def forward_at(self, step: int) -> Cell:
+    def forward_at(self, step: int) -> Action:
         """Give what runs its forward at a step.
 
         Args:
@@ -61,7 +61,7 @@ class TimetableSchedule(PipeSchedule):
         """
 
     @abstractmethod
-    def backward_at(self, step: int) -> Cell:
+    def backward_at(self, step: int) -> Action:
         """Give what runs its backward, whole or its input half, at a step.
 
         Args:
@@ -71,7 +71,7 @@ class TimetableSchedule(PipeSchedule):
             Chunk and microbatch; a microbatch outside `[0, micro_batches)` means none.
         """
 
-    def weight_at(self, step: int) -> Cell:
+    def weight_at(self, step: int) -> Action:
         """Give what runs the weight half of its backward at a step.
 
         Args:
@@ -110,37 +110,37 @@ class TimetableSchedule(PipeSchedule):
         send_act: list[PipeInstruction] = []
         for step in range(num_steps):
             forward, backward, weight = self.forward_at(step), self.backward_at(step), self.weight_at(step)
-            arriving, leaving, computing = send_grad, send_act, list[PipeInstruction]()
+            exchanges, last_exchange, computing = send_grad, send_act, list[PipeInstruction]()
             send_grad, send_act = [], []
             if self._runs(forward):
                 end = ends[forward[0]]
                 buffer, names = buffers.take(forward)
-                arriving = arriving + [RecvActivation(buffer, **names)] * end.from_stage
+                exchanges = exchanges + [RecvActivation(buffer, **names)] * end.from_stage
                 computing += [*[LoadMicroBatch(buffer, **names)] * end.loads, ForwardPass(buffer, **names)]
                 send_act = [SendActivation(buffer, **names)] * end.to_stage
             if self._runs(backward):
                 end = ends[backward[0]]
                 buffer, names = buffers.find(backward)
-                arriving = arriving + [RecvGrad(buffer, **names)] * end.to_stage
+                exchanges = exchanges + [RecvGrad(buffer, **names)] * end.to_stage
                 half = BackwardInput if self.split_backward else BackwardPass
                 computing.append(half(buffer, **names))
                 send_grad = [SendGrad(buffer, **names)] * end.from_stage
             if self._runs(weight):
                 buffer, names = buffers.find(weight)
                 computing.append(BackwardWeight(buffer, **names))
-            buffers.leave(self._freed(step, ends))
+            buffers.free(self._freed(step, ends))
             if step == num_steps - 1:
                 computing += [ReduceTiedGrads(), ReduceGrads(), OptimizerStep()]
-            yield arriving + leaving + computing
+            yield exchanges + last_exchange + computing
 
-    def _runs(self, cell: Cell) -> bool:
-        return 0 <= cell[1] < self.micro_batches
+    def _runs(self, action: Action) -> bool:
+        return 0 <= action[1] < self.micro_batches
 
-    def _freed(self, step: int, ends: list["_Ends"]) -> list[Cell]:
-        """The cells whose buffers are free after a step; a gradient kept on this stage is taken one step later."""
+    def _freed(self, step: int, ends: list["_Ends"]) -> list[Action]:
+        """The actions whose buffers are free after a step; a gradient kept on this stage is taken one step later."""
         last_of = self.weight_at if self.split_backward else self.backward_at
         done = (last_of(step), False), (last_of(step - 1), True)
-        return [cell for cell, waits in done if self._runs(cell) and ends[cell[0]].from_chunk == waits]
+        return [action for action, waits in done if self._runs(action) and ends[action[0]].from_chunk == waits]
 
     def _ends(self) -> list["_Ends"]:
         chunks = range(self.num_chunks)
@@ -163,17 +163,17 @@ class _Buffers:
     """Buffers of a stage, given out longest free first."""
 
     def __init__(self, count: int, *, named: bool) -> None:
-        self._free = deque(range(count))
-        self._held: dict[Cell, int] = {}
+        self._vacant = deque(range(count))
+        self._buffer_of: dict[Action, int] = {}
         self._named = named
 
-    def take(self, cell: Cell) -> tuple[int, dict[str, Any]]:
-        self._held[cell] = self._free.popleft()
-        return self.find(cell)
+    def take(self, action: Action) -> tuple[int, dict[str, Any]]:
+        self._buffer_of[action] = self._vacant.popleft()
+        return self.find(action)
 
-    def find(self, cell: Cell) -> tuple[int, dict[str, Any]]:
-        names = {"micro_batch_id": cell[1], "chunk_id": cell[0]} if self._named else {}
-        return self._held[cell], names
+    def find(self, action: Action) -> tuple[int, dict[str, Any]]:
+        names = {"micro_batch_id": action[1], "chunk_id": action[0]} if self._named else {}
+        return self._buffer_of[action], names
 
-    def leave(self, cells: list[Cell]) -> None:
-        self._free += [self._held.pop(cell) for cell in cells]
+    def free(self, actions: list[Action]) -> None:
+        self._vacant += [self._buffer_of.pop(action) for action in actions]

@@ -17,7 +17,7 @@ from ._events import (
     SENT,
     WEIGHT,
     Location,
-    StageCells,
+    StageActions,
     WalkError,
     first_lacking,
 )
@@ -86,7 +86,7 @@ class StageWalk:
         self._step = 0
         self._reductions: set[type] = set()
 
-    def run(self) -> StageCells:
+    def run(self) -> StageActions:
         """Walk all steps.
 
         Returns:
@@ -97,8 +97,8 @@ class StageWalk:
             ScheduleError: The steps do not end.
         """
         steps = self._steps()
-        cells = StageCells({name: [IDLE] * len(steps) for name in ROWS}, len(steps))
-        rules = self._rules(cells.rows)
+        actions = StageActions({name: [IDLE] * len(steps) for name in ROWS}, len(steps))
+        rules = self._rules(actions.rows)
         for self._step, commands in enumerate(steps):
             for op in commands:
                 rule = rules.get(type(op))
@@ -107,9 +107,9 @@ class StageWalk:
                 if rule is not None and isinstance(op, BufferOpInstruction):
                     self._apply(op, rule)
                 else:
-                    self._close(op, commands, cells)
+                    self._close(op, commands, actions)
         self._finish()
-        return cells
+        return actions
 
     def _steps(self) -> list[list[PipeInstruction]]:
         steps: list[list[PipeInstruction]] = []
@@ -203,7 +203,7 @@ class StageWalk:
             if place is not None and place[0] == self._stage:
                 self._flags[place[1] * self._microbatches + microbatch] |= bit
 
-    def _close(self, op: PipeInstruction, commands: list[PipeInstruction], cells: StageCells) -> None:
+    def _close(self, op: PipeInstruction, commands: list[PipeInstruction], actions: StageActions) -> None:
         """Take a reduction or the optimizer step; refuse what is no instruction of this kind of schedule."""
         location = Location(op, self._stage, self._step)
         kind = next((base for base in (ReduceGrads, ReduceTiedGrads, OptimizerStep) if isinstance(op, base)), None)
@@ -227,9 +227,9 @@ class StageWalk:
             )
         self._reductions.add(kind)
         if kind is ReduceTiedGrads:
-            cells.tied_reduction = self._step
+            actions.tied_reduction = self._step
         if kind is OptimizerStep:
-            self._require_last(location, commands, cells.num_steps)
+            self._require_last(location, commands, actions.num_steps)
 
     def _require_last(self, location: Location, commands: list[PipeInstruction], num_steps: int) -> None:
         wanted = {ReduceGrads} if self._schedule.stages == 1 else {ReduceGrads, ReduceTiedGrads}

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from ._fill import IDLE, fill_weights
 from ._ring import RingTimetable
-from ._timetable import NOTHING, Cell
+from ._timetable import NOTHING, Action
 
 
 class ZeroBubbleSchedule(RingTimetable):
@@ -44,7 +44,7 @@ class ZeroBubbleSchedule(RingTimetable):
         """
         return len(self._filled()[0])
 
-    def weight_at(self, step: int) -> Cell:
+    def weight_at(self, step: int) -> Action:
         """Give what runs the weight half of its backward at a step.
 
         Args:

@@ -9,9 +9,12 @@ from jaxpipe.schedules import (
     OneFOneBSchedule,
     OneFOneBVSchedule,
     PipeSchedule,
+    StageCosts,
     TimetableSchedule,
     TrainSchedule,
     ZeroBubbleSchedule,
+    choose_schedule,
+    closed_form,
     resolve_schedule,
     schedule_names,
 )
@@ -94,6 +97,22 @@ def test_impossible_limits_are_refused(schedule: str, max_pending: int, message:
 def test_auto_is_no_schedule() -> None:
     with pytest.raises(ScheduleError, match=r"but got schedule='auto'\. Call choose_schedule first, or name a"):
         resolve_schedule("auto")
+
+
+def test_a_new_schedule_is_one_entry(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Mine(GPipeSchedule):
+        is_auto_candidate = True
+
+        def promised_s(self, forward_s: float, backward_s: float, weight_s: float) -> float:
+            return 42.0
+
+    entries = {**schedule_names(), "mine": Mine}
+    for module in ("_resolve", "_choose"):
+        monkeypatch.setattr(f"jaxpipe.schedules.{module}.schedule_names", lambda: entries)
+    assert resolve_schedule("mine") is Mine
+    assert closed_form("mine", 4, 2, 1.0, 1.0) == 42.0
+    choice = choose_schedule(StageCosts(1.0, 1.0, 1.0), 2, 4, skip_idle=True)
+    assert [(one.schedule, one.num_chunks) for one in choice.candidates][-1] == ("mine", 1)
 
 
 def test_classes_stand_for_themselves() -> None:
