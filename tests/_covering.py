@@ -71,7 +71,9 @@ def _complete(
 def first_values_then_pairs(
     factors: Mapping[str, Sequence[Any]], is_valid: Callable[[Chosen], bool], to_case: Callable[[Chosen], Any]
 ) -> list[Any]:
-    """Parameters of a test: cases with every value of every factor, then, marked slow, all pairs of values.
+    """Parameters of a test: cases with every value of every factor, then all pairs of values.
+
+    Every other case of the pairs is marked slow, the rest soak.
 
     Args:
         factors: As for `covering`.
@@ -82,7 +84,8 @@ def first_values_then_pairs(
         For `pytest.mark.parametrize`; no case twice.
     """
     values, pairs = ([to_case(x) for x in covering(factors, is_valid, strength)] for strength in (1, 2))
-    return [*values, *slow_after(0, [case for case in pairs if case not in values])]
+    rest = [case for case in pairs if case not in values]
+    return [*values, *slow_after(0, rest[::2]), *(pytest.param(case, marks=pytest.mark.soak) for case in rest[1::2])]
 
 
 def slow_after(count: int, cases: Sequence[Any], *, unpack: bool = False) -> list[Any]:

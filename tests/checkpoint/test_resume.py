@@ -41,6 +41,7 @@ def test_equal_to_the_bit(layout: Layout, root: Path) -> None:
             np.testing.assert_array_equal(actual[key], wanted[key], err_msg=key)
 
 
+@pytest.mark.slow
 def test_the_loss_scale_moved(root: Path) -> None:
     """Steps were skipped before the checkpoint or after it, or the scale was doubled."""
     _, _, skipped, scale, _ = json.loads((root / str(LAYOUTS[2]) / "first.json").read_text())["counts"]

@@ -173,7 +173,7 @@ FP16 = {"enabled": True, "initial_scale_power": 18, "hysteresis": 1, "loss_scale
 @pytest.mark.parametrize(
     ("model", "loss_fn", "config"),
     slow_after(
-        2,
+        1,
         [
             (Net(rate=0.5), mean_square, {"zero_optimization": {"stage": 1}, "gradient_clipping": 0.05}),
             (Net(has_norm=True), mean_square, {"fp16": FP16}),

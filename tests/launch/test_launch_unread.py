@@ -53,7 +53,7 @@ def _wait_until_blocked(here: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "how", ["TERM", "death", *(pytest.param(each, marks=pytest.mark.slow) for each in ("INT", "HUP"))]
+    "how", ["TERM", *(pytest.param(each, marks=pytest.mark.slow) for each in ("death", "INT", "HUP"))]
 )
 def test_nobody_reads_and_the_job_ends(here: Path, how: str) -> None:
     program = script(here.parent, PROGRAM)
@@ -85,6 +85,7 @@ def test_a_reader_who_comes_late_gets_all(tmp_path: Path) -> None:
         assert [line for line in out if line.startswith(f"[{i}] ")] == [f"[{i}] {n} {'x' * 200}" for n in range(20000)]
 
 
+@pytest.mark.slow
 def test_a_reader_who_comes_after_the_end_gets_all(tmp_path: Path) -> None:
     program = script(tmp_path, "for n in range(2000): print(n, 'x' * 200)\nPath(sys.argv[1]).touch()\n")
     with start("--nproc", 1, program, tmp_path / "done", stdout=subprocess.PIPE) as launcher:

@@ -40,7 +40,7 @@ def check(case: Case) -> Any:
 
 
 @pytest.mark.parametrize("kind", slow_after(1, [WithFunction, WithDeepSpeedFunction]))
-@pytest.mark.parametrize("scan_trunk", [False, True])
+@pytest.mark.parametrize("scan_trunk", slow_after(1, [False, True]))
 def test_a_function_of_the_users(kind: type[Case], scan_trunk: bool) -> None:
     check(kind(model="dropout", stages=2, data=2, interval=2, cut="trunk", scan_trunk=scan_trunk))
 
@@ -55,7 +55,7 @@ def test_marked_layers(stages: int, interval: int, cut: str) -> None:
         assert [len(c.trunk) for c in pipeline.cuts] == [2, 2, 2, 2]
 
 
-@pytest.mark.parametrize(("schedule", "interval"), slow_after(1, [("zero-bubble", 0), ("interleaved", 3)], unpack=True))
+@pytest.mark.parametrize(("schedule", "interval"), slow_after(0, [("zero-bubble", 0), ("interleaved", 3)], unpack=True))
 def test_marked_layers_in_other_schedules(schedule: str, interval: int) -> None:
     check(Case(model="marked", stages=2, interval=interval, schedule=schedule))
 

@@ -110,7 +110,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         (SPLIT, Layout(2, 2, model="split_tied", zero=1)),
         (SPLIT, Layout(1, 1, model="split_tied")),
-        (WHOLE, SPLIT),
+        pytest.param(WHOLE, SPLIT, marks=pytest.mark.slow),
         pytest.param(
             Layout(2, 2, model="split_first", zero=1, precision="bf16"),
             Layout(4, 1, model="split_first"),

@@ -186,6 +186,7 @@ def test_halves_of_a_backward(make: Any) -> None:
     assert [cost.pending_bytes for cost in costs] == [4 * 16 * 4, 0, 4 * 8 * 4]
 
 
+@pytest.mark.slow
 def test_layers_split_over_a_model_axis_count_for_their_share() -> None:
     module = make_module("dropout", stages=2, model=2)
     inputs, labels, _ = make_batch()
