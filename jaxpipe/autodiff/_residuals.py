@@ -1,8 +1,8 @@
-"""A function cut into a forward that returns what its backward needs, and the backward.
+"""A function cut into a forward that returns residuals, what its backward needs, and the backward.
 
-What is kept are arrays that depend on the function's inputs: the fewest bytes from which all else that the backward
-reads follows by cheap equations. Everything that follows from the parameters alone (the weights themselves, casts of
-them, causal masks) is taken again from the parameters when the backward runs, so weights are never kept per microbatch.
+Residuals are arrays that depend on the function's inputs: the fewest bytes from which all else that the backward reads
+follows by cheap equations. Everything that follows from the parameters alone (the weights themselves, casts of them,
+causal masks) is computed again from the parameters when the backward runs, so weights are never held per microbatch.
 What a layer does beside computing, such as printing, it does in the forward; the backward repeats it only where it
 recomputes.
 """
@@ -42,10 +42,10 @@ class Residuals:
     Gradients are taken of the outputs, for the parameters and the differentiable leaves of the inputs; `context`
     (keys, side inputs, collections) and `others` (collections, metrics) have none.
 
-    A layer that recomputes inside has said what of its own is kept, and its backward computes the rest again as JAX
-    has it. Of what JAX keeps, here and of all other layers, only that waits which does not follow from the rest. A
-    layer that would keep less without recompute than with it, as one whose inputs are wider than what it computes with,
-    does not recompute: to ask for recompute never adds to what waits.
+    A layer that recomputes inside has said which of its values are residuals, and its backward computes the rest again
+    as JAX has it. Of what JAX keeps, here and of all other layers, only that is held which does not follow from the
+    rest. A layer that would hold less without recompute than with it, as one whose inputs are wider than what it
+    computes with, does not recompute: to ask for recompute never adds to what is held.
 
     Args:
         function: Any traceable function.
@@ -54,7 +54,7 @@ class Residuals:
         context: Shapes and dtypes of the context.
 
     Attributes:
-        kept: Shapes and dtypes of what `forward` returns beside the outputs.
+        structs: Shapes and dtypes of the residuals.
         is_hosted: For each of them whether recompute asked for it to wait in host memory.
     """
 
@@ -68,37 +68,37 @@ class Residuals:
             find_regions(closed), lambda kinds: _Cut(arrange(closed, set().union(*kinds)), self._results, *structs)
         )
         self.is_hosted = self._cut.is_hosted
-        self._forms: list[_Form] = []
-        self.kept: list[jax.ShapeDtypeStruct] = jax.eval_shape(self.forward, *structs)[2]
+        self._encodings: list[_Encoding] = []
+        self.structs: list[jax.ShapeDtypeStruct] = jax.eval_shape(self.forward, *structs)[2]
 
     def forward(self, params: PyTree, inputs: PyTree, context: PyTree) -> tuple[PyTree, PyTree, list[jax.Array]]:
         """Compute the outputs.
 
         Returns:
-            `(outputs, others, kept)`.
+            `(outputs, others, residuals)`.
         """
-        program, held = self._cut.program, self._cut.held
+        program, cut = self._cut.program, self._cut.variables
         args = dict(zip(program.inputs, jax.tree.leaves((params, inputs, context)), strict=True))
-        part = needed_for(program, [*self._cut.outputs, *held], forced=effects_of(program))
-        values, given = evaluate(program, args, part, {}, held)
+        part = needed_for(program, [*self._cut.outputs, *cut], forced=effects_of(program))
+        values, given = evaluate(program, args, part, {}, cut)
         outputs, others = jax.tree.unflatten(self._results, [value_of(values, x) for x in self._cut.outputs])
-        self._forms = [_Form.of(given[x]) for x in held]
-        return outputs, others, [form.encode(given[x]) for form, x in zip(self._forms, held, strict=True)]
+        self._encodings = [_Encoding.of(given[x]) for x in cut]
+        return outputs, others, [code.encode(given[x]) for code, x in zip(self._encodings, cut, strict=True)]
 
     def backward(
-        self, params: PyTree, kept: Sequence[jax.Array], cotangents: Sequence[jax.Array]
+        self, params: PyTree, residuals: Sequence[jax.Array], cotangents: Sequence[jax.Array]
     ) -> tuple[PyTree, list[jax.Array]]:
         """Compute the gradients.
 
         Args:
             params: The same parameters as in `forward`.
-            kept: As `forward` returned it.
+            residuals: As `forward` returned them.
             cotangents: Gradients of the differentiable leaves of the outputs.
 
         Returns:
             `(gradients of the parameters, gradients of the differentiable leaves of the inputs)`.
         """
-        args = [*jax.tree.leaves(params), *kept, *cotangents]
+        args = [*jax.tree.leaves(params), *residuals, *cotangents]
         values, _ = evaluate(self.program, dict(zip(self.program.inputs, args, strict=True)), self._part, {}, [])
         grads = [value_of(values, x) for x in self.program.outputs]
         treedef = jax.tree.structure(params)
@@ -106,21 +106,21 @@ class Residuals:
 
     @functools.cached_property
     def program(self) -> Program:
-        """The backward of parameters, `kept` and cotangents; what it computes again of the forward is in it."""
+        """The backward of parameters, residuals and cotangents; what it computes again of the forward is in it."""
 
-        def pull(params: PyTree, kept: Sequence[jax.Array], cotangents: Sequence[jax.Array]) -> Any:
-            values = [form.decode(value) for form, value in zip(self._forms, kept, strict=True)]
+        def pull(params: PyTree, residuals: Sequence[jax.Array], cotangents: Sequence[jax.Array]) -> Any:
+            values = [code.decode(value) for code, value in zip(self._encodings, residuals, strict=True)]
             return self._cut.pullback(jax.tree.leaves(params), values)(list(cotangents))
 
-        return flatten(jax.make_jaxpr(pull)(self._params, self.kept, self._cotangents))
+        return flatten(jax.make_jaxpr(pull)(self._params, self.structs, self._cotangents))
 
     @functools.cached_property
     def effects(self) -> set[int]:
-        """Ids of the program's equations that do something."""
+        """Ids of the program's equations that do something beside giving results."""
         return effects_of(self.program)
 
     @functools.cached_property
-    def moving(self) -> set[Any]:
+    def batch_dependent(self) -> set[Any]:
         """The program's variables that do not follow from the parameters alone."""
         return reached_from(self.program, set(self.program.inputs[len(jax.tree.leaves(self._params)) :]))
 
@@ -130,7 +130,7 @@ class Residuals:
 
 
 def _fewest_bytes(kinds: list[set[int]], cut: Callable[[Sequence[set[int]]], "_Cut"]) -> "_Cut":
-    """The cut that keeps the fewest bytes, of those with all kinds of regions, without one after another, and none."""
+    """The cut that holds the fewest bytes, of those with all kinds of regions, without one after another, and none."""
     best = cut(kinds)
     while len(kinds) > 1:
         without = [kinds[:i] + kinds[i + 1 :] for i in range(len(kinds))] if len(kinds) <= _MANY_KINDS else []
@@ -143,7 +143,7 @@ def _fewest_bytes(kinds: list[set[int]], cut: Callable[[Sequence[set[int]]], "_C
 
 
 class _Cut:
-    """A function's forward with all that `jax.vjp` keeps of it, and the fewest values that this follows from.
+    """A function's forward with all that `jax.vjp` keeps of it, and the fewest values from which this follows.
 
     Args:
         function: A function of arrays.
@@ -155,74 +155,74 @@ class _Cut:
     Attributes:
         program: The forward, with its moves between memories.
         outputs: Variables of the program: its results.
-        held: Variables of the program and of its bodies: what waits for the backward.
+        variables: Variables of the program and of its bodies: the residuals.
         is_hosted: For each of them whether recompute asked for it to wait in host memory.
-        num_bytes: Bytes that wait on the device.
+        num_bytes: Bytes of residuals on the device.
     """
 
     def __init__(
         self, function: Callable[..., list[Any]], results: Any, params: PyTree, inputs: PyTree, context: PyTree
     ) -> None:
-        pullbacks: list[tuple[Any, list[_Form]]] = []
+        pullbacks: list[tuple[Any, list[_Encoding]]] = []
 
         def trace(params: PyTree, inputs: PyTree, context: PyTree) -> tuple[list[jax.Array], list[jax.Array]]:
-            def moving(params: PyTree, values: list[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
+            def of_inexact(params: PyTree, values: list[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
                 args = params, replace_differentiable(inputs, values), context
                 found = function(*jax.tree.leaves(args))
                 return differentiable(jax.tree.unflatten(results, found)[0]), found
 
-            _, pullback, found = jax.vjp(moving, params, differentiable(inputs), has_aux=True)
+            _, pullback, found = jax.vjp(of_inexact, params, differentiable(inputs), has_aux=True)
             leaves, treedef = jax.tree.flatten(pullback)
-            forms = [_Form.of(leaf) for leaf in leaves]
-            pullbacks.append((treedef, forms))
-            return found, [form.encode(leaf) for form, leaf in zip(forms, leaves, strict=True)]
+            encodings = [_Encoding.of(leaf) for leaf in leaves]
+            pullbacks.append((treedef, encodings))
+            return found, [code.encode(leaf) for code, leaf in zip(encodings, leaves, strict=True)]
 
         closed = jax.make_jaxpr(trace)(params, inputs, context)
-        self._treedef, self._forms = pullbacks[-1]
+        self._treedef, self._encodings = pullbacks[-1]
         self.program = program = flatten(closed, moves=True)
         self.outputs = program.outputs[: results.num_leaves]
         self._leaves = program.outputs[results.num_leaves :]
-        moving = reached_from(program, set(program.inputs[len(jax.tree.leaves(params)) :]))
-        leaves = zip(self._leaves, self._forms, strict=True)
-        hosted = set(variables(x for x, form in leaves if form.is_hosted))
+        batch_dependent = reached_from(program, set(program.inputs[len(jax.tree.leaves(params)) :]))
+        leaves = zip(self._leaves, self._encodings, strict=True)
+        hosted = set(variables(x for x, code in leaves if code.is_hosted))
 
         def price(var: Any, size: int) -> int:
-            return 0 if var in hosted else size
+            return 0 if var in hosted else size  # host memory is not what runs short
 
-        self.held, self.num_bytes = smallest_cut(program, self._leaves, moving, program.variables, price)
-        self.is_hosted = [var in hosted for var in self.held]
+        self.variables, self.num_bytes = smallest_cut(program, self._leaves, batch_dependent, program.variables, price)
+        self.is_hosted = [var in hosted for var in self.variables]
 
-    def pullback(self, params: Sequence[jax.Array], held: Sequence[Any]) -> Callable[..., Any]:
-        """What `jax.vjp` returned, made again.
+    def pullback(self, params: Sequence[jax.Array], residuals: Sequence[Any]) -> Callable[..., Any]:
+        """The pullback that `jax.vjp` returned, made again.
 
         Args:
             params: The parameters' leaves.
-            held: Values of `held`.
+            residuals: Values of `variables`.
         """
-        given = dict(zip(self.held, held, strict=True))
+        given = dict(zip(self.variables, residuals, strict=True))
         part = needed_for(self.program, self._leaves, given=given)
         values, _ = evaluate(self.program, dict(zip(self.program.inputs, params, strict=False)), part, given, [])
-        leaves = [form.decode(value_of(values, x)) for form, x in zip(self._forms, self._leaves, strict=True)]
+        leaves = [code.decode(value_of(values, x)) for code, x in zip(self._encodings, self._leaves, strict=True)]
         return jax.tree.unflatten(self._treedef, leaves)
 
 
-class _Form(NamedTuple):
-    """What a value is beside its numbers, which rings and branches pass on.
+class _Encoding(NamedTuple):
+    """How a value is an array of numbers on the device, the only kind that rings and branches hold.
 
     Attributes:
         key_impl: The generator that it is a key of; None for other values.
-        is_hosted: Whether it lies in host memory.
+        is_hosted: Whether it is in host memory.
     """
 
     key_impl: Any
     is_hosted: bool
 
     @staticmethod
-    def of(value: jax.Array) -> "_Form":
-        """The form of an array."""
+    def of(value: jax.Array) -> "_Encoding":
+        """The encoding of an array."""
         is_key = jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
         is_hosted = jax.typeof(value).memory_space == jax.memory.Space.Host
-        return _Form(jax.random.key_impl(value) if is_key else None, is_hosted)
+        return _Encoding(jax.random.key_impl(value) if is_key else None, is_hosted)
 
     def encode(self, value: Any) -> jax.Array:
         """The numbers, in the device's memory."""

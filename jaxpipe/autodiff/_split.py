@@ -1,8 +1,8 @@
-"""A backward cut in two: what the stage before waits for, and the gradients of the weights, which can wait.
+"""A backward cut in two: B, whose result the stage before waits for, and W, gradients of weights, which can wait.
 
 A product `y = x @ w` has two products in its backward, `dx = dy @ w.T` and `dw = x.T @ dy`. Only the first is needed
-by the layers before it. The input half computes the gradients of the inputs with all they need; the weight half
-computes what is left, from what the forward kept, from the parameters, and from what the input half hands over.
+by the layers before it. B (`BackwardInput` in schedules) computes the gradients of the inputs with all they need; W
+(`BackwardWeight`) computes what is left, from residuals, from parameters, and from what B hands over.
 """
 
 import logging
@@ -36,30 +36,30 @@ _SMALLEST = 256
 
 
 class SplitBackward:
-    """The backward of `Residuals` in two halves, whose work together is that of the whole.
+    """The backward of `Residuals` as B and W, whose work together is that of the whole.
 
-    The weight half gives the gradients that have a large product (`dot_general`, a convolution, a kernel of unknown
+    W gives the gradients that have a large product (`dot_general`, a convolution, a kernel of unknown
     content; at least 1/256 of the largest parameter) in that part of the backward which the gradients of the inputs
     do not need: those of the weights of matrix products and convolutions. Scales, biases and embedding tables stay
-    with the input half: their gradients are small sums over arrays that would have to be held for them. So do weights
+    with B: their gradients are small sums over arrays that would have to be held for them. So do weights
     whose gradients one equation gives together with those of the inputs, as kernels and branches of a `cond` may.
     Where the inputs have no gradient, everything waits.
 
-    No product is computed twice, whatever the recompute, except of parameters alone: what both halves need is handed
-    over, or taken from what was kept. Element-wise arithmetic is done again where that leaves less to hold. Callbacks
-    that give nothing run once, in the input half.
+    No product is computed twice, whatever the recompute, except of parameters alone: what both need is handed
+    over, or taken from residuals. Element-wise arithmetic is done again where that leaves less to hold. Callbacks
+    that give nothing run once, in B.
 
     Args:
         residuals: Forward and backward.
         params: Shapes and dtypes of its parameters.
 
     Attributes:
-        deferred: Indices among the leaves of the parameters: whose gradients the weight half gives.
-        immediate: The other indices: whose gradients the input half gives.
-        whole: Of these the ones that cannot wait because they come with the gradients of the inputs, each with the
-            name of the primitive that gives both.
-        kept: Indices among `residuals.kept`: what the weight half reads.
-        pending: Shapes and dtypes of what the input half hands to the weight half.
+        deferred: Indices among the leaves of the parameters: whose gradients W gives.
+        immediate: The other indices: whose gradients B gives.
+        inseparable: Of these the ones that cannot wait because they come with the gradients of the inputs, each with
+            the name of the primitive that gives both.
+        weight_reads: Indices among `residuals.structs`: the residuals that W reads.
+        pending: Shapes and dtypes of what B hands to W.
 
     Reference:
         Zero Bubble Pipeline Parallelism (Qi et al., 2023), section 2: B and W.
@@ -69,106 +69,115 @@ class SplitBackward:
         leaves, self._treedef = jax.tree.flatten(params)
         self._program = program = residuals.program
         self._grads, self._dx = program.outputs[: len(leaves)], program.outputs[len(leaves) :]
-        kept = program.inputs[len(leaves) : len(leaves) + len(residuals.kept)]
-        seeds = program.inputs[len(leaves) + len(kept) :]
+        inputs = program.inputs[len(leaves) : len(leaves) + len(residuals.structs)]
+        cotangents = program.inputs[len(leaves) + len(inputs) :]
 
-        moving, effects = residuals.moving, residuals.effects
-        first = needed_for(program, self._dx, forced=effects)
+        batch_dependent, effects = residuals.batch_dependent, residuals.effects
+        needed_by_dx = needed_for(program, self._dx, forced=effects)
         largest = max((leaf.size for leaf in leaves), default=0)
-        can_wait = _with_product(program, first, largest) if self._dx else moving
+        # Without gradients of inputs nobody waits for B, so all of the backward is W.
+        can_wait = _with_product(program, needed_by_dx, largest) if self._dx else batch_dependent
         self.deferred = tuple(i for i, x in enumerate(self._grads) if not isinstance(x, Literal) and x in can_wait)
         self.immediate = tuple(i for i in range(len(leaves)) if i not in self.deferred)
-        self.whole = {i: name for i in self.immediate if (name := _shared(program, first, self._grads[i]))}
+        self.inseparable = {i: name for i in self.immediate if (name := _shared(program, needed_by_dx, self._grads[i]))}
 
-        late = can_wait & reached_from(program, set(seeds)) if self._dx else moving
-        early = [*self._dx, *(self._grads[i] for i in self.immediate)]
-        goals = [self._grads[i] for i in self.deferred]
-        self._frontier = pending_values(
+        # What has a product and depends on cotangents is work of W: B must not do it to have less to hand over. What
+        # depends on residuals alone is recompute, which B may do for W where both need it.
+        weight_only = can_wait & reached_from(program, set(cotangents)) if self._dx else batch_dependent
+        input_goals = [*self._dx, *(self._grads[i] for i in self.immediate)]
+        weight_goals = [self._grads[i] for i in self.deferred]
+        self._pending = pending_values(
             program,
-            early,
-            goals,
+            input_goals,
+            weight_goals,
             forced=effects,
-            batch_dependent=moving,
-            weight_only=late,
-            residuals=set(kept),
+            batch_dependent=batch_dependent,
+            weight_only=weight_only,
+            residuals=set(inputs),
         )
-        self._first = needed_for(program, [*early, *self._frontier], forced=effects)
-        self._second = needed_for(program, goals, given=set(self._frontier))
-        self.kept = tuple(i for i, x in enumerate(kept) if x in self._second.variables)
-        self._impls: list[Any] = []
+        self._input_part = needed_for(program, [*input_goals, *self._pending], forced=effects)
+        self._weight_part = needed_for(program, weight_goals, given=set(self._pending))
+        self.weight_reads = tuple(i for i, x in enumerate(inputs) if x in self._weight_part.variables)
+        self._key_impls: list[Any] = []
         self.pending: list[jax.ShapeDtypeStruct] = jax.eval_shape(
-            self.input_half, params, residuals.kept, [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in seeds]
+            self.backward_input,
+            params,
+            residuals.structs,
+            [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in cotangents],
         )[2]
 
     @property
     def is_whole(self) -> bool:
-        """Whether nothing can wait: then the input half is the whole backward."""
+        """Whether nothing can wait: then B is the whole backward."""
         return not self.deferred
 
     @property
     def reason(self) -> str:
         """Why the backward, or a part of it, cannot be cut; empty where it can."""
-        if self.whole:
-            names = ", ".join(sorted(set(self.whole.values())))
+        if self.inseparable:
+            names = ", ".join(sorted(set(self.inseparable.values())))
             return f"{names} gives gradients of weights together with those of the inputs"
         return "" if self.deferred else "no parameter is the weight of a matrix product or convolution"
 
-    def input_half(
-        self, params: PyTree, kept: Sequence[jax.Array], cotangents: Sequence[jax.Array]
+    def backward_input(
+        self, params: PyTree, residuals: Sequence[jax.Array], cotangents: Sequence[jax.Array]
     ) -> tuple[PyTree, list[jax.Array], list[jax.Array]]:
-        """Compute the gradients of the inputs.
+        """B: compute the gradients of the inputs.
 
         Args:
             params: The same parameters as in the forward.
-            kept: As the forward returned it.
+            residuals: As the forward returned them.
             cotangents: Gradients of the differentiable leaves of the outputs.
 
         Returns:
-            `(gradients of the parameters, None where the weight half gives them, gradients of the differentiable
-            leaves of the inputs, what the weight half needs)`.
+            `(gradients of the parameters, None where W gives them, gradients of the differentiable leaves of the
+            inputs, what W needs)`.
         """
-        args = [*jax.tree.leaves(params), *kept, *cotangents]
+        args = [*jax.tree.leaves(params), *residuals, *cotangents]
         env = dict(zip(self._program.inputs, args, strict=True))
-        values, handed = evaluate(self._program, env, self._first, {}, self._frontier)
-        pending = [handed[x] for x in self._frontier]
-        self._impls = [jax.random.key_impl(x) if _is_key(x) else None for x in pending]
+        values, handed = evaluate(self._program, env, self._input_part, {}, self._pending)
+        pending = [handed[x] for x in self._pending]
+        # Rings and branches hold plain arrays: keys travel as their numbers, and W makes keys of them again.
+        self._key_impls = [jax.random.key_impl(x) if _is_key(x) else None for x in pending]
         bits = [jax.random.key_data(x) if _is_key(x) else x for x in pending]
         return self._tree(self.immediate, values), [value_of(values, x) for x in self._dx], bits
 
-    def weight_half(self, params: PyTree, kept: Sequence[jax.Array | None], pending: Sequence[jax.Array]) -> PyTree:
-        """Compute the gradients of the weights.
+    def backward_weight(
+        self, params: PyTree, residuals: Sequence[jax.Array | None], pending: Sequence[jax.Array]
+    ) -> PyTree:
+        """W: compute the gradients of the weights.
 
         Args:
             params: The same parameters.
-            kept: As the forward returned it; anything may stand in place of what the attribute `kept` leaves out.
-            pending: As the input half returned it.
+            residuals: As the forward returned them; anything may stand in place of what `weight_reads` leaves out.
+            pending: As B returned it.
 
         Returns:
-            Gradients of the parameters, None where the input half gives them.
+            Gradients of the parameters, None where B gives them.
         """
-        env = dict(zip(self._program.inputs, [*jax.tree.leaves(params), *kept], strict=False))
+        env = dict(zip(self._program.inputs, [*jax.tree.leaves(params), *residuals], strict=False))
         given = {
             var: x if impl is None else jax.random.wrap_key_data(x, impl=impl)
-            for var, x, impl in zip(self._frontier, pending, self._impls, strict=True)
+            for var, x, impl in zip(self._pending, pending, self._key_impls, strict=True)
         }
-        return self._tree(self.deferred, evaluate(self._program, env, self._second, given, [])[0])
+        return self._tree(self.deferred, evaluate(self._program, env, self._weight_part, given, [])[0])
 
-    def _tree(self, places: Sequence[int], values: Values) -> PyTree:
-        grads = [value_of(values, x) if i in places else None for i, x in enumerate(self._grads)]
+    def _tree(self, indices: Sequence[int], values: Values) -> PyTree:
+        grads = [value_of(values, x) if i in indices else None for i, x in enumerate(self._grads)]
         return jax.tree.unflatten(self._treedef, grads)
 
 
-def _with_product(program: Program, first: Slice, largest: int) -> set[Any]:
-    """What needs a large product that a part of the program does not run."""
+def _with_product(program: Program, part: Slice, largest: int) -> set[Any]:
+    """Variables that need a large product which a part of the program does not run."""
 
     def starts(eqn: Any, times: int) -> bool:
         size = max((var.aval.size for var in eqn.outvars), default=0) * times
         return eqn.primitive.name in primitives.PRODUCTS and size * _SMALLEST >= largest
 
-    return reached_from(program, set(), starts, computed_by(program, first))
+    return reached_from(program, set(), starts, computed_by(program, part))
 
 
-def _shared(program: Program, first: Slice, var: Any) -> str:
+def _shared(program: Program, part: Slice, var: Any) -> str:
     """The primitive that gives a value together with others that a part of the program needs; empty if none does."""
     for i in reversed(range(len(program.eqns))):
         eqn = program.eqns[i]
@@ -177,9 +186,9 @@ def _shared(program: Program, first: Slice, var: Any) -> str:
         if i in program.scans:
             scan = program.scans[i]
             pairs = [*scan.stacked, *((c.output, c.result) for c in scan.carried)]
-            return next((_shared(scan.body, first, x) for x, result in pairs if result is var), "")
+            return next((_shared(scan.body, part, x) for x, result in pairs if result is var), "")
         if not is_cheap(eqn):
-            return eqn.primitive.name if id(eqn) in first.steps and len(eqn.outvars) > 1 else ""
+            return eqn.primitive.name if id(eqn) in part.steps and len(eqn.outvars) > 1 else ""
         var = next((x for x in eqn.invars if not isinstance(x, Literal)), eqn.invars[0] if eqn.invars else None)
     return ""
 

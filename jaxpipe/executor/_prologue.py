@@ -83,7 +83,7 @@ class Prologue:
                 self._programs.append(self._build(blueprint, cut, v))
             self._program_of.append(known[key])
         # The branches of a switch must return one type: residuals are padded to the largest of each dtype.
-        self._residuals = Packing([program.residuals.kept for program in self._programs])
+        self._residuals = Packing([program.residuals.structs for program in self._programs])
         self._pending = Packing([program.split.pending if program.split else [] for program in self._programs])
         self._outgoing = Packing([differentiable(leaving.struct_of(v)) for v in range(len(cuts))])
         inputs = Packing([trace.boundaries[self._starts[0]], *(arriving.struct_of(v) for v in range(len(cuts)))])
@@ -147,7 +147,7 @@ class Prologue:
             cotangents = [*dy, *([reported_cotangent] if self.aux[program.virtual_stage].has_losses else [])]
             params, unpacked = self._take(program, storage), self._residuals.unpack(program.index, residuals)
             if split and program.split is not None:
-                grads, dx, pending = program.split.input_half(params, unpacked, cotangents)
+                grads, dx, pending = program.split.backward_input(params, unpacked, cotangents)
                 left = self._pending.pack(program.index, pending)
             else:
                 grads, dx = program.residuals.backward(params, unpacked, cotangents)
@@ -165,7 +165,7 @@ class Prologue:
             assert program.split is not None
             unpacked = self._residuals.unpack(program.index, residuals)
             left = self._pending.unpack(program.index, pending)
-            grads = program.split.weight_half(self._take(program, storage), unpacked, left)
+            grads = program.split.backward_weight(self._take(program, storage), unpacked, left)
             return unstacked_gradient(self._params, program.stage, _given(grads))
 
         return self._switch(at, run)

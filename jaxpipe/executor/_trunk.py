@@ -71,7 +71,7 @@ class Trunk:
     @property
     def residuals(self) -> PyTree:
         """Shapes and dtypes of what `forward` leaves for `backward`."""
-        return [] if self.is_empty else self._residuals.kept
+        return [] if self.is_empty else self._residuals.structs
 
     @property
     def is_hosted(self) -> PyTree:
@@ -136,12 +136,12 @@ class Trunk:
         cotangents = [*gradient, *([reported_cotangent] if self.aux[0].has_losses else [])]
         taken = self._take(at, params)
         if split and self._split is not None:
-            return self._split.input_half(taken, residuals, cotangents)
+            return self._split.backward_input(taken, residuals, cotangents)
         return *self._residuals.backward(taken, residuals, cotangents), zeros_of(self.pending)
 
     def backward_weight(self, at: VirtualStage, params: PyTree, residuals: PyTree, pending: list[jax.Array]) -> PyTree:
         """Gradients that a split backward has left, None where it gave them."""
-        return {} if self._split is None else self._split.weight_half(self._take(at, params), residuals, pending)
+        return {} if self._split is None else self._split.backward_weight(self._take(at, params), residuals, pending)
 
     def evaluate(
         self, at: VirtualStage, params: PyTree, collections: PyTree, inputs: PyTree, context: Context

@@ -45,7 +45,7 @@ class LayerWork:
     @property
     def kept_bytes(self) -> int:
         """Bytes of residuals that wait on the device between forward and backward, per device."""
-        each = zip(self.residuals.kept, self.residuals.is_hosted, strict=True)
+        each = zip(self.residuals.structs, self.residuals.is_hosted, strict=True)
         return self.bytes_of(x for x, is_hosted in each if not is_hosted)
 
     def bytes_of(self, structs: Iterable[jax.ShapeDtypeStruct]) -> int:
@@ -55,7 +55,7 @@ class LayerWork:
     def times(self, seconds: Seconds) -> tuple[float, float]:
         """Seconds of forward and backward, per device."""
         forward_s = seconds(self.residuals.forward, self.params, self.inputs, self.context)
-        backward_s = seconds(self.residuals.backward, self.params, self.residuals.kept, self.cotangents)
+        backward_s = seconds(self.residuals.backward, self.params, self.residuals.structs, self.cotangents)
         return forward_s / self.num_shares, backward_s / self.num_shares
 
 
@@ -165,7 +165,7 @@ def _weight_half(work: LayerWork, seconds: Seconds) -> tuple[float, int]:
     split = SplitBackward(work.residuals, work.params)
     if split.is_whole:
         return 0.0, 0
-    weight_s = seconds(split.weight_half, work.params, work.residuals.kept, split.pending)
+    weight_s = seconds(split.backward_weight, work.params, work.residuals.structs, split.pending)
     return weight_s / work.num_shares, work.bytes_of(split.pending)
 
 

@@ -103,7 +103,7 @@ def test_the_backward_is_that_of_autodiff(function: Callable[..., Any]) -> None:
     params, inputs, context = arguments()
     residuals = Residuals(with_others(function), *structs((params, inputs, context)))
     outputs, others, kept = jax.jit(residuals.forward)(params, inputs, context)
-    assert [(x.shape, x.dtype) for x in kept] == [(x.shape, x.dtype) for x in residuals.kept]
+    assert [(x.shape, x.dtype) for x in kept] == [(x.shape, x.dtype) for x in residuals.structs]
     cotangent = jnp.ones_like(outputs[0])
     grads, dx = jax.jit(residuals.backward)(params, kept, [cotangent])
     wanted, pullback = jax.vjp(lambda p, x: function(p, (x, inputs[1]), context)[0], params, inputs[0])
@@ -115,7 +115,7 @@ def test_the_backward_is_that_of_autodiff(function: Callable[..., Any]) -> None:
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
 def test_no_weights_and_no_constants_are_kept(function: Callable[..., Any]) -> None:
     residuals = Residuals(with_others(function), *structs(arguments()))
-    assert all(leaf.shape[-2:] != (SIZE, SIZE) for leaf in residuals.kept)
+    assert all(leaf.shape[-2:] != (SIZE, SIZE) for leaf in residuals.structs)
 
 
 @pytest.mark.parametrize("scanned", [False, True], ids=["plain", "scanned"])
@@ -141,12 +141,12 @@ def test_a_layer_that_prints_does_so_in_the_forward_alone(scanned: bool) -> None
 def test_what_one_layer_offloads_waits_in_host_memory_and_the_rest_does_not() -> None:
     residuals = Residuals(with_others(with_offload), *structs(arguments()))
     assert sum(residuals.is_hosted) == 1
-    assert len(residuals.kept) > 2
+    assert len(residuals.structs) > 2
 
 
 def test_a_rematerialised_function_keeps_its_inputs_alone() -> None:
     args = structs(arguments())
-    kept = Residuals(with_others(jax.checkpoint(lambda p, x, c: plain(p, x, c))), *args).kept
+    kept = Residuals(with_others(jax.checkpoint(lambda p, x, c: plain(p, x, c))), *args).structs
     assert sorted(leaf.shape for leaf in kept) == [(3, 1), (3, SIZE)]
 
 
@@ -166,7 +166,7 @@ def test_an_array_that_is_needed_twice_is_kept_once() -> None:
         return (y @ params) * (y @ (params * 2.0))
 
     w, x = jax.ShapeDtypeStruct((4, 4), jnp.float32), jax.ShapeDtypeStruct((2, 4), jnp.float32)
-    assert [leaf.shape for leaf in Residuals(with_others(twice), w, x, ()).kept].count((2, 4)) <= 4
+    assert [leaf.shape for leaf in Residuals(with_others(twice), w, x, ()).structs].count((2, 4)) <= 4
 
 
 def test_only_floating_leaves_have_gradients() -> None:
@@ -227,7 +227,7 @@ def kept_by(names: tuple[str, ...], marked: tuple[int, ...]) -> int:
 
     p, x = jax.ShapeDtypeStruct((SIZE, SIZE), jnp.float32), jax.ShapeDtypeStruct((8, SIZE), jnp.float32)
     residuals = Residuals(function, [p] * len(names), x, jax.eval_shape(lambda: jax.random.key(0)))
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in residuals.kept)
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in residuals.structs)
 
 
 def check_marks(names: tuple[str, ...]) -> None:
@@ -277,7 +277,7 @@ def test_a_branch_keeps_no_weights_and_one_with_recompute_its_inputs_alone() -> 
 
     w, x = jax.ShapeDtypeStruct((SIZE, SIZE), jnp.float32), jax.ShapeDtypeStruct((3, SIZE), jnp.float32)
     dear = jax.checkpoint(lambda x: jnp.sort(jnp.sin(x), -1))
-    kept = [[leaf.shape for leaf in Residuals(branching(f), w, x, ()).kept] for f in (jax.nn.gelu, dear)]
+    kept = [[leaf.shape for leaf in Residuals(branching(f), w, x, ()).structs] for f in (jax.nn.gelu, dear)]
     assert kept == [[(3, SIZE), (3, SIZE)], [(3, SIZE)]]
 
 

@@ -220,10 +220,10 @@ def test_the_halves_together_are_the_whole(function: Function, deferred: set[str
     outputs, _, kept = jax.jit(residuals.forward)(params, inputs, context)
     args = params, kept, [jnp.cos(leaf) for leaf in differentiable(outputs)]
     whole, whole_work = compiled(residuals.backward, *args)
-    first, first_work = compiled(split.input_half, *args)
+    first, first_work = compiled(split.backward_input, *args)
     early, dx, pending = first(*args)
-    read = [leaf if i in split.kept else None for i, leaf in enumerate(kept)]
-    second, second_work = compiled(split.weight_half, params, read, pending)
+    read = [leaf if i in split.weight_reads else None for i, leaf in enumerate(kept)]
+    second, second_work = compiled(split.backward_weight, params, read, pending)
     late = second(params, read, pending)
 
     assert {name for i, name in enumerate(names_of(params)) if i in split.deferred} & deferred == deferred
@@ -254,7 +254,7 @@ def test_a_block_waits_with_16_activations(function: Function, handed: int, from
     residuals, split = split_of(function)
     one = num_bytes(activations())
     small = 0.05 * (handed + from_kept)
-    read = num_bytes([residuals.kept[i] for i in split.kept])
+    read = num_bytes([residuals.structs[i] for i in split.weight_reads])
     assert handed <= num_bytes(split.pending) / one <= handed + small
     assert from_kept <= read / one <= from_kept + small
 
@@ -277,8 +277,10 @@ def test_no_product_is_computed_twice(function: Function) -> None:
     residuals, split = split_of(function)
     forward = products(jax.make_jaxpr(function)(*args).jaxpr)
     cotangents = [struct(activations())]
-    first, (_, _, pending) = jax.make_jaxpr(split.input_half, return_shape=True)(args[0], residuals.kept, cotangents)
-    second = jax.make_jaxpr(split.weight_half)(args[0], residuals.kept, pending)
+    first, (_, _, pending) = jax.make_jaxpr(split.backward_input, return_shape=True)(
+        args[0], residuals.structs, cotangents
+    )
+    second = jax.make_jaxpr(split.backward_weight)(args[0], residuals.structs, pending)
     assert products(first.jaxpr) + products(second.jaxpr) == 2 * forward
 
 
@@ -307,11 +309,11 @@ def test_what_comes_with_the_gradient_of_the_input_stays_whole(layers: int) -> N
     residuals = Residuals(function, *struct((params, x, ())))
     split = SplitBackward(residuals, struct(params))
     assert split.is_whole == (layers == 1)
-    assert split.whole == {0: "cond"}
+    assert split.inseparable == {0: "cond"}
     assert split.reason == "cond gives gradients of weights together with those of the inputs"
     kept = residuals.forward(params, x, ())[2]
-    early, dx, pending = split.input_half(params, kept, [x])
-    late = split.weight_half(params, kept, pending)
+    early, dx, pending = split.backward_input(params, kept, [x])
+    late = split.backward_weight(params, kept, pending)
     assert (early["a"] is None, late["b"] is None) == (False, layers == 1)
     assert (pending == []) == (layers == 1)
     merged = jax.tree.map(lambda a, b: b if a is None else a, early, late, is_leaf=is_none)
@@ -327,10 +329,10 @@ def test_where_inputs_have_no_gradient_all_waits() -> None:
     residuals = Residuals(function, *struct((params, ids, ())))
     split = SplitBackward(residuals, struct(params))
     outputs, _, kept = residuals.forward(params, ids, ())
-    early, dx, pending = split.input_half(params, kept, [*outputs])
+    early, dx, pending = split.backward_input(params, kept, [*outputs])
     assert (jax.tree.leaves(early), dx, split.immediate) == ([], [], ())
     assert [leaf.shape for leaf in split.pending] == [(2, 3, SIZE)]
-    assert_close((split.weight_half(params, kept, pending), []), residuals.backward(params, kept, [*outputs]))
+    assert_close((split.backward_weight(params, kept, pending), []), residuals.backward(params, kept, [*outputs]))
 
 
 def test_without_products_nothing_waits() -> None:
@@ -361,8 +363,8 @@ def test_callbacks_run_once_and_with_the_true_values() -> None:
     residuals = Residuals(function, *struct((params, x, ())))
     split = SplitBackward(residuals, struct(params))
     kept = residuals.forward(params, x, ())[2]
-    _, _, pending = jax.jit(split.input_half)(params, kept, [x])
-    jax.block_until_ready(jax.jit(split.weight_half)(params, kept, pending))
+    _, _, pending = jax.jit(split.backward_input)(params, kept, [x])
+    jax.block_until_ready(jax.jit(split.backward_weight)(params, kept, pending))
     jax.effects_barrier()
     assert len(seen) == 3
     assert seen[0] == pytest.approx(float(jnp.sum(x)), rel=1e-4)
@@ -381,8 +383,8 @@ def test_what_waits_in_host_memory_stays_on_the_device() -> None:
     split = SplitBackward(residuals, args[0])
     assert residuals.is_hosted == [False, True]
     halves = [
-        jax.make_jaxpr(split.input_half)(args[0], residuals.kept, [args[1]]),
-        jax.make_jaxpr(split.weight_half)(args[0], residuals.kept, split.pending),
+        jax.make_jaxpr(split.backward_input)(args[0], residuals.structs, [args[1]]),
+        jax.make_jaxpr(split.backward_weight)(args[0], residuals.structs, split.pending),
     ]
     assert not any(eqn.primitive.name == "device_put" for half in halves for eqn in half.jaxpr.eqns)
 
@@ -417,8 +419,8 @@ def test_collectives_of_the_model_axis_are_cut_too() -> None:
     assert len(split.deferred) == 2
 
     def both(params: Any, kept: Any) -> Any:
-        early, dx, pending = split.input_half(params, kept, [x])
-        late = split.weight_half(params, kept, pending)
+        early, dx, pending = split.backward_input(params, kept, [x])
+        late = split.backward_weight(params, kept, pending)
         return jax.tree.map(lambda a, b: b if a is None else a, early, late, is_leaf=is_none), dx
 
     def run(function: Callable[..., Any]) -> Any:
