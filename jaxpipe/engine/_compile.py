@@ -17,10 +17,10 @@ def print_line(line: str) -> None:
 
 
 class Compiler:
-    """Compiles jitted functions, each once, and says what and how long.
+    """Compiles jitted functions, each once, with a line before and one with the time after.
 
     Args:
-        reporter: Takes the lines; None: nobody does.
+        reporter: Takes the lines; None: they are dropped.
     """
 
     def __init__(self, reporter: Reporter | None) -> None:
@@ -35,14 +35,14 @@ class Compiler:
     def compile(self, function: Any, args: tuple[Any, ...], name: str, describe: Callable[[], str]) -> None:
         """Compile a function whose arguments always have one form, unless that is done.
 
-        The next call finds the program in JAX's own cache. So what takes long is over before a state is given away,
-        and can be interrupted.
+        The next call finds the program in JAX's own cache. So the long part is over before a state is donated, and can
+        be interrupted.
 
         Args:
-            function: What `jax.jit` returned.
+            function: A function that `jax.jit` returned.
             args: Its arguments.
-            name: What it is, in the words of a user.
-            describe: Says more of the arguments, such as " for 4 microbatches".
+            name: Its name for users.
+            describe: Returns a description of the arguments, such as " for 4 microbatches".
         """
         if function in self._compiled:
             return

@@ -14,7 +14,7 @@ from jaxpipe._typing import PyTree
 from jaxpipe.config import BatchSizes, TrainConfig
 from jaxpipe.data import RepeatingLoader, Shard
 from jaxpipe.errors import ConfigError, DataError, PipelineError
-from jaxpipe.executor import model_topology
+from jaxpipe.executor import Metrics, model_topology
 from jaxpipe.layers import PipelineModule
 from jaxpipe.pipeline import ChosenOptimizer, Pipeline
 from jaxpipe.state import TrainState
@@ -22,7 +22,6 @@ from jaxpipe.topology import PipelineParallelGrid, mesh_shape, rank_devices
 
 from ._checkpointer import Checkpointer, LoadOptions
 from ._compile import Reporter, print_line
-from ._evaluation import check_evaluation
 from ._hold import hold_signals
 from ._lockstep import Lockstep
 from ._model_tree import ModelTree, merge_params
@@ -61,7 +60,6 @@ class Engine(ABC):
         reporter: As for `initialize`.
 
     Attributes:
-        module: The layers and their cut.
         optimizer: The optax transformation in use; None: the engine only evaluates.
         lr_scheduler: The schedule in use, where one was given apart from the optimiser.
         config: The configuration.
@@ -178,13 +176,13 @@ class Engine(ABC):
                 "transformation, or name one in the config."
             )
         trainer.watch.check()
-        with self._source.lending():
+        with self._source.transaction():
             pipeline, batch = self._pull(data_iter, self.micro_batches, is_training=True)
             state = trainer.prepare("the training step", pipeline.step, batch)
             with hold_signals():
-                trainer.state, metrics = trainer.launch(pipeline.step, state, batch)
+                state, metrics = trainer.launch(pipeline.step, state, batch)
                 self._reports.count_tokens(batch)
-                self._count_step(metrics, self.micro_batches, self.train_batch_size())
+                self._count_step(state, metrics, self.micro_batches, self.train_batch_size())
                 self._source.commit()
         self._end_step()
         return metrics["loss"]
@@ -222,12 +220,12 @@ class Engine(ABC):
             DataError: An entry does not fit its neighbours or the batches before.
             LayerError: Outputs are asked for and have no dim of samples.
         """
-        check_evaluation(reduce_output, num_micro_batches)
+        _check_evaluation(reduce_output, num_micro_batches)
         count = self.micro_batches if num_micro_batches is None else num_micro_batches
         run = self._trainer.run
         metrics: Mapping[str, Any] = {}
         outputs: PyTree = None
-        with self._source.lending():
+        with self._source.transaction():
             pipeline, batch = self._pull(data_iter, count, has_labels=compute_loss)
             if return_logits:
                 check_outputs(pipeline)
@@ -332,8 +330,8 @@ class Engine(ABC):
     ) -> bool:
         """Write a checkpoint to `save_dir/tag`; all processes call.
 
-        It holds parameters, the optimiser's state, the loss scale, what layers keep beside parameters, counters, the
-        run's key, the learning rate's state, the place of the training iterator if it has `get_state` and `set_state`,
+        It holds parameters, the optimiser's state, the loss scale, collections of the layers, counters, the
+        run's key, the learning rate's state, the state of the training iterator if it has `get_state` and `set_state`,
         the configuration and a table of layers, and opens at any number of stages and replicas. It is there whole or
         not at all, at every moment; a tag that is there is replaced at the end. With `checkpoint.async_save` the call
         returns as soon as training may go on; `wait_for_checkpoint`, or the end of the program, waits for the rest.
@@ -391,8 +389,8 @@ class Engine(ABC):
             load_optimizer_states: Load the optimiser's state and the loss scale; else they stay.
             load_lr_scheduler_states: Load the hyperparameters that the optimiser keeps, such as the learning rate, and
                 the place in their schedule; else they stay.
-            load_module_only: Load parameters and what layers keep beside them, and nothing else: no counters, no place
-                in the data.
+            load_module_only: Load parameters and collections, and nothing else: no counters, no state of the data
+                iterator.
 
         Returns:
             `(path, client_state)`: the checkpoint's folder, and what `save_checkpoint` was given. `(None, {})` with a
@@ -401,8 +399,8 @@ class Engine(ABC):
         Raises:
             CheckpointError: `load_dir` is no path, there is none with that tag, it is damaged, or its layers or the
                 optimiser's state do not fit; the engine is as it was.
-            DataError: The place in the data does not fit the iterator that is set; the engine is as it was.
-            PipelineError: No shapes are known yet, and the checkpoint does not tell them.
+            DataError: The state of the data iterator does not fit the one that is set; the engine is as it was.
+            PipelineError: No shapes are known yet, and the checkpoint holds none.
 
         Reference:
             DeepSpeed's `load_checkpoint`, which returns `(None, None)` where there is none.
@@ -448,7 +446,7 @@ class Engine(ABC):
 
     @one_thread
     def module_collections(self) -> dict[str, PyTree]:
-        """What layers keep beside parameters, such as batch statistics, as numpy arrays.
+        """Mutable collections of the layers, such as batch statistics, as numpy arrays.
 
         In the form of `PipelineModule.init_collections`, or in a plain model's own, such as `{"batch_stats": ...}`.
 
@@ -485,7 +483,7 @@ class Engine(ABC):
 
     @property
     def metrics(self) -> dict[str, Any]:
-        """What the last trained batch gave: `loss`, `grad_norm` and the rest of `Pipeline.step`'s metrics.
+        """Metrics of the last trained batch: `loss`, `grad_norm` and the rest of `Pipeline.step`'s metrics.
 
         Arrays on the devices, computed while the caller goes on; empty before the first batch.
         """
@@ -560,7 +558,7 @@ class Engine(ABC):
         return int(self.state.skipped_steps) if self._trainer.has_state else 0
 
     def was_step_applied(self) -> bool:
-        """Whether the last trained batch changed the parameters; false before the first."""
+        """True if the last trained batch changed the parameters; false before the first."""
         metrics = self._reports.metrics
         return bool(metrics) and not bool(metrics.get("overflow", False))
 
@@ -631,11 +629,11 @@ class Engine(ABC):
         self._trainer.sizes = BatchSizes(train_batch_size, micro, train_batch_size // unit)
 
     def is_first_stage(self) -> bool:
-        """Whether this process has a device of the first stage."""
+        """True if this process has a device of the first stage."""
         return self._addresses(0)
 
     def is_last_stage(self) -> bool:
-        """Whether this process has a device of the last stage."""
+        """True if this process has a device of the last stage."""
         return self._addresses(-1)
 
     @property
@@ -710,11 +708,12 @@ class Engine(ABC):
         pipeline, batch = self._lockstep.take(read)
         return pipeline, pipeline.place_batch(batch, self.data_shard.replicas)
 
-    def _count_step(self, metrics: dict[str, Any], num_microbatches: int, num_samples: int) -> None:
-        """Count an update, once the new state is set; signals are held."""
+    def _count_step(self, state: TrainState, metrics: Metrics, num_microbatches: int, num_samples: int) -> None:
+        """Set the state after an update, and count it; signals are held."""
         trainer = self._trainer
+        trainer.state = state
         self._reports.metrics = metrics
-        trainer.watch.note(trainer.state)
+        trainer.watch.note(state)
         trainer.global_steps += 1
         trainer.global_samples += num_samples
         self._micro_steps += num_microbatches
@@ -744,3 +743,26 @@ class Engine(ABC):
 def _first_rank(devices: Sequence[Any]) -> int:
     """The rank of this process's first device; 0 where it has none."""
     return next((rank for rank, device in enumerate(devices) if device.process_index == jax.process_index()), 0)
+
+
+def _check_evaluation(reduce_output: Any, num_micro_batches: Any) -> None:
+    """Check what `eval_batch` is asked for.
+
+    Args:
+        reduce_output: `"avg"` or None.
+        num_micro_batches: A positive integer or None.
+
+    Raises:
+        ConfigError: One is something else.
+    """
+    if reduce_output not in ("avg", None):
+        raise ConfigError(
+            f"reduce_output must be 'avg' or None, but got reduce_output={reduce_output!r}. Use None for the losses of "
+            "all microbatches, and reduce them."
+        )
+    count = num_micro_batches
+    if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
+        raise ConfigError(
+            f"num_micro_batches must be an integer of at least 1, but got num_micro_batches={count!r}. Leave it out "
+            "for as many as in training."
+        )

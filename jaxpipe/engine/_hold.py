@@ -1,4 +1,4 @@
-"""Holding signals back while an engine exchanges its state."""
+"""`hold_signals`: handlers wait while an engine exchanges its state."""
 
 import contextlib
 import signal
@@ -8,7 +8,7 @@ from types import FrameType
 from typing import Any
 
 PRESSES = 3
-"""How often the same signal must come before it is let through at once."""
+"""Number of times the same signal must come to be let through at once."""
 
 _NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGALRM", "SIGUSR1", "SIGUSR2")
 _SIGNALS = tuple(getattr(signal, name) for name in _NAMES if hasattr(signal, name))  # not every system has all
@@ -19,9 +19,9 @@ def hold_signals() -> Iterator[None]:
     """Let handlers of signals run after the body, not within it.
 
     A step takes the buffers of the old state before it gives the new one. A handler that raises in between, as
-    Python's own does for Ctrl-C, would leave an engine without either. What came is delivered at the end, before the
-    next line of the caller; signals that end the process without a handler do so at once. The third of a kind is
-    let through, so that a body that takes long can be broken off, at the price of the state.
+    Python's own does for Ctrl-C, would leave an engine without either. Signals that came are delivered at the end,
+    before the next line of the caller; signals that end the process without a handler do so at once. The third of a
+    kind is let through, so that a body that takes long can be broken off, at the price of the state.
 
     Python runs handlers in the main thread alone, so in any other nothing is held back.
     """
@@ -46,7 +46,7 @@ def hold_signals() -> Iterator[None]:
 
 
 def _deliver(number: int, handler: Callable[..., Any], received: dict[int, int]) -> None:
-    """Put a handler back, and let it see what came for it."""
+    """Restore a handler, and deliver the signal that came for it."""
     signal.signal(number, handler)
     if number in received:
         signal.raise_signal(number)

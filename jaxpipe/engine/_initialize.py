@@ -23,7 +23,7 @@ from ._unpipelined import UnpipelinedEngine, as_one_stage, further_inputs
 
 Optimizer = optax.GradientTransformation | Callable[..., optax.GradientTransformation]
 HANDSHAKE_TIMEOUT_S = 120.0
-"""How long the first exchange along an axis of the mesh may take."""
+"""Seconds that the first exchange along an axis of the mesh may take."""
 
 # Of a plain model it is an `UnpipelinedEngine`, which has the same names; a union of both would not go where a
 # function asks for one of them.

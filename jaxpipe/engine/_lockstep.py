@@ -1,4 +1,4 @@
-"""Taking batches in step with the other processes."""
+"""`Lockstep`: all processes take the next batch, or none."""
 
 import zlib
 from collections.abc import Callable
@@ -25,8 +25,8 @@ _ADVICE = (
 class Lockstep:
     """Lets all processes take the next batch, or none.
 
-    Each says whether it has one and of what form, before anything starts that all must take part in; the first time
-    also what is in it, since processes that hold parts of one replica must feed the same samples.
+    Processes exchange whether they have a batch and of what form before anything starts that all must take part in;
+    the first time also a checksum, since processes that hold parts of one replica must feed the same samples.
 
     Args:
         shard: The samples that this process feeds.
@@ -40,7 +40,7 @@ class Lockstep:
         """Take a batch.
 
         Args:
-            read: Gives something made for this process's part of the batch, and the part.
+            read: Returns something made for this process's part of the batch, and the part.
 
         Returns:
             What `read` returned.
@@ -53,29 +53,31 @@ class Lockstep:
         if jax.process_count() == 1:
             return read()
         found: tuple[T, Batch] | None = None
-        own, failure, over = None, "", None
+        error, failure, end = None, "", None
         try:
             found = read()
-        except StopIteration as end:
-            over = end
-        except Exception as error:  # noqa: BLE001  # raised again below, when all processes know
-            own, failure = error, f"{type(error).__name__}\n{error}"
+        except StopIteration as caught:
+            end = caught
+        except Exception as caught:  # noqa: BLE001  # raised again below, when all processes know
+            error, failure = caught, f"{type(caught).__name__}\n{caught}"
         form = "" if found is None else format_struct(struct_of(found[1]))
         content = 0 if found is None or self._is_checked else _checksum(found[1])
-        said = gather_numbers([bool(failure), over is not None, zlib.crc32(form.encode()), content, self._shard.index])
-        if said[:, 0].any():
-            raise_on_all(own, gather_texts(failure))
-        if over is not None and said[:, 1].all():
-            raise over
-        if said[:, 1].any():
+        gathered = gather_numbers(
+            [bool(failure), end is not None, zlib.crc32(form.encode()), content, self._shard.index]
+        )
+        if gathered[:, 0].any():
+            raise_on_all(error, gather_texts(failure))
+        if end is not None and gathered[:, 1].all():
+            raise end
+        if gathered[:, 1].any():
             raise DataError(
                 f"the data of all processes must end after the same batch, but got the end in process "
-                f"{_listed(said[:, 1])} and another batch in process {_listed(said[:, 1] == 0)}. {_ADVICE}"
+                f"{_listed(gathered[:, 1])} and another batch in process {_listed(gathered[:, 1] == 0)}. {_ADVICE}"
             )
-        if len(set(said[:, 2].tolist())) > 1:
+        if len(set(gathered[:, 2].tolist())) > 1:
             forms = "; ".join(f"process {i}: {text}" for i, text in enumerate(gather_texts(form)))
             raise DataError(f"the batches of all processes must have one form, but got {forms}. {_ADVICE}")
-        self._check_content(said[:, 3], said[:, 4])
+        self._check_content(gathered[:, 3], gathered[:, 4])
         if found is None:
             raise StopIteration
         return found

@@ -1,4 +1,4 @@
-"""Noticing that the loss scale can fall no further, without waiting for the devices."""
+"""`OverflowWatch`: errors where the loss scale can fall no further, without waiting for the devices."""
 
 from typing import Any
 
@@ -26,13 +26,13 @@ class OverflowWatch:
         self._is_exhausted = False
 
     def note(self, state: TrainState) -> None:
-        """Remember the state after a step; the next step may donate it."""
+        """Copy the flag of the state after a step, which the next step may donate."""
         if self._scaler is not None:
             loss_scale: Any = state.loss_scale
             self._pending.append(jnp.copy(loss_scale.exhausted))
 
     def check(self) -> None:
-        """Look at what has arrived.
+        """Look at the steps whose results have arrived.
 
         Raises:
             PipelineError: Gradients overflowed at the smallest loss scale.

@@ -48,7 +48,7 @@ class PipelineEngine(Engine):
     __call__ = _refused("__call__")
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether gradients have been reduced and applied: always, as `train_batch` runs whole batches only."""
+        """Always true: gradients have been reduced and applied, as `train_batch` runs whole batches only."""
         return True
 
     @one_thread

@@ -19,7 +19,7 @@ from jaxpipe.errors import DataError
 from jaxpipe.layers import PipelineModule, flatten_dict, format_struct, struct_of
 from jaxpipe.partition import profile_source
 from jaxpipe.pipeline import Pipeline, entry_struct
-from jaxpipe.recompute import RecomputeSettings
+from jaxpipe.recompute import settings_for
 from jaxpipe.topology import mesh_shape
 
 from ._hold import hold_signals
@@ -34,9 +34,9 @@ _PRECISION = "jax_default_matmul_precision"
 
 @dataclass(frozen=True)
 class _Form:
-    """What batches of all shapes share: the cut of the model and the form of its state."""
+    """Properties that batches of all shapes share: the cut of the model and the form of its state."""
 
-    parts: tuple[int, ...]
+    boundaries: tuple[int, ...]
     cuts: Any
     params: Mapping[Path, jax.ShapeDtypeStruct]
     state: Any
@@ -52,12 +52,10 @@ class ProgramCache:
         module: The layers.
         optimizer: An optax transformation.
         mesh: The devices.
-        microbatch_size: Samples per microbatch and replica.
-        config: How pipelines run and update.
-        recompute: What they are traced with.
-        replicas: Those whose samples this process feeds.
-        planned_microbatches: Tells the microbatches of a training step. A schedule and a cut that are chosen are chosen
-            for these, whatever the first batch has.
+        config: The configuration of pipelines.
+        replicas: The replicas whose samples this process feeds.
+        planned_microbatches: Returns the number of microbatches of a training step, for which a schedule or a cut is
+            chosen, whatever the first batch has.
 
     Attributes:
         module: The layers, with their cut once it is known.
@@ -69,15 +67,15 @@ class ProgramCache:
         module: PipelineModule,
         optimizer: optax.GradientTransformation,
         mesh: Mesh,
-        microbatch_size: int,
         config: TrainConfig,
-        recompute: RecomputeSettings,
         replicas: range,
         planned_microbatches: Callable[[], int],
     ) -> None:
         self.module, self._optimizer, self._mesh = module, optimizer, mesh
-        self._microbatch_size, self._config, self._recompute = microbatch_size, config, recompute
-        self._replicas, self._planned_microbatches = replicas, planned_microbatches
+        self._config, self._recompute = config, settings_for(config, mesh)
+        self._replicas, self._num_replicas = replicas, mesh_shape(mesh)["data"]
+        self._microbatch_size = config.batch_sizes(self._num_replicas).train_micro_batch_size_per_gpu
+        self._planned_microbatches = planned_microbatches
         self._programs: OrderedDict[Hashable, Pipeline] = OrderedDict()
         self._form: _Form | None = None
         self._like: dict[str, PyTree] = {}
@@ -87,35 +85,9 @@ class ProgramCache:
     def __len__(self) -> int:
         return len(self._programs)
 
-    def for_batch(
-        self,
-        batch: Batch,
-        num_microbatches: int,
-        *,
-        has_labels: bool = True,
-        is_whole: bool = False,
-        microbatch_size: int | None = None,
-    ) -> Pipeline:
-        """The pipeline for the part of a batch that this process feeds.
-
-        Args:
-            batch: Leaves `[num_microbatches, microbatch_size * replicas, ...]`.
-            num_microbatches: As for `get`.
-            has_labels: As for `get`.
-            is_whole: As for `get`.
-            microbatch_size: As for `get`.
-
-        Returns:
-            The pipeline.
-
-        Raises:
-            DataError: As `get` raises it.
-            JaxpipeError: What `Pipeline` raises.
-        """
-        entry = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), struct_of(batch))
-        return self.get(
-            entry, num_microbatches, has_labels=has_labels, is_whole=is_whole, microbatch_size=microbatch_size
-        )
+    def for_batch(self, batch: Batch, num_microbatches: int, **options: Any) -> Pipeline:
+        """What `get` returns for the microbatches of a batch, leaves `[num_microbatches, samples, ...]`."""
+        return self.get(_entry_of(batch), num_microbatches, **options)
 
     def get(
         self,
@@ -167,7 +139,7 @@ class ProgramCache:
 
     def _whole(self, entry: Any, is_whole: bool, size: int) -> Any:
         """Shapes for all replicas, from those of the part that is given."""
-        num_replicas = mesh_shape(self._mesh)["data"]
+        num_replicas = self._num_replicas
         if is_whole or len(self._replicas) == num_replicas:
             return entry_struct(entry, size, num_replicas)
         part = entry_struct(entry, size, len(self._replicas), "replicas of this process")
@@ -181,14 +153,14 @@ class ProgramCache:
 
     def clear(self) -> None:
         """Drop the programs of all shapes but the latest."""
-        self._programs = OrderedDict((key, kept) for key, kept in self._programs.items() if kept is self.latest)
+        self._programs = OrderedDict((key, each) for key, each in self._programs.items() if each is self.latest)
 
     def _make(self, struct: Any, num_microbatches: int, has_labels: bool) -> Pipeline:
         planned = self._planned_microbatches()
         if self._form is None and self._is_open and num_microbatches != planned:
             self._make(struct, planned, has_labels)
         module = self.module if has_labels else self.module.replace(loss_fn=_no_loss)
-        parts = None if self._form is None else self._form.parts
+        parts = None if self._form is None else self._form.boundaries
         pipeline = Pipeline(
             module, self._optimizer, self._mesh, struct, num_microbatches, self._config, self._recompute, parts
         )
@@ -207,7 +179,7 @@ class ProgramCache:
 
     @property
     def _is_open(self) -> bool:
-        """Whether the schedule or the cut is chosen by what the model costs."""
+        """True if the schedule or the cut is chosen by the costs of the model."""
         is_chosen = self._config.pipeline.schedule == "auto" or profile_source(self.module.partition_method) is not None
         return is_chosen and self.module.num_stages > 1
 
@@ -242,10 +214,14 @@ class ProgramCache:
 
 
 def describe_batch(batch: Batch) -> str:
-    """What a line on compiling says of a batch, with leaves `[num_microbatches, ...]`."""
-    entry = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), struct_of(batch))
+    """Description of a batch in a line on compiling; leaves `[num_microbatches, ...]`."""
     count = jax.tree.leaves(batch)[0].shape[0]
-    return f" for {count} microbatch{'' if count == 1 else 'es'} of {_describe(entry)}"
+    return f" for {count} microbatch{'' if count == 1 else 'es'} of {_describe(_entry_of(batch))}"
+
+
+def _entry_of(batch: Batch) -> Any:
+    """Shapes of one microbatch of a batch."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), struct_of(batch))
 
 
 def _describe(struct: Any) -> str:
@@ -254,13 +230,13 @@ def _describe(struct: Any) -> str:
 
 
 def _no_loss(outputs: PyTree, labels: PyTree) -> jax.Array:
-    """In place of the model's loss where there are no labels."""
+    """Loss of a model without labels."""
     del outputs, labels
     return jnp.zeros((), jnp.float32)
 
 
 def _check_form(new: _Form, first: _Form) -> None:
-    """Make sure that one state serves both."""
+    """Make sure that one state serves pipelines of both forms."""
     repair = "Pad or cut the batches to one shape, or make these layers independent of it."
     for path in {**first.params, **new.params}:
         found, wanted = new.params.get(path), first.params.get(path)

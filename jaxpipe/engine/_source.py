@@ -1,4 +1,4 @@
-"""Where the engine's microbatches come from."""
+"""`MicrobatchSource`: batches of microbatches, pulled from iterators."""
 
 import contextlib
 import itertools
@@ -18,16 +18,16 @@ Batch = tuple[PyTree, PyTree, PyTree]
 
 
 @dataclass
-class _Lent:
+class _Pulled:
     """Entries that were pulled for a batch which has not run yet.
 
     Attributes:
-        iterator: Where they came from.
-        state: Where it stood before; None: it cannot go back.
+        iterator: The iterator they came from.
+        state: Its state before; None: it cannot go back.
         entries: The entries as they came, and copies of those that an interrupt left over.
-        num_mapped: How many of them, from the first, have the form of a batch's already.
-        count: How many the batch takes.
-        stack: Copies of those that have been looked at.
+        num_mapped: How many entries, from the first, have the form of a batch's already.
+        count: Entries that the batch takes.
+        stack: Copies of the entries that have been looked at.
     """
 
     iterator: Any
@@ -37,8 +37,8 @@ class _Lent:
     count: int = 0
     stack: MicrobatchStack = field(default_factory=lambda: MicrobatchStack(0))
 
-    def keep(self) -> None:
-        """Let go of arrays that the iterator may fill anew: keep their copies."""
+    def detach(self) -> None:
+        """Replace arrays that the iterator may fill anew by their copies."""
         self.entries[: len(self.stack)] = self.stack.entries()
         self.num_mapped = max(self.num_mapped, len(self.stack))
 
@@ -57,7 +57,7 @@ class MicrobatchSource:
         """The iterator that training read last."""
         self._pending: tuple[Any, bool] | None = None
         """A state that waits for the iterator that training will read, and whether it is that of one that was set."""
-        self._lent = _Lent(None)
+        self._pulled = _Pulled(None)
 
     def set_iterator(self, iterator: Iterator[Entry]) -> None:
         """Replace the iterator that is read where none is given.
@@ -70,20 +70,20 @@ class MicrobatchSource:
 
     @property
     def is_own(self) -> bool:
-        """Whether training reads the iterator that is set, not one that it is given each time."""
+        """True if training reads the iterator that is set, not one that it is given each time."""
         if self._pending is not None:
             return self._pending[1]
         return self._trained is None or self._trained is self._data_iter
 
     def get_state(self) -> Any:
-        """Where the iterator that training reads stands; None where it cannot tell."""
+        """State of the iterator that training reads; None: it has none to give."""
         if self._pending is not None:
             return self._pending[0]
         iterator: Any = self._data_iter if self._trained is None else self._trained
         return iterator.get_state() if hasattr(iterator, "get_state") else None
 
     def set_state(self, state: Any, *, is_own: bool) -> None:
-        """Go on from where another run stood.
+        """Go on from the iterator's state in another run.
 
         Args:
             state: What `get_state` returned there; None: iterators stay where they are.
@@ -100,7 +100,7 @@ class MicrobatchSource:
         self._pending = (state, is_own) if waits else None
 
     def snapshot(self) -> Callable[[], None]:
-        """Note where everything stands.
+        """Note the state of the iterators.
 
         Returns:
             A function that restores it.
@@ -117,7 +117,7 @@ class MicrobatchSource:
         return restore
 
     def _resume(self, iterator: Any) -> None:
-        """Put an iterator where the state that waits says."""
+        """Give an iterator the state that waits for it, if one does."""
         if self._pending is not None:
             _put(iterator, self._pending[0])
             self._pending = None
@@ -135,12 +135,12 @@ class MicrobatchSource:
         self._batch_fn = fn
 
     @contextlib.contextmanager
-    def lending(self) -> Iterator[None]:
+    def transaction(self) -> Iterator[None]:
         """Take back what is pulled within the body if an interrupt ends it before `commit` is called.
 
         An iterator with `get_state` and `set_state` goes back to where it stood; of any other the entries are kept for
-        the next batch that is pulled from it. An ordinary error is not an interrupt: what it tells of, such as an entry
-        that does not fit, would come again.
+        the next batch that is pulled from it. An ordinary error is not an interrupt: its cause, such as an entry that
+        does not fit, would come again.
         """
         try:
             yield
@@ -148,25 +148,25 @@ class MicrobatchSource:
             self.commit()
             raise
         except BaseException as interrupt:
-            lent = self._lent
-            if lent.entries:
+            pulled = self._pulled
+            if pulled.entries:
                 interrupt.add_note(
-                    f"A batch was not run for which {len(lent.entries)} of {lent.count} microbatches had been pulled; "
-                    "the next batch from the same iterator begins with them."
+                    f"A batch was not run for which {len(pulled.entries)} of {pulled.count} microbatches had been "
+                    "pulled; the next batch from the same iterator begins with them."
                 )
-            if lent.state is None:
-                lent.keep()
+            if pulled.state is None:
+                pulled.detach()
             else:
-                lent.entries.clear()
-                lent.iterator.set_state(lent.state)
+                pulled.entries.clear()
+                pulled.iterator.set_state(pulled.state)
             raise
 
     def commit(self) -> None:
         """Let go of what was pulled: its batch has run."""
-        self._lent.state = None
-        del self._lent.entries[: self._lent.count]
-        self._lent.num_mapped = max(0, self._lent.num_mapped - self._lent.count)
-        self._lent.stack = MicrobatchStack(0)
+        self._pulled.state = None
+        del self._pulled.entries[: self._pulled.count]
+        self._pulled.num_mapped = max(0, self._pulled.num_mapped - self._pulled.count)
+        self._pulled.stack = MicrobatchStack(0)
 
     def pull(
         self,
@@ -186,7 +186,7 @@ class MicrobatchSource:
             num_microbatches: How many entries to take.
             what: What the batch is for, for messages.
             has_labels: False leaves the labels of every entry out, whatever they are.
-            is_training: Whether the batch will be trained; the place of this iterator is what `get_state` tells.
+            is_training: True: the batch will be trained, and `get_state` gives the state of this iterator.
 
         Returns:
             `(inputs, labels, side)` with leaves `[num_microbatches, ...]`, as numpy arrays.
@@ -206,17 +206,17 @@ class MicrobatchSource:
         if is_training:
             self._trained = iterator
             self._resume(iterator)
-        lent = self._borrow(iterator, num_microbatches)
-        stack = lent.stack
+        pulled = self._begin(iterator, num_microbatches)
+        stack = pulled.stack
         try:
-            for place in range(num_microbatches):
-                if place == len(lent.entries):
-                    # No Python runs between an entry that comes and its place in the list: no interrupt can lose one.
-                    lent.entries.extend(itertools.islice(iterator, 1))
-                if place == len(lent.entries):
+            for index in range(num_microbatches):
+                if index == len(pulled.entries):
+                    # No Python runs between an entry that comes and its entry in the list: no interrupt can lose one.
+                    pulled.entries.extend(itertools.islice(iterator, 1))
+                if index == len(pulled.entries):
                     raise StopIteration
-                entry = lent.entries[place]
-                stack.add(entry if place < lent.num_mapped else self._mapped(entry, has_labels=has_labels))
+                entry = pulled.entries[index]
+                stack.add(entry if index < pulled.num_mapped else self._mapped(entry, has_labels=has_labels))
         except Exception as error:
             if not len(stack):
                 raise
@@ -233,13 +233,13 @@ class MicrobatchSource:
             raise
         return stack.batch()
 
-    def _borrow(self, iterator: Any, count: int) -> _Lent:
-        """Begin a batch from an iterator; what an interrupt left over of it comes first."""
-        if self._lent.iterator is not iterator:
-            self._lent = _Lent(iterator)
-        lent = self._lent
-        lent.count, lent.state, lent.stack = count, _state_of(iterator), MicrobatchStack(count)
-        return lent
+    def _begin(self, iterator: Any, count: int) -> _Pulled:
+        """Begin a batch from an iterator, with the entries that an interrupt left over."""
+        if self._pulled.iterator is not iterator:
+            self._pulled = _Pulled(iterator)
+        pulled = self._pulled
+        pulled.count, pulled.state, pulled.stack = count, _state_of(iterator), MicrobatchStack(count)
+        return pulled
 
     def _mapped(self, entry: Any, *, has_labels: bool) -> Any:
         """An entry in the form of `(inputs, labels)` or `(inputs, labels, side)`."""
@@ -250,12 +250,12 @@ class MicrobatchSource:
 
 
 def _state_of(iterator: Any) -> Any:
-    """Where an iterator stands; None where it cannot tell, or cannot go back there."""
+    """State of an iterator that can go back to it; else None."""
     return iterator.get_state() if hasattr(iterator, "get_state") and hasattr(iterator, "set_state") else None
 
 
 def _put(iterator: Any, state: Any) -> None:
-    """Put an iterator where another stood."""
+    """Set the state that another iterator had."""
     if hasattr(iterator, "set_state"):
         iterator.set_state(state)
         return

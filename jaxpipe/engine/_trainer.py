@@ -16,7 +16,6 @@ from jaxpipe.errors import PipelineError
 from jaxpipe.layers import PipelineModule
 from jaxpipe.optim import LossScaler
 from jaxpipe.pipeline import Pipeline
-from jaxpipe.recompute import settings_for
 from jaxpipe.state import TrainState, own
 from jaxpipe.topology import mesh_shape
 
@@ -45,7 +44,7 @@ class Trainer:
         programs: A `Pipeline` for each shape of a batch.
         compiler: Compiles, and shows lines.
         watch: Looks at the loss scale of past steps.
-        heartbeat: Tells the launcher that steps finish.
+        heartbeat: Signals to the launcher that steps finish.
         model_parameters: Initial parameters of all layers until the state is made of them; else None.
         global_steps: Batches trained so far.
         global_samples: Samples trained so far.
@@ -71,9 +70,7 @@ class Trainer:
             module,
             optax.identity() if optimizer is None else optimizer,
             mesh,
-            self.sizes.train_micro_batch_size_per_gpu,
             config,
-            settings_for(config, mesh),
             self.data_shard.replicas,
             lambda: self.sizes.gradient_accumulation_steps,
         )
@@ -130,7 +127,7 @@ class Trainer:
 
     @property
     def has_state(self) -> bool:
-        """Whether the state has been made."""
+        """True once the state has been made."""
         return self._state is not None
 
     def present(self) -> TrainState | None:
@@ -150,10 +147,10 @@ class Trainer:
             self.tree.check(self.pipeline, self.model_parameters)
 
     def prepare(self, name: str, function: Callable[..., Any], *args: Any) -> TrainState:
-        """Do all that a call of a program on the state waits for: the state, the program before, the compiler.
+        """Do all that a call of a program on the state waits for: the state, the program before it, the compiler.
 
         Args:
-            name: What the program is, in the words of a user.
+            name: The program's name for users.
             function: The program, `function(state, *args)`, jitted.
             args: Its other arguments; first the batch, if it takes one.
 
@@ -198,7 +195,7 @@ class Trainer:
             batch: Shapes and dtypes; None: not known.
 
         Returns:
-            What undoes it.
+            A function that undoes it.
         """
         if self.programs.latest is not None:
             return lambda: None

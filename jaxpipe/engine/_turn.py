@@ -9,7 +9,7 @@ from jaxpipe.errors import PipelineError
 
 
 class Turn:
-    """Who is in an engine: nobody, or one thread, which may call further methods from within.
+    """Lock of an engine: one thread at a time, which may call further methods from within.
 
     A second thread is refused, not made to wait: where there are several processes their calls must come in one order,
     which no lock of one process can see to.
@@ -28,11 +28,11 @@ class Turn:
         """
         name = threading.current_thread().name
         if not self._lock.acquire(blocking=False):
-            holder, held = self._holder
+            holder, running = self._holder
             raise PipelineError(
                 f"{call} must be called while no other thread is in the engine, but got thread={name!r} while thread "
-                f"{holder!r} is in {held}. Call the engine from one thread, or let both take a threading.Lock of your "
-                "own around each call."
+                f"{holder!r} is in {running}. Call the engine from one thread, or let both take a threading.Lock of "
+                "your own around each call."
             )
         if not self._depth:
             self._holder = (name, call)

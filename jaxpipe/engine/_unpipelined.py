@@ -59,7 +59,7 @@ def further_inputs(model: Any) -> tuple[str, ...]:
         model: As for `as_one_stage`.
 
     Returns:
-        The names; none where the call does not tell.
+        The names; none where the call has no signature.
     """
     is_class = isinstance(model, LayerSpec) and isinstance(model.typename, type)
     call = model.typename.__call__ if is_class else model.build() if isinstance(model, LayerSpec) else model
@@ -76,10 +76,10 @@ class _OpenBatch:
 
     Attributes:
         index: Of the present microbatch in its batch.
-        pending: The loss that the last forward returned, its gradients, and how many samples it was short
-            of; None: nothing waits for backward.
-        total: What backward has added up; None: nothing yet.
-        awaits_step: Whether a backward has not been followed by its step.
+        pending: Loss and gradients of the last forward, and the samples by which its microbatch is short of a full
+            one; None: no forward waits for backward.
+        total: Gradients that backward has added up; None: none yet.
+        awaits_step: True if a backward has not been followed by its step.
         collections: Collections before the first forward.
         missing: Samples by which the microbatches are short of full ones.
     """
@@ -346,8 +346,8 @@ class UnpipelinedEngine(Engine):
         arguments = (begun.collections, begun.total)
         state = trainer.prepare("the update", self._update, *arguments)
         with hold_signals():
-            trainer.state, metrics = trainer.launch(self._update, state, *arguments)
-            self._count_step(metrics, begun.index + 1, self.train_batch_size() - begun.missing)
+            state, metrics = trainer.launch(self._update, state, *arguments)
+            self._count_step(state, metrics, begun.index + 1, self.train_batch_size() - begun.missing)
         self._end_step()
 
     def _wrong_inputs(self, names: Sequence[str], others: Sequence[Any], named: Mapping[str, Any]) -> PipelineError:

@@ -67,7 +67,7 @@ def test_ctrl_c_in_a_step(engine: PipelineEngine, moment: Moment, monkeypatch: p
         with pytest.raises(KeyboardInterrupt) as caught:
             engine.train_batch(entries())
     assert not getattr(caught.value, "__notes__", [])
-    assert not engine._source._lent.entries
+    assert not engine._source._pulled.entries
     assert (engine.global_steps, is_whole(engine)) == (before + 1, True)
     assert signal.getsignal(signal.SIGINT) is handler
     engine.train_batch(entries())

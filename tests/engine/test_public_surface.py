@@ -1,12 +1,16 @@
 """The names that users of DeepSpeed type, on both engines."""
 
+import itertools
+import sys
 from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import flax.linen as nn
 import optax
 import pytest
-from _small import MICROBATCHES, build, mean_square
+from _small import MICROBATCHES, build, entry, mean_square
 
 import jaxpipe
 
@@ -20,6 +24,9 @@ NAMES = """
     set_train_micro_batch_size skipped_steps stage_id state step train train_batch train_batch_size
     train_micro_batch_size_per_gpu training_dataloader wait_for_checkpoint was_step_applied world_size
 """
+
+
+ROOT = str(Path(jaxpipe.__file__).parent)
 
 
 def unpipelined() -> Any:
@@ -36,3 +43,23 @@ def test_the_public_names(make: Callable[[], Any], more: tuple[str, ...]) -> Non
         name for name in dir(type(engine)) if name in NAMES.split() and not getattr(type(engine), name).__doc__
     ]
     assert undocumented == []
+
+
+def test_a_step_makes_few_calls() -> None:
+    """The host must be done before the devices are: comprehensions and calls within JAX do not count."""
+    engine, calls = build(example_batch=entry()), []
+    iterator = itertools.cycle([entry(seed) for seed in range(MICROBATCHES)])
+
+    def count(frame: FrameType, event: str, _: Any) -> None:
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(ROOT) and not code.co_name.startswith("<"):
+            calls.append(code.co_qualname)
+
+    for _ in range(3):
+        engine.train_batch(iterator)
+    sys.setprofile(count)
+    try:
+        engine.train_batch(iterator)
+    finally:
+        sys.setprofile(None)
+    assert len(calls) < 120, sorted(calls)
