@@ -1,6 +1,7 @@
-"""Every exception the library raises on purpose, under one base class, and how it shows a value."""
+"""Every exception the library raises on purpose, under one base class, and what their messages need."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from difflib import get_close_matches
 
 
 class JaxpipeError(Exception):
@@ -78,3 +79,19 @@ def shown(value: object, text_of: Callable[[object], str] = repr) -> str:
     except Exception:  # noqa: BLE001  # classes of users
         return f"<{type(value).__name__}>"
     return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """Find the known name that an unknown one may stand for, in capitals or not.
+
+    Args:
+        name: The unknown name.
+        known: All that would do.
+        cutoff: Likeness from which on one is proposed, from 0 to 1.
+
+    Returns:
+        The most similar one; None where none is similar enough.
+    """
+    lowered = {each.lower(): each for each in known}
+    near = get_close_matches(name.lower(), lowered, n=1, cutoff=cutoff)
+    return lowered[near[0]] if near else None

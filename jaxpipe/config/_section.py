@@ -2,11 +2,10 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
-from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar, cast
 
-from jaxpipe.errors import ConfigError, shown
+from jaxpipe.errors import ConfigError, nearest, shown
 
 from ._collect import Collector
 from ._other_keys import REFUSED, UNUSED, is_off
@@ -250,8 +249,8 @@ def _nearest(cls: type[Section], key: str) -> str | None:
             keys = (*(key.name for key in fields(inner)), *_other_keys(inner))
             candidates = {name: f"{item.name}.{name}" for name in keys} | candidates
     candidates |= {name: name for name in (*cls.aliases, *names)}
-    near = get_close_matches(key, candidates, n=1, cutoff=0.7)
-    return candidates[near[0]] if near else None
+    near = nearest(key, candidates, cutoff=0.7)
+    return candidates[near] if near else None
 
 
 def _other_keys(cls: type[Section]) -> dict[str, str]:

@@ -1,11 +1,10 @@
 """Readers that schedules and optimisers have beside those of the configuration, and errors for unknown names."""
 
 from collections.abc import Iterable, Sequence
-from difflib import get_close_matches
 from typing import Any
 
 from jaxpipe.config import Reader, integer_of_at_least, number, wrong_value
-from jaxpipe.errors import ConfigError, shown
+from jaxpipe.errors import ConfigError, nearest, shown
 
 
 def unknown_name(path: str, name: object, known: Iterable[str]) -> ConfigError:
@@ -21,7 +20,7 @@ def unknown_name(path: str, name: object, known: Iterable[str]) -> ConfigError:
     """
     names = sorted(known, key=str.lower)
     rule = f"one of {', '.join(names)}"
-    near = _nearest(name, names) if isinstance(name, str) else None
+    near = nearest(name, names, cutoff=0.5) if isinstance(name, str) else None
     repair = f"Did you mean {near!r}?" if near else "Use one of these names."
     return ConfigError(f"{path} must be {rule}, but got {path}={shown(name)}. {repair}", paths=[path])
 
@@ -41,7 +40,7 @@ def unknown_param(section: str, name: object, known: Iterable[str]) -> ConfigErr
     if not isinstance(name, str):
         message = f"A name in {section} must be a string, but got name={name!r}. Write it in quotes."
         return ConfigError(message, paths=[section])
-    near = _nearest(name, names)
+    near = nearest(name, names, cutoff=0.5)
     repair = f"Did you mean {section}.{near}?" if near else f"Remove it, or use one of {', '.join(names)}."
     return ConfigError(f"{section}.{name} is not a known parameter. {repair}", paths=[f"{section}.{name}"])
 
@@ -60,12 +59,6 @@ def missing_param(section: str, param: str, name: str) -> ConfigError:
     path = f"{section}.{param}"
     message = f"{path} must be given for {name}, but got {path}=None. Add {param} to {section}."
     return ConfigError(message, paths=[path])
-
-
-def _nearest(name: str, names: Sequence[str]) -> str | None:
-    lowered = {other.lower(): other for other in names}
-    near = get_close_matches(name.lower(), lowered, n=1, cutoff=0.5)
-    return lowered[near[0]] if near else None
 
 
 def integer(minimum: int) -> Reader:

@@ -3,11 +3,10 @@
 import re
 from collections.abc import Callable, Iterable, Sequence, Sized
 from dataclasses import dataclass
-from difflib import get_close_matches
 from numbers import Integral
 from typing import cast
 
-from jaxpipe.errors import PartitionError
+from jaxpipe.errors import PartitionError, nearest
 
 from ._balanced import partition_balanced
 from ._checks import checked_count
@@ -156,9 +155,9 @@ def _method(method: str, layers: _Layers) -> Callable[[str, _Layers], Sequence[i
         return methods[name]
     if profile_source(method) is not None:
         return _profile
-    near = get_close_matches(name.split(":")[0], [*methods, "profile", _TYPE.rstrip(":")], n=1)
+    near = nearest(name.split(":")[0], [*methods, "profile", _TYPE.rstrip(":")])
     known = "'uniform', 'parameters', 'profile', 'type:REGEX', 'trunk', or boundaries"
-    hint = ("'type:REGEX'" if near[0] == "type" else f"{near[0]!r}") if near else ""
+    hint = "'type:REGEX'" if near == "type" else f"{near!r}"
     raise PartitionError(
         f"partition_method must be one of {known} such as {_example(layers)}, but got partition_method={method!r}. "
         f"{f'Did you mean {hint}?' if near else 'Use one of these.'} The layers:{layers.listing()}"

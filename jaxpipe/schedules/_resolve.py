@@ -1,10 +1,9 @@
 """From a schedule's name in the configuration to its class."""
 
-import difflib
 import functools
 import inspect
 
-from jaxpipe.errors import ScheduleError
+from jaxpipe.errors import ScheduleError, nearest
 
 from ._base import PipeSchedule
 from ._gpipe import GPipeSchedule
@@ -105,8 +104,8 @@ def _named(name: str) -> type[PipeSchedule]:
             "schedule must be chosen before it is resolved, but got schedule='auto'. "
             "Call choose_schedule first, or name a schedule such as '1f1b'."
         )
-    near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.4)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
+    near = nearest(name, known, cutoff=0.4)
+    hint = f" Did you mean {near!r}?" if near else ""
     raise ScheduleError(
         f"schedule must be one of {', '.join(map(repr, known))} or a PipeSchedule subclass, "
         f"but got schedule={name!r}.{hint or ' Use one of these names.'}"
