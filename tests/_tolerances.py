@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import chex
 import jax
 import numpy as np
 
@@ -32,14 +33,12 @@ STATE_BYTES = 1.05
 
 def tree_error(actual: Any, wanted: Any) -> tuple[float, str]:
     """The largest error over all leaves, measured as `GRADIENT` says, and the leaf that has it."""
-    assert jax.tree.structure(actual) == jax.tree.structure(wanted)
+    chex.assert_trees_all_equal_shapes_and_dtypes(actual, wanted)
     pairs = zip(jax.tree.leaves_with_path(actual), jax.tree.leaves(wanted), strict=True)
     values = [(jax.tree_util.keystr(path), np.asarray(a), np.asarray(b)) for (path, a), b in pairs]
     floor = FLOOR * max((np.abs(b).max() for _, _, b in values), default=0.0)
     worst = (0.0, "")
     for name, a, b in values:
-        assert a.shape == b.shape
-        assert a.dtype == b.dtype
         error = np.abs(a - b).max() / max(np.abs(b).max(), floor, np.finfo(np.float32).tiny)
         worst = max(worst, (float(error) if np.isfinite(error) else np.inf, name))
     return worst
