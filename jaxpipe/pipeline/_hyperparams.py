@@ -32,12 +32,12 @@ class Hyperparams:
     def __init__(self, pipeline: Pipeline, schedules: Mapping[str, optax.Schedule]) -> None:
         self._updater, sharding = pipeline._updater, pipeline._sharding
         self._sharding, self._schedules = sharding.master, schedules
-        specs, rows, mesh = pipeline._specs(pipeline.state_struct).opt_state, sharding.row_spec, pipeline.mesh
+        rows, mesh = sharding.row_spec, pipeline.mesh
         known = read_hyperparams(self._blank(0)) or {}
         self.names = tuple(name for name, value in known.items() if np.ndim(value) == 0)
-        self._read = jax.jit(jax.shard_map(self._values, mesh=mesh, in_specs=(specs,), out_specs=rows, check_vma=False))
+        self._read = jax.jit(jax.shard_map(self._values, mesh=mesh, in_specs=(rows,), out_specs=rows, check_vma=False))
         self._write = jax.jit(
-            jax.shard_map(self._changed, mesh=mesh, in_specs=(specs, P()), out_specs=specs, check_vma=False),
+            jax.shard_map(self._changed, mesh=mesh, in_specs=(rows, P()), out_specs=rows, check_vma=False),
             donate_argnums=0,
         )
 
@@ -72,34 +72,28 @@ class Hyperparams:
         return self._write(opt_state, {name: np.float32(value) for name, value in values.items()})
 
     def _values(self, opt_state: PyTree) -> dict[str, jax.Array]:
-        def branch(form: int) -> Callable[[PyTree], dict[str, jax.Array]]:
-            def run(shard: PyTree) -> dict[str, jax.Array]:
-                found = next_hyperparams(self._updater.tree(form, shard), self._schedules) or {}
-                return {name: jnp.asarray(found[name], jnp.float32) for name in self.names}
+        def read(form: int, shard: PyTree) -> dict[str, jax.Array]:
+            found = next_hyperparams(self._updater.tree(form, shard), self._schedules) or {}
+            return {name: jnp.asarray(found[name], jnp.float32) for name in self.names}
 
-            return run
-
-        return self._on_rows(branch, opt_state)
+        return self._on_shards(read, opt_state)
 
     def _changed(self, opt_state: PyTree, values: Mapping[str, jax.Array]) -> PyTree:
-        def branch(form: int) -> Callable[[PyTree, Mapping[str, jax.Array]], PyTree]:
-            def run(shard: PyTree, values: Mapping[str, jax.Array]) -> PyTree:
-                leaves, treedef = jax.tree.flatten(self._updater.tree(form, shard))
-                for name, value in values.items():
-                    for i in self._leaf_numbers(form, name):
-                        leaves[i] = jnp.broadcast_to(value, leaves[i].shape).astype(leaves[i].dtype)
-                return self._updater.storage(form, jax.tree.unflatten(treedef, leaves))
+        def change(form: int, shard: PyTree, values: Mapping[str, jax.Array]) -> PyTree:
+            leaves, treedef = jax.tree.flatten(self._updater.tree(form, shard))
+            for name, value in values.items():
+                for i in self._leaf_numbers(form, name):
+                    leaves[i] = jnp.broadcast_to(value, leaves[i].shape).astype(leaves[i].dtype)
+            return self._updater.storage(form, jax.tree.unflatten(treedef, leaves))
 
-            return run
+        return self._on_shards(change, opt_state, values)
 
-        return self._on_rows(branch, opt_state, values)
-
-    def _on_rows(self, branch: Callable[[int], Callable[..., PyTree]], opt_state: PyTree, *args: Any) -> PyTree:
-        """Run this device's branch on its shard."""
+    def _on_shards(self, function: Callable[..., PyTree], opt_state: PyTree, *args: Any) -> PyTree:
+        """Run a function of a form and its shard on this device's shard."""
         form = self._sharding.form(jax.lax.axis_index("stage"), jax.lax.axis_index("data"))
-        branches = [branch(f) for f in range(self._sharding.shards.num_stages)]
         shard = jax.tree.map(lambda x: x[0], opt_state)
-        return jax.tree.map(lambda x: x[None], switch_stages(form, branches, shard, *args))
+        changed = switch_stages(form, range(self._sharding.shards.num_stages), function, shard, *args)
+        return jax.tree.map(lambda x: x[None], changed)
 
     def _blank(self, form: int) -> PyTree:
         """A state of a form of shards, all zeros that take no memory."""

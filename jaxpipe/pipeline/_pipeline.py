@@ -49,7 +49,6 @@ from jaxpipe.state import (
     place_leaves,
     place_samples,
     read_leaves,
-    state_shardings,
     state_specs,
     with_arrays,
     zero_sharding,
@@ -268,8 +267,12 @@ class Pipeline:
             skipped_steps=number,
             rng=jax.eval_shape(lambda: jax.random.key(0)),
         )
-        shardings = state_shardings(self._specs(struct), self.mesh)
-        return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), struct, shardings)
+
+        def sharded(spec: P, tree: PyTree) -> PyTree:
+            sharding = NamedSharding(self.mesh, spec)
+            return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
+
+        return jax.tree.map(sharded, self._specs, struct)
 
     @functools.cached_property
     def catalog(self) -> Catalog:
@@ -379,8 +382,9 @@ class Pipeline:
     def _key(self) -> jax.Array:
         return jax.random.key(self.module.base_seed)
 
-    def _specs(self, struct: TrainState) -> TrainState:
-        return state_specs(struct, self._sharding.row_spec, self._sharding.collection_spec)
+    @property
+    def _specs(self) -> TrainState:
+        return state_specs(self._sharding.row_spec, self._sharding.collection_spec)
 
     def _place(self, part: str, source: Source) -> dict[str, jax.Array]:
         return place_leaves(self.catalog, part, self.state_struct, source, self.module.num_stages)
@@ -417,7 +421,7 @@ class Pipeline:
 
     def _compile(self) -> None:
         programs, state, rows = self._programs, self.state_struct, self._sharding.row_spec
-        specs, over_data = self._specs(state), P(None, "data")
+        specs, over_data = self._specs, P(None, "data")
         of_state, of_batch = jax.tree.map(lambda x: x.sharding, (state, self.batch_struct))
         if all(spec == over_data for spec in jax.tree.leaves(self._batch_specs, is_leaf=_is_spec)):
             of_batch = NamedSharding(self.mesh, over_data)

@@ -30,7 +30,6 @@ from ._params import check_collections as check_collections
 from ._params import grad_accum_struct as grad_accum_struct
 from ._params import mean_over_replicas as mean_over_replicas
 from ._state import TrainState as TrainState
-from ._state import state_shardings as state_shardings
 from ._state import state_specs as state_specs
 from ._switch import switch_stages as switch_stages
 from ._switch import switch_table as switch_table
@@ -70,7 +69,6 @@ __all__ = [
     "read_leaves",
     "broadcast_tied",
     "state_arrays",
-    "state_shardings",
     "state_specs",
     "sum_tied",
     "grad_accum_struct",

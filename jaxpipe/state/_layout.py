@@ -175,7 +175,7 @@ class Layout:
         return Storage(packed, stacked)
 
     def by_sharding(self, storage: Storage) -> tuple[Storage, Storage]:
-        """A storage in two: what all places of the `model` axis have alike, and what differs from place to slot."""
+        """A storage in two: what all ranks of the `model` axis hold alike, and what is sharded over it."""
 
         def half(is_sharded: bool) -> Storage:
             stacked = {name: x for name, x in storage.stacked.items() if (name in self.sharded) == is_sharded}

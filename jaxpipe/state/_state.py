@@ -1,10 +1,9 @@
 """State of a training run, which a step maps to the next: one pytree of global arrays."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import jax
-from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe._typing import PyTree
@@ -40,29 +39,20 @@ class TrainState:
     rng: jax.Array
 
 
-def state_specs(state: TrainState, rows: P, collections: P) -> TrainState:
-    """How a state is sharded.
+def state_specs(rows: P, collections: P) -> TrainState:
+    """Partition specs of a state, each for all arrays of a field.
 
     Args:
-        state: The state, or its shapes.
         rows: How rows lie on the mesh.
         collections: How collections lie on it.
-
-    Returns:
-        Rows and collections as said, the rest on every device.
     """
-    everywhere: Any = P()
+    everywhere, by_row, by_stage = cast("tuple[Any, ...]", (P(), rows, collections))
     return TrainState(
         step=everywhere,
-        params=jax.tree.map(lambda _: rows, state.params),
-        opt_state=jax.tree.map(lambda _: rows, state.opt_state),
-        collections=jax.tree.map(lambda _: collections, state.collections),
-        loss_scale=jax.tree.map(lambda _: everywhere, state.loss_scale),
+        params=by_row,
+        opt_state=by_row,
+        collections=by_stage,
+        loss_scale=everywhere,
         skipped_steps=everywhere,
         rng=everywhere,
     )
-
-
-def state_shardings(specs: TrainState, mesh: Mesh) -> TrainState:
-    """The same as shardings on a mesh."""
-    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda x: isinstance(x, P))

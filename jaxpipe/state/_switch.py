@@ -1,6 +1,7 @@
-"""A conditional on the stage, or on what else a device knows of its place, with one branch per distinct program."""
+"""A conditional on the stage, or on what else a device is numbered by, with one branch per distinct program."""
 
-from collections.abc import Callable, Hashable, Sequence
+import functools
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -9,28 +10,36 @@ import jax.numpy as jnp
 from jaxpipe.jaxpr import program_key
 
 
-def switch_stages(stage: jax.Array, branches: Sequence[Callable[..., Any]], *args: Any) -> Any:
-    """Run the branch of this device's stage.
+def switch_stages(stage: jax.Array, numbers: Sequence[int], function: Callable[..., Any], *args: Any) -> Any:
+    """Run `function(numbers[stage], *args)`, traced for each number.
 
-    Branches whose traces are equal share one program, and where all are equal there is no conditional: XLA schedules
-    nothing across one, and every branch is compiled on every device.
+    Traces that are equal share one branch, and where all are equal there is no conditional: XLA schedules nothing
+    across one, and every branch is compiled on every device.
 
     Args:
-        stage: Index along the `stage` axis, or whatever else the branches are numbered by.
-        branches: One per stage.
-        *args: Arguments of the branches.
+        stage: Index along the `stage` axis, or another index.
+        numbers: What the function is called with on each stage, such as the stage's own number.
+        function: Takes a number and arrays.
+        *args: The arrays.
 
     Returns:
-        What the stage's branch returns.
+        What the function returns.
     """
-    if len(set(branches)) == 1:
-        return branches[0](*args)
+    branches = {number: functools.partial(function, number) for number in numbers}
     known: dict[Hashable, int] = {}
-    table = [known.setdefault(traced_key(branch, *args), i) for i, branch in enumerate(branches)]
-    return switch_table(stage, table, branches, *args)
+    shared = {
+        number: known.setdefault(traced_key(branch, *args), number) if len(branches) > 1 else number
+        for number, branch in branches.items()
+    }
+    return switch_table(stage, [shared[number] for number in numbers], branches, *args)
 
 
-def switch_table(index: jax.Array, table: Sequence[int], branches: Sequence[Callable[..., Any]], *args: Any) -> Any:
+def switch_table(
+    index: jax.Array,
+    table: Sequence[int],
+    branches: Sequence[Callable[..., Any]] | Mapping[int, Callable[..., Any]],
+    *args: Any,
+) -> Any:
     """Run `branches[table[index]]`, where it is known which indices share a branch.
 
     Args:

@@ -6,7 +6,7 @@ that differ elsewhere may round differently.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -54,12 +54,12 @@ def drop_copies(tied: Tied, sharding: ShardLayout, form: jax.Array, shard: Stora
     if not tied:
         return shard
 
-    def drop(f: int) -> Callable[[Storage], Storage]:
+    def drop(f: int, shard: Storage) -> Storage:
         copies = [name for name in tied if name in layout.names(f) and tied[name][0] != stages[f]]
         structs = {name: layout.struct_of(f, name) for name in copies}
-        return lambda shard: layout.put(f, shard, {n: jnp.zeros(x.shape, x.dtype) for n, x in structs.items()})
+        return layout.put(f, shard, {name: jnp.zeros(x.shape, x.dtype) for name, x in structs.items()})
 
-    return switch_stages(form, [drop(f) for f in range(layout.num_stages)], shard)
+    return switch_stages(form, range(layout.num_stages), drop, shard)
 
 
 def _exchange(
@@ -88,23 +88,19 @@ def _exchange(
     forms = range(layout.num_stages)
     likes = {name: next(layout.struct_of(f, name) for f in forms if name in layout.names(f)) for name in tied}
 
-    def give(f: int) -> Callable[[Storage], dict[str, jax.Array]]:
-        def run(storage: Storage) -> dict[str, jax.Array]:
-            given = {}
-            for name, like in likes.items():
-                is_giver = name in layout.names(f) and (is_sum or tied[name][0] == stages[f])
-                given[name] = layout.get(f, name, storage) if is_giver else jnp.zeros(like.shape, like.dtype)
-            return given
+    def give(f: int, storage: Storage) -> dict[str, jax.Array]:
+        given = {}
+        for name, like in likes.items():
+            is_giver = name in layout.names(f) and (is_sum or tied[name][0] == stages[f])
+            given[name] = layout.get(f, name, storage) if is_giver else jnp.zeros(like.shape, like.dtype)
+        return given
 
-        return run
-
-    def take(f: int) -> Callable[[Storage, dict[str, jax.Array]], Storage]:
-        holds = [name for name in tied if name in layout.names(f)]
-        return lambda storage, total: layout.put(f, storage, {name: total[name] for name in holds})
+    def take(f: int, storage: Storage, total: dict[str, jax.Array]) -> Storage:
+        return layout.put(f, storage, {name: total[name] for name in tied if name in layout.names(f)})
 
     # The collective lies between two conditionals: inside one, not all devices would take part in it.
-    given = switch_stages(form, [give(f) for f in forms], storage)
-    return switch_stages(form, [take(f) for f in forms], storage, jax.lax.psum(given, "stage"))
+    given = switch_stages(form, forms, give, storage)
+    return switch_stages(form, forms, take, storage, jax.lax.psum(given, "stage"))
 
 
 def _by_storage(tied: Tied, layout: Layout) -> tuple[Tied, Tied]:

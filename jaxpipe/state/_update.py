@@ -1,6 +1,7 @@
 """The optimiser, run on each device for the parameters of its shard."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -55,24 +56,22 @@ class Updater:
         is_apart = len(forms) > 1 or 0 < len(self._trunk_names) < len(params.struct)
         if is_apart:
             check_leafwise(trace)
-        # The form whose program updates the trunk of each form.
-        firsts = [0] * len(forms)
-        if len(forms) > 1 and not updates_alike(
+        is_uniform = len(forms) == 1 or updates_alike(
             trace, [{s.trunk[name]: name for name in self._trunk_names} for s in params.stages]
-        ):
-            firsts = list(forms)
-        others, trunk = [], {}
+        )
+        others, trunk = {}, {}
         for form in forms:
             paths = params.stages[sharding.stage_of(form)].paths
             off_trunk = {name: paths[name] for name in shards.names(form) if name not in self._trunk_names}
-            others.append(_Group(shards, form, off_trunk, optimizer, params.vocab_names))
-            if form in firsts:
+            others[form] = _Group(shards, form, off_trunk, optimizer, params.vocab_names)
+            if form == 0 or not is_uniform:
                 trunk[form] = _Group(shards, form, {name: paths[name] for name in self._trunk_names}, optimizer)
         if is_apart:
-            groups = (*trunk.values(), *others)
+            groups = (*trunk.values(), *others.values())
             check_apart(optimizer, trace, params.struct, [group.paths.values() for group in groups])
-        # These keys are part of the names of arrays in checkpoints.
-        self._groups = {"trunk": [trunk[form] for form in firsts], "own": others}
+        # By form the one whose program updates the group. The keys are part of the names of arrays in checkpoints.
+        self._programs = {"trunk": [0] * len(forms) if is_uniform else list(forms), "own": list(forms)}
+        self._groups = {"trunk": [trunk[form] for form in self._programs["trunk"]], "own": list(others.values())}
         self._layouts = {
             name: Layout([group.state_leaves for group in groups]) for name, groups in self._groups.items()
         }
@@ -100,7 +99,13 @@ class Updater:
 
     def init(self, form: jax.Array, shard: Storage) -> PyTree:
         """The optimiser state of this device's shard, from its parameters."""
-        return {name: switch_stages(form, self._branches(name, self._init_branch), shard) for name in self._groups}
+        return {
+            name: switch_stages(form, programs, functools.partial(self._init, name), shard)
+            for name, programs in self._programs.items()
+        }
+
+    def _init(self, name: str, form: int, shard: Storage) -> Storage:
+        return self._layouts[name].pack(form, self._groups[name][form].init(shard))
 
     def tree(self, form: int, state: PyTree) -> dict[str, PyTree]:
         """One shard's optimiser state as the optimiser made it, for each group."""
@@ -131,32 +136,17 @@ class Updater:
         for name, names in (("trunk", self._trunk_names), ("own", off_trunk)):
             has_packed = name == "own"  # all that lies in packed buffers is off the trunk
             taken = [_take(tree, names, with_packed=has_packed) for tree in (shard, grads)]
-            branches = self._branches(name, self._update_branch)
-            changed, new_state[name] = switch_stages(form, branches, *taken, state[name])
+            function = functools.partial(self._update, name)
+            changed, new_state[name] = switch_stages(form, self._programs[name], function, *taken, state[name])
             stacked |= changed.stacked
             packed = changed.packed if has_packed else packed
         return Storage(packed, stacked), new_state
 
-    def _branches(self, name: str, make: Callable[[str, int], Callable[..., PyTree]]) -> list[Callable[..., PyTree]]:
-        """A function per form, the same one for forms that one program updates, so that there is no conditional."""
-        groups = self._groups[name]
-        made = {group: make(name, form) for form, group in enumerate(groups)}
-        return [made[group] for group in groups]
-
-    def _init_branch(self, name: str, form: int) -> Callable[[Storage], Storage]:
+    def _update(self, name: str, form: int, params: Storage, grads: Storage, state: Storage) -> tuple[Storage, Storage]:
         group, layout = self._groups[name][form], self._layouts[name]
-        return lambda shard: layout.pack(form, group.init(shard))
-
-    def _update_branch(self, name: str, form: int) -> Callable[[Storage, Storage, Storage], tuple[Storage, Storage]]:
-        group, layout = self._groups[name][form], self._layouts[name]
-
-        def run(params: Storage, grads: Storage, state: Storage) -> tuple[Storage, Storage]:
-            changed, leaves = group.update(params, grads, layout.unpack(form, state))
-            stacked = {n: changed[n] for n in params.stacked}
-            packed = self._sharding.shards.pack_buffers(form, changed) if params.packed else {}
-            return Storage(packed, stacked), layout.pack(form, leaves)
-
-        return run
+        changed, leaves = group.update(params, grads, layout.unpack(form, state))
+        packed = self._sharding.shards.pack_buffers(form, changed) if params.packed else {}
+        return Storage(packed, {n: changed[n] for n in params.stacked}), layout.pack(form, leaves)
 
 
 class _Group:

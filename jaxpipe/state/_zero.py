@@ -53,21 +53,17 @@ class ShardLayout(abc.ABC):
         """The stage that a form belongs to."""
         return form if self.is_uniform else form // self.num_shards
 
-    def replicas_of(self, form: int) -> Sequence[int]:
-        """The replicas whose shards have a form; replica 0 stands for all where there is one shard for all."""
-        return range(self.num_shards) if self.is_uniform else (form % self.num_shards,)
+    def forms(self, stage: int) -> list[int]:
+        """The forms of a stage's shards."""
+        return [form for form in range(self.shards.num_stages) if self.stage_of(form) == stage]
 
     def form_of(self, stage: int, name: str) -> int:
         """The form of the shards of a stage that a leaf lies in."""
         return next(form for form in self.forms(stage) if name in self.shards.names(form))
 
-    def forms(self, stage: int) -> range:
-        """The forms of a stage's shards."""
-        return (
-            range(stage, stage + 1)
-            if self.is_uniform
-            else range(self.num_shards * stage, self.num_shards * (stage + 1))
-        )
+    def replicas_of(self, form: int) -> Sequence[int]:
+        """The replicas whose shards have a form; replica 0 stands for all where there is one shard for all."""
+        return range(self.num_shards) if self.is_uniform else (form % self.num_shards,)
 
     @property
     def stages_of_forms(self) -> list[int]:
@@ -159,36 +155,28 @@ class ByElements(_Sharded):
         return pieces.reshape(-1)[: math.prod(shape)].reshape(shape)
 
     def _cut(self, stage: jax.Array, storage: Storage) -> Storage:
-        def branch(s: int) -> Callable[[Buffers], Buffers]:
-            def run(packed: Buffers) -> Buffers:
-                leaves = {n: self.gathered.get(s, n, Storage(packed)) for n in self.gathered.packed_names(s)}
-                pieces = {name: self._to_pieces(leaf) for name, leaf in leaves.items()}
-                return jax.vmap(lambda piece: self.shards.pack_buffers(s, piece), axis_size=self.num_shards)(pieces)
-
-            return run
+        def cut(s: int, packed: Buffers) -> Buffers:
+            leaves = {name: self.gathered.get(s, name, Storage(packed)) for name in self.gathered.packed_names(s)}
+            pieces = {name: self._to_pieces(leaf) for name, leaf in leaves.items()}
+            return jax.vmap(lambda piece: self.shards.pack_buffers(s, piece), axis_size=self.num_shards)(pieces)
 
         stacked = {name: self._to_pieces(leaf) for name, leaf in storage.stacked.items()}
-        return Storage(self._switch(stage, branch, storage.packed), stacked)
+        return Storage(self._switch(stage, cut, storage.packed), stacked)
 
     def _merge(self, stage: jax.Array, shards: Storage) -> Storage:
-        def branch(s: int) -> Callable[[Buffers], Buffers]:
-            def run(packed: Buffers) -> Buffers:
-                names = self.gathered.packed_names(s)
-                get = {n: jax.vmap(lambda one, n=n: self.shards.get(s, n, Storage(one)))(packed) for n in names}
-                return self.gathered.pack_buffers(s, {name: self._to_leaf(s, name, x) for name, x in get.items()})
-
-            return run
+        def merge(s: int, packed: Buffers) -> Buffers:
+            leaves = {}
+            for name in self.gathered.packed_names(s):
+                pieces = jax.vmap(lambda one, name=name: self.shards.get(s, name, Storage(one)))(packed)
+                leaves[name] = self._to_leaf(s, name, pieces)
+            return self.gathered.pack_buffers(s, leaves)
 
         # Stacked leaves have one shape on all stages: that of stage 0.
         stacked = {name: self._to_leaf(0, name, pieces) for name, pieces in shards.stacked.items()}
-        return Storage(self._switch(stage, branch, shards.packed), stacked)
+        return Storage(self._switch(stage, merge, shards.packed), stacked)
 
-    def _switch(
-        self, stage: jax.Array, branch: Callable[[int], Callable[[Buffers], Buffers]], packed: Buffers
-    ) -> Buffers:
-        if not packed:
-            return {}
-        return switch_stages(stage, [branch(s) for s in range(self.gathered.num_stages)], packed)
+    def _switch(self, stage: jax.Array, function: Callable[[int, Buffers], Buffers], packed: Buffers) -> Buffers:
+        return switch_stages(stage, range(self.gathered.num_stages), function, packed) if packed else {}
 
 
 class ByLeaves(_Sharded):
@@ -231,27 +219,21 @@ class ByLeaves(_Sharded):
         return {name: owner[name] for name in names}
 
     def _cut(self, stage: jax.Array, storage: Storage) -> Storage:
-        def branch(s: int) -> Callable[[Storage], Storage]:
-            def run(storage: Storage) -> Storage:
-                leaves = self.gathered.unpack(s, storage)
-                shards = [self.shards.pack(form, leaves) for form in self.forms(s)]
-                return jax.tree.map(lambda *xs: jnp.stack(xs), *shards)
+        def cut(s: int, storage: Storage) -> Storage:
+            leaves = self.gathered.unpack(s, storage)
+            shards = [self.shards.pack(form, leaves) for form in self.forms(s)]
+            return jax.tree.map(lambda *xs: jnp.stack(xs), *shards)
 
-            return run
-
-        return switch_stages(stage, [branch(s) for s in range(self.gathered.num_stages)], storage)
+        return switch_stages(stage, range(self.gathered.num_stages), cut, storage)
 
     def _merge(self, stage: jax.Array, shards: Storage) -> Storage:
-        def branch(s: int) -> Callable[[Storage], Storage]:
-            def run(shards: Storage) -> Storage:
-                leaves: dict[str, jax.Array] = {}
-                for replica, form in enumerate(self.forms(s)):
-                    leaves |= self.shards.unpack(form, jax.tree.map(lambda x, r=replica: x[r], shards))
-                return self.gathered.pack(s, leaves)
+        def merge(s: int, shards: Storage) -> Storage:
+            leaves: dict[str, jax.Array] = {}
+            for replica, form in enumerate(self.forms(s)):
+                leaves |= self.shards.unpack(form, jax.tree.map(lambda x, r=replica: x[r], shards))
+            return self.gathered.pack(s, leaves)
 
-            return run
-
-        return switch_stages(stage, [branch(s) for s in range(self.gathered.num_stages)], shards)
+        return switch_stages(stage, range(self.gathered.num_stages), merge, shards)
 
 
 @dataclass(frozen=True)
@@ -357,9 +339,10 @@ def _cast(source: Layout, target: Layout, form: jax.Array, storage: Storage) -> 
         packed = {name: x.astype(dtype_of(name)) for name, x in zip(target.packed_sizes, packed.values(), strict=True)}
     elif source.packed_sizes != target.packed_sizes:
 
-        def branch(f: int) -> Any:
-            names = target.packed_names(f)
-            return lambda packed: target.pack_buffers(f, {n: source.get(f, n, Storage(packed)) for n in names})
+        def cast(f: int, packed: Buffers) -> Buffers:
+            return target.pack_buffers(
+                f, {name: source.get(f, name, Storage(packed)) for name in target.packed_names(f)}
+            )
 
-        packed = switch_stages(form, [branch(f) for f in range(target.num_stages)], packed)
+        packed = switch_stages(form, range(target.num_stages), cast, packed)
     return Storage(packed, stacked)
