@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from jaxpipe._typing import PyTree
 from jaxpipe.autodiff import Residuals, SplitBackward, differentiable, split_backward
-from jaxpipe.state import ModelParams, StageCut, Storage
+from jaxpipe.state import ModelParams, StageCut, Storage, switch_table
 
 from ._batch import Context
 from ._blueprint import Blueprint
@@ -190,13 +190,10 @@ class Prologue:
 
     def _switch(self, at: VirtualStage, run: Callable[[_Program], Any]) -> Any:
         """Run the program of a virtual stage, of those that it can be."""
-        wanted = sorted({self._program_of[v] for v in at.candidates})
-        if len(wanted) == 1:
-            return run(self._programs[wanted[0]])
+        wanted = {self._program_of[v] for v in at.candidates}
         # A virtual stage that this chunk never is gets any branch: its entry is not looked up.
-        branch_of = [wanted.index(i) if i in wanted else 0 for i in self._program_of]
-        branches = [functools.partial(run, self._programs[i]) for i in wanted]
-        return jax.lax.switch(jnp.asarray(branch_of, jnp.int32)[at.index], branches)
+        table = [i if i in wanted else min(wanted) for i in self._program_of]
+        return switch_table(at.index, table, [functools.partial(run, program) for program in self._programs])
 
     def _leave(self, program: _Program, dx: list[jax.Array]) -> PyTree:
         member = program.virtual_stage - 1 if program.virtual_stage else self._before_first
