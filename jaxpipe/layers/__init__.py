@@ -1,43 +1,51 @@
 """The model as layers: specs, the protocol that all kinds of layers share, and the sequential model."""
 
+# For users.
+from ._module import PipelineModule as PipelineModule
+from ._nnx import AuxLoss as AuxLoss
+from ._nnx import Metric as Metric
+from ._protocol import Layer as Layer
+from ._spec import LayerSpec as LayerSpec
+from ._spec import TiedLayerSpec as TiedLayerSpec
+from ._vocab import VocabEmbed as VocabEmbed
+from ._vocab import VocabHead as VocabHead
+from ._vocab import vocab_cross_entropy as vocab_cross_entropy
+
+# isort: split
+# For other rooms.
 from ._axes import call_on_one as call_on_one
 from ._axes import unbox as unbox
 from ._axes import with_axes as with_axes
 from ._build import NamedLayer as NamedLayer
-from ._module import PipelineModule as PipelineModule
-from ._nnx import AuxLoss as AuxLoss
-from ._nnx import Metric as Metric
 from ._precision import cast_floats as cast_floats
-from ._protocol import Layer as Layer
 from ._signature import layer_signatures as layer_signatures
-from ._spec import LayerSpec as LayerSpec
-from ._spec import TiedLayerSpec as TiedLayerSpec
+from ._structs import as_arrays as as_arrays
+from ._structs import format_struct as format_struct
+from ._structs import num_bytes as num_bytes
+from ._structs import struct_of as struct_of
 from ._trace import ModelTrace as ModelTrace
-from ._trace import as_arrays as as_arrays
-from ._trace import format_struct as format_struct
-from ._trace import struct_of as struct_of
 from ._tree import ParamPaths as ParamPaths
 from ._tree import flatten_dict as flatten_dict
 from ._tree import join_path as join_path
 from ._tree import merge_layers as merge_layers
 from ._tree import split_path as split_path
 from ._tree import unflatten_dict as unflatten_dict
-from ._vocab import VocabEmbed as VocabEmbed
-from ._vocab import VocabHead as VocabHead
-from ._vocab import vocab_cross_entropy as vocab_cross_entropy
 
 __all__ = [
+    # For users.
     "AuxLoss",
     "Layer",
     "LayerSpec",
     "Metric",
-    "ModelTrace",
-    "NamedLayer",
-    "ParamPaths",
     "PipelineModule",
     "TiedLayerSpec",
     "VocabEmbed",
     "VocabHead",
+    "vocab_cross_entropy",
+    # For other rooms.
+    "ModelTrace",
+    "NamedLayer",
+    "ParamPaths",
     "as_arrays",
     "call_on_one",
     "cast_floats",
@@ -46,10 +54,10 @@ __all__ = [
     "join_path",
     "layer_signatures",
     "merge_layers",
+    "num_bytes",
     "split_path",
     "struct_of",
     "unbox",
     "unflatten_dict",
-    "vocab_cross_entropy",
     "with_axes",
 ]

@@ -12,7 +12,7 @@ from ._build import NamedLayer
 from ._precision import cast_floats
 from ._protocol import layer_rngs
 from ._remat import chain
-from ._trace import as_arrays
+from ._structs import as_arrays
 
 Extras = tuple[tuple[PyTree, PyTree], ...]
 """Per layer its collections after the call, and what it reported: `{"losses": {...}, "metrics": {...}}`."""

@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax.errors import InvalidRngError, ModifyScopeVariableError
 
 from jaxpipe._typing import Path, PyTree
@@ -21,6 +20,7 @@ from ._axes import DATA, MODEL, bound_axis, is_unbound_axis, sharded_dims, unbox
 from ._build import NamedLayer
 from ._precision import cast_floats, init_inputs
 from ._protocol import STANDARD_ARGUMENTS, Layer, layer_rngs
+from ._structs import as_arrays, format_struct, struct_key, struct_of
 from ._tree import ParamPaths, flatten_dict, merge_layers, unflatten_dict
 from ._usage import used_inputs
 
@@ -117,49 +117,6 @@ class ModelTrace:
         return merge_layers(self.paths, self.params)
 
 
-def struct_of(tree: PyTree, name: str = "") -> PyTree:
-    """Shapes and dtypes of a tree of arrays or Python numbers, as they are once on a device.
-
-    Args:
-        tree: The tree.
-        name: What it is called, for messages; paths to leaves begin with it.
-
-    Raises:
-        LayerError: A leaf is neither an array nor a number.
-    """
-
-    def one(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
-        dtype = getattr(leaf, "dtype", None)
-        if dtype is None:
-            if not isinstance(leaf, (bool, int, float, complex)):
-                raise LayerError(
-                    f"every leaf of a batch must be an array or a number, but got {name}{jax.tree_util.keystr(path)} = "
-                    f"{type(leaf).__name__} {leaf!r}. Convert it, or leave it out of the batch."
-                )
-            dtype = jnp.result_type(leaf)
-        is_extended = jnp.issubdtype(dtype, jax.dtypes.extended)
-        return jax.ShapeDtypeStruct(np.shape(leaf), dtype if is_extended else jax.dtypes.canonicalize_dtype(dtype))
-
-    return jax.tree.map_with_path(one, tree)
-
-
-def as_arrays(tree: PyTree) -> PyTree:
-    """Leaves as JAX arrays that no longer promote as Python numbers do, as those that cross a stage boundary."""
-
-    def one(leaf: Any) -> jax.Array:
-        array = jnp.asarray(leaf)
-        is_extended = jnp.issubdtype(array.dtype, jax.dtypes.extended)
-        return array if is_extended else jax.lax.convert_element_type(array, array.dtype)
-
-    return jax.tree.map(one, tree)
-
-
-def format_struct(tree: PyTree) -> str:
-    """A tree of shapes as people write it, such as `float32[4, 8]` or `{x: int32[2]}`."""
-    names = jax.tree.map(lambda x: f"{x.dtype.name}[{', '.join(map(str, x.shape))}]", tree)
-    return str(names).replace("'", "") if jax.tree.leaves(tree) else str(tree)
-
-
 def trace_layers(
     layers: Sequence[NamedLayer],
     inputs: PyTree,
@@ -198,7 +155,7 @@ def trace_layers(
     switches: dict[int, dict[str, bool]] = {}
     for named in layers:
         alone = named.tied_key is not None or named.layer.identity is None
-        kind = named.index if alone else (named.layer.identity, _struct_key(boundaries[-1]))
+        kind = named.index if alone else (named.layer.identity, struct_key(boundaries[-1]))
         first = known.setdefault(kind, named.index)
         if first < named.index:
             outputs, params = boundaries[first + 1], all_params[first]
@@ -242,11 +199,6 @@ def _side_struct(side: Mapping[str, PyTree]) -> dict[str, PyTree]:
             f"side={sorted(side)}. Rename it."
         )
     return struct_of(dict(side))
-
-
-def _struct_key(tree: PyTree) -> Hashable:
-    leaves, treedef = jax.tree.flatten(tree)
-    return treedef, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
 
 
 @dataclass(frozen=True)
@@ -293,7 +245,7 @@ class _Call:
                 f"layer {self.named.name} must return what the next layer or loss_fn gets, but got None. Add the "
                 "return statement."
             )
-        if _struct_key(kept) != _struct_key(collections):
+        if struct_key(kept) != struct_key(collections):
             raise LayerError(
                 f"layer {self.named.name} must keep collections of one shape, but got {format_struct(collections)} "
                 f"before a call and {format_struct(kept)} after it. Make all of them when the layer is initialised."

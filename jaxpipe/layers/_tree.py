@@ -7,6 +7,8 @@ never depend on how the model is cut into stages.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from flax.traverse_util import unflatten_dict
+
 from jaxpipe._typing import Path, PyTree
 from jaxpipe.errors import LayerError
 
@@ -14,7 +16,11 @@ from ._build import NamedLayer, split_attr
 
 
 def flatten_dict(tree: Any, prefix: Path = ()) -> dict[Path, Any]:
-    """Leaves of a nest of dictionaries by path; a leaf is whatever is no mapping."""
+    """Leaves of a nest of dictionaries by path; a leaf is whatever is no mapping.
+
+    Not Flax's function of this name, which takes dictionaries alone and leaves keys as they are: NNX numbers the
+    modules of a list, and paths are text.
+    """
     if not isinstance(tree, Mapping):
         return {prefix: tree}
     flat: dict[Path, Any] = {}
@@ -31,17 +37,6 @@ def join_path(path: Path) -> str:
 def split_path(key: str) -> Path:
     """The inverse of `join_path`."""
     return tuple(name.replace("%2F", "/").replace("%25", "%") for name in key.split("/"))
-
-
-def unflatten_dict(flat: Mapping[Path, Any]) -> dict[str, Any]:
-    """The nest of dictionaries whose leaves lie at the given paths."""
-    tree: dict[str, Any] = {}
-    for path, value in flat.items():
-        node = tree
-        for key in path[:-1]:
-            node = node.setdefault(key, {})
-        node[path[-1]] = value
-    return tree
 
 
 class ParamPaths:

@@ -10,7 +10,15 @@ import optax
 
 from jaxpipe._typing import PyTree
 from jaxpipe.autodiff import Residuals, SplitBackward, differentiable
-from jaxpipe.layers import ModelTrace, PipelineModule, call_on_one, cast_floats, layer_signatures, struct_of
+from jaxpipe.layers import (
+    ModelTrace,
+    PipelineModule,
+    call_on_one,
+    cast_floats,
+    layer_signatures,
+    num_bytes,
+    struct_of,
+)
 from jaxpipe.optim import state_struct
 from jaxpipe.partition import LayerCost
 from jaxpipe.state import grad_accum_struct
@@ -50,7 +58,7 @@ class LayerWork:
 
     def bytes_of(self, structs: Iterable[jax.ShapeDtypeStruct]) -> int:
         """Bytes of arrays, per device."""
-        return sum(x.size * x.dtype.itemsize for x in structs) // self.num_shares
+        return num_bytes(list(structs)) // self.num_shares
 
     def times(self, seconds: Seconds) -> tuple[float, float]:
         """Seconds of forward and backward, per device."""
@@ -230,10 +238,6 @@ def bytes_per_param(
     master = made if compute_dtype is None else cast_floats(made, "float32")
     compute_params = cast_floats(made, compute_dtype)
     grads = jax.tree.map(lambda x: grad_accum_struct(x, grad_dtype), compute_params)
-    divided = _num_bytes(master) + _num_bytes(state_struct(optimizer, master))
+    divided = num_bytes(master) + num_bytes(state_struct(optimizer, master))
     is_copied = compute_dtype is not None or num_shards > 1
-    return (divided / num_shards + is_copied * _num_bytes(compute_params) + _num_bytes(grads)) / num_params
-
-
-def _num_bytes(tree: PyTree) -> int:
-    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+    return (divided / num_shards + is_copied * num_bytes(compute_params) + num_bytes(grads)) / num_params

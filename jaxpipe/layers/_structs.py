@@ -1,0 +1,65 @@
+"""Shapes and dtypes of trees: read, compared, counted and written as text."""
+
+from collections.abc import Hashable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpipe._typing import PyTree
+from jaxpipe.errors import LayerError
+
+
+def struct_of(tree: PyTree, name: str = "") -> PyTree:
+    """Shapes and dtypes of a tree of arrays or Python numbers, as they are once on a device.
+
+    Args:
+        tree: The tree.
+        name: What it is called, for messages; paths to leaves begin with it.
+
+    Raises:
+        LayerError: A leaf is neither an array nor a number.
+    """
+
+    def one(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
+        dtype = getattr(leaf, "dtype", None)
+        if dtype is None:
+            if not isinstance(leaf, (bool, int, float, complex)):
+                raise LayerError(
+                    f"every leaf of a batch must be an array or a number, but got {name}{jax.tree_util.keystr(path)} = "
+                    f"{type(leaf).__name__} {leaf!r}. Convert it, or leave it out of the batch."
+                )
+            dtype = jnp.result_type(leaf)
+        is_extended = jnp.issubdtype(dtype, jax.dtypes.extended)
+        return jax.ShapeDtypeStruct(np.shape(leaf), dtype if is_extended else jax.dtypes.canonicalize_dtype(dtype))
+
+    return jax.tree.map_with_path(one, tree)
+
+
+def as_arrays(tree: PyTree) -> PyTree:
+    """Leaves as JAX arrays that no longer promote as Python numbers do, as those that cross a stage boundary."""
+
+    def one(leaf: Any) -> jax.Array:
+        array = jnp.asarray(leaf)
+        is_extended = jnp.issubdtype(array.dtype, jax.dtypes.extended)
+        return array if is_extended else jax.lax.convert_element_type(array, array.dtype)
+
+    return jax.tree.map(one, tree)
+
+
+def format_struct(tree: PyTree) -> str:
+    """A tree of shapes as people write it, such as `float32[4, 8]` or `{x: int32[2]}`."""
+    names = jax.tree.map(lambda x: f"{x.dtype.name}[{', '.join(map(str, x.shape))}]", tree)
+    return str(names).replace("'", "") if jax.tree.leaves(tree) else str(tree)
+
+
+def struct_key(tree: PyTree) -> Hashable:
+    """A value that is equal for trees of the same structure, shapes and dtypes."""
+    leaves, treedef = jax.tree.flatten(tree)
+    return treedef, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
+
+
+def num_bytes(tree: PyTree) -> int:
+    """Bytes of all arrays of a tree, or of arrays of its shapes and dtypes."""
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
