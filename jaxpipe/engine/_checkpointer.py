@@ -107,6 +107,7 @@ class Checkpointer:
         self, load_dir: str | PathLike[str], tag: str | None, what: LoadOptions
     ) -> tuple[str | None, dict[str, Any]]:
         found = run_on_all(lambda: find_checkpoint(load_dir, tag))
+        # A network file system may show a new checkpoint to some processes later than to others.
         tags = gather_texts("" if found is None else f"{found.tag} {found.commit.sequence}")
         if len(set(tags)) > 1:
             named = ", ".join(f"process {i}: {each or 'none'}" for i, each in enumerate(tags))
@@ -132,6 +133,7 @@ class Checkpointer:
         trainer.block_until_ready()
         optimizer = what.optimizer and not what.module_only and trainer.optimizer is not None
         lr_scheduler = what.lr_scheduler and not what.module_only
+        # Then nothing of the present state is used, and one that has not been made, or is lost, need not be.
         needs_all = what.strict and optimizer and lr_scheduler
         restore = self._source.snapshot()
         with contextlib.ExitStack() as exchange:

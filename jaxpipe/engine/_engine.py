@@ -178,8 +178,9 @@ class Engine(ABC):
         trainer.watch.check()
         with self._source.transaction():
             pipeline, batch = self._pull(data_iter, self.micro_batches, is_training=True)
+            # Before signals are held: compiling takes long and must be interruptible.
             state = trainer.prepare("the training step", pipeline.step, batch)
-            with hold_signals():
+            with hold_signals():  # the step donates the old state's arrays, and until it is counted nobody has the new
                 state, metrics = trainer.launch(pipeline.step, state, batch)
                 self._reports.count_tokens(batch)
                 self._count_step(state, metrics, self.micro_batches, self.train_batch_size())
@@ -266,7 +267,7 @@ class Engine(ABC):
         pipeline = trainer.programs.for_batch(batch, num_microbatches, has_labels=False, is_whole=True)
         check_outputs(pipeline)
         outputs = trainer.run("prediction", pipeline.predict, pipeline.place_batch(batch))
-        trainer.block_until_ready()
+        trainer.block_until_ready()  # joining is a program of its own
         joined = join_samples(outputs, num_samples, self.mesh)
         trainer.note_in_flight(joined)
         return joined
@@ -730,7 +731,7 @@ class Engine(ABC):
 
     def _when_loaded(self) -> None:
         trainer = self._trainer
-        trainer.watch = OverflowWatch(trainer.scaler)
+        trainer.watch = OverflowWatch(trainer.scaler)  # the old one holds flags of steps that are no more
         trainer.model_parameters = None
         self._reports.forget()
         self._micro_steps = trainer.global_steps * self.micro_batches

@@ -25,8 +25,8 @@ Optimizer = optax.GradientTransformation | Callable[..., optax.GradientTransform
 HANDSHAKE_TIMEOUT_S = 120.0
 """Seconds that the first exchange along an axis of the mesh may take."""
 
-# Of a plain model it is an `UnpipelinedEngine`, which has the same names; a union of both would not go where a
-# function asks for one of them.
+# A plain model gets an `UnpipelinedEngine`. With a union of both, type checkers would refuse the result wherever a
+# function is annotated with one of them.
 Initialized = tuple[
     PipelineEngine | Any, optax.GradientTransformation | None, BatchLoader[Any] | None, optax.Schedule | None
 ]

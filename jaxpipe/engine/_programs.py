@@ -122,7 +122,7 @@ class ProgramCache:
         key = (
             num_microbatches,
             has_labels,
-            getattr(jax.config, _PRECISION),
+            getattr(jax.config, _PRECISION),  # part of what layers are traced with
             treedef,
             tuple((x.shape, x.dtype) for x in leaves),
         )
@@ -157,6 +157,7 @@ class ProgramCache:
 
     def _make(self, struct: Any, num_microbatches: int, has_labels: bool) -> Pipeline:
         planned = self._planned_microbatches()
+        # What is chosen stays for all shapes, so the first choice must be for training, not for an evaluation.
         if self._form is None and self._is_open and num_microbatches != planned:
             self._make(struct, planned, has_labels)
         module = self.module if has_labels else self.module.replace(loss_fn=_no_loss)

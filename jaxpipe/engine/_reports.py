@@ -73,7 +73,7 @@ class Reports:
     def set_hyperparams(self, values: Mapping[str, float]) -> None:
         """See `Engine.set_hyperparams`."""
         state, access = self._trainer.state, self._hyperparams()
-        with hold_signals():
+        with hold_signals():  # the write donates the optimiser's state
             self._trainer.state = dataclasses.replace(state, opt_state=access.write(state.opt_state, values))
             self._written |= {np.float32(x): x for x in _numbers(values)}
 

@@ -211,7 +211,7 @@ class MicrobatchSource:
         try:
             for index in range(num_microbatches):
                 if index == len(pulled.entries):
-                    # No Python runs between an entry that comes and its entry in the list: no interrupt can lose one.
+                    # Python runs no handler of a signal within one call in C, so none can lose an entry on its way.
                     pulled.entries.extend(itertools.islice(iterator, 1))
                 if index == len(pulled.entries):
                     raise StopIteration

@@ -97,11 +97,11 @@ class UnpipelinedEngine(Engine):
     """Trains a plain Flax model in three calls per microbatch; made by `jaxpipe.initialize`.
 
     `loss = engine(inputs, labels)`, `engine.backward(loss)`, `engine.step()`; for a model of several inputs that
-    returns its loss, `engine(a, b)`. An array of JAX does not know how it was
-    computed, so the engine must know the loss: `initialize(loss_fn=...)`, or a model whose output is the loss. In
-    training, `forward` returns the loss and makes its gradients at once, `backward` takes that very array and adds the
-    gradients up, and `step` updates after every `gradient_accumulation_steps()` microbatches and only counts
-    otherwise. The result is that of `train_batch` on the same microbatches, dropout and loss scale included.
+    returns its loss, `engine(a, b)`. An array of JAX does not know how it was computed, so the engine must know the
+    loss: `initialize(loss_fn=...)`, or a model whose output is the loss. In training, `forward` returns the loss and
+    makes its gradients at once, `backward` takes that very array and adds the gradients up, and `step` updates after
+    every `gradient_accumulation_steps()` microbatches and only counts otherwise. The result is that of `train_batch`
+    on the same microbatches, dropout and loss scale included.
 
     Everything else is as in `PipelineEngine`, for one stage and a replica on every device. `train_batch` needs less
     memory and communication than the three calls, since one program runs all its microbatches; it must not be called
@@ -202,6 +202,7 @@ class UnpipelinedEngine(Engine):
         forward, index = self._forward_of(pipeline, self.micro_batches), np.int32(begun.index)
         state = trainer.prepare("forward and backward", forward, batch, index)
         with hold_signals():
+            # The first forward since the update: a step that overflows goes back to these.
             if begun.total is None and begun.pending is None:
                 begun.collections = state.collections
             collections, gradients, loss = trainer.launch(forward, state, batch, index)
@@ -245,7 +246,7 @@ class UnpipelinedEngine(Engine):
                 f"loss={loss!r}. Call loss = engine(inputs, labels) and pass it as it is; scale or combine losses "
                 "inside loss_fn, since an array of JAX does not know how it was computed."
             )
-        self._trainer.block_until_ready()
+        self._trainer.block_until_ready()  # adding is a program of its own
         _, gradients, missing = begun.pending
         with hold_signals():
             begun.missing += missing
