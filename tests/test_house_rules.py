@@ -32,3 +32,25 @@ def test_nothing_private_of_jax_and_the_environment_in_one_room(path: Path) -> N
 @pytest.mark.parametrize("path", [p for p in FILES if p.name != "__init__.py"], ids=_name)
 def test_files_inside_a_room_are_private(path: Path) -> None:
     assert path.name.startswith("_") or path.parent.name == "jaxpipe"
+
+
+DEEPSPEEDS = {"Engine", "PipelineParallelGrid"}
+"""Classes whose methods are those that DeepSpeed's users call."""
+
+
+@pytest.mark.parametrize("path", FILES, ids=_name)
+def test_classes_have_at_most_15_public_methods(path: Path) -> None:
+    classes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef)]
+    for node in classes:
+        methods = [x for x in node.body if isinstance(x, ast.FunctionDef) and not x.decorator_list]
+        public = [x.name for x in methods if not x.name.startswith("_")]
+        assert node.name in DEEPSPEEDS or len(public) <= 15, (node.name, public)
+
+
+@pytest.mark.parametrize("path", FILES, ids=_name)
+def test_no_key_is_built_from_strings(path: Path) -> None:
+    """What a search cannot find, a rename does not reach."""
+    rooms = {"schedules", "executor", "state"}
+    subscripts = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Subscript)]
+    built = [ast.unparse(node) for node in subscripts if isinstance(node.slice, ast.JoinedStr)]
+    assert not built or path.parent.name not in rooms
