@@ -16,7 +16,7 @@ from jaxpipe.errors import PipelineError
 from jaxpipe.layers import PipelineModule
 from jaxpipe.optim import LossScaler
 from jaxpipe.pipeline import Pipeline
-from jaxpipe.state import TrainState, own
+from jaxpipe.state import TrainState, owned
 from jaxpipe.topology import mesh_shape
 
 from ._compile import Compiler, Reporter
@@ -80,7 +80,7 @@ class Trainer:
         self.global_samples = 0
         # A copy: what the caller does to these arrays until shapes are known must not change the run.
         given = None if model_parameters is None else tree.wrap(model_parameters)
-        self.model_parameters = jax.tree.map(own, given)
+        self.model_parameters = jax.tree.map(owned, given)
         self._state: TrainState | None = None
         self._in_flight: Any = None
 

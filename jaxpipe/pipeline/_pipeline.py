@@ -386,12 +386,12 @@ class Pipeline:
     def _specs(self) -> TrainState:
         return state_specs(self._sharding.row_spec, self._sharding.collection_spec)
 
-    def _place(self, part: str, source: Source) -> dict[str, jax.Array]:
-        return place_leaves(self.catalog, part, self.state_struct, source, self.module.num_stages)
+    def _place(self, field: str, source: Source) -> dict[str, jax.Array]:
+        return place_leaves(self.catalog, field, self.state_struct, source, self.module.num_stages)
 
-    def _tree(self, part: str, storage: Storage, paths: Iterable[Path]) -> dict[str, PyTree]:
-        keys = {path: join_path((part, *path)) for path in paths}
-        leaves = read_leaves(self.catalog, part, storage, keys.values())
+    def _tree(self, field: str, storage: Storage, paths: Iterable[Path]) -> dict[str, PyTree]:
+        keys = {path: join_path((field, *path)) for path in paths}
+        leaves = read_leaves(self.catalog, field, storage, keys.values())
         return unflatten_dict({path: leaves[key] for path, key in keys.items()})
 
     def init_scalars(self) -> dict[str, Any]:
@@ -449,9 +449,9 @@ class Pipeline:
         self.update = jax.jit(self._shard_map(programs.update, (specs, rows), (specs, P())), donate_argnums=(0,))
 
 
-def _from_tree(part: str, tree: PyTree) -> Source:
+def _from_tree(field: str, tree: PyTree) -> Source:
     """Leaves of a tree that is in memory, by their keys in the catalog."""
-    leaves = {join_path((part, *path)): leaf for path, leaf in flatten_dict(tree).items()}
+    leaves = {join_path((field, *path)): leaf for path, leaf in flatten_dict(tree).items()}
     return lambda keys: ((key, leaves[key]) for key in keys)
 
 

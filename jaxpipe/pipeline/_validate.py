@@ -1,4 +1,4 @@
-"""Checks of what a pipeline is given: batches, parameter trees, and an optimiser where devices hold parts of arrays."""
+"""Checks of what a pipeline is given: batches, parameter trees, and optimisers where devices hold slices of arrays."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -45,8 +45,8 @@ def entry_struct(
             has another leading size; the leaf is named.
         LayerError: A leaf is neither an array nor a number.
     """
-    parts = zip(_FIELDS, split_entry(entry, "the entry"), strict=True)
-    inputs, labels, side = (struct_of(part, name) for name, part in parts)
+    named = zip(_FIELDS, split_entry(entry, "the entry"), strict=True)
+    inputs, labels, side = (struct_of(tree, name) for name, tree in named)
     struct = (inputs, labels, side)
     if not jax.tree.leaves(inputs):
         raise DataError(
@@ -54,8 +54,8 @@ def entry_struct(
             "(inputs, labels) with the arrays that the first layer takes."
         )
     wanted = microbatch_size * num_replicas
-    for name, part in zip(_FIELDS, struct, strict=True):
-        for path, leaf in jax.tree.leaves_with_path(part):
+    for name, tree in zip(_FIELDS, struct, strict=True):
+        for path, leaf in jax.tree.leaves_with_path(tree):
             if leaf.shape[:1] != (wanted,):
                 raise DataError(
                     f"every leaf of a microbatch must have train_micro_batch_size_per_gpu * {replicas} = "
@@ -160,12 +160,12 @@ def check_params(
 
 
 def check_sharded(optimizer: optax.GradientTransformation, whole: ModelTrace, params: ModelParams) -> None:
-    """Refuse an optimiser that looks at whole arrays of which each place of the `model` axis, or stage, holds a part.
+    """Refuse an optimiser that looks at whole arrays of which each rank of the `model` axis, or stage, holds a slice.
 
     Args:
         optimizer: The optimiser.
         whole: Shapes of the whole model.
-        params: Those of a place, and of a stage where parameters are split over the stages.
+        params: Those of a rank, and of a stage where parameters are sliced over the stages.
 
     Raises:
         ConfigError: Its update of a sharded parameter is not element by element.
@@ -182,10 +182,10 @@ def check_sharded(optimizer: optax.GradientTransformation, whole: ModelTrace, pa
     if not trees[0] or fits(list(trees[0])):
         return
     path = next((path for path in trees[0] if not fits([path])), next(iter(trees[0])))
-    axis, place = ("stage", "stage") if path in params.stage_dims else ("model", "place")
+    axis, holder = ("stage", "stage") if path in params.stage_dims else ("model", "place")
     raise ConfigError(
         f"the optimizer must treat every element by itself where a parameter is sharded over the {axis} axis, but got "
-        f"one that looks at more of {'/'.join(path)}, of which a {place} holds {format_struct(trees[1][path])} of "
+        f"one that looks at more of {'/'.join(path)}, of which a {holder} holds {format_struct(trees[1][path])} of "
         f"{format_struct(trees[0][path])}. Use one such as Adam, AdamW, Lion or SGD for it; optax.multi_transform "
         "gives other parameters another one."
     )

@@ -12,7 +12,7 @@ from ._cut import cut_stages as cut_stages
 from ._cut import find_vocab_layers as find_vocab_layers
 from ._host import HostRows as HostRows
 from ._host import Source as Source
-from ._host import own as own
+from ._host import owned as owned
 from ._host import place_everywhere as place_everywhere
 from ._host import place_leaves as place_leaves
 from ._host import place_samples as place_samples
@@ -61,7 +61,7 @@ __all__ = [
     "global_norm",
     "make_catalog",
     "mean_over_replicas",
-    "own",
+    "owned",
     "place_everywhere",
     "place_leaves",
     "place_samples",

@@ -212,7 +212,7 @@ def _rows(stage: int, replicas: Sequence[int], num_shards: int, num_ranks: int) 
     return [tuple((stage * num_shards + r) * num_ranks + rank for r in replicas) for rank in range(num_ranks)]
 
 
-def _spans(part: str, layout: Layout, form: int, name: str, rows: Sequence[tuple[int, ...]]) -> list[Span]:
+def _spans(field: str, layout: Layout, form: int, name: str, rows: Sequence[tuple[int, ...]]) -> list[Span]:
     """By rank of the `model` axis, a leaf's elements in those rows."""
     array, start, stop = layout.span(form, name)
-    return [Span(f"{part}/{array}", of_rank, start, stop) for of_rank in rows]
+    return [Span(f"{field}/{array}", of_rank, start, stop) for of_rank in rows]

@@ -17,7 +17,7 @@ from ._catalog import Catalog, Leaf, read_leaf, write_leaf
 from ._layout import is_key
 from ._state import TrainState
 
-_PARTS = ("params", "opt_state", "collections")
+_FIELDS = ("params", "opt_state", "collections")
 
 Source = Callable[[Sequence[str]], Iterable[tuple[str, Any]]]
 """Gives the values of leaves by their keys in a catalog, one after another, in any order."""
@@ -32,50 +32,50 @@ def state_arrays(state: TrainState) -> dict[str, Any]:
     Returns:
         The arrays, by names such as `params/stacked/trunk/0/kernel`.
     """
-    return {name: leaf for part in _PARTS for name, leaf in _named(part, getattr(state, part)).items()}
+    return {name: leaf for field in _FIELDS for name, leaf in _named(field, getattr(state, field)).items()}
 
 
 def with_arrays(state: TrainState, arrays: Mapping[str, jax.Array]) -> TrainState:
     """The state with some of these arrays replaced."""
     changes = {}
-    for part in _PARTS:
-        tree = getattr(state, part)
-        names = _named(part, tree)
+    for field in _FIELDS:
+        tree = getattr(state, field)
+        names = _named(field, tree)
         leaves = [
             _like(old, arrays[name]) if name in arrays else old
             for name, old in zip(names, jax.tree.leaves(tree), strict=True)
         ]
-        changes[part] = jax.tree.unflatten(jax.tree.structure(tree), leaves)
+        changes[field] = jax.tree.unflatten(jax.tree.structure(tree), leaves)
     return dataclasses.replace(state, **changes)
 
 
-def read_leaves(catalog: Catalog, part: str, storage: PyTree, keys: Iterable[str]) -> dict[str, np.ndarray]:
-    """Leaves on the host, of a part of a state or of arrays in the form of one, such as gradients.
+def read_leaves(catalog: Catalog, field: str, storage: PyTree, keys: Iterable[str]) -> dict[str, np.ndarray]:
+    """Leaves on the host, of a field of a state or of arrays in the form of one, such as gradients.
 
     All processes must call, and each gets all leaves.
 
     Args:
         catalog: Where leaves lie.
-        part: `params`, `opt_state` or `collections`.
-        storage: That field of the state.
+        field: `params`, `opt_state` or `collections`.
+        storage: What the state has there.
         keys: The leaves to read.
     """
     if all(leaf.is_fully_addressable for leaf in jax.tree.leaves(storage)):
         storage = jax.device_get(storage)
     else:
         storage = jax.tree.map(lambda x: np.asarray(multihost_utils.process_allgather(x, tiled=True)), storage)
-    arrays = _named(part, storage)
+    arrays = _named(field, storage)
     return {key: read_leaf(catalog[key], lambda name, row: arrays[name][row].reshape(-1)) for key in keys}
 
 
-def place_leaves(catalog: Catalog, part: str, like: TrainState, source: Source, num_stages: int) -> dict[str, Any]:
-    """Build the global arrays of a part of a state from leaves on the host.
+def place_leaves(catalog: Catalog, field: str, like: TrainState, source: Source, num_stages: int) -> dict[str, Any]:
+    """Build the global arrays of a field of a state from leaves on the host.
 
     Host memory holds one stage's rows at a time, and no leaf is asked for that lies on no device of this process.
 
     Args:
         catalog: Where leaves lie.
-        part: `params` or `collections`.
+        field: `params` or `collections`.
         like: Shapes, dtypes and shardings of the state.
         source: Gives the leaves.
         num_stages: Stages of the pipeline.
@@ -83,8 +83,8 @@ def place_leaves(catalog: Catalog, part: str, like: TrainState, source: Source, 
     Returns:
         The arrays by name, as `with_arrays` takes them.
     """
-    structs = _named(part, getattr(like, part))
-    keys = [key for key in catalog if key.startswith(f"{part}/")]
+    structs = _named(field, getattr(like, field))
+    keys = [key for key in catalog if key.startswith(f"{field}/")]
     shards: dict[str, list[jax.Array]] = {name: [] for name in structs}
     for stage in range(num_stages):
         rows = HostRows(structs, stage, num_stages)
@@ -113,9 +113,9 @@ class HostRows(dict[tuple[str, int], np.ndarray]):
             indices = like.sharding.addressable_devices_indices_map(like.shape)
             placed = [(device, _row(index)) for device, index in indices.items()]
             self._devices[name] = [(device, row) for device, row in placed if row // num_rows == stage]
-            held = {_row(shard.index): shard.data for shard in like.addressable_shards} if _has_values(like) else {}
+            present = {_row(shard.index): shard.data for shard in like.addressable_shards} if _has_values(like) else {}
             for row in {row for _, row in self._devices[name]}:
-                value = np.array(held[row]) if row in held else np.zeros(shape, like.dtype)
+                value = np.array(present[row]) if row in present else np.zeros(shape, like.dtype)
                 self[name, row] = value.reshape(-1)
 
     def fill(self, catalog: Catalog, keys: Iterable[str], source: Source) -> None:
@@ -166,7 +166,7 @@ def place_everywhere(tree: PyTree, mesh: Mesh) -> PyTree:
 
 
 def place_samples(leaf: Any, like: Any, replicas: range) -> jax.Array:
-    """Put the samples of some replicas onto their devices, as a part of a global array.
+    """Put the samples of some replicas onto their devices, as those of a global array.
 
     Args:
         leaf: A numpy array `[num_microbatches, microbatch_size * len(replicas), ...]`.
@@ -177,7 +177,7 @@ def place_samples(leaf: Any, like: Any, replicas: range) -> jax.Array:
     Returns:
         The global array `[num_microbatches, microbatch_size * data, ...]`.
     """
-    value = np.asarray(own(leaf))
+    value = np.asarray(owned(leaf))
     first = replicas.start * (like.shape[1] // like.sharding.mesh.shape["data"])
 
     def share(index: Any) -> np.ndarray:
@@ -187,7 +187,7 @@ def place_samples(leaf: Any, like: Any, replicas: range) -> jax.Array:
     return jax.make_array_from_callback(like.shape, like.sharding, share)
 
 
-def own(leaf: Any) -> Any:
+def owned(leaf: Any) -> Any:
     """The values of an array in memory that nobody will write into.
 
     On CPU a device array may be the caller's own memory, whatever `device_put(may_alias=False)` says of numpy arrays
@@ -210,9 +210,11 @@ def own(leaf: Any) -> Any:
     return value
 
 
-def _named(part: str, tree: PyTree) -> dict[str, Any]:
+def _named(field: str, tree: PyTree) -> dict[str, Any]:
     found = jax.tree.leaves_with_path(tree)
-    return {f"{part}/{jax.tree_util.keystr(path, simple=True, separator='/')}": _as_words(leaf) for path, leaf in found}
+    return {
+        f"{field}/{jax.tree_util.keystr(path, simple=True, separator='/')}": _as_words(leaf) for path, leaf in found
+    }
 
 
 def _whole(like: Any, shards: Sequence[jax.Array]) -> jax.Array:

@@ -40,7 +40,7 @@ class StageInit:
             yield key, made[index][local]
 
     def collections(self, keys: Sequence[str]) -> Iterator[tuple[str, Any]]:
-        """What layers keep beside parameters, likewise."""
+        """Collections, likewise."""
         made: dict[str, dict[Path, Any]] = {}
         for key in keys:
             _, name, *local = split_path(key)
@@ -49,8 +49,8 @@ class StageInit:
             yield key, made[name][tuple(local)]
 
     def _layer(self, index: int) -> tuple[PyTree, PyTree]:
-        def make(key: jax.Array, place: jax.Array) -> tuple[PyTree, PyTree]:
-            return self._module.init_layer(index, self._trace, key, place)
+        def make(key: jax.Array, number: jax.Array) -> tuple[PyTree, PyTree]:
+            return self._module.init_layer(index, self._trace, key, number)
 
         with jax.default_device(_host()):
             args = (jax.device_put(self._key, _host()), np.int32(index))

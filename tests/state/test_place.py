@@ -13,7 +13,7 @@ from _oracle import Case
 
 import jaxpipe
 from jaxpipe import LayerSpec, PipelineModule
-from jaxpipe.state import own
+from jaxpipe.state import owned
 
 FEATURES = 16  # a kernel of 1 KiB: what is larger than a cache line is aligned alike, however small
 
@@ -119,8 +119,8 @@ def test_only_what_somebody_can_write_into_is_copied() -> None:
     fixed = np.arange(8.0)
     fixed.flags.writeable = False
     on_device = jnp.ones(3)
-    assert own(on_device) is on_device
-    assert np.shares_memory(own(fixed[1:]), fixed)
+    assert owned(on_device) is on_device
+    assert np.shares_memory(owned(fixed[1:]), fixed)
     for writable in (array, seen, array[::2]):
-        assert not np.shares_memory(own(writable), array)
-        np.testing.assert_array_equal(own(writable), writable)
+        assert not np.shares_memory(owned(writable), array)
+        np.testing.assert_array_equal(owned(writable), writable)
