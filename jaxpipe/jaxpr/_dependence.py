@@ -1,4 +1,4 @@
-"""Which outputs of a traced function depend on which of its inputs."""
+"""Dependence of a traced function's outputs on its inputs."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -14,7 +14,7 @@ from ._primitives import CUSTOM_RULES
 
 
 def program_key(closed: ClosedJaxpr) -> Hashable:
-    """What identifies a traced program: its equations, shapes, constants and the functions it calls back.
+    """The identity of a traced program: its equations, shapes, constants and the functions it calls back.
 
     Constants are compared by value, also those that an inner `jax.jit` closes over, which the printed form of a
     program leaves out. Python functions are compared by identity. Custom derivative rules do not count: differentiate

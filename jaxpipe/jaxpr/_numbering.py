@@ -1,4 +1,4 @@
-"""Which results of a traced program are the same expressions."""
+"""Numbers of a traced program's values, equal where they are the same expressions."""
 
 from collections.abc import Hashable, Sequence
 from typing import Any

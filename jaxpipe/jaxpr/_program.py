@@ -107,12 +107,12 @@ def read(values: Values, x: Any) -> Any:
 
 
 def value_of(values: Values, x: Any) -> jax.Array:
-    """The same as an array."""
+    """The value of a variable or literal as an array."""
     return jnp.asarray(read(values, x))
 
 
 def variables(atoms: Iterable[Any]) -> list[Any]:
-    """Those that are no literals."""
+    """The variables among atoms, without the literals."""
     return [x for x in atoms if not isinstance(x, Literal)]
 
 
@@ -138,7 +138,7 @@ def _inline(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], moves: boo
             results = bind(eqn, values)
         else:
             with jax.named_scope(str(eqn.source_info.name_stack)):
-                results = _inline(program.jaxpr, program.consts, _apart(eqn, values), moves)
+                results = _inline(program.jaxpr, program.consts, _behind_barrier(eqn, values), moves)
         env.update(zip(eqn.outvars, results, strict=True))
     return [read(env, x) for x in jaxpr.outvars]
 
@@ -149,18 +149,21 @@ def _moves_memory(eqn: Any) -> bool:
 
 
 def _keeps_all_bits(eqn: Any) -> bool:
-    """Whether an equation rounds to a precision that its operand has anyway, and never more: what recompute adds."""
+    """Whether an equation rounds to the precision that its operand has anyway, as `jax.checkpoint` adds it.
+
+    Numbers of 16 bits are left out: XLA carries them with more, and there the rounding counts.
+    """
     if eqn.primitive.name != "reduce_precision" or eqn.outvars[0].aval.dtype.itemsize < 4:
         return False
     bits = jnp.finfo(eqn.outvars[0].aval.dtype)
     return (eqn.params["exponent_bits"], eqn.params["mantissa_bits"]) == (bits.nexp, bits.nmant)
 
 
-def _apart(eqn: Any, values: list[Any]) -> list[Any]:
-    """The operands of recompute, kept from being merged with the first computation."""
+def _behind_barrier(eqn: Any, values: list[Any]) -> list[Any]:
+    """The operands of recompute behind a barrier: else XLA merges it with the first computation, and all is held."""
     mark = eqn.params.get("prevent_cse", False)
     marks = mark if isinstance(mark, tuple) else (mark,) * len(values)
     if not eqn.params.get("differentiated") or not any(marks):
         return values
-    held = iter(jax.lax.optimization_barrier([x for x, m in zip(values, marks, strict=True) if m]))
-    return [next(held) if m else x for x, m in zip(values, marks, strict=True)]
+    barred = iter(jax.lax.optimization_barrier([x for x, m in zip(values, marks, strict=True) if m]))
+    return [next(barred) if m else x for x, m in zip(values, marks, strict=True)]

@@ -1,4 +1,4 @@
-"""Whether an optimiser treats every element by itself, found from its trace."""
+"""A check that an optimiser is element-wise, found from its trace."""
 
 import math
 from typing import Any

@@ -1,4 +1,4 @@
-"""Whether an optimiser treats every parameter by itself, found from its trace."""
+"""A check that an optimiser is leaf-wise: that it updates each parameter from its own gradient alone."""
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -112,9 +112,9 @@ def updates_alike(trace: OptimizerTrace, stages: Sequence[Mapping[Path, str]]) -
     """
     names = {path: name for stage in stages for path, name in stage.items()}
 
-    def label(kind: str, place: Path) -> tuple[str, Path, str | None, Path]:
-        i, j = find_param(place, names) or (len(place), 0)
-        return kind, place[:i], names[place[i:j]] if j else None, place[j:] if j else ()
+    def label(kind: str, path: Path) -> tuple[str, Path, str | None, Path]:
+        i, j = find_param(path, names) or (len(path), 0)
+        return kind, path[:i], names[path[i:j]] if j else None, path[j:] if j else ()
 
     grads, params = ([label(kind, path) for path in trace.params] for kind in ("gradient", "parameter"))
     state = [label("state", path) for path in trace.state]

@@ -65,7 +65,8 @@ def leaf_paths(tree: PyTree) -> list[Path]:
     return [tuple(jax.tree_util.keystr((key,), simple=True) for key in path) for path in paths]
 
 
-def find_param(place: Path, known: Collection[Path]) -> tuple[int, int] | None:
+def find_param(state_path: Path, known: Collection[Path]) -> tuple[int, int] | None:
     """Where the path of a parameter begins and ends in that of a leaf of the state."""
-    runs = ((i, j) for i in range(len(place)) for j in range(i + 1, len(place) + 1) if place[i:j] in known)
+    size = len(state_path)
+    runs = ((i, j) for i in range(size) for j in range(i + 1, size + 1) if state_path[i:j] in known)
     return next(runs, None)

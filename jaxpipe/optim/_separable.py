@@ -1,6 +1,6 @@
-"""Whether an optimiser does to parts of a model's parameters what it does to them in the whole, found from its traces.
+"""A check that an optimiser is separable: that it does to a part of the parameters what it does in the whole tree.
 
-Each row hands the optimiser a tree of its own parameters. One that counts layers from the last, or draws random
+Each device hands the optimiser a tree of its own parameters. One that counts layers from the last, or draws random
 numbers by a parameter's rank, treats parameters one by one and yet not as in the whole tree.
 """
 
@@ -44,9 +44,9 @@ def check_apart(
     table: dict[Hashable, int] = {}
     wanted = _results(whole, table)
     owners: dict[tuple[str, Path], Path | None] = {}
-    for kind, place in wanted:
-        i, j = find_param(place, struct) or (0, 0)
-        owners[kind, place] = place[i:j] if j else None
+    for kind, path in wanted:
+        i, j = find_param(path, struct) or (0, 0)
+        owners[kind, path] = path[i:j] if j else None
     for part in dict.fromkeys(frozenset(part) for part in parts):
         if part == struct.keys():
             continue
@@ -70,20 +70,20 @@ def _results(trace: OptimizerTrace, table: dict[Hashable, int]) -> _Results:
     first = value_numbers(trace.init, params, table)
     after = value_numbers(trace.update, [*grads, *state, *params], table)
     names = [
-        *(("first value of the state", place) for place in trace.state),
+        *(("first value of the state", path) for path in trace.state),
         *(("update of the parameter", path) for path in trace.params),
-        *(("update of the state", place) for place in trace.state),
+        *(("update of the state", path) for path in trace.state),
     ]
     return dict(zip(names, (*first, *after), strict=True))
 
 
 def _dtypes(trace: OptimizerTrace) -> dict[Path, Any]:
     """The dtype of every leaf of the state."""
-    return {place: aval.dtype for place, aval in zip(trace.state, trace.init.out_avals, strict=True)}
+    return {path: aval.dtype for path, aval in zip(trace.state, trace.init.out_avals, strict=True)}
 
 
-def _refusal(kind: str, place: Path, whole: OptimizerTrace, part: OptimizerTrace) -> ConfigError:
-    first, second = (_dtypes(trace).get(place) for trace in (whole, part))
+def _refusal(kind: str, path: Path, whole: OptimizerTrace, part: OptimizerTrace) -> ConfigError:
+    first, second = (_dtypes(trace).get(path) for trace in (whole, part))
     if first != second and None not in (first, second):
         repair = (
             f"It is {first} in the one and {second} in the other: hold all parameters in one dtype, or give "
@@ -98,6 +98,6 @@ def _refusal(kind: str, place: Path, whole: OptimizerTrace, part: OptimizerTrace
     given = f", {'/'.join(part.params[0])} to {'/'.join(part.params[-1])}" if part.params else ""
     return ConfigError(
         "the optimizer must treat a parameter the same whatever other parameters are in the tree it is given, as each "
-        f"device updates its own alone, but got one whose {kind} {'/'.join(place)} is another in the tree of all "
+        f"device updates its own alone, but got one whose {kind} {'/'.join(path)} is another in the tree of all "
         f"{len(whole.params)} parameters than in that of {len(part.params)} of them{given}. {repair}"
     )
