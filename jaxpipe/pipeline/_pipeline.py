@@ -280,7 +280,7 @@ class Pipeline:
         collections, dims = self._stages.collections, self._whole.tree_dims()
         return make_catalog(self._params, self._sharding, self._updater, collections, dims)
 
-    @property
+    @functools.cached_property
     def batch_struct(self) -> Batch:
         """Shapes, dtypes and shardings of a batch."""
 
@@ -364,10 +364,11 @@ class Pipeline:
         Raises:
             DataError: Its structure, shapes or dtypes are not those of the example.
         """
-        if replicas is None:
-            replicas = range(self.num_replicas)
-        whole = jax.tree.map(lambda x: _scaled(x, self.num_replicas, len(replicas)), struct_of(batch))
-        self.check_batch(whole)
+        replicas = range(self.num_replicas) if replicas is None else replicas
+        whole = struct_of(batch)
+        if len(replicas) != self.num_replicas:
+            whole = jax.tree.map(lambda x: _scaled(x, self.num_replicas, len(replicas)), whole)
+        check_batch(whole, self.batch_struct, self.microbatch_size, self.num_replicas)
         return jax.tree.map(lambda x, like: place_samples(x, like, replicas), batch, self.batch_struct)
 
     def check_batch(self, batch: Batch) -> None:

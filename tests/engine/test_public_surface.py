@@ -62,4 +62,4 @@ def test_a_step_makes_few_calls() -> None:
         engine.train_batch(iterator)
     finally:
         sys.setprofile(None)
-    assert len(calls) < 120, sorted(calls)
+    assert len(calls) < 100, sorted(calls)

@@ -27,11 +27,11 @@ NAMES = {
     "gpipe": GPipeSchedule,
     "train": TrainSchedule,
 }
+"""Names that configurations hold, so that none of them may change its meaning; others may come."""
 
 
 def test_names() -> None:
-    assert schedule_names() == NAMES
-    assert list(schedule_names()) == list(NAMES)
+    assert schedule_names().items() >= NAMES.items()
     for name, kind in NAMES.items():
         assert resolve_schedule(name) is kind
         assert resolve_schedule(name, kind.num_chunks) is kind
@@ -135,7 +135,7 @@ def test_classes_stand_for_themselves() -> None:
 )
 def test_unknown_names_are_refused(name: str, hint: str) -> None:
     message = (
-        "schedule must be one of '1f1b', '1f1b-v', 'interleaved', 'zero-bubble', 'gpipe', 'train' or a PipeSchedule "
+        f"schedule must be one of {', '.join(map(repr, schedule_names()))} or a PipeSchedule "
         f"subclass, but got schedule={name!r}. {hint}"
     )
     with pytest.raises(ScheduleError, match=re.escape(message)):
