@@ -6,4 +6,4 @@ PyTree: TypeAlias = Any
 """A nest of containers whose leaves are arrays, or stand for arrays."""
 
 Path: TypeAlias = tuple[str, ...]
-"""Where a leaf lies in a tree of nested dictionaries: its keys from the root."""
+"""Path of a leaf in a tree of nested dictionaries: its keys from the root."""

@@ -23,7 +23,7 @@ _CHEAP = (
 
 
 def is_cheap(eqn: Any) -> bool:
-    """Whether an equation is run again where that leaves fewer residuals: it is element-wise or changes a form."""
+    """True if an equation is run again where that leaves fewer residuals: it is element-wise or changes a form."""
     return eqn.primitive.name in _CHEAP
 
 

@@ -91,7 +91,7 @@ def _is_region(eqn: Any) -> bool:
 
 
 def _is_light(eqn: Any) -> bool:
-    """Whether a region does arithmetic and sums alone, and has no policy that says otherwise."""
+    """True if a region does arithmetic and sums alone, and has no policy that says otherwise."""
     return eqn.params["policy"] is None and _is_arithmetic(eqn.params["jaxpr"])
 
 

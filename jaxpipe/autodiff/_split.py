@@ -108,7 +108,7 @@ class SplitBackward:
 
     @property
     def is_whole(self) -> bool:
-        """Whether nothing can wait: then B is the whole backward."""
+        """True if nothing can wait: then B is the whole backward."""
         return not self.deferred
 
     @property

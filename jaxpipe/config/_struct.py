@@ -88,7 +88,7 @@ class Config(Mapping[str, Any]):
         return self._complete()
 
     def is_valid(self) -> bool:
-        """Whether the configuration can be completed; it is, as far as it goes.
+        """True if the configuration can be completed; it is, as far as it goes.
 
         Returns:
             Whether `resolve` succeeds.

@@ -280,7 +280,7 @@ class UnpipelinedEngine(Engine):
             self._batch.awaits_step = False
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the next `step` updates: the present microbatch is the last of `gradient_accumulation_steps()`."""
+        """True if the next `step` updates: the present microbatch is the last of `gradient_accumulation_steps()`."""
         return self._batch.index + 1 >= self.gradient_accumulation_steps()
 
     @one_thread

@@ -25,7 +25,7 @@ Context = tuple[jax.Array | None, PyTree]
 
 @dataclass(frozen=True)
 class Microbatch:
-    """What an action is given of its microbatch beside what arrives: model inputs, labels, key and side inputs."""
+    """Microbatch of an action: model inputs, labels, key and side inputs."""
 
     inputs: PyTree
     labels: PyTree
@@ -58,7 +58,7 @@ class DeviceBatch:
     first: jax.Array | int = 0
 
     def microbatch(self, input_index: jax.Array, loss_index: jax.Array, index: jax.Array) -> Microbatch:
-        """What the actions of a tick need; index -1 (idle) gives microbatch 0.
+        """Microbatches of a tick's actions; index -1 (idle) gives microbatch 0.
 
         All stages must ask together, for the same inputs and labels: shards are gathered.
 
@@ -125,7 +125,7 @@ def batch_shard_dims(struct: PyTree, num_microbatches: int, num_stages: int, wan
 
 
 def batch_spec(dim: int) -> P:
-    """How a leaf `[num_microbatches, microbatch_size * data, ...]` lies on the mesh.
+    """Sharding of a leaf `[num_microbatches, microbatch_size * data, ...]`.
 
     Args:
         dim: The dim of a microbatch along which it is sharded over the stages, or `WHOLE`.

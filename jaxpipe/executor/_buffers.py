@@ -21,7 +21,7 @@ def to_memory(tree: PyTree, is_hosted: PyTree, space: Any) -> PyTree:
 
 
 def read_ring(ring: PyTree, slot: jax.Array) -> PyTree:
-    """What a slot holds; slot -1 (idle) reads slot 0."""
+    """Value in a slot; slot -1 (idle) reads slot 0."""
     at = jnp.maximum(slot, 0)
     return jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, at, keepdims=False), ring)
 

@@ -8,7 +8,7 @@ from jaxpipe.autodiff import differentiable, replace_differentiable
 
 from ._batch import Context
 from ._blueprint import Blueprint
-from ._prologue import unstacked_gradient
+from ._prologue import off_trunk_gradient
 from ._reported import ReportedValues
 
 
@@ -54,7 +54,7 @@ class Epilogue:
             cotangents: What the loss, and the losses that layers report, are multiplied with before differentiation.
 
         Returns:
-            `(loss, gradients of the stage's unstacked parameters, gradients of the differentiable inputs, collections,
+            `(loss, gradients of parameters off the trunk, gradients of the differentiable inputs, collections,
             values reported)`; the loss is the sum where `loss_fn` returns a sum and a weight.
         """
 
@@ -72,7 +72,7 @@ class Epilogue:
         # activations of a language model, live only inside it.
         gradient = jax.grad(total_loss, argnums=(0, 1), has_aux=True)
         (grads, dx), (loss, new, reported) = gradient(self._take(storage), differentiable(inputs))
-        return loss, unstacked_gradient(self._params, self._last, grads), dx, new, reported
+        return loss, off_trunk_gradient(self._params, self._last, grads), dx, new, reported
 
     def _take(self, storage: PyTree) -> dict[str, jax.Array]:
         return {name: self._params.layout.get(self._last, name, storage) for name in self._names}

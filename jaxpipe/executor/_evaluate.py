@@ -21,7 +21,7 @@ Measure = Callable[[PyTree, PyTree], PyTree]
 
 @chex.dataclass
 class EvaluateCarry:
-    """What a device carries from tick to tick.
+    """Carry of a device from tick to tick.
 
     Attributes:
         activations: Activations on their way.

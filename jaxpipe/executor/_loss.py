@@ -40,7 +40,7 @@ class Objective:
                 )
 
     def divisor(self, labels: Callable[[jax.Array], PyTree], num_microbatches: int) -> jax.Array:
-        """What the sum of all losses is divided by, inside `shard_map`.
+        """Divisor of the sum of all losses, inside `shard_map`.
 
         Args:
             labels: Gives this replica's labels of a microbatch.
@@ -69,7 +69,7 @@ def loss_divisor(weight: jax.Array) -> jax.Array:
 
 
 def gather_values(values: jax.Array, names: Sequence[Sequence[tuple[str, str]]], divisor: Any) -> dict[str, Any]:
-    """What the layers of all stages reported, on every device.
+    """Reports of the layers of all stages, on every device.
 
     Args:
         values: This stage's sums over microbatches, `float32[n]`.

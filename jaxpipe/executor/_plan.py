@@ -9,7 +9,7 @@ from jaxpipe.schedules import Choice, PipeSchedule, Placement, TickProgram
 
 @dataclass(frozen=True)
 class Plan:
-    """How a model goes onto a pipeline.
+    """Decisions on how a model goes onto a pipeline.
 
     Attributes:
         config: With the schedule, and what is done in idle actions, decided.
@@ -33,5 +33,5 @@ class Plan:
 
     @property
     def skips(self) -> bool:
-        """Whether idle actions are branched around."""
+        """True if idle actions are branched around."""
         return self.config.pipeline.skip_idle is True

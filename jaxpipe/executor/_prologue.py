@@ -91,7 +91,7 @@ class Prologue:
 
     @property
     def has_params(self) -> bool:
-        """Whether any virtual stage has parameters before the trunk."""
+        """True if any virtual stage has parameters before the trunk."""
         return any(program.names for program in self._programs)
 
     @property
@@ -136,11 +136,11 @@ class Prologue:
         """Backward, as `Stage.backward`.
 
         Returns:
-            `(gradients of the stage's unstacked parameters, gradient of what arrived, what backward_weight needs)`, in
+            `(gradients of parameters off the trunk, gradient of what arrived, what backward_weight needs)`, in
             common form.
         """
         if self._is_empty:
-            return unstacked_gradient(self._params, 0, {}), gradient, self._pending.zeros()
+            return off_trunk_gradient(self._params, 0, {}), gradient, self._pending.zeros()
 
         def run(program: _Program) -> tuple[PyTree, PyTree, PyTree]:
             dy = self._outgoing.unpack(program.virtual_stage, gradient)
@@ -152,21 +152,21 @@ class Prologue:
             else:
                 grads, dx = program.residuals.backward(params, unpacked, cotangents)
                 left = self._pending.zeros()
-            return unstacked_gradient(self._params, program.stage, _given(grads)), self._leave(program, dx), left
+            return off_trunk_gradient(self._params, program.stage, _given(grads)), self._leave(program, dx), left
 
         return self._switch(at, run)
 
     def backward_weight(self, at: VirtualStage, storage: PyTree, residuals: PyTree, pending: PyTree) -> PyTree:
         """Gradients that a split backward has left, in common form, zero where it gave them."""
         if self._is_empty:
-            return unstacked_gradient(self._params, 0, {})
+            return off_trunk_gradient(self._params, 0, {})
 
         def run(program: _Program) -> PyTree:
             assert program.split is not None
             unpacked = self._residuals.unpack(program.index, residuals)
             left = self._pending.unpack(program.index, pending)
             grads = program.split.backward_weight(self._take(program, storage), unpacked, left)
-            return unstacked_gradient(self._params, program.stage, _given(grads))
+            return off_trunk_gradient(self._params, program.stage, _given(grads))
 
         return self._switch(at, run)
 
@@ -251,8 +251,8 @@ def _given(grads: Mapping[str, jax.Array | None]) -> dict[str, jax.Array]:
     return {name: grad for name, grad in grads.items() if grad is not None}
 
 
-def unstacked_gradient(params: ModelParams, stage: int, grads: Mapping[str, jax.Array]) -> Storage:
-    """Gradients of a stage's unstacked parameters in the form they are summed in; what is not given is zero."""
+def off_trunk_gradient(params: ModelParams, stage: int, grads: Mapping[str, jax.Array]) -> Storage:
+    """Gradients of a stage's parameters off the trunk in the form they are summed in; what is not given is zero."""
     layout = params.grad_layout
     # Fresh zeros instead of the running sums: what is carried through a branch is copied in full in every tick.
     common = {

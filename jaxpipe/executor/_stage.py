@@ -152,10 +152,10 @@ class Stage:
         trunk, gradient, trunk_pending = self.trunk.backward(
             at, weights.trunk, of_trunk, gradient, reported_cotangent, split=split
         )
-        unstacked, arrived, prologue_pending = self.prologue.backward(
+        off_trunk, arrived, prologue_pending = self.prologue.backward(
             at, weights.storage, of_prologue, gradient, reported_cotangent, split=split
         )
-        return trunk, unstacked, arrived, (prologue_pending, trunk_pending)
+        return trunk, off_trunk, arrived, (prologue_pending, trunk_pending)
 
     def backward_weight(
         self, at: VirtualStage, weights: Weights, residuals: PyTree, pending: PyTree
@@ -180,14 +180,14 @@ class Stage:
         """Run the epilogue.
 
         Returns:
-            `(loss, gradients of the stage's unstacked parameters, gradient of the output in common form, collections,
+            `(loss, gradients of parameters off the trunk, gradient of the output in common form, collections,
             values reported)`.
         """
         inputs = self.activations.unpack(self.last, output)
-        loss, unstacked, gradient, collections, values = self.epilogue.loss_and_gradients(
+        loss, off_trunk, gradient, collections, values = self.epilogue.loss_and_gradients(
             weights.storage, collections, inputs, batch.labels, batch.context, cotangents
         )
-        return loss, unstacked, self.gradients.pack(self.last, gradient), collections, values
+        return loss, off_trunk, self.gradients.pack(self.last, gradient), collections, values
 
     def vocab_input_gradients(self, weights: Weights, batch: Microbatch, gradient: PyTree) -> dict[str, jax.Array]:
         """Run the backward of the vocabulary-parallel first layers, on all stages.
@@ -241,8 +241,8 @@ class Stage:
         """Shapes and dtypes of the summed gradients of one chunk's trunk."""
         return self.trunk.grad_struct(lambda like: grad_accum_struct(like, self._grad_dtype))
 
-    def zero_unstacked_grads(self) -> Storage:
-        """Zeros in the form of the summed gradients of a stage's unstacked parameters."""
+    def zero_off_trunk_grads(self) -> Storage:
+        """Zeros in the form of the summed gradients of a stage's parameters off the trunk."""
         layout = self.params.grad_layout
         common = {n: jnp.zeros(layout.stacked[n].shape, layout.stacked[n].dtype) for n in self.params.stacked_off_trunk}
         return Storage(layout.zeros().packed, common)

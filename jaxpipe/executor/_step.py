@@ -1,4 +1,4 @@
-"""What runs on each device, inside `shard_map`: a training step, its gradients, its update, and evaluation."""
+"""Programs of each device, inside `shard_map`: a training step, its gradients, its update, and evaluation."""
 
 import dataclasses
 from collections.abc import Callable
@@ -151,11 +151,11 @@ class DevicePrograms:
         num_model = self._sharding.num_model
         device = self._device(state, device_batch, self._cotangents(state, divisor, num_parts))
         sums = self._train.run(device)
-        unstacked = sums.unstacked_grads.stacked
+        off_trunk = sums.off_trunk_grads.stacked
         # A parameter that vocabulary-parallel layers share with others is in both: its gradient is the sum.
-        vocab = {name: g + unstacked[name] if name in unstacked else g for name, g in sums.vocab_grads.items()}
+        vocab = {name: g + off_trunk[name] if name in off_trunk else g for name, g in sums.vocab_grads.items()}
         grads = Storage(
-            sums.unstacked_grads.packed, {**unstacked, **vocab, **self._stage.trunk.named(sums.trunk_grads)}
+            sums.off_trunk_grads.packed, {**off_trunk, **vocab, **self._stage.trunk.named(sums.trunk_grads)}
         )
         # Over the stages first: only whole gradients of tied parameters may be cut into shards.
         grads = sum_tied(self._tied, self._stage.params.grad_layout, device.stage, grads)
@@ -170,7 +170,7 @@ class DevicePrograms:
         return metrics, grads, mean_over_replicas(sums.collections)
 
     def _cotangents(self, state: TrainState, divisor: jax.Array, num_parts: jax.Array | int) -> LossCotangents:
-        """What losses are multiplied with before differentiation.
+        """Factors of losses before differentiation.
 
         With them the losses of all microbatches, replicas and places add up to the loss of the step times the loss
         scale. So each layer's backward sees the cotangent that `jax.grad` of that loss gives it, in every precision:
@@ -235,7 +235,7 @@ def _mean_losses(terms: tuple[jax.Array, jax.Array]) -> Metrics:
 
 
 def _from_last(x: jax.Array) -> jax.Array:
-    """What the last stage has, on all stages; the others have zeros."""
+    """Value of the last stage, on all stages; the others have zeros."""
     if x.dtype == jnp.bool_:
         return jax.lax.psum(x.astype(jnp.int32), "stage") > 0
     return jax.lax.psum(x, "stage")

@@ -18,13 +18,13 @@ from ._stage import Stage, Weights
 from ._virtual_stage import VirtualStage
 
 Row = Tables[jax.Array]
-"""What the tick program says of one tick to one device; every leaf `int32[]`."""
+"""One device's entries of the tables for one tick; every leaf `int32[]`."""
 
 _Carry = TypeVar("_Carry")
 
 
 class LossCotangents(NamedTuple):
-    """What losses are multiplied with before differentiation.
+    """Factors of losses before differentiation.
 
     Attributes:
         main: Of what `loss_fn` gives.
@@ -37,7 +37,7 @@ class LossCotangents(NamedTuple):
 
 @dataclass(frozen=True)
 class Device:
-    """Where a device stands and what it holds, inside `shard_map`.
+    """A device inside `shard_map`: its stage, weights and batch.
 
     Attributes:
         stage: Index along the `stage` axis.
@@ -163,7 +163,7 @@ class TickLoop:
         return run_or_zeros(jnp.where(now >= 0, 0, -1), [compute])
 
     def microbatch(self, device: Device, run: TickRun, row: Row, *, train: bool) -> Microbatch:
-        """What this tick's forward is given of its microbatch; vocabulary-parallel first layers have run."""
+        """Microbatch of this tick's forward; vocabulary-parallel first layers have run."""
         batch = device.batch.microbatch(row.input_microbatch, row.loss_microbatch, row.forward.microbatch)
         first = self.stage.vocab_input
         if first is not None:
@@ -178,14 +178,14 @@ class TickLoop:
         return batch if train else batch.without_key()
 
     def is_last(self, device: Device, chunk: jax.Array) -> jax.Array:
-        """Whether a chunk of this device is the last part of the model."""
+        """True if a chunk of this device is the last part of the model."""
         return VirtualStage(device.stage, chunk, self.stage.placement).is_at(-1)
 
     def is_first(self, device: Device, chunk: jax.Array) -> jax.Array:
-        """Whether a chunk of this device is the first part of the model."""
+        """True if a chunk of this device is the first part of the model."""
         return VirtualStage(device.stage, chunk, self.stage.placement).is_at(0)
 
 
 def is_never_idle(actions: Actions[Table], run: TickRun) -> bool:
-    """Whether no stage is ever idle in a run."""
+    """True if no stage is ever idle in a run."""
     return all(c >= 0 for row in actions.chunk for c in row[run.start : run.stop])

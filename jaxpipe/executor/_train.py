@@ -23,7 +23,7 @@ from ._virtual_stage import VirtualStage
 
 @chex.dataclass
 class TrainCarry:
-    """What a device carries from tick to tick.
+    """Carry of a device from tick to tick.
 
     Attributes:
         activations: Activations on their way.
@@ -33,7 +33,7 @@ class TrainCarry:
         loss_gradients: Gradients of the model's output that wait for their backward, in the slots of the residuals;
             empty where every loss is followed by its backward in the same tick.
         trunk_grads: Summed gradients of the trunk, `[num_chunks, ...]`; without that dim where there is one chunk.
-        unstacked_grads: Those of the stage's other parameters.
+        off_trunk_grads: Those of the stage's other parameters.
         vocab_grads: Those of vocabulary-parallel layers, by name.
         loss: Summed losses, on the stage of the last part.
         collections: The stage's collections.
@@ -47,7 +47,7 @@ class TrainCarry:
     pending: PyTree
     loss_gradients: PyTree
     trunk_grads: PyTree
-    unstacked_grads: PyTree
+    off_trunk_grads: PyTree
     vocab_grads: dict[str, jax.Array]
     loss: jax.Array
     collections: PyTree
@@ -57,12 +57,12 @@ class TrainCarry:
 
 @dataclass(frozen=True)
 class BatchSums:
-    """What a device has summed up over the microbatches of a batch.
+    """Sums of a device over the microbatches of a batch.
 
     Attributes:
         loss: Losses, on the stage of the last part, else 0.
         trunk_grads: Gradients of the trunk, `[num_chunks, ...]`.
-        unstacked_grads: Gradients of the stage's other parameters.
+        off_trunk_grads: Gradients of the stage's other parameters.
         vocab_grads: Gradients of vocabulary-parallel layers, by name.
         collections: The stage's collections after the last microbatch.
         reported: What the stage's layers reported.
@@ -70,7 +70,7 @@ class BatchSums:
 
     loss: jax.Array
     trunk_grads: PyTree
-    unstacked_grads: PyTree
+    off_trunk_grads: PyTree
     vocab_grads: dict[str, jax.Array]
     collections: PyTree
     reported: jax.Array
@@ -107,7 +107,7 @@ class TrainLoop(TickLoop):
             pending=make_ring(stage.pending, program.depth.pending),
             loss_gradients=make_ring(stage.gradients.struct, loss_slots) if loss_slots else (),
             trunk_grads=zeros_of(trunk_struct) if is_single else make_ring(trunk_struct, program.num_chunks),
-            unstacked_grads=stage.zero_unstacked_grads(),
+            off_trunk_grads=stage.zero_off_trunk_grads(),
             vocab_grads=stage.zero_vocab_grads(),
             loss=jnp.zeros((), jnp.float32),
             collections=device.collections,
@@ -118,7 +118,7 @@ class TrainLoop(TickLoop):
         return BatchSums(
             loss=carry.loss,
             trunk_grads=jax.tree.map(lambda x: x[None], carry.trunk_grads) if is_single else carry.trunk_grads,
-            unstacked_grads=carry.unstacked_grads,
+            off_trunk_grads=carry.off_trunk_grads,
             vocab_grads=carry.vocab_grads,
             collections=carry.collections,
             reported=jnp.concatenate([carry.reported.reshape(-1), carry.loss_reported]),
@@ -198,11 +198,11 @@ class TrainLoop(TickLoop):
             result = compute()
         else:
             result = run_or_zeros(jnp.where(is_last, 0, -1), [compute])
-        loss, unstacked, gradient, updated, reported = result
+        loss, off_trunk, gradient, updated, reported = result
         carry.collections = select(is_last, updated, collections)
         carry.loss_reported = carry.loss_reported + reported
         carry.loss = carry.loss + loss
-        carry.unstacked_grads = jax.tree.map(jnp.add, carry.unstacked_grads, unstacked)
+        carry.off_trunk_grads = jax.tree.map(jnp.add, carry.off_trunk_grads, off_trunk)
         return gradient
 
     def _vocab_loss(
@@ -244,14 +244,14 @@ class TrainLoop(TickLoop):
             # Branches of one switch must return one type: a split backward's missing gradients become zeros.
             functions[1] = lambda at: _fill(split(at), jax.eval_shape(lambda: whole(at)))
             which = (row.pending_write >= 0).astype(jnp.int32)
-        trunk, unstacked, outgoing, pending = self.action(
+        trunk, off_trunk, outgoing, pending = self.action(
             device, run, self.program.tables.backward, row.backward, functions, which
         )
         if True in kinds:
             carry.pending = write_ring_if(carry.pending, pending, row.pending_write)
         # No sends are named: gradients never leave early.
         carry.gradients = self._gradients.send(carry.gradients, {}, row.gradients, device.stage, outgoing)
-        self._add(carry, row.backward.chunk, trunk, unstacked)
+        self._add(carry, row.backward.chunk, trunk, off_trunk)
         first = stage.vocab_input
         if first is not None:
             is_first = self.is_first(device, row.backward.chunk)
@@ -271,11 +271,11 @@ class TrainLoop(TickLoop):
             pending = read_ring(pending_ring, row.pending_read)
             return self.stage.backward_weight(at, device.weights, residuals, pending)
 
-        trunk, unstacked = self.action(device, run, self.program.tables.weight, row.weight, [weight])
-        self._add(carry, row.weight.chunk, trunk, unstacked)
+        trunk, off_trunk = self.action(device, run, self.program.tables.weight, row.weight, [weight])
+        self._add(carry, row.weight.chunk, trunk, off_trunk)
 
     def _kinds_of_backward(self, run: TickRun) -> list[bool]:
-        """Whether the backwards of a run are split; both where there are such and such, whole ones first."""
+        """True if the backwards of a run are split; both where there are such and such, whole ones first."""
         tables, ticks = self.program.tables, slice(run.start, run.stop)
         found = {
             slot >= 0
@@ -291,7 +291,7 @@ class TrainLoop(TickLoop):
     def _read_residuals(self, ring: PyTree, slot: jax.Array) -> PyTree:
         return self._to_memory(read_ring(ring, slot), jax.memory.Space.Device)
 
-    def _add(self, carry: TrainCarry, chunk: jax.Array, trunk: PyTree, unstacked: PyTree) -> None:
+    def _add(self, carry: TrainCarry, chunk: jax.Array, trunk: PyTree, off_trunk: PyTree) -> None:
         """Add an action's gradients to the sums; leaves of the trunk that are None are not its to give."""
         sums, treedef = jax.tree.flatten(carry.trunk_grads)
         at = jnp.maximum(chunk, 0)
@@ -304,11 +304,11 @@ class TrainLoop(TickLoop):
         added = [total if g is None else add(total, g) for total, g in zip(sums, grads, strict=True)]
         carry.trunk_grads = jax.tree.unflatten(treedef, added)
         if self.stage.prologue.has_params:
-            carry.unstacked_grads = jax.tree.map(jnp.add, carry.unstacked_grads, unstacked)
+            carry.off_trunk_grads = jax.tree.map(jnp.add, carry.off_trunk_grads, off_trunk)
 
 
 def _loss_is_followed_by_backward(program: TickProgram, stage: Stage) -> bool:
-    """Whether every loss is followed by its backward in the same tick, so that its gradient need not wait."""
+    """True if every loss is followed by its backward in the same tick, so that its gradient need not wait."""
     last_stage, last_chunk = stage.placement.home[-1]
     forward, backward = (
         list(zip(actions.chunk[last_stage], actions.microbatch[last_stage], strict=True))

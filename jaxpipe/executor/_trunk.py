@@ -65,7 +65,7 @@ class Trunk:
 
     @property
     def is_empty(self) -> bool:
-        """Whether the stages have nothing in common."""
+        """True if the stages have nothing in common."""
         return not self._layers
 
     @property
@@ -181,7 +181,7 @@ class Trunk:
         return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, at.chunk, keepdims=False), params)
 
     def _offset(self, at: VirtualStage) -> jax.Array:
-        """How far the layer indices of a virtual stage's trunk lie from those of the first one's."""
+        """Distance of the layer indices of a virtual stage's trunk from those of the first one's."""
         # Keys fold in a layer's index in the model, so that dropout is the same for any cut.
         return jnp.asarray(self._starts, jnp.int32)[at.index] - self._starts[0]
 

@@ -25,18 +25,18 @@ class VirtualStage:
 
     @property
     def index(self) -> jax.Array:
-        """Which virtual stage it is, counted from the model's input."""
+        """Number of the virtual stage, counted from the model's input."""
         return jnp.asarray(self.placement.virtual, jnp.int32)[self.stage, self.chunk]
 
     @property
     def candidates(self) -> Sequence[int]:
-        """Those that it can be, on any stage."""
+        """Virtual stages that it can be, on any stage."""
         virtual = self.placement.virtual
         if isinstance(self.chunk, int):
             return [row[self.chunk] for row in virtual]
         return [index for row in virtual for index in row]
 
     def is_at(self, index: int) -> jax.Array:
-        """Whether it is a given virtual stage; -1: the last."""
+        """True if it is a given virtual stage; -1: the last."""
         stage, chunk = self.placement.home[index]
         return (self.stage == stage) & (jnp.asarray(self.chunk) == chunk)

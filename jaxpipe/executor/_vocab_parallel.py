@@ -85,7 +85,7 @@ class VocabInput(_VocabParallel):
             )
 
     def outputs(self, storage: PyTree, inputs: PyTree, context: Context, *, train: bool) -> PyTree:
-        """What the layers hand over; `inputs` and `context` must be the same on all stages."""
+        """Outputs of the layers; `inputs` and `context` must be the same on all stages."""
         return self._run(self._layers, self._take(storage, self._layers), inputs, context, train=train)
 
     def gradients(self, storage: PyTree, inputs: PyTree, context: Context, gradient: Sequence[jax.Array]) -> Leaves:
@@ -203,7 +203,7 @@ class VocabLoss(_VocabParallel):
 
 
 def _from_home(is_home: jax.Array, tree: PyTree) -> PyTree:
-    """What the home stage has, on all stages."""
+    """Value of the home stage, on all stages."""
 
     def one(leaf: jax.Array) -> jax.Array:
         # A psum of zeros and one value is a broadcast whose transpose sends the cotangent home again.

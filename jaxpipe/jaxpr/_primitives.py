@@ -66,12 +66,12 @@ PRODUCTS = frozenset(
 
 
 def is_barrier(eqn: Any) -> bool:
-    """Whether an equation hands on each of its operands by itself, and only forbids the compiler to look through."""
+    """True if an equation hands on each of its operands by itself, and only forbids the compiler to look through."""
     return eqn.primitive.name == "optimization_barrier"
 
 
 def is_call(eqn: Any) -> bool:
-    """Whether an equation does no more than run its program, whatever that says of the derivative."""
+    """True if an equation does no more than run its program, whatever that says of the derivative."""
     return eqn.primitive.name in CALLS | REGIONS | CUSTOM_RULES
 
 

@@ -19,7 +19,7 @@ Values = dict[Any, Any]
 
 
 class Carry(NamedTuple):
-    """What a scan hands from step to step: its first value, its names inside, and its last value."""
+    """Carry of a scan: its first value, its names inside, and its last value."""
 
     initial: Any
     inner: Any
@@ -88,7 +88,7 @@ def flatten(closed: ClosedJaxpr, *, moves: bool = False) -> Program:
 
 
 def operands(eqn: Any) -> list[tuple[list[Any], list[Any]]]:
-    """What each result of an equation is computed from, as `(results, operands)`; literals left out."""
+    """Operands of each result of an equation, as `(results, operands)`; literals left out."""
     if is_barrier(eqn):
         return [([out], variables([x])) for out, x in zip(eqn.outvars, eqn.invars, strict=True)]
     return [(eqn.outvars, variables(eqn.invars))]
@@ -149,7 +149,7 @@ def _moves_memory(eqn: Any) -> bool:
 
 
 def _keeps_all_bits(eqn: Any) -> bool:
-    """Whether an equation rounds to the precision that its operand has anyway, as `jax.checkpoint` adds it.
+    """True if an equation rounds to the precision that its operand has anyway, as `jax.checkpoint` adds it.
 
     Numbers of 16 bits are left out: XLA carries them with more, and there the rounding counts.
     """

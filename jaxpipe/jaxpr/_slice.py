@@ -26,7 +26,7 @@ class Slice:
 def needed_for(
     program: Program, wanted: Iterable[Any], given: Collection[Any] = frozenset(), forced: Set[int] = frozenset()
 ) -> Slice:
-    """What has to run so that some values are known.
+    """Equations that have to run so that some values are known.
 
     Args:
         program: The function.
@@ -201,7 +201,7 @@ def _is_in(x: Any, found: Collection[Any]) -> bool:
 
 
 def _is_open(var: Any, part: Slice, given: Collection[Any]) -> bool:
-    """Whether a variable is needed and not known."""
+    """True if a variable is needed and not known."""
     return var in part.variables and var not in given
 
 

@@ -29,7 +29,7 @@ def bound_axis(name: str) -> int:
 
 
 def is_unbound_axis(error: Exception) -> bool:
-    """Whether an error says that there is no axis of some name; Python's own errors of names tell which."""
+    """True if an error says that there is no axis of some name; Python's own errors of names tell which."""
     return type(error) is NameError and error.name is None
 
 
@@ -98,7 +98,7 @@ def unbox(tree: PyTree) -> PyTree:
 
 
 def sharded_dims(label: str, tree: PyTree, axis: str = MODEL) -> Mapping[Path, int]:
-    """Which variables are sharded over an axis, and along which dim, by Flax's partition metadata.
+    """Variables that are sharded over an axis, with the dim, by Flax's partition metadata.
 
     Other names are ignored: they are for automatic partitioning, which a pipeline does not use.
 

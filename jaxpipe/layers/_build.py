@@ -40,7 +40,7 @@ class NamedLayer:
     is_marked: bool = False
 
     def shares(self, path: Path) -> bool:
-        """Whether the parameter at this path inside the layer belongs to the tied key."""
+        """True if the parameter at this path inside the layer belongs to the tied key."""
         if self.tied_key is None or self.tied_paths is None:
             return self.tied_key is not None
         return any(path[: len(wanted)] == wanted for wanted in map(split_attr, self.tied_paths))

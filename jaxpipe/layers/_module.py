@@ -122,7 +122,7 @@ class PipelineModule(SequentialModel, DeepSpeedNames):
         self._num_params: tuple[tuple[int, ...], int] | None = None
         """Numbers of parameters by layer, and of the whole model; known with a cut."""
         self._warned: set[str] = set()
-        """What building has warned of; copies share it."""
+        """Warnings that building has given; copies share them."""
         self._set(
             loss_fn=loss_fn,
             seed_layers=seed_layers,
@@ -218,7 +218,7 @@ class PipelineModule(SequentialModel, DeepSpeedNames):
     def partition(
         self, trace: ModelTrace, num_parts: int | None = None, *, profile: Profile | None = None
     ) -> tuple[int, ...]:
-        """Where the layers are cut into stages; the module stays as it is, see `with_cut`.
+        """Boundaries of the stages, as layer indices; the module stays as it is, see `with_cut`.
 
         Args:
             trace: The model's shapes.
@@ -267,7 +267,7 @@ class PipelineModule(SequentialModel, DeepSpeedNames):
         return self._parts
 
     def partitions(self) -> list[int]:
-        """What `parts` holds, as a list; DeepSpeed's name.
+        """Boundaries of the stages as a list; DeepSpeed's name.
 
         Raises:
             PartitionError: As `parts` raises it.

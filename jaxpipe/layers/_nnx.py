@@ -28,11 +28,11 @@ from ._spec import LayerSpec
 
 
 class AuxLoss(nnx.Intermediate):
-    """What a module adds to the loss: `self.sow(AuxLoss, "balance", value)` in its call, a scalar."""
+    """Term that a module adds to the loss: `self.sow(AuxLoss, "balance", value)` in its call, a scalar."""
 
 
 class Metric(nnx.Intermediate):
-    """What a module reports without adding it to the loss: `self.sow(Metric, "entropy", value)`, a scalar."""
+    """Value that a module reports without adding it to the loss: `self.sow(Metric, "entropy", value)`, a scalar."""
 
 
 _KINDS = (nnx.Param, nnx.RngState, ...)

@@ -32,7 +32,7 @@ def cast_floats(tree: PyTree, dtype: Any) -> PyTree:
 
 
 def init_inputs(tree: PyTree, compute_dtype: Any) -> PyTree:
-    """What a layer is initialised with: its inputs, no narrower than the float32 that parameters are made in.
+    """Inputs that a layer is initialised with: its own, no narrower than the float32 that parameters are made in.
 
     In a run a layer gets inputs and parameters of one dtype. Its parameters are made before they are cast, so narrow
     inputs beside them would be a mixture that no run has, and that loops refuse whose carry changes its dtype.

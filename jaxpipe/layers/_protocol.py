@@ -1,4 +1,4 @@
-"""What the rest of the library knows of a layer: how to make its variables and how to call it."""
+"""Protocol of layers: how to make the variables of one and how to call it."""
 
 import abc
 import copy
@@ -41,15 +41,15 @@ class Layer(abc.ABC):
     identity: Hashable = None
     """Equal for layers of equal code and arguments; None where that cannot be told."""
     arguments: "CallArguments"
-    """What its call takes beside its inputs."""
+    """Arguments of its call beside its inputs."""
 
     @property
     def holds_streams(self) -> bool:
-        """Whether it holds random streams of its own, for which it makes keys where it is given none."""
+        """True if it holds random streams of its own, for which it makes keys where it is given none."""
         return False
 
     def takes_flag(self, name: str) -> bool:
-        """Whether it can be told under this name whether this is training."""
+        """True if it can be told under this name whether this is training."""
         return name in self.arguments.names
 
     def with_argument(self, name: str, value: bool) -> "Layer":
@@ -104,7 +104,7 @@ class Layer(abc.ABC):
 
 
 def named_scalars(label: str, tree: PyTree) -> dict[str, jax.Array]:
-    """What a layer reported, by name; what it reported several times under one name is added up.
+    """Reports of a layer, by name; several under one name are added up.
 
     Args:
         label: How errors name the layer.
@@ -137,12 +137,12 @@ def layer_rngs(key: jax.Array | None) -> Rngs | None:
 
 
 def flag_values(flags: Mapping[str, bool], *, train: bool) -> dict[str, Any]:
-    """What each flag is, from its value in training."""
+    """Values of the flags, from those in training."""
     return {name: value if train else not value for name, value in flags.items()}
 
 
 def identity_of(*parts: Any) -> Hashable:
-    """What tells layers apart without tracing them; None where the parts have no hash.
+    """Key that tells layers apart without tracing them; None where the parts have no hash.
 
     The printed form tells apart what Python holds equal, such as 1, 1.0 and True.
     """
@@ -169,7 +169,7 @@ def call_of(cls: type) -> Callable[..., Any]:
 
 
 class CallArguments:
-    """What a callable takes beside its inputs, found once from its signature.
+    """Arguments of a callable beside its inputs, found once from its signature.
 
     A callable receives a flag such as `train` or `deterministic`, `rngs` or a side input only if its signature names
     it; by position where it can, since transformations such as `flax.linen.remat` make only positional arguments

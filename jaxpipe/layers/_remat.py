@@ -215,7 +215,7 @@ def _pieces(places: Sequence[int], marked: Sequence[bool] | None) -> list[list[i
 
 
 def _calls_at_once(remat: Callable[..., Any]) -> bool:
-    """Whether `remat(function, x)` calls the function, rather than `remat(function)(x)`."""
+    """True if `remat(function, x)` calls the function, rather than `remat(function)(x)`."""
     try:
         parameters = inspect.signature(remat).parameters.values()
     except (TypeError, ValueError):

@@ -19,7 +19,7 @@ from ._trace import ModelTrace
 
 
 def layer_signature(named: NamedLayer, trace: ModelTrace, compute_dtype: Any = None) -> Hashable:
-    """What identifies the program of a layer at its place: its traces, constants and shapes.
+    """Key of a layer's program where it stands: its traces, constants and shapes.
 
     Two layers with equal signatures compute the same function of (parameters, inputs, key, side) and have the same
     gradient. The traces hold the layer's derivative, so custom derivative rules are compared by what they compute.

@@ -48,7 +48,7 @@ class LayerSpec:
         self.module_kwargs = module_kwargs
         self.remat_mark: RematMark | None = None
         self.train_flags: dict[str, bool] = {}
-        """What `train_flag` has named: names with their values in training."""
+        """Flags that `train_flag` has named, with their values in training."""
 
     def remat(self, policy: Callable[..., Any] | None = None) -> Self:
         """The same layer, marked to be recomputed in training whatever the module's interval is.

@@ -30,7 +30,7 @@ _ONLY_IN_TRAINING = (InvalidRngError, ModifyScopeVariableError)
 
 @dataclass(frozen=True)
 class ModelTrace:
-    """What the layers hold and hand over, as shapes and dtypes.
+    """Variables, inputs and outputs of the layers, as shapes and dtypes.
 
     Attributes:
         boundaries: `boundaries[i]` enters layer i; the last one is the model's output.
@@ -74,7 +74,7 @@ class ModelTrace:
         return tuple(sum(math.prod(x.shape) for p, x in leaves.items() if p not in dims) for leaves, dims in layers)
 
     def ties(self) -> tuple[Tie, ...]:
-        """What several layers share, in groups of one key and the same layers."""
+        """Ties: parameters that several layers share, in groups of one key and the same layers."""
         holders: dict[Path, list[int]] = {}
         sizes: dict[Path, int] = {}
         for index, (paths, params) in enumerate(zip(self.paths, self.params, strict=True)):
@@ -294,7 +294,7 @@ class _Call:
         return found
 
     def _effects(self, layer: Layer, params: PyTree, collections: PyTree) -> set[str]:
-        """Whether a layer draws random numbers in training, and whether its collections follow its inputs."""
+        """True if a layer draws random numbers in training, and whether its collections follow its inputs."""
         args = self._arguments(params, collections)
         draws = used_inputs(functools.partial(_train, layer), *args)[-1]
         moves = used_inputs(lambda *args: _train(layer, *args)[1], *args)[2]

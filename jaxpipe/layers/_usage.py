@@ -1,4 +1,4 @@
-"""Which inputs of a traced function its outputs are computed from."""
+"""Inputs of a traced function that its outputs are computed from."""
 
 from collections.abc import Callable
 from typing import Any

@@ -77,7 +77,7 @@ def scale_by_moments(
 
 
 def average_weight(decay: Any, count: jax.Array) -> jax.Array:
-    """What the weights of an exponential average add up to, `1 - decay**count`.
+    """Sum of the weights of an exponential average, `1 - decay**count`.
 
     Args:
         decay: Its decay rate.

@@ -1,4 +1,4 @@
-"""What DeepSpeed's learning-rate schedules have in common."""
+"""Base of DeepSpeed's learning-rate schedules."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping

@@ -19,7 +19,7 @@ _FOLLOWED = primitives.CALLS | primitives.CUSTOM_RULES | {"cond"}
 
 
 def is_elementwise(optimizer: optax.GradientTransformation, whole: PyTree, pieces: PyTree) -> bool:
-    """Whether cutting parameters into pieces leaves an optimiser's result the same.
+    """True if cutting parameters into pieces leaves an optimiser's result the same.
 
     Args:
         optimizer: The optimiser.

@@ -130,14 +130,14 @@ def _real(value: Any) -> float:
 
 
 def _reader(name: str) -> Reader:
-    """What the configuration reads a hyperparameter of this name with."""
+    """Reader of the configuration for a hyperparameter of this name."""
     if name in ("b1", "b2"):
         return number(0.0, below=1.0)
     return number(0.0 if name in ("momentum", "weight_decay") or name.endswith("learning_rate") else None)
 
 
 def _is_state(node: Any) -> bool:
-    """Whether a node has what `optax.inject_hyperparams` documents of its states."""
+    """True if a node has what `optax.inject_hyperparams` documents of its states."""
     return isinstance(getattr(node, "hyperparams", None), Mapping) and hasattr(node, "count")
 
 

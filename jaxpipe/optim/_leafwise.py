@@ -101,7 +101,7 @@ def check_leafwise(trace: OptimizerTrace) -> None:
 
 
 def updates_alike(trace: OptimizerTrace, stages: Sequence[Mapping[Path, str]]) -> bool:
-    """Whether an optimiser treats parameters of one name alike on all stages, with the paths they have in the model.
+    """True if an optimiser treats parameters of one name alike on all stages, with the paths they have in the model.
 
     Args:
         trace: The optimiser.

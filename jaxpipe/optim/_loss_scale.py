@@ -18,7 +18,7 @@ _FACTOR = 2.0
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LossScaleState:
-    """What a `LossScaler` knows, as scalars.
+    """State of a `LossScaler`, as scalars.
 
     Attributes:
         scale: The loss is multiplied by this, and gradients are divided by it. float32.
@@ -37,7 +37,7 @@ class LossScaleState:
 
 @dataclass(frozen=True)
 class LossScaler:
-    """How the loss scale moves from update to update.
+    """Rule by which the loss scale moves from update to update.
 
     A dynamic scale is halved by an overflow and doubled after every `window` updates without one. The first overflows
     only use up the hysteresis: with `hysteresis=2` it is the second that halves the scale. The hysteresis is restored

@@ -84,7 +84,7 @@ def orthogonalize(matrix: jax.Array) -> jax.Array:
 
 
 def muon_labels(params: PyTree) -> PyTree:
-    """Which parameters are orthogonalised.
+    """Parameters that are orthogonalised.
 
     Args:
         params: The parameters.

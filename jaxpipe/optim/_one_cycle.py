@@ -109,7 +109,7 @@ class OneCycle(LRSchedule):
         return jnp.where(iteration < 0, jnp.float32(self.cycle_min_mom), momentum)
 
     def _height(self, iteration: jax.Array) -> jax.Array:
-        """Where in the cycle: 0 at the lowest rate, 1 at the highest."""
+        """Position in the cycle: 0 at the lowest rate, 1 at the highest."""
         total = sum(self._halves)
         place = (iteration + 1) % total
         up = _climb(place, self._halves[0], self._stairs[0])

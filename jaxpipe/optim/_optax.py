@@ -13,7 +13,7 @@ from jaxpipe.errors import ConfigError, shown
 from ._check import missing_param, unknown_param
 
 REJECTIONS = (TypeError, ValueError, AttributeError, LookupError, ArithmeticError, AssertionError, NotImplementedError)
-"""What optax and JAX raise for arguments that they cannot use."""
+"""Exceptions of optax and JAX for arguments that they cannot use."""
 
 
 def optax_schedules() -> dict[str, Callable[..., Any]]:

@@ -66,7 +66,7 @@ def leaf_paths(tree: PyTree) -> list[Path]:
 
 
 def find_param(state_path: Path, known: Collection[Path]) -> tuple[int, int] | None:
-    """Where the path of a parameter begins and ends in that of a leaf of the state."""
+    """Begin and end of a parameter's path in that of a leaf of the state."""
     size = len(state_path)
     runs = ((i, j) for i in range(size) for j in range(i + 1, size + 1) if state_path[i:j] in known)
     return next(runs, None)

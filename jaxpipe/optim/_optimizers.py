@@ -89,7 +89,7 @@ def make_optimizer(
 def hyperparam_schedules(
     name: str, params: Mapping[str, Any] | None, schedule: optax.Schedule | None
 ) -> dict[str, optax.Schedule]:
-    """Which hyperparameters follow a schedule in the optimiser that `make_optimizer` makes from the same arguments.
+    """Hyperparameters that follow a schedule in the optimiser that `make_optimizer` makes from the same arguments.
 
     Args:
         name: `optimizer.type`.
@@ -162,7 +162,7 @@ def with_schedule(
 def factory_schedules(
     factory: Callable[..., optax.GradientTransformation], schedule: optax.Schedule | None
 ) -> dict[str, optax.Schedule]:
-    """Which hyperparameters follow a schedule in the optimiser that `with_schedule` makes from the same arguments.
+    """Hyperparameters that follow a schedule in the optimiser that `with_schedule` makes from the same arguments.
 
     Args:
         factory: The constructor.

@@ -1,4 +1,4 @@
-"""How an optimiser of the configuration is described, and how its parameters are read."""
+"""Descriptions of the configuration's optimisers, and the reading of their parameters."""
 
 import warnings
 from collections.abc import Callable, Mapping

@@ -23,7 +23,7 @@ def effective_steps(warmup_num_steps: int) -> int:
 
 
 def warmup_fraction(iteration: jax.Array, num_steps: int, warmup_type: str) -> jax.Array:
-    """How far a warm-up has come.
+    """Progress of a warm-up.
 
     Args:
         iteration: DeepSpeed's iteration; below 0 counts as 0.

@@ -71,7 +71,7 @@ def best_cut(
 
 @dataclass(frozen=True)
 class _Limits:
-    """What every part must keep to: bounds on the sum of its weights and on its number of items.
+    """Limits of every part: bounds on the sum of its weights and on its number of items.
 
     `allowed[part][start]` are the ends that the part may have besides, as the bits of an integer.
     """

@@ -1,4 +1,4 @@
-"""What layers cost in time and memory, measured or estimated: plain numbers, for cuts and for tables."""
+"""Costs of layers in time and memory, measured or estimated: plain numbers, for cuts and for tables."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class LayerCost:
-    """What one layer costs for one microbatch.
+    """Costs of one layer for one microbatch.
 
     Attributes:
         forward_s: Seconds of its forward.
@@ -47,7 +47,7 @@ class LayerCost:
 
 @dataclass(frozen=True)
 class StageMemory:
-    """What is known of a stage's memory before it is cut.
+    """Memory of a stage as far as it is known before the cut.
 
     A part that holds some layers is taken to need `bytes_per_param` for each of their parameters, what these layers
     keep for each microbatch in flight, and what is recomputed at once. Temporary memory inside a layer is not known.
@@ -139,7 +139,7 @@ class Profile:
         return [_nth(self._sizes(first), end - first) for first, end in cuts]
 
     def _sizes(self, first: int) -> Iterator[tuple[int, int, int]]:
-        """What `part_sizes` tells of the layers `[first, end)`, for each end from `first + 1` on."""
+        """Entries of `part_sizes` for the layers `[first, end)`, for each end from `first + 1` on."""
         num_params = kept = group = largest = 0
         for index in range(first, len(self.layers)):
             layer = self.layers[index]
@@ -151,7 +151,7 @@ class Profile:
             yield num_params, kept, largest
 
     def _begins_group(self, first: int, index: int) -> bool:
-        """Whether a layer's inputs wait for the backward, in a part that begins with layer `first`."""
+        """True if a layer's inputs wait for the backward, in a part that begins with layer `first`."""
         if self.interval == 0 or (index - first) % self.interval == 0:
             return True
         return self.layers[index].is_marked or self.layers[index - 1].is_marked

@@ -21,7 +21,7 @@ _TYPE = "type:"
 
 @dataclass(frozen=True)
 class _Layers:
-    """What is known of the layers to cut."""
+    """Facts about the layers to cut."""
 
     num_stages: int
     num_parts: int
@@ -42,7 +42,7 @@ class _Layers:
 
 
 def needs_params(method: str | Sequence[int]) -> bool:
-    """Whether a partition method cannot do without the number of parameters per layer.
+    """True if a partition method cannot do without the number of parameters per layer.
 
     Args:
         method: As for `partition_layers`.

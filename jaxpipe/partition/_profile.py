@@ -17,7 +17,7 @@ _TRIES = 200
 
 
 def profile_source(method: str | Sequence[int]) -> Literal["times", "counts"] | None:
-    """Where a partition method takes the costs of layers from.
+    """Source of a partition method's costs of layers.
 
     Args:
         method: As for `partition_layers`.

@@ -26,7 +26,7 @@ class Tie:
     num_params: int
 
     def repeated(self, first: int, end: int) -> int:
-        """How much the layers `[first, end)` have too many, where each of them counts what it shares."""
+        """Excess of the layers `[first, end)`, where each of them counts what it shares."""
         holders = sum(first <= layer < end for layer in self.layers)
         return max(holders - 1, 0) * self.num_params
 

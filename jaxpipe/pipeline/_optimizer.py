@@ -25,7 +25,7 @@ _CONSTRUCTOR = "Pass the constructor, such as optimizer=optax.adamw or functools
 
 @dataclass(frozen=True)
 class ChosenOptimizer:
-    """What updates the parameters of a run.
+    """Optimiser of a run, with its schedules.
 
     Attributes:
         transformation: The optimiser; None where only evaluation is wanted.

@@ -197,7 +197,7 @@ def _fits(leaf: Any, like: jax.ShapeDtypeStruct) -> bool:
 
 
 def _fault(leaf: Any) -> str:
-    """What a leaf is that is no array of floating-point numbers; empty where it is one."""
+    """Description of a leaf that is no array of floating-point numbers; empty where it is one."""
     if not (hasattr(leaf, "dtype") and hasattr(leaf, "shape")):
         return f"a {type(leaf).__name__}"
     fault = array_fault(leaf)

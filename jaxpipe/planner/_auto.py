@@ -137,7 +137,7 @@ def _slowest_part_s(profile: Profile, parts: tuple[int, ...]) -> float:
 
 
 def _largest_stage(profile: Profile, parts: tuple[int, ...], num_stages: int) -> tuple[StageCosts, int, int]:
-    """What the slowest stage costs, and the most that a stage holds whatever the schedule.
+    """Costs of the slowest stage, and the most that a stage holds whatever the schedule.
 
     This is the number of its parameters, and the bytes that a backward makes again, for one microbatch at a time. Where
     stages hold several parts, part p is taken to be on stage `p % num_stages`.

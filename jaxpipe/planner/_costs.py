@@ -29,7 +29,7 @@ Seconds = Callable[..., float]
 
 @dataclass(frozen=True)
 class LayerWork:
-    """What a layer, or the loss, computes for one microbatch.
+    """Computing of a layer, or of the loss, for one microbatch.
 
     Attributes:
         residuals: Its forward and backward.
@@ -178,7 +178,7 @@ def _weight_half(work: LayerWork, seconds: Seconds) -> tuple[float, int]:
 
 
 def _is_stage_sharded(module: PipelineModule, trace: ModelTrace, index: int) -> bool:
-    """Whether all stages run a layer together."""
+    """True if all stages run a layer together."""
     return module.num_stages > 1 and bool(trace.stage_dims[index])
 
 

@@ -17,7 +17,7 @@ _FUSED = primitives.ARITHMETIC | _FREE
 
 
 class Work(NamedTuple):
-    """What a program computes and moves.
+    """Operations and bytes of a program.
 
     Attributes:
         flops: Operations; two for each multiplication and addition of a product.

@@ -23,7 +23,7 @@ from ._costs import layer_costs
 from ._flops import count_work
 
 _ROUND_S = 0.01
-"""What a layer is called for again and again until it took this long, so that starting it counts for little."""
+"""Seconds for which a layer is called again and again, so that starting it counts for little."""
 
 
 def cut_module(
@@ -227,7 +227,7 @@ def profile_of_text(text: str) -> Profile:
 
 
 def can_measure(mesh: Mesh) -> bool:
-    """Whether programs can be run on the devices of a mesh, and not only be compiled for them."""
+    """True if programs can be run on the devices of a mesh, and not only be compiled for them."""
     return bool(_usable(mesh))
 
 

@@ -1,4 +1,4 @@
-"""What a tick program costs by the clock, and how much of it is idle."""
+"""Time that a tick program takes by the clock, and its idle share."""
 
 from jaxpipe.errors import ScheduleError
 
@@ -133,7 +133,7 @@ class _Costs:
         return range(self._program.num_stages)
 
     def _cell(self, forward: int, backward: int, pending: int, weight: int) -> tuple[float, float, float]:
-        """What a stage's forward, backward and weight half take in a tick."""
+        """Times of a stage's forward, backward and weight gradient in a tick."""
         whole = self._half if pending >= 0 else self._whole
         times = ((forward, self._forward), (backward, whole), (weight, self._weight))
         ran, halved, completed = (time if microbatch >= 0 else 0.0 for microbatch, time in times)

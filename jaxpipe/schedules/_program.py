@@ -17,7 +17,7 @@ Sends = Mapping[int, tuple[tuple[int, int], ...]]
 
 
 class Actions(NamedTuple, Generic[T]):
-    """What the actions of one kind (forward, backward or weight gradient) work on.
+    """Actions of one kind: forward, backward or weight gradient.
 
     Attributes:
         microbatch: The microbatch; -1 where the stage is idle.
@@ -29,7 +29,7 @@ class Actions(NamedTuple, Generic[T]):
 
 
 class Transfers(NamedTuple, Generic[T]):
-    """How one kind of value, activations or gradients, goes from the action that computes it to the one that takes it.
+    """Way of one kind of value, activations or gradients, from the action that computes it to the one that takes it.
 
     Attributes:
         send: Slot of the send buffer that is sent in a tick's exchange.
@@ -55,7 +55,7 @@ class Transfers(NamedTuple, Generic[T]):
 
 
 class Tables(NamedTuple, Generic[T]):
-    """What a tick program says of each tick.
+    """Tables of a tick program.
 
     `Tables[Table]` is the whole program; the executor cuts one device's `Tables[jax.Array]` of one tick out of it.
 
@@ -159,7 +159,7 @@ class TickRun:
 
 @dataclass(frozen=True)
 class TickProgram:
-    """What every stage does in every tick, and in which slot each value lies.
+    """Actions of every stage in every tick, and the slot of each value.
 
     A tick is a step of the schedule. It has four phases, in this order (`a` stands for `tables.activations`, `g` for
     `tables.gradients`):
@@ -236,5 +236,5 @@ class TickProgram:
 
     @property
     def has_split_backward(self) -> bool:
-        """Whether some backward is split in two."""
+        """True if some backward is split in two."""
         return self.depth.pending > 0

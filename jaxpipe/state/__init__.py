@@ -1,4 +1,4 @@
-"""Where parameters, optimiser state and collections lie on the mesh, and their way to the host and back."""
+"""Layout of parameters, optimiser state and collections on the mesh, and their way to the host and back."""
 
 from ._catalog import Catalog as Catalog
 from ._catalog import Leaf as Leaf

@@ -1,4 +1,4 @@
-"""Where every leaf of a model's state lies in its global arrays, in a form that knows no stage, replica or rank.
+"""Catalog of a state's leaves: where each lies in the global arrays, in a form that knows no stage, replica or rank.
 
 Two pipelines of one model and optimiser have catalogs with the same keys and shapes, however they are cut, so a state
 goes from one to the other leaf by leaf.

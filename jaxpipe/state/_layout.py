@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 _SHARDED = "/model"
-"""How the names of buffers end whose leaves are sharded over the `model` axis."""
+"""End of the names of buffers whose leaves are sharded over the `model` axis."""
 
 
 @jax.tree_util.register_dataclass
@@ -186,7 +186,7 @@ class Layout:
 
 
 def is_key(dtype: Any) -> bool:
-    """Whether an array of this dtype holds keys of random numbers."""
+    """True if an array of this dtype holds keys of random numbers."""
     return jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 

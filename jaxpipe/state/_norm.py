@@ -12,7 +12,7 @@ from ._tied import drop_copies
 from ._zero import ZeroSharding
 
 _EPSILON = 1e-6
-"""What DeepSpeed and PyTorch add to the norm before they divide by it."""
+"""Term that DeepSpeed and PyTorch add to the norm before they divide by it."""
 
 
 def global_norm(

@@ -104,6 +104,6 @@ def _exchange(
 
 
 def _by_storage(tied: Tied, layout: Layout) -> tuple[Tied, Tied]:
-    """Those that are stacked on every stage, which need no conditional, and those in packed buffers."""
+    """Leaves that are stacked on every stage, which need no conditional, and those in packed buffers."""
     stacked = {name: stages for name, stages in tied.items() if name in layout.stacked}
     return stacked, {name: stages for name, stages in tied.items() if name not in stacked}

@@ -264,7 +264,7 @@ class ZeroSharding:
 
     @property
     def row_spec(self) -> P:
-        """How the first dim of the global arrays lies on the mesh."""
+        """Sharding of the first dim of the global arrays."""
         return P(self.row_axes) if len(self.row_axes) > 1 else P("stage")
 
     @property
@@ -275,11 +275,11 @@ class ZeroSharding:
 
     @property
     def collection_spec(self) -> P:
-        """How the first dim of collections lies on the mesh: no replica has its own."""
+        """Sharding of the first dim of collections: no replica has its own."""
         return P(("stage", "model")) if self.num_model else P("stage")
 
     def gather_params(self, stage: jax.Array, form: jax.Array, shard: Storage) -> Storage:
-        """What a stage computes with, from the master shard of each of its replicas."""
+        """Compute parameters of a stage, from the master shard of each of its replicas."""
         # Cast before the gather: the replicas then send half the bytes in mixed precision.
         return self.compute.gather(stage, _cast(self.master.shards, self.compute.shards, form, shard))
 

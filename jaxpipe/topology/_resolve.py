@@ -126,7 +126,7 @@ def _uneven(num_stages: int, num_devices: int, num_model: int) -> str:
 
 
 def _start_with(num_devices: int) -> str:
-    """How to have so many devices, as the end of a message."""
+    """Ways to have so many devices, as the end of a message."""
     return (
         f"start with {num_devices} devices: on CPU write jax.config.update('jax_num_cpu_devices', {num_devices}) "
         "before anything asks JAX for a device; on accelerators ask for more of them, or for more processes with "
