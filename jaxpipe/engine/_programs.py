@@ -72,6 +72,7 @@ class ProgramCache:
         planned_microbatches: Callable[[], int],
     ) -> None:
         self.module, self._optimizer, self._mesh = module, optimizer, mesh
+        self._given = module, config
         self._config, self._recompute = config, settings_for(config, mesh)
         self._replicas, self._num_replicas = replicas, mesh_shape(mesh)["data"]
         self._microbatch_size = config.batch_sizes(self._num_replicas).train_micro_batch_size_per_gpu
@@ -149,6 +150,8 @@ class ProgramCache:
         """Drop all programs and what is known of shapes, as before the first batch."""
         self._programs.clear()
         self._form, self._like = None, {}
+        # The cut and the schedule too: those chosen for shapes that were refused need not fit the next ones.
+        self.module, self._config = self._given
         self.latest, self._latest_has_labels = None, False
 
     def clear(self) -> None:

@@ -124,6 +124,23 @@ def test_a_schedule_is_chosen_for_training_whatever_comes_first(monkeypatch: pyt
     assert engine.pipeline.schedule.__name__ == "GPipeSchedule"
 
 
+def test_what_was_chosen_for_refused_shapes_is_forgotten_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after a load that was refused: schedule and cut are chosen anew for the shapes that come."""
+    chosen = iter(["gpipe", "1f1b"])
+
+    def choose(*args: Any) -> Any:
+        return None, dataclasses.replace(args[5], schedule=next(chosen))
+
+    monkeypatch.setattr("jaxpipe.planner._plan.choose_settings", choose)
+    engine = build(config={"pipeline": {"schedule": "auto"}})
+    names = []
+    for length in (3, 5):
+        engine._trainer.programs.forget()
+        engine._trainer.build_for(entry(0, length))
+        names.append(engine.pipeline.schedule.__name__)
+    assert names == ["GPipeSchedule", "OneFOneBSchedule"]
+
+
 @pytest.mark.parametrize(
     ("spoil", "match"),
     [
