@@ -1,6 +1,10 @@
 """The step is compiled once, and its program does not grow with the number of microbatches."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -125,3 +129,34 @@ def test_a_scanned_trunk_does_not_grow_with_depth() -> None:
         return str(jaxpr).count("dot_general")
 
     assert products(2) == products(6)
+
+
+LOWER = """
+import hashlib, sys
+sys.path.insert(0, {tests!r})
+import jax
+jax.config.update("jax_num_cpu_devices", 8)
+from _oracle import Case
+for case in (Case(model="tied", stages=2, data=2), Case(model="attention", stages=2, schedule="zero-bubble")):
+    pipeline = case.pipeline()
+    text = pipeline.step.lower(pipeline.state_struct, pipeline.batch_struct).as_text()
+    print(hashlib.sha256(text.encode()).hexdigest())
+"""
+
+
+@pytest.mark.slow
+def test_every_process_lowers_the_same_program() -> None:
+    """Whatever the order of its sets: processes of one job must agree, and a cache of programs must be hit."""
+    script = LOWER.format(tests=str(Path(__file__).parents[1]))
+    texts = [
+        subprocess.run(
+            [sys.executable, "-c", script],
+            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)},
+            capture_output=True,
+            check=True,
+            text=True,
+        ).stdout.split()
+        for seed in ("0", "1", "2")
+    ]
+    assert len(texts[0]) == 2
+    assert texts[0] == texts[1] == texts[2]
