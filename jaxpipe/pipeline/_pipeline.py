@@ -407,10 +407,12 @@ class Pipeline:
         rows = self._sharding.row_spec
         arrays = self._place("params", params) | self._place("collections", collections)
         state = with_arrays(self.state_struct, arrays)
+        # On the devices: the optimiser's state never lies in host memory, which may not hold it.
         init = jax.jit(self._shard_map(self._programs.init_optimizer, (rows,), rows))
         return dataclasses.replace(state, opt_state=init(state.params), **self.init_scalars())
 
     def _shard_map(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+        # With check_vma=True a gradient through a branch on the device is wrong without a word (JAX 0.10, issue 40823).
         return jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
     def _whole_outputs(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -425,6 +427,7 @@ class Pipeline:
         specs, over_data = self._specs, P(None, "data")
         of_state, of_batch = jax.tree.map(lambda x: x.sharding, (state, self.batch_struct))
         if all(spec == over_data for spec in jax.tree.leaves(self._batch_specs, is_leaf=_is_spec)):
+            # One for all leaves: a batch of another structure then meets `check_batch`, not an error of jit's.
             of_batch = NamedSharding(self.mesh, over_data)
 
         def compiled(
@@ -433,6 +436,7 @@ class Pipeline:
             mapped = self._shard_map(function, (specs, self._batch_specs, *(other.spec for other in others)), out_specs)
 
             def checked(state: TrainState, batch: Batch, *rest: jax.Array) -> Any:
+                # Runs when JAX traces: batches that were placed by hand are checked once, and no step pays for it.
                 self.check_batch(batch)
                 with self._tracing():
                     return mapped(state, batch, *rest)

@@ -94,6 +94,7 @@ class _StageTables:
         split = self._only(backward, self._units_of(weight))
         whole = [-1 if half >= 0 else unit for unit, half in zip(backward, split, strict=True)]
         kept = forward if checked.training else [-1] * len(forward)
+        # A split backward gives its residuals back only when its weight gradient has run.
         residuals = assign_slots(self._num_units, kept, [whole, weight])
         pending = assign_slots(self._num_units, split, [weight])
         self.slots = Buffers(act_slots, grad_slots, residuals, pending)
@@ -142,6 +143,7 @@ class _StageTables:
         taken = self._only(computed, self._units_of(handed))
         slots = TransferBuffers(
             recv=assign_slots(self._num_units, received, [incoming]),
+            # The exchange is the first phase of a tick: what it sends has left its slot when the next value is written.
             send=assign_slots(self._num_units, outgoing, [sent], frees_first=True),
             local=assign_slots(self._num_units, handed, [taken]),
         )
@@ -184,6 +186,8 @@ class _StageTables:
 def _with_model_ends(tables: Tables[Table], placement: Placement) -> Tables[Table]:
     """Tell all stages which microbatch is at the model's input, at its loss, and back at its input."""
 
+    # All stages, and not only the one that runs it: inputs and labels may be sharded over the stages and are gathered
+    # by all of them at once, and so are vocabulary-parallel layers.
     def told(actions: Actions[Table], part: int) -> Table:
         stage, chunk = placement.home[part]
         at = zip(actions.microbatch[stage], actions.chunk[stage], strict=True)
@@ -198,12 +202,14 @@ def _with_model_ends(tables: Tables[Table], placement: Placement) -> Tables[Tabl
 
 def _unbuffered(tables: Tables[Table]) -> Buffers[bool]:
     def of(transfers: Transfers[Table]) -> TransferBuffers[bool]:
+        # Sent in the tick after it was made, always: then one value at a time waits, and needs no slot.
         made, sent = _marks(transfers.write), _marks(transfers.send)
         is_prompt = all([False, *one] == [*other, False] for one, other in zip(made, sent, strict=True))
         return TransferBuffers(
             recv=transfers.read == transfers.recv, send=is_prompt and any(map(any, sent)), local=False
         )
 
+    # Equal tables: what is written in a tick is read from the same slot in the same tick.
     pending = tables.pending_write == tables.pending_read
     return Buffers(of(tables.activations), of(tables.gradients), residuals=False, pending=pending)
 

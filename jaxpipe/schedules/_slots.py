@@ -65,6 +65,7 @@ def assign_slots(
             else:
                 slot_of[start] = depth
                 depth += 1
+        # The lowest free slot, so that garbage goes where a value would go next; `depth` is the spill slot.
         vacant.append(free[0] if free else depth)
         if not frees_first:
             for unit in ending:
