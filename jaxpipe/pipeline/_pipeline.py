@@ -412,7 +412,7 @@ class Pipeline:
         return dataclasses.replace(state, opt_state=init(state.params), **self.init_scalars())
 
     def _shard_map(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-        # With check_vma=True a gradient through a branch on the device is wrong without a word (JAX 0.10, issue 40823).
+        # With check_vma=True a gradient through a branch on the device is wrong without a word (jax-ml/jax#40823).
         return jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
     def _whole_outputs(self, function: Callable[..., Any]) -> Callable[..., Any]:
