@@ -24,7 +24,7 @@ from benchmarks._plots import draw
 from benchmarks._table import read_tables
 
 QUICK = {
-    "bubble": ["--cell-ms", "20", "--sizes", "4x8", "--steps", "1"],
+    "bubble": ["--action-ms", "20", "--sizes", "4x8", "--steps", "1"],
     "work": ["--repeats", "2"],
     "update": ["--repeats", "2"],
     "memory": ["--stages", "2", "--only", "1f1b,gpipe"],

@@ -46,7 +46,7 @@ PICTURES = (
     Picture(
         "compile", "total s", ("schedule", "trunk", "S", "blocks/S", "M"), (), "Seconds to build and compile", spread=""
     ),
-    Picture("gpu", "step ms", ("schedule", "chunks", "idle cells"), (), "Projected step, milliseconds"),
+    Picture("gpu", "step ms", ("schedule", "chunks", "idle actions"), (), "Projected step, milliseconds"),
 )
 
 

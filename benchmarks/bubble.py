@@ -1,17 +1,17 @@
 """How long does a pipelined step take beside the closed form of its schedule?
 
 Every layer sleeps in host callbacks, so simulated devices work truly in parallel whatever the number of cores, and the
-makespan of the compiled executor can be measured on a laptop. A layer sleeps F in its forward, and I and W in the two
-halves of its backward, one for each chunk of the model; the callbacks are counted, so that no cell can be left out.
+makespan of the compiled executor can be measured on a laptop. A layer sleeps F in its forward, and I and W in the input
+and the weight gradient, once for each chunk of the model; the callbacks are counted, so that no action can be left out.
 
 F : I : W is 1 : 1 : 1, then 1 : 1.5 : 1.5. `formula` is `jaxpipe.schedules.closed_form`, for `train` the sum over steps
-of the longest cell; `lockstep` is that sum over the formula for all of them, the least that is to be had. Expected: at
-most 1.05 of the formula everywhere, for `zero-bubble` with two chunks at 8x32 at most 1.03; about 3 ms a tick are the
+of the longest action; `lockstep` is that sum over the formula for all of them, the least to be had. Expected: at most
+1.05 of the formula everywhere, for `zero-bubble` with two chunks at 8x32 at most 1.03; about 3 ms a tick are the
 simulated devices' own.
 
 Steps are measured in several processes at once, when all have compiled: they only sleep. All take about 7 minutes.
 
-Run: python -m benchmarks.bubble [--cell-ms 100] [--sizes 4x16,8x32] [--only zero-bubble] [--steps 3] [--processes 8]
+Run: python -m benchmarks.bubble [--action-ms 100] [--sizes 4x16,8x32] [--only zero-bubble] [--steps 3] [--processes 8]
 """
 
 import argparse
@@ -41,18 +41,18 @@ COLUMNS = ("schedule", "chunks", "S", "M", "F:I:W", "formula s", "lockstep", "st
 
 @dataclass(frozen=True)
 class Case:
-    """One setting; `cells_s` are the seconds of F, I and W of one chunk."""
+    """One setting; `action_s` are the seconds of F, I and W of one chunk."""
 
     schedule: str
     num_chunks: int
     num_stages: int
     num_microbatches: int
-    cells_s: tuple[float, float, float]
+    action_s: tuple[float, float, float]
 
     @property
     def costs(self) -> tuple[float, float, float]:
         """Seconds of a whole stage's F, B and W, as the formulas take them."""
-        forward_s, input_s, weight_s = (self.num_chunks * x for x in self.cells_s)
+        forward_s, input_s, weight_s = (self.num_chunks * x for x in self.action_s)
         return forward_s, input_s + weight_s, weight_s
 
     @property
@@ -64,7 +64,7 @@ class Case:
 
     @property
     def lockstep_s(self) -> float:
-        """The sum over ticks of the longest cell."""
+        """The sum over ticks of the longest action."""
         kind = resolve_schedule(self.schedule, self.num_chunks)
         forward_s, backward_s, weight_s = self.costs
         program = lower_schedule(kind, self.num_microbatches, self.num_stages)
@@ -72,7 +72,7 @@ class Case:
 
 
 class Sleeps:
-    """The sleeping of a member's layers: how often each kind of cell slept."""
+    """The sleeping of a member's layers: how often each kind of action slept."""
 
     def __init__(self) -> None:
         self.counts: collections.Counter[str] = collections.Counter()
@@ -86,7 +86,7 @@ class Sleeps:
         return x
 
 
-def make_layer(sleeps: Sleeps, cells_s: Sequence[float]) -> Callable[..., Any]:
+def make_layer(sleeps: Sleeps, action_s: Sequence[float]) -> Callable[..., Any]:
     """The identity of x; the gradient of w comes from a product, so that it can wait."""
     import jax
 
@@ -94,7 +94,7 @@ def make_layer(sleeps: Sleeps, cells_s: Sequence[float]) -> Callable[..., Any]:
         callback = functools.partial(sleeps.sleep, kind, seconds)
         return lambda x: jax.pure_callback(callback, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
 
-    forward, to_input, to_weight = map(sleeping, "FIW", cells_s)
+    forward, to_input, to_weight = map(sleeping, "FIW", action_s)
 
     @jax.custom_vjp
     def layer(x: jax.Array, w: jax.Array) -> jax.Array:
@@ -120,7 +120,7 @@ def make_step(case: Case, sleeps: Sleeps) -> Callable[[], float]:
     from jaxpipe.config import PipelineConfig, TrainConfig
     from jaxpipe.topology import make_pipeline_mesh
 
-    layer = make_layer(sleeps, case.cells_s)
+    layer = make_layer(sleeps, case.action_s)
 
     class Sleeper(nn.Module):
         @nn.compact
@@ -170,7 +170,7 @@ def measure(cases: Sequence[Case], num_steps: int, num_processes: int) -> list[l
     """Seconds of each case's steps.
 
     Raises:
-        SystemExit: A process failed, or a cell did not run as often as it must.
+        SystemExit: A process failed, or an action did not run as often as it must.
     """
     shares: list[list[int]] = [[] for _ in range(min(num_processes, len(cases)))]
     for i in sorted(range(len(cases)), key=lambda i: -cases[i].formula_s):
@@ -193,9 +193,9 @@ def measure(cases: Sequence[Case], num_steps: int, num_processes: int) -> list[l
         for i, line in zip(share, process.communicate()[0].splitlines(), strict=True):
             result = json.loads(line)
             found[i] = result["seconds"]
-            cells = cases[i].num_stages * cases[i].num_chunks * cases[i].num_microbatches * num_steps
-            if result["counts"] != dict.fromkeys("FIW", cells):
-                raise SystemExit(f"each kind of cell must run {cells} times, but {cases[i]} ran {result['counts']}.")
+            runs = cases[i].num_stages * cases[i].num_chunks * cases[i].num_microbatches * num_steps
+            if result["counts"] != dict.fromkeys("FIW", runs):
+                raise SystemExit(f"each kind of action must run {runs} times, but {cases[i]} ran {result['counts']}.")
     return [found[i] for i in range(len(cases))]
 
 
@@ -208,7 +208,7 @@ def _tell(process: subprocess.Popen[str], line: str) -> None:
 def main() -> None:
     """Print a line for each schedule and size."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cell-ms", type=float, default=100.0, help="the shortest cell, of one chunk")
+    parser.add_argument("--action-ms", type=float, default=100.0, help="the shortest action, of one chunk")
     parser.add_argument("--sizes", default="4x16,8x32", help="stages x microbatches")
     parser.add_argument("--only", default=",".join(dict(SCHEDULES)), help="schedules")
     parser.add_argument("--steps", type=int, default=3)
@@ -218,11 +218,11 @@ def main() -> None:
     if options.member:
         member()
         return
-    cell_s = options.cell_ms / 1e3
+    shortest_s = options.action_ms / 1e3
     names = options.only.split(",")
     cases = [
-        Case(name, chunks, num_stages, num_microbatches, (cell_s, half * cell_s, half * cell_s))
-        for half in (1.0, 1.5)
+        Case(name, chunks, num_stages, num_microbatches, (shortest_s, ratio * shortest_s, ratio * shortest_s))
+        for ratio in (1.0, 1.5)
         for num_stages, num_microbatches in (map(int, size.split("x")) for size in options.sizes.split(","))
         for name, chunks in SCHEDULES
         if name in names
@@ -234,7 +234,7 @@ def main() -> None:
         ratios = sorted(s / ideal for s in seconds)
         print_row(
             *(case.schedule, case.num_chunks, case.num_stages, case.num_microbatches),
-            ":".join(f"{x / cell_s:g}" for x in case.cells_s),
+            ":".join(f"{x / shortest_s:g}" for x in case.action_s),
             *(f"{ideal:.2f}", f"{case.lockstep_s / ideal:.3f}", f"{statistics.median(seconds):.2f}"),
             *(f"{statistics.median(ratios):.3f}", f"{ratios[0]:.3f} to {ratios[-1]:.3f}"),
         )

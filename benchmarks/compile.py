@@ -2,7 +2,7 @@
 
 By the clock, medians of runs in turn; `ratio` is the total over that of the first row of its table. Expected: 96 equal
 blocks on 8 stages below 60 s, with the trunk scanned at most 1.3 times as long as 48; independent of the number of
-microbatches; growing with depth where the trunk is unrolled. Schedules with several chunks compile the cells of each:
+microbatches; growing with depth where the trunk is unrolled. Schedules with several chunks compile the actions of each:
 up to twice as long as 1f1b for two.
 
 Run: python -m benchmarks.compile [--repeats 3]

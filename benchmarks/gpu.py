@@ -1,13 +1,13 @@
 """What does a pipeline stage cost on a real GPU, and how long would a step on eight of them take?
 
-- Stage: seconds of the forward (F) and of both halves of the backward (I, W) of a stage of transformer blocks in
+- Stage: seconds of the forward (F) and of input and weight gradient (I, W) of a stage of transformer blocks in
   bfloat16, and its share of the device's peak (`mfu`): 72 D^2 + 12 T D floating-point operations a token and block,
   all of the attention's square counted, over the peak.
-- Branch: the same work in a loop over ticks, straight and behind a branch on the device's table of cells.
+- Branch: the same work in a loop over ticks, straight and behind a branch on the device's table of actions.
 - Tick: what a step of a model that computes next to nothing takes longer for each microbatch more.
 - One stage: jaxpipe's step on one device beside a hand-written one that sums gradients over microbatches.
 - Projection: the step on `--stages` devices from F, I, W, the tick and the branch, per schedule, without exchanges.
-- With two devices or more also the real pipeline over all of them, idle cells skipped and computed.
+- With two devices or more also the real pipeline over all of them, idle actions skipped and computed.
 
 Expected on one H200: a branch 10 to 30 us, a tick below 100 us, one stage at most 1.03 of the hand-written step, mfu of
 the larger stage above 0.45.
@@ -121,15 +121,15 @@ def branch_costs(size: Size, repeats: int) -> tuple[float, float]:
     run, params, x = stage_of(size)
 
     def loop(active: jax.Array, *, skips: bool) -> Any:
-        def cell(x: jax.Array) -> tuple:
+        def action(x: jax.Array) -> tuple:
             y, pullback = jax.vjp(run, params, x)
             grads, dx = pullback(y)
             return y + dx, grads
 
         def tick(carry: tuple, is_active: jax.Array) -> tuple:
             x, total = carry
-            zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(cell, x))
-            y, grads = jax.lax.cond(is_active, cell, lambda _: zeros, x) if skips else cell(x)
+            zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(action, x))
+            y, grads = jax.lax.cond(is_active, action, lambda _: zeros, x) if skips else action(x)
             return (y / 2, jax.tree.map(lambda t, g: t + g.astype(t.dtype), total, grads)), None
 
         total = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
@@ -240,7 +240,7 @@ def report(size: Size, num_stages: int, repeats: int, peak: float | None) -> Non
         if (count := jax.device_count()) > 1:
             taken_s = pipelined_s(size, count, repeats, skips=skips)
             share = mfu(size.step_flops(count), taken_s)
-            print_row(f"jaxpipe, S = {count}, idle cells {name}", f"{taken_s * 1e3:.2f}", share)
+            print_row(f"jaxpipe, S = {count}, idle actions {name}", f"{taken_s * 1e3:.2f}", share)
     costs = StageCosts(
         forward_s, input_s, weight_s, tick_overhead_s=overhead_s, branch_overhead_s=max(branched_s - straight_s, 0.0)
     )
@@ -248,7 +248,7 @@ def report(size: Size, num_stages: int, repeats: int, peak: float | None) -> Non
     print(
         f"\nProjected on {num_stages} stages of {size.num_blocks} blocks, M = {num_microbatches}, without exchanges:\n"
     )
-    print_head("schedule", "chunks", "idle cells", "step ms", "of ideal", "mfu of the blocks", "in flight")
+    print_head("schedule", "chunks", "idle actions", "step ms", "of ideal", "mfu of the blocks", "in flight")
     counts = {n: n * -(-size.num_blocks // n) / size.num_blocks for n in (1, 2, 4) if n <= size.num_blocks}
     choice = choose_schedule(costs, num_stages, num_microbatches, chunk_counts=counts)
     for one in choice.candidates:

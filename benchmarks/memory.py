@@ -2,7 +2,7 @@
 
 Temporary bytes per device as XLA plans them; inputs and state are not among them. `slots` are those of the ring that
 holds what waits between forward and backward, counted on each chunk, `formula` what the schedule's documentation says
-(v chunks: divide by v for whole stages), `pending` the halves of backwards that wait. Expected: slots equal to the
+(v chunks: divide by v for whole stages), `pending` the weight gradients that wait. Expected: slots equal to the
 formula; bytes flat in the number of microbatches for every schedule but gpipe; with recompute little more than the
 stage inputs in flight; `1f1b-v` below `1f1b`, `zero-bubble` above it by what is pending.
 

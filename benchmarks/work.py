@@ -97,7 +97,7 @@ def pipelined_step(pipeline: jaxpipe.Pipeline) -> Callable[[], float]:
 
 
 def ring_bytes(pipeline: jaxpipe.Pipeline) -> int:
-    """Bytes that wait for one microbatch on all stages, between forward and backward and between its halves."""
+    """Residual bytes of one microbatch on all stages, with those that wait from input to weight gradient."""
     parts = pipeline._stages
     waiting = jax.tree.leaves((parts.residuals, parts.pending if pipeline.program.has_split_backward else ()))
     return len(pipeline.part_stages) * sum(math.prod(x.shape) * x.dtype.itemsize for x in waiting)

@@ -22,7 +22,7 @@ from jaxpipe.schedules import (
 
 
 class UserSchedule(PipeSchedule):
-    """Built from the times of its cells; sends one step after the computing, one buffer for each microbatch."""
+    """Built from the times of its actions; sends one step after the computing, one buffer for each microbatch."""
 
     weight_delay: ClassVar[int | None] = None
 
@@ -35,7 +35,7 @@ class UserSchedule(PipeSchedule):
     def is_split(self, microbatch: int) -> bool:
         return self.weight_delay is not None
 
-    def cells(self) -> Iterator[tuple[int, int, PipeInstruction]]:
+    def timed_steps(self) -> Iterator[tuple[int, int, PipeInstruction]]:
         """Step, place in the step, instruction."""
         s = self.stage_id
         for m in range(self.micro_batches):
@@ -59,7 +59,7 @@ class UserSchedule(PipeSchedule):
         stages, microbatches = range(self.stages), range(self.micro_batches)
         end = max(self.backward_time(s, m) for s in stages for m in microbatches) + (self.weight_delay or 0)
         listing: list[list[PipeInstruction]] = [[] for _ in range(end + 1)]
-        for step, _, command in sorted(self.cells(), key=lambda cell: cell[:2]):
+        for step, _, command in sorted(self.timed_steps(), key=lambda timed: timed[:2]):
             listing[step].append(command)
         listing[end] += [ReduceTiedGrads(), ReduceGrads(), OptimizerStep()]
         return iter(listing)
@@ -86,7 +86,7 @@ class LastInFirstOutSchedule(UserSchedule):
 
 
 class SplitSchedule(UserSchedule):
-    """1F1B on combined ticks, the weight half of each backward two steps after the input half."""
+    """1F1B on combined ticks, the weight gradient of each backward two steps after the input gradient."""
 
     weight_delay = 2
 
@@ -98,7 +98,7 @@ class SplitSchedule(UserSchedule):
 
 
 class SplitAtOnceSchedule(SplitSchedule):
-    """Both halves of a backward in one step."""
+    """Input and weight gradient in one step."""
 
     weight_delay = 0
 
@@ -129,12 +129,12 @@ class TwoChunkSchedule(PipeSchedule):
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
         listing: list[list[PipeInstruction]] = [[] for _ in range(2 * self.micro_batches + 4 * self.stages)]
-        for step, _, command in sorted(self._cells(), key=lambda cell: cell[:2]):
+        for step, _, command in sorted(self._timed_steps(), key=lambda timed: timed[:2]):
             listing[step].append(command)
         listing[-1] += [ReduceTiedGrads(), ReduceGrads(), OptimizerStep()]
         return iter(listing)
 
-    def _cells(self) -> Iterator[tuple[int, int, PipeInstruction]]:
+    def _timed_steps(self) -> Iterator[tuple[int, int, PipeInstruction]]:
         last = 2 * self.stages - 1
         for chunk in range(2):
             virtual = self.virtual_stage(self.stage_id, chunk)

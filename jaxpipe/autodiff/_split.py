@@ -206,7 +206,7 @@ def split_backward(residuals: Residuals, params: PyTree, layers: str) -> SplitBa
         layers: What it is the backward of, for the log.
 
     Returns:
-        The halves.
+        Input and weight gradient.
     """
     split = SplitBackward(residuals, params)
     if split.reason and jax.tree.leaves(params):

@@ -35,7 +35,7 @@ class PipelineConfig(Section):
         partition: Name of the partition method, or the layer boundaries; `'best'` takes the module's method.
         schedule: Name of the training schedule, or (in a dictionary) a `PipeSchedule` class; `'auto'` chooses one.
         activation_checkpoint_interval: Number of layers per recomputed group; 0 takes the module's.
-        skip_idle: Whether idle cells are branched around instead of computed and dropped; `'auto'` decides by backend
+        skip_idle: Whether idle actions are branched around instead of computed and dropped; `'auto'` decides by backend
             and schedule.
         scan_trunk: Whether equal layers of a stage run as one scan, for compile time that does not grow with depth; it
             costs a copy of the trunk's parameters per step.
@@ -43,7 +43,7 @@ class PipelineConfig(Section):
             reads the key and does nothing with it.
         num_chunks: Model chunks on each stage, for schedules that interleave them; `'auto'` takes the schedule's own
             number, or leaves it to the schedule `'auto'`.
-        max_pending_weights: The most weight halves of backwards, counted on each chunk, that the schedule
+        max_pending_weights: The most weight gradients, counted on each chunk, that the schedule
             `'zero-bubble'` keeps pending on a stage; `'auto'` takes the schedule's own number.
         memory_limit_gb: What the schedule `'auto'` and the partition `'profile'` may plan for on a device, in GB of
             10^9 bytes, all that training holds included; refused where neither is used. `'auto'` takes the device's

@@ -24,7 +24,7 @@ class Epilogue:
 
     def __init__(self, blueprint: Blueprint) -> None:
         self._module, self._params, self._collections = blueprint.module, blueprint.params, blueprint.collections
-        self._last = blueprint.placement.home[-1][0]
+        self._last = blueprint.placement.locations[-1][0]
         self._layers = blueprint.cuts[-1].epilogue
         self._stage = blueprint.params.stages[self._last]
         self._names = self._stage.names_of(self._layers)

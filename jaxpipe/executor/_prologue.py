@@ -207,7 +207,7 @@ class Prologue:
         return (offset, *context, self._collections.views(program.stage, program.layers, collections))
 
     def _build(self, blueprint: Blueprint, cut: StageCut, virtual_stage: int) -> _Program:
-        s = blueprint.placement.home[virtual_stage][0]
+        s = blueprint.placement.locations[virtual_stage][0]
         stage = self._params.stages[s]
 
         def run(leaves: dict[str, jax.Array], inputs: PyTree, context: tuple, *, train: bool) -> tuple[PyTree, Any]:
@@ -239,7 +239,7 @@ class Prologue:
         # own on each stage: neither can share another's branch.
         if virtual_stage == 0 or any(named.tied_key is not None for named in layers):
             return ("virtual stage", virtual_stage)
-        s = blueprint.placement.home[virtual_stage][0]
+        s = blueprint.placement.locations[virtual_stage][0]
         names = self._params.stages[s].names_of(cut.prologue)
         slots = tuple(self._params.layout.slot(s, name) for name in names)
         collections = self._collections.slots(s, cut.prologue)

@@ -58,7 +58,7 @@ class Stage:
         section, boundaries, split = plan.config.pipeline, plan.parts, plan.program.has_split_backward
         self.placement = placement = plan.placement
         self._grad_dtype = plan.config.data_types.grad_accum_dtype
-        self.last = len(placement.home) - 1
+        self.last = len(placement.locations) - 1
         self.compute_dtype = dtype = module.compute_dtype
         signatures = layer_signatures(module.layers, trace, dtype) if self.last else (None,) * len(module.layers)
         cuts = cut_stages(signatures, boundaries)
@@ -99,7 +99,7 @@ class Stage:
                 of_prologue = list(self.prologue.aux[v].names)
                 of_stage += of_prologue + [("", "")] * (self.prologue.num_reported - len(of_prologue))
                 of_stage += self.trunk.aux[v].names
-            names.append(of_stage + list(self.epilogue.aux.names if s == self.placement.home[-1][0] else ()))
+            names.append(of_stage + list(self.epilogue.aux.names if s == self.placement.locations[-1][0] else ()))
         return names
 
     def forward(
@@ -205,7 +205,7 @@ class Stage:
         return self.vocab_input.gradients(weights.storage, batch.inputs, batch.context, given)
 
     def vocab_loss_and_gradients(
-        self, weights: Weights, batch: Microbatch, is_home: jax.Array, output: PyTree, cotangent: jax.Array
+        self, weights: Weights, batch: Microbatch, is_last: jax.Array, output: PyTree, cotangent: jax.Array
     ) -> tuple[jax.Array, dict[str, jax.Array], PyTree]:
         """Run the vocabulary-parallel last layers and the loss, on all stages.
 
@@ -216,7 +216,7 @@ class Stage:
         assert self.vocab_loss is not None
         inputs = self.activations.unpack(self.last, output)
         loss, grads, gradient = self.vocab_loss.loss_and_gradients(
-            weights.storage, is_home, inputs, batch.labels, batch.context, cotangent
+            weights.storage, is_last, inputs, batch.labels, batch.context, cotangent
         )
         return loss, grads, self.gradients.pack(self.last, gradient)
 
@@ -228,12 +228,12 @@ class Stage:
         return self.trunk.evaluate(at, weights.trunk, collections, x, batch.context)
 
     def outputs(
-        self, weights: Weights, batch: Microbatch, is_home: jax.Array, collections: PyTree, output: PyTree
+        self, weights: Weights, batch: Microbatch, is_last: jax.Array, collections: PyTree, output: PyTree
     ) -> PyTree:
         """Run the layers after the last trunk outside training: the model's output, or this stage's slices of it."""
         inputs = self.activations.unpack(self.last, output)
         if self.vocab_loss is not None:
-            return self.vocab_loss.outputs_of(weights.storage, is_home, inputs, batch.context)
+            return self.vocab_loss.outputs_of(weights.storage, is_last, inputs, batch.context)
         return self.epilogue.outputs(weights.storage, collections, inputs, batch.context)
 
     @property

@@ -209,11 +209,11 @@ class TrainLoop(TickLoop):
         self, device: Device, run: TickRun, carry: TrainCarry, row: Row, batch: Microbatch, output: PyTree
     ) -> PyTree:
         """Run the last layers and the loss on all stages; gives the gradient of the output where the last part is."""
-        is_home = self.is_last(device, row.forward.chunk)
+        is_last = self.is_last(device, row.forward.chunk)
         batch = dataclasses.replace(batch, context=device.batch.context(row.loss_microbatch))
 
         def compute() -> PyTree:
-            return self.stage.vocab_loss_and_gradients(device.weights, batch, is_home, output, device.cotangents.main)
+            return self.stage.vocab_loss_and_gradients(device.weights, batch, is_last, output, device.cotangents.main)
 
         loss, grads, gradient = self.on_all_stages(
             run, self.program.tables.loss_microbatch, row.loss_microbatch, compute
@@ -309,7 +309,7 @@ class TrainLoop(TickLoop):
 
 def _loss_is_followed_by_backward(program: TickProgram, stage: Stage) -> bool:
     """True if every loss is followed by its backward in the same tick, so that its gradient need not wait."""
-    last_stage, last_chunk = stage.placement.home[-1]
+    last_stage, last_chunk = stage.placement.locations[-1]
     forward, backward = (
         list(zip(actions.chunk[last_stage], actions.microbatch[last_stage], strict=True))
         for actions in (program.tables.forward, program.tables.backward)

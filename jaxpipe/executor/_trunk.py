@@ -39,9 +39,9 @@ class Trunk:
         # All trunks are the same program: it is built once, from the layers of the first virtual stage, and the others
         # differ in their parameters and in the layer indices that go into random keys.
         self._layers = blueprint.cuts[0].trunk
-        self._home = blueprint.placement.home[0][0]
-        self._stage = blueprint.params.stages[self._home]
-        self._in_chunk = [blueprint.cuts[v].trunk for v in blueprint.placement.virtual[self._home]]
+        self._first_stage = blueprint.placement.locations[0][0]
+        self._stage = blueprint.params.stages[self._first_stage]
+        self._in_chunk = [blueprint.cuts[v].trunk for v in blueprint.placement.virtual[self._first_stage]]
         """By chunk its layers on the stage of the first virtual stage."""
         self._names = [
             dict(zip(self._own_names(self._layers), self._own_names(at), strict=True)) for at in self._in_chunk
@@ -186,17 +186,19 @@ class Trunk:
         return jnp.asarray(self._starts, jnp.int32)[at.index] - self._starts[0]
 
     def _collections_of(self, at: VirtualStage, collections: PyTree) -> list[PyTree]:
-        each = [self._collections.views(self._home, layers, collections) for layers in self._in_chunk]
+        each = [self._collections.views(self._first_stage, layers, collections) for layers in self._in_chunk]
         if isinstance(at.chunk, int):
             return each[at.chunk]
         return jax.tree.map(lambda *xs: jnp.stack(xs)[at.chunk], *each)
 
     def _put(self, at: VirtualStage, collections: PyTree, new: list[PyTree]) -> PyTree:
         if isinstance(at.chunk, int):
-            return self._collections.put(self._home, self._in_chunk[at.chunk], collections, new)
+            return self._collections.put(self._first_stage, self._in_chunk[at.chunk], collections, new)
         for chunk, layers in enumerate(self._in_chunk):
-            old = self._collections.views(self._home, layers, collections)
-            collections = self._collections.put(self._home, layers, collections, select(at.chunk == chunk, new, old))
+            old = self._collections.views(self._first_stage, layers, collections)
+            collections = self._collections.put(
+                self._first_stage, layers, collections, select(at.chunk == chunk, new, old)
+            )
         return collections
 
     def _train(self, params: PyTree, inputs: PyTree, context: tuple) -> tuple[PyTree, tuple[PyTree, jax.Array]]:

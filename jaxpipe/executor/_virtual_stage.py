@@ -38,5 +38,5 @@ class VirtualStage:
 
     def is_at(self, index: int) -> jax.Array:
         """True if it is a given virtual stage; -1: the last."""
-        stage, chunk = self.placement.home[index]
+        stage, chunk = self.placement.locations[index]
         return (self.stage == stage) & (jnp.asarray(self.chunk) == chunk)

@@ -101,7 +101,7 @@ class VocabInput(_VocabParallel):
 class VocabLoss(_VocabParallel):
     """The last layers and the loss, as one fused value and gradient.
 
-    Only from the first split layer on do all stages compute the same. The layers before it count on the home stage, the
+    Only from the first split layer on do all stages compute the same. The layers before it count on the last stage, the
     one that holds the last part, and what they hand over is then given to all: the cotangent of what all stages have
     is, on each of them, a share of the whole, and a layer whose backward is not linear must not see shares. Within a
     split layer it does: what `VocabHead` is given by its own layer has the cotangent of one slice of the logits.
@@ -134,17 +134,17 @@ class VocabLoss(_VocabParallel):
                 "collectives over 'stage'. Use vocab_cross_entropy of jaxpipe.layers, or a head that is not split."
             )
 
-    def outputs_of(self, storage: PyTree, is_home: jax.Array, inputs: PyTree, context: Context) -> PyTree:
+    def outputs_of(self, storage: PyTree, is_last: jax.Array, inputs: PyTree, context: Context) -> PyTree:
         """The model's output on this stage, outside training.
 
         Args:
             storage: This stage's parameters.
-            is_home: Whether this stage holds the last part; its `inputs` count.
+            is_last: Whether this stage holds the last part; its `inputs` count.
             inputs: The trunk's output.
             context: The microbatch's key and side inputs.
         """
         params = self._take(storage, self._unsharded), self._take(storage, self._sharded)
-        return self._outputs(is_home, *params, inputs, context, train=False)
+        return self._outputs(is_last, *params, inputs, context, train=False)
 
     def whole(self, outputs: PyTree) -> PyTree:
         """Outputs put together from those of all stages."""
@@ -158,7 +158,7 @@ class VocabLoss(_VocabParallel):
     def loss_and_gradients(
         self,
         storage: PyTree,
-        is_home: jax.Array,
+        is_last: jax.Array,
         inputs: PyTree,
         labels: PyTree,
         context: Context,
@@ -168,7 +168,7 @@ class VocabLoss(_VocabParallel):
 
         Args:
             storage: This stage's parameters.
-            is_home: Whether this stage holds the last part; its `inputs` count.
+            is_last: Whether this stage holds the last part; its `inputs` count.
             inputs: The trunk's output.
             labels: The microbatch's labels, on all stages.
             context: The microbatch's key and side inputs, on all stages.
@@ -181,34 +181,34 @@ class VocabLoss(_VocabParallel):
 
         def scaled_loss(unsharded: Leaves, sharded: Leaves, values: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
             inputs_now = replace_differentiable(inputs, values)
-            outputs = self._outputs(is_home, unsharded, sharded, inputs_now, context, train=True)
+            outputs = self._outputs(is_last, unsharded, sharded, inputs_now, context, train=True)
             # Every stage computes the whole loss. One of them starts the backward: with all, psums would add them up.
-            loss = jnp.where(is_home, self._module.loss_terms(outputs, labels)[0].astype(jnp.float32), 0.0)
+            loss = jnp.where(is_last, self._module.loss_terms(outputs, labels)[0].astype(jnp.float32), 0.0)
             return loss * cotangent, loss
 
         params = self._take(storage, self._unsharded), self._take(storage, self._sharded)
         gradient = jax.grad(scaled_loss, argnums=(0, 1, 2), has_aux=True)
         (unsharded, sharded, dx), loss = gradient(*params, differentiable(inputs))
         # Elsewhere the layers before the sharded one ran on garbage: selected away, as NaN * 0 would stay NaN.
-        unsharded, dx = select(is_home, (unsharded, dx), zeros_of((unsharded, dx)))
+        unsharded, dx = select(is_last, (unsharded, dx), zeros_of((unsharded, dx)))
         # A parameter tied between layers of the two kinds has a gradient from each.
         both = {name: unsharded[name] + sharded[name] for name in unsharded.keys() & sharded.keys()}
         return loss, {**unsharded, **sharded, **both}, dx
 
     def _outputs(
-        self, is_home: jax.Array, unsharded: Leaves, sharded: Leaves, inputs: PyTree, context: Context, *, train: bool
+        self, is_last: jax.Array, unsharded: Leaves, sharded: Leaves, inputs: PyTree, context: Context, *, train: bool
     ) -> PyTree:
         handed = self._run(self._unsharded, unsharded, inputs, context, train=train)
-        return self._run(self._sharded, sharded, _from_home(is_home, handed), context, train=train)
+        return self._run(self._sharded, sharded, _from_last(is_last, handed), context, train=train)
 
 
-def _from_home(is_home: jax.Array, tree: PyTree) -> PyTree:
-    """Value of the home stage, on all stages."""
+def _from_last(is_last: jax.Array, tree: PyTree) -> PyTree:
+    """Value of the last stage, on all stages."""
 
     def one(leaf: jax.Array) -> jax.Array:
-        # A psum of zeros and one value is a broadcast whose transpose sends the cotangent home again.
+        # A psum of zeros and one value is a broadcast whose transpose sends the cotangent back.
         number = leaf.astype(jnp.int32) if leaf.dtype == jnp.bool_ else leaf
-        total = jax.lax.psum(jnp.where(is_home, number, jnp.zeros((), number.dtype)), _AXIS)
+        total = jax.lax.psum(jnp.where(is_last, number, jnp.zeros((), number.dtype)), _AXIS)
         return total.astype(leaf.dtype)
 
     return jax.tree.map(one, tree)

@@ -19,16 +19,16 @@ class LayerCost:
         forward_s: Seconds of its forward.
         backward_s: Seconds of its whole backward, with what that recomputes.
         weight_s: The part of `backward_s` that makes the gradients of its parameters; the rest makes those of its
-            inputs. Known only where the halves of the backward were looked at.
+            inputs. Known only where the split backward was looked at.
         num_params: Parameters that an optimiser updates; shared ones count in each layer that holds them.
-        kept_bytes: Bytes that wait between forward and backward, if it stands alone. Where the model recomputes: its
-            inputs, if it begins a recomputed group.
+        residual_bytes: Bytes of its residuals, which wait from forward to backward, if it stands alone. Where the
+            model recomputes: its inputs, if it begins a recomputed group.
         shared_bytes: How many of these it does not add where the layer before it stands in the same part: what that
             keeps in any case, or what both need.
         recomputed_bytes: Bytes that a backward has to make again before it begins; 0 where nothing is recomputed.
         is_marked: Whether it recomputes itself, outside the groups.
-        pending_bytes: Bytes that wait beside those kept, between the two halves of its backward where that is cut in
-            two; known only where the halves were looked at.
+        pending_bytes: Bytes that wait beside the residuals, from its input gradient to its weight gradient, where its
+            backward is split; known only where that was looked at.
         is_everywhere: Whether all stages run it together: then `num_params` is each stage's share of its parameters,
             which every stage holds, whichever part it is in.
     """
@@ -37,7 +37,7 @@ class LayerCost:
     backward_s: float
     weight_s: float = 0.0
     num_params: int = 0
-    kept_bytes: int = 0
+    residual_bytes: int = 0
     recomputed_bytes: int = 0
     is_marked: bool = False
     pending_bytes: int = 0
@@ -145,7 +145,7 @@ class Profile:
             layer = self.layers[index]
             num_params += 0 if layer.is_everywhere else layer.num_params
             if self._begins_group(first, index):
-                kept, group = kept + layer.kept_bytes - (layer.shared_bytes if index > first else 0), 0
+                kept, group = kept + layer.residual_bytes - (layer.shared_bytes if index > first else 0), 0
             group += layer.recomputed_bytes
             largest = max(largest, group)
             yield num_params, kept, largest

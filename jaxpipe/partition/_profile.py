@@ -180,7 +180,7 @@ def _too_small(profile: Profile, num_stages: int, least: Sequence[int], limit: i
 
 def _bare(layer: LayerCost) -> LayerCost:
     """A layer that keeps nothing but its parameters."""
-    return dataclasses.replace(layer, kept_bytes=0, shared_bytes=0, recomputed_bytes=0)
+    return dataclasses.replace(layer, residual_bytes=0, shared_bytes=0, recomputed_bytes=0)
 
 
 def _check_parts(memory: StageMemory, num_stages: int, num_parts: int) -> None:

@@ -25,7 +25,7 @@ def describe_pipeline(pipeline: Pipeline, max_width: int = 120) -> str:
     places = f" x {_count(num_model, 'place')} of the model axis" if num_model else ""
     leaves = jax.tree.leaves(pipeline.state_struct.params)
     num_bytes = sum(x.size * x.dtype.itemsize // x.shape[0] for x in leaves)
-    on_device, on_host = pipeline.kept_bytes
+    on_device, on_host = pipeline.residual_bytes
     hosted = f" on the device, {_size(on_host)} in host memory" if on_host else ""
     lines = [
         format_partition(
@@ -45,11 +45,10 @@ def describe_pipeline(pipeline: Pipeline, max_width: int = 120) -> str:
         "",
         f"alike on every stage: {_count(len(pipeline.cuts[0].trunk), 'layer')}; parameters per device: "
         f"{_size(num_bytes)}",
-        f"kept for the backward of each microbatch: {_size(on_device)}{hosted}; room for "
-        f"{pipeline.program.residual_slots}",
+        f"residuals of each microbatch: {_size(on_device)}{hosted}; slots: {pipeline.program.residual_slots}",
     ]
     if pipeline.ends.layers:
-        lines.append(f"run by all stages together: {', '.join(names[i] for i in pipeline.ends.layers)}")
+        lines.append(f"vocabulary-parallel, on all stages: {', '.join(names[i] for i in pipeline.ends.layers)}")
     return "\n".join(lines)
 
 

@@ -230,7 +230,7 @@ class Pipeline:
     @property
     def part_stages(self) -> tuple[int, ...]:
         """The stage that holds each virtual stage."""
-        return tuple(stage for stage, _ in self.plan.placement.home)
+        return tuple(stage for stage, _ in self.plan.placement.locations)
 
     @property
     def cuts(self) -> tuple[StageCut, ...]:
@@ -243,7 +243,7 @@ class Pipeline:
         return self._stages.ends
 
     @property
-    def kept_bytes(self) -> tuple[int, int]:
+    def residual_bytes(self) -> tuple[int, int]:
         """Bytes of the residuals of one microbatch and one chunk: on a device, and in host memory."""
         sizes = [0, 0]
         pair = self._stages.residuals, self._stages.is_hosted

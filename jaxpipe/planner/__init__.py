@@ -1,4 +1,4 @@
-"""Costs of layers, and what is decided by them before a pipeline is built: schedule, cut and idle cells."""
+"""Costs of layers, and what is decided by them before a pipeline is built: schedule, cut and idle actions."""
 
 from ._plan import make_plan as make_plan
 

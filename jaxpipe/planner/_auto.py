@@ -36,7 +36,7 @@ def choose_settings(
     section: PipelineConfig,
     param_size: float = 16.0,
 ) -> tuple[Choice, PipelineConfig]:
-    """Choose schedule, chunks and what is done in idle cells, and log why; all processes call.
+    """Choose schedule, chunks and whether idle actions are skipped, and log why; all processes call.
 
     Layers are timed on the mesh's devices, or their operations counted where nothing can be run on these.
 
@@ -46,8 +46,8 @@ def choose_settings(
         mesh: The devices.
         labels: Shapes and dtypes of a microbatch's labels.
         num_microbatches: Microbatches per step.
-        section: The settings, with `schedule="auto"`; chunks, pending weight halves and what is done in idle cells are
-            kept to where they are set.
+        section: The settings, with `schedule="auto"`; `num_chunks`, `max_pending_weights` and `skip_idle` stay as they
+            are where they are set.
         param_size: Bytes of a parameter, its gradient and the optimiser's numbers for it.
 
     Returns:
@@ -59,7 +59,7 @@ def choose_settings(
         LayerError: A layer cannot be differentiated.
     """
     runs = can_measure(mesh)
-    profile = profile_layers(module, trace, mesh, labels, "times" if runs else "counts", halves=True)
+    profile = profile_layers(module, trace, mesh, labels, "times" if runs else "counts", split_backward=True)
     cuts = _possible_cuts(module, trace, profile, unless_auto(section.num_chunks))
     parts = cuts[min(cuts)]
     costs, num_params, recomputed_bytes = _largest_stage(profile, parts, module.num_stages)
@@ -160,7 +160,7 @@ def _largest_stage(profile: Profile, parts: tuple[int, ...], num_stages: int) ->
 
 
 def _overheads(mesh: Mesh, activation: PyTree) -> tuple[float, float]:
-    """Seconds that a tick takes beside its cells, and that a branch around a cell takes, as process 0 measures them."""
+    """Seconds that a tick takes beside its actions, and that a branch around one takes, as process 0 measures them."""
     num_stages = mesh.shape["stage"]
     pairs = [(s, (s + 1) % num_stages) for s in range(num_stages)]
 

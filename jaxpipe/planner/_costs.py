@@ -51,7 +51,7 @@ class LayerWork:
         return differentiable(jax.eval_shape(self.residuals.forward, self.params, self.inputs, self.context)[0])
 
     @property
-    def kept_bytes(self) -> int:
+    def residual_bytes(self) -> int:
         """Bytes of residuals that wait on the device between forward and backward, per device."""
         each = zip(self.residuals.structs, self.residuals.is_hosted, strict=True)
         return self.bytes_of(x for x, is_hosted in each if not is_hosted)
@@ -99,7 +99,7 @@ def loss_work(module: PipelineModule, trace: ModelTrace, labels: PyTree) -> Laye
 
 
 def layer_costs(
-    module: PipelineModule, trace: ModelTrace, labels: PyTree, seconds: Seconds, *, halves: bool = False
+    module: PipelineModule, trace: ModelTrace, labels: PyTree, seconds: Seconds, *, split_backward: bool = False
 ) -> tuple[LayerCost, ...]:
     """The costs of all layers, each distinct one looked at once.
 
@@ -109,7 +109,7 @@ def layer_costs(
         labels: A microbatch's labels, or their shapes; None leaves out the loss, which is else counted with the last
             layer.
         seconds: How long a function takes.
-        halves: Whether to look at the gradients of parameters by themselves, as `SplitBackward` cuts them off; else
+        split_backward: Whether to look at the weight gradient by itself, as `SplitBackward` cuts it off; else
             `weight_s` and `pending_bytes` are 0.
 
     Returns:
@@ -126,13 +126,13 @@ def layer_costs(
     keys = [(signature, named.is_marked) for named, signature in zip(module.layers, signatures, strict=True)]
     for index, key in enumerate(keys):
         if key not in known:
-            known[key] = _layer_cost(module, trace, index, seconds, halves)
+            known[key] = _layer_cost(module, trace, index, seconds, split_backward)
         cost = known[key]
         # Recomputed groups keep their inputs, each another one.
         if index and not module.activation_checkpoint_interval:
             pair = keys[index - 1], key
             if pair not in shared:
-                shared[pair] = _shared_bytes(module, trace, index, costs[-1].kept_bytes, cost.kept_bytes)
+                shared[pair] = _shared_bytes(module, trace, index, costs[-1].residual_bytes, cost.residual_bytes)
             cost = dataclasses.replace(cost, shared_bytes=shared[pair])
         costs.append(cost)
     if labels is not None and module.loss_fn is not None and not _is_stage_sharded(module, trace, len(costs) - 1):
@@ -144,7 +144,9 @@ def layer_costs(
     return tuple(costs)
 
 
-def _layer_cost(module: PipelineModule, trace: ModelTrace, index: int, seconds: Seconds, halves: bool) -> LayerCost:
+def _layer_cost(
+    module: PipelineModule, trace: ModelTrace, index: int, seconds: Seconds, split_backward: bool
+) -> LayerCost:
     num_params = trace.num_params()[index]
     if _is_stage_sharded(module, trace, index):
         own = trace.num_own_params()[index]
@@ -152,24 +154,24 @@ def _layer_cost(module: PipelineModule, trace: ModelTrace, index: int, seconds: 
         return LayerCost(0.0, 0.0, num_params=num_params, is_everywhere=True)
     work = layer_work(module, trace, index)
     forward_s, backward_s = work.times(seconds)
-    weight_s, pending_bytes = _weight_half(work, seconds) if halves else (0.0, 0)
+    weight_s, pending_bytes = _weight_gradient(work, seconds) if split_backward else (0.0, 0)
     recomputed_bytes = 0
     if module.activation_checkpoint_interval:
-        recomputed_bytes = layer_work(module.replace(activation_checkpoint_interval=0), trace, index).kept_bytes
+        recomputed_bytes = layer_work(module.replace(activation_checkpoint_interval=0), trace, index).residual_bytes
     return LayerCost(
         forward_s,
         backward_s,
-        min(weight_s, backward_s),  # measured, a half may take longer than the whole by noise
+        min(weight_s, backward_s),  # measured, this part may take longer than the whole by noise
         num_params=num_params,
-        kept_bytes=work.kept_bytes,
+        residual_bytes=work.residual_bytes,
         recomputed_bytes=recomputed_bytes,
         is_marked=module.layers[index].is_marked,
         pending_bytes=pending_bytes,
     )
 
 
-def _weight_half(work: LayerWork, seconds: Seconds) -> tuple[float, int]:
-    """Seconds of the weight half of a backward, and bytes that wait for it."""
+def _weight_gradient(work: LayerWork, seconds: Seconds) -> tuple[float, int]:
+    """Seconds of the weight gradient of a backward, and bytes that wait for it."""
     split = SplitBackward(work.residuals, work.params)
     if split.is_whole:
         return 0.0, 0
@@ -186,7 +188,7 @@ def _shared_bytes(module: PipelineModule, trace: ModelTrace, index: int, before:
     """Bytes that a layer and the one before it keep each by itself, but not twice where they are on one stage."""
     if not (before and alone):
         return 0
-    both = layer_work(module, trace, index - 1, index).kept_bytes
+    both = layer_work(module, trace, index - 1, index).residual_bytes
     return min(max(before + alone - both, 0), alone)
 
 

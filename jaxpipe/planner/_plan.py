@@ -74,11 +74,11 @@ def make_plan(
     program = lower_schedule(schedule, num_microbatches, num_stages)
     if section.skip_idle == "auto":
         # On accelerators a branch costs a host synchronisation and all overlap with communication. Where backwards are
-        # split it pays even so: an idle half, if it were computed, would take the time that splitting saves.
+        # split it pays even so: an idle action, if it were computed, would take the time that splitting saves.
         skips = mesh.devices.flat[0].platform == "cpu" or program.has_split_backward
         section = dataclasses.replace(section, skip_idle=skips)
     placement = placement_of([schedule(num_microbatches, num_stages, stage) for stage in range(num_stages)])
-    stages = tuple(stage for stage, _ in placement.home)
+    stages = tuple(stage for stage, _ in placement.locations)
     profile = None
     if parts is None:
         # Every device has a ring as long as the fullest stage needs, so a part needs no less where fewer are in flight.

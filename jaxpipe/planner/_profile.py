@@ -69,7 +69,7 @@ def cut_module(
 
 
 def profile_layers(
-    module: PipelineModule, trace: ModelTrace, mesh: Mesh, labels: PyTree, source: str, *, halves: bool = False
+    module: PipelineModule, trace: ModelTrace, mesh: Mesh, labels: PyTree, source: str, *, split_backward: bool = False
 ) -> Profile:
     """The costs of a model's layers; all processes call.
 
@@ -79,7 +79,7 @@ def profile_layers(
         mesh: The devices.
         labels: A microbatch's labels, or their shapes, for the loss; None leaves it out.
         source: `times` or `counts`.
-        halves: Whether to find the cost of each half of the backward; see `layer_costs`.
+        split_backward: As for `layer_costs`.
 
     Returns:
         The costs; see `layer_costs`.
@@ -89,10 +89,10 @@ def profile_layers(
         LayerError: A layer cannot be differentiated.
     """
     if source == "counts":
-        return estimate_layers(module, trace, labels=labels, halves=halves)
+        return estimate_layers(module, trace, labels=labels, split_backward=split_backward)
 
     def measured() -> Profile:
-        return measure_layers(module, trace, labels=labels, device=_device(mesh), halves=halves)
+        return measure_layers(module, trace, labels=labels, device=_device(mesh), split_backward=split_backward)
 
     # Times differ from process to process, and all must cut alike: those of process 0 count.
     profile = run_on_all(measured, who=[0])
@@ -108,7 +108,7 @@ def estimate_layers(
     labels: PyTree = None,
     flops_per_s: float = 1e14,
     bytes_per_s: float = 1e12,
-    halves: bool = False,
+    split_backward: bool = False,
 ) -> Profile:
     """Estimate forward and backward of each distinct layer, for one microbatch, without running anything.
 
@@ -123,7 +123,7 @@ def estimate_layers(
         flops_per_s: Operations per second that are assumed.
         bytes_per_s: Bytes per second that are assumed. For where layers are cut only the ratio of the two rates
             counts.
-        halves: As for `layer_costs`.
+        split_backward: As for `layer_costs`.
 
     Returns:
         The costs.
@@ -136,7 +136,7 @@ def estimate_layers(
         work = count_work(function, *structs)
         return work.flops / flops_per_s + work.moved_bytes / bytes_per_s
 
-    costs = layer_costs(module, trace, labels, seconds, halves=halves)
+    costs = layer_costs(module, trace, labels, seconds, split_backward=split_backward)
     source = f"estimated, {flops_per_s:.3g} FLOP/s and {bytes_per_s:.3g} B/s"
     return Profile(costs, source, module.activation_checkpoint_interval)
 
@@ -148,7 +148,7 @@ def measure_layers(
     labels: PyTree = None,
     device: Any = None,
     rounds: int = 5,
-    halves: bool = False,
+    split_backward: bool = False,
 ) -> Profile:
     """Time the forward and the backward of each distinct layer, for one microbatch.
 
@@ -164,7 +164,7 @@ def measure_layers(
         labels: As for `layer_costs`.
         device: Where to run; None: this process's first device.
         rounds: Rounds to take the median of.
-        halves: As for `layer_costs`.
+        split_backward: As for `layer_costs`.
 
     Returns:
         The costs.
@@ -178,7 +178,7 @@ def measure_layers(
         return _median_s(jax.jit(function), _filled(structs), rounds)
 
     with jax.default_device(device):
-        costs = layer_costs(module, trace, labels, seconds, halves=halves)
+        costs = layer_costs(module, trace, labels, seconds, split_backward=split_backward)
     return Profile(costs, f"measured on {device.device_kind}", module.activation_checkpoint_interval)
 
 

@@ -51,8 +51,8 @@ class PipeSchedule(ABC):
     """The fewest chunks, where their number may be chosen; None: it is always `num_chunks`."""
 
     max_pending: ClassVar[int | None] = None
-    """The most input halves, counted on each chunk, that a stage keeps without their weight half; None: as many as the
-    schedule itself wants."""
+    """The most pending weight gradients, counted on each chunk, that a stage keeps; None: the schedule's own
+    number."""
 
     min_pending: ClassVar[int | None] = None
     """The least that `max_pending` may be set to, where it may be chosen; None: it may not."""
@@ -115,7 +115,7 @@ class PipeSchedule(ABC):
         Args:
             forward_s: Seconds of the forward of one microbatch through a whole stage, all its chunks.
             backward_s: Seconds of its whole backward.
-            weight_s: Seconds of the weight half of that.
+            weight_s: Seconds of the weight gradient of that.
 
         Returns:
             Seconds; None, the default, where there is no formula.

@@ -9,13 +9,13 @@ class StageCosts:
 
     Attributes:
         forward_s: Seconds of its forward.
-        input_s: Seconds of the input half of its backward; with recompute, the second forward too.
-        weight_s: Seconds of the weight half of its backward.
-        backward_s: Seconds of its backward where it is not split. Default: those of both halves.
+        input_s: Seconds of the input gradient of its backward; with recompute, the second forward too.
+        weight_s: Seconds of the weight gradient of its backward.
+        backward_s: Seconds of its backward where it is not split. Default: `input_s + weight_s`.
         tick_overhead_s: Seconds that each tick takes beside its actions: exchanges that nothing hides, the loop.
         branch_overhead_s: Seconds that a branch around an action costs, where idle actions are skipped.
         activation_bytes: Bytes kept from its forward to its backward.
-        pending_bytes: Bytes kept beside them from the input half to the weight half.
+        pending_bytes: Bytes kept beside them from the input gradient to the weight gradient.
     """
 
     forward_s: float
@@ -45,12 +45,12 @@ class Candidate:
     Attributes:
         schedule: Its name.
         num_chunks: Chunks a stage.
-        max_pending: The most pending weight halves; None: the schedule's own number.
+        max_pending: The most pending weight gradients; None: the schedule's own number.
         skip_idle: Whether idle actions are branched around, instead of computed and dropped.
         step_s: Seconds of a step, without the update.
         num_ticks: Ticks of a step.
         in_flight: Microbatches whose activations a stage holds, in whole stages.
-        pending: Weight halves that a stage holds pending, in whole stages.
+        pending: Weight gradients that a stage holds pending, in whole stages.
         memory_bytes: Bytes that both take on a device.
         fits: Whether that is within the limit.
     """
@@ -86,7 +86,7 @@ class Choice:
     reason: str
 
     def __str__(self) -> str:
-        heads = ("schedule", "chunks", "pending", "idle cells", "step", "lost", "in flight", "memory", "")
+        heads = ("schedule", "chunks", "pending", "idle actions", "step", "lost", "in flight", "memory", "")
         rows = [heads, *(self._row(one) for one in self.candidates)]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]

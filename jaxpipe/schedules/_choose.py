@@ -38,18 +38,18 @@ def choose_schedule(
     idle actions are skipped) or as long as all kinds of actions of its run together (where they are computed), and the
     overheads. Candidates are the schedules of `schedule_names` that are auto candidates (all but `"gpipe"`) with all
     numbers of chunks that each can have, with idle actions skipped and computed. A zero-bubble that does not fit is
-    tried again with as many pending weight halves as do fit. The simplest within `CLEAR_GAIN` of the shortest step
+    tried again with as many pending weight gradients as do fit. The simplest within `CLEAR_GAIN` of the shortest step
     wins; where nothing fits, the smallest memory.
 
     Args:
         costs: What a microbatch costs on the largest stage.
         num_stages: Pipeline stages.
         num_microbatches: Microbatches in a batch.
-        memory_limit_bytes: What activations and pending weight halves may take on a device, beside parameters,
+        memory_limit_bytes: What activations and pending weight gradients may take on a device, beside parameters,
             gradients, optimiser state and what is recomputed at once. Default: any number.
         chunk_counts: Numbers of chunks to look at, and how many times its share of the largest stage the largest of so
             many chunks takes: 1 where they come out equal. Default: 1, 2 and 4 equal chunks.
-        max_pending: The most weight halves that a zero-bubble may keep pending. Default: the schedule's own number.
+        max_pending: The most weight gradients that a zero-bubble may keep pending. Default: the schedule's own number.
         skip_idle: Whether idle actions are skipped. Default: both are looked at.
 
     Returns:
@@ -107,7 +107,7 @@ class _Chooser:
     max_pending: int | None
 
     def candidates(self, schedule: str, num_chunks: int, policies: Sequence[bool]) -> list[Candidate]:
-        """A schedule with each way to treat idle actions, and with fewer pending halves where all are too large."""
+        """A schedule with each way to treat idle actions, and with fewer pending where all are too large."""
         most = None if schedule_names()[schedule].min_pending is None else self.max_pending
         found = self._costed(schedule, num_chunks, most, policies)
         if found[0].fits or not found[0].pending or not self.costs.pending_bytes:

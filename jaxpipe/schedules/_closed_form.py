@@ -36,7 +36,7 @@ def closed_form(
         num_stages: S.
         forward_s: Seconds of the forward of one microbatch through a whole stage, all its chunks: F.
         backward_s: Seconds of its whole backward: B = I + W.
-        weight_s: Seconds of the weight half W. Default: half of `backward_s`.
+        weight_s: Seconds of the weight gradient W. Default: half of `backward_s`.
         num_chunks: Chunks a stage. Default: the schedule's own number.
 
     Returns:

@@ -16,24 +16,24 @@ def makespan(
 ) -> float:
     """Give the time from the first to the last tick, exchanges costing nothing.
 
-    In lockstep a tick takes as long as its busiest stage. Otherwise each stage goes through its cells in order and
+    In lockstep a tick takes as long as its busiest stage. Otherwise each stage goes through its actions in order and
     waits only for the values it needs.
 
     Args:
         program: The program.
         forward_s: Seconds of the forward of one microbatch through a whole stage, all its chunks.
         backward_s: Seconds of its whole backward.
-        weight_s: Seconds of the weight half, if backwards are split; the input half takes the rest of `backward_s`.
-            Default: half of `backward_s`.
+        weight_s: Seconds of the weight gradient, if backwards are split; the input gradient takes the rest of
+            `backward_s`. Default: half of it.
         lockstep: Whether stages wait for each other after each tick.
-        skip_idle: Whether idle cells take no time. Otherwise, in lockstep, each tick runs every kind of cell that its
-            run holds.
+        skip_idle: Whether idle actions take no time. Otherwise, in lockstep, each tick runs every kind of action that
+            its run holds.
 
     Returns:
         Seconds.
 
     Raises:
-        ScheduleError: A time is negative, or the weight half is longer than the backward.
+        ScheduleError: A time is negative, or the weight gradient is longer than the backward.
     """
     costs = _Costs(program, forward_s, backward_s, weight_s)
     return costs.lockstep(skip_idle=skip_idle) if lockstep else costs.free_running()
@@ -54,22 +54,22 @@ def bubble_fraction(
         program: The program.
         forward_s: Seconds of the forward of one microbatch through a whole stage.
         backward_s: Seconds of its whole backward; not counted in a program without backwards.
-        weight_s: Seconds of the weight half, if backwards are split. Default: half of `backward_s`.
+        weight_s: Seconds of the weight gradient, if backwards are split. Default: half of `backward_s`.
         lockstep: Whether stages wait for each other after each tick.
-        skip_idle: Whether idle cells take no time. Otherwise, in lockstep, each tick runs every kind of cell that its
-            run holds.
+        skip_idle: Whether idle actions take no time. Otherwise, in lockstep, each tick runs every kind of action that
+            its run holds.
 
     Returns:
         A fraction in [0, 1).
 
     Raises:
-        ScheduleError: A time is negative, nothing takes any time, or the weight half is longer than the backward.
+        ScheduleError: A time is negative, nothing takes any time, or the weight gradient is longer than the backward.
     """
     work = program.num_microbatches * (forward_s + (backward_s if program.training else 0.0))
     span = makespan(program, forward_s, backward_s, weight_s=weight_s, lockstep=lockstep, skip_idle=skip_idle)
     if work <= 0:
         raise ScheduleError(
-            f"Some cell must take time, but got forward_s={forward_s}, backward_s={backward_s}. Pass seconds above 0."
+            f"Some action must take time, but got forward_s={forward_s}, backward_s={backward_s}. Pass seconds above 0."
         )
     return 1.0 - work / span
 
@@ -80,7 +80,7 @@ class _Costs:
         if min(forward_s, backward_s, weight) < 0 or weight > backward_s:
             raise ScheduleError(
                 f"Times must not be negative, nor weight_s exceed backward_s, but got forward_s={forward_s}, "
-                f"backward_s={backward_s}, weight_s={weight_s}. Pass seconds; backward_s holds both halves."
+                f"backward_s={backward_s}, weight_s={weight_s}. Pass seconds; backward_s is the whole backward."
             )
         self._program = program
         self._forward = forward_s / program.num_chunks
@@ -90,20 +90,20 @@ class _Costs:
 
     def lockstep(self, *, skip_idle: bool) -> float:
         tables = self._program.tables
-        cells = (
+        actions = (
             tables.forward.microbatch,
             tables.backward.microbatch,
             tables.pending_write,
             tables.weight.microbatch,
         )
-        columns = [list(zip(*table, strict=True)) for table in cells]
-        ticks = [[self._cell(*cell) for cell in zip(*column, strict=True)] for column in zip(*columns, strict=True)]
+        columns = [list(zip(*table, strict=True)) for table in actions]
+        ticks = [[self._times(*each) for each in zip(*column, strict=True)] for column in zip(*columns, strict=True)]
         if skip_idle:
-            return sum(max(map(sum, cells)) for cells in ticks)
+            return sum(max(map(sum, stages)) for stages in ticks)
         total = 0.0
         for run in self._program.runs:
-            cells = [cell for cells in ticks[run.start : run.stop] for cell in cells]
-            total += (run.stop - run.start) * sum(map(max, zip(*cells, strict=True)))
+            stages = [times for tick in ticks[run.start : run.stop] for times in tick]
+            total += (run.stop - run.start) * sum(map(max, zip(*stages, strict=True)))
         return total
 
     def free_running(self) -> float:
@@ -132,7 +132,7 @@ class _Costs:
     def _stages(self) -> range:
         return range(self._program.num_stages)
 
-    def _cell(self, forward: int, backward: int, pending: int, weight: int) -> tuple[float, float, float]:
+    def _times(self, forward: int, backward: int, pending: int, weight: int) -> tuple[float, float, float]:
         """Times of a stage's forward, backward and weight gradient in a tick."""
         whole = self._half if pending >= 0 else self._whole
         times = ((forward, self._forward), (backward, whole), (weight, self._weight))

@@ -1,4 +1,4 @@
-"""Putting the weight halves of split backwards into a timetable, so that lockstep loses as little as it can."""
+"""Putting the weight gradients of split backwards into a timetable, so that lockstep loses as little as it can."""
 
 from collections.abc import Sequence
 
@@ -9,24 +9,25 @@ Row = Sequence[bool]
 
 
 def fill_weights(forwards: Sequence[Row], backwards: Sequence[Row], max_pending: int) -> tuple[tuple[int, ...], ...]:
-    """Say in which step each stage runs which weight half, first in, first out.
+    """Say in which step each stage runs which weight gradient, first in, first out.
 
-    A step costs what its busiest stage runs. So a weight half costs nothing where the stage lacks the forward or the
-    input half that others run, and no more than its own time where all stages run one together. Hence, step by step:
+    A step costs what its busiest stage runs. So a weight gradient costs nothing where the stage lacks the forward or
+    the input gradient that others run, and no more than its own time where all stages run one together. Hence, step by
+    step:
 
     - a stage that lacks what others run completes its oldest pending backward;
-    - a step in which no stage lacks anything gets a weight half on every stage;
+    - a step in which no stage lacks anything gets a weight gradient on every stage;
     - so does a step after which some stage would have to keep more than `max_pending`;
     - what is left comes in steps of its own at the end.
 
     Args:
         forwards: For each stage, the steps in which it runs a forward.
-        backwards: For each stage, the steps in which it runs an input half.
-        max_pending: The most input halves that a stage may keep without their weight half.
+        backwards: For each stage, the steps in which it runs an input gradient.
+        max_pending: The most input gradients that a stage may keep without their weight gradient.
 
     Returns:
-        For each stage a row over steps, longer than the given ones by the steps at the end: the step of the input half
-        that is completed, or -1.
+        For each stage a row over steps, longer than the given ones by the steps at the end: the step of the input
+        gradient that is completed, or -1.
     """
     stages = range(len(forwards))
     num_steps = len(forwards[0])
@@ -48,7 +49,7 @@ def fill_weights(forwards: Sequence[Row], backwards: Sequence[Row], max_pending:
 
 
 def _is_full(step: int, gets: list[bool], pending: list[list[int]], backwards: Sequence[Row], limit: int) -> bool:
-    """True if a stage that gets no weight half in this step has no room for the input half of the next."""
+    """True if a stage that gets no weight gradient in this step has no room for the input gradient of the next."""
     following = step + 1
     return any(
         not runs and len(waiting) >= limit and following < len(row) and row[following]

@@ -59,7 +59,7 @@ class GPipeSchedule(TimetableSchedule):
         Args:
             forward_s: Seconds of the forward of one microbatch through a whole stage.
             backward_s: Seconds of its whole backward.
-            weight_s: Seconds of the weight half of that.
+            weight_s: Seconds of the weight gradient of that.
 
         Returns:
             `(M + S - 1)(F + B)`, in seconds.

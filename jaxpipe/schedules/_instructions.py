@@ -109,7 +109,7 @@ class BackwardPass(BufferOpInstruction):
 
 
 class BackwardInput(BufferOpInstruction):
-    """Run the half of a backward that the previous stage waits for; `BackwardWeight` completes it.
+    """Run the input gradient, which the previous stage waits for; `BackwardWeight` completes the backward.
 
     Roughly:
         input_grads[buffer_id], pending[buffer_id] = backward_input(residuals[buffer_id], output_grads[buffer_id])
@@ -117,7 +117,7 @@ class BackwardInput(BufferOpInstruction):
 
 
 class BackwardWeight(BufferOpInstruction):
-    """Run the half of a backward that `BackwardInput` left: the weights' gradient, added up.
+    """Run the weight gradient that `BackwardInput` left, and add it up.
 
     Roughly:
         grads += backward_weight(residuals[buffer_id], pending[buffer_id])

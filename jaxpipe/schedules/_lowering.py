@@ -7,7 +7,7 @@ from ._check import CheckedSchedule, checked_schedule
 from ._program import Actions, Buffers, Row, Table, Tables, TickProgram, TransferBuffers, Transfers, map_fields
 from ._runs import tick_runs
 from ._slots import Slots, assign_slots
-from ._stages import Place, Placement
+from ._stages import Location, Placement
 
 
 def lower_schedule(
@@ -124,7 +124,7 @@ class _StageTables:
         computed: Sequence[int],
         received: Sequence[int],
         sent: Sequence[int],
-        neighbours: tuple[Sequence[Place | None], Sequence[Place | None]],
+        neighbours: tuple[Sequence[Location | None], Sequence[Location | None]],
     ) -> tuple[Transfers[Row], TransferBuffers[Slots]]:
         """Slots and partners of what the actions of one kind take and give.
 
@@ -189,7 +189,7 @@ def _with_model_ends(tables: Tables[Table], placement: Placement) -> Tables[Tabl
     # All stages, and not only the one that runs it: inputs and labels may be sharded over the stages and are gathered
     # by all of them at once, and so are vocabulary-parallel layers.
     def told(actions: Actions[Table], part: int) -> Table:
-        stage, chunk = placement.home[part]
+        stage, chunk = placement.locations[part]
         at = zip(actions.microbatch[stage], actions.chunk[stage], strict=True)
         return (tuple([microbatch if found == chunk else -1 for microbatch, found in at]),) * placement.num_stages
 

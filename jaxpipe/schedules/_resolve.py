@@ -38,8 +38,8 @@ def resolve_schedule(
     Args:
         schedule: A name of `schedule_names`, such as `"1f1b"`, or a `PipeSchedule` subclass.
         num_chunks: Model chunks on each stage. Default: the schedule's own number.
-        max_pending: The most weight halves of backwards that a stage keeps pending, for `"zero-bubble"`. Default: the
-            schedule's own number.
+        max_pending: The most weight gradients that a stage keeps pending, for `"zero-bubble"`. Default: the schedule's
+            own number.
 
     Returns:
         The class, or a subclass of it with these numbers; equal requests give the same one.

@@ -61,7 +61,7 @@ class RingTimetable(TimetableSchedule):
         Args:
             forward_s: Seconds of the forward of one microbatch through a whole stage.
             backward_s: Seconds of its whole backward.
-            weight_s: Seconds of the weight half of that.
+            weight_s: Seconds of the weight gradient of that.
 
         Returns:
             `(num_slots() + S - 1)(F + B)/v`, in seconds.

@@ -56,9 +56,9 @@ def tick_runs(num_ticks: int, tables: Tables[Table]) -> tuple[TickRun, ...]:
 
 
 def _steady(kinds: Sequence[Sequence[Sequence[int]]], forward_chunk: Table) -> list[bool]:
-    """For each tick whether it lies in a long stretch in which every stage runs all kinds of cells that occur."""
+    """For each tick whether it lies in a long stretch in which every stage runs all kinds of actions that occur."""
     has_chunks = any(chunk > 0 for row in forward_chunk for chunk in row)
-    marks = [len(kinds) > 1 and not has_chunks and min(map(min, cells)) >= 0 for cells in zip(*kinds, strict=True)]
+    marks = [len(kinds) > 1 and not has_chunks and min(map(min, column)) >= 0 for column in zip(*kinds, strict=True)]
     steady: list[bool] = []
     for mark, group in groupby(marks):
         length = len(list(group))

@@ -10,8 +10,8 @@ from ._base import PipeSchedule
 from ._instructions import PipeInstruction
 from ._resolve import concrete_schedule
 
-Place = tuple[int, int]
-"""A stage and a chunk of it."""
+Location = tuple[int, int]
+"""Location of a virtual stage: `(stage, chunk)`."""
 
 
 def stage_schedules(
@@ -95,21 +95,21 @@ def _require_alike(schedules: tuple[PipeSchedule, ...], num_microbatches: int | 
 
 @dataclass(frozen=True)
 class Placement:
-    """Assignment of the parts of a model to the chunks of the stages.
+    """Assignment of virtual stages to the chunks of the stages.
 
     Attributes:
         num_stages: Pipeline stages.
         num_chunks: Chunks a stage.
-        virtual: `virtual[stage][chunk]`: the chunk's place in the model, counted from the input.
-        home: `home[virtual]`: the stage and chunk there.
+        virtual: `virtual[stage][chunk]`: the virtual stage that the chunk is, counted from the input.
+        locations: `locations[virtual]`: the stage and chunk that a virtual stage is.
     """
 
     num_stages: int
     num_chunks: int
     virtual: tuple[tuple[int, ...], ...]
-    home: tuple[Place, ...]
+    locations: tuple[Location, ...]
 
-    def before(self, stage: int, chunk: int) -> Place | None:
+    def before(self, stage: int, chunk: int) -> Location | None:
         """Give the stage and chunk that feed a chunk.
 
         Args:
@@ -120,9 +120,9 @@ class Placement:
             Its predecessor in the model, or None for the first.
         """
         virtual = self.virtual[stage][chunk]
-        return self.home[virtual - 1] if virtual > 0 else None
+        return self.locations[virtual - 1] if virtual > 0 else None
 
-    def after(self, stage: int, chunk: int) -> Place | None:
+    def after(self, stage: int, chunk: int) -> Location | None:
         """Give the stage and chunk that a chunk feeds.
 
         Args:
@@ -133,7 +133,7 @@ class Placement:
             Its successor in the model, or None for the last.
         """
         virtual = self.virtual[stage][chunk]
-        return self.home[virtual + 1] if virtual + 1 < len(self.home) else None
+        return self.locations[virtual + 1] if virtual + 1 < len(self.locations) else None
 
 
 def placement_of(schedules: Sequence[PipeSchedule]) -> Placement:
@@ -152,21 +152,21 @@ def placement_of(schedules: Sequence[PipeSchedule]) -> Placement:
     one = schedules[0]
     stages, chunks = one.stages, one.num_chunks
     virtual = tuple(tuple(one.virtual_stage(stage, chunk) for chunk in range(chunks)) for stage in range(stages))
-    home: dict[int, Place] = {}
+    locations: dict[int, Location] = {}
     for stage, row in enumerate(virtual):
-        for chunk, place in enumerate(row):
-            if place not in range(stages * chunks) or place in home:
+        for chunk, index in enumerate(row):
+            if index not in range(stages * chunks) or index in locations:
                 raise ScheduleError(
                     f"virtual_stage must give every chunk a place of its own in [0, {stages * chunks}), but got "
-                    f"virtual_stage(stage={stage}, chunk={chunk})={place}. Return each place exactly once."
+                    f"virtual_stage(stage={stage}, chunk={chunk})={index}. Return each place exactly once."
                 )
-            home[place] = (stage, chunk)
-    for place in range(1, stages * chunks):
-        source, target = home[place - 1][0], home[place][0]
+            locations[index] = (stage, chunk)
+    for index in range(1, stages * chunks):
+        source, target = locations[index - 1][0], locations[index][0]
         if (target - source) % stages not in (0, 1, stages - 1):
             raise ScheduleError(
                 f"Parts of the model that follow each other must lie on one stage or on neighbours, but got "
-                f"virtual stage {place - 1} on stage={source} and {place} on stage={target}. "
+                f"virtual stage {index - 1} on stage={source} and {index} on stage={target}. "
                 "Change virtual_stage so that each hop is at most one stage."
             )
-    return Placement(stages, chunks, virtual, tuple(home[place] for place in range(stages * chunks)))
+    return Placement(stages, chunks, virtual, tuple(locations[index] for index in range(stages * chunks)))

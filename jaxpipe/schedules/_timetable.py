@@ -34,12 +34,12 @@ class TimetableSchedule(PipeSchedule):
     Each hop takes one step: the following part of the model runs a forward in the step after this one did, the
     preceding part a backward in the step after this one did. A step then lists its exchanges (`SendGrad`,
     `RecvActivation`, `RecvGrad`, `SendActivation`), `LoadMicroBatch` on the first and the last part, the forward, the
-    backward and the weight half; the last step ends with the reductions and the optimizer step. Values that stay on
+    backward and the weight gradient; the last step ends with the reductions and the optimizer step. Values that stay on
     the stage, from one of its chunks to the next, are not sent.
     """
 
     split_backward: ClassVar[bool] = False
-    """True if `backward_at` gives input halves, completed by the weight halves of `weight_at`."""
+    """True if `backward_at` gives input gradients, completed by the weight gradients of `weight_at`."""
 
     @abstractmethod
     def num_steps(self) -> int:
@@ -62,7 +62,7 @@ class TimetableSchedule(PipeSchedule):
 
     @abstractmethod
     def backward_at(self, step: int) -> Action:
-        """Give what runs its backward, whole or its input half, at a step.
+        """Give what runs its backward, whole or its input gradient, at a step.
 
         Args:
             step: A step, from 0.
@@ -72,7 +72,7 @@ class TimetableSchedule(PipeSchedule):
         """
 
     def weight_at(self, step: int) -> Action:
-        """Give what runs the weight half of its backward at a step.
+        """Give what runs the weight gradient of its backward at a step.
 
         Args:
             step: A step, from 0.
@@ -122,8 +122,8 @@ class TimetableSchedule(PipeSchedule):
                 end = ends[backward[0]]
                 buffer, names = buffers.find(backward)
                 exchanges = exchanges + [RecvGrad(buffer, **names)] * end.to_stage
-                half = BackwardInput if self.split_backward else BackwardPass
-                computing.append(half(buffer, **names))
+                kind = BackwardInput if self.split_backward else BackwardPass
+                computing.append(kind(buffer, **names))
                 send_grad = [SendGrad(buffer, **names)] * end.from_stage
             if self._runs(weight):
                 buffer, names = buffers.find(weight)

@@ -124,7 +124,7 @@ class StageWalk:
         return steps
 
     def _rules(self, rows: dict[str, list[int]]) -> dict[type, _Rule]:
-        none, forward, half = ([bits] * len(self._done) for bits in (0, FORWARD, INPUT))
+        none, forward, split = ([bits] * len(self._done) for bits in (0, FORWARD, INPUT))
         fed = [
             (LOADED if before is None or after is None else 0) | (ARRIVED if before is not None else 0)
             for before, after in zip(self._before, self._after, strict=True)
@@ -141,8 +141,8 @@ class StageWalk:
                 RecvGrad: _Rule(rows["grad_recv"], GRAD_ARRIVED, forward),
                 BackwardPass: _Rule(rows["backward"], INPUT | WEIGHT, back),
                 BackwardInput: _Rule(rows["backward"], INPUT, back),
-                BackwardWeight: _Rule(rows["weight"], WEIGHT, half),
-                SendGrad: _Rule(rows["grad_send"], GRAD_SENT, half, source=rows["backward"]),
+                BackwardWeight: _Rule(rows["weight"], WEIGHT, split),
+                SendGrad: _Rule(rows["grad_send"], GRAD_SENT, split, source=rows["backward"]),
             }
         return rules
 

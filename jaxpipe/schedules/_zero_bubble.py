@@ -1,4 +1,4 @@
-"""Zero-bubble: backwards in two halves, the weight halves put where the pipeline would idle."""
+"""Zero-bubble: split backwards, the weight gradients put where the pipeline would idle."""
 
 import functools
 from typing import ClassVar
@@ -9,24 +9,25 @@ from ._timetable import NOTHING, Action
 
 
 class ZeroBubbleSchedule(RingTimetable):
-    """Combined ticks with the backward B split into an input half I and a weight half W: `"zero-bubble"`.
+    """Combined ticks with the backward B split into an input gradient I and a weight gradient W: `"zero-bubble"`.
 
-    Forwards and input halves run as in `"1f1b"`, or as in `"interleaved"` with `num_chunks` v above 1. Only the input
-    half is waited for by another stage, so the weight halves go where they cost least (`fill_weights`): one on every
-    stage in the steady steps, where all stages are busy; in the cool-down, one wherever a stage has nothing else to
-    do; the rest, `S - 1` of them, in steps of their own at the end. Each stage so hides `S - 1` weight halves.
+    Forwards and input gradients run as in `"1f1b"`, or as in `"interleaved"` with `num_chunks` v above 1. Only the
+    input gradient is waited for by another stage, so the weight gradients go where they cost least (`fill_weights`):
+    one on every stage in the steady steps, where all stages are busy; in the cool-down, one wherever a stage has
+    nothing else to do; the rest, `S - 1` of them, in steps of their own at the end. Each stage so hides `S - 1` weight
+    gradients.
 
     - Makespan: `M(F + I + W) + (S - 1)(F + I - W)/v` for `W <= min(F, I)`, if S divides M or v is 1, and
       `v(M - S) >= S - 2` (fewer microbatches leave less to hide). A step in which some stages run I and W while others
       run F and I costs the longer, so each of W - F and W - I, where above 0, counts `(S - 1)/v` times on top.
     - In flight on stage s: as the schedule without the split has on stage 0, `vS + S - 1` microbatches counted on each
-      chunk, one less on the other stages; a residual is kept until its weight half.
-    - Pending, between the halves: up to `S - 1 + s` on stage s, and `2S - 2` (v = 1) or `2S - 1` (v > 1) on the last.
+      chunk, one less on the other stages; a residual is kept until its weight gradient.
+    - Pending, from I to W: up to `S - 1 + s` on stage s, and `2S - 2` (v = 1) or `2S - 1` (v > 1) on the last.
       `max_pending` K bounds it: each one less than these costs up to `W/v`, down to K = 1 and no gain.
-    - Where S does not divide M and v is above 1, weight halves also fill the gaps that the last group leaves. Time is
-      then between the formula and that of `"interleaved"`, in flight a few more; a larger K makes it faster.
-    - Use it where the bubble matters and the pending halves fit. With full recompute they are the expensive memory.
-      Layers whose backward cannot be split gain nothing.
+    - Where S does not divide M and v is above 1, weight gradients also fill the gaps that the last group leaves. Time
+      is then between the formula and that of `"interleaved"`, in flight a few more; a larger K makes it faster.
+    - Use it where the bubble matters and the pending weight gradients fit. With full recompute these are the expensive
+      memory. Layers whose backward cannot be split gain nothing.
 
     Reference:
         Qi et al. (2023), "Zero Bubble Pipeline Parallelism", ZB-H1, re-timed so that stages keep step.
@@ -40,12 +41,12 @@ class ZeroBubbleSchedule(RingTimetable):
         """Give the number of steps.
 
         Returns:
-            Those of the forwards and input halves, `R(M - 1) + 2V - 1`, and those for weight halves alone.
+            Those of the forwards and input gradients, `R(M - 1) + 2V - 1`, and those for weight gradients alone.
         """
         return len(self._filled()[0])
 
     def weight_at(self, step: int) -> Action:
-        """Give what runs the weight half of its backward at a step.
+        """Give what runs the weight gradient of its backward at a step.
 
         Args:
             step: A step.
@@ -54,19 +55,20 @@ class ZeroBubbleSchedule(RingTimetable):
             Chunk and microbatch; a microbatch outside `[0, micro_batches)` means none.
         """
         row = self._filled()[self.stage_id]
-        half = row[step] if step >= 0 else IDLE
-        return NOTHING if half == IDLE else self.backward_at(half)
+        unit = row[step] if step >= 0 else IDLE
+        return NOTHING if unit == IDLE else self.backward_at(unit)
 
     def promised_s(self, forward_s: float, backward_s: float, weight_s: float) -> float:
-        """Give the closed form of the step time, which needs `W <= min(F, I)` and enough pending halves.
+        """Give the closed form of the step time, which needs `W <= min(F, I)` and enough pending weight gradients.
 
         Args:
             forward_s: Seconds of the forward of one microbatch through a whole stage, all its chunks.
             backward_s: Seconds of its whole backward.
-            weight_s: Seconds of the weight half of that.
+            weight_s: Seconds of the weight gradient of that.
 
         Returns:
-            `M(F + B) + ((S - 1)(F + I) - hW)/v`, in seconds, with `h = min(S - 1, v(M - S) + 1)` weight halves hidden.
+            `M(F + B) + ((S - 1)(F + I) - hW)/v`, in seconds, with `h = min(S - 1, v(M - S) + 1)` hidden weight
+            gradients.
         """
         chunks, micro_batches, stages = self.num_chunks, self.micro_batches, self.stages
         tick_s = forward_s + backward_s
@@ -86,5 +88,5 @@ def _filled(kind: type[ZeroBubbleSchedule], num_microbatches: int, num_stages: i
     there = range(num_microbatches)
     forwards = [[one.forward_at(step)[1] in there for step in steps] for one in stages]
     backwards = [[one.backward_at(step)[1] in there for step in steps] for one in stages]
-    # Where S divides M, more than 2S - 1 pending halves hide nothing more.
+    # Where S divides M, more than 2S - 1 pending weight gradients hide nothing more.
     return fill_weights(forwards, backwards, kind.max_pending or 2 * num_stages - 1)

@@ -191,11 +191,11 @@ def test_rings_hold_no_weights(model: str, scan_trunk: bool, interval: int) -> N
 
 
 def test_recompute_shrinks_what_is_kept() -> None:
-    def kept_bytes(interval: int) -> int:
+    def residual_bytes(interval: int) -> int:
         stages = Case(stages=2, interval=interval, cut="trunk").pipeline()._stages
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(stages.trunk.residuals))
 
-    everything, per_layer, per_pair = kept_bytes(0), kept_bytes(1), kept_bytes(2)
+    everything, per_layer, per_pair = residual_bytes(0), residual_bytes(1), residual_bytes(2)
     assert everything > per_layer > per_pair
 
 

@@ -1,4 +1,4 @@
-"""The two halves of a backward, against the whole."""
+"""Input and weight gradient by themselves, against the whole backward."""
 
 import itertools
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from jaxpipe.layers import with_axes
 
 SIZE, BATCH, TIME = 64, 2, 16
 WORK = 1.02
-"""Work of both halves over that of the whole."""
+"""Work of input and weight gradient over that of the whole backward."""
 
 Function = Callable[[Any, Any, Any], Any]
 
@@ -214,7 +214,7 @@ def compiled(function: Callable[..., Any], *args: Any) -> tuple[Any, float]:
 
 
 @pytest.mark.parametrize(("function", "deferred"), CASES, ids=[f.__name__ for f, _ in CASES])
-def test_the_halves_together_are_the_whole(function: Function, deferred: set[str]) -> None:
+def test_input_and_weight_gradient_are_the_whole(function: Function, deferred: set[str]) -> None:
     params, inputs, context = given(function)
     residuals, split = split_of(function)
     outputs, _, kept = jax.jit(residuals.forward)(params, inputs, context)

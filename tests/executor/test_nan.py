@@ -48,8 +48,8 @@ def test_one_nan_makes_the_loss_nan(stages: int, data: int, skip_idle: bool) -> 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "train", "one_by_one", "split"])
 @pytest.mark.parametrize("stages", [1, 2, 4])
-def test_masked_cells_do_not_leak(stages: int, schedule: str) -> None:
-    """A layer that is NaN on zeros: idle cells that compute on empty slots must not spoil anything."""
+def test_masked_actions_do_not_leak(stages: int, schedule: str) -> None:
+    """A layer that is NaN on zeros: idle actions that compute on empty slots must not spoil anything."""
 
     def pole(x: jax.Array) -> jax.Array:
         return x + 0.1 * jnp.sin(1.0 / jnp.sum(x**2, -1, keepdims=True))

@@ -65,7 +65,7 @@ def _grads(module: PipelineModule, params: Any) -> Any:
     return jax.jit(jax.value_and_grad(functools.partial(_loss, module), argnums=(0, 1)))(params, jnp.asarray(X))
 
 
-def _kept_bytes(module: PipelineModule, params: Any) -> int:
+def _residual_bytes(module: PipelineModule, params: Any) -> int:
     _, pullback = jax.vjp(functools.partial(_loss, module), params, jnp.asarray(X))
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(pullback))
 
@@ -78,7 +78,7 @@ def _assert_alike(ours: Any, theirs: Any) -> None:
 def plain() -> tuple[Any, Any, int]:
     module = PipelineModule(_specs(), num_stages=1)
     params = module.init(jax.random.key(0), X)
-    return params, _grads(module, params), _kept_bytes(module, params)
+    return params, _grads(module, params), _residual_bytes(module, params)
 
 
 FUNCTIONS = {
@@ -99,7 +99,7 @@ def test_groups_change_no_gradient(plain: tuple[Any, Any, int], name: str, inter
         _specs(), num_stages=1, activation_checkpoint_interval=interval, activation_checkpoint_func=FUNCTIONS[name]
     )
     _assert_alike(_grads(module, params), expected)
-    assert _kept_bytes(module, params) < kept
+    assert _residual_bytes(module, params) < kept
 
 
 @pytest.mark.parametrize("policy", [None, POLICIES.dots_saveable, POLICIES.save_only_these_names("none")])
@@ -109,7 +109,7 @@ def test_marks_change_no_gradient(plain: tuple[Any, Any, int], policy: Any, inte
     specs = [spec.remat(policy) for spec in _specs()]
     module = PipelineModule(specs, num_stages=1, activation_checkpoint_interval=interval)
     _assert_alike(_grads(module, params), expected)
-    assert _kept_bytes(module, params) < kept
+    assert _residual_bytes(module, params) < kept
 
 
 @pytest.mark.parametrize("index", range(5))
@@ -119,7 +119,7 @@ def test_one_mark_is_enough(plain: tuple[Any, Any, int], index: int) -> None:
     specs[index] = specs[index].remat()
     module = PipelineModule(specs, num_stages=1)
     _assert_alike(_grads(module, params), expected)
-    assert _kept_bytes(module, params) < kept
+    assert _residual_bytes(module, params) < kept
 
 
 def test_marked_layers_keep_in_host_memory_what_is_configured(plain: tuple[Any, Any, int]) -> None:
@@ -135,7 +135,7 @@ def test_marked_layers_keep_in_host_memory_what_is_configured(plain: tuple[Any, 
 def test_a_policy_keeps_what_it_says() -> None:
     def kept(policy: Any) -> int:
         module = PipelineModule([LayerSpec(Block).remat(policy)], num_stages=1)
-        return _kept_bytes(module, module.init(jax.random.key(0), X))
+        return _residual_bytes(module, module.init(jax.random.key(0), X))
 
     assert kept(None) < kept(POLICIES.dots_saveable) < kept(POLICIES.everything_saveable)
 
@@ -275,9 +275,9 @@ def test_checkpointable_layers_are_recomputed_alone() -> None:
     params = module.init(jax.random.key(0), X)
     every = module.replace(activation_checkpoint_interval=1)
     chosen = every.replace(checkpointable_layers=["NNXBlock"])
-    kept = [_kept_bytes(each, params) for each in (module, chosen, every)]
+    kept = [_residual_bytes(each, params) for each in (module, chosen, every)]
     assert kept[0] > kept[1] > kept[2]
-    assert _kept_bytes(every.replace(checkpointable_layers=["NNXBlock", "Block"]), params) == kept[2]
+    assert _residual_bytes(every.replace(checkpointable_layers=["NNXBlock", "Block"]), params) == kept[2]
     _assert_alike(_grads(chosen, params), _grads(module, params))
 
 

@@ -10,7 +10,7 @@ from jaxpipe.partition import LayerCost, Profile, StageMemory, partition_balance
 
 
 def _profile(times: list[int], sizes: list[int], **memory: object) -> Profile:
-    layers = tuple(LayerCost(t, 2 * t, t, size, kept_bytes=size) for t, size in zip(times, sizes, strict=True))
+    layers = tuple(LayerCost(t, 2 * t, t, size, residual_bytes=size) for t, size in zip(times, sizes, strict=True))
     return Profile(layers, memory=StageMemory(**memory) if memory else None)  # pyright: ignore[reportArgumentType]
 
 
@@ -126,14 +126,14 @@ def test_a_long_search_ends_with_the_cut_that_needs_the_least() -> None:
 
 
 def test_recomputed_groups_keep_their_inputs_and_rebuild_one_group_at_once() -> None:
-    layers = tuple(LayerCost(1.0, 2.0, kept_bytes=10 + i, recomputed_bytes=100 * i) for i in range(5))
+    layers = tuple(LayerCost(1.0, 2.0, residual_bytes=10 + i, recomputed_bytes=100 * i) for i in range(5))
     profile = Profile(layers, interval=2, memory=StageMemory((3,)))
     assert list(profile.held_bytes(0, 0)) == [30, 130, 3 * 22 + 200, 3 * 22 + 500, 3 * 36 + 500]
     assert list(profile.held_bytes(0, 3)) == [39 + 300, 39 + 700]
 
 
 def test_a_marked_layer_stands_outside_the_groups() -> None:
-    layers = tuple(LayerCost(1.0, 2.0, kept_bytes=10 + i, is_marked=i == 1) for i in range(4))
+    layers = tuple(LayerCost(1.0, 2.0, residual_bytes=10 + i, is_marked=i == 1) for i in range(4))
     assert list(Profile(layers, interval=4).held_bytes(0, 0)) == [10, 21, 33, 33]
 
 

@@ -291,14 +291,14 @@ BLOCK, INNER, DENSE = LayerSpec(Perceptron), LayerSpec(Perceptron, inner=True), 
 def test_the_plan_counts_what_is_kept(layers: list[Any]) -> None:
     count, pipeline = planned(layers)
     assert [len(cut.trunk) for cut in pipeline.cuts] == [len(layers)] * 2
-    assert count == sum(pipeline.kept_bytes)
+    assert count == sum(pipeline.residual_bytes)
     size = f"{count / 2**10:,.1f} KiB" if count < 2**20 else f"{count / 2**20:,.1f} MiB"
-    assert f"kept for the backward of each microbatch: {size}; room for 3" in describe_pipeline(pipeline)
+    assert f"residuals of each microbatch: {size}; slots: 3" in describe_pipeline(pipeline)
 
 
 def test_a_layer_that_recomputes_leaves_the_others_alone() -> None:
     def kept(layers: list[Any], **settings: bool) -> int:
-        return planned(layers, **settings)[1].kept_bytes[0]
+        return planned(layers, **settings)[1].residual_bytes[0]
 
     none, one = kept([BLOCK] * 4), kept([BLOCK, BLOCK.remat(), BLOCK, BLOCK])
     assert kept([BLOCK.remat()] * 4) < one < none == kept([INNER] * 4)

@@ -24,7 +24,7 @@ from jaxpipe.topology import make_pipeline_mesh
 
 X = np.ones((2, 4), np.float32)
 MESH = make_pipeline_mesh(PipeDataParallelTopology(4, 1), jax.devices()[:4])
-COST = LayerCost(0.01, 0.02, 0.01, num_params=1000, kept_bytes=100, recomputed_bytes=1000, pending_bytes=30)
+COST = LayerCost(0.01, 0.02, 0.01, num_params=1000, residual_bytes=100, recomputed_bytes=1000, pending_bytes=30)
 
 
 @pytest.fixture(autouse=True)
@@ -109,7 +109,7 @@ def test_chunks_that_cannot_be_are_refused(method: Any, num_chunks: int | None, 
         choose(model(method), num_chunks=num_chunks)
 
 
-def test_pending_halves_stay_within_what_is_set() -> None:
+def test_pending_weight_gradients_stay_within_what_is_set() -> None:
     choice, _ = choose(model(), max_pending_weights=1)
     assert {one.max_pending for one in choice.candidates if one.schedule == "zero-bubble"} == {1}
     assert {one.max_pending for one in choice.candidates if one.schedule != "zero-bubble"} == {None}

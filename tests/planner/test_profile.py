@@ -98,7 +98,7 @@ def test_recompute_counts_with_the_backward() -> None:
     module = PipelineModule(layers, 1, loss_fn=_mse, activation_checkpoint_interval=1)
     (cost,) = measure_layers(module, module.trace(X), rounds=1).layers
     assert cost.backward_s >= SLOW_S + QUICK_S
-    assert cost.kept_bytes == X.nbytes
+    assert cost.residual_bytes == X.nbytes
     assert cost.recomputed_bytes > 0
 
 
@@ -126,7 +126,7 @@ def test_products_are_counted_and_scans_as_often_as_they_run() -> None:
     module = PipelineModule(layers, 2, loss_fn=_mse, partition_method="profile:flops")
     ids = np.zeros((32,), np.int32)
     trace = module.trace(ids)
-    profile = estimate_layers(module, trace, flops_per_s=1.0, bytes_per_s=float("inf"), halves=True)
+    profile = estimate_layers(module, trace, flops_per_s=1.0, bytes_per_s=float("inf"), split_backward=True)
     product = 2 * 32 * 16 * 16
     forwards = [layer.forward_s for layer in profile.layers]
     assert forwards[0] < product / 100
@@ -150,7 +150,7 @@ def test_recompute_is_counted() -> None:
     )
     product = 2 * 4 * 8 * 8
     assert again.backward_s >= plain.backward_s + product
-    assert again.kept_bytes == x.nbytes < plain.kept_bytes == again.recomputed_bytes
+    assert again.residual_bytes == x.nbytes < plain.residual_bytes == again.recomputed_bytes
 
 
 def _conv(x: jax.Array, k: jax.Array, groups: int) -> jax.Array:
@@ -176,11 +176,11 @@ def test_work(function: Any, shapes: list[tuple[int, ...]], flops: int, num_byte
 
 
 @pytest.mark.parametrize("make", [measure_layers, estimate_layers], ids=["measured", "estimated"])
-def test_halves_of_a_backward(make: Any) -> None:
+def test_split_backward(make: Any) -> None:
     module = PipelineModule([LayerSpec(nn.Dense, 16), jnp.tanh, LayerSpec(nn.Dense, 8)], 1, loss_fn=_mse)
     trace = module.trace(np.ones((4, 8), np.float32))
     options = {"rounds": 1} if make is measure_layers else {}
-    costs = make(module, trace, labels=np.ones((4, 8), np.float32), halves=True, **options).layers
+    costs = make(module, trace, labels=np.ones((4, 8), np.float32), split_backward=True, **options).layers
     assert all(0 < cost.weight_s <= cost.backward_s for cost in (costs[0], costs[2]))
     assert costs[1].weight_s == 0
     assert [cost.pending_bytes for cost in costs] == [4 * 16 * 4, 0, 4 * 8 * 4]

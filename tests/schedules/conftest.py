@@ -28,7 +28,7 @@ from jaxpipe.schedules import (
 
 
 class TimedSchedule(PipeSchedule):
-    """Built from the times of its cells: sends one step after the computing, one buffer for each unit."""
+    """Built from the times of its actions: sends one step after the computing, one buffer for each unit."""
 
     weight_delay: ClassVar[int | None] = None
 
@@ -41,15 +41,15 @@ class TimedSchedule(PipeSchedule):
     def num_pipe_buffers(self) -> int:
         return self.num_chunks * self.micro_batches
 
-    def home(self, virtual: int) -> tuple[int, int] | None:
+    def location(self, virtual: int) -> tuple[int, int] | None:
         places = [(stage, chunk) for stage in range(self.stages) for chunk in range(self.num_chunks)]
         return next((place for place in places if self.virtual_stage(*place) == virtual), None)
 
-    def cells(self) -> Iterator[tuple[int, int, list[PipeInstruction]]]:
+    def timed_steps(self) -> Iterator[tuple[int, int, list[PipeInstruction]]]:
         """Step, place in the step, instructions."""
         for chunk in range(self.num_chunks):
             virtual = self.virtual_stage(self.stage_id, chunk)
-            before, after = self.home(virtual - 1), self.home(virtual + 1)
+            before, after = self.location(virtual - 1), self.location(virtual + 1)
             for microbatch in range(self.micro_batches):
                 buffer_id = chunk * self.micro_batches + microbatch
                 names = {"buffer_id": buffer_id, "micro_batch_id": microbatch, "chunk_id": chunk}
@@ -74,7 +74,7 @@ class TimedSchedule(PipeSchedule):
         places = [(stage, chunk) for stage in range(self.stages) for chunk in range(self.num_chunks)]
         end = max(self.backward_time(*place, self.micro_batches - 1) for place in places) + (self.weight_delay or 0)
         listing: list[list[PipeInstruction]] = [[] for _ in range(end + 1)]
-        for step, _, commands in sorted(self.cells(), key=lambda cell: cell[:2]):
+        for step, _, commands in sorted(self.timed_steps(), key=lambda timed: timed[:2]):
             listing[step] += commands
         listing[end] += [ReduceTiedGrads(), ReduceGrads(), OptimizerStep()]
         return iter(listing)
@@ -96,7 +96,7 @@ class FoldedSchedule(TimedSchedule):
 
 
 class FoldedSplitSchedule(FoldedSchedule):
-    """The same with the backward in two halves."""
+    """The same with the backward split."""
 
     weight_delay = 3
 
@@ -125,7 +125,7 @@ class ThreeRingSchedule(RingSchedule):
 
 
 class SplitSchedule(TimedSchedule):
-    """1F1B on combined ticks, the weight half two steps after the input half."""
+    """1F1B on combined ticks, the weight gradient two steps after the input gradient."""
 
     weight_delay = 2
 
@@ -137,7 +137,7 @@ class SplitSchedule(TimedSchedule):
 
 
 class SplitAtOnceSchedule(SplitSchedule):
-    """Both halves in one step."""
+    """Input and weight gradient in one step."""
 
     weight_delay = 0
 

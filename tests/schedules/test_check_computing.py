@@ -74,24 +74,24 @@ SPOILED: dict[str, tuple[Edit, str, str]] = {
         r"step=4\. Put RecvGrad of this microbatch in front",
         "[B0]",
     ),
-    "weight half before input half": (
+    "weight gradient before input gradient": (
         ("replace", 2, 2, BackwardPass(0), BackwardWeight(0)),
         r"BackwardWeight\(buffer_id=0\) must come after BackwardPass or BackwardInput, but got micro_batch_id=0 without"
         r" it on stage=2 at step=2\.",
         "[F0W0]",
     ),
-    "weight half missing": (
+    "weight gradient missing": (
         ("replace", 0, 7, BackwardPass(3), BackwardInput(3)),
         r"ReduceTiedGrads\(\) must come after the stage's last backward, but got micro_batch_id=3 without "
         r"BackwardPass or BackwardWeight on stage=0 at step=7",
         "[I3]",
     ),
-    "weight half after a whole backward": (
+    "weight gradient after a whole backward": (
         ("insert", 0, 4, 3, BackwardWeight(0)),
         r"BackwardWeight\(buffer_id=0\) must happen once to each microbatch, but got micro_batch_id=0 a second time",
         "[B0W0]",
     ),
-    "two weight halves in a step": (
+    "two weight gradients in a step": (
         (
             "both",
             ("replace", 0, 4, BackwardPass(0), BackwardInput(0)),

@@ -75,7 +75,7 @@ def test_choices(
     assert choice.best.step_s <= 1.01 * min(quicker)
 
 
-def test_pending_halves_are_limited_to_what_fits() -> None:
+def test_pending_weight_gradients_are_limited_to_what_fits() -> None:
     choice = choose_schedule(GPU, 8, 32, memory_limit_bytes=16e9, chunk_counts={1: 1.0}, skip_idle=True)
     whole, limited = (one for one in choice.candidates if one.schedule == "zero-bubble")
     assert (whole.max_pending, whole.pending, whole.fits) == (None, 14, False)
@@ -84,7 +84,7 @@ def test_pending_halves_are_limited_to_what_fits() -> None:
     assert choice.best == limited
 
 
-def test_pending_halves_stay_within_what_is_asked() -> None:
+def test_pending_weight_gradients_stay_within_what_is_asked() -> None:
     options = {"memory_limit_bytes": 16e9, "chunk_counts": {1: 1.0}, "skip_idle": True}
     for asked, expected in ((1, [1]), (2, [2]), (3, [3, 2])):
         candidates = choose_schedule(GPU, 8, 32, max_pending=asked, **options).candidates
@@ -126,14 +126,14 @@ def test_the_table() -> None:
     assert (
         text
         == """\
-schedule     chunks  pending  idle cells  step      lost   in flight  memory
-1f1b         1       -        skipped     570 ms    15.8%  7          7 GB     too large
-1f1b-v       2       -        skipped     570 ms    15.8%  4          4 GB
-interleaved  2       -        skipped     525 ms    8.6%   5.5        5.5 GB   chosen
-zero-bubble  1       6        skipped     516 ms    7.0%   7          10 GB    too large
-zero-bubble  2       3.5      skipped     498 ms    3.6%   5.5        7.25 GB  too large
-zero-bubble  2       1        skipped     520.5 ms  7.8%   5.5        6 GB
-train        1       -        skipped     720 ms    33.3%  5          5 GB
+schedule     chunks  pending  idle actions  step      lost   in flight  memory
+1f1b         1       -        skipped       570 ms    15.8%  7          7 GB     too large
+1f1b-v       2       -        skipped       570 ms    15.8%  4          4 GB
+interleaved  2       -        skipped       525 ms    8.6%   5.5        5.5 GB   chosen
+zero-bubble  1       6        skipped       516 ms    7.0%   7          10 GB    too large
+zero-bubble  2       3.5      skipped       498 ms    3.6%   5.5        7.25 GB  too large
+zero-bubble  2       1        skipped       520.5 ms  7.8%   5.5        6 GB
+train        1       -        skipped       720 ms    33.3%  5          5 GB
 interleaved: The simplest within 1% of the shortest step that fits 6 GB."""
     )
 

@@ -58,7 +58,7 @@ def test_lockstep_loses_nothing(kind: type[PipeSchedule], forward_s: float, back
             assert bubble_fraction(program, forward_s, backward_s) == pytest.approx(fraction)
 
 
-def test_half_ticks_pay_the_longer_cell() -> None:
+def test_half_ticks_pay_the_longer_action() -> None:
     program = lower_schedule(TrainSchedule, 32, 4)
     assert makespan(program, 1.0, 2.0, lockstep=False) == (32 + 3) * 3.0
     assert makespan(program, 1.0, 1.0) == 2 * (32 + 3)
@@ -94,7 +94,7 @@ def test_chunks_take_a_share_of_the_stage(timed: dict[str, type[PipeSchedule]]) 
     assert makespan(folded, 2.0, 4.0) == (8 + 4 - 1) * 6.0
 
 
-def test_halves_make_up_a_backward(timed: dict[str, type[PipeSchedule]]) -> None:
+def test_input_and_weight_gradient_make_up_a_backward(timed: dict[str, type[PipeSchedule]]) -> None:
     program = lower_schedule(timed["SplitAtOnceSchedule"], 6, 3)
     whole = lower_schedule(OneFOneBSchedule, 6, 3)
     assert makespan(program, 1.0, 2.0) == makespan(whole, 1.0, 2.0)

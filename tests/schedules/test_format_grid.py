@@ -35,7 +35,7 @@ def test_chunks_show_the_part_of_the_model(timed: dict[str, type[PipeSchedule]])
     ]
 
 
-def test_halves_of_backwards(timed: dict[str, type[PipeSchedule]]) -> None:
+def test_split_backwards(timed: dict[str, type[PipeSchedule]]) -> None:
     assert format_grid(timed["SplitSchedule"], 2, 1).splitlines()[1] == "stage 0  F0I0  F1I1  W0  W1"
 
 

@@ -47,7 +47,7 @@ def test_chunks_may_be_chosen(name: str | type[PipeSchedule], num_chunks: int) -
     assert resolve_schedule(kind) is kind
 
 
-def test_pending_halves_may_be_limited() -> None:
+def test_pending_weight_gradients_may_be_limited() -> None:
     kind = resolve_schedule("zero-bubble", 2, max_pending=5)
     assert issubclass(kind, ZeroBubbleSchedule)
     assert (kind.num_chunks, kind.max_pending) == (2, 5)

@@ -1,4 +1,4 @@
-"""Runs tick programs on symbolic values: every cell must read exactly the value it should."""
+"""Runs tick programs on symbolic values: every action must read exactly the value it should."""
 
 import pytest
 from _machine import Machine, require_tight

@@ -1,4 +1,4 @@
-"""Zero-bubble: the weight halves go where they cost least, and no more than asked for are pending."""
+"""Zero-bubble: the weight gradients go where they cost least, and no more than asked for are pending."""
 
 from typing import ClassVar
 
@@ -88,7 +88,7 @@ def test_each_pending_half_less_costs_one(num_stages: int, num_chunks: int) -> N
         assert len(program.runs) <= MAX_RUNS
 
 
-def test_longer_weight_halves_cost_the_difference() -> None:
+def test_longer_weight_gradients_cost_the_difference() -> None:
     for num_stages, count, num_chunks in ((4, 16, 1), (8, 32, 1), (8, 32, 2)):
         program = zero_bubble(count, num_stages, num_chunks)
         promised = closed_form("zero-bubble", count, num_stages, 1.0, 3.0, num_chunks=num_chunks)
@@ -102,7 +102,7 @@ def test_the_goal() -> None:
     assert takes(zero_bubble(32, 8, 2), 1.0, 1.0, 1.0) == 32 * 3 + 7 / 2
 
 
-def test_the_steady_part_has_no_idle_cell() -> None:
+def test_the_steady_part_has_no_idle_action() -> None:
     program = zero_bubble(16, 4, 1)
     kinds = ("forward", "backward", "weight")
     content = ["".join(k[0] for k in kinds if getattr(run, f"has_{k}")) for run in program.runs]
@@ -110,7 +110,7 @@ def test_the_steady_part_has_no_idle_cell() -> None:
     assert [run.stop - run.start for run in program.runs] == [3, 3, 10, 3, 3, 3]
     steady = program.runs[2]
     for actions in (program.tables.forward, program.tables.backward, program.tables.weight):
-        assert all(cell >= 0 for row in actions.microbatch for cell in row[steady.start : steady.stop])
+        assert all(microbatch >= 0 for row in actions.microbatch for microbatch in row[steady.start : steady.stop])
 
 
 def test_grid() -> None:
