@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
 from jaxpipe.errors import CheckpointError, shown
 from jaxpipe.state import Leaf, Span
@@ -28,12 +29,23 @@ class StoredArray:
     Attributes:
         shape: Its shape, `[num_rows, ...]`.
         dtype: Its dtype, by name.
-        sha256: For each row the hash of its bytes, in hexadecimal.
+        grid: Into how many blocks it is cut along each dim: into rows, and where devices hold parts of a row into those.
+        sha256: For each block the hash of its bytes, in hexadecimal; blocks along the last dim are next to each other.
     """
 
     shape: tuple[int, ...]
     dtype: str
+    grid: tuple[int, ...]
     sha256: tuple[str, ...]
+
+    def blocks(self, row: int) -> list[tuple[int, tuple[slice, ...]]]:
+        """The blocks of a row: the number of each, and where it lies in the row."""
+        sizes = [size // count for size, count in zip(self.shape[1:], self.grid[1:], strict=True)]
+        first = row * math.prod(self.grid[1:])
+        return [
+            (number, tuple(slice(i * size, (i + 1) * size) for i, size in zip(at, sizes, strict=True)))
+            for number, at in enumerate(np.ndindex(*self.grid[1:]), first)
+        ]
 
     @property
     def num_bytes(self) -> int:
@@ -210,9 +222,16 @@ def _load_array(name: str, given: Mapping[str, Any]) -> StoredArray:
     shape, _ = checked_struct(given["shape"], given["dtype"])
     sha256 = given["sha256"]
     _check(isinstance(sha256, list) and all(isinstance(each, str) for each in sha256), f"sha256 of {name}", sha256)
-    if len(shape) == 0 or len(sha256) != shape[0]:
-        raise ValueError("not every row has a sha256")
-    return StoredArray(shape, given["dtype"], tuple(sha256))
+    grid = _load_grid(f"grid of {name}", given["grid"], shape)
+    if len(shape) == 0 or grid[0] != shape[0] or len(sha256) != math.prod(grid):
+        raise ValueError("not every block has a sha256")
+    return StoredArray(shape, given["dtype"], grid, tuple(sha256))
+
+
+def _load_grid(name: str, given: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
+    is_list = isinstance(given, list) and len(given) == len(shape) and all(map(_is_count, given))
+    _check(is_list and all(count and size % count == 0 for count, size in zip(given, shape, strict=True)), name, given)
+    return tuple(given)
 
 
 def _load_layer(given: Mapping[str, Any], leaves: Mapping[str, Leaf]) -> StoredLayer:
@@ -224,7 +243,7 @@ def _load_layer(given: Mapping[str, Any], leaves: Mapping[str, Leaf]) -> StoredL
 
 def _dump_leaf(leaf: Leaf) -> dict[str, Any]:
     spans = [{**asdict(span), "rows": list(span.rows)} for span in leaf.copies[0]]
-    return {"shape": list(leaf.shape), "dtype": leaf.dtype, "dim": leaf.dim, "spans": spans}
+    return {"shape": list(leaf.shape), "dtype": leaf.dtype, "grid": list(leaf.grid), "spans": spans}
 
 
 def _load_leaf(key: str, given: Mapping[str, Any], arrays: Mapping[str, StoredArray]) -> Leaf:
@@ -232,14 +251,13 @@ def _load_leaf(key: str, given: Mapping[str, Any], arrays: Mapping[str, StoredAr
         Span(x["array"], tuple(map(index, x["rows"])), index(x["start"]), index(x["stop"])) for x in given["spans"]
     )
     shape, _ = checked_struct(given["shape"], given["dtype"])
-    dim = given["dim"]
-    is_whole = dim is None or (_is_count(dim, len(shape)) and shape[dim] % len(spans) == 0)
-    _check(is_whole and len(spans) > 0, f"spans or dim of {key}", given)
-    leaf = Leaf(shape, given["dtype"], dim, (spans,))
+    grid = _load_grid(f"grid of {key}", given["grid"], shape)
+    _check(len(spans) == math.prod(grid), f"spans of {key}", given)
+    leaf = Leaf(shape, given["dtype"], grid, (spans,))
     for span in spans:
         held, num_held = arrays[span.array].shape, len(span.rows) * (span.stop - span.start)
         is_inside = 0 <= span.start <= span.stop <= math.prod(held[1:]) and set(span.rows) <= set(range(held[0]))
-        is_enough = len(span.rows) > 0 and num_held >= math.prod(leaf.part_shape())
+        is_enough = len(span.rows) > 0 and num_held >= math.prod(leaf.slice_shape())
         if not is_inside or not is_enough or arrays[span.array].dtype != leaf.dtype:
             raise ValueError(f"{key} does not lie inside {span.array}")
     return leaf

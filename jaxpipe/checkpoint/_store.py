@@ -86,7 +86,7 @@ def read_arrays(
         del found
         for name, array in read.items():
             for row in sorted(set(rows[name])):
-                if hash_row(array[row]) != arrays[name].sha256[row]:
+                if is_damaged(arrays[name], array, row):
                     raise CheckpointError(
                         f"{path} must hold the arrays as they were written, but row {row} of {name} has another "
                         "sha256 than the index says: it is damaged. Load another tag, or restore the files."
@@ -104,15 +104,15 @@ def _check_files(path: Path | str, most_bytes: int) -> None:
                 raise OSError(f"{entry.path} is no file, or one of {entry.stat().st_size} bytes")
 
 
-def hash_rows(arrays: Mapping[str, jax.Array]) -> dict[str, dict[int, str]]:
-    """Hash the rows that this process writes: of each the first copy.
+def hash_blocks(arrays: Mapping[str, jax.Array]) -> dict[str, dict[int, str]]:
+    """Hash the blocks that this process writes: of each the first copy.
 
     Returns:
-        Row to hash in hexadecimal, by the array's name.
+        Number of a block to hash in hexadecimal, by the array's name; see `StoredArray`.
     """
     return {
         name: {
-            shard.index[0].start or 0: hash_row(np.asarray(shard.data))
+            _number(array, shard.index): _hash(np.asarray(shard.data))
             for shard in array.addressable_shards
             if shard.replica_id == 0
         }
@@ -120,9 +120,27 @@ def hash_rows(arrays: Mapping[str, jax.Array]) -> dict[str, dict[int, str]]:
     }
 
 
-def hash_row(row: np.ndarray) -> str:
-    """Hash of a row's bytes, in hexadecimal."""
-    return hashlib.sha256(np.ascontiguousarray(row).reshape(-1).view(np.uint8).data).hexdigest()
+def grid_of(array: jax.Array) -> tuple[int, ...]:
+    """Into how many blocks the devices cut an array along each dim."""
+    return tuple(n // max(size, 1) or 1 for n, size in zip(array.shape, _block_shape(array), strict=True))
+
+
+def is_damaged(stored: StoredArray, array: np.ndarray, row: int) -> bool:
+    """True if a row is not what was written."""
+    return any(_hash(array[row][at]) != stored.sha256[number] for number, at in stored.blocks(row))
+
+
+def _number(array: jax.Array, index: tuple[slice, ...]) -> int:
+    at = [(i.start or 0) // max(size, 1) for i, size in zip(index, _block_shape(array), strict=True)]
+    return int(np.ravel_multi_index(at, grid_of(array)))
+
+
+def _block_shape(array: jax.Array) -> tuple[int, ...]:
+    return array.sharding.shard_shape(array.shape)
+
+
+def _hash(block: np.ndarray) -> str:
+    return hashlib.sha256(np.ascontiguousarray(block).reshape(-1).view(np.uint8).data).hexdigest()
 
 
 def _orbax() -> Any:

@@ -8,7 +8,7 @@ from pathlib import Path
 from jaxpipe.errors import CheckpointError
 
 from ._open import Checkpoint, open_checkpoint, reread
-from ._store import hash_row, read_arrays
+from ._store import is_damaged, read_arrays
 
 _SHOWN = 12
 
@@ -21,7 +21,7 @@ class Verification:
         path: Its folder.
         tag: Its name.
         num_arrays: Global arrays.
-        num_rows: Rows of these, each with a hash.
+        num_rows: Rows of these.
         num_bytes: Size of the arrays.
     """
 
@@ -63,7 +63,7 @@ def _verify(checkpoint: Checkpoint) -> Verification:
         path=checkpoint.path,
         tag=checkpoint.tag,
         num_arrays=len(arrays),
-        num_rows=sum(len(array.sha256) for array in arrays.values()),
+        num_rows=sum(array.shape[0] for array in arrays.values()),
         num_bytes=sum(array.num_bytes for array in arrays.values()),
     )
 
@@ -87,7 +87,7 @@ def _damaged(checkpoint: Checkpoint) -> tuple[dict[str, str], str]:
             found[name] = "unreadable"
             cause = cause or _first_line(error.__cause__)
             continue
-        rows = [str(row) for row, sha256 in enumerate(stored.sha256) if hash_row(array[row]) != sha256]
+        rows = [str(row) for row in range(stored.shape[0]) if is_damaged(stored, array, row)]
         if rows:
             more = ", ..." if len(rows) > _SHOWN else ""
             found[name] = f"row{'s' if len(rows) > 1 else ''} {', '.join(rows[:_SHOWN])}{more}"

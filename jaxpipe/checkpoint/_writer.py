@@ -6,6 +6,7 @@ import datetime
 import hashlib
 import json
 import logging
+import math
 import shutil
 import sys
 import threading
@@ -48,7 +49,7 @@ from ._index import INDEX, Index, StoredArray, dump_index
 from ._json import check_json, encode_state
 from ._lock import DirectoryLock
 from ._snapshot import snapshot
-from ._store import hash_rows, start_writing
+from ._store import grid_of, hash_blocks, start_writing
 from ._struct import dump_struct
 
 _REPORT_TIMEOUT_S = 600
@@ -290,8 +291,8 @@ def _caught(action: Callable[[], object]) -> BaseException | None:
 
 
 def _end(job: _Job, wait: Callable[[], object]) -> None:
-    """Hash this process's rows while they are written, and report to process 0."""
-    hashes = hash_rows(job.arrays)
+    """Hash this process's blocks while they are written, and report to process 0."""
+    hashes = hash_blocks(job.arrays)
     wait()
     _report(job.data, sha256=hashes)
 
@@ -427,14 +428,13 @@ def _content(pipeline: Pipeline, run: RunState, iterators: list[Any]) -> dict[st
 def _index(job: _Job, reports: list[dict[str, dict[str, str]]]) -> Index:
     hashes: dict[str, dict[int, str]] = {}
     for report in reports:
-        for name, rows in report.items():
-            hashes.setdefault(name, {}).update({int(row): sha256 for row, sha256 in rows.items()})
-    arrays = {
-        name: StoredArray(
-            tuple(array.shape), jnp.dtype(array.dtype).name, tuple(hashes[name][row] for row in range(array.shape[0]))
-        )
-        for name, array in job.arrays.items()
-    }
+        for name, blocks in report.items():
+            hashes.setdefault(name, {}).update({int(block): sha256 for block, sha256 in blocks.items()})
+    arrays = {}
+    for name, array in job.arrays.items():
+        grid = grid_of(array)
+        sha256 = tuple(hashes[name][block] for block in range(math.prod(grid)))
+        arrays[name] = StoredArray(tuple(array.shape), jnp.dtype(array.dtype).name, grid, sha256)
     return Index(leaves=job.leaves, arrays=arrays, scalars=dump_scalars(job.scalars), **job.content)
 
 

@@ -1,4 +1,4 @@
-"""Catalog of a state's leaves: where each lies in the global arrays, in a form that knows no stage, replica or rank.
+"""Catalog of a state's leaves: where each lies in the global arrays, in a form that knows no stage and no replica.
 
 Two pipelines of one model and optimiser have catalogs with the same keys and shapes, however they are cut, so a state
 goes from one to the other leaf by leaf.
@@ -7,7 +7,7 @@ goes from one to the other leaf by leaf.
 import math
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -44,24 +44,31 @@ class Leaf:
     Attributes:
         shape: Its shape.
         dtype: Its dtype, by name.
-        dim: The dim along which the slices of a copy are put together, where it is sharded over the `model` axis or
-            over the stages.
-        copies: Where it lies, each copy by the span of each of its slices. Each copy is whole, and all are equal: tied
-            layers lie on several stages.
+        grid: Into how many slices it is cut along each dim.
+        copies: Where it lies, each copy by the span of each of its slices, those along the last dim next to each other.
+            Each copy is whole, and all are equal: tied layers lie on several stages.
     """
 
     shape: tuple[int, ...]
     dtype: str
-    dim: int | None
+    grid: tuple[int, ...]
     copies: tuple[tuple[Span, ...], ...]
 
-    def part_shape(self) -> tuple[int, ...]:
+    def slice_shape(self) -> tuple[int, ...]:
         """Shape of one slice of a copy."""
-        count = len(self.copies[0])
-        return tuple(n // count if d == self.dim else n for d, n in enumerate(self.shape))
+        return tuple(size // count for size, count in zip(self.shape, self.grid, strict=True))
+
+    def slices(self) -> list[tuple[slice, ...]]:
+        """Where the slices of a copy lie in the leaf, in the order of its spans."""
+        shape = self.slice_shape()
+        return [
+            tuple(slice(at * size, (at + 1) * size) for at, size in zip(index, shape, strict=True))
+            for index in np.ndindex(*self.grid)
+        ]
 
 
 Catalog = Mapping[str, Leaf]
+Grid = tuple[int, ...]
 Rows = Mapping[tuple[str, int], np.ndarray]
 
 
@@ -75,14 +82,18 @@ def read_leaf(leaf: Leaf, row: Callable[[str, int], np.ndarray]) -> np.ndarray:
     Returns:
         The leaf.
     """
-    shape = leaf.part_shape()
-    slices = []
+    shape, slices = leaf.slice_shape(), []
     for span in leaf.copies[0]:
         # With ZeRO-1 a slice is cut by elements over the rows of the replicas, and the last row is padded.
         pieces = [row(span.array, index)[span.start : span.stop] for index in span.rows]
         flat = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
         slices.append(flat[: math.prod(shape)].reshape(shape))
-    return slices[0] if leaf.dim is None else np.concatenate(slices, axis=leaf.dim)
+    if len(slices) == 1:
+        return slices[0]
+    whole = np.empty(leaf.shape, slices[0].dtype)
+    for at, value in zip(leaf.slices(), slices, strict=True):
+        whole[at] = value
+    return whole
 
 
 def write_leaf(leaf: Leaf, value: np.ndarray, rows: MutableMapping[tuple[str, int], np.ndarray]) -> None:
@@ -95,8 +106,8 @@ def write_leaf(leaf: Leaf, value: np.ndarray, rows: MutableMapping[tuple[str, in
     """
     value = value.reshape(leaf.shape)
     for copy in leaf.copies:
-        slices = [value] if leaf.dim is None else np.split(value, len(copy), axis=leaf.dim)
-        for span, one in zip(copy, slices, strict=True):
+        for span, at in zip(copy, leaf.slices(), strict=True):
+            one = value[at]
             size, flat = span.stop - span.start, one.reshape(-1)
             for i, index in enumerate(span.rows):
                 piece = flat[i * size : (i + 1) * size]  # the last one may be short; what follows it is padding
@@ -105,68 +116,51 @@ def write_leaf(leaf: Leaf, value: np.ndarray, rows: MutableMapping[tuple[str, in
 
 
 def make_catalog(
-    params: ModelParams,
-    sharding: ZeroSharding,
-    updater: Updater,
-    collections: ModelCollections,
-    model_dims: Mapping[Path, int],
+    params: ModelParams, sharding: ZeroSharding, updater: Updater, collections: ModelCollections
 ) -> Catalog:
     """Describe the state of a pipeline.
 
     Args:
-        params: The parameters of one rank of the `model` axis.
+        params: The parameters.
         sharding: How they are cut into shards.
         updater: The optimiser on them.
         collections: What layers keep beside them.
-        model_dims: The dims along which parameters are sharded over the `model` axis, by path.
 
     Returns:
         The leaves by `params/<path>`, `opt_state/<path>` and `collections/<path>`.
     """
-    master, num_ranks = sharding.master, sharding.num_model_ranks
+    master = sharding.master
+    names = [{path: name for name, path in leaves.paths.items()} for leaves in params.stages]
     drafts: dict[str, _Draft] = {}
 
-    def add(key: str, struct: Any, spans: Sequence[Span], slicing: _Slicing) -> None:
-        drafts.setdefault(key, _Draft(as_words(struct), slicing, [])).add(spans)
-
-    def slicing_of(path: Path) -> _Slicing:
-        if path in params.stage_dims:
-            return _Slicing("stage", params.stage_dims[path])
-        return _Slicing("model", model_dims[path]) if path in model_dims else _WHOLE
+    def add(key: str, struct: Any, stage: int, spans: Sequence[Span], path: Path | None, blocks: Grid = ()) -> None:
+        stage_dim = None if path is None else params.stage_dims.get(path)
+        draft = drafts.setdefault(key, _Draft(as_words(struct), stage_dim, blocks or (1,) * len(struct.shape), []))
+        draft.add(stage, spans)
 
     for stage, leaves in enumerate(params.stages):
         for name, path in leaves.paths.items():
             form = master.form_of(stage, name)
-            rows = _rows(stage, master.replicas_of(form), master.num_shards, num_ranks)
-            spans = _spans("params", master.shards, form, name, rows)
-            add(join_path(("params", *path)), params.struct[path], spans, slicing_of(path))
+            blocks = master.block_counts(name)
+            spans = _spans("params", master.shards, form, name, master.rows_of(form), blocks)
+            add(join_path(("params", *path)), params.struct[path], stage, spans, path, blocks)
     whole = updater.whole_struct()
     for form, stage in enumerate(master.stages_of_forms):
-        replicas = master.replicas_of(form)
         for group, layout, name, label, path in updater.leaves(form):
-            struct = whole[label]
+            struct, field, rows = whole[label], f"opt_state/{group}", master.rows_of(form)
             # What has its parameter's shape, such as a moment, is cut as that is: the shards hold pieces of one copy.
+            if path is not None and struct.shape == params.struct[path].shape:
+                blocks = master.block_counts(names[stage][path])
+                spans = _spans(field, layout, form, name, rows, blocks)
+                add(f"opt_state/{label}", struct, stage, spans, path, blocks)
+                continue
             # All else, such as a count of steps, lies whole in every shard.
-            is_like_param = path is not None and struct.shape == params.struct[path].shape
-            slicing = slicing_of(path) if is_like_param and path is not None else _WHOLE
-            for of_copy in [replicas] if is_like_param else [(replica,) for replica in replicas]:
-                rows = _rows(stage, of_copy, master.num_shards, num_ranks)
-                add(f"opt_state/{label}", struct, _spans(f"opt_state/{group}", layout, form, name, rows), slicing)
+            for row in rows:
+                add(f"opt_state/{label}", struct, stage, _spans(field, layout, form, name, (row,)), None)
     for stage, name, path in collections.leaves():
-        spans = _spans("collections", collections.layout, stage, name, _rows(stage, (0,), 1, num_ranks))
-        slicing = _Slicing("model", collections.dims[path]) if path in collections.dims else _WHOLE
-        add(join_path(("collections", *path)), collections.struct[path], spans, slicing)
+        spans = _spans("collections", collections.layout, stage, name, (stage,))
+        add(join_path(("collections", *path)), collections.struct[path], stage, spans, None)
     return {key: draft.finished() for key, draft in drafts.items()}
-
-
-class _Slicing(NamedTuple):
-    """The mesh axis over whose devices a leaf is sliced, and the dim along which; None and None where it is whole."""
-
-    axis: str | None
-    dim: int | None
-
-
-_WHOLE = _Slicing(None, None)
 
 
 @dataclass(frozen=True)
@@ -174,45 +168,42 @@ class _Draft:
     """A leaf under construction.
 
     Attributes:
-        struct: Shape and dtype of a slice.
-        slicing: How it is sliced.
-        copies: Its copies so far.
+        struct: Shape and dtype of what a stage holds of it.
+        stage_dim: The dim along which it is sliced over the stages, or None.
+        blocks: Into how many slices what a stage holds is cut along each dim.
+        given: What stages hold of it: the stage, and the span of each of its slices.
     """
 
     struct: Any
-    slicing: _Slicing
-    copies: list[list[Span]]
+    stage_dim: int | None
+    blocks: Grid
+    given: list[tuple[int, Sequence[Span]]]
 
-    def add(self, spans: Sequence[Span]) -> None:
-        """Take in what one stage holds of the leaf.
-
-        Args:
-            spans: One for each rank of the `model` axis.
-        """
-        if self.slicing.axis == "model":
-            # The slices of all ranks make one copy.
-            self.copies.append(list(spans))
-        elif self.slicing.axis == "stage":
-            # Each rank has a copy, which grows by this stage's slice: stages come in order.
-            self.copies.extend([] for _ in spans[len(self.copies) :])
-            for copy, span in zip(self.copies, spans, strict=True):
-                copy.append(span)
-        else:
-            # A stage that holds a tied parameter too has further copies, one on each rank.
-            self.copies.extend([span] for span in spans)
+    def add(self, stage: int, spans: Sequence[Span]) -> None:
+        """Take in what a stage holds of the leaf: all of it, unless it is sliced over the stages."""
+        self.given.append((stage, spans))
 
     def finished(self) -> Leaf:
-        count, dim = len(self.copies[0]), self.slicing.dim
-        shape = tuple(n * count if d == dim else n for d, n in enumerate(self.struct.shape))
-        return Leaf(shape, np.dtype(self.struct.dtype).name, dim, tuple(map(tuple, self.copies)))
+        dtype = np.dtype(self.struct.dtype).name
+        if self.stage_dim is None:
+            # A stage that holds a tied parameter too has a copy of its own.
+            return Leaf(tuple(self.struct.shape), dtype, self.blocks, tuple(tuple(spans) for _, spans in self.given))
+        dim, count = self.stage_dim, len(self.given)
+        grid, shape = (
+            tuple(n * count if d == dim else n for d, n in enumerate(each)) for each in (self.blocks, self.struct.shape)
+        )
+        found = {}
+        for stage, spans in self.given:
+            for at, span in zip(np.ndindex(*self.blocks), spans, strict=True):
+                found[tuple(i + stage * self.blocks[dim] if d == dim else i for d, i in enumerate(at))] = span
+        return Leaf(shape, dtype, grid, (tuple(found[at] for at in sorted(found)),))
 
 
-def _rows(stage: int, replicas: Sequence[int], num_shards: int, num_ranks: int) -> list[tuple[int, ...]]:
-    """By rank of the `model` axis, the rows of some replicas of a stage: rows count up along `model` first."""
-    return [tuple((stage * num_shards + r) * num_ranks + rank for r in replicas) for rank in range(num_ranks)]
-
-
-def _spans(field: str, layout: Layout, form: int, name: str, rows: Sequence[tuple[int, ...]]) -> list[Span]:
-    """By rank of the `model` axis, a leaf's elements in those rows."""
+def _spans(
+    field: str, layout: Layout, form: int, name: str, rows: Sequence[int], blocks: Grid = ()
+) -> list[Span]:
+    """A leaf's elements in some rows, block by block."""
     array, start, stop = layout.span(form, name)
-    return [Span(f"{field}/{array}", of_rank, start, stop) for of_rank in rows]
+    count = math.prod(blocks)
+    size = (stop - start) // count
+    return [Span(f"{field}/{array}", tuple(rows), start + i * size, start + (i + 1) * size) for i in range(count)]

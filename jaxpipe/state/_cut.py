@@ -104,8 +104,8 @@ def find_vocab_layers(
         `(vocabulary-parallel layers, cuts without them)`.
 
     Raises:
-        LayerError: A split parameter does not belong to the ends, cannot be divided, or is sharded over `model` too;
-            or a layer of the ends keeps or reports something.
+        LayerError: A split parameter does not belong to the ends, or cannot be divided; or a layer of the ends keeps or
+            reports something.
     """
     marked = [i for i, dims in enumerate(trace.stage_dims) if dims]
     if num_stages == 1 or not marked:
@@ -171,9 +171,4 @@ def _check_layer(named: NamedLayer, trace: ModelTrace, vocab: VocabLayers, num_s
             raise LayerError(
                 f"{label} must be split along a dim that num_stages={num_stages} divides, but got "
                 f"{format_struct(leaf)} with dim {dim} over 'stage'. Pad that dim to {more}, or change num_stages."
-            )
-        if path in trace.param_dims[i]:
-            raise LayerError(
-                f"{label} must be sharded over one axis, but got metadata that names 'stage' and 'model'. Leave one "
-                "of them out."
             )

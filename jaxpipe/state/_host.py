@@ -1,6 +1,7 @@
 """The way between a model's leaves on the host and the global arrays of a state on the devices."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,9 @@ from jaxpipe._typing import PyTree
 from ._catalog import Catalog, Leaf, read_leaf, write_leaf
 from ._layout import is_key
 from ._state import TrainState
+
+Index = tuple[slice, ...]
+"""Place of a device's shard in a global array."""
 
 _FIELDS = ("params", "opt_state", "collections")
 
@@ -107,16 +111,17 @@ class HostRows(dict[tuple[str, int], np.ndarray]):
     def __init__(self, arrays: Mapping[str, Any], stage: int = 0, num_stages: int = 1) -> None:
         super().__init__()
         self._arrays = dict(arrays)
-        self._devices: dict[str, list[tuple[Any, int]]] = {}
+        self._devices: dict[str, list[tuple[Any, Index]]] = {}
         for name, like in arrays.items():
-            shape, num_rows = like.shape[1:], like.shape[0] // num_stages
+            num_rows = like.shape[0] // num_stages
             indices = like.sharding.addressable_devices_indices_map(like.shape)
-            placed = [(device, _row(index)) for device, index in indices.items()]
-            self._devices[name] = [(device, row) for device, row in placed if row // num_rows == stage]
-            present = {_row(shard.index): shard.data for shard in like.addressable_shards} if _has_values(like) else {}
-            for row in {row for _, row in self._devices[name]}:
-                value = np.array(present[row]) if row in present else np.zeros(shape, like.dtype)
-                self[name, row] = value.reshape(-1)
+            self._devices[name] = [(device, at) for device, at in indices.items() if _row(at) // num_rows == stage]
+            for row in {_row(at) for _, at in self._devices[name]}:
+                self[name, row] = np.zeros(math.prod(like.shape[1:]), like.dtype)
+            for shard in like.addressable_shards if _has_values(like) else ():
+                if (name, _row(shard.index)) in self:
+                    # Of a row that is sharded over automatic axes too each shard is a block.
+                    self._view(name, shard.index)[...] = np.asarray(shard.data)[0]
 
     def fill(self, catalog: Catalog, keys: Iterable[str], source: Source) -> None:
         """Write the leaves that these rows hold something of, each into all its copies.
@@ -138,10 +143,20 @@ class HostRows(dict[tuple[str, int], np.ndarray]):
 
     def to_devices(self, name: str) -> list[jax.Array]:
         """Put the rows of one array onto each of their devices; they are gone from here then."""
-        like, devices = self._arrays[name], self._devices[name]
-        # One host array per row, whatever the number of replicas: on CPU their device arrays share its memory.
-        rows = {row: self.pop((name, row)).reshape(1, *like.shape[1:]) for row in {row for _, row in devices}}
-        return [jax.device_put(rows[row], device) for device, row in devices]
+        # One host array per block of a row, whatever the number of replicas: on CPU their arrays share its memory.
+        blocks: dict[str, np.ndarray] = {}
+        placed = []
+        for device, index in self._devices[name]:
+            if str(index) not in blocks:
+                blocks[str(index)] = np.ascontiguousarray(self._view(name, index)[None])
+            placed.append(jax.device_put(blocks[str(index)], device))
+        for row in {_row(index) for _, index in self._devices[name]}:
+            del self[name, row]
+        return placed
+
+    def _view(self, name: str, index: Index) -> np.ndarray:
+        """The block of a row that an index of the global array names."""
+        return self[name, _row(index)].reshape(self._arrays[name].shape[1:])[index[1:]]
 
 
 def place_everywhere(tree: PyTree, mesh: Mesh) -> PyTree:

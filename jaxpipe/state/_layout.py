@@ -4,18 +4,23 @@ A leaf that every stage has alike is an array `[num_stages, ...]` of its own. Wh
 buffer `[num_stages, size]` per dtype, padded to the stage that needs most: `shard_map` runs one program, so all
 devices hold arrays of the same shapes. Both are sharded over the `stage` axis, so a stage's arrays are on its own
 devices alone.
+
+A leaf that is sharded over automatic axes too, such as `model`, keeps its dims, for a flat buffer cannot be sharded as
+it is. Where only some stages have it, its array is one that leaves of the same shape and sharding share, one on each
+stage.
 """
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
-_SHARDED = "/model"
-"""End of the names of buffers whose leaves are sharded over the `model` axis."""
+Specs = Mapping[str, P]
+"""Shardings over automatic axes of the leaves that have one, by name; a spec has an entry for each dim."""
 
 
 @jax.tree_util.register_dataclass
@@ -26,7 +31,7 @@ class Storage:
     The names of the fields are part of the names of arrays in checkpoints.
 
     Attributes:
-        packed: The buffers, by dtype.
+        packed: What not all stages have: flat buffers by dtype, and sharded leaves.
         stacked: The leaves that have arrays of their own, by name.
     """
 
@@ -36,11 +41,12 @@ class Storage:
 
 @dataclass(frozen=True)
 class _Slot:
-    """The elements of a packed buffer that are a leaf."""
+    """The elements of a packed buffer that are a leaf; all of them where it is sharded."""
 
     buffer: str
     offset: int
     shape: tuple[int, ...]
+    is_flat: bool = True
 
     @property
     def end(self) -> int:
@@ -50,13 +56,18 @@ class _Slot:
 class Layout:
     """Layout of named leaves, stage by stage; in place of stages, any family whose members differ in leaves.
 
-    A `Storage` has `stacked[name]` of shape `[num_stages, ...]` for leaves that all stages have alike and
-    `packed[dtype]` of shape `[num_stages, size]` for the rest. Inside a stage's own program the first dim is absent.
+    A `Storage` has `stacked[name]` of shape `[num_stages, ...]` for leaves that all stages have alike. For the rest it
+    has `packed[dtype]` of shape `[num_stages, size]`, and an array of its own for a leaf that is sharded. Inside a
+    stage's own program the first dim is absent.
 
     Args:
         stages: For each stage its leaves by name, as shapes and dtypes. The order is kept inside the buffers.
         stack: Give a leaf that all stages have alike an array of its own; else all lie in the buffers.
-        sharded: Leaves that are sharded over the `model` axis; they have buffers of their own.
+        specs: Shardings of each stage's leaves; none: nothing is sharded.
+
+    Attributes:
+        specs: Shardings of leaves of all stages, where a name means the same on all of them.
+        buffers: Shapes and dtypes of the packed buffers of a stage.
     """
 
     def __init__(
@@ -64,29 +75,43 @@ class Layout:
         stages: Sequence[Mapping[str, jax.ShapeDtypeStruct]],
         *,
         stack: bool = True,
-        sharded: Collection[str] = (),
+        specs: Sequence[Specs] = (),
     ) -> None:
-        self.num_stages, self.sharded = len(stages), frozenset(sharded)
+        self.num_stages, self._specs = len(stages), tuple(specs) or tuple({} for _ in stages)
+        self.specs = {name: spec for of_stage in self._specs for name, spec in of_stage.items()}
         first = stages[0] if stack and stages else {}
         self.stacked = {
             name: jax.ShapeDtypeStruct(like.shape, like.dtype)
             for name, like in first.items()
             if all(name in other and _same(other[name], like) for other in stages)
+            and len({of_stage.get(name) for of_stage in self._specs}) == 1
         }
-        self._slots: list[dict[str, _Slot]] = []
         self._names = [tuple(stage) for stage in stages]
-        self.packed_sizes: dict[str, int] = {}
-        for stage in stages:
-            used: dict[str, int] = {}
-            slots = {}
-            for name, like in stage.items():
-                if name not in self.stacked:
-                    buffer = like.dtype.name + (_SHARDED if name in self.sharded else "")
-                    slots[name] = _Slot(buffer, used.get(buffer, 0), tuple(like.shape))
-                    used[buffer] = slots[name].end
-            self._slots.append(slots)
-            for buffer, size in used.items():
-                self.packed_sizes[buffer] = max(size, self.packed_sizes.get(buffer, 0))
+        self.buffers: dict[str, jax.ShapeDtypeStruct] = {}
+        self._buffer_specs: dict[str, P] = {}
+        self._slots = [self._place(*pair) for pair in zip(stages, self._specs, strict=True)]
+
+    def _place(self, stage: Mapping[str, jax.ShapeDtypeStruct], specs: Specs) -> dict[str, _Slot]:
+        """Find slots for what is not stacked, in the buffers there are or in new ones."""
+        used: dict[str, int] = {}
+        slots: dict[str, _Slot] = {}
+        for name, like in stage.items():
+            shape, spec = tuple(like.shape), specs.get(name)
+            if name in self.stacked:
+                continue
+            kind = like.dtype.name if spec is None else _kind(like, spec)
+            start = used.get(kind, 0)
+            used[kind] = end = start + (math.prod(shape) if spec is None else 1)
+            if spec is None:
+                slots[name] = _Slot(kind, start, shape)
+                size = max(end, math.prod(self.buffers[kind].shape) if kind in self.buffers else 0)
+                self.buffers[kind] = jax.ShapeDtypeStruct((size,), like.dtype)
+            else:
+                # The n-th leaf of this shape and sharding on any stage lies in the n-th such array.
+                slots[name] = _Slot(f"{kind}.{start}", 0, shape, is_flat=False)
+                self.buffers[slots[name].buffer] = jax.ShapeDtypeStruct(shape, like.dtype)
+                self._buffer_specs[slots[name].buffer] = spec
+        return slots
 
     def cast(self, change: Callable[[Any], Any]) -> "Layout":
         """The layout of the same leaves in other dtypes.
@@ -95,7 +120,21 @@ class Layout:
             change: Gives the new shape and dtype of a leaf from the present one; dtypes alone may differ.
         """
         stages = [{name: change(self.struct_of(s, name)) for name in names} for s, names in enumerate(self._names)]
-        return Layout(stages, sharded=self.sharded)
+        return Layout(stages, specs=self._specs)
+
+    def renamed_buffers(self, other: "Layout") -> Mapping[str, str] | None:
+        """The buffers of a layout of the same leaves, by the buffers of this one that hold the same in the same order.
+
+        Returns:
+            None where leaves that are in one buffer here are not there, as where dtypes that differ here are one there.
+        """
+        found: dict[str, str] = {}
+        for mine, theirs in zip(self._slots, other._slots, strict=True):
+            for name, slot in mine.items():
+                same = found.setdefault(slot.buffer, theirs[name].buffer)
+                if (same, slot.offset) != (theirs[name].buffer, theirs[name].offset):
+                    return None
+        return found if len(set(found.values())) == len(found) else None
 
     def packed_names(self, stage: int) -> list[str]:
         """The leaves of a stage that lie in its buffers."""
@@ -110,16 +149,28 @@ class Layout:
         if name in self.stacked:
             return self.stacked[name]
         slot = self._slots[stage][name]
-        return jax.ShapeDtypeStruct(slot.shape, dtype_of(slot.buffer))
+        return jax.ShapeDtypeStruct(slot.shape, self.buffers[slot.buffer].dtype)
 
     def struct(self) -> Storage:
         """Shapes and dtypes of one stage's storage, without the stage dim."""
-        packed = {name: jax.ShapeDtypeStruct((size,), dtype_of(name)) for name, size in self.packed_sizes.items()}
-        return Storage(packed, dict(self.stacked))
+        return Storage(dict(self.buffers), dict(self.stacked))
+
+    def spec(self) -> Storage:
+        """The sharding of one stage's storage over automatic axes, array by array."""
+        stacked = {name: self.specs.get(name, P()) for name in self.stacked}
+        return Storage({name: self._buffer_specs.get(name, P()) for name in self.buffers}, stacked)
+
+    def constrain(self, storage: Storage) -> Storage:
+        """A storage, each of whose arrays is sharded as the layout says.
+
+        To be called where arrays are made inside a program: zeros have no sharding, and what XLA then chooses for what
+        is added to them may be to hold it whole.
+        """
+        return jax.tree.map(constrained, storage, self.spec())
 
     def zeros(self) -> Storage:
         """One stage's storage, all zeros."""
-        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.struct())
+        return self.constrain(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.struct()))
 
     def slot(self, stage: int, name: str) -> object:
         """Slot of a leaf; equal for leaves that one program can read on different stages."""
@@ -137,7 +188,8 @@ class Layout:
         if name in self.stacked:
             return storage.stacked[name]
         slot = self._slots[stage][name]
-        return storage.packed[slot.buffer][slot.offset : slot.end].reshape(slot.shape)
+        buffer = storage.packed[slot.buffer]
+        return buffer[slot.offset : slot.end].reshape(slot.shape) if slot.is_flat else buffer
 
     def unpack(self, stage: int, storage: Storage) -> dict[str, jax.Array]:
         """All leaves of a stage by name."""
@@ -146,16 +198,22 @@ class Layout:
     def pack_buffers(self, stage: int, leaves: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
         """A stage's packed buffers; leaves that are not given are zero."""
         buffers = {}
-        for buffer, size in self.packed_sizes.items():
-            dtype = dtype_of(buffer)
+        for buffer, like in self.buffers.items():
+            given = {name: slot for name, slot in self._slots[stage].items() if slot.buffer == buffer and name in leaves}
+            if buffer in self._buffer_specs:
+                found = [_as(leaves[name], like.dtype) for name in given]
+                buffers[buffer] = constrained(
+                    found[0] if found else jnp.zeros(like.shape, like.dtype), self._buffer_specs[buffer]
+                )
+                continue
             pieces, end = [], 0
-            for name, slot in self._slots[stage].items():
-                if slot.buffer == buffer and name in leaves:
-                    pieces += [jnp.zeros((slot.offset - end,), dtype)] if slot.offset > end else []
-                    pieces.append(_as(leaves[name], dtype).reshape(-1))
-                    end = slot.end
-            whole = jnp.concatenate(pieces) if len(pieces) > 1 else (pieces or [jnp.zeros((0,), dtype)])[0]
-            buffers[buffer] = jax.lax.pad(whole, jnp.zeros((), dtype), [(0, size - end, 0)]) if size > end else whole
+            for name, slot in given.items():
+                pieces += [jnp.zeros((slot.offset - end,), like.dtype)] if slot.offset > end else []
+                pieces.append(_as(leaves[name], like.dtype).reshape(-1))
+                end = slot.end
+            whole = jnp.concatenate(pieces) if len(pieces) > 1 else (pieces or [jnp.zeros((0,), like.dtype)])[0]
+            missing = like.shape[0] - end
+            buffers[buffer] = jax.lax.pad(whole, jnp.zeros((), like.dtype), [(0, missing, 0)]) if missing else whole
         return buffers
 
     def pack(self, stage: int, leaves: Mapping[str, jax.Array]) -> Storage:
@@ -171,18 +229,9 @@ class Layout:
                 stacked[name] = value
             else:
                 slot = self._slots[stage][name]
-                packed[slot.buffer] = packed[slot.buffer].at[slot.offset : slot.end].set(value.reshape(-1))
+                flat = packed[slot.buffer]
+                packed[slot.buffer] = flat.at[slot.offset : slot.end].set(value.reshape(-1)) if slot.is_flat else value
         return Storage(packed, stacked)
-
-    def by_sharding(self, storage: Storage) -> tuple[Storage, Storage]:
-        """A storage in two: what all ranks of the `model` axis hold alike, and what is sharded over it."""
-
-        def half(is_sharded: bool) -> Storage:
-            stacked = {name: x for name, x in storage.stacked.items() if (name in self.sharded) == is_sharded}
-            packed = {name: x for name, x in storage.packed.items() if name.endswith(_SHARDED) == is_sharded}
-            return Storage(packed, stacked)
-
-        return half(False), half(True)
 
 
 def is_key(dtype: Any) -> bool:
@@ -195,9 +244,15 @@ def as_words(struct: Any) -> Any:
     return jax.eval_shape(jax.random.key_data, struct) if is_key(struct.dtype) else struct
 
 
-def dtype_of(buffer: str) -> Any:
-    """The dtype of a packed buffer, from its name."""
-    return jnp.dtype(buffer.removesuffix(_SHARDED))
+def constrained(leaf: jax.Array, spec: P) -> jax.Array:
+    """An array inside a program, sharded over automatic axes as a spec says; one without entries says nothing."""
+    return jax.lax.with_sharding_constraint(leaf, spec) if any(spec) else leaf
+
+
+def _kind(like: jax.ShapeDtypeStruct, spec: P) -> str:
+    """The name that sharded leaves share which can lie in one array; also a part of names of arrays in checkpoints."""
+    axes = ["+".join(axis if isinstance(axis, tuple) else (axis or "_",)) for axis in spec]
+    return f"{like.dtype.name}.{'x'.join(map(str, like.shape))}.{'-'.join(axes)}"
 
 
 def _as(leaf: jax.Array, dtype: Any) -> jax.Array:

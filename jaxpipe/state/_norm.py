@@ -20,8 +20,8 @@ def global_norm(
 ) -> jax.Array:
     """L2 norm of the whole model's gradient, equal on all devices.
 
-    Every element counts once, however many devices hold it: replicas, ranks of the `model` axis, holders of a tied
-    parameter.
+    Every element counts once, however many devices hold it: replicas, or holders of a tied parameter. Arrays are whole
+    along automatic axes.
 
     Args:
         tied: Tied parameters with the stages that hold them.
@@ -33,12 +33,7 @@ def global_norm(
         `float32[]`.
     """
     counted = drop_copies(tied, sharding.master, form, shard)
-    if sharding.num_model:
-        # The sum below adds up what all ranks of the model axis hold alike once for each of them.
-        alike, sharded = sharding.master.shards.by_sharding(counted)
-        squares = _sum_squares(alike) / sharding.num_model + _sum_squares(sharded)
-    else:
-        squares = _sum_squares(counted)
+    squares = _sum_squares(counted)
     # Over those axes alone along which shards differ: replicas that hold the same do not add up. Padding is zero.
     return jnp.sqrt(jax.lax.psum(squares, sharding.row_axes))
 

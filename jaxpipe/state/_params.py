@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
+from jax.sharding import PartitionSpec as P
 
 from jaxpipe._typing import Path, PyTree
 from jaxpipe.errors import LayerError
@@ -14,7 +15,7 @@ from jaxpipe.layers import ModelTrace, NamedLayer, cast_floats, flatten_dict, jo
 from jaxpipe.schedules import Placement
 
 from ._cut import StageCut, VocabLayers, slice_struct
-from ._layout import Layout, Storage
+from ._layout import Layout, Specs, Storage
 
 
 @dataclass(frozen=True)
@@ -89,9 +90,8 @@ class ModelParams:
         }
         self.struct: Mapping[Path, jax.ShapeDtypeStruct] = struct
         structs = [{name: struct[path] for name, path in stage.paths.items()} for stage in self.stages]
-        dims = trace.tree_dims()
-        sharded = {name for stage in self.stages for name, path in stage.paths.items() if path in dims}
-        self.master_layout = Layout(structs, sharded=sharded)
+        specs = trace.tree_specs()
+        self.master_layout = Layout(structs, specs=[specs_of(stage, specs) for stage in self.stages])
         self.layout = self.master_layout.cast(lambda leaf: cast_floats(leaf, dtype))
         self.grad_layout = self.layout.cast(lambda leaf: grad_accum_struct(leaf, grad_dtype))
         self.trunk_names = tuple(self.stages[0].trunk)
@@ -121,7 +121,6 @@ class ModelCollections:
 
     Attributes:
         struct: Shapes and dtypes by path: the layer's name, then the path inside the layer's collections.
-        dims: The dims along which they are sharded over the `model` axis, by the same paths.
         layout: Their layout.
     """
 
@@ -131,11 +130,12 @@ class ModelCollections:
         flat = [flatten_dict(tree) if tree else {} for tree in trace.collections]
         paths = [{local: (named.name, *local) for local in flat[named.index]} for named in layers]
         self.struct: Mapping[Path, Any] = {p[at]: flat[i][at] for i, p in enumerate(paths) for at in p}
-        self.dims: Mapping[Path, int] = {
-            p[at]: dim for i, p in enumerate(paths) for at, dim in trace.collection_dims[i].items()
-        }
+        specs = {p[at]: spec for i, p in enumerate(paths) for at, spec in trace.collection_specs[i].items()}
         self._stages = name_leaves(paths, cuts, placement)
-        self.layout = Layout([{n: self.struct[path] for n, path in stage.paths.items()} for stage in self._stages])
+        self.layout = Layout(
+            [{n: self.struct[path] for n, path in stage.paths.items()} for stage in self._stages],
+            specs=[specs_of(stage, specs) for stage in self._stages],
+        )
 
     def leaves(self) -> Iterator[tuple[int, str, Path]]:
         """Every leaf of every stage: `(stage, name, path)`."""
@@ -164,6 +164,11 @@ class ModelCollections:
             leaves = flatten_dict(view) if view else {}
             changed |= {name: leaves[path] for path, name in self._stages[stage].layers[index].items()}
         return self.layout.put(stage, storage, changed)
+
+
+def specs_of(stage: StageLeaves, specs: Mapping[Path, P]) -> Specs:
+    """Shardings of a stage's leaves by name, from those of the model's by path."""
+    return {name: specs[path] for name, path in stage.paths.items() if path in specs}
 
 
 def grad_accum_struct(leaf: Any, grad_dtype: Any = None) -> Any:

@@ -18,7 +18,7 @@ class TrainState:
 
     A row of its arrays is the shard of one device: without ZeRO all that its stage holds, the same on every replica,
     and then there is one row per stage; with ZeRO-1 a replica's own, and then there is one row per stage and replica.
-    Each rank of a `model` axis has rows of its own.
+    Rows are whole along automatic axes, over which leaves are sharded as their metadata says.
 
     Attributes:
         step: Number of batches so far, those whose update was skipped included, `int32[]`.

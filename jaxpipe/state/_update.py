@@ -73,12 +73,17 @@ class Updater:
         self._programs = {"trunk": [0] * len(forms) if is_uniform else list(forms), "own": list(forms)}
         self._groups = {"trunk": [trunk[form] for form in self._programs["trunk"]], "own": list(others.values())}
         self._layouts = {
-            name: Layout([group.state_leaves for group in groups]) for name, groups in self._groups.items()
+            name: Layout([group.state_leaves for group in groups], specs=[group.state_specs for group in groups])
+            for name, groups in self._groups.items()
         }
 
     def struct(self) -> PyTree:
         """Shapes and dtypes of one shard's optimiser state, without the first dim."""
         return {name: layout.struct() for name, layout in self._layouts.items()}
+
+    def spec(self) -> PyTree:
+        """Its sharding over automatic axes."""
+        return {name: layout.spec() for name, layout in self._layouts.items()}
 
     def leaves(self, form: int) -> Iterator[tuple[str, Layout, str, str, Path | None]]:
         """Every leaf of a shard's optimiser state; first that of a group which holds parameters.
@@ -177,6 +182,14 @@ class _Group:
         named = {path for name, path in paths.items() if name in alike}
         names = [join_path(at) if find_param(at, named) else str(i) for i, at in enumerate(self._state_paths)]
         self.state_leaves = dict(zip(names, leaves, strict=True))
+        # What has its parameter's shape, such as a moment, is sharded as the parameter is.
+        by_path = {path: name for name, path in paths.items()}
+        self.state_specs = {}
+        for name, leaf, at in zip(names, leaves, self._state_paths, strict=True):
+            i, j = find_param(at, by_path) or (0, 0)
+            param = by_path.get(at[i:j])
+            if param in layout.specs and leaf.shape == layout.struct_of(form, param).shape:
+                self.state_specs[name] = layout.specs[param]
 
     def labels(self, real: Paths) -> dict[str, tuple[str, Path | None]]:
         """For each leaf of the state its path with the real paths of parameters, and the parameter it belongs to."""

@@ -7,7 +7,7 @@ replicas; `reduce` sums gradients over the replicas and leaves each its shard of
 
 import abc
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 from jaxpipe.layers import unflatten_dict
 from jaxpipe.optim import is_elementwise
 
-from ._layout import Layout, Storage, dtype_of
+from ._layout import Layout, Storage, constrained
 from ._params import ModelParams
 from ._switch import switch_stages
 
@@ -64,6 +64,15 @@ class ShardLayout(abc.ABC):
     def replicas_of(self, form: int) -> Sequence[int]:
         """The replicas whose shards have a form; replica 0 stands for all where there is one shard for all."""
         return range(self.num_shards) if self.is_uniform else (form % self.num_shards,)
+
+    def rows_of(self, form: int) -> tuple[int, ...]:
+        """The rows of the global arrays that are shards of a form."""
+        first = self.stage_of(form) * self.num_shards
+        return tuple(first + replica for replica in self.replicas_of(form))
+
+    def block_counts(self, name: str) -> tuple[int, ...]:
+        """Into how many blocks a leaf is cut along each dim before each block is cut into shards; empty: none."""
+        return ()
 
     @property
     def stages_of_forms(self) -> list[int]:
@@ -123,44 +132,68 @@ class ByElements(_Sharded):
     """Every leaf is cut into `num_shards` equal pieces, the last one padded with zeros.
 
     A piece of a leaf `[a, b]` has the shape `[1, k]`: as many dims as the leaf, so that masks by `ndim`, such as those
-    that keep biases out of weight decay, say the same of the piece.
+    that keep biases out of weight decay, say the same of the piece. What is sharded over automatic axes is cut block by
+    block, so that nothing leaves its place: a piece of a leaf of m blocks has the shape `[1, m * k]`, sharded over the
+    last dim, with a piece of each block.
 
     Args:
         gathered: Layout of the whole storage.
         num_shards: Length of the `data` axis.
+        mesh: Lengths of the mesh's axes.
     """
 
     is_uniform = True
 
-    def __init__(self, gathered: Layout, num_shards: int) -> None:
+    def __init__(self, gathered: Layout, num_shards: int, mesh: Mapping[str, int]) -> None:
         self.gathered, self.num_shards = gathered, num_shards
+        self._blocks = {name: _block_counts(spec, mesh) for name, spec in gathered.specs.items()}
         structs = [
             {name: gathered.struct_of(s, name) for name in gathered.names(s)} for s in range(gathered.num_stages)
         ]
-        pieces = [{name: self._piece(like) for name, like in struct.items()} for struct in structs]
-        self.shards = Layout(pieces, sharded=gathered.sharded)
+        specs = {
+            name: P(*[None] * (len(spec) - 1), tuple(axis for axes in spec for axis in _spec_axes(axes)))
+            for name, spec in gathered.specs.items()
+        }
+        pieces = [{name: self._piece(name, like) for name, like in struct.items()} for struct in structs]
+        self.shards = Layout(pieces, specs=[{name: specs[name] for name in each if name in specs} for each in pieces])
 
-    def _piece(self, like: Any) -> jax.ShapeDtypeStruct:
-        size = -(-math.prod(like.shape) // self.num_shards)
+    def block_counts(self, name: str) -> tuple[int, ...]:
+        """See `ShardLayout.block_counts`: one for each place of the axes that the leaf is sharded over."""
+        return self._blocks.get(name, ())
+
+    def _piece(self, name: str, like: Any) -> jax.ShapeDtypeStruct:
+        num_blocks = math.prod(self._blocks.get(name, ()))
+        size = -(-math.prod(like.shape) // num_blocks // self.num_shards) * num_blocks
         return jax.ShapeDtypeStruct((1,) * (len(like.shape) - 1) + (size,), like.dtype)
 
-    def _to_pieces(self, leaf: jax.Array) -> jax.Array:
-        piece = self._piece(leaf).shape
-        missing = math.prod(piece) * self.num_shards - leaf.size
-        flat = leaf.reshape(-1)
-        return (jnp.pad(flat, (0, missing)) if missing else flat).reshape(self.num_shards, *piece)
+    def _to_pieces(self, name: str, leaf: jax.Array) -> jax.Array:
+        piece = self._piece(name, leaf)
+        blocks = _to_blocks(leaf, self._blocks.get(name, (1,) * leaf.ndim))
+        missing = piece.size * self.num_shards // len(blocks) - blocks.shape[1]
+        blocks = jnp.pad(blocks, ((0, 0), (0, missing))) if missing else blocks
+        # [blocks, shards, k] -> [shards, ..., blocks * k]
+        pieces = jnp.swapaxes(blocks.reshape(len(blocks), self.num_shards, -1), 0, 1)
+        return self._constrained(name, pieces.reshape(self.num_shards, *piece.shape))
 
     def _to_leaf(self, stage: int, name: str, pieces: jax.Array) -> jax.Array:
         shape = self.gathered.struct_of(stage, name).shape
-        return pieces.reshape(-1)[: math.prod(shape)].reshape(shape)
+        counts = self._blocks.get(name, (1,) * len(shape))
+        num_blocks = math.prod(counts)
+        pieces = self._constrained(name, pieces)
+        blocks = jnp.swapaxes(pieces.reshape(self.num_shards, num_blocks, -1), 0, 1).reshape(num_blocks, -1)
+        leaf = _from_blocks(blocks[:, : math.prod(shape) // num_blocks], counts, shape)
+        return constrained(leaf, self.gathered.specs.get(name, P()))
+
+    def _constrained(self, name: str, pieces: jax.Array) -> jax.Array:
+        return constrained(pieces, P(None, *self.shards.specs.get(name, ())))
 
     def _cut(self, stage: jax.Array, storage: Storage) -> Storage:
         def cut(s: int, packed: Buffers) -> Buffers:
             leaves = {name: self.gathered.get(s, name, Storage(packed)) for name in self.gathered.packed_names(s)}
-            pieces = {name: self._to_pieces(leaf) for name, leaf in leaves.items()}
+            pieces = {name: self._to_pieces(name, leaf) for name, leaf in leaves.items()}
             return jax.vmap(lambda piece: self.shards.pack_buffers(s, piece), axis_size=self.num_shards)(pieces)
 
-        stacked = {name: self._to_pieces(leaf) for name, leaf in storage.stacked.items()}
+        stacked = {name: self._to_pieces(name, leaf) for name, leaf in storage.stacked.items()}
         return Storage(self._switch(stage, cut, storage.packed), stacked)
 
     def _merge(self, stage: jax.Array, shards: Storage) -> Storage:
@@ -197,15 +230,13 @@ class ByLeaves(_Sharded):
         self.gathered, self.num_shards = gathered, num_shards
         owners = [self._assign(s, tied) for s in range(gathered.num_stages)]
         # Not stacked: what all stages hold alike lies in the shards of other replicas here and there.
-        self.shards = Layout(
-            [
-                {name: gathered.struct_of(s, name) for name in gathered.names(s) if owners[s][name] == replica}
-                for s in range(gathered.num_stages)
-                for replica in range(num_shards)
-            ],
-            stack=False,
-            sharded=gathered.sharded,
-        )
+        shards = [
+            {name: gathered.struct_of(s, name) for name in gathered.names(s) if owners[s][name] == replica}
+            for s in range(gathered.num_stages)
+            for replica in range(num_shards)
+        ]
+        specs = [{name: gathered.specs[name] for name in shard if name in gathered.specs} for shard in shards]
+        self.shards = Layout(shards, stack=False, specs=specs)
 
     def _assign(self, stage: int, tied: Sequence[str]) -> dict[str, int]:
         """The replica that owns each leaf of a stage."""
@@ -244,39 +275,26 @@ class ZeroSharding:
         master: Parameters between steps, in float32 in mixed precision; what the optimiser updates.
         compute: Parameters in the dtype the layers compute in.
         grad_accum: Gradients in the dtype they are summed in.
-        num_model: Length of the `model` axis, every rank of which has shards of its own; 0 where there is none.
     """
 
     master: ShardLayout
     compute: ShardLayout
     grad_accum: ShardLayout
-    num_model: int = 0
 
     @property
     def num_rows(self) -> int:
-        """Rows of the global arrays: distinct shards on the whole mesh."""
-        return self.master.gathered.num_stages * self.master.num_shards * self.num_model_ranks
+        """Rows of the global arrays: distinct shards of all stages."""
+        return self.master.gathered.num_stages * self.master.num_shards
 
     @property
-    def num_model_ranks(self) -> int:
-        """Ranks along the `model` axis; 1 where there is none."""
-        return max(self.num_model, 1)
+    def row_axes(self) -> tuple[str, ...]:
+        """The manual mesh axes along which shards differ."""
+        return ("stage", "data") if self.master.num_shards > 1 else ("stage",)
 
     @property
     def row_spec(self) -> P:
         """Sharding of the first dim of the global arrays."""
         return P(self.row_axes) if len(self.row_axes) > 1 else P("stage")
-
-    @property
-    def row_axes(self) -> tuple[str, ...]:
-        """The mesh axes along which shards differ."""
-        model = ("model",) if self.num_model else ()
-        return ("stage", *(("data",) if self.master.num_shards > 1 else ()), *model)
-
-    @property
-    def collection_spec(self) -> P:
-        """Sharding of the first dim of collections: no replica has its own."""
-        return P(("stage", "model")) if self.num_model else P("stage")
 
     def gather_params(self, stage: jax.Array, form: jax.Array, shard: Storage) -> Storage:
         """Compute parameters of a stage, from the master shard of each of its replicas."""
@@ -286,18 +304,11 @@ class ZeroSharding:
     def reduce_gradients(self, stage: jax.Array, form: jax.Array, storage: Storage) -> Storage:
         """The shard of the sum over all replicas of a stage's gradients, in the form of master parameters."""
         # Summed in the accumulation dtype, which may be wider than that of the master parameters, and cast once.
-        shard = _cast(self.grad_accum.shards, self.master.shards, form, self.grad_accum.reduce(stage, storage))
-        if not self.num_model:
-            return shard
-        # A rank of the model axis has its own share of the gradient of a parameter that all ranks hold alike, and
-        # all of the gradient of its slice of a sharded one.
-        alike, sharded = self.master.shards.by_sharding(shard)
-        alike = jax.tree.map(lambda x: jax.lax.psum(x, "model"), alike)
-        return Storage({**alike.packed, **sharded.packed}, {**alike.stacked, **sharded.stacked})
+        return _cast(self.grad_accum.shards, self.master.shards, form, self.grad_accum.reduce(stage, storage))
 
 
 def zero_sharding(
-    params: ModelParams, optimizer: optax.GradientTransformation, num_shards: int, num_model: int
+    params: ModelParams, optimizer: optax.GradientTransformation, num_shards: int, mesh: Mapping[str, int]
 ) -> ZeroSharding:
     """Choose how a model's parameters are cut into shards.
 
@@ -305,18 +316,18 @@ def zero_sharding(
         params: The parameters.
         optimizer: What updates them; if not element by element, whole leaves are dealt out.
         num_shards: Shards of a stage: 1, or with ZeRO-1 the length of the `data` axis.
-        num_model: Length of the `model` axis; 0 where there is none.
+        mesh: Lengths of the mesh's axes.
 
     Returns:
         The sharding.
     """
     layouts = (params.master_layout, params.layout, params.grad_layout)
     if num_shards == 1:
-        return ZeroSharding(*(Replicated(layout) for layout in layouts), num_model=num_model)
-    shards = [ByElements(layout, num_shards) for layout in layouts]
+        return ZeroSharding(*(Replicated(layout) for layout in layouts))
+    shards = [ByElements(layout, num_shards, mesh) for layout in layouts]
     if not all(_is_elementwise(params, shards[0], s, optimizer) for s in range(len(params.stages))):
-        return ZeroSharding(*(ByLeaves(x, num_shards, tuple(params.tied)) for x in layouts), num_model=num_model)
-    return ZeroSharding(*shards, num_model=num_model)
+        return ZeroSharding(*(ByLeaves(x, num_shards, tuple(params.tied)) for x in layouts))
+    return ZeroSharding(*shards)
 
 
 def _is_elementwise(
@@ -333,16 +344,41 @@ def _is_elementwise(
 def _cast(source: Layout, target: Layout, form: jax.Array, storage: Storage) -> Storage:
     """The same leaves in the dtypes of another layout."""
     stacked = {name: storage.stacked[name].astype(like.dtype) for name, like in target.stacked.items()}
-    packed = storage.packed
-    if len(source.packed_sizes) == len(target.packed_sizes) <= 1:
-        # One buffer in each, with the leaves in the same order: no need to take it apart.
-        packed = {name: x.astype(dtype_of(name)) for name, x in zip(target.packed_sizes, packed.values(), strict=True)}
-    elif source.packed_sizes != target.packed_sizes:
+    names = source.renamed_buffers(target)
+    if names is not None:
+        # Alike but for dtypes: no need to take them apart.
+        return Storage({new: storage.packed[old].astype(target.buffers[new].dtype) for old, new in names.items()}, stacked)
 
-        def cast(f: int, packed: Buffers) -> Buffers:
-            return target.pack_buffers(
-                f, {name: source.get(f, name, Storage(packed)) for name in target.packed_names(f)}
-            )
+    def cast(f: int, packed: Buffers) -> Buffers:
+        return target.pack_buffers(f, {name: source.get(f, name, Storage(packed)) for name in target.packed_names(f)})
 
-        packed = switch_stages(form, range(target.num_stages), cast, packed)
-    return Storage(packed, stacked)
+    return Storage(switch_stages(form, range(target.num_stages), cast, storage.packed), stacked)
+
+
+def _spec_axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """Axes that a dim is sharded over, from its entry in a spec."""
+    return (entry,) if isinstance(entry, str) else entry or ()
+
+
+def _block_counts(spec: P, mesh: Mapping[str, int]) -> tuple[int, ...]:
+    """Number of blocks along each dim of a leaf: one for each place of the axes it is sharded over.
+
+    Args:
+        spec: Its sharding.
+        mesh: Lengths of the mesh's axes.
+    """
+    return tuple(math.prod(mesh[axis] for axis in _spec_axes(entry)) for entry in spec)
+
+
+def _to_blocks(leaf: jax.Array, counts: Sequence[int]) -> jax.Array:
+    """A leaf as its blocks, flattened: `[num_blocks, size]`."""
+    split = leaf.reshape([n for size, count in zip(leaf.shape, counts, strict=True) for n in (count, size // count)])
+    order = (*range(0, split.ndim, 2), *range(1, split.ndim, 2))
+    return split.transpose(order).reshape(math.prod(counts), -1)
+
+
+def _from_blocks(blocks: jax.Array, counts: Sequence[int], shape: Sequence[int]) -> jax.Array:
+    """The inverse of `_to_blocks`."""
+    split = blocks.reshape([*counts, *(size // count for size, count in zip(shape, counts, strict=True))])
+    order = [i for pair in zip(range(len(shape)), range(len(shape), 2 * len(shape)), strict=True) for i in pair]
+    return split.transpose(order).reshape(shape)

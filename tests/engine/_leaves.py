@@ -22,7 +22,7 @@ def leaves(engine: PipelineEngine) -> Leaves:
 
     found = {}
     for key, leaf in engine.pipeline.catalog.items():
-        found[key], *others = (read(Leaf(leaf.shape, leaf.dtype, leaf.dim, (copy,))) for copy in leaf.copies)
+        found[key], *others = (read(Leaf(leaf.shape, leaf.dtype, leaf.grid, (copy,))) for copy in leaf.copies)
         for other in others:
             np.testing.assert_array_equal(other, found[key], err_msg=f"a copy of {key}")
     return found
