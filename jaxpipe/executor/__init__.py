@@ -7,9 +7,6 @@ from ._batch import microbatch_key as microbatch_key
 from ._evaluate import EvaluateLoop as EvaluateLoop
 from ._loss import Objective as Objective
 from ._loss import loss_divisor as loss_divisor
-from ._model_axis import check_whole_outputs as check_whole_outputs
-from ._model_axis import model_topology as model_topology
-from ._model_axis import trace_model_ranks as trace_model_ranks
 from ._plan import Plan as Plan
 from ._stage import Stage as Stage
 from ._step import Batch as Batch
@@ -30,10 +27,7 @@ __all__ = [
     "TrainLoop",
     "WHOLE",
     "batch_spec",
-    "check_whole_outputs",
     "collections_after",
     "loss_divisor",
-    "model_topology",
     "batch_shard_dims",
-    "trace_model_ranks",
 ]

@@ -1,14 +1,23 @@
 """The computing of a stage's chunks, assembled from prologue, trunk, epilogue and vocabulary-parallel layers."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
 from jaxpipe._typing import PyTree
 from jaxpipe.autodiff import differentiable
 from jaxpipe.layers import ModelTrace, PipelineModule, layer_signatures
-from jaxpipe.state import ModelCollections, ModelParams, Storage, cut_stages, find_vocab_layers, grad_accum_struct
+from jaxpipe.state import (
+    ModelCollections,
+    ModelParams,
+    Storage,
+    constrained,
+    cut_stages,
+    find_vocab_layers,
+    grad_accum_struct,
+)
 
 from ._batch import Microbatch
 from ._blueprint import Blueprint
@@ -236,18 +245,27 @@ class Stage:
             return self.vocab_loss.outputs_of(weights.storage, is_last, inputs, batch.context)
         return self.epilogue.outputs(weights.storage, collections, inputs, batch.context)
 
-    @property
-    def trunk_grad_struct(self) -> PyTree:
-        """Shapes and dtypes of the summed gradients of one chunk's trunk."""
-        return self.trunk.grad_struct(lambda like: grad_accum_struct(like, self._grad_dtype))
+    def zero_trunk_grads(self, num_chunks: int | None) -> PyTree:
+        """Zeros in the form of the summed gradients of the trunk, sharded as its parameters are.
+
+        Args:
+            num_chunks: Length of their first dim; None: they have none.
+        """
+        lead = () if num_chunks is None else (num_chunks,)
+
+        def zeros(like: Any, spec: P) -> jax.Array:
+            struct = grad_accum_struct(like, self._grad_dtype)
+            # Zeros have no sharding, and XLA may then choose to hold the sums whole.
+            return constrained(jnp.zeros((*lead, *struct.shape), struct.dtype), P(*[None] * len(lead), *spec))
+
+        return jax.tree.map(zeros, self.trunk.params, self.trunk.specs)
 
     def zero_off_trunk_grads(self) -> Storage:
         """Zeros in the form of the summed gradients of a stage's parameters off the trunk."""
-        layout = self.params.grad_layout
-        common = {n: jnp.zeros(layout.stacked[n].shape, layout.stacked[n].dtype) for n in self.params.stacked_off_trunk}
-        return Storage(layout.zeros().packed, common)
+        zeros = self.params.grad_layout.zeros()
+        return Storage(zeros.packed, {name: zeros.stacked[name] for name in self.params.stacked_off_trunk})
 
     def zero_vocab_grads(self) -> dict[str, jax.Array]:
         """Zeros in the form of the summed gradients of vocabulary-parallel layers."""
-        stacked = self.params.grad_layout.stacked
-        return {n: jnp.zeros(stacked[n].shape, stacked[n].dtype) for n in self.params.vocab_names}
+        zeros = self.params.grad_layout.zeros()
+        return {name: zeros.stacked[name] for name in self.params.vocab_names}

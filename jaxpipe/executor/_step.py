@@ -27,7 +27,6 @@ from ._batch import DeviceBatch
 from ._buffers import select
 from ._evaluate import EvaluateLoop, Measure
 from ._loss import Objective, gather_values, loss_divisor
-from ._model_axis import mean_over_model_axis
 from ._stage import Stage, Weights
 from ._tick_loop import Device, LossCotangents
 from ._train import TrainLoop
@@ -101,7 +100,7 @@ class DevicePrograms:
 
     def evaluate(self, state: TrainState, batch: Batch) -> Metrics:
         """The loss, and that of each microbatch."""
-        return self._losses(self._results(state, batch, self._objective.measure))
+        return _mean_losses(self._results(state, batch, self._objective.measure))
 
     def predict(self, state: TrainState, batch: Batch) -> PyTree:
         """Outputs of the model for every microbatch, on every stage."""
@@ -110,10 +109,7 @@ class DevicePrograms:
     def evaluate_and_predict(self, state: TrainState, batch: Batch) -> tuple[Metrics, PyTree]:
         """Both at once."""
         terms, outputs = self._results(state, batch, lambda y, t: (self._objective.measure(y, t), self._whole(y)))
-        return self._losses(terms), jax.tree.map(_from_last, outputs)
-
-    def _losses(self, terms: tuple[jax.Array, jax.Array]) -> Metrics:
-        return _mean_losses(mean_over_model_axis(terms, self._sharding.num_model))
+        return _mean_losses(terms), jax.tree.map(_from_last, outputs)
 
     def _form(self) -> jax.Array:
         return self._sharding.master.form(jax.lax.axis_index("stage"), jax.lax.axis_index("data"))
@@ -148,7 +144,6 @@ class DevicePrograms:
         device_batch = self._batch(state, batch, first)
         weight = self._objective.divisor(device_batch.labels, self._train.program.num_microbatches)
         divisor = loss_divisor(weight)
-        num_model = self._sharding.num_model
         device = self._device(state, device_batch, self._cotangents(state, divisor, num_parts))
         sums = self._train.run(device)
         off_trunk = sums.off_trunk_grads.stacked
@@ -160,11 +155,9 @@ class DevicePrograms:
         # Over the stages first: only whole gradients of tied parameters may be cut into shards.
         grads = sum_tied(self._tied, self._stage.params.grad_layout, device.stage, grads)
         grads = self._sharding.reduce_gradients(device.stage, self._form(), grads)
-        # Every rank of the model axis computes the same losses and values; they are averaged, not summed.
-        reported = mean_over_model_axis(sums.reported, num_model)
-        reported = gather_values(reported, self._stage.aux_names, self._objective.num_terms)
+        reported = gather_values(sums.reported, self._stage.aux_names, self._objective.num_terms)
         # Zero on all stages but the last, so that the sum over them is a broadcast.
-        loss = jax.lax.psum(mean_over_model_axis(sums.loss, num_model), ("stage", "data")) / divisor
+        loss = jax.lax.psum(sums.loss, ("stage", "data")) / divisor
         metrics: Metrics = {"loss": sum(reported["losses"].values(), loss), "weight": weight}
         metrics |= {kind: values for kind, values in reported.items() if values}
         return metrics, grads, mean_over_replicas(sums.collections)
@@ -172,7 +165,7 @@ class DevicePrograms:
     def _cotangents(self, state: TrainState, divisor: jax.Array, num_parts: jax.Array | int) -> LossCotangents:
         """Factors of losses before differentiation.
 
-        With them the losses of all microbatches, replicas and places add up to the loss of the step times the loss
+        With them the losses of all microbatches and replicas add up to the loss of the step times the loss
         scale. So each layer's backward sees the cotangent that `jax.grad` of that loss gives it, in every precision:
         a backward that is not linear, which clips or rounds, would not forgive a division afterwards.
         """
@@ -180,8 +173,6 @@ class DevicePrograms:
         scale = self._loss_scale(state)
         # A step of several calls differentiates one part in each, and its loss is the mean over the parts.
         scale = scale / num_parts
-        # Every rank of the model axis starts from the same loss, and the transpose of a psum over the axis adds them.
-        scale = scale / max(self._sharding.num_model, 1)
         # The main losses count by weight, each of the others as one of microbatches times replicas.
         return LossCotangents(main=scale / divisor, reported=scale / self._objective.num_terms)
 

@@ -99,14 +99,13 @@ class TrainLoop(TickLoop):
         loss_slots = 0 if self._has_fused_loss else program.residual_slots
         # One chunk has no dim of its own: with it XLA (CPU and GPU, JAX 0.10) copies every sum in every tick.
         is_single = program.num_chunks == 1
-        trunk_struct = stage.trunk_grad_struct
         carry = TrainCarry(
             activations=self.activations.empty(),
             gradients=self._gradients.empty(),
             residuals=self._to_memory(make_ring(stage.residuals, program.residual_slots), jax.memory.Space.Host),
             pending=make_ring(stage.pending, program.depth.pending),
             loss_gradients=make_ring(stage.gradients.struct, loss_slots) if loss_slots else (),
-            trunk_grads=zeros_of(trunk_struct) if is_single else make_ring(trunk_struct, program.num_chunks),
+            trunk_grads=stage.zero_trunk_grads(None if is_single else program.num_chunks),
             off_trunk_grads=stage.zero_off_trunk_grads(),
             vocab_grads=stage.zero_vocab_grads(),
             loss=jnp.zeros((), jnp.float32),

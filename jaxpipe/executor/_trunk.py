@@ -1,10 +1,10 @@
 """The trunk: the same layers in every virtual stage, run as one straight program without a conditional."""
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
 from jaxpipe._typing import PyTree
 from jaxpipe.autodiff import Residuals, split_backward
@@ -31,6 +31,8 @@ class Trunk:
         split: Make the split backward too.
 
     Attributes:
+        params: Shapes and dtypes of one chunk's parameters.
+        specs: Their sharding over automatic axes.
         aux: What the trunk of each virtual stage reports.
     """
 
@@ -59,7 +61,10 @@ class Trunk:
         struct = jax.eval_shape(lambda stacked: self._prepare(stacked, 0), stacked)
         offset = jax.ShapeDtypeStruct((), jnp.int32)
         collections = [blueprint.trace.collections[i] for i in self._layers]
-        self._struct = struct
+        self.params = struct
+        specs = {name: blueprint.params.layout.specs.get(name, P()) for name in stacked}
+        # Layers that are scanned are stacked along a new first dim.
+        self.specs = jax.tree.map(lambda spec: P(None, *spec), self._stage.view(self._layers[0], specs)) if self._scan else specs
         self._residuals = Residuals(self._train, struct, self.inputs, (offset, *blueprint.context, collections))
         self._split = split_backward(self._residuals, struct, "trunk") if split and not self.is_empty else None
 
@@ -88,14 +93,6 @@ class Trunk:
         each = [self._prepare(stacked, chunk) for chunk in range(len(self._names))]
         # Once a step, outside the loop: inside, XLA would stack them again in every tick.
         return jax.tree.map(lambda *xs: jnp.stack(xs), *each) if self._join else each
-
-    def grad_struct(self, struct_of: Callable[[Any], Any]) -> PyTree:
-        """Shapes and dtypes of one chunk's summed gradients.
-
-        Args:
-            struct_of: Gives shape and dtype of the sum of a parameter's gradients.
-        """
-        return jax.tree.map(struct_of, self._struct)
 
     def named(self, grads: PyTree) -> dict[str, jax.Array]:
         """Gradients by name, from those of all chunks along a first dim."""

@@ -57,7 +57,7 @@ class _VocabParallel:
             ) from error
 
     def _abstract(self, function: Any, *args: PyTree) -> tuple[Any, PyTree]:
-        return jax.make_jaxpr(function, axis_env=[(_AXIS, self._num_stages)], return_shape=True)(*args)
+        return jax.make_jaxpr(function, return_shape=True)(*args)
 
     def _take(self, storage: PyTree, layers: range) -> Leaves:
         return {name: storage.stacked[name] for name in self._stage.names_of(layers)}

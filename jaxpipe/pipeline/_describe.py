@@ -1,5 +1,7 @@
 """A pipeline as text, to print before training."""
 
+import math
+
 import jax
 
 from jaxpipe.partition import format_partition
@@ -21,10 +23,10 @@ def describe_pipeline(pipeline: Pipeline, max_width: int = 120) -> str:
     layers = pipeline.module.layers
     names = [named.name for named in layers]
     stages, replicas = pipeline.module.num_stages, pipeline.num_replicas
-    num_model = pipeline.mesh.shape.get("model", 0)
-    places = f" x {_count(num_model, 'place')} of the model axis" if num_model else ""
+    others = [(name, size) for name, size in pipeline.mesh.shape.items() if name not in ("stage", "data")]
+    places = "".join(f" x {_count(size, 'place')} of the {name} axis" for name, size in others)
     leaves = jax.tree.leaves(pipeline.state_struct.params)
-    num_bytes = sum(x.size * x.dtype.itemsize // x.shape[0] for x in leaves)
+    num_bytes = sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
     on_device, on_host = pipeline.residual_bytes
     hosted = f" on the device, {_size(on_host)} in host memory" if on_host else ""
     lines = [

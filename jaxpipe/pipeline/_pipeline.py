@@ -25,11 +25,8 @@ from jaxpipe.executor import (
     TrainLoop,
     batch_shard_dims,
     batch_spec,
-    check_whole_outputs,
-    model_topology,
-    trace_model_ranks,
 )
-from jaxpipe.layers import PipelineModule, flatten_dict, join_path, struct_of, unflatten_dict, with_axes
+from jaxpipe.layers import PipelineModule, flatten_dict, join_path, struct_of, unflatten_dict
 from jaxpipe.optim import LossScaler
 from jaxpipe.planner import make_plan
 from jaxpipe.recompute import RecomputeSettings, current_settings, use_settings, warn_unfollowed
@@ -55,7 +52,7 @@ from jaxpipe.state import (
 )
 from jaxpipe.topology import adopt_mesh, mesh_shape
 
-from ._validate import check_batch, check_params, check_sharded, entry_struct, infer_microbatch_size
+from ._validate import check_batch, check_mesh, check_params, check_sharded, entry_struct, infer_microbatch_size
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result", covariant=True)
@@ -83,7 +80,8 @@ class Pipeline:
     Args:
         module: The model.
         optimizer: An optax transformation that treats every parameter by itself.
-        mesh: A mesh with the axes `stage` and `data`, and `model` where layers use it.
+        mesh: A mesh with the axes `stage` and `data`, and any others, over which layers are sharded as their metadata
+            says.
         example: One microbatch of all replicas, `(inputs, labels)` or `(inputs, labels, side)`, arrays or shapes with
             leaves `[microbatch_size * data, ...]`.
         num_microbatches: Microbatches per step.
@@ -111,16 +109,15 @@ class Pipeline:
         plan: What was decided before the pipeline was built: schedule, placement and cut.
 
     Raises:
-        TopologyError: The mesh's `stage` axis is not `num_stages` long, or its `model` axis not as the topology says.
+        TopologyError: The mesh's `stage` axis is not `num_stages` long, or another axis not as the topology says.
         DataError: A leaf of the example is not `microbatch_size * data` samples long.
-        LayerError: Two layers do not fit, the loss is not a scalar, a variable is sharded over the `model` axis
-            otherwise than its partition metadata says, or is one that its gradient replaces, or a parameter cannot be
-            split over the stages.
+        LayerError: Two layers do not fit, the loss is not a scalar, a variable's partition metadata does not fit it or
+            the mesh, a variable is one that its gradient replaces, or a parameter cannot be split over the stages.
         PartitionError: The layers cannot be cut as asked.
         ScheduleError: The schedule is unsound, or cannot have so many chunks.
         ConfigError: The optimiser couples parameters of different stages, treats them by what else is in their tree,
-            asks for more than gradients, state and parameters, or looks at whole arrays where a parameter is sharded
-            over the `model` axis or split over the stages.
+            asks for more than gradients, state and parameters, or looks at whole arrays where a parameter is split over
+            the stages.
     """
 
     step: Compiled[[TrainState, Batch], tuple[TrainState, Metrics]]
@@ -161,31 +158,31 @@ class Pipeline:
     ) -> None:
         self.module, self.mesh, self.num_microbatches = module, adopt_mesh(mesh), num_microbatches
         shape = mesh_shape(self.mesh)
-        num_model = shape.get("model", 0)
-        model_topology(module, self.mesh)
+        check_mesh(module, self.mesh)
         self.num_replicas = shape["data"]
         self.microbatch_size = infer_microbatch_size(example, self.num_replicas)
         self._entry = entry_struct(example, self.microbatch_size, self.num_replicas)
         inputs, labels, side = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct((self.microbatch_size, *x.shape[1:]), x.dtype), self._entry
         )
-        self._whole, self.trace = trace_model_ranks(module, inputs, side, num_model, self.num_replicas)
+        self.trace = module.trace(inputs, side, self.mesh.abstract_mesh)
         check_collections(module.layers, self.trace)
         self.plan = plan = make_plan(module, self.trace, self.mesh, labels, num_microbatches, config, optimizer, parts)
         self.config, self.loss_scaler = plan.config, LossScaler.from_config(config)
         outputs, num_terms = self.trace.boundaries[-1], num_microbatches * self.num_replicas
-        objective = with_axes(self.trace.axes, lambda: Objective(module, outputs, labels, num_terms))
+        objective = self.trace.on_mesh(lambda: Objective(module, outputs, labels, num_terms))
         wanted = unless_auto(config.pipeline.spread_inputs)
         shard_dims = batch_shard_dims((inputs, labels), num_microbatches, module.num_stages, wanted)
         side_specs = jax.tree.map(lambda _: batch_spec(WHOLE), side)
         self._batch_specs = (*jax.tree.map(batch_spec, shard_dims), side_specs)
-        self._stages = with_axes(self.trace.axes, lambda: Stage(module, self.trace, plan))
+        self._stages = self.trace.on_mesh(lambda: Stage(module, self.trace, plan))
         self._params = self._stages.params
-        if self._stages.vocab_loss is not None:
-            self._stages.vocab_loss.check_loss(labels)
+        vocab_loss = self._stages.vocab_loss
+        if vocab_loss is not None:
+            self.trace.on_mesh(lambda: vocab_loss.check_loss(labels))
         num_shards = self.num_replicas if config.zero_optimization.stage else 1
-        check_sharded(optimizer, self._whole, self._params)
-        self._sharding = zero_sharding(self._params, optimizer, num_shards, num_model)
+        check_sharded(optimizer, self.trace, self._params)
+        self._sharding = zero_sharding(self._params, optimizer, num_shards, shape)
         self._updater = Updater(self._params, self._sharding.master, optimizer)
         self._programs = DevicePrograms(
             self._stages,
@@ -254,31 +251,41 @@ class Pipeline:
     @property
     def state_struct(self) -> TrainState:
         """Shapes, dtypes and shardings of a state."""
-        sharding, scaler = self._sharding, self.loss_scaler
+        sharding, scaler, collections = self._sharding, self.loss_scaler, self._stages.collections.layout
         number: Any = jax.ShapeDtypeStruct((), jnp.int32)
         struct = TrainState(
             step=number,
-            params=_with_rows(sharding.master.shards.struct(), sharding.num_rows),
-            opt_state=_with_rows(self._updater.struct(), sharding.num_rows),
-            collections=_with_rows(
-                self._stages.collections.layout.struct(), self.module.num_stages * sharding.num_model_ranks
-            ),
+            params=self._rows(sharding.master.shards.struct(), sharding.master.shards.spec()),
+            opt_state=self._rows(self._updater.struct(), self._updater.spec()),
+            collections=self._rows(collections.struct(), collections.spec(), by_replica=False),
             loss_scale=() if scaler is None else jax.eval_shape(scaler.init),
             skipped_steps=number,
             rng=jax.eval_shape(lambda: jax.random.key(0)),
         )
 
-        def sharded(spec: P, tree: PyTree) -> PyTree:
-            sharding = NamedSharding(self.mesh, spec)
-            return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
+        everywhere = NamedSharding(self.mesh, P())
 
-        return jax.tree.map(sharded, self._specs, struct)
+        def placed(x: Any) -> Any:
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding or everywhere)
+
+        return jax.tree.map(placed, struct)
+
+    def _rows(self, struct: PyTree, spec: PyTree, *, by_replica: bool = True) -> PyTree:
+        """Shapes, dtypes and shardings of global arrays, from those of a row; replicas have rows of their own, or not."""
+        rows, num_rows = self._sharding.row_spec, self._sharding.num_rows
+        if not by_replica:
+            rows, num_rows = P("stage"), self.module.num_stages
+
+        def one(x: Any, of_row: P) -> Any:
+            sharding = NamedSharding(self.mesh, P(*rows, *of_row))
+            return jax.ShapeDtypeStruct((num_rows, *x.shape), x.dtype, sharding=sharding)
+
+        return jax.tree.map(one, struct, spec)
 
     @functools.cached_property
     def catalog(self) -> Catalog:
         """Places of every leaf of a state in the arrays that `state_arrays` names."""
-        collections, dims = self._stages.collections, self._whole.tree_dims()
-        return make_catalog(self._params, self._sharding, self._updater, collections, dims)
+        return make_catalog(self._params, self._sharding, self._updater, self._stages.collections)
 
     @functools.cached_property
     def batch_struct(self) -> Batch:
@@ -300,7 +307,7 @@ class Pipeline:
         Returns:
             The state.
         """
-        made = StageInit(self.module, self._whole, self._key if key is None else key)
+        made = StageInit(self.module, self.trace, self._key if key is None else key)
         return self._state(made.params, made.collections)
 
     def init_from(self, tree: PyTree, collections: PyTree | None = None) -> TrainState:
@@ -316,7 +323,7 @@ class Pipeline:
         Raises:
             LayerError: A parameter is missing, unexpected, of another shape, or no array of floating-point numbers.
         """
-        made = StageInit(self.module, self._whole, self._key)
+        made = StageInit(self.module, self.trace, self._key)
         others = made.collections if collections is None else _from_tree("collections", collections)
         return self._state(_from_tree("params", self.check_params(tree)), others)
 
@@ -329,7 +336,7 @@ class Pipeline:
         Raises:
             LayerError: A parameter is missing, unexpected, of another shape, or no array of floating-point numbers.
         """
-        return check_params(tree, flatten_dict(self._whole.tree()))
+        return check_params(tree, flatten_dict(self.trace.tree()))
 
     def replace_params(self, state: TrainState, tree: PyTree) -> TrainState:
         """The state with other parameters; everything else stays.
@@ -385,7 +392,7 @@ class Pipeline:
 
     @property
     def _specs(self) -> TrainState:
-        return state_specs(self._sharding.row_spec, self._sharding.collection_spec)
+        return state_specs(self._sharding.row_spec, P("stage"))
 
     def _place(self, field: str, source: Source) -> dict[str, jax.Array]:
         return place_leaves(self.catalog, field, self.state_struct, source, self.module.num_stages)
@@ -408,30 +415,33 @@ class Pipeline:
         arrays = self._place("params", params) | self._place("collections", collections)
         state = with_arrays(self.state_struct, arrays)
         # On the devices: the optimiser's state never lies in host memory, which may not hold it.
-        init = jax.jit(self._shard_map(self._programs.init_optimizer, (rows,), rows))
+        shardings = jax.tree.map(lambda x: x.sharding, self.state_struct.opt_state)
+        init = jax.jit(self._shard_map(self._programs.init_optimizer, (rows,), rows), out_shardings=shardings)
         return dataclasses.replace(state, opt_state=init(state.params), **self.init_scalars())
 
     def _shard_map(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
         # With check_vma=True a gradient through a branch on the device is wrong without a word (jax-ml/jax#40823).
-        return jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-
-    def _whole_outputs(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def run(state: TrainState, batch: Batch) -> Any:
-            check_whole_outputs(self._whole, self.trace)
-            return function(state, batch)
-
-        return run
+        # Every axis but these two is left to XLA's partitioner, which follows the shardings of weights and activations.
+        axes = {"stage", "data"}
+        return jax.shard_map(
+            function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, axis_names=axes, check_vma=False
+        )
 
     def _compile(self) -> None:
         programs, state, rows = self._programs, self.state_struct, self._sharding.row_spec
         specs, over_data = self._specs, P(None, "data")
         of_state, of_batch = jax.tree.map(lambda x: x.sharding, (state, self.batch_struct))
+        everywhere, of_outputs = NamedSharding(self.mesh, P()), NamedSharding(self.mesh, over_data)
         if all(spec == over_data for spec in jax.tree.leaves(self._batch_specs, is_leaf=_is_spec)):
             # One for all leaves: a batch of another structure then meets `check_batch`, not an error of jit's.
-            of_batch = NamedSharding(self.mesh, over_data)
+            of_batch = of_outputs
 
         def compiled(
-            function: Callable[..., Any], out_specs: Any, donate: tuple[int, ...] = (), others: tuple[Any, ...] = ()
+            function: Callable[..., Any],
+            out_specs: Any,
+            out_shardings: Any,
+            donate: tuple[int, ...] = (),
+            others: tuple[Any, ...] = (),
         ) -> Any:
             mapped = self._shard_map(function, (specs, self._batch_specs, *(other.spec for other in others)), out_specs)
 
@@ -441,17 +451,25 @@ class Pipeline:
                 with self._tracing():
                     return mapped(state, batch, *rest)
 
-            return jax.jit(checked, in_shardings=(of_state, of_batch, *others), donate_argnums=donate)
+            # What comes out lies as what goes in: left to itself, XLA may choose another sharding over automatic axes.
+            return jax.jit(
+                checked,
+                in_shardings=(of_state, of_batch, *others),
+                out_shardings=out_shardings,
+                donate_argnums=donate,
+            )
 
-        self.step = compiled(programs.step, (specs, P()), donate=(0,))
-        of_gradients = (P(), rows, self._sharding.collection_spec)
-        self.gradients = compiled(programs.gradients, of_gradients)
-        self.evaluate = compiled(programs.evaluate, P())
-        self.predict = compiled(self._whole_outputs(programs.predict), over_data)
-        self.evaluate_and_predict = compiled(self._whole_outputs(programs.evaluate_and_predict), (P(), over_data))
-        everywhere = NamedSharding(self.mesh, P())
-        self.partial_gradients = compiled(programs.partial_gradients, of_gradients, others=(everywhere, everywhere))
-        self.update = jax.jit(self._shard_map(programs.update, (specs, rows), (specs, P())), donate_argnums=(0,))
+        self.step = compiled(programs.step, (specs, P()), (of_state, everywhere), donate=(0,))
+        of_gradients = (P(), rows, P("stage")), (everywhere, of_state.params, of_state.collections)
+        self.gradients = compiled(programs.gradients, *of_gradients)
+        self.evaluate = compiled(programs.evaluate, P(), everywhere)
+        self.predict = compiled(programs.predict, over_data, of_outputs)
+        self.evaluate_and_predict = compiled(
+            programs.evaluate_and_predict, (P(), over_data), (everywhere, of_outputs)
+        )
+        self.partial_gradients = compiled(programs.partial_gradients, *of_gradients, others=(everywhere, everywhere))
+        update = self._shard_map(programs.update, (specs, rows), (specs, P()))
+        self.update = jax.jit(update, out_shardings=(of_state, everywhere), donate_argnums=(0,))
 
 
 def _from_tree(field: str, tree: PyTree) -> Source:
@@ -462,10 +480,6 @@ def _from_tree(field: str, tree: PyTree) -> Source:
 
 def _is_spec(value: Any) -> bool:
     return isinstance(value, P)
-
-
-def _with_rows(struct: PyTree, num_rows: int) -> PyTree:
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct((num_rows, *x.shape), x.dtype), struct)
 
 
 def _scaled(x: Any, num_replicas: int, num_given: int) -> Any:

@@ -7,13 +7,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import Mesh
 
 from jaxpipe._typing import Path, PyTree
 from jaxpipe.data import array_fault, split_entry
-from jaxpipe.errors import ConfigError, DataError, LayerError
-from jaxpipe.layers import ModelTrace, flatten_dict, format_struct, struct_of, unbox, unflatten_dict
+from jaxpipe.errors import ConfigError, DataError, LayerError, TopologyError
+from jaxpipe.layers import ModelTrace, PipelineModule, flatten_dict, format_struct, struct_of, unbox, unflatten_dict
 from jaxpipe.optim import is_elementwise
 from jaxpipe.state import ModelParams
+from jaxpipe.topology import mesh_shape, mesh_topology
 
 _FIELDS = ("inputs", "labels", "side")
 _LISTS = " A list of numbers is a tree of scalars: make an array of it with numpy.asarray."
@@ -159,20 +161,35 @@ def check_params(
     return tree
 
 
-def check_sharded(optimizer: optax.GradientTransformation, whole: ModelTrace, params: ModelParams) -> None:
-    """Refuse an optimiser that looks at whole arrays of which each rank of the `model` axis, or stage, holds a slice.
+def check_mesh(module: PipelineModule, mesh: Mesh) -> None:
+    """Hold a pipeline's mesh against the model's topology.
+
+    Raises:
+        TopologyError: The mesh has other lengths.
+    """
+    num_stages = mesh_shape(mesh)["stage"]
+    if num_stages != module.num_stages:
+        raise TopologyError(
+            f"the mesh's stage axis must be num_stages={module.num_stages} long, but got stage={num_stages}. "
+            "Make the mesh from the module's topology, or change num_stages."
+        )
+    mesh_topology(mesh, module.given_topology)
+
+
+def check_sharded(optimizer: optax.GradientTransformation, trace: ModelTrace, params: ModelParams) -> None:
+    """Refuse an optimiser that looks at whole arrays of which each stage holds a slice.
 
     Args:
         optimizer: The optimiser.
-        whole: Shapes of the whole model.
-        params: Those of a rank, and of a stage where parameters are sliced over the stages.
+        trace: Shapes of the model.
+        params: Those of a stage.
 
     Raises:
-        ConfigError: Its update of a sharded parameter is not element by element.
+        ConfigError: Its update of a sliced parameter is not element by element.
     """
-    shapes, paths = flatten_dict(whole.tree()), {**whole.tree_dims(), **params.stage_dims}
+    shapes = flatten_dict(trace.tree())
     trees = [
-        {path: jax.ShapeDtypeStruct(each[path].shape, params.struct[path].dtype) for path in paths}
+        {path: jax.ShapeDtypeStruct(each[path].shape, params.struct[path].dtype) for path in params.stage_dims}
         for each in (shapes, params.struct)
     ]
 
@@ -182,10 +199,9 @@ def check_sharded(optimizer: optax.GradientTransformation, whole: ModelTrace, pa
     if not trees[0] or fits(list(trees[0])):
         return
     path = next((path for path in trees[0] if not fits([path])), next(iter(trees[0])))
-    axis, holder = ("stage", "stage") if path in params.stage_dims else ("model", "place")
     raise ConfigError(
-        f"the optimizer must treat every element by itself where a parameter is sharded over the {axis} axis, but got "
-        f"one that looks at more of {'/'.join(path)}, of which a {holder} holds {format_struct(trees[1][path])} of "
+        "the optimizer must treat every element by itself where a parameter is split over the stages, but got one "
+        f"that looks at more of {'/'.join(path)}, of which a stage holds {format_struct(trees[1][path])} of "
         f"{format_struct(trees[0][path])}. Use one such as Adam, AdamW, Lion or SGD for it; optax.multi_transform "
         "gives other parameters another one."
     )

@@ -22,6 +22,7 @@ from ._host import with_arrays as with_arrays
 from ._init import StageInit as StageInit
 from ._layout import Layout as Layout
 from ._layout import Storage as Storage
+from ._layout import constrained as constrained
 from ._norm import clip_to as clip_to
 from ._norm import global_norm as global_norm
 from ._params import ModelCollections as ModelCollections
@@ -56,6 +57,7 @@ __all__ = [
     "Updater",
     "check_collections",
     "clip_to",
+    "constrained",
     "cut_stages",
     "find_vocab_layers",
     "global_norm",
