@@ -14,11 +14,11 @@ from jaxpipe._typing import PyTree
 from jaxpipe.config import BatchSizes, TrainConfig
 from jaxpipe.data import RepeatingLoader, Shard
 from jaxpipe.errors import ConfigError, DataError, PipelineError
-from jaxpipe.executor import Metrics, model_topology
+from jaxpipe.executor import Metrics
 from jaxpipe.layers import PipelineModule
 from jaxpipe.pipeline import ChosenOptimizer, Pipeline
 from jaxpipe.state import TrainState
-from jaxpipe.topology import PipelineParallelGrid, mesh_shape, rank_devices
+from jaxpipe.topology import PipelineParallelGrid, mesh_shape, mesh_topology, rank_devices
 
 from ._checkpointer import Checkpointer, LoadOptions
 from ._compile import Reporter, print_line
@@ -92,7 +92,7 @@ class Engine(ABC):
         self._trainer = Trainer(
             module, self.optimizer, config, mesh, tree=tree, model_parameters=model_parameters, reporter=reporter
         )
-        topology = model_topology(module, mesh)
+        topology = mesh_topology(mesh, module.given_topology)
         self.grid = PipelineParallelGrid(topology, _first_rank(rank_devices(topology, mesh)))
         self.data_shard: Shard = self._trainer.data_shard
         self._source, self._lockstep = MicrobatchSource(data_iter), Lockstep(self.data_shard)

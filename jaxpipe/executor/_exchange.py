@@ -43,7 +43,7 @@ class Channel:
         """The buffers before the first tick; those that are not needed hold nothing."""
 
         def ring(num_slots: int) -> PyTree:
-            return make_ring(self._form.struct, num_slots) if num_slots else ()
+            return self._form.constrain(make_ring(self._form.struct, num_slots), 1) if num_slots else ()
 
         return TransferBuffers(
             recv=ring(self._depth.recv if self._keeps_received else 0),
@@ -75,7 +75,7 @@ class Channel:
             arrived = read_ring(buffers.recv, row.read)
         if self._depth.local:
             arrived = select(row.local_read >= 0, read_ring(buffers.local, row.local_read), arrived)
-        return arrived, buffers
+        return self._form.constrain(arrived), buffers
 
     def send(
         self,
@@ -97,6 +97,7 @@ class Channel:
         Returns:
             The buffers.
         """
+        value = self._form.constrain(value)
         if self._depth.local:
             buffers = buffers._replace(local=write_ring_if(buffers.local, value, row.local_write))
         if self._sends_early:

@@ -9,9 +9,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
 from jaxpipe._typing import PyTree
-from jaxpipe.state import Layout, Storage
+from jaxpipe.state import Layout, Storage, constrained
 
 
 class Packing:
@@ -19,14 +20,18 @@ class Packing:
 
     Args:
         structs: Shapes and dtypes of each member.
+        specs: Sharding of each member's leaves over automatic axes. Members that differ in it travel whole.
     """
 
-    def __init__(self, structs: Sequence[PyTree]) -> None:
+    def __init__(self, structs: Sequence[PyTree], specs: Sequence[PyTree] = ()) -> None:
         self.structs = tuple(structs)
         self._leaves = [_by_number(jax.tree.leaves(struct)) for struct in structs]
         self._treedefs = [jax.tree.structure(struct) for struct in structs]
         self.is_identity = len({self.describe(member) for member in range(len(structs))}) <= 1
         self._layout = Layout([] if self.is_identity else self._leaves, stack=False)
+        self._spec = jax.tree.map(lambda _: P(), self.struct)
+        if specs and self.is_identity:
+            self._spec = jax.tree.map(lambda first, *others: first if {*others} <= {first} else P(), *specs)
 
     @property
     def struct(self) -> PyTree:
@@ -43,9 +48,18 @@ class Packing:
         """A value that is equal for members that are packed alike."""
         return self._treedefs[member], tuple((x.shape, x.dtype) for x in self._leaves[member].values())
 
+    def constrain(self, tree: PyTree, num_lead: int = 0) -> PyTree:
+        """The common form, sharded over automatic axes as its members are.
+
+        Args:
+            tree: Arrays in the common form.
+            num_lead: Number of dims before it, such as that of a ring's slots.
+        """
+        return jax.tree.map(lambda x, spec: constrained(x, P(*[None] * num_lead, *spec)), tree, self._spec)
+
     def zeros(self) -> PyTree:
         """The common form, filled with zeros."""
-        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.struct)
+        return self.constrain(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.struct))
 
     def pack(self, member: int, tree: PyTree) -> PyTree:
         """Bring a member into the common form."""

@@ -1,6 +1,6 @@
 """The computing of a stage's chunks, assembled from prologue, trunk, epilogue and vocabulary-parallel layers."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -245,20 +245,20 @@ class Stage:
             return self.vocab_loss.outputs_of(weights.storage, is_last, inputs, batch.context)
         return self.epilogue.outputs(weights.storage, collections, inputs, batch.context)
 
-    def zero_trunk_grads(self, num_chunks: int | None) -> PyTree:
-        """Zeros in the form of the summed gradients of the trunk, sharded as its parameters are.
+    @property
+    def trunk_grad_struct(self) -> PyTree:
+        """Shapes and dtypes of the summed gradients of one chunk's trunk."""
+        return jax.tree.map(lambda like: grad_accum_struct(like, self._grad_dtype), self.trunk.params)
 
-        Args:
-            num_chunks: Length of their first dim; None: they have none.
-        """
-        lead = () if num_chunks is None else (num_chunks,)
+    def pin_trunk_grads(self, grads: PyTree, *, has_chunks: bool) -> PyTree:
+        """Summed gradients of the trunk, sharded over automatic axes as its parameters are."""
+        lead = [None] if has_chunks else []
+        return jax.tree.map(lambda g, spec: constrained(g, P(*lead, *spec)), grads, self.trunk.specs)
 
-        def zeros(like: Any, spec: P) -> jax.Array:
-            struct = grad_accum_struct(like, self._grad_dtype)
-            # Zeros have no sharding, and XLA may then choose to hold the sums whole.
-            return constrained(jnp.zeros((*lead, *struct.shape), struct.dtype), P(*[None] * len(lead), *spec))
-
-        return jax.tree.map(zeros, self.trunk.params, self.trunk.specs)
+    def pin_off_trunk(self, grads: Storage) -> Storage:
+        """The same of the stage's parameters off the trunk."""
+        spec = self.params.grad_layout.spec()
+        return jax.tree.map(constrained, grads, Storage(spec.packed, {n: spec.stacked[n] for n in grads.stacked}))
 
     def zero_off_trunk_grads(self) -> Storage:
         """Zeros in the form of the summed gradients of a stage's parameters off the trunk."""

@@ -70,7 +70,7 @@ class DevicePrograms:
 
     def init_optimizer(self, params: PyTree) -> PyTree:
         """The optimiser's state for new parameters."""
-        return _expand(self._updater.init(self._form(), _squeeze(params)))
+        return _expand(self._updater.init(self._form(), self._pinned(params)))
 
     def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """Gradients, then the update."""
@@ -96,7 +96,7 @@ class DevicePrograms:
 
     def update(self, state: TrainState, grads: PyTree) -> tuple[TrainState, Metrics]:
         """One update from gradients as `gradients` returns them."""
-        return self._update(state, self._scale(state, _squeeze(grads)))
+        return self._update(state, self._scale(state, self._pinned(grads)))
 
     def evaluate(self, state: TrainState, batch: Batch) -> Metrics:
         """The loss, and that of each microbatch."""
@@ -110,6 +110,11 @@ class DevicePrograms:
         """Both at once."""
         terms, outputs = self._results(state, batch, lambda y, t: (self._objective.measure(y, t), self._whole(y)))
         return _mean_losses(terms), jax.tree.map(_from_last, outputs)
+
+    def _pinned(self, rows: Storage) -> Storage:
+        """This device's row of parameters or gradients, sharded over automatic axes as its layout says."""
+        # Also at the door: `shard_map` names manual axes alone, and of the others XLA thinks what it likes inside.
+        return self._sharding.master.shards.constrain(_squeeze(rows))
 
     def _form(self) -> jax.Array:
         return self._sharding.master.form(jax.lax.axis_index("stage"), jax.lax.axis_index("data"))
@@ -128,11 +133,12 @@ class DevicePrograms:
     def _device(self, state: TrainState, batch: DeviceBatch, cotangents: LossCotangents) -> Device:
         stage = jax.lax.axis_index("stage")
         # Once a step, not in every tick: with ZeRO-1 this is the all-gather, in mixed precision the cast.
-        storage = self._sharding.gather_params(stage, self._form(), _squeeze(state.params))
+        storage = self._sharding.gather_params(stage, self._form(), self._pinned(state.params))
+        storage = self._stage.params.layout.constrain(storage)
         return Device(
             stage=stage,
             weights=Weights(storage, self._stage.trunk.prepare(storage.stacked)),
-            collections=_squeeze(state.collections),
+            collections=self._stage.collections.layout.constrain(_squeeze(state.collections)),
             batch=batch,
             cotangents=cotangents,
         )
@@ -155,6 +161,7 @@ class DevicePrograms:
         # Over the stages first: only whole gradients of tied parameters may be cut into shards.
         grads = sum_tied(self._tied, self._stage.params.grad_layout, device.stage, grads)
         grads = self._sharding.reduce_gradients(device.stage, self._form(), grads)
+        grads = self._sharding.master.shards.constrain(grads)
         reported = gather_values(sums.reported, self._stage.aux_names, self._objective.num_terms)
         # Zero on all stages but the last, so that the sum over them is a broadcast.
         loss = jax.lax.psum(sums.loss, ("stage", "data")) / divisor
@@ -179,13 +186,14 @@ class DevicePrograms:
     def _update(self, state: TrainState, grads: PyTree) -> tuple[TrainState, Metrics]:
         """Clip and apply gradients that are still multiplied with the loss scale."""
         form = self._form()
-        params, opt_state = _squeeze(state.params), _squeeze(state.opt_state)
+        params, opt_state = self._pinned(state.params), self._updater.constrain(_squeeze(state.opt_state))
         scaled_norm = global_norm(self._tied, self._sharding, form, grads)
         scale = self._loss_scale(state)
         # The norm is taken of scaled gradients and then divided: an overflow shows in it, and costs no second pass.
         norm = scaled_norm / scale
         grads = clip_to(self._limit, norm, self._unscale(state, grads))
         new_params, new_opt = self._updater.update(form, params, grads, opt_state)
+        new_params, new_opt = self._sharding.master.shards.constrain(new_params), self._updater.constrain(new_opt)
         # Copies of a tied parameter get one stage's update: two programs may round alike sums differently.
         new_params = broadcast_tied(self._tied, self._sharding.master, form, new_params)
         metrics: Metrics = {"grad_norm": norm}

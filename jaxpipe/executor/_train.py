@@ -99,13 +99,14 @@ class TrainLoop(TickLoop):
         loss_slots = 0 if self._has_fused_loss else program.residual_slots
         # One chunk has no dim of its own: with it XLA (CPU and GPU, JAX 0.10) copies every sum in every tick.
         is_single = program.num_chunks == 1
+        trunk_struct = stage.trunk_grad_struct
         carry = TrainCarry(
             activations=self.activations.empty(),
             gradients=self._gradients.empty(),
             residuals=self._to_memory(make_ring(stage.residuals, program.residual_slots), jax.memory.Space.Host),
             pending=make_ring(stage.pending, program.depth.pending),
             loss_gradients=make_ring(stage.gradients.struct, loss_slots) if loss_slots else (),
-            trunk_grads=stage.zero_trunk_grads(None if is_single else program.num_chunks),
+            trunk_grads=self._pinned(zeros_of(trunk_struct) if is_single else make_ring(trunk_struct, program.num_chunks)),
             off_trunk_grads=stage.zero_off_trunk_grads(),
             vocab_grads=stage.zero_vocab_grads(),
             loss=jnp.zeros((), jnp.float32),
@@ -201,7 +202,7 @@ class TrainLoop(TickLoop):
         carry.collections = select(is_last, updated, collections)
         carry.loss_reported = carry.loss_reported + reported
         carry.loss = carry.loss + loss
-        carry.off_trunk_grads = jax.tree.map(jnp.add, carry.off_trunk_grads, off_trunk)
+        carry.off_trunk_grads = stage.pin_off_trunk(jax.tree.map(jnp.add, carry.off_trunk_grads, off_trunk))
         return gradient
 
     def _vocab_loss(
@@ -301,9 +302,12 @@ class TrainLoop(TickLoop):
 
         grads = treedef.flatten_up_to(trunk)
         added = [total if g is None else add(total, g) for total, g in zip(sums, grads, strict=True)]
-        carry.trunk_grads = jax.tree.unflatten(treedef, added)
+        carry.trunk_grads = self._pinned(jax.tree.unflatten(treedef, added))
         if self.stage.prologue.has_params:
-            carry.off_trunk_grads = jax.tree.map(jnp.add, carry.off_trunk_grads, off_trunk)
+            carry.off_trunk_grads = self.stage.pin_off_trunk(jax.tree.map(jnp.add, carry.off_trunk_grads, off_trunk))
+
+    def _pinned(self, trunk_grads: PyTree) -> PyTree:
+        return self.stage.pin_trunk_grads(trunk_grads, has_chunks=self.program.num_chunks > 1)
 
 
 def _loss_is_followed_by_backward(program: TickProgram, stage: Stage) -> bool:

@@ -85,7 +85,7 @@ def layer_work(module: PipelineModule, trace: ModelTrace, *indices: int) -> Laye
     params = cast_floats([trace.params[i] for i in indices], module.compute_dtype)
     key = jax.eval_shape(lambda: jax.random.key(0))
     context = key, (dict(trace.side), [trace.collections[i] for i in indices])
-    return _work(function, params, trace.boundaries[indices[0]], context, trace.num_model)
+    return _work(function, params, trace.boundaries[indices[0]], context, 1)
 
 
 def loss_work(module: PipelineModule, trace: ModelTrace, labels: PyTree) -> LayerWork:
@@ -95,7 +95,7 @@ def loss_work(module: PipelineModule, trace: ModelTrace, labels: PyTree) -> Laye
         del params
         return module.loss_terms(outputs, context[1])[0], ()
 
-    return _work(function, {}, trace.boundaries[-1], (None, struct_of(labels)), trace.num_model)
+    return _work(function, {}, trace.boundaries[-1], (None, struct_of(labels)), 1)
 
 
 def layer_costs(
@@ -192,19 +192,11 @@ def _shared_bytes(module: PipelineModule, trace: ModelTrace, index: int, before:
     return min(max(before + alone - both, 0), alone)
 
 
-def _work(function: Callable[..., Any], params: PyTree, inputs: PyTree, context: PyTree, num_model: int) -> LayerWork:
+def _work(function: Callable[..., Any], params: PyTree, inputs: PyTree, context: PyTree, num_shares: int) -> LayerWork:
     def on_one(params: PyTree, inputs: PyTree, context: PyTree) -> PyTree:
-        key, rest = context  # a key is not mapped: all shares of a layer draw the same numbers
-        return call_on_one(False, lambda p, x, rest: function(p, x, (key, rest)), params, inputs, rest)
+        return call_on_one(False, lambda *args: function(*args), params, inputs, context)
 
-    if num_model:
-        key, rest = context
-        on_one = jax.vmap(on_one, in_axes=(0, 0, (None, 0)), axis_name="model", axis_size=num_model)
-        params, inputs, rest = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct((num_model, *x.shape), x.dtype), (params, inputs, rest)
-        )
-        context = key, rest
-    return LayerWork(Residuals(on_one, params, inputs, context), params, inputs, context, max(num_model, 1))
+    return LayerWork(Residuals(on_one, params, inputs, context), params, inputs, context, num_shares)
 
 
 def bytes_per_param(

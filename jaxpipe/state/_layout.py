@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 Specs = Mapping[str, P]
@@ -189,7 +190,9 @@ class Layout:
             return storage.stacked[name]
         slot = self._slots[stage][name]
         buffer = storage.packed[slot.buffer]
-        return buffer[slot.offset : slot.end].reshape(slot.shape) if slot.is_flat else buffer
+        # Pinned on both sides of every cut through a flat buffer: where the leaf's neighbours are sharded XLA would
+        # shard the buffer, too, and shift elements from place to place.
+        return _whole(_whole(buffer)[slot.offset : slot.end]).reshape(slot.shape) if slot.is_flat else buffer
 
     def unpack(self, stage: int, storage: Storage) -> dict[str, jax.Array]:
         """All leaves of a stage by name."""
@@ -201,19 +204,19 @@ class Layout:
         for buffer, like in self.buffers.items():
             given = {name: slot for name, slot in self._slots[stage].items() if slot.buffer == buffer and name in leaves}
             if buffer in self._buffer_specs:
-                found = [_as(leaves[name], like.dtype) for name in given]
-                buffers[buffer] = constrained(
-                    found[0] if found else jnp.zeros(like.shape, like.dtype), self._buffer_specs[buffer]
-                )
+                found = [_as(leaves[name], like.dtype) for name in given] or [jnp.zeros(like.shape, like.dtype)]
+                buffers[buffer] = constrained(found[0], self._buffer_specs[buffer])
                 continue
             pieces, end = [], 0
             for name, slot in given.items():
                 pieces += [jnp.zeros((slot.offset - end,), like.dtype)] if slot.offset > end else []
-                pieces.append(_as(leaves[name], like.dtype).reshape(-1))
+                pieces.append(_whole(_as(leaves[name], like.dtype)).reshape(-1))
                 end = slot.end
             whole = jnp.concatenate(pieces) if len(pieces) > 1 else (pieces or [jnp.zeros((0,), like.dtype)])[0]
             missing = like.shape[0] - end
-            buffers[buffer] = jax.lax.pad(whole, jnp.zeros((), like.dtype), [(0, missing, 0)]) if missing else whole
+            buffers[buffer] = _whole(
+                jax.lax.pad(whole, jnp.zeros((), like.dtype), [(0, missing, 0)]) if missing else whole
+            )
         return buffers
 
     def pack(self, stage: int, leaves: Mapping[str, jax.Array]) -> Storage:
@@ -230,7 +233,9 @@ class Layout:
             else:
                 slot = self._slots[stage][name]
                 flat = packed[slot.buffer]
-                packed[slot.buffer] = flat.at[slot.offset : slot.end].set(value.reshape(-1)) if slot.is_flat else value
+                packed[slot.buffer] = (
+                    flat.at[slot.offset : slot.end].set(_whole(value).reshape(-1)) if slot.is_flat else value
+                )
         return Storage(packed, stacked)
 
 
@@ -245,8 +250,17 @@ def as_words(struct: Any) -> Any:
 
 
 def constrained(leaf: jax.Array, spec: P) -> jax.Array:
-    """An array inside a program, sharded over automatic axes as a spec says; one without entries says nothing."""
-    return jax.lax.with_sharding_constraint(leaf, spec) if any(spec) else leaf
+    """An array inside a program, sharded over automatic axes as a spec says, and whole along dims without an entry.
+
+    Not only where it is sharded: what is left to XLA may be sharded because its neighbours are, and bringing it back
+    costs collectives, which among the branches of a conditional may even wait for devices that do not come.
+    """
+    has_automatic = AxisType.Auto in jax.sharding.get_abstract_mesh().axis_types
+    return jax.lax.with_sharding_constraint(leaf, spec) if has_automatic else leaf
+
+
+def _whole(leaf: jax.Array) -> jax.Array:
+    return constrained(leaf, P())
 
 
 def _kind(like: jax.ShapeDtypeStruct, spec: P) -> str:

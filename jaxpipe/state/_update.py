@@ -85,6 +85,10 @@ class Updater:
         """Its sharding over automatic axes."""
         return {name: layout.spec() for name, layout in self._layouts.items()}
 
+    def constrain(self, state: PyTree) -> PyTree:
+        """One shard's optimiser state inside a program, sharded over automatic axes as it lies between steps."""
+        return {name: layout.constrain(state[name]) for name, layout in self._layouts.items()}
+
     def leaves(self, form: int) -> Iterator[tuple[str, Layout, str, str, Path | None]]:
         """Every leaf of a shard's optimiser state; first that of a group which holds parameters.
 
