@@ -277,7 +277,8 @@ class _Call:
                 raise
 
         made = self._naming_faults(made_on_mesh)
-        return unbox(made[0]), unbox(made[1]), (*specs(made), stage_dims(self.named.name, made[0]))
+        params, collections = (_without_sharding(unbox(tree)) for tree in made)
+        return params, collections, (*specs(made), stage_dims(self.named.name, made[0]))
 
     def results(self, params: PyTree, collections: PyTree) -> tuple[PyTree, PyTree]:
         """Shapes of what the layer hands over and of what it reports, in training."""
@@ -294,7 +295,7 @@ class _Call:
                 f"layer {self.named.name} must keep collections of one shape, but got {format_struct(collections)} "
                 f"before a call and {format_struct(kept)} after it. Make all of them when the layer is initialised."
             )
-        return outputs, aux
+        return _without_sharding(outputs), _without_sharding(aux)
 
     def check_evaluation(self, params: PyTree, collections: PyTree) -> None:
         """Refuse a layer that cannot be evaluated, which would be found at the first evaluation only."""
@@ -356,7 +357,18 @@ class _Call:
         except Exception as error:
             if is_unbound_axis(error):
                 raise axis_fault(self.named.name, error, automatic_axes(self.mesh)) from error
+            if any(words in str(error) for words in ("with_sharding_constraint", "Resource axis:")):
+                raise self._constraint_fault(error) from error
             raise self._misfit(error, when) from error
+
+    def _constraint_fault(self, error: Exception) -> LayerError:
+        axes = ", ".join(map(repr, automatic_axes(self.mesh))) or "none"
+        return LayerError(
+            f"layer {self.named.name} must name in its sharding constraints automatic axes of the mesh, of which it "
+            f"has {axes}, but got: {str(error).partition('. ')[0]}. Leave out 'stage' and 'data', and give the "
+            "PipelineModule a topology with every other axis, such as "
+            "PipeModelDataParallelTopology(num_pp, num_mp, num_dp) for 'model'."
+        )
 
     def _misfit(self, error: Exception, when: str) -> LayerError:
         return LayerError(
@@ -364,6 +376,11 @@ class _Call:
             f"failed with {type(error).__name__}: {error}. Make the two layers agree, or put a function between "
             "them."
         )
+
+
+def _without_sharding(tree: PyTree) -> PyTree:
+    """Shapes without what tracing on a mesh says of their sharding, which differs between inputs and results."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if hasattr(x, "dtype") else x, tree)
 
 
 def _train(
