@@ -125,7 +125,9 @@ class _HostStore(_Store):
 
 
 class _SharedStore(_Store):
-    """Storage that is sharded over the `model` axis, whose devices gather it again.
+    """Storage that is sharded over the `model` axis; what needs it whole gathers it again.
+
+    The partitioner may spread the sharding to what is computed from the value, also before it is stored.
 
     Args:
         dim: The dim along which it is sharded.
