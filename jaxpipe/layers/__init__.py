@@ -14,10 +14,10 @@ from ._vocab import vocab_cross_entropy as vocab_cross_entropy
 # isort: split
 # For other rooms.
 from ._axes import call_on_one as call_on_one
-from ._axes import unbox as unbox
-from ._axes import with_axes as with_axes
+from ._axes import on_mesh as on_mesh
 from ._build import NamedLayer as NamedLayer
 from ._precision import cast_floats as cast_floats
+from ._sharding import unbox as unbox
 from ._signature import layer_signatures as layer_signatures
 from ._structs import as_arrays as as_arrays
 from ._structs import format_struct as format_struct
@@ -55,9 +55,9 @@ __all__ = [
     "layer_signatures",
     "merge_layers",
     "num_bytes",
+    "on_mesh",
     "split_path",
     "struct_of",
     "unbox",
     "unflatten_dict",
-    "with_axes",
 ]

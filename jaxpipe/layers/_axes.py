@@ -1,132 +1,151 @@
-"""The mesh axes that layers may use with collectives of their own.
+"""The mesh axes around layers while they are traced, made and run.
 
-`model`: the layers of a stage are split over it. `data`: the replicas, each with its own samples.
+`stage` and `data` are manual: layers see one stage's and one replica's share, and may use collectives over `data`. All
+other axes are automatic: layers see whole arrays, and XLA splits them as weights' metadata and constraints say.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
-from flax.core import meta
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
-from jaxpipe._typing import Path, PyTree
+from jaxpipe._typing import PyTree
 from jaxpipe.errors import LayerError
+from jaxpipe.topology import MANUAL_AXES
 
-MODEL, DATA = "model", "data"
+DATA = "data"
+NO_MESH = AbstractMesh((), ())
 
 T = TypeVar("T")
 
 
 def bound_axis(name: str) -> int:
-    """Length of a mesh axis around this code; 0 where there is none."""
+    """Length of an axis around this code over which collectives may go; 0 where there is none."""
     try:
         return jax.lax.axis_size(name)
     except NameError:
         return 0
 
 
-def is_unbound_axis(error: Exception) -> bool:
+def is_unbound_axis(error: BaseException) -> bool:
     """True if an error says that there is no axis of some name; Python's own errors of names tell which."""
     return type(error) is NameError and error.name is None
 
 
-def with_axes(lengths: Mapping[str, int], trace: Callable[[], T]) -> T:
-    """Trace layers as they run on one device of a mesh.
+def one_device_mesh(axes: Sequence[str]) -> AbstractMesh:
+    """A mesh of one place, with these automatic axes."""
+    return _auto_mesh({axis: 1 for axis in (*MANUAL_AXES, *axes)})
+
+
+def on_mesh(mesh: AbstractMesh, trace: Callable[[], T]) -> T:
+    """Trace layers as they run on a mesh, `stage` and `data` manual and all other axes automatic.
 
     Args:
-        lengths: Lengths of the mesh's axes; 0 for none. One that is around this code already stays as it is.
+        mesh: The mesh. What is traced can be evaluated on a mesh of devices if this is its `abstract_mesh`. One that is
+            around this code already stays as it is.
         trace: A function that traces layers abstractly and returns no traced values.
 
     Returns:
         What `trace` returns.
     """
-    name = next((name for name, length in lengths.items() if length and not bound_axis(name)), None)
-    if name is None:
+    around = jax.sharding.get_abstract_mesh()
+    if around.shape_tuple == mesh.shape_tuple and set(MANUAL_AXES) <= set(around.manual_axes):
         return trace()
     found: list[T] = []
 
     def run(place: Any) -> Any:
-        found.append(with_axes(lengths, trace))
+        found.append(trace())
         return place
 
-    jax.vmap(run, axis_name=name, axis_size=lengths[name])(np.arange(lengths[name]))
+    whole = PartitionSpec()
+    mapped = jax.shard_map(
+        run, mesh=mesh, in_specs=whole, out_specs=whole, axis_names=set(MANUAL_AXES), check_vma=False
+    )
+    jax.eval_shape(mapped, jax.ShapeDtypeStruct((), jnp.float32))
     return found[0]
 
 
-def call_on_one(has_model_axis: bool, function: Callable[..., PyTree], *args: PyTree) -> PyTree:
-    """Call layers on axes one wide, where sharded parameters are whole and all samples are on one replica.
+def call_on_one(axes: Sequence[str], function: Callable[..., PyTree], *args: PyTree) -> PyTree:
+    """Call layers on one device, where sharding constraints mean nothing and all samples are on one replica.
 
     Args:
-        has_model_axis: Whether there is to be an axis `model`. The axis `data` is there for layers that ask for it. An
-            axis that is around this code already stays as it is.
-        function: A function of trees of arrays. What it closes over is not mapped, so that random bits stay the same;
-            `all_to_all` wants mapped arrays.
+        axes: Automatic axes, one wide, that constraints may name. Where there are none, nothing is compiled. A mesh
+            that is around this code already stays as it is.
+        function: A function of trees of arrays. The axis `data` is there, one wide, if it asks for it. What it closes
+            over is not mapped over that, so that random bits stay the same; `all_to_all` wants mapped arrays.
         *args: Its arguments.
 
     Returns:
         What it returns.
     """
-    names = (MODEL,) if has_model_axis and not bound_axis(MODEL) else ()
-    try:
-        return _call_on(names, function, *args)
-    except NameError as error:
-        if not is_unbound_axis(error) or bound_axis(DATA):
-            raise
-    # Only now: not everything that a layer may call can be mapped, such as a callback to the host.
-    return _call_on((*names, DATA), function, *args)
+
+    def run(*args: PyTree) -> PyTree:
+        try:
+            return function(*args)
+        except NameError as error:
+            if not is_unbound_axis(error) or bound_axis(DATA):
+                raise
+        # Only now: not everything that a layer may call can be mapped, such as a callback to the host.
+        mapped = jax.vmap(function, axis_name=DATA, axis_size=1)
+        return jax.tree.map(lambda x: x[0], mapped(*jax.tree.map(lambda x: jnp.asarray(x)[None], args)))
+
+    def run_on_mesh(*args: PyTree) -> PyTree:
+        with jax.sharding.use_abstract_mesh(one_device_mesh(axes)):
+            return run(*args)
+
+    if not axes or not jax.sharding.get_abstract_mesh().empty:
+        return run(*args)
+    return jax.jit(run_on_mesh)(*args)  # a constraint on a concrete array would look for the mesh's devices
 
 
-def _call_on(names: Sequence[str], function: Callable[..., PyTree], *args: PyTree) -> PyTree:
-    if not names:
-        return function(*args)
-    mapped = jax.vmap(lambda *args: _call_on(names[1:], function, *args), axis_name=names[0], axis_size=1)
-    return jax.tree.map(lambda x: x[0], mapped(*jax.tree.map(lambda x: jnp.asarray(x)[None], args)))
+@contextlib.contextmanager
+def while_made(names: Sequence[str]) -> Iterator[None]:
+    """Make variables: constraints may name any axis of the mesh around this code, also a manual one.
+
+    Flax applies the partition metadata of a new variable as a constraint at once.
+
+    Args:
+        names: Further names that constraints may have.
+    """
+    around = jax.sharding.get_abstract_mesh()
+    mesh = NO_MESH
+    if any(axis not in MANUAL_AXES for axis in around.axis_names):
+        mesh = _auto_mesh(dict.fromkeys(names, 1) | dict(around.shape))
+    with jax.sharding.use_abstract_mesh(mesh):
+        yield
 
 
-def unbox(tree: PyTree) -> PyTree:
-    """A tree of variables without Flax's partition metadata."""
-
-    def one(leaf: Any) -> Any:
-        if isinstance(leaf, meta.Partitioned):
-            return leaf.unbox(apply_constraint=False)
-        return leaf.unbox() if _is_box(leaf) else leaf
-
-    return jax.tree.map(one, tree, is_leaf=_is_box)
-
-
-def sharded_dims(label: str, tree: PyTree, axis: str = MODEL) -> Mapping[Path, int]:
-    """Variables that are sharded over an axis, with the dim, by Flax's partition metadata.
-
-    Other names are ignored: they are for automatic partitioning, which a pipeline does not use.
+def axis_fault(label: str, error: BaseException, automatic: Sequence[str]) -> LayerError:
+    """What is told of a collective over an axis that is not manual.
 
     Args:
         label: How errors name the layer.
-        tree: Variables, those with metadata in boxes of `flax.core.meta`.
-        axis: The axis.
-
-    Returns:
-        Dims by path.
-
-    Raises:
-        LayerError: A variable names the axis for more than one dim.
+        error: JAX's error.
+        automatic: The mesh's automatic axes.
     """
-    found = {}
-    for keys, leaf in jax.tree.leaves_with_path(tree, is_leaf=_is_box):
-        spec = tuple(nn.get_partition_spec(leaf) or ()) if _is_box(leaf) else ()
-        path = tuple(jax.tree_util.keystr((key,), simple=True) for key in keys)
-        dims = [dim for dim, names in enumerate(spec) if axis in (names if isinstance(names, tuple) else (names,))]
-        if len(dims) > 1:
-            raise LayerError(
-                f"{'.'.join(path)!r} of layer {label} must be sharded over the {axis!r} axis along one dim, but got "
-                f"the partition metadata {spec}. Leave {axis!r} at one dim."
-            )
-        if dims:
-            found[path] = dims[0]
-    return found
+    what = str(error).partition(". ")[0]
+    named = next((axis for axis in automatic if what.endswith(f" {axis}")), None)
+    if named is not None:
+        return LayerError(
+            f"layer {label} must use no collectives over the axis {named!r}, which XLA splits, but got: {what}. Say "
+            f"with partition metadata and jax.lax.with_sharding_constraint what is split over {named!r}, or open "
+            f"jax.shard_map(..., axis_names={{{named!r}}}) around the collective."
+        )
+    others = f", or inside a jax.shard_map of its own over {_listed(automatic)}" if automatic else ""
+    return LayerError(
+        f"layer {label} must use collectives over the axis 'data', the replicas{others}, but got: {what}. Name 'data' "
+        "to compute over the samples of all replicas, as nn.BatchNorm(axis_name='data') does, or name no axis, to "
+        "compute over each replica's own; add any other axis to the topology, such as "
+        "PipeModelDataParallelTopology(num_pp, num_mp, num_dp) for 'model'."
+    )
 
 
-def _is_box(leaf: Any) -> bool:
-    return isinstance(leaf, meta.AxisMetadata)
+def _auto_mesh(lengths: dict[str, int]) -> AbstractMesh:
+    return AbstractMesh(tuple(lengths.values()), tuple(lengths), axis_types=(AxisType.Auto,) * len(lengths))
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(map(repr, names))

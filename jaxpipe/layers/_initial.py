@@ -9,10 +9,12 @@ import jax.numpy as jnp
 
 from jaxpipe._typing import Path, PyTree
 from jaxpipe.errors import LayerError
+from jaxpipe.topology import automatic_axes
 
-from ._axes import call_on_one, unbox
+from ._axes import call_on_one, while_made
 from ._build import NamedLayer
 from ._precision import init_inputs
+from ._sharding import rules_in_force, unbox
 from ._trace import ModelTrace, as_arrays
 from ._tree import flatten_dict, unflatten_dict
 
@@ -41,11 +43,12 @@ def init_layer(
     structs = (inputs, side, unflatten_dict(given))
 
     def make(inputs: PyTree, side: PyTree, given: PyTree) -> tuple[PyTree, PyTree]:
-        _, params, collections = named.layer.init(key, inputs, side=side, given=given)
+        with while_made([name for name, _ in trace.rules]), rules_in_force(trace.rules):
+            _, params, collections = named.layer.init(key, inputs, side=side, given=given)
         return as_arrays(unbox(params)), as_arrays(unbox(collections))
 
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), structs)
-    return call_on_one(trace.num_model > 0, make, *zeros)
+    return call_on_one(automatic_axes(trace.mesh), make, *zeros)
 
 
 def init_params(

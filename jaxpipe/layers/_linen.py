@@ -11,7 +11,6 @@ from flax.core import DenyList
 from jaxpipe._typing import PyTree
 from jaxpipe.errors import LayerError
 
-from ._axes import unbox
 from ._protocol import (
     TRAIN_FLAGS,
     Applied,
@@ -24,6 +23,7 @@ from ._protocol import (
     layer_rngs,
     named_scalars,
 )
+from ._sharding import unbox
 
 _REPORTED = ("losses", "metrics")
 

@@ -12,12 +12,13 @@ import jax
 from jaxpipe._typing import PyTree
 from jaxpipe.errors import LayerError, PartitionError
 from jaxpipe.partition import Profile, needs_params, partition_layers, profile_source
-from jaxpipe.topology import PipeDataParallelTopology, ProcessTopology
+from jaxpipe.topology import PipeDataParallelTopology, ProcessTopology, automatic_axes
 
 from ._arguments import checked_callable, checked_class_names, checked_dtype, checked_interval, checked_stages
 from ._build import NamedLayer, as_layers
 from ._deepspeed import DeepSpeedNames
 from ._sequential import SequentialModel
+from ._sharding import checked_rules
 from ._signature import repeated_layers
 from ._trace import ModelTrace
 
@@ -31,6 +32,7 @@ _SETTINGS = (
     "activation_checkpoint_func",
     "checkpointable_layers",
     "compute_dtype",
+    "sharding_rules",
 )
 
 
@@ -45,11 +47,12 @@ class PipelineModule(SequentialModel, DeepSpeedNames):
     Args:
         layers: Linen modules, `LayerSpec`, `TiedLayerSpec` and plain functions in order, or a Linen `Sequential`.
         num_stages: Number of pipeline stages. May be left out where `topology` is given.
-        topology: A `ProcessTopology` with at least the axes `pipe` and `data`. With an axis `model` too, layers may
-            use plain collectives such as `jax.lax.psum` over the mesh axis of this name, but no functions with
-            gradients of their own around them; on one device the axis is there as well, one wide, and parameters are
-            whole. Partition metadata that names `model` says along which dim a parameter is sharded; other names are
-            ignored. See `examples/tensor_parallel.py`.
+        topology: A `ProcessTopology` with at least the axes `pipe` and `data`. Over all others, such as `model`, XLA
+            splits the inside of a stage: weights as their Flax partition metadata says, activations by
+            `jax.lax.with_sharding_constraint` or `flax.linen.with_logical_constraint` in the layers. Shapes are whole
+            for layers, and so are collectives over such an axis only inside a `jax.shard_map` of a layer's own. On one
+            device the axes are there as well, one wide. Without any, metadata and logical constraints mean nothing.
+            See `examples/tensor_parallel.py`.
         loss_fn: `loss_fn(outputs, labels)`, a scalar mean over the samples it gets, or `(sum, weight)`: the loss is
             then the sum of all microbatches' and replicas' sums over that of their weights. None: the last layer's
             output is the loss.
@@ -70,10 +73,14 @@ class PipelineModule(SequentialModel, DeepSpeedNames):
         compute_dtype: What floating-point parameters, inputs and what flows between layers are cast to, such as
             `"bfloat16"`; the last layer's output goes to `loss_fn` in float32. None casts nothing. An engine sets it
             from the config's `bf16` and `fp16`.
+        sharding_rules: What logical names in partition metadata and logical constraints stand for, in Flax's format:
+            pairs of a name and a mesh axis, a tuple of axes or None, such as `(("mlp", "model"), ("embed", None))`;
+            the first that fits wins. The axes `stage` and `data` count as None: over these the pipeline places weights
+            and samples itself.
 
     Raises:
-        LayerError: An entry of `layers` cannot be a layer, a function given is not callable, or
-            `checkpointable_layers` names no layer.
+        LayerError: An entry of `layers` cannot be a layer, a function given is not callable, `checkpointable_layers`
+            names no layer, or `sharding_rules` are of another form.
         TopologyError: Neither `num_stages` nor `topology` is given, or they disagree.
         PartitionError: There are more stages than layers, the partition method cannot cut them, or the interval is
             negative.
@@ -109,6 +116,7 @@ class PipelineModule(SequentialModel, DeepSpeedNames):
         dynamic_shape: bool = False,
         *,
         compute_dtype: Any = None,
+        sharding_rules: Sequence[tuple[str, str | tuple[str, ...] | None]] | None = None,
     ) -> None:
         if not isinstance(dynamic_shape, bool):
             raise LayerError(
@@ -118,7 +126,7 @@ class PipelineModule(SequentialModel, DeepSpeedNames):
         self.layers = as_layers(layers)
         self.num_stages = checked_stages(num_stages, topology)
         self._topology = topology
-        self.has_model_axis = topology is not None and "model" in topology.axes
+        self.automatic_axes = () if topology is None else automatic_axes(topology)
         self._num_params: tuple[tuple[int, ...], int] | None = None
         """Numbers of parameters by layer, and of the whole model; known with a cut."""
         self._warned: set[str] = set()
@@ -133,6 +141,7 @@ class PipelineModule(SequentialModel, DeepSpeedNames):
             activation_checkpoint_func=activation_checkpoint_func,
             checkpointable_layers=checkpointable_layers,
             compute_dtype=compute_dtype,
+            sharding_rules=sharding_rules,
         )
 
     def set_checkpoint_interval(self, interval: int) -> None:
@@ -183,12 +192,14 @@ class PipelineModule(SequentialModel, DeepSpeedNames):
         activation_checkpoint_func: Any,
         checkpointable_layers: Any,
         compute_dtype: Any,
+        sharding_rules: Any,
     ) -> None:
         self.loss_fn: Callable[[PyTree, PyTree], Any] | None = checked_callable("loss_fn", loss_fn)
         self.seed_layers = seed_layers
         self.seed_fn: Callable[[int], jax.Array] = checked_callable("seed_fn", seed_fn) or jax.random.key
         self.base_seed = base_seed
         self.compute_dtype: Any = checked_dtype(compute_dtype)
+        self.sharding_rules = checked_rules(sharding_rules)
         self.partition_method = partition_method
         self.activation_checkpoint_func = checked_callable("activation_checkpoint_func", activation_checkpoint_func)
         classes = [named.layer.class_name for named in self.layers]

@@ -1,5 +1,6 @@
 """Flax NNX modules as layers: the structure is made abstractly, the variables on the stage that owns them."""
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, cast
@@ -12,7 +13,7 @@ from jax.core import Tracer
 from jaxpipe._typing import PyTree
 from jaxpipe.errors import LayerError
 
-from ._axes import DATA, MODEL, bound_axis, with_axes
+from ._axes import axis_fault, is_unbound_axis, on_mesh, one_device_mesh
 from ._protocol import (
     TRAIN_FLAGS,
     Applied,
@@ -66,20 +67,19 @@ class NNXLayer(Layer):
         self._call = call_of(self._cls) if forward_fn is None else forward_fn
         self._flags = flags
         self.arguments = CallArguments(self._call, 2, f"layer {self.class_name}", flags)
-        self._structures: dict[int, tuple[Any, nnx.State, nnx.State, nnx.State]] = {}
         try:
-            self._structure()
-        except NameError:  # a class that asks for an axis
-            with_axes({MODEL: 1, DATA: 1}, self._structure)
+            on_mesh(one_device_mesh(()), lambda: self._structure)  # where a class may ask for the axis of the replicas
+        except NameError as error:
+            raise (axis_fault(self.class_name, error, ()) if is_unbound_axis(error) else error) from error
 
     @property
     def holds_streams(self) -> bool:
         """See `Layer.holds_streams`."""
-        return bool(jax.tree.leaves(self._structure()[2]))
+        return bool(jax.tree.leaves(self._structure[2]))
 
     def takes_flag(self, name: str) -> bool:
         """See `Layer.takes_flag`; a boolean attribute of a module in it is one too."""
-        graph, *states = self._structure()
+        graph, *states = self._structure
         return bool(_holders(nnx.merge(graph, *states), name)) or super().takes_flag(name)
 
     def init(
@@ -107,7 +107,7 @@ class NNXLayer(Layer):
         Raises:
             LayerError: The module has random streams, is in training, and gets no key for them.
         """
-        graph, params_like, streams_like, rest_like = self._structure()
+        graph, params_like, streams_like, rest_like = self._structure
         if train and rngs is None and jax.tree.leaves(streams_like):
             raise LayerError(
                 f"layer {self.class_name} must get a key in training, since it holds random streams, but got key=None. "
@@ -132,13 +132,11 @@ class NNXLayer(Layer):
         aux = {name: named_scalars(self.class_name, tree) for name, tree in reported.items() if jax.tree.leaves(tree)}
         return outputs, _collections(_to_tree(rest)), aux
 
+    @functools.cached_property
     def _structure(self) -> tuple[Any, nnx.State, nnx.State, nnx.State]:
         """The module without values: its graph, parameters, random streams and the rest."""
-        size = bound_axis(MODEL)
-        if size not in self._structures:
-            made = nnx.split(nnx.eval_shape(lambda: self._build(jax.random.key(0))), *_KINDS)
-            self._structures[size] = cast("tuple[Any, nnx.State, nnx.State, nnx.State]", made)
-        return self._structures[size]
+        made = nnx.split(nnx.eval_shape(lambda: self._build(jax.random.key(0))), *_KINDS)
+        return cast("tuple[Any, nnx.State, nnx.State, nnx.State]", made)
 
     def _build(self, key: jax.Array) -> Any:
         with nnx.use_eager_sharding(False):
@@ -211,7 +209,9 @@ def _to_boxes(state: nnx.State) -> PyTree:
     def one(value: Any, spec: Any) -> Any:
         return meta.Partitioned(value, tuple(spec)) if spec else value
 
-    return jax.tree.map(one, _to_tree(state), _to_tree(nnx.get_partition_spec(state)))
+    with nnx.logical_axis_rules(()):  # names as the module gives them, for the model's rules
+        specs = nnx.get_partition_spec(state)
+    return jax.tree.map(one, _to_tree(state), _to_tree(specs))
 
 
 def _fill(state: nnx.State, tree: PyTree) -> nnx.State:

@@ -12,6 +12,7 @@ from ._build import NamedLayer
 from ._precision import cast_floats
 from ._protocol import layer_rngs
 from ._remat import chain
+from ._sharding import Rules, rules_in_force
 from ._structs import as_arrays
 
 Extras = tuple[tuple[PyTree, PyTree], ...]
@@ -32,6 +33,7 @@ def compose_layers(  # noqa: PLR0913  # one setting each
     interval: int,
     remat: Callable[..., Any],
     checkpointable: Collection[str] | None = None,
+    rules: Rules = (),
 ) -> Runner:
     """The composition of some layers.
 
@@ -45,6 +47,7 @@ def compose_layers(  # noqa: PLR0913  # one setting each
         interval: Layers per recomputed group in training; 0 recomputes nothing.
         remat: What wraps a group.
         checkpointable: Names of the classes whose layers may be in a recomputed group; None: all.
+        rules: Rules by which logical names of constraints are translated.
 
     Returns:
         The function.
@@ -66,6 +69,7 @@ def compose_layers(  # noqa: PLR0913  # one setting each
         calls = [functools.partial(call, named, view, kept) for named, view, kept in each]
         marked = [named.is_marked for named in layers]
         may = [checkpointable is None or named.layer.class_name in checkpointable for named in layers]
-        return chain(calls, interval if train else 0, remat, marked, may)((inputs, ()))
+        with rules_in_force(rules):
+            return chain(calls, interval if train else 0, remat, marked, may)((inputs, ()))
 
     return run

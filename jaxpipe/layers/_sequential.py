@@ -1,20 +1,23 @@
 """The plain sequential model: what a list of layers means, on one device."""
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+from jax.sharding import AbstractMesh
 
 from jaxpipe import recompute
 from jaxpipe._typing import PyTree
 from jaxpipe.errors import JaxpipeError, LayerError
 
 from ._arguments import checked_loss
-from ._axes import DATA, MODEL, call_on_one, with_axes
+from ._axes import call_on_one, one_device_mesh
 from ._build import NamedLayer
 from ._initial import init_layer, init_params, seeded_keys
 from ._precision import cast_floats
 from ._run import Extras, Runner, compose_layers
+from ._sharding import Rules, rules_in_force
 from ._trace import ModelTrace, as_arrays, format_struct, struct_of, trace_layers
 from ._tree import flatten_dict, layer_view
 
@@ -31,18 +34,31 @@ class SequentialModel:
     activation_checkpoint_func: Callable[..., Any] | None
     checkpointable_layers: tuple[str, ...] | None
     compute_dtype: Any
-    has_model_axis: bool
+    sharding_rules: Rules
+    automatic_axes: tuple[str, ...]
     _warned: set[str]
 
-    def trace(self, inputs: PyTree, side: Mapping[str, PyTree] | None = None) -> ModelTrace:
+    def trace(
+        self, inputs: PyTree, side: Mapping[str, PyTree] | None = None, mesh: AbstractMesh | None = None
+    ) -> ModelTrace:
         """Shapes of all boundaries and parameters for inputs of these shapes; see `trace_layers`.
 
+        Args:
+            inputs: What the first layer gets on one replica, or its shapes and dtypes.
+            side: Side inputs by name.
+            mesh: The mesh that the layers are to run on; None: one device, with the topology's automatic axes.
+
         Raises:
-            LayerError: Two neighbouring layers do not fit.
+            LayerError: Two neighbouring layers do not fit, or a weight cannot be sharded as its metadata says.
         """
-        return with_axes(
-            {MODEL: int(self.has_model_axis), DATA: 1},
-            lambda: trace_layers(self.layers, inputs, side, self.compute_dtype, self._warned),
+        return trace_layers(
+            self.layers,
+            inputs,
+            side,
+            one_device_mesh(self.automatic_axes) if mesh is None else mesh,
+            rules=self.sharding_rules,
+            compute_dtype=self.compute_dtype,
+            warned=self._warned,
         )
 
     def init(self, key: jax.Array, inputs: PyTree, *, side: Mapping[str, PyTree] | None = None) -> PyTree:
@@ -168,7 +184,7 @@ class SequentialModel:
                 inputs, given, held = args
                 return self.run_layers(range(len(self.layers)), views, train=train)(inputs, key, given, held)
 
-            outputs, extras = call_on_one(self.has_model_axis, run, views, inputs, given, held)
+            outputs, extras = call_on_one(self.automatic_axes, run, views, inputs, given, held)
         except JaxpipeError:
             raise
         except Exception:
@@ -225,6 +241,7 @@ class SequentialModel:
             interval=self.activation_checkpoint_interval,
             remat=self.activation_checkpoint_func or recompute.checkpoint,
             checkpointable=self.checkpointable_layers,
+            rules=self.sharding_rules,
         )
 
     def loss(self, outputs: PyTree, labels: PyTree) -> jax.Array:
@@ -245,8 +262,17 @@ class SequentialModel:
         if self.compute_dtype is not None:
             outputs = cast_floats(outputs, "float32")
         loss_fn = self.loss_fn
+
+        def ruled(loss_fn: Callable[..., Any], outputs: PyTree, labels: PyTree) -> Any:
+            with rules_in_force(self.sharding_rules):
+                return loss_fn(outputs, labels)
+
         try:
-            result = outputs if loss_fn is None else call_on_one(self.has_model_axis, loss_fn, outputs, labels)
+            result = (
+                outputs
+                if loss_fn is None
+                else call_on_one(self.automatic_axes, functools.partial(ruled, loss_fn), outputs, labels)
+            )
         except (JaxpipeError, FloatingPointError):  # the latter is what jax_debug_nans looks for
             raise
         except Exception as error:

@@ -11,7 +11,6 @@ from jaxpipe._typing import PyTree
 from jaxpipe.errors import JaxpipeError, LayerError
 from jaxpipe.jaxpr import program_key
 
-from ._axes import with_axes
 from ._build import NamedLayer
 from ._precision import cast_floats
 from ._protocol import layer_rngs
@@ -72,7 +71,7 @@ def layer_signature(named: NamedLayer, trace: ModelTrace, compute_dtype: Any = N
     held = (params, inputs, trace.boundaries[named.index + 1], trace.collections[named.index], trace.aux[named.index])
     structures = tuple(jax.tree.structure(tree) for tree in held)
     dims = tuple(
-        frozenset(each[named.index].items()) for each in (trace.param_dims, trace.collection_dims, trace.stage_dims)
+        frozenset(each[named.index].items()) for each in (trace.param_specs, trace.collection_specs, trace.stage_dims)
     )
     return program_key(training), program_key(evaluation), structures, dims
 
@@ -97,7 +96,7 @@ def layer_signatures(
     def signature_of(named: NamedLayer) -> Hashable:
         if named.tied_key:
             return "tied", named.index
-        return with_axes(trace.axes, lambda: layer_signature(named, trace, compute_dtype))
+        return trace.on_mesh(lambda: layer_signature(named, trace, compute_dtype))
 
     numbers: dict[Hashable, int] = {}
     found: list[int] = []

@@ -11,15 +11,18 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 from flax.errors import InvalidRngError, ModifyScopeVariableError
+from jax.sharding import AbstractMesh, PartitionSpec
 
 from jaxpipe._typing import Path, PyTree
 from jaxpipe.errors import JaxpipeError, LayerError
 from jaxpipe.partition import Tie
+from jaxpipe.topology import automatic_axes
 
-from ._axes import DATA, MODEL, bound_axis, is_unbound_axis, sharded_dims, unbox, with_axes
+from ._axes import NO_MESH, axis_fault, is_unbound_axis, on_mesh, while_made
 from ._build import NamedLayer
 from ._precision import cast_floats, init_inputs
 from ._protocol import STANDARD_ARGUMENTS, Layer, layer_rngs
+from ._sharding import Rules, check_rules, partition_specs, rules_in_force, stage_dims, unbox
 from ._structs import as_arrays, format_struct, struct_key, struct_of
 from ._tree import ParamPaths, flatten_dict, merge_layers, unflatten_dict
 from ._usage import used_inputs
@@ -40,11 +43,13 @@ class ModelTrace:
         firsts: For each layer the first one of equal code, arguments and input shapes; tied layers stand alone.
         collections: What each layer keeps beside its parameters, such as batch statistics.
         aux: What each layer reports in training, `{"losses": {...}, "metrics": {...}}`, each a scalar.
-        param_dims: For each layer the dims along which parameters are sharded over the `model` axis, by path.
-        collection_dims: The same of collections.
+        param_specs: For each layer how parameters are sharded over the mesh's automatic axes, by path: an entry for
+            each dim. Those that are not sharded are left out.
+        collection_specs: The same of collections.
         stage_dims: For each layer the dims along which a pipeline splits parameters over the `stage` axis, by path.
-        axes: Lengths of the mesh axes `model` and `data`, one device of which holds these shapes; 0 where there is
-            none.
+        mesh: The mesh that the layers were traced on. Shapes are whole over its automatic axes, and one place's share
+            over `stage` and `data`.
+        rules: The rules by which logical names were translated.
     """
 
     boundaries: tuple[PyTree, ...]
@@ -54,15 +59,20 @@ class ModelTrace:
     firsts: tuple[int, ...]
     collections: tuple[PyTree, ...]
     aux: tuple[PyTree, ...]
-    param_dims: tuple[Mapping[Path, int], ...]
-    collection_dims: tuple[Mapping[Path, int], ...]
+    param_specs: tuple[Mapping[Path, PartitionSpec], ...]
+    collection_specs: tuple[Mapping[Path, PartitionSpec], ...]
     stage_dims: tuple[Mapping[Path, int], ...]
-    axes: Mapping[str, int]
+    mesh: AbstractMesh
+    rules: Rules
 
-    @property
-    def num_model(self) -> int:
-        """Length of the `model` axis; 0 where there is none."""
-        return self.axes[MODEL]
+    def on_mesh(self, trace: Callable[[], T]) -> T:
+        """Trace layers on the mesh, by the rules; see `on_mesh`."""
+
+        def ruled() -> T:
+            with rules_in_force(self.rules):
+                return trace()
+
+        return on_mesh(self.mesh, ruled)
 
     def num_params(self) -> tuple[int, ...]:
         """Numbers of parameters, per layer, that an optimiser updates; shared ones count in each layer."""
@@ -97,12 +107,12 @@ class ModelTrace:
                 found.setdefault(at, (index, local))
         return found
 
-    def tree_dims(self) -> dict[Path, int]:
-        """The dims of sharded parameters by path in the model's tree; of a shared one its first layer decides."""
+    def tree_specs(self) -> dict[Path, PartitionSpec]:
+        """How sharded parameters are, by path in the model's tree; of a shared one its first layer decides."""
         return {
-            at: self.param_dims[index][local]
+            at: self.param_specs[index][local]
             for at, (index, local) in self.owners().items()
-            if local in self.param_dims[index]
+            if local in self.param_specs[index]
         }
 
     def split_dims(self) -> dict[Path, int]:
@@ -117,10 +127,13 @@ class ModelTrace:
         return merge_layers(self.paths, self.params)
 
 
-def trace_layers(
+def trace_layers(  # noqa: PLR0913  # one setting each
     layers: Sequence[NamedLayer],
     inputs: PyTree,
-    side: Mapping[str, PyTree] | None = None,
+    side: Mapping[str, PyTree] | None,
+    mesh: AbstractMesh,
+    *,
+    rules: Rules = (),
     compute_dtype: Any = None,
     warned: set[str] | None = None,
 ) -> ModelTrace:
@@ -133,6 +146,8 @@ def trace_layers(
         layers: The model.
         inputs: Shapes and dtypes (or arrays) of what the first layer gets.
         side: Side inputs by name.
+        mesh: The mesh that the layers are to run on.
+        rules: Rules from logical names to its axes.
         compute_dtype: What floating-point parameters and what flows between layers are cast to; None casts nothing.
         warned: What has been warned of, which grows. None: nothing yet.
 
@@ -141,14 +156,28 @@ def trace_layers(
 
     Raises:
         LayerError: A layer cannot take the output of the one before, changes the shapes of its collections, has a
-            parameter that is no floating-point array, or shares one whose shape differs
-            from the one it is tied to; or a side input has the name of a standard argument.
+            parameter that is no floating-point array or cannot be sharded as its metadata says, or shares one whose
+            shape differs from the one it is tied to; or a side input has the name of a standard argument, or a rule an
+            axis that the mesh lacks.
     """
-    side_struct = cast_floats(_side_struct(side or {}), compute_dtype)
+    check_rules(mesh, rules)
+    return on_mesh(mesh, lambda: _trace_layers(layers, inputs, side or {}, mesh, rules, compute_dtype, warned))
+
+
+def _trace_layers(  # noqa: PLR0913  # one setting each
+    layers: Sequence[NamedLayer],
+    inputs: PyTree,
+    side: Mapping[str, PyTree],
+    mesh: AbstractMesh,
+    rules: Rules,
+    compute_dtype: Any,
+    warned: set[str] | None,
+) -> ModelTrace:
+    side_struct = cast_floats(_side_struct(side), compute_dtype)
     boundaries, all_params, all_paths = [cast_floats(struct_of(inputs), compute_dtype)], [], []
-    all_collections, all_aux, all_dims = [], [], []
+    all_collections, all_aux, all_places = [], [], []
     shared: dict[Path, tuple[str, Any]] = {}
-    shared_dims: dict[Path, int | None] = {}
+    shared_specs: dict[Path, PartitionSpec | None] = {}
     shared_stage_dims: dict[Path, int | None] = {}
     known: dict[Hashable, int] = {}
     firsts: list[int] = []
@@ -159,23 +188,24 @@ def trace_layers(
         first = known.setdefault(kind, named.index)
         if first < named.index:
             outputs, params = boundaries[first + 1], all_params[first]
-            collections, aux, dims = all_collections[first], all_aux[first], all_dims[first]
+            collections, aux, places = all_collections[first], all_aux[first], all_places[first]
         else:
             before = f"the output of layer {layers[named.index - 1].name}" if named.index else "the model's inputs"
             given = {at[2:]: x for at, (_, x) in shared.items() if at[1] == named.tied_key and named.shares(at[2:])}
-            call = _Call(named, before, boundaries[-1], side_struct, compute_dtype)
-            params, collections, dims = call.variables(unflatten_dict(given))
-            outputs, aux = call.results(params, collections)
-            call.check_evaluation(params, collections)
-            switches[first] = call.open_switches(params, collections)
+            call = _Call(named, before, boundaries[-1], side_struct, compute_dtype, mesh, rules)
+            params, collections, places = call.variables(unflatten_dict(given))
+            with rules_in_force(rules):
+                outputs, aux = call.results(params, collections)
+                call.check_evaluation(params, collections)
+                switches[first] = call.open_switches(params, collections)
         _check_params(named, params)
         paths = ParamPaths(named, params)
         _check_shared(named, paths, params, shared)
         boundaries.append(outputs if named.index == len(layers) - 1 else cast_floats(outputs, compute_dtype))
         all_collections.append(collections)
         all_aux.append(aux)
-        stage_dims = _with_shared(paths, dims[2], shared_stage_dims)
-        all_dims.append((_with_shared(paths, dims[0], shared_dims), dims[1], stage_dims))
+        dims = _with_shared(paths, places[2], shared_stage_dims)
+        all_places.append((_with_shared(paths, places[0], shared_specs), places[1], dims))
         all_params.append(params)
         all_paths.append(paths)
         firsts.append(first)
@@ -186,8 +216,9 @@ def trace_layers(
         tuple(all_paths),
         side_struct,
         tuple(firsts),
-        *map(tuple, (all_collections, all_aux, *zip(*all_dims, strict=True))),
-        axes={name: bound_axis(name) for name in (MODEL, DATA)},
+        *map(tuple, (all_collections, all_aux, *zip(*all_places, strict=True))),
+        mesh=mesh,
+        rules=rules,
     )
 
 
@@ -210,9 +241,11 @@ class _Call:
     inputs: PyTree
     side: PyTree
     dtype: Any
+    mesh: AbstractMesh
+    rules: Rules
 
-    def variables(self, given: PyTree) -> tuple[PyTree, PyTree, tuple[Mapping[Path, int], ...]]:
-        """Shapes of parameters and collections, the dims of each that are sharded, and those split over stages."""
+    def variables(self, given: PyTree) -> tuple[PyTree, PyTree, tuple[Mapping[Path, Any], ...]]:
+        """Shapes of parameters and collections, how each is sharded, and the dims of those split over stages."""
 
         def make(x: PyTree, s: PyTree, given: PyTree) -> tuple[PyTree, PyTree]:
             _, params, collections = self.named.layer.init(jax.random.key(0), x, side=s, given=given)
@@ -228,12 +261,24 @@ class _Call:
                     raise
                 return jax.eval_shape(make, *inputs, given)
 
-        made = self._naming_faults(made_alone_or_given)
-        dims: tuple[Mapping[Path, int], ...] = {}, {}
-        if bound_axis(MODEL):
-            dims = sharded_dims(self.named.name, made[0]), sharded_dims(self.named.name, made[1])
-        dims = *dims, sharded_dims(self.named.name, made[0], "stage")
-        return unbox(made[0]), unbox(made[1]), dims
+        def specs(made: tuple[PyTree, PyTree]) -> list[Mapping[Path, PartitionSpec]]:
+            return [partition_specs(self.named.name, tree, self.mesh, self.rules) for tree in made]
+
+        def made_on_mesh() -> tuple[PyTree, PyTree]:
+            try:
+                with while_made([name for name, _ in self.rules]), rules_in_force(self.rules):
+                    return made_alone_or_given()
+            except Exception:
+                # Flax fails at a name that the mesh lacks without saying whose it is, so the metadata is looked at.
+                with contextlib.suppress(Exception), jax.sharding.use_abstract_mesh(NO_MESH):
+                    found = made_alone_or_given()
+                if automatic_axes(self.mesh):
+                    specs(found)
+                raise
+
+        made = self._naming_faults(made_on_mesh)
+        params, collections = (_without_sharding(unbox(tree)) for tree in made)
+        return params, collections, (*specs(made), stage_dims(self.named.name, made[0]))
 
     def results(self, params: PyTree, collections: PyTree) -> tuple[PyTree, PyTree]:
         """Shapes of what the layer hands over and of what it reports, in training."""
@@ -250,7 +295,7 @@ class _Call:
                 f"layer {self.named.name} must keep collections of one shape, but got {format_struct(collections)} "
                 f"before a call and {format_struct(kept)} after it. Make all of them when the layer is initialised."
             )
-        return outputs, aux
+        return _without_sharding(outputs), _without_sharding(aux)
 
     def check_evaluation(self, params: PyTree, collections: PyTree) -> None:
         """Refuse a layer that cannot be evaluated, which would be found at the first evaluation only."""
@@ -310,18 +355,19 @@ class _Call:
         except (JaxpipeError, *passing):
             raise
         except Exception as error:
-            raise (self._axis_fault(error, trace) if is_unbound_axis(error) else self._misfit(error, when)) from error
+            if is_unbound_axis(error):
+                raise axis_fault(self.named.name, error, automatic_axes(self.mesh)) from error
+            if any(words in str(error) for words in ("with_sharding_constraint", "Resource axis:")):
+                raise self._constraint_fault(error) from error
+            raise self._misfit(error, when) from error
 
-    def _axis_fault(self, error: Exception, trace: Callable[[], Any]) -> LayerError:
-        if not bound_axis(MODEL) and _finds_its_axes(lambda: with_axes({MODEL: 1}, trace)):
-            return LayerError(
-                f"layer {self.named.name} must run on a mesh with the axis 'model', which it uses, but got none. Give "
-                "the PipelineModule topology=PipeModelDataParallelTopology(num_pp, num_mp, num_dp)."
-            )
+    def _constraint_fault(self, error: Exception) -> LayerError:
+        axes = ", ".join(map(repr, automatic_axes(self.mesh))) or "none"
         return LayerError(
-            f"layer {self.named.name} must use collectives over the axis 'data', the replicas, or 'model' alone, but "
-            f"got: {str(error).partition('. ')[0]}. Name 'data' to compute over the samples of all replicas, as "
-            "nn.BatchNorm(axis_name='data') does, or name no axis, to compute over each replica's own."
+            f"layer {self.named.name} must name in its sharding constraints automatic axes of the mesh, of which it "
+            f"has {axes}, but got: {str(error).partition('. ')[0]}. Leave out 'stage' and 'data', and give the "
+            "PipelineModule a topology with every other axis, such as "
+            "PipeModelDataParallelTopology(num_pp, num_mp, num_dp) for 'model'."
         )
 
     def _misfit(self, error: Exception, when: str) -> LayerError:
@@ -332,20 +378,17 @@ class _Call:
         )
 
 
+def _without_sharding(tree: PyTree) -> PyTree:
+    """Shapes without what tracing on a mesh says of their sharding, which differs between inputs and results."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if hasattr(x, "dtype") else x, tree)
+
+
 def _train(
     layer: Layer, params: PyTree, collections: PyTree, inputs: PyTree, side: PyTree, key: jax.Array
 ) -> tuple[PyTree, PyTree, PyTree]:
     rngs = layer_rngs(key)
     outputs, kept, aux = layer.apply(params, collections, inputs, rngs=rngs, train=True, side=side)
     return as_arrays(outputs), as_arrays(kept), aux
-
-
-def _finds_its_axes(trace: Callable[[], Any]) -> bool:
-    try:
-        trace()
-    except Exception as error:  # noqa: BLE001  # another fault is told where the axis is there
-        return not is_unbound_axis(error)
-    return True
 
 
 def _warn_of_switches(switches: Mapping[str, Mapping[str, bool]], warned: set[str] | None) -> None:
@@ -392,13 +435,13 @@ def _check_params(named: NamedLayer, params: PyTree) -> None:
             )
 
 
-def _with_shared(paths: ParamPaths, dims: Mapping[Path, int], shared: dict[Path, int | None]) -> Mapping[Path, int]:
-    """A layer's sharded dims; for parameters it shares, those that the first layer of the key gives them."""
-    all_dims: dict[Path, int | None] = {}
+def _with_shared(paths: ParamPaths, own: Mapping[Path, T], shared: dict[Path, T | None]) -> Mapping[Path, T]:
+    """What a layer says of its parameters; of those that it shares, what the first layer of the key says."""
+    found: dict[Path, T | None] = {}
     for path, at in paths.paths.items():
-        own = dims.get(path)
-        all_dims[path] = shared.setdefault(at, own) if at[0] == "tied" else own
-    return {path: dim for path, dim in all_dims.items() if dim is not None}
+        said = own.get(path)
+        found[path] = shared.setdefault(at, said) if at[0] == "tied" else said
+    return {path: said for path, said in found.items() if said is not None}
 
 
 def _check_shared(named: NamedLayer, paths: ParamPaths, params: PyTree, shared: dict[Path, tuple[str, Any]]) -> None:

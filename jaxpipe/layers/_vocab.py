@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from jaxpipe.errors import LayerError
 
-from ._axes import unbox
+from ._sharding import unbox
 
 STAGE = "stage"
 

@@ -18,7 +18,7 @@ from ._stored import call_with_stored_inputs, model_axis_size
 def checkpoint(function: Callable[..., PyTree], *args: Any) -> PyTree:
     """Call a function, keeping its inputs alone for the backward pass, which computes the rest again.
 
-    It is `jax.checkpoint(function)(*args)` until `configure` asks for more: then the inputs are kept in shares over
+    It is `jax.checkpoint(function)(*args)` until `configure` asks for more: then the inputs are kept sharded over
     the `model` axis, or in host memory. These two have no forward-mode derivative, and in host memory no second one.
     Values and gradients are those of `function(*args)`; random keys are inputs like any other, so dropout is the same
     in both runs.

@@ -55,13 +55,13 @@ def configure(
 
     Args:
         mpu_: A mesh, or an object with DeepSpeed's methods such as a `PipelineParallelGrid`, or None. It decides
-            nothing but which devices must have host memory: who shares activations is said by the axis `model` of
-            the `shard_map` that the function runs in.
+            nothing but which devices must have host memory: who shares activations is said by the automatic axis
+            `model` of the mesh that the function is traced on.
         deepspeed_config: A configuration, a dictionary, or the path of a JSON file.
         partition_activations: Keep on each device of the `model` axis only its share of the inputs, gathered again
-            in the backward pass. They must be equal along that axis, as they are at the boundary of a tensor-parallel
-            block. No effect without such an axis, or on one that is 1 wide; a warning where a mesh says so. JSON key
-            `partition_activations`.
+            in the backward pass: a sharding constraint along the largest dim that the axis divides. No effect without
+            such an axis, on one that is 1 wide, or on inputs without such a dim; a warning where a mesh says so. JSON
+            key `partition_activations`.
         contiguous_checkpointing: No effect, with a warning: XLA lays out memory by itself. Needs
             `partition_activations` and `num_checkpoints`, as in DeepSpeed. JSON key
             `contiguous_memory_optimization`.

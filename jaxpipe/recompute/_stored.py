@@ -1,4 +1,4 @@
-"""Recompute whose kept inputs lie in shares over the `model` axis, or in host memory."""
+"""Recompute whose kept inputs are sharded over the `model` axis, or lie in host memory."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
+from jax.sharding import PartitionSpec
 
 from jaxpipe._typing import PyTree
 
@@ -16,11 +17,9 @@ MODEL_AXIS = "model"
 
 
 def model_axis_size() -> int:
-    """Length of the mesh axis `model` around this code, 1 where there is none."""
-    try:
-        return lax.axis_size(MODEL_AXIS)
-    except NameError:
-        return 1
+    """Length of the automatic mesh axis `model` around this code, 1 where there is none."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return mesh.shape[MODEL_AXIS] if MODEL_AXIS in mesh.auto_axes else 1
 
 
 def call_with_stored_inputs(
@@ -126,38 +125,21 @@ class _HostStore(_Store):
 
 
 class _SharedStore(_Store):
-    """Storage in equal shares, one a device of the `model` axis; the last is padded with zeros.
+    """Storage that is sharded over the `model` axis; what needs it whole gathers it again.
+
+    The partitioner may spread the sharding to what is computed from the value, also before it is stored.
 
     Args:
-        shape: Shape of the value.
-        is_checked: Whether the surrounding `shard_map` tracks what varies along the axis.
+        dim: The dim along which it is sharded.
+        ndim: Number of all dims.
     """
 
-    def __init__(self, shape: tuple[int, ...], is_checked: bool) -> None:
-        self._shape = shape
-        self._is_checked = is_checked
+    def __init__(self, dim: int, ndim: int) -> None:
+        # The other dims stay as the partitioner has them: samples may be sharded over further axes.
+        self._spec = PartitionSpec(*(MODEL_AXIS if d == dim else PartitionSpec.UNCONSTRAINED for d in range(ndim)))
 
     def put(self, value: jax.Array) -> jax.Array:
-        num_shares = model_axis_size()
-        flat = value.reshape(-1)
-        share_size = -(-flat.size // num_shares)
-        if flat.size % num_shares:
-            flat = jnp.pad(flat, (0, share_size * num_shares - flat.size))
-        return lax.dynamic_slice_in_dim(flat, lax.axis_index(MODEL_AXIS) * share_size, share_size)
-
-    def get(self, stored: jax.Array) -> jax.Array:
-        whole = self._gather_equal(stored) if self._is_checked else lax.all_gather(stored, MODEL_AXIS, tiled=True)
-        size = 1
-        for length in self._shape:
-            size *= length
-        return whole[:size].reshape(self._shape)
-
-    def _gather_equal(self, stored: jax.Array) -> jax.Array:
-        """Gather by a sum, whose result a checked program knows to be equal along the axis."""
-        whole = jnp.zeros((stored.size * model_axis_size(),), stored.dtype)
-        start = lax.axis_index(MODEL_AXIS) * stored.size
-        whole = lax.pcast(whole, tuple(_varying_axes(stored)), to="varying")
-        return lax.psum(lax.dynamic_update_slice_in_dim(whole, stored, start, axis=0), MODEL_AXIS)
+        return lax.with_sharding_constraint(value, self._spec)
 
 
 def _store_for(array: jax.Array, is_used: bool, settings: RecomputeSettings) -> _Store:
@@ -166,10 +148,10 @@ def _store_for(array: jax.Array, is_used: bool, settings: RecomputeSettings) -> 
     if not is_used:
         return _NoStore(array)
     store = _Store()
-    if settings.partition_activations and array.size >= model_axis_size() > 1:
-        is_checked = MODEL_AXIS in _varying_axes(lax.axis_index(MODEL_AXIS))
-        if MODEL_AXIS not in _varying_axes(array):
-            store = _SharedStore(array.shape, is_checked)
+    num_shares = model_axis_size()
+    dims = [dim for dim, size in enumerate(array.shape) if size and size % num_shares == 0]
+    if settings.partition_activations and num_shares > 1 and dims:
+        store = _SharedStore(max(dims, key=lambda dim: array.shape[dim]), array.ndim)
     return _HostStore(store) if settings.checkpoint_in_cpu else store
 
 

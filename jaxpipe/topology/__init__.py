@@ -1,7 +1,9 @@
 """Places in the machine: topologies, grids, and the mesh they stand for."""
 
 from ._grid import PipelineParallelGrid as PipelineParallelGrid
+from ._mesh import MANUAL_AXES as MANUAL_AXES
 from ._mesh import adopt_mesh as adopt_mesh
+from ._mesh import automatic_axes as automatic_axes
 from ._mesh import make_pipeline_mesh as make_pipeline_mesh
 from ._mesh import mesh_shape as mesh_shape
 from ._mesh import mesh_topology as mesh_topology
@@ -12,11 +14,13 @@ from ._process import ProcessTopology as ProcessTopology
 from ._resolve import topology_for as topology_for
 
 __all__ = [
+    "MANUAL_AXES",
     "PipeDataParallelTopology",
     "PipeModelDataParallelTopology",
     "PipelineParallelGrid",
     "ProcessTopology",
     "adopt_mesh",
+    "automatic_axes",
     "make_pipeline_mesh",
     "mesh_shape",
     "mesh_topology",

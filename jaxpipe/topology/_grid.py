@@ -11,11 +11,11 @@ class PipelineParallelGrid:
     The rank is an argument: one process of JAX usually addresses many devices, so there is no "own" rank to ask for.
     Communication groups are no objects here; what DeepSpeed calls a group is the list of its ranks.
 
-    Mind DeepSpeed's words: *model parallel* means all ranks that together hold one copy of the model, that is the
-    `pipe` and `model` axes; *slice parallel* and *tensor model parallel* mean the `model` axis alone.
+    Mind DeepSpeed's words: *model parallel* means all ranks that together hold one copy of the model, that is all axes
+    but `data`; *slice parallel* and *tensor model parallel* mean the `model` axis alone.
 
     Args:
-        topology: A topology with axes `pipe` and `data`, and possibly `model`.
+        topology: A topology with axes `pipe` and `data`, and possibly more.
         rank: The rank whose view this is.
 
     Attributes:
@@ -185,7 +185,7 @@ class PipelineParallelGrid:
         """The number of ranks that together hold one copy of the model.
 
         Returns:
-            The number of ranks of one replica: stages times `model_parallel_size`.
+            The number of ranks of one replica: the product of the lengths of all axes but `data`.
         """
         return len(self._model_parallel_group)
 

@@ -1,19 +1,34 @@
 """From a topology to JAX's mesh; the only file of this room that imports JAX."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from jaxpipe.distributed import check_devices
 from jaxpipe.errors import TopologyError
 
 from ._process import ProcessTopology
-from ._resolve import check_places, pipeline_dims
+from ._resolve import check_places, further_axes, pipeline_dims
 
-_MESH_AXES = {"pipe": "stage", "data": "data", "model": "model"}
+MANUAL_AXES = ("stage", "data")
+"""The mesh axes over which a pipeline places work itself; all others are automatic."""
+
+
+def automatic_axes(places: Mesh | AbstractMesh | ProcessTopology) -> tuple[str, ...]:
+    """The axes over which XLA splits the inside of a stage, as the layers' annotations say.
+
+    Args:
+        places: A pipeline's mesh or topology.
+
+    Returns:
+        All axes but those of the stages and the replicas, in order.
+    """
+    if isinstance(places, ProcessTopology):
+        return further_axes(places)
+    return tuple(str(axis) for axis in places.axis_names if axis not in MANUAL_AXES)
 
 
 def make_pipeline_mesh(topology: ProcessTopology, devices: Sequence[Any] | None = None) -> Mesh:
@@ -21,10 +36,12 @@ def make_pipeline_mesh(topology: ProcessTopology, devices: Sequence[Any] | None 
 
     The device of rank r is the r-th in the order of devices, which puts the devices of one process side by side. So
     the topology's own axis order says who is near whom: places that differ on its last axis are adjacent devices.
-    With the ready-made topologies this means, from the nearest to the farthest:
+    With the ready-made topologies, and all that list `pipe`, `data` and then the further axes, this means, from the
+    nearest to the farthest:
 
-    - `model`: shards of one layer exchange activations several times per layer and wait for each exchange, so they
-      sit side by side, inside a node as long as the node is wide enough;
+    - the automatic axes, such as `model`, the last one listed nearest: shards of one layer exchange activations several
+      times per layer and wait for each exchange, so they sit side by side, inside a node as long as the node is wide
+      enough;
     - `data`: replicas of one stage reduce the gradients of all its parameters once a step, a volume that the fast
       links inside a node take best;
     - `stage`: neighbours exchange one boundary activation per tick, the smallest volume. A stage's devices are one
@@ -36,11 +53,11 @@ def make_pipeline_mesh(topology: ProcessTopology, devices: Sequence[Any] | None 
     Devices beyond the topology's places stay unused. `device.id` plays no part: it is not contiguous over processes.
 
     Args:
-        topology: A topology with axes `pipe` and `data`, and possibly `model`.
+        topology: A topology with axes `pipe` and `data`, and possibly more.
         devices: JAX devices in the order of ranks. Default: `jax.devices()`, those of process 0 first.
 
     Returns:
-        A mesh with the axes `stage`, `data`, and `model` if the topology has it, in this order, all of type `Auto`.
+        A mesh with the axes `stage`, `data`, and the topology's further ones in its order, all of type `Auto`.
 
     Raises:
         TopologyError: The topology's axes are not those of a pipeline, it has more places than there are devices, or
@@ -66,7 +83,7 @@ def make_pipeline_mesh(topology: ProcessTopology, devices: Sequence[Any] | None 
     places = np.empty(topology.world_size(), dtype=object)
     places[:] = devices[: topology.world_size()]
     grid = places.reshape(topology.dims).transpose([topology.axes.index(axis) for axis in dims])
-    return _auto_mesh(grid, tuple(_MESH_AXES[axis] for axis in dims))
+    return _auto_mesh(grid, _mesh_axes(dims))
 
 
 def mesh_shape(mesh: Mesh) -> dict[str, int]:
@@ -76,26 +93,24 @@ def mesh_shape(mesh: Mesh) -> dict[str, int]:
         mesh: A mesh that a user made.
 
     Returns:
-        The lengths of `stage`, `data`, and of `model` if there is such an axis, in this order.
+        The lengths of `stage`, `data`, and of the automatic axes in the mesh's order.
 
     Raises:
-        TopologyError: The mesh has no axis `stage` or `data`, or an axis that a pipeline does not have.
+        TopologyError: The mesh has no axis `stage` or `data`, or one named `pipe`, as topologies call `stage`.
     """
-    names = tuple(_MESH_AXES.values())
-    missing = [axis for axis in names[:2] if axis not in mesh.axis_names]
-    unknown = [axis for axis in mesh.axis_names if axis not in names]
-    if missing or unknown:
+    missing = [axis for axis in MANUAL_AXES if axis not in mesh.axis_names]
+    if missing or "pipe" in mesh.axis_names:
         axes = ", ".join(f"{axis}={length}" for axis, length in mesh.shape.items())
         repair = (
             f"Add the axis {' and '.join(map(repr, missing))}, of length 1 if it is not split"
             if missing
-            else f"Remove the axis {unknown[0]!r}"
+            else "Rename 'pipe'"
         )
         raise TopologyError(
-            "A pipeline's mesh must have the axes 'stage', 'data' and optionally 'model', but got "
+            "A pipeline's mesh must have the axes 'stage' and 'data', and further ones not named 'pipe', but got "
             f"mesh.shape=({axes}). {repair}."
         )
-    return {axis: mesh.shape[axis] for axis in names if axis in mesh.axis_names}
+    return {axis: mesh.shape[axis] for axis in (*MANUAL_AXES, *automatic_axes(mesh))}
 
 
 def adopt_mesh(mesh: Mesh) -> Mesh:
@@ -104,13 +119,13 @@ def adopt_mesh(mesh: Mesh) -> Mesh:
     `jax.make_mesh` gives axes of type `Explicit` unless told otherwise, and users may name the axes in any order.
 
     Args:
-        mesh: A mesh with the axes `stage`, `data` and possibly `model`.
+        mesh: A mesh with the axes `stage` and `data`, and possibly automatic ones.
 
     Returns:
-        The same devices at the same coordinates, with the axes in this order and of type `Auto`.
+        The same devices at the same coordinates, with `stage` and `data` first and all axes of type `Auto`.
 
     Raises:
-        TopologyError: The mesh has no axis `stage` or `data`, or an axis that a pipeline does not have.
+        TopologyError: The mesh has no axis `stage` or `data`, or one named `pipe`.
     """
     axes = tuple(mesh_shape(mesh))
     return _auto_mesh(mesh.devices.transpose([mesh.axis_names.index(axis) for axis in axes]), axes)
@@ -124,19 +139,20 @@ def mesh_topology(mesh: Mesh, given: ProcessTopology | None = None) -> ProcessTo
         given: The topology of the model; None: the model has only a number of stages.
 
     Returns:
-        The given topology; else one with the axes `pipe`, `data`, and `model` where the mesh has it, in this order,
-        which is that of `topology_for`.
+        The given topology; else one with the axes `pipe`, `data` and the mesh's automatic ones, in this order, which
+        is that of `topology_for`.
 
     Raises:
         TopologyError: An axis of the mesh is not as long as that of the given topology.
     """
     lengths = mesh_shape(mesh)
     if given is None:
-        names = [axis for axis, name in _MESH_AXES.items() if name in lengths]
-        return ProcessTopology(names, list(lengths.values()))
+        return ProcessTopology(["pipe", "data", *automatic_axes(mesh)], list(lengths.values()))
     dims = pipeline_dims(given)
-    for axis, name in _MESH_AXES.items():
-        if lengths.get(name, 1) != dims.get(axis, 1):
+    wanted = dict(zip(_mesh_axes(dims), dims.items(), strict=True))
+    for name in dict.fromkeys((*wanted, *lengths)):
+        axis, length = wanted.get(name, (name, 1))
+        if lengths.get(name, 1) != length:
             raise TopologyError(
                 f"the mesh's {name} axis must be as long as the axis {axis!r} of the module's topology "
                 f"({given.describe()}), but got {name}={lengths.get(name, 'none')}. Make the mesh from the topology, "
@@ -155,9 +171,14 @@ def rank_devices(topology: ProcessTopology, mesh: Mesh) -> list[Any]:
     Returns:
         For each rank the device at its coordinate.
     """
-    names = {name: axis for axis, name in _MESH_AXES.items()}
+    axes = {name: axis for axis, name in zip(topology.axes, _mesh_axes(topology.axes), strict=True)}
     coords = map(topology.get_coord, range(topology.world_size()))
-    return [mesh.devices[tuple(getattr(at, names[name], 0) for name in mesh.axis_names)] for at in coords]
+    return [mesh.devices[tuple(getattr(at, axes.get(name, ""), 0) for name in mesh.axis_names)] for at in coords]
+
+
+def _mesh_axes(axes: Iterable[str]) -> tuple[str, ...]:
+    """The names that a mesh has for a topology's axes."""
+    return tuple("stage" if axis == "pipe" else axis for axis in axes)
 
 
 def _auto_mesh(devices: np.ndarray, axes: tuple[str, ...]) -> Mesh:

@@ -17,8 +17,9 @@ class ProcessTopology:
     the same axes of the same lengths in the same order.
 
     Args:
-        axes: Names of the axes, each a distinct identifier. A pipeline needs `pipe` and `data`, and `model` where
-            layers are split over devices.
+        axes: Names of the axes, each a distinct identifier. A pipeline needs `pipe` and `data`; over every further
+            axis, such as `model`, `expert` or `sequence`, XLA splits the inside of a stage as the layers' annotations
+            say. Listed last, an axis has its places nearest to each other.
         dims: Length of each axis, at least 1.
 
     Raises:

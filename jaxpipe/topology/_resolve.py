@@ -17,7 +17,7 @@ def topology_for(
 
     Args:
         num_stages: Number of stages; None where `topology` is given.
-        topology: A topology with axes `pipe` and `data`, and possibly `model`; None where `num_stages` is given.
+        topology: A topology with axes `pipe` and `data`, and possibly more; None where `num_stages` is given.
         num_devices: Number of devices at hand.
         num_model: Number of devices over which the layers of a stage are split. With an explicit topology either 1 or
             the length of its `model` axis.
@@ -27,8 +27,8 @@ def topology_for(
 
     Raises:
         TopologyError: Neither is given; they disagree; the stages do not divide the devices; the topology has no axis
-            `pipe` or `data`, an axis that a pipeline does not have, or more places than there are devices; a number is
-            not a positive integer.
+            `pipe` or `data`, one named `stage`, or more places than there are devices; a number is not a positive
+            integer.
     """
     for name, value in (("num_stages", num_stages), ("num_devices", num_devices), ("num_model", num_model)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, Integral) or value < 1):
@@ -55,21 +55,24 @@ def pipeline_dims(topology: ProcessTopology) -> dict[str, int]:
         topology: The topology.
 
     Returns:
-        The lengths of `pipe`, `data`, and of `model` if there is such an axis, in this order.
+        The lengths of `pipe`, `data`, and of the further axes in the topology's order.
 
     Raises:
-        TopologyError: The topology has no axis `pipe` or `data`, or an axis that a pipeline does not have.
+        TopologyError: The topology has no axis `pipe` or `data`, or one named `stage`, as the mesh calls `pipe`.
     """
-    known = ("pipe", "data", "model")
-    missing = [axis for axis in known[:2] if axis not in topology.axes]
-    unknown = [axis for axis in topology.axes if axis not in known]
-    if missing or unknown:
-        repair = f"Add {missing[0]!r}, of length 1 if it is not split" if missing else f"Remove {unknown[0]!r}"
+    missing = [axis for axis in ("pipe", "data") if axis not in topology.axes]
+    if missing or "stage" in topology.axes:
+        repair = f"Add {missing[0]!r}, of length 1 if it is not split" if missing else "Rename 'stage'"
         raise TopologyError(
-            "A pipeline's topology must have the axes 'pipe', 'data' and optionally 'model', but got "
+            "A pipeline's topology must have the axes 'pipe' and 'data', and further ones not named 'stage', but got "
             f"{topology.describe()}. {repair}."
         )
-    return {axis: topology.get_dim(axis) for axis in known if axis in topology.axes}
+    return {axis: topology.get_dim(axis) for axis in ("pipe", "data", *further_axes(topology))}
+
+
+def further_axes(topology: ProcessTopology) -> tuple[str, ...]:
+    """The axes of a topology beside `pipe` and `data`, in its order."""
+    return tuple(axis for axis in topology.axes if axis not in ("pipe", "data"))
 
 
 def check_places(topology: ProcessTopology, num_devices: int, source: str) -> None:

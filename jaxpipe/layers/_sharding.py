@@ -1,0 +1,212 @@
+"""How variables are sharded inside a stage: Flax's partition metadata, with the model's rules."""
+
+import contextlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import flax.linen as nn
+import jax
+from flax.core import meta
+from jax.sharding import AbstractMesh, PartitionSpec
+
+from jaxpipe._typing import Path, PyTree
+from jaxpipe.errors import LayerError
+from jaxpipe.topology import MANUAL_AXES, automatic_axes
+
+Rules = tuple[tuple[str, str | tuple[str, ...] | None], ...]
+
+_PLACED = (*MANUAL_AXES, "pipe")
+"""Axes, by a mesh's names and a topology's, over which the pipeline itself places weights and samples."""
+
+
+def checked_rules(rules: Any) -> Rules:
+    """Rules from logical names to mesh axes, in Flax's format.
+
+    Raises:
+        LayerError: They are of another form.
+    """
+    if rules is None:
+        return ()
+    found = []
+    for rule in rules if isinstance(rules, (list, tuple)) else [rules]:
+        pair = rule if isinstance(rule, (list, tuple)) and len(rule) == 2 else (None, None)
+        name, axes = pair[0], tuple(pair[1]) if isinstance(pair[1], list) else pair[1]
+        each = axes if isinstance(axes, tuple) else () if axes is None else (axes,)
+        if not isinstance(name, str) or not all(isinstance(axis, str) for axis in each):
+            raise LayerError(
+                "sharding_rules must be a sequence of (logical name, mesh axis), an axis being a name, a tuple of "
+                f'names or None, but got {rule!r}. Write for instance sharding_rules=(("mlp", "model"),).'
+            )
+        found.append((name, axes))
+    return tuple(found)
+
+
+@contextlib.contextmanager
+def rules_in_force(rules: Rules) -> Iterator[None]:
+    """Translate the logical names of Flax's constraints by the rules, on the mesh around this code."""
+    with nn.logical_axis_rules(rules_on(jax.sharding.get_abstract_mesh(), rules)):
+        yield
+
+
+def rules_on(mesh: AbstractMesh, rules: Rules) -> Rules:
+    """The rules with the mesh's automatic axes alone; none where it has no such axes."""
+    automatic = automatic_axes(mesh)
+    if not automatic:
+        return ()
+
+    def kept(axes: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
+        if isinstance(axes, tuple):
+            return tuple(axis for axis in axes if axis not in _PLACED) or None
+        return None if axes in _PLACED else axes
+
+    return tuple((name, kept(axes)) for name, axes in rules)
+
+
+def check_rules(mesh: AbstractMesh, rules: Rules) -> None:
+    """Refuse rules with axes that the mesh lacks.
+
+    Raises:
+        LayerError: There is one, and the mesh has automatic axes.
+    """
+    for name, axes in rules_on(mesh, rules):
+        for axis in axes if isinstance(axes, tuple) else (axes,):
+            if axis is not None and axis not in mesh.axis_names:
+                raise LayerError(
+                    f"sharding_rules must map to axes of the mesh, but got {(name, axes)!r} for a mesh with the axes "
+                    f"{_listed(mesh.axis_names)}. Name {axis!r} in the topology, or map {name!r} to None."
+                )
+
+
+def unbox(tree: PyTree) -> PyTree:
+    """A tree of variables without Flax's partition metadata."""
+
+    def one(leaf: Any) -> Any:
+        if isinstance(leaf, meta.Partitioned):
+            return leaf.unbox(apply_constraint=False)
+        return leaf.unbox() if _is_box(leaf) else leaf
+
+    return jax.tree.map(one, tree, is_leaf=_is_box)
+
+
+def stage_dims(label: str, tree: PyTree) -> Mapping[Path, int]:
+    """Variables that a pipeline splits over its stages, with the dim, by Flax's partition metadata.
+
+    Args:
+        label: How errors name the layer.
+        tree: Variables, those with metadata in boxes of `flax.core.meta`.
+
+    Returns:
+        Dims by path.
+
+    Raises:
+        LayerError: A variable names the axis `stage` for more than one dim.
+    """
+    found = {}
+    for path, leaf in _boxes(tree):
+        dims = [dim for dim, names in enumerate(leaf.get_partition_spec()) if "stage" in _tuple(names)]
+        if len(dims) > 1:
+            raise _twice(label, path, "stage", leaf)
+        if dims:
+            found[path] = dims[0]
+    return found
+
+
+def partition_specs(label: str, tree: PyTree, mesh: AbstractMesh, rules: Rules) -> Mapping[Path, PartitionSpec]:
+    """How variables are sharded over the mesh's automatic axes, by Flax's partition metadata.
+
+    Args:
+        label: How errors name the layer.
+        tree: Variables, those with metadata in boxes of `flax.core.meta`.
+        mesh: The mesh. Where it has no automatic axes, metadata means nothing.
+        rules: Rules for logical names.
+
+    Returns:
+        By path, for each variable that is sharded, an entry for each of its dims.
+
+    Raises:
+        LayerError: A name is neither that of a rule nor of an axis, an axis is named for two dims, or a dim is not
+            divided by its axes.
+    """
+    if not automatic_axes(mesh):
+        return {}
+    found = {}
+    for path, leaf in _boxes(tree):
+        spec = _resolve(label, path, leaf, mesh, rules)
+        if any(names is not None for names in spec):
+            found[path] = spec
+            _check_divides(label, path, unbox(leaf), spec, mesh)
+    return found
+
+
+def _resolve(label: str, path: Path, leaf: Any, mesh: AbstractMesh, rules: Rules) -> PartitionSpec:
+    names = tuple(leaf.get_partition_spec())
+    is_logical = isinstance(leaf, nn.LogicallyPartitioned)
+    own = rules_on(mesh, checked_rules(leaf.rules)) if is_logical and leaf.rules else rules_on(mesh, rules)
+    ruled = {name for name, _ in own}
+    each = [name for entry in names for name in _tuple(entry)]
+    if len(set(each)) < len(each):
+        raise _twice(label, path, next(name for name in each if each.count(name) > 1), leaf)
+    unknown = [name for name in each if name not in ruled and name not in mesh.axis_names and name not in _PLACED]
+    if unknown and not is_logical:
+        raise LayerError(
+            f"{'.'.join(path)!r} of layer {label} must be sharded over axes of the mesh, but got {unknown[0]!r} in its "
+            f"partition metadata {names} for a mesh with the axes {_listed(mesh.axis_names)}. Name the axis in the "
+            f"topology, or map the name to one: sharding_rules=(({unknown[0]!r}, None),)."
+        )
+    # A mesh axis stands for itself where no rule says otherwise; the other names mean None, as in Flax.
+    themselves = tuple((name, name) for name in automatic_axes(mesh) if name not in ruled)
+    first = dict(reversed((*own, *themselves)))
+    flat = nn.logical_to_mesh_axes(tuple(x if isinstance(x, str) else None for x in names), (*own, *themselves))
+    entries = []
+    for entry, axes in zip(names, flat or (), strict=True):
+        over = tuple(a for name in entry for a in _tuple(first.get(name))) if isinstance(entry, tuple) else _tuple(axes)
+        entries.append(over if len(over) > 1 else over[0] if over else None)
+    used = [axis for entry in entries for axis in _tuple(entry)]
+    if len(set(used)) < len(used):
+        raise _twice(label, path, next(axis for axis in used if used.count(axis) > 1), leaf)
+    ndim = len(unbox(leaf).shape)
+    if len(entries) > ndim:
+        raise LayerError(
+            f"{'.'.join(path)!r} of layer {label} must have a name for each of its {ndim} dims in its partition "
+            f"metadata, but got {names}. Leave out what is too much."
+        )
+    return PartitionSpec(*entries, *(None,) * (ndim - len(entries)))
+
+
+def _check_divides(label: str, path: Path, leaf: Any, spec: PartitionSpec, mesh: AbstractMesh) -> None:
+    for dim, names in enumerate(spec):
+        length, size = math.prod(mesh.shape[axis] for axis in _tuple(names)), leaf.shape[dim]
+        if size % length:
+            below, above = size // length * length, -(-size // length) * length
+            nearest = f"{below} or {above}" if below else f"{above}"
+            raise LayerError(
+                f"{'.'.join(path)!r} of layer {label} must be sharded along dims that the mesh divides, but got size "
+                f"{size} at dim {dim} over {' x '.join(f'{axis}={mesh.shape[axis]}' for axis in _tuple(names))}. Make "
+                f"it {nearest}, or leave the axis out of its partition metadata or of sharding_rules."
+            )
+
+
+def _twice(label: str, path: Path, name: str, leaf: Any) -> LayerError:
+    return LayerError(
+        f"{'.'.join(path)!r} of layer {label} must be sharded over an axis along one dim, but got {name!r} at two in "
+        f"its partition metadata {tuple(leaf.get_partition_spec())}. Leave {name!r} at one dim."
+    )
+
+
+def _boxes(tree: PyTree) -> Iterator[tuple[Path, Any]]:
+    for keys, leaf in jax.tree.leaves_with_path(tree, is_leaf=_is_box):
+        if _is_box(leaf) and hasattr(leaf, "get_partition_spec"):
+            yield tuple(jax.tree_util.keystr((key,), simple=True) for key in keys), leaf
+
+
+def _is_box(leaf: Any) -> bool:
+    return isinstance(leaf, meta.AxisMetadata)
+
+
+def _tuple(names: Any) -> tuple[str, ...]:
+    return names if isinstance(names, tuple) else (names,) if isinstance(names, str) else ()
+
+
+def _listed(names: Sequence[Any]) -> str:
+    return ", ".join(map(repr, names))
