@@ -29,7 +29,7 @@ class StoredArray:
     Attributes:
         shape: Its shape, `[num_rows, ...]`.
         dtype: Its dtype, by name.
-        grid: Into how many blocks it is cut along each dim: into rows, and where devices hold parts of a row into those.
+        grid: Into how many blocks it is cut along each dim: into rows, and these where devices hold parts of a row.
         sha256: For each block the hash of its bytes, in hexadecimal; blocks along the last dim are next to each other.
     """
 

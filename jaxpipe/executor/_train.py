@@ -106,7 +106,9 @@ class TrainLoop(TickLoop):
             residuals=self._to_memory(make_ring(stage.residuals, program.residual_slots), jax.memory.Space.Host),
             pending=make_ring(stage.pending, program.depth.pending),
             loss_gradients=make_ring(stage.gradients.struct, loss_slots) if loss_slots else (),
-            trunk_grads=self._pinned(zeros_of(trunk_struct) if is_single else make_ring(trunk_struct, program.num_chunks)),
+            trunk_grads=self._pinned(
+                zeros_of(trunk_struct) if is_single else make_ring(trunk_struct, program.num_chunks)
+            ),
             off_trunk_grads=stage.zero_off_trunk_grads(),
             vocab_grads=stage.zero_vocab_grads(),
             loss=jnp.zeros((), jnp.float32),

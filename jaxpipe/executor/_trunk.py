@@ -64,7 +64,9 @@ class Trunk:
         self.params = struct
         specs = {name: blueprint.params.layout.specs.get(name, P()) for name in stacked}
         # Layers that are scanned are stacked along a new first dim.
-        self.specs = jax.tree.map(lambda spec: P(None, *spec), self._stage.view(self._layers[0], specs)) if self._scan else specs
+        self.specs = (
+            jax.tree.map(lambda spec: P(None, *spec), self._stage.view(self._layers[0], specs)) if self._scan else specs
+        )
         self._residuals = Residuals(self._train, struct, self.inputs, (offset, *blueprint.context, collections))
         self._split = split_backward(self._residuals, struct, "trunk") if split and not self.is_empty else None
 

@@ -464,9 +464,7 @@ class Pipeline:
         self.gradients = compiled(programs.gradients, *of_gradients)
         self.evaluate = compiled(programs.evaluate, P(), everywhere)
         self.predict = compiled(programs.predict, over_data, of_outputs)
-        self.evaluate_and_predict = compiled(
-            programs.evaluate_and_predict, (P(), over_data), (everywhere, of_outputs)
-        )
+        self.evaluate_and_predict = compiled(programs.evaluate_and_predict, (P(), over_data), (everywhere, of_outputs))
         self.partial_gradients = compiled(programs.partial_gradients, *of_gradients, others=(everywhere, everywhere))
         update = self._shard_map(programs.update, (specs, rows), (specs, P()))
         self.update = jax.jit(update, out_shardings=(of_state, everywhere), donate_argnums=(0,))

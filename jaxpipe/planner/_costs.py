@@ -1,12 +1,14 @@
 """Costs of one layer by itself, cut into forward and backward as the executor cuts a stage."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import optax
+from jax.sharding import AbstractMesh
 
 from jaxpipe._typing import PyTree
 from jaxpipe.autodiff import Residuals, SplitBackward, differentiable
@@ -22,6 +24,7 @@ from jaxpipe.layers import (
 from jaxpipe.optim import state_struct
 from jaxpipe.partition import LayerCost
 from jaxpipe.state import grad_accum_struct
+from jaxpipe.topology import automatic_axes
 
 Seconds = Callable[..., float]
 """`seconds(function, *structs)`: how long a function of arguments of these shapes takes."""
@@ -36,7 +39,7 @@ class LayerWork:
         params: Shapes and dtypes of its parameters.
         inputs: Those of its inputs.
         context: Those of a key, and of what else has no gradient: side inputs and collections, or labels.
-        num_shares: Devices along a `model` axis whose shares are computed at once; 1 without the axis.
+        num_shares: Devices along automatic axes, among which the work is divided.
     """
 
     residuals: Residuals
@@ -85,7 +88,7 @@ def layer_work(module: PipelineModule, trace: ModelTrace, *indices: int) -> Laye
     params = cast_floats([trace.params[i] for i in indices], module.compute_dtype)
     key = jax.eval_shape(lambda: jax.random.key(0))
     context = key, (dict(trace.side), [trace.collections[i] for i in indices])
-    return _work(function, params, trace.boundaries[indices[0]], context, 1)
+    return _work(function, params, trace.boundaries[indices[0]], context, trace.mesh)
 
 
 def loss_work(module: PipelineModule, trace: ModelTrace, labels: PyTree) -> LayerWork:
@@ -95,7 +98,7 @@ def loss_work(module: PipelineModule, trace: ModelTrace, labels: PyTree) -> Laye
         del params
         return module.loss_terms(outputs, context[1])[0], ()
 
-    return _work(function, {}, trace.boundaries[-1], (None, struct_of(labels)), 1)
+    return _work(function, {}, trace.boundaries[-1], (None, struct_of(labels)), trace.mesh)
 
 
 def layer_costs(
@@ -192,10 +195,15 @@ def _shared_bytes(module: PipelineModule, trace: ModelTrace, index: int, before:
     return min(max(before + alone - both, 0), alone)
 
 
-def _work(function: Callable[..., Any], params: PyTree, inputs: PyTree, context: PyTree, num_shares: int) -> LayerWork:
-    def on_one(params: PyTree, inputs: PyTree, context: PyTree) -> PyTree:
-        return call_on_one(False, lambda *args: function(*args), params, inputs, context)
+def _work(
+    function: Callable[..., Any], params: PyTree, inputs: PyTree, context: PyTree, mesh: AbstractMesh
+) -> LayerWork:
+    axes = automatic_axes(mesh)
 
+    def on_one(*args: PyTree) -> PyTree:
+        return call_on_one(axes, function, *args)
+
+    num_shares = math.prod(mesh.shape[axis] for axis in axes)
     return LayerWork(Residuals(on_one, params, inputs, context), params, inputs, context, num_shares)
 
 

@@ -199,9 +199,7 @@ class _Draft:
         return Leaf(shape, dtype, grid, (tuple(found[at] for at in sorted(found)),))
 
 
-def _spans(
-    field: str, layout: Layout, form: int, name: str, rows: Sequence[int], blocks: Grid = ()
-) -> list[Span]:
+def _spans(field: str, layout: Layout, form: int, name: str, rows: Sequence[int], blocks: Grid = ()) -> list[Span]:
     """A leaf's elements in some rows, block by block."""
     array, start, stop = layout.span(form, name)
     count = math.prod(blocks)

@@ -202,7 +202,9 @@ class Layout:
         """A stage's packed buffers; leaves that are not given are zero."""
         buffers = {}
         for buffer, like in self.buffers.items():
-            given = {name: slot for name, slot in self._slots[stage].items() if slot.buffer == buffer and name in leaves}
+            given = {
+                name: slot for name, slot in self._slots[stage].items() if slot.buffer == buffer and name in leaves
+            }
             if buffer in self._buffer_specs:
                 found = [_as(leaves[name], like.dtype) for name in given] or [jnp.zeros(like.shape, like.dtype)]
                 buffers[buffer] = constrained(found[0], self._buffer_specs[buffer])

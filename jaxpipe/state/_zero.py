@@ -347,7 +347,9 @@ def _cast(source: Layout, target: Layout, form: jax.Array, storage: Storage) -> 
     names = source.renamed_buffers(target)
     if names is not None:
         # Alike but for dtypes: no need to take them apart.
-        return Storage({new: storage.packed[old].astype(target.buffers[new].dtype) for old, new in names.items()}, stacked)
+        return Storage(
+            {new: storage.packed[old].astype(target.buffers[new].dtype) for old, new in names.items()}, stacked
+        )
 
     def cast(f: int, packed: Buffers) -> Buffers:
         return target.pack_buffers(f, {name: source.get(f, name, Storage(packed)) for name in target.packed_names(f)})
