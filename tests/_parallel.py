@@ -1,4 +1,4 @@
-"""A small model whose layers are split over the mesh axis `model`, and what it means on one device."""
+"""A small model whose weights are sharded over the mesh axis `model`, and what it means on one device."""
 
 import functools
 from typing import Any
@@ -11,6 +11,7 @@ import optax
 from _models import cross_entropy, tokens
 from _settings import make_settings
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 from jaxpipe import LayerSpec, Pipeline, PipelineModule, PipeModelDataParallelTopology, TiedLayerSpec, microbatch_key
 from jaxpipe.topology import make_pipeline_mesh
@@ -22,78 +23,65 @@ def sharded(init: Any, *names: str | None) -> Any:
     return nn.with_partitioning(init, names)
 
 
+def split(x: jax.Array) -> jax.Array:
+    """Activations split over `model` along their last dim."""
+    return jax.lax.with_sharding_constraint(x, P(*[None] * (x.ndim - 1), "model"))
+
+
 class Embed(nn.Module):
-    """Its table is split by rows: each place looks up what it has."""
+    """Its table is split by rows."""
 
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        rows = VOCAB // jax.lax.axis_size("model")
-        table = self.param("table", sharded(nn.initializers.normal(1.0), "model", None), (rows, DIM))
-        local = tokens - rows * jax.lax.axis_index("model")
-        found = jnp.where(((local >= 0) & (local < rows))[..., None], table[jnp.clip(local, 0, rows - 1)], 0.0)
-        return jax.lax.psum(found, "model")
+        table = self.param("table", sharded(nn.initializers.normal(1.0), "model", None), (VOCAB, DIM))
+        return jax.nn.one_hot(tokens, VOCAB, dtype=table.dtype) @ table
 
     def attend(self, x: jax.Array) -> jax.Array:
-        table = self.get_variable("params", "table")
-        return jax.lax.all_gather(x @ table.T, "model", axis=x.ndim - 1, tiled=True)
+        return split(x @ self.get_variable("params", "table").T)
 
 
 class Block(nn.Module):
-    """A norm, a layer split by columns, dropout that differs from place to place, a layer split by rows, a bias."""
+    """A norm, a layer split by columns, dropout, a layer split by rows, a bias."""
 
     rate: float = 0.0
 
     @nn.compact
     def __call__(self, x: jax.Array, *, train: bool = False) -> jax.Array:
-        size = jax.lax.axis_size("model")
         init = nn.initializers.lecun_normal()
-        wide = self.param("wide", sharded(init, None, "model"), (DIM, HIDDEN // size))
-        offset = self.param("offset", sharded(nn.initializers.normal(0.1), "model"), (HIDDEN // size,))
-        narrow = self.param("narrow", sharded(init, "model", None), (HIDDEN // size, DIM))
+        wide = self.param("wide", sharded(init, None, "model"), (DIM, HIDDEN))
+        offset = self.param("offset", sharded(nn.initializers.normal(0.1), "model"), (HIDDEN,))
+        narrow = self.param("narrow", sharded(init, "model", None), (HIDDEN, DIM))
         bias = self.param("bias", nn.initializers.zeros, (DIM,))
-        y = jnp.tanh(nn.LayerNorm()(x) @ wide + offset.reshape(1, 1, -1))
-        y = jax.lax.psum(y @ narrow, "model") + bias.reshape(1, 1, -1)
-        return x + nn.Dropout(self.rate, deterministic=not train)(y)
+        y = jnp.tanh(split(nn.LayerNorm()(x) @ wide + offset.reshape(1, 1, -1)))
+        return x + nn.Dropout(self.rate, deterministic=not train)(y @ narrow + bias.reshape(1, 1, -1))
 
 
 class NNXBlock(nnx.Module):
     def __init__(self, *, rngs: nnx.Rngs) -> None:
-        size = jax.lax.axis_size("model")
         init, bias = nnx.initializers.lecun_normal(), nnx.initializers.zeros
         self.norm = nnx.LayerNorm(DIM, rngs=rngs)
         self.wide = nnx.Linear(
             DIM,
-            HIDDEN // size,
+            HIDDEN,
             kernel_init=nnx.with_partitioning(init, (None, "model")),
             bias_init=nnx.with_partitioning(bias, ("model",)),
             rngs=rngs,
         )
         self.narrow = nnx.Linear(
-            HIDDEN // size, DIM, use_bias=False, kernel_init=nnx.with_partitioning(init, ("model", None)), rngs=rngs
+            HIDDEN, DIM, use_bias=False, kernel_init=nnx.with_partitioning(init, ("model", None)), rngs=rngs
         )
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return x + jax.lax.psum(self.narrow(jnp.tanh(self.wide(self.norm(x)))), "model")
+        return x + self.narrow(jnp.tanh(split(self.wide(self.norm(x)))))
 
 
 class Head(nn.Module):
-    """Split by columns; its output stays in shares, which `vocab_loss` reads."""
+    """Split by columns."""
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        columns = VOCAB // jax.lax.axis_size("model")
-        kernel = self.param("kernel", sharded(nn.initializers.lecun_normal(), None, "model"), (DIM, columns))
-        return nn.LayerNorm()(x) @ kernel
-
-
-def vocab_loss(logits: jax.Array, labels: jax.Array) -> jax.Array:
-    """Cross entropy of logits of which each place has a share."""
-    columns = logits.shape[-1]
-    highest = jax.lax.pmax(jax.lax.stop_gradient(logits.max(-1)), "model")
-    total = jax.lax.psum(jnp.exp(logits - highest[..., None]).sum(-1), "model")
-    wanted = jax.nn.one_hot(labels - columns * jax.lax.axis_index("model"), columns)
-    right = jax.lax.psum((logits * wanted).sum(-1), "model")
-    return jnp.mean(jnp.log(total) + highest - right)
+        kernel = self.param("kernel", sharded(nn.initializers.lecun_normal(), None, "model"), (DIM, VOCAB))
+        return split(nn.LayerNorm()(x) @ kernel)
 
 
 def tied_layers(rate: float = 0.0) -> list[Any]:
@@ -102,8 +90,8 @@ def tied_layers(rate: float = 0.0) -> list[Any]:
 
 
 MODELS: dict[str, tuple[Any, Any]] = {
-    "linen": (lambda: [LayerSpec(Embed), *[LayerSpec(Block) for _ in range(4)], LayerSpec(Head)], vocab_loss),
-    "nnx": (lambda: [LayerSpec(Embed), *[LayerSpec(NNXBlock) for _ in range(4)], LayerSpec(Head)], vocab_loss),
+    "linen": (lambda: [LayerSpec(Embed), *[LayerSpec(Block) for _ in range(4)], LayerSpec(Head)], cross_entropy),
+    "nnx": (lambda: [LayerSpec(Embed), *[LayerSpec(NNXBlock) for _ in range(4)], LayerSpec(Head)], cross_entropy),
     "tied": (tied_layers, cross_entropy),
     "dropout": (lambda: tied_layers(0.5), cross_entropy),
 }
@@ -133,7 +121,7 @@ def make_pipeline(
 
 @functools.cache
 def sequential(name: str) -> tuple[Any, Any]:
-    """Initial parameters, and loss and gradient of one microbatch, on a `model` axis one wide."""
+    """Initial parameters, and loss and gradient of one microbatch, on one device."""
     module = make_module(name)
     inputs, _, _ = make_batch()
 

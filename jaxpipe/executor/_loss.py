@@ -10,6 +10,7 @@ from jaxpipe._typing import PyTree
 from jaxpipe.errors import LayerError
 from jaxpipe.jaxpr import output_dependence
 from jaxpipe.layers import PipelineModule
+from jaxpipe.state import axes_length, sum_over
 
 
 class Objective:
@@ -55,7 +56,7 @@ class Objective:
         nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self._outputs)
         weights = jax.lax.map(lambda m: self.measure(nothing, labels(m))[1], jnp.arange(num_microbatches))
         # Not over the stages: each of them has all labels of its replica.
-        return jax.lax.psum(jnp.sum(weights), "data")
+        return sum_over(jnp.sum(weights), "data")
 
     def measure(self, outputs: PyTree, labels: PyTree) -> tuple[jax.Array, jax.Array]:
         """The loss of one microbatch as `(sum, weight)`; the weight of a mean is 1."""
@@ -83,9 +84,13 @@ def gather_values(values: jax.Array, names: Sequence[Sequence[tuple[str, str]]],
     if values.shape[0] == 0:
         return found
     # Gathered over the stages, as each has layers of its own; summed over the replicas, as all have the same layers.
-    everywhere = jax.lax.psum(jax.lax.all_gather(values, "stage"), "data") / divisor
+    everywhere = sum_over(_gather(values), "data") / divisor
     for stage, slots in enumerate(names):
         for i, (kind, name) in enumerate(slots):
             if kind:
                 found[kind][name] = everywhere[stage, i]
     return found
+
+
+def _gather(values: jax.Array) -> jax.Array:
+    return jax.lax.all_gather(values, "stage") if axes_length("stage") > 1 else values[None]

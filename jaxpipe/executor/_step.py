@@ -20,6 +20,7 @@ from jaxpipe.state import (
     clip_to,
     global_norm,
     mean_over_replicas,
+    sum_over,
     sum_tied,
 )
 
@@ -164,7 +165,7 @@ class DevicePrograms:
         grads = self._sharding.master.shards.constrain(grads)
         reported = gather_values(sums.reported, self._stage.aux_names, self._objective.num_terms)
         # Zero on all stages but the last, so that the sum over them is a broadcast.
-        loss = jax.lax.psum(sums.loss, ("stage", "data")) / divisor
+        loss = sum_over(sums.loss, ("stage", "data")) / divisor
         metrics: Metrics = {"loss": sum(reported["losses"].values(), loss), "weight": weight}
         metrics |= {kind: values for kind, values in reported.items() if values}
         return metrics, grads, mean_over_replicas(sums.collections)
@@ -226,7 +227,7 @@ def collections_after(metrics: Metrics, old: PyTree, new: PyTree) -> PyTree:
 
 def _mean_losses(terms: tuple[jax.Array, jax.Array]) -> Metrics:
     """The loss of the batch and of each microbatch, 0 where nothing weighs, from this device's sums and weights."""
-    sums, weights = (jax.lax.psum(x, ("stage", "data")) for x in terms)
+    sums, weights = sum_over(terms, ("stage", "data"))
     return {
         "loss": jnp.sum(sums) / loss_divisor(jnp.sum(weights)),
         "microbatch_losses": sums / loss_divisor(weights),
@@ -236,8 +237,8 @@ def _mean_losses(terms: tuple[jax.Array, jax.Array]) -> Metrics:
 def _from_last(x: jax.Array) -> jax.Array:
     """Value of the last stage, on all stages; the others have zeros."""
     if x.dtype == jnp.bool_:
-        return jax.lax.psum(x.astype(jnp.int32), "stage") > 0
-    return jax.lax.psum(x, "stage")
+        return sum_over(x.astype(jnp.int32), "stage") > 0
+    return sum_over(x, "stage")
 
 
 def _squeeze(tree: PyTree) -> PyTree:

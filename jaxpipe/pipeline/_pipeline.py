@@ -271,7 +271,7 @@ class Pipeline:
         return jax.tree.map(placed, struct)
 
     def _rows(self, struct: PyTree, spec: PyTree, *, by_replica: bool = True) -> PyTree:
-        """Shapes, dtypes and shardings of global arrays, from those of a row; replicas have rows of their own, or not."""
+        """Shapes, dtypes and shardings of global arrays, from those of a row; each replica may have rows of its own."""
         rows, num_rows = self._sharding.row_spec, self._sharding.num_rows
         if not by_replica:
             rows, num_rows = P("stage"), self.module.num_stages

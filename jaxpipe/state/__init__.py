@@ -6,6 +6,8 @@ from ._catalog import Span as Span
 from ._catalog import make_catalog as make_catalog
 from ._catalog import read_leaf as read_leaf
 from ._catalog import write_leaf as write_leaf
+from ._collectives import axes_length as axes_length
+from ._collectives import sum_over as sum_over
 from ._cut import StageCut as StageCut
 from ._cut import VocabLayers as VocabLayers
 from ._cut import cut_stages as cut_stages
@@ -55,6 +57,7 @@ __all__ = [
     "Storage",
     "TrainState",
     "Updater",
+    "axes_length",
     "check_collections",
     "clip_to",
     "constrained",
@@ -72,6 +75,7 @@ __all__ = [
     "broadcast_tied",
     "state_arrays",
     "state_specs",
+    "sum_over",
     "sum_tied",
     "grad_accum_struct",
     "switch_stages",

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from jaxpipe._typing import PyTree
 
+from ._collectives import sum_over
 from ._layout import Storage
 from ._tied import drop_copies
 from ._zero import ZeroSharding
@@ -35,7 +36,7 @@ def global_norm(
     counted = drop_copies(tied, sharding.master, form, shard)
     squares = _sum_squares(counted)
     # Over those axes alone along which shards differ: replicas that hold the same do not add up. Padding is zero.
-    return jnp.sqrt(jax.lax.psum(squares, sharding.row_axes))
+    return jnp.sqrt(sum_over(squares, sharding.row_axes))
 
 
 def _sum_squares(tree: PyTree) -> jax.Array:

@@ -14,6 +14,7 @@ from jaxpipe.errors import LayerError
 from jaxpipe.layers import ModelTrace, NamedLayer, cast_floats, flatten_dict, join_path, unflatten_dict
 from jaxpipe.schedules import Placement
 
+from ._collectives import axes_length
 from ._cut import StageCut, VocabLayers, slice_struct
 from ._layout import Layout, Specs, Storage
 
@@ -201,6 +202,9 @@ def mean_over_replicas(storage: Storage) -> Storage:
 
     Integers, which count calls, are the same on all replicas.
     """
+
+    if axes_length("data") == 1:
+        return storage
 
     def one(leaf: jax.Array) -> jax.Array:
         is_float = jnp.issubdtype(leaf.dtype, jnp.inexact)

@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 from jaxpipe.layers import unflatten_dict
 from jaxpipe.optim import is_elementwise
 
+from ._collectives import sum_over
 from ._layout import Layout, Storage, constrained
 from ._params import ModelParams
 from ._switch import switch_stages
@@ -103,7 +104,7 @@ class Replicated(ShardLayout):
 
     def reduce(self, stage: jax.Array, storage: Storage) -> Storage:
         """The sum."""
-        return jax.tree.map(lambda x: jax.lax.psum(x, "data"), storage)
+        return sum_over(storage, "data")
 
 
 class _Sharded(ShardLayout):

@@ -1,4 +1,4 @@
-"""Layers split over the mesh axis `model`, against the same model on a `model` axis one wide on one device."""
+"""Weights sharded over the mesh axis `model` by their metadata, against the same model on one device."""
 
 from typing import Any
 
@@ -9,10 +9,10 @@ import numpy as np
 import optax
 import pytest
 from _covering import slow_after
-from _parallel import DIM, HIDDEN, make_batch, make_module, make_pipeline, reference, sequential, sharded
+from _parallel import DIM, HIDDEN, make_batch, make_module, make_pipeline, reference, sequential, sharded, split
 from _tolerances import GRADIENT, assert_close, assert_loss
 
-from jaxpipe import LayerSpec, Pipeline, PipelineModule, PipeModelDataParallelTopology
+from jaxpipe import LayerSpec, Pipeline, PipelineModule, PipeModelDataParallelTopology, TrainState
 from jaxpipe.recompute import RecomputeSettings, use_settings
 from jaxpipe.topology import make_pipeline_mesh
 
@@ -53,18 +53,16 @@ def test_every_gradient_and_three_clipped_steps(name: str, stages: int, model: i
         np.testing.assert_allclose(metrics["grad_norm"], optax.tree.norm(grads), rtol=GRADIENT)
         assert metrics["grad_norm"] > LIMIT
     assert_close(pipeline.params_tree(state.params), wanted)
-    check_copies(pipeline, state.params)
+    check_copies(state)
 
 
-def check_copies(pipeline: Pipeline, params: Any) -> None:
-    """What is not sharded is the same on all places to the bit."""
-    num_model, layout = pipeline.mesh.shape["model"], pipeline._sharding.master.shards
-    alike, split = layout.by_sharding(jax.device_get(params))
-    assert jax.tree.leaves(alike)
-    assert jax.tree.leaves(split)
-    for leaf in jax.tree.leaves(alike):
-        places = leaf.reshape(-1, num_model, *leaf.shape[1:])
-        assert all(np.array_equal(places[:, 0], places[:, m]) for m in range(num_model))
+def check_copies(state: TrainState) -> None:
+    """What is not sharded is the same on all devices of a stage to the bit."""
+    for leaf in jax.tree.leaves((state.params, state.opt_state)):
+        found: dict[str, Any] = {}
+        for shard in leaf.addressable_shards:
+            value = np.asarray(shard.data)
+            assert np.array_equal(found.setdefault(str(shard.index), value), value)
 
 
 def test_zero_divides_each_place_over_its_replicas() -> None:
@@ -76,7 +74,8 @@ def test_zero_divides_each_place_over_its_replicas() -> None:
         assert_loss(metrics["loss"], losses[step], tolerance=(step + 1) * 1e-6)
         np.testing.assert_allclose(metrics["grad_norm"], optax.tree.norm(grads[step]), rtol=GRADIENT)
     assert_close(pipeline.params_tree(state.params), wanted)
-    assert {leaf.shape[0] for leaf in jax.tree.leaves((state.params, state.opt_state))} == {8}
+    assert {leaf.shape[0] for leaf in jax.tree.leaves((state.params, state.opt_state))} == {4}
+    check_copies(state)
 
 
 def test_evaluation_and_prediction() -> None:
@@ -94,21 +93,20 @@ def test_evaluation_and_prediction() -> None:
 
 
 class Stats(nn.Module):
-    """Keeps means of features of which each place has a share, and counts calls; reports a loss of its own."""
+    """Keeps means of features that are split, and counts calls; reports a loss of its own."""
 
     @nn.compact
     def __call__(self, x: jax.Array, *, train: bool = False) -> jax.Array:
-        size = HIDDEN // jax.lax.axis_size("model")
         init = sharded(nn.initializers.lecun_normal(), None, "model")
-        y = jnp.tanh(x @ self.param("wide", init, (DIM, size)))
-        mean = self.variable("batch_stats", "mean", sharded(lambda: jnp.zeros(size), "model"))
+        y = jnp.tanh(split(x @ self.param("wide", init, (DIM, HIDDEN))))
+        mean = self.variable("batch_stats", "mean", sharded(lambda: jnp.zeros(HIDDEN), "model"))
         count = self.variable("batch_stats", "count", lambda: jnp.zeros((), jnp.int32))
         if train and not self.is_initializing():
             mean.value = 0.5 * mean.value + 0.5 * y.mean((0, 1))
             count.value += 1
-        self.sow("losses", "size", 0.1 * jax.lax.psum(jnp.sum(y**2), "model"))
-        narrow = self.param("narrow", sharded(nn.initializers.lecun_normal(), "model", None), (size, DIM))
-        return x + jax.lax.psum((y - mean.value.reshape(1, 1, -1)) @ narrow, "model")
+        self.sow("losses", "size", 0.1 * jnp.sum(y**2))
+        narrow = self.param("narrow", sharded(nn.initializers.lecun_normal(), "model", None), (HIDDEN, DIM))
+        return x + (y - mean.value.reshape(1, 1, -1)) @ narrow
 
 
 def stats_module(stages: int, model: int) -> PipelineModule:
