@@ -1,52 +1,80 @@
 """The schedules of all stages together, and where their chunks lie in the model."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import cast
 
-from jaxpipe.errors import ScheduleError
+from jaxpipe.errors import ScheduleError, shown
 
 from ._base import PipeSchedule
 from ._instructions import PipeInstruction
-from ._resolve import concrete_schedule
+from ._resolve import resolve_schedule
 
-Location = tuple[int, int]
+ChunkLocation = tuple[int, int]
 """Location of a virtual stage: `(stage, chunk)`."""
 
 
+AnySchedule = str | type[PipeSchedule] | PipeSchedule | Sequence[PipeSchedule]
+"""A schedule by its name, its class, the object of one of its stages, or those of all stages."""
+
+
 def stage_schedules(
-    schedule: type[PipeSchedule] | Sequence[PipeSchedule],
-    num_microbatches: int | None = None,
-    num_stages: int | None = None,
+    schedule: AnySchedule, num_microbatches: int | None = None, num_stages: int | None = None
 ) -> tuple[PipeSchedule, ...]:
     """Give one schedule object a stage, all of one batch.
 
     Args:
-        schedule: A schedule class, or the objects of all stages in order.
-        num_microbatches: Microbatches in a batch; needed with a class.
-        num_stages: Pipeline stages; needed with a class.
+        schedule: A name, a schedule class, the object of one stage, or the objects of all stages in order.
+        num_microbatches: Microbatches in a batch; needed with a name or class.
+        num_stages: Pipeline stages; needed with a name or class.
 
     Returns:
         The objects, stage 0 first.
 
     Raises:
-        ScheduleError: A class without the sizes, a size out of range, or objects that do not belong together.
+        ScheduleError: A name or class without the sizes, a size out of range, objects that do not belong together, or
+            something that is no schedule.
     """
-    if isinstance(schedule, type):
-        kind = concrete_schedule(schedule)
+    if isinstance(schedule, PipeSchedule):
+        schedules = _of_all_stages(type(schedule), schedule.micro_batches, schedule.stages)
+    elif isinstance(schedule, (str, type)):
+        kind = resolve_schedule(schedule)
         if num_microbatches is None or num_stages is None:
             raise ScheduleError(
                 f"A schedule class must come with its sizes, but got num_microbatches={num_microbatches}, "
                 f"num_stages={num_stages}. Pass both, or pass the schedule object of every stage."
             )
-        first = kind(num_microbatches, num_stages, 0)
-        schedules = (first, *(kind(num_microbatches, num_stages, stage) for stage in range(1, first.stages)))
+        schedules = _of_all_stages(kind, num_microbatches, num_stages)
     else:
-        schedules = tuple(schedule)
-    if not schedules:
-        raise ScheduleError("A schedule must have at least one stage, but got stages=0. Pass one object a stage.")
+        schedules = _listed_objects(schedule)
     _require_alike(schedules, num_microbatches, num_stages)
     return schedules
+
+
+def _of_all_stages(kind: type[PipeSchedule], num_microbatches: int, num_stages: int) -> tuple[PipeSchedule, ...]:
+    # The first object refuses sizes that are no numbers; the others are counted by what it made of them.
+    first = kind(num_microbatches, num_stages, 0)
+    return (first, *(kind(num_microbatches, num_stages, stage) for stage in range(1, first.stages)))
+
+
+def _listed_objects(schedule: object) -> tuple[PipeSchedule, ...]:
+    if not isinstance(schedule, Iterable):
+        raise ScheduleError(
+            "A schedule must be a name, a PipeSchedule subclass, the object of one stage or those of all stages, but "
+            f"got schedule={shown(schedule)}. Pass a name such as '1f1b'."
+        )
+    listed = tuple(cast("Iterable[object]", schedule))
+    if not listed:
+        raise ScheduleError("A schedule must have at least one stage, but got stages=0. Pass one object a stage.")
+    objects = tuple(one for one in listed if isinstance(one, PipeSchedule))
+    if len(objects) < len(listed):
+        stage, wrong = next((at, one) for at, one in enumerate(listed) if not isinstance(one, PipeSchedule))
+        raise ScheduleError(
+            f"A schedule in a list must be the PipeSchedule object of a stage, but got schedule[{stage}]="
+            f"{shown(wrong)}. Build it with micro_batches, stages and stage_id={stage}, or pass a name alone."
+        )
+    return objects
 
 
 def listed_steps(schedule: PipeSchedule) -> list[Sequence[PipeInstruction]]:
@@ -107,9 +135,9 @@ class Placement:
     num_stages: int
     num_chunks: int
     virtual: tuple[tuple[int, ...], ...]
-    locations: tuple[Location, ...]
+    locations: tuple[ChunkLocation, ...]
 
-    def before(self, stage: int, chunk: int) -> Location | None:
+    def before(self, stage: int, chunk: int) -> ChunkLocation | None:
         """Give the stage and chunk that feed a chunk.
 
         Args:
@@ -122,7 +150,7 @@ class Placement:
         virtual = self.virtual[stage][chunk]
         return self.locations[virtual - 1] if virtual > 0 else None
 
-    def after(self, stage: int, chunk: int) -> Location | None:
+    def after(self, stage: int, chunk: int) -> ChunkLocation | None:
         """Give the stage and chunk that a chunk feeds.
 
         Args:
@@ -152,7 +180,7 @@ def placement_of(schedules: Sequence[PipeSchedule]) -> Placement:
     one = schedules[0]
     stages, chunks = one.stages, one.num_chunks
     virtual = tuple(tuple(one.virtual_stage(stage, chunk) for chunk in range(chunks)) for stage in range(stages))
-    locations: dict[int, Location] = {}
+    locations: dict[int, ChunkLocation] = {}
     for stage, row in enumerate(virtual):
         for chunk, index in enumerate(row):
             if index not in range(stages * chunks) or index in locations:

@@ -98,11 +98,7 @@ class TimetableSchedule(PipeSchedule):
         return peak
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
-        """Yield the instructions of each step.
-
-        Returns:
-            An iterator of instruction lists.
-        """
+        """Yield the instructions of each step, as the times and the placement of the chunks require."""
         num_steps = self.num_steps()
         buffers = _Buffers(self.num_pipe_buffers(), named=self.num_chunks > 1)
         ends = self._ends()
