@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import Any, Generic, ParamSpec, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -14,15 +14,17 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpipe._typing import Path, PyTree
 from jaxpipe.config import TrainConfig, unless_auto
+from jaxpipe.data import Batch, split_entry
 from jaxpipe.executor import (
-    WHOLE,
-    Batch,
     DevicePrograms,
     EvaluateLoop,
+    EvaluationMetrics,
+    GradientMetrics,
     Metrics,
     Objective,
     Stage,
     TrainLoop,
+    UpdateMetrics,
     batch_shard_dims,
     batch_spec,
     check_whole_outputs,
@@ -59,6 +61,7 @@ from ._validate import check_batch, check_params, check_sharded, entry_struct, i
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result", covariant=True)
+_BatchLike = Sequence[PyTree]  # a `Batch`, or a tuple (inputs, labels) or (inputs, labels, side)
 
 
 class Compiled(Protocol[_Arguments, _Result]):
@@ -73,12 +76,27 @@ class Compiled(Protocol[_Arguments, _Result]):
         ...
 
 
+class _OfBatch(Generic[_Result]):
+    """A jitted function of a state and a batch, for which a plain tuple will do."""
+
+    def __init__(self, jitted: Compiled[..., _Result]) -> None:
+        self._jitted = jitted
+
+    # One structure for every call: JAX compiles anew for another one, and its shardings fit `Batch` alone.
+    def __call__(self, state: TrainState, batch: _BatchLike, *rest: Any) -> _Result:
+        return self._jitted(state, split_entry(batch, "the batch"), *rest)
+
+    def lower(self, state: TrainState, batch: _BatchLike, *rest: Any) -> jax.stages.Lowered:
+        return self._jitted.lower(state, split_entry(batch, "the batch"), *rest)
+
+
 class Pipeline:
     """A model cut into stages and compiled for a mesh.
 
     It holds no parameters: `init` makes a `TrainState`, `step` maps a state and a batch to the next state. A batch is
-    `(inputs, labels, side)` with leaves `[num_microbatches, microbatch_size * data, ...]`; replica r takes the r-th
-    contiguous block of dim 1. `side` is a dictionary of side inputs, often empty.
+    a `jaxpipe.data.Batch` or a plain tuple `(inputs, labels, side)`, with leaves
+    `[num_microbatches, microbatch_size * data, ...]`; replica r takes the r-th contiguous block of dim 1. `side` is a
+    dictionary of side inputs, often empty; it may be left out.
 
     Args:
         module: The model.
@@ -123,13 +141,13 @@ class Pipeline:
             over the `model` axis or split over the stages.
     """
 
-    step: Compiled[[TrainState, Batch], tuple[TrainState, Metrics]]
-    gradients: Compiled[[TrainState, Batch], tuple[Metrics, Storage, Storage]]
-    partial_gradients: Compiled[[TrainState, Batch, jax.Array, np.int32], tuple[Metrics, Storage, Storage]]
-    update: Compiled[[TrainState, Storage], tuple[TrainState, Metrics]]
-    evaluate: Compiled[[TrainState, Batch], Metrics]
-    predict: Compiled[[TrainState, Batch], PyTree]
-    evaluate_and_predict: Compiled[[TrainState, Batch], tuple[Metrics, PyTree]]
+    step: Compiled[[TrainState, _BatchLike], tuple[TrainState, Metrics]]
+    gradients: Compiled[[TrainState, _BatchLike], tuple[GradientMetrics, Storage, Storage]]
+    partial_gradients: Compiled[[TrainState, _BatchLike, jax.Array, np.int32], tuple[GradientMetrics, Storage, Storage]]
+    update: Compiled[[TrainState, Storage], tuple[TrainState, UpdateMetrics]]
+    evaluate: Compiled[[TrainState, _BatchLike], EvaluationMetrics]
+    predict: Compiled[[TrainState, _BatchLike], PyTree]
+    evaluate_and_predict: Compiled[[TrainState, _BatchLike], tuple[EvaluationMetrics, PyTree]]
 
     def __init__(
         self,
@@ -166,9 +184,10 @@ class Pipeline:
         self.num_replicas = shape["data"]
         self.microbatch_size = infer_microbatch_size(example, self.num_replicas)
         self._entry = entry_struct(example, self.microbatch_size, self.num_replicas)
-        inputs, labels, side = jax.tree.map(
+        microbatch = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct((self.microbatch_size, *x.shape[1:]), x.dtype), self._entry
         )
+        inputs, labels, side = microbatch
         self._whole, self.trace = trace_model_ranks(module, inputs, side, num_model, self.num_replicas)
         check_collections(module.layers, self.trace)
         self.plan = plan = make_plan(module, self.trace, self.mesh, labels, num_microbatches, config, optimizer, parts)
@@ -176,9 +195,8 @@ class Pipeline:
         outputs, num_terms = self.trace.boundaries[-1], num_microbatches * self.num_replicas
         objective = with_axes(self.trace.axes, lambda: Objective(module, outputs, labels, num_terms))
         wanted = unless_auto(config.pipeline.spread_inputs)
-        shard_dims = batch_shard_dims((inputs, labels), num_microbatches, module.num_stages, wanted)
-        side_specs = jax.tree.map(lambda _: batch_spec(WHOLE), side)
-        self._batch_specs = (*jax.tree.map(batch_spec, shard_dims), side_specs)
+        shard_dims = batch_shard_dims(microbatch, num_microbatches, module.num_stages, wanted)
+        self._batch_specs = jax.tree.map(batch_spec, shard_dims)
         self._stages = with_axes(self.trace.axes, lambda: Stage(module, self.trace, plan))
         self._params = self._stages.params
         if self._stages.vocab_loss is not None:
@@ -351,7 +369,7 @@ class Pipeline:
         """The model's collections as numpy arrays by the layer's name, from `state.collections`."""
         return self._tree("collections", storage, self._stages.collections.struct)
 
-    def place_batch(self, batch: Batch, replicas: range | None = None) -> Batch:
+    def place_batch(self, batch: _BatchLike, replicas: range | None = None) -> Batch:
         """Put a batch on the devices.
 
         Args:
@@ -364,6 +382,7 @@ class Pipeline:
         Raises:
             DataError: Its structure, shapes or dtypes are not those of the example.
         """
+        batch = split_entry(batch, "the batch")
         replicas = range(self.num_replicas) if replicas is None else replicas
         whole = struct_of(batch)
         if len(replicas) != self.num_replicas:
@@ -371,13 +390,14 @@ class Pipeline:
         check_batch(whole, self.batch_struct, self.microbatch_size, self.num_replicas)
         return jax.tree.map(lambda x, like: place_samples(x, like, replicas), batch, self.batch_struct)
 
-    def check_batch(self, batch: Batch) -> None:
+    def check_batch(self, batch: _BatchLike) -> None:
         """Compare a batch with the example the pipeline was built from.
 
         Raises:
             DataError: Its structure, shapes or dtypes differ; the message names the leaf.
         """
-        check_batch(struct_of(batch), self.batch_struct, self.microbatch_size, self.num_replicas)
+        struct = struct_of(split_entry(batch, "the batch"))
+        check_batch(struct, self.batch_struct, self.microbatch_size, self.num_replicas)
 
     @property
     def _key(self) -> jax.Array:
@@ -441,7 +461,7 @@ class Pipeline:
                 with self._tracing():
                     return mapped(state, batch, *rest)
 
-            return jax.jit(checked, in_shardings=(of_state, of_batch, *others), donate_argnums=donate)
+            return _OfBatch(jax.jit(checked, in_shardings=(of_state, of_batch, *others), donate_argnums=donate))
 
         self.step = compiled(programs.step, (specs, P()), donate=(0,))
         of_gradients = (P(), rows, self._sharding.collection_spec)
