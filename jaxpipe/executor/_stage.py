@@ -56,7 +56,7 @@ class Stage:
 
     def __init__(self, module: PipelineModule, trace: ModelTrace, plan: Plan) -> None:
         section, boundaries, split = plan.config.pipeline, plan.parts, plan.program.has_split_backward
-        self.placement = placement = plan.placement
+        self.placement = placement = plan.program.placement
         self._grad_dtype = plan.config.data_types.grad_accum_dtype
         self.last = len(placement.locations) - 1
         self.compute_dtype = dtype = module.compute_dtype

@@ -248,7 +248,7 @@ class Pipeline:
     @property
     def part_stages(self) -> tuple[int, ...]:
         """The stage that holds each virtual stage."""
-        return tuple(stage for stage, _ in self.plan.placement.locations)
+        return self.plan.program.placement.stages
 
     @property
     def cuts(self) -> tuple[StageCut, ...]:

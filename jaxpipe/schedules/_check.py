@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from ._base import PipeSchedule
 from ._events import StageActions, WalkError
 from ._fault import schedule_fault
-from ._stages import AnySchedule, Placement, placement_of, stage_schedules
+from ._placement import Placement, placement_of
+from ._stages import AnySchedule, stage_schedules
 from ._walk import StageWalk
 
 

@@ -3,10 +3,11 @@
 from collections.abc import Sequence
 
 from ._check import CheckedSchedule, checked_schedule
+from ._placement import ChunkLocation, Placement
 from ._program import Actions, Buffers, Row, Table, Tables, TickProgram, TransferBuffers, Transfers, map_fields
 from ._runs import tick_runs
 from ._slots import Slots, assign_slots
-from ._stages import AnySchedule, ChunkLocation, Placement
+from ._stages import AnySchedule
 
 
 def lower_schedule(
@@ -60,7 +61,7 @@ def lower_schedule(
         num_chunks=one.num_chunks,
         num_ticks=checked.stages[0].num_steps,
         training=training,
-        placement=checked.placement.virtual,
+        placement=checked.placement,
         tables=tables,
         stage_depth=stage_depth,
         depth=depth,

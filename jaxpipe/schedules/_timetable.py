@@ -140,9 +140,9 @@ class TimetableSchedule(PipeSchedule):
 
     def _ends(self) -> list["_Ends"]:
         chunks = range(self.num_chunks)
-        home = {self.virtual_stage(stage, chunk): stage for stage in range(self.stages) for chunk in chunks}
+        stage_of = {self.virtual_stage(stage, chunk): stage for stage in range(self.stages) for chunk in chunks}
         parts = [self.virtual_stage(self.stage_id, chunk) for chunk in chunks]
-        return [_Ends(self.stage_id, home.get(part - 1), home.get(part + 1)) for part in parts]
+        return [_Ends(self.stage_id, stage_of.get(part - 1), stage_of.get(part + 1)) for part in parts]
 
 
 class _Ends:
