@@ -239,7 +239,7 @@ class Stage:
     @property
     def trunk_grad_struct(self) -> PyTree:
         """Shapes and dtypes of the summed gradients of one chunk's trunk."""
-        return self.trunk.grad_struct(lambda like: grad_accum_struct(like, self._grad_dtype))
+        return jax.tree.map(lambda like: grad_accum_struct(like, self._grad_dtype), self.trunk.struct)
 
     def zero_off_trunk_grads(self) -> Storage:
         """Zeros in the form of the summed gradients of a stage's parameters off the trunk."""
