@@ -38,6 +38,7 @@ from jaxpipe.distributed import init_distributed as init_distributed
 from jaxpipe.engine import PipelineEngine as PipelineEngine
 from jaxpipe.engine import UnpipelinedEngine as UnpipelinedEngine
 from jaxpipe.engine import initialize as initialize
+from jaxpipe.executor import Metrics as Metrics
 from jaxpipe.executor import microbatch_key as microbatch_key
 from jaxpipe.layers import LayerSpec as LayerSpec
 from jaxpipe.layers import PipelineModule as PipelineModule
@@ -64,6 +65,7 @@ __all__ = [
     "GPipeSchedule",
     "InferenceSchedule",
     "LayerSpec",
+    "Metrics",
     "OneFOneBSchedule",
     "PipeDataParallelTopology",
     "PipeModelDataParallelTopology",

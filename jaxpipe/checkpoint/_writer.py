@@ -417,7 +417,7 @@ def _content(pipeline: Pipeline, run: RunState, iterators: list[Any]) -> dict[st
         "mesh": dict(mesh_shape(pipeline.mesh)),
         "zero_stage": pipeline.config.zero_optimization.stage,
         "layers": describe_layers(pipeline),
-        "batch": dump_struct(batch),
+        "batch": dump_struct(tuple(batch)),
         "data_iterators": iterators,
         "client_state": json.loads(json.dumps(dict(run.client_state))),
         "config": run.config,

@@ -6,12 +6,14 @@ from ._loaders import BatchLoader as BatchLoader
 from ._loaders import RepeatingLoader as RepeatingLoader
 from ._shard import Shard as Shard
 from ._shard import process_shard as process_shard
+from ._stack import Batch as Batch
 from ._stack import MicrobatchStack as MicrobatchStack
 from ._stack import split_entry as split_entry
 from ._stack import stack_microbatches as stack_microbatches
 from ._stack import structures_differ as structures_differ
 
 __all__ = [
+    "Batch",
     "BatchLoader",
     "MicrobatchStack",
     "RepeatingLoader",

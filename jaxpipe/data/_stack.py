@@ -1,17 +1,32 @@
 """Stacking pytrees of arrays on the host."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
+from jaxpipe._typing import PyTree
 from jaxpipe.errors import DataError
 
 from ._leaves import host_array
 
-_ENTRY = ("inputs", "labels", "side")
 _REPAIR = "Pad, cut or convert it before it is batched"
+
+
+class Batch(NamedTuple):
+    """The microbatches of one step, or one microbatch: a tuple, and a pytree whose leaves may be arrays or shapes.
+
+    Attributes:
+        inputs: What the first layer takes. Leaves of a step's batch are
+            `[num_microbatches, microbatch_size * data, ...]`, those of a microbatch lack the first dim.
+        labels: What the loss compares the model's outputs with; `()` where nothing is compared.
+        side: Side inputs, by the names of the layers' arguments; often empty.
+    """
+
+    inputs: PyTree
+    labels: PyTree
+    side: PyTree
 
 
 class MicrobatchStack:
@@ -25,7 +40,7 @@ class MicrobatchStack:
     """
 
     def __init__(self, num_microbatches: int) -> None:
-        self._parts = [_TreeStack(num_microbatches, name, "entry") for name in _ENTRY]
+        self._parts = [_TreeStack(num_microbatches, name, "entry") for name in Batch._fields]
         self._num_parts = 0
         self._count = 0
 
@@ -54,15 +69,13 @@ class MicrobatchStack:
             part.add(tree)
         self._count += 1
 
-    def batch(self) -> tuple[Any, Any, dict[str, Any]]:
+    def batch(self) -> Batch:
         """The stacked microbatches.
 
         Returns:
-            `(inputs, labels, side)`, every leaf a read-only numpy array
-            `[num_microbatches, ...]` of the entries' dtype.
+            The batch, every leaf a read-only numpy array `[num_microbatches, ...]` of the entries' dtype.
         """
-        inputs, labels, side = (part.tree() for part in self._parts)
-        return inputs, labels, side
+        return Batch(*(part.tree() for part in self._parts))
 
     def entries(self) -> list[tuple[Any, ...]]:
         """The copies of what was added so far, each in the form in which it came."""
@@ -94,15 +107,15 @@ def stack_microbatches(entries: Sequence[Any]) -> tuple[Any, ...]:
     return stack.batch()[: len(entries[0])]
 
 
-def split_entry(entry: Any, name: str) -> tuple[Any, Any, dict[str, Any]]:
-    """The inputs, labels and side inputs of a microbatch.
+def split_entry(entry: Any, name: str) -> Batch:
+    """A microbatch, or a whole batch, from the tuple in which the caller gives it.
 
     Args:
         entry: `(inputs, labels)` or `(inputs, labels, side)`, as a tuple or list; `side` may be None.
         name: What the entry is called, for messages.
 
     Returns:
-        `(inputs, labels, side)`; `side` is empty where there is none.
+        Its parts by name; `side` is empty where there is none.
 
     Raises:
         DataError: It is not such a tuple, or `side` is no dictionary with names as keys.
@@ -115,14 +128,14 @@ def split_entry(entry: Any, name: str) -> tuple[Any, Any, dict[str, Any]]:
         )
     inputs, labels, side = (*entry, None)[:3]
     if side is None:
-        return inputs, labels, {}
+        return Batch(inputs, labels, {})
     if not isinstance(side, Mapping) or not all(isinstance(key, str) for key in side):
         what = f"the keys {[*side]}" if isinstance(side, Mapping) else f"a {type(side).__name__}"
         raise DataError(
             "The side inputs of a microbatch must be a dictionary, from the names of layers' arguments to arrays, but "
             f"got side = {what} in {name}. Yield (inputs, labels, {{'mask': mask}}) for a layer with an argument mask."
         )
-    return inputs, labels, dict(side)
+    return Batch(inputs, labels, dict(side))
 
 
 def stack_trees(trees: Sequence[Any], name: str, item: str, repair: str = _REPAIR) -> Any:

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from jaxpipe._typing import PyTree
 from jaxpipe.config import BatchSizes, TrainConfig
-from jaxpipe.data import RepeatingLoader, Shard
+from jaxpipe.data import Batch, RepeatingLoader, Shard, split_entry
 from jaxpipe.errors import ConfigError, DataError, PipelineError
 from jaxpipe.executor import Metrics
 from jaxpipe.layers import PipelineModule
@@ -28,7 +28,7 @@ from ._model_tree import ModelTree, merge_params
 from ._outputs import check_outputs, join_samples, split_samples
 from ._overflow import OverflowWatch
 from ._reports import Reports
-from ._source import Batch, Entry, MicrobatchSource
+from ._source import Entry, MicrobatchSource
 from ._trainer import Trainer
 from ._turn import Turn, one_thread
 
@@ -286,9 +286,9 @@ class Engine(ABC):
         Raises:
             DataError: The batch has another number of microbatches or samples, or other dtypes than those before.
         """
-        inputs, labels, side = (*batch, {})[:3]
-        pipeline = self._trainer.programs.for_batch((inputs, labels, side), self.micro_batches, is_whole=True)
-        pipeline.check_batch((inputs, labels, side))
+        whole = split_entry(batch, "the batch")
+        pipeline = self._trainer.programs.for_batch(whole, self.micro_batches, is_whole=True)
+        pipeline.check_batch(whole)
         return pipeline.step.lower(pipeline.state_struct, pipeline.batch_struct)
 
     def set_dataiterator(self, iterator: Iterator[Entry]) -> None:
@@ -488,7 +488,7 @@ class Engine(ABC):
 
         Arrays on the devices, computed while the caller goes on; empty before the first batch.
         """
-        return dict(self._reports.metrics)
+        return {**(self._reports.metrics or {})}
 
     @one_thread
     def get_lr(self) -> list[float]:
@@ -546,11 +546,13 @@ class Engine(ABC):
 
     def get_global_grad_norm(self) -> jax.Array | None:
         """Norm of the last batch's gradient over all stages, before clipping; None before the first batch."""
-        return self._reports.metrics.get("grad_norm")
+        metrics = self._reports.metrics
+        return None if metrics is None else metrics["grad_norm"]
 
     def get_additional_losses(self) -> dict[str, jax.Array] | None:
         """Losses that layers reported in the last trained batch, by `layer/name`; None where none did."""
-        return self._reports.metrics.get("losses")
+        metrics = self._reports.metrics
+        return None if metrics is None else metrics.get("losses")
 
     @property
     @one_thread
@@ -561,7 +563,7 @@ class Engine(ABC):
     def was_step_applied(self) -> bool:
         """True if the last trained batch changed the parameters; false before the first."""
         metrics = self._reports.metrics
-        return bool(metrics) and not bool(metrics.get("overflow", False))
+        return metrics is not None and not metrics.get("overflow", False)
 
     @property
     @one_thread

@@ -7,12 +7,10 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
-from jaxpipe.data import Shard
+from jaxpipe.data import Batch, Shard
 from jaxpipe.distributed import gather_numbers, gather_texts, raise_on_all
 from jaxpipe.errors import DataError
 from jaxpipe.layers import format_struct, struct_of
-
-from ._source import Batch
 
 T = TypeVar("T")
 

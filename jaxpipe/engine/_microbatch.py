@@ -10,12 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpipe._typing import PyTree
+from jaxpipe.data import Batch
 from jaxpipe.errors import PipelineError
-from jaxpipe.executor import Metrics, collections_after, loss_divisor
+from jaxpipe.executor import GradientMetrics, Metrics, ReportedMetrics, collections_after, loss_divisor
 from jaxpipe.pipeline import Pipeline
 from jaxpipe.state import TrainState
-
-from ._source import Batch
 
 
 @jax.tree_util.register_dataclass
@@ -38,16 +37,20 @@ class GradientAccumulator:
     gradients: PyTree
     loss: jax.Array
     weight: jax.Array
-    reported: PyTree
+    reported: ReportedMetrics
     count: jax.Array
 
     @classmethod
-    def of_microbatch(cls, metrics: Metrics, gradients: PyTree) -> "GradientAccumulator":
+    def of_microbatch(cls, metrics: GradientMetrics, gradients: PyTree) -> "GradientAccumulator":
         """The sums over one microbatch, from what `Pipeline.partial_gradients` returns."""
         weight = metrics["weight"]
         divisor = loss_divisor(weight)
         gradients = jax.tree.map(lambda g: g * divisor.astype(g.real.dtype), gradients)
-        reported = {kind: metrics[kind] for kind in ("losses", "metrics") if kind in metrics}
+        reported: ReportedMetrics = {}
+        if "losses" in metrics:
+            reported["losses"] = metrics["losses"]
+        if "metrics" in metrics:
+            reported["metrics"] = metrics["metrics"]
         return cls(gradients, metrics["loss"] * divisor, weight, reported, jnp.int32(1))
 
     @functools.partial(jax.jit, donate_argnums=0)
@@ -55,12 +58,12 @@ class GradientAccumulator:
         """The sums over the microbatches of both; this one is donated."""
         return jax.tree.map(jnp.add, self, other)
 
-    def mean(self) -> tuple[Metrics, PyTree]:
+    def mean(self) -> tuple[GradientMetrics, PyTree]:
         """Metrics and gradients of the step, as those of a whole batch."""
         divisor = loss_divisor(self.weight)
         # Gradients were divided by the number of microbatches, as if they weighed alike.
         gradients = jax.tree.map(lambda g: g * (self.count / divisor).astype(g.real.dtype), self.gradients)
-        reported = jax.tree.map(lambda x: x / self.count, self.reported)
+        reported: ReportedMetrics = jax.tree.map(lambda x: x / self.count, self.reported)
         return {"loss": self.loss / divisor, "weight": self.weight, **reported}, gradients
 
 
@@ -111,7 +114,7 @@ def compile_update(
         new = state.collections
         metrics, gradients = total.mean()
         state, more = pipeline.update(state, gradients)
-        return dataclasses.replace(state, collections=collections_after(more, collections, new)), more | metrics
+        return dataclasses.replace(state, collections=collections_after(more, collections, new)), {**metrics, **more}
 
     of_state = jax.tree.map(lambda x: x.sharding, pipeline.state_struct)
     return jax.jit(update, donate_argnums=0, out_shardings=(of_state, None))
@@ -120,7 +123,7 @@ def compile_update(
 def _check_aux_losses(pipeline: Pipeline, num_microbatches: int) -> None:
     module, trace = pipeline.module, pipeline.trace
     names = [f"{named.name}/{name}" for named in module.layers for name in trace.aux[named.index].get("losses", ())]
-    size, labels = pipeline.microbatch_size, pipeline.batch_struct[1]
+    size, labels = pipeline.microbatch_size, pipeline.batch_struct.labels
     labels = jax.tree.map(lambda x: jax.ShapeDtypeStruct((size, *x.shape[2:]), x.dtype), labels)
     if names and jax.eval_shape(module.loss_terms, trace.boundaries[-1], labels)[1] is not None:
         raise PipelineError(

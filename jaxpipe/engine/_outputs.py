@@ -10,12 +10,10 @@ from jax.sharding import PartitionSpec as P
 from jax.tree_util import keystr
 
 from jaxpipe._typing import PyTree
-from jaxpipe.data import host_array, split_entry
+from jaxpipe.data import Batch, host_array, split_entry
 from jaxpipe.errors import DataError, LayerError
 from jaxpipe.layers import format_struct
 from jaxpipe.pipeline import Pipeline
-
-from ._source import Batch
 
 
 def split_samples(inputs: PyTree, side: Mapping[str, PyTree] | None, size: int) -> tuple[Batch, int]:
@@ -27,7 +25,7 @@ def split_samples(inputs: PyTree, side: Mapping[str, PyTree] | None, size: int) 
         size: Samples per microbatch over all replicas.
 
     Returns:
-        `(inputs, (), side)` with leaves `[num_microbatches, size, ...]`, and the number of samples.
+        The batch without labels, leaves `[num_microbatches, size, ...]`, and the number of samples.
 
     Raises:
         DataError: There is no sample, leaves disagree on how many there are, or one is no array of numbers.
@@ -37,10 +35,10 @@ def split_samples(inputs: PyTree, side: Mapping[str, PyTree] | None, size: int) 
             f"predict must be given the inputs of all samples as arrays, but got a {type(inputs).__name__}. For "
             "an iterator call eval_batch(data_iter, return_logits=True, compute_loss=False)."
         )
-    given, _, given_side = split_entry((inputs, (), side), "predict")
+    given = split_entry((inputs, (), side), "predict")
     named = {
         name: jax.tree.map_with_path(lambda path, leaf, name=name: host_array(leaf, name + keystr(path)), tree)
-        for name, tree in (("inputs", given), ("side", given_side))
+        for name, tree in (("inputs", given.inputs), ("side", given.side))
     }
     counts = {
         name + keystr(path): leaf.shape[0] if leaf.ndim else None
@@ -61,8 +59,7 @@ def split_samples(inputs: PyTree, side: Mapping[str, PyTree] | None, size: int) 
         filled = np.concatenate([leaf, np.repeat(leaf[-1:], missing, axis=0)]) if missing else leaf
         return filled.reshape(num_microbatches, size, *leaf.shape[1:])
 
-    inputs, side = (jax.tree.map(split, named[name]) for name in ("inputs", "side"))
-    return (inputs, (), side), num_samples
+    return Batch(jax.tree.map(split, named["inputs"]), (), jax.tree.map(split, named["side"])), num_samples
 
 
 def join_samples(outputs: PyTree, num_samples: int, mesh: Mesh) -> PyTree:

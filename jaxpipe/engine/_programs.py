@@ -2,7 +2,7 @@
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from jaxpipe._typing import Path, PyTree
 from jaxpipe.config import TrainConfig
-from jaxpipe.data import structures_differ
+from jaxpipe.data import Batch, structures_differ
 from jaxpipe.distributed import log
 from jaxpipe.errors import DataError
 from jaxpipe.layers import PipelineModule, flatten_dict, format_struct, struct_of
@@ -23,12 +23,10 @@ from jaxpipe.recompute import settings_for
 from jaxpipe.topology import mesh_shape
 
 from ._hold import hold_signals
-from ._source import Batch
 
 MAX_PROGRAMS = 8
 """Shapes whose programs are kept; beyond it the one least recently used is dropped."""
 
-_PARTS = ("inputs", "labels", "side")
 _PRECISION = "jax_default_matmul_precision"
 
 
@@ -92,7 +90,7 @@ class ProgramCache:
 
     def get(
         self,
-        entry: Any,
+        entry: Sequence[PyTree],
         num_microbatches: int,
         *,
         has_labels: bool = True,
@@ -133,12 +131,12 @@ class ProgramCache:
             self._make_room(struct)
             self._programs[key] = pipeline
         self._programs.move_to_end(key)
-        self._like |= {name: part for name, part in zip(_PARTS, struct, strict=True) if name != "labels" or has_labels}
+        self._like |= {name: part for name, part in struct._asdict().items() if name != "labels" or has_labels}
         if has_labels or not self._latest_has_labels:
             self.latest, self._latest_has_labels = pipeline, has_labels
         return pipeline
 
-    def _whole(self, entry: Any, is_whole: bool, size: int) -> Any:
+    def _whole(self, entry: Sequence[PyTree], is_whole: bool, size: int) -> Batch:
         """Shapes for all replicas, from those of the part that is given."""
         num_replicas = self._num_replicas
         if is_whole or len(self._replicas) == num_replicas:
@@ -158,7 +156,7 @@ class ProgramCache:
         """Drop the programs of all shapes but the latest."""
         self._programs = OrderedDict((key, each) for key, each in self._programs.items() if each is self.latest)
 
-    def _make(self, struct: Any, num_microbatches: int, has_labels: bool) -> Pipeline:
+    def _make(self, struct: Batch, num_microbatches: int, has_labels: bool) -> Pipeline:
         planned = self._planned_microbatches()
         # What is chosen stays for all shapes, so the first choice must be for training, not for an evaluation.
         if self._form is None and self._is_open and num_microbatches != planned:
@@ -170,7 +168,7 @@ class ProgramCache:
         )
         if self._form is None:
             pipeline.check_recompute()
-        inputs, params = format_struct(struct[0]), flatten_dict(pipeline.trace.tree())
+        inputs, params = format_struct(struct.inputs), flatten_dict(pipeline.trace.tree())
         form = _Form(pipeline.parts, pipeline.cuts, params, pipeline.state_struct, inputs)
         if self._form is None:
             with hold_signals():
@@ -187,9 +185,9 @@ class ProgramCache:
         is_chosen = self._config.pipeline.schedule == "auto" or profile_source(self.module.partition_method) is not None
         return is_chosen and self.module.num_stages > 1
 
-    def _check_like(self, struct: Any, has_labels: bool) -> None:
+    def _check_like(self, struct: Batch, has_labels: bool) -> None:
         """Compare structure and dtypes with those of the batches before."""
-        for name, given in zip(_PARTS, struct, strict=True):
+        for name, given in struct._asdict().items():
             like = self._like.get(name)
             if like is None or (name == "labels" and not has_labels):
                 continue
@@ -203,7 +201,7 @@ class ProgramCache:
                         "map entries with set_batch_fn."
                     )
 
-    def _make_room(self, struct: Any) -> None:
+    def _make_room(self, struct: Batch) -> None:
         """Drop the program that was not used for the longest time, where there are too many."""
         if len(self._programs) < MAX_PROGRAMS:
             return
@@ -223,13 +221,13 @@ def describe_batch(batch: Batch) -> str:
     return f" for {count} microbatch{'' if count == 1 else 'es'} of {_describe(_entry_of(batch))}"
 
 
-def _entry_of(batch: Batch) -> Any:
+def _entry_of(batch: Batch) -> Batch:
     """Shapes of one microbatch of a batch."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), struct_of(batch))
 
 
-def _describe(struct: Any) -> str:
-    named = zip(_PARTS, struct, strict=True)
+def _describe(struct: Batch) -> str:
+    named = struct._asdict().items()
     return ", ".join(f"{name} {format_struct(part)}" for name, part in named if jax.tree.leaves(part))
 
 

@@ -12,12 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jaxpipe.data import Batch
 from jaxpipe.errors import PipelineError
+from jaxpipe.executor import Metrics
 from jaxpipe.optim import LossScaler, next_hyperparams
 from jaxpipe.pipeline import Hyperparams
 
 from ._hold import hold_signals
-from ._source import Batch
 from ._trainer import Trainer
 
 _RATE = "learning_rate"
@@ -33,7 +34,7 @@ class Reports:
         schedules: The hyperparameters that follow a schedule.
 
     Attributes:
-        metrics: What the last step gave: `loss`, `grad_norm` and the rest of `Pipeline.step`'s metrics.
+        metrics: Metrics of the last step; None before the first.
     """
 
     def __init__(self, trainer: Trainer, schedules: Mapping[str, optax.Schedule]) -> None:
@@ -47,7 +48,7 @@ class Reports:
 
     def forget(self) -> None:
         """Forget the steps so far."""
-        self.metrics: dict[str, Any] = {}
+        self.metrics: Metrics | None = None
         self._clock: _Clock | None = None
         self._num_tokens: int | None = 0
         """Tokens trained so far; None: a batch held something else."""
@@ -86,7 +87,7 @@ class Reports:
 
     def count_tokens(self, batch: Batch) -> None:
         """Add the tokens of what is trained, where all inputs are integers of one shape `[samples, length]`."""
-        leaves = jax.tree.leaves(batch[0])
+        leaves = jax.tree.leaves(batch.inputs)
         shapes = {leaf.shape for leaf in leaves}
         is_text = len(shapes) == 1 and all(jnp.issubdtype(leaf.dtype, jnp.integer) for leaf in leaves)
         if self._num_tokens is not None:
@@ -100,12 +101,15 @@ class Reports:
 
     def line(self) -> str:
         """A line on the last batch and the speed since the last line; waits for it."""
-        shown = self.metrics
-        parts = [f"step {self._trainer.global_steps}", f"loss {float(shown['loss']):.4f}"]
+        metrics = self.metrics
+        assert metrics is not None, "a step has ended"
+        parts = [f"step {self._trainer.global_steps}", f"loss {float(metrics['loss']):.4f}"]
         rates = self._next_hyperparams()
         parts += [f"lr {rates[_RATE]:.3e}"] if _RATE in rates else []
-        parts.append(f"grad norm {float(shown['grad_norm']):.4f}")
-        parts += [f"loss scale {float(shown['loss_scale']):g}"] if self._scaler.enabled else []
+        parts.append(f"grad norm {float(metrics['grad_norm']):.4f}")
+        parts += (
+            [f"loss scale {float(metrics['loss_scale']):g}"] if self._scaler.enabled and "loss_scale" in metrics else []
+        )
         now, since = self._now(), self._clock
         if since is not None and now.num_samples > since.num_samples:
             elapsed_s = now.at_s - since.at_s

@@ -9,12 +9,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxpipe._typing import PyTree
-from jaxpipe.data import MicrobatchStack
+from jaxpipe.data import Batch, MicrobatchStack
 from jaxpipe.distributed import log
 from jaxpipe.errors import DataError, PipelineError
 
 Entry = Sequence[PyTree]
-Batch = tuple[PyTree, PyTree, PyTree]
 
 
 @dataclass
@@ -189,7 +188,7 @@ class MicrobatchSource:
             is_training: True: the batch will be trained, and `get_state` gives the state of this iterator.
 
         Returns:
-            `(inputs, labels, side)` with leaves `[num_microbatches, ...]`, as numpy arrays.
+            The batch with leaves `[num_microbatches, ...]`, as numpy arrays.
 
         Raises:
             StopIteration: The iterator ended; where it did so within a batch, with words and a line in the log.

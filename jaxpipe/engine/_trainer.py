@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 from jaxpipe._typing import PyTree
 from jaxpipe.config import TrainConfig
-from jaxpipe.data import process_shard
+from jaxpipe.data import Batch, process_shard, split_entry
 from jaxpipe.distributed import Heartbeat
 from jaxpipe.errors import PipelineError
 from jaxpipe.layers import PipelineModule
@@ -159,7 +159,7 @@ class Trainer:
         """
         state = self.state
         self.block_until_ready()
-        is_batch = bool(args) and isinstance(args[0], tuple)
+        is_batch = bool(args) and isinstance(args[0], Batch)
         describe = functools.partial(describe_batch, args[0]) if is_batch else str
         self.compiler.compile(function, (state, *args), name, describe)
         return state
@@ -200,9 +200,10 @@ class Trainer:
         if self.programs.latest is not None:
             return lambda: None
         if batch is not None:
+            batch = split_entry(batch, "the checkpoint's batch")
             size = self.sizes.train_micro_batch_size_per_gpu * len(self.data_shard.replicas)
             resized = jax.tree.map(lambda x: jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype), batch)
-            has_labels = self.programs.module.loss_fn is None or bool(jax.tree.leaves(batch[1]))
+            has_labels = self.programs.module.loss_fn is None or bool(jax.tree.leaves(batch.labels))
             self.programs.get(resized, self.sizes.gradient_accumulation_steps, has_labels=has_labels)
         given = self.model_parameters
 

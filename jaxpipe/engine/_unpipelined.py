@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from jaxpipe._typing import PyTree
 from jaxpipe.config import TrainConfig
-from jaxpipe.data import stack_microbatches
+from jaxpipe.data import Batch, stack_microbatches
 from jaxpipe.errors import ConfigError, DataError, PipelineError
 from jaxpipe.layers import LayerSpec, PipelineModule, TiedLayerSpec
 from jaxpipe.pipeline import ChosenOptimizer
@@ -192,11 +192,11 @@ class UnpipelinedEngine(Engine):
             return self.predict(inputs, side=side)
         if self.training:
             self._check_forward(has_labels=not wants_output)
-        inputs, labels, side = stack_microbatches([(inputs, labels, side)])
-        size = self._size_of(inputs)
+        stacked = Batch(*stack_microbatches([(inputs, labels, side)]))
+        size = self._size_of(stacked.inputs)
         trainer, begun = self._trainer, self._batch
-        pipeline = trainer.programs.for_batch((inputs, labels, side), 1, microbatch_size=size)
-        batch = pipeline.place_batch((inputs, labels, side), self.data_shard.replicas)
+        pipeline = trainer.programs.for_batch(stacked, 1, microbatch_size=size)
+        batch = pipeline.place_batch(stacked, self.data_shard.replicas)
         if not self.training:
             return trainer.run("evaluation", pipeline.evaluate, batch)["loss"]
         forward, index = self._forward_of(pipeline, self.micro_batches), np.int32(begun.index)

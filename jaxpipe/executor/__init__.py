@@ -7,24 +7,30 @@ from ._batch import microbatch_key as microbatch_key
 from ._evaluate import EvaluateLoop as EvaluateLoop
 from ._loss import Objective as Objective
 from ._loss import loss_divisor as loss_divisor
+from ._metrics import EvaluationMetrics as EvaluationMetrics
+from ._metrics import GradientMetrics as GradientMetrics
+from ._metrics import Metrics as Metrics
+from ._metrics import ReportedMetrics as ReportedMetrics
+from ._metrics import UpdateMetrics as UpdateMetrics
 from ._plan import Plan as Plan
 from ._stage import Stage as Stage
-from ._step import Batch as Batch
 from ._step import DevicePrograms as DevicePrograms
-from ._step import Metrics as Metrics
 from ._step import collections_after as collections_after
 from ._train import TrainLoop as TrainLoop
 
 __all__ = [
     "Plan",
     "microbatch_key",
-    "Batch",
     "DevicePrograms",
     "EvaluateLoop",
+    "EvaluationMetrics",
+    "GradientMetrics",
     "Metrics",
     "Objective",
+    "ReportedMetrics",
     "Stage",
     "TrainLoop",
+    "UpdateMetrics",
     "WHOLE",
     "batch_spec",
     "collections_after",

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe._typing import PyTree
+from jaxpipe.data import Batch
 
 from ._buffers import read_ring
 
@@ -41,17 +42,17 @@ class DeviceBatch:
     """A replica's batch on one device.
 
     Attributes:
-        leaves: `(inputs, labels, side)`, leaves `[num_microbatches, microbatch_size, ...]`; of leaves that are sharded
-            over the stages this stage's shard.
-        shard_dims: Per leaf of inputs and labels the dim of a microbatch along which it is sharded, or `WHOLE`.
+        leaves: The batch, leaves `[num_microbatches, microbatch_size, ...]`; of leaves that are sharded over the stages
+            this stage's shard.
+        shard_dims: Per leaf the dim of a microbatch along which it is sharded, or `WHOLE`.
         rng: The run's key.
         step: Number of batches so far.
         replica: Index along the `data` axis.
         first: Index in its step of the first microbatch, where the batch is only a part of a step.
     """
 
-    leaves: tuple[PyTree, PyTree, PyTree]
-    shard_dims: tuple[PyTree, PyTree]
+    leaves: Batch
+    shard_dims: Batch
     rng: jax.Array
     step: jax.Array
     replica: jax.Array
@@ -72,15 +73,15 @@ class DeviceBatch:
     def context(self, index: jax.Array) -> tuple[jax.Array, PyTree]:
         """Key and side inputs of a microbatch."""
         at = jnp.maximum(index, 0)
-        return microbatch_key(self.rng, self.step, self.first + at, self.replica), read_ring(self.leaves[2], at)
+        return microbatch_key(self.rng, self.step, self.first + at, self.replica), read_ring(self.leaves.side, at)
 
     def inputs(self, index: jax.Array) -> PyTree:
         """The inputs of a microbatch."""
-        return jax.tree.map(lambda x, dim: _gathered(x, dim, index), self.leaves[0], self.shard_dims[0])
+        return jax.tree.map(lambda x, dim: _gathered(x, dim, index), self.leaves.inputs, self.shard_dims.inputs)
 
     def labels(self, index: jax.Array) -> PyTree:
         """The labels of a microbatch."""
-        return jax.tree.map(lambda x, dim: _gathered(x, dim, index), self.leaves[1], self.shard_dims[1])
+        return jax.tree.map(lambda x, dim: _gathered(x, dim, index), self.leaves.labels, self.shard_dims.labels)
 
 
 def microbatch_key(
@@ -102,7 +103,7 @@ def microbatch_key(
     return jax.random.fold_in(jax.random.fold_in(jax.random.fold_in(seed_key, step), microbatch), replica)
 
 
-def batch_shard_dims(struct: PyTree, num_microbatches: int, num_stages: int, wanted: bool | None) -> PyTree:
+def batch_shard_dims(struct: Batch, num_microbatches: int, num_stages: int, wanted: bool | None) -> Batch:
     """Choose which leaves of a batch are sharded over the stages, because whole they would fill every device.
 
     Args:
@@ -112,7 +113,8 @@ def batch_shard_dims(struct: PyTree, num_microbatches: int, num_stages: int, wan
         wanted: Shard all that can be, or none; None: those of at least `LARGE` bytes.
 
     Returns:
-        Per leaf the first dim of a microbatch that can be divided, or `WHOLE`.
+        Per leaf of inputs and labels the first dim of a microbatch that can be divided, or `WHOLE`. Side inputs are
+        `WHOLE`: every stage reads its own microbatch of them, so there is no one microbatch to gather.
     """
 
     def choose(leaf: Any) -> int:
@@ -121,7 +123,8 @@ def batch_shard_dims(struct: PyTree, num_microbatches: int, num_stages: int, wan
             return WHOLE
         return next((d for d, n in enumerate(leaf.shape) if n and n % num_stages == 0), WHOLE)
 
-    return jax.tree.map(choose, struct)
+    inputs, labels = jax.tree.map(choose, (struct.inputs, struct.labels))
+    return Batch(inputs, labels, jax.tree.map(lambda _: WHOLE, struct.side))
 
 
 def batch_spec(dim: int) -> P:

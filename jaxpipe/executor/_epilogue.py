@@ -8,8 +8,7 @@ from jaxpipe.autodiff import differentiable, replace_differentiable
 
 from ._batch import Context
 from ._blueprint import Blueprint
-from ._prologue import off_trunk_gradient
-from ._reported import ReportedValues
+from ._segment import Segment
 
 
 class Epilogue:
@@ -23,16 +22,14 @@ class Epilogue:
     """
 
     def __init__(self, blueprint: Blueprint) -> None:
-        self._module, self._params, self._collections = blueprint.module, blueprint.params, blueprint.collections
-        self._last = blueprint.placement.locations[-1][0]
-        self._layers = blueprint.cuts[-1].epilogue
-        self._stage = blueprint.params.stages[self._last]
-        self._names = self._stage.names_of(self._layers)
-        self.aux = ReportedValues(blueprint.module.layers, blueprint.trace, self._layers)
+        self._module = blueprint.module
+        self._segment = Segment(blueprint, len(blueprint.cuts) - 1, [cut.epilogue for cut in blueprint.cuts])
+        self.aux = self._segment.aux
 
     def outputs(self, storage: PyTree, collections: PyTree, inputs: PyTree, context: Context) -> PyTree:
         """The model's output for one microbatch, outside training."""
-        return self._run(self._take(storage), collections, inputs, context, train=False)[0]
+        full = (0, *context, self._segment.collections(collections))
+        return self._segment.run(self._segment.take(storage), inputs, full, train=False)[0]
 
     def loss_and_gradients(
         self,
@@ -57,13 +54,14 @@ class Epilogue:
             `(loss, gradients of parameters off the trunk, gradients of the differentiable inputs, collections,
             values reported)`; the loss is the sum where `loss_fn` returns a sum and a weight.
         """
+        segment = self._segment
+        full = (0, *context, segment.collections(collections))
 
         def total_loss(leaves: dict[str, jax.Array], values: list[jax.Array]) -> tuple[jax.Array, tuple]:
-            inputs_now = replace_differentiable(inputs, values)
-            outputs, extras = self._run(leaves, collections, inputs_now, context, train=True)
+            outputs, extras = segment.run(leaves, replace_differentiable(inputs, values), full, train=True)
             loss = self._module.loss_terms(outputs, labels)[0].astype(jnp.float32)
             aux_loss, reported = self.aux.collect([aux for _, aux in extras], len(self.aux.names))
-            new = self._collections.put(self._last, self._layers, collections, [collection for collection, _ in extras])
+            new = segment.put(collections, [collection for collection, _ in extras])
             # Scaled before differentiation, not after: see `DevicePrograms._cotangents`.
             total = loss * cotangents[0] + (aux_loss * cotangents[1] if self.aux.has_losses else 0.0)
             return total, (loss, new, reported)
@@ -71,15 +69,5 @@ class Epilogue:
         # One function for value and gradient: nothing lies between forward and backward, so logits, the largest
         # activations of a language model, live only inside it.
         gradient = jax.grad(total_loss, argnums=(0, 1), has_aux=True)
-        (grads, dx), (loss, new, reported) = gradient(self._take(storage), differentiable(inputs))
-        return loss, off_trunk_gradient(self._params, self._last, grads), dx, new, reported
-
-    def _take(self, storage: PyTree) -> dict[str, jax.Array]:
-        return {name: self._params.layout.get(self._last, name, storage) for name in self._names}
-
-    def _run(
-        self, leaves: dict[str, jax.Array], collections: PyTree, inputs: PyTree, context: Context, *, train: bool
-    ) -> tuple[PyTree, tuple]:
-        views = [self._stage.view(i, leaves) for i in self._layers]
-        of_layers = self._collections.views(self._last, self._layers, collections)
-        return self._module.run_layers(self._layers, views, train=train)(inputs, *context, of_layers)
+        (grads, dx), (loss, new, reported) = gradient(segment.take(storage), differentiable(inputs))
+        return loss, segment.off_trunk(grads), dx, new, reported

@@ -69,7 +69,9 @@ def loss_divisor(weight: jax.Array) -> jax.Array:
     return jnp.where(weight == 0, 1.0, weight)
 
 
-def gather_values(values: jax.Array, names: Sequence[Sequence[tuple[str, str]]], divisor: Any) -> dict[str, Any]:
+def gather_values(
+    values: jax.Array, names: Sequence[Sequence[tuple[str, str]]], divisor: Any
+) -> dict[str, dict[str, jax.Array]]:
     """Reports of the layers of all stages, on every device.
 
     Args:

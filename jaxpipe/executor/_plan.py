@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from jaxpipe.config import TrainConfig
 from jaxpipe.partition import Profile
-from jaxpipe.schedules import Choice, PipeSchedule, Placement, TickProgram
+from jaxpipe.schedules import Choice, PipeSchedule, TickProgram
 
 
 @dataclass(frozen=True)
@@ -14,9 +14,8 @@ class Plan:
     Attributes:
         config: With the schedule, and what is done in idle actions, decided.
         schedule: The training schedule's class.
-        program: The same, lowered.
+        program: The same, lowered, with the stage and chunk of each virtual stage.
         forward_only: The program of evaluation.
-        placement: The stage and chunk of each virtual stage.
         parts: Boundaries of the virtual stages, as layer indices.
         profile: Costs of the layers, where the cut was made by them.
         choice: Where the schedule was `"auto"`, what it was chosen from.
@@ -26,7 +25,6 @@ class Plan:
     schedule: type[PipeSchedule]
     program: TickProgram
     forward_only: TickProgram
-    placement: Placement
     parts: tuple[int, ...]
     profile: Profile | None
     choice: Choice | None

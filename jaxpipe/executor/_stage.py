@@ -65,7 +65,7 @@ class Stage:
 
     def __init__(self, module: PipelineModule, trace: ModelTrace, plan: Plan) -> None:
         section, boundaries, split = plan.config.pipeline, plan.parts, plan.program.has_split_backward
-        self.placement = placement = plan.placement
+        self.placement = placement = plan.program.placement
         self._grad_dtype = plan.config.data_types.grad_accum_dtype
         self.last = len(placement.locations) - 1
         self.compute_dtype = dtype = module.compute_dtype
@@ -248,7 +248,7 @@ class Stage:
     @property
     def trunk_grad_struct(self) -> PyTree:
         """Shapes and dtypes of the summed gradients of one chunk's trunk."""
-        return jax.tree.map(lambda like: grad_accum_struct(like, self._grad_dtype), self.trunk.params)
+        return jax.tree.map(lambda like: grad_accum_struct(like, self._grad_dtype), self.trunk.struct)
 
     def pin_trunk_grads(self, grads: PyTree, *, has_chunks: bool) -> PyTree:
         """Summed gradients of the trunk, sharded over automatic axes as its parameters are."""

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from jaxpipe._typing import PyTree
 from jaxpipe.config import TrainConfig
+from jaxpipe.data import Batch
 from jaxpipe.layers import as_arrays, cast_floats
 from jaxpipe.optim import LossScaler
 from jaxpipe.state import (
@@ -28,12 +29,10 @@ from ._batch import DeviceBatch
 from ._buffers import select
 from ._evaluate import EvaluateLoop, Measure
 from ._loss import Objective, gather_values, loss_divisor
+from ._metrics import EvaluationMetrics, GradientMetrics, Metrics, UpdateMetrics
 from ._stage import Stage, Weights
 from ._tick_loop import Device, LossCotangents
 from ._train import TrainLoop
-
-Batch = tuple[PyTree, PyTree, PyTree]
-Metrics = dict[str, Any]
 
 
 class DevicePrograms:
@@ -47,7 +46,7 @@ class DevicePrograms:
         evaluate: The evaluation loop.
         objective: The loss.
         config: Clipping and loss scale.
-        shard_dims: Per leaf of inputs and labels the dim along which it is sharded over the stages, or `WHOLE`.
+        shard_dims: Per leaf of a batch the dim along which it is sharded over the stages, or `WHOLE`.
     """
 
     def __init__(
@@ -59,7 +58,7 @@ class DevicePrograms:
         evaluate: EvaluateLoop,
         objective: Objective,
         config: TrainConfig,
-        shard_dims: tuple[PyTree, PyTree],
+        shard_dims: Batch,
     ) -> None:
         self._stage, self._sharding, self._updater = stage, sharding, updater
         self._train, self._evaluate, self._objective = train, evaluate, objective
@@ -81,13 +80,13 @@ class DevicePrograms:
         new = collections_after(more, old, _expand(collections))
         return dataclasses.replace(state, collections=new), {**metrics, **more}
 
-    def gradients(self, state: TrainState, batch: Batch) -> tuple[Metrics, PyTree, PyTree]:
+    def gradients(self, state: TrainState, batch: Batch) -> tuple[GradientMetrics, PyTree, PyTree]:
         """Metrics, mean gradients in the form of the parameters, and the collections after the batch."""
         return self.partial_gradients(state, batch, 0, 1)
 
     def partial_gradients(
         self, state: TrainState, batch: Batch, first: jax.Array | int, num_parts: jax.Array | int
-    ) -> tuple[Metrics, PyTree, PyTree]:
+    ) -> tuple[GradientMetrics, PyTree, PyTree]:
         """The same for one of `num_parts` parts of a step, which begins with microbatch `first`.
 
         Gradients are those of the part's mean loss over `num_parts`, which is its share of the mean of all parts.
@@ -95,11 +94,11 @@ class DevicePrograms:
         metrics, grads, collections = self._gradients(state, batch, first, num_parts)
         return metrics, _expand(self._unscale(state, grads)), _expand(collections)
 
-    def update(self, state: TrainState, grads: PyTree) -> tuple[TrainState, Metrics]:
+    def update(self, state: TrainState, grads: PyTree) -> tuple[TrainState, UpdateMetrics]:
         """One update from gradients as `gradients` returns them."""
         return self._update(state, self._scale(state, self._pinned(grads)))
 
-    def evaluate(self, state: TrainState, batch: Batch) -> Metrics:
+    def evaluate(self, state: TrainState, batch: Batch) -> EvaluationMetrics:
         """The loss, and that of each microbatch."""
         return _mean_losses(self._results(state, batch, self._objective.measure))
 
@@ -107,7 +106,7 @@ class DevicePrograms:
         """Outputs of the model for every microbatch, on every stage."""
         return jax.tree.map(_from_last, self._results(state, batch, lambda outputs, _: self._whole(outputs)))
 
-    def evaluate_and_predict(self, state: TrainState, batch: Batch) -> tuple[Metrics, PyTree]:
+    def evaluate_and_predict(self, state: TrainState, batch: Batch) -> tuple[EvaluationMetrics, PyTree]:
         """Both at once."""
         terms, outputs = self._results(state, batch, lambda y, t: (self._objective.measure(y, t), self._whole(y)))
         return _mean_losses(terms), jax.tree.map(_from_last, outputs)
@@ -125,11 +124,11 @@ class DevicePrograms:
         return self._evaluate.run(self._device(state, self._batch(state, batch), one), measure)
 
     def _batch(self, state: TrainState, batch: Batch, first: jax.Array | int = 0) -> DeviceBatch:
-        inputs, labels, side = as_arrays(batch)
+        batch = as_arrays(batch)
         # Labels stay as they are: losses are computed in float32, and targets may need more digits than bfloat16 has.
-        inputs, side = cast_floats((inputs, side), self._stage.compute_dtype)
+        inputs, side = cast_floats((batch.inputs, batch.side), self._stage.compute_dtype)
         replica = jax.lax.axis_index("data")
-        return DeviceBatch((inputs, labels, side), self._shard_dims, state.rng, state.step, replica, first)
+        return DeviceBatch(Batch(inputs, batch.labels, side), self._shard_dims, state.rng, state.step, replica, first)
 
     def _device(self, state: TrainState, batch: DeviceBatch, cotangents: LossCotangents) -> Device:
         stage = jax.lax.axis_index("stage")
@@ -146,7 +145,7 @@ class DevicePrograms:
 
     def _gradients(
         self, state: TrainState, batch: Batch, first: jax.Array | int = 0, num_parts: jax.Array | int = 1
-    ) -> tuple[Metrics, PyTree, PyTree]:
+    ) -> tuple[GradientMetrics, PyTree, PyTree]:
         """Metrics, gradients of the row times the loss scale, and collections."""
         device_batch = self._batch(state, batch, first)
         weight = self._objective.divisor(device_batch.labels, self._train.program.num_microbatches)
@@ -166,8 +165,11 @@ class DevicePrograms:
         reported = gather_values(sums.reported, self._stage.aux_names, self._objective.num_terms)
         # Zero on all stages but the last, so that the sum over them is a broadcast.
         loss = sum_over(sums.loss, ("stage", "data")) / divisor
-        metrics: Metrics = {"loss": sum(reported["losses"].values(), loss), "weight": weight}
-        metrics |= {kind: values for kind, values in reported.items() if values}
+        metrics: GradientMetrics = {"loss": sum(reported["losses"].values(), loss), "weight": weight}
+        if reported["losses"]:
+            metrics["losses"] = reported["losses"]
+        if reported["metrics"]:
+            metrics["metrics"] = reported["metrics"]
         return metrics, grads, mean_over_replicas(sums.collections)
 
     def _cotangents(self, state: TrainState, divisor: jax.Array, num_parts: jax.Array | int) -> LossCotangents:
@@ -184,7 +186,7 @@ class DevicePrograms:
         # The main losses count by weight, each of the others as one of microbatches times replicas.
         return LossCotangents(main=scale / divisor, reported=scale / self._objective.num_terms)
 
-    def _update(self, state: TrainState, grads: PyTree) -> tuple[TrainState, Metrics]:
+    def _update(self, state: TrainState, grads: PyTree) -> tuple[TrainState, UpdateMetrics]:
         """Clip and apply gradients that are still multiplied with the loss scale."""
         form = self._form()
         params, opt_state = self._pinned(state.params), self._updater.constrain(_squeeze(state.opt_state))
@@ -197,7 +199,7 @@ class DevicePrograms:
         new_params, new_opt = self._sharding.master.shards.constrain(new_params), self._updater.constrain(new_opt)
         # Copies of a tied parameter get one stage's update: two programs may round alike sums differently.
         new_params = broadcast_tied(self._tied, self._sharding.master, form, new_params)
-        metrics: Metrics = {"grad_norm": norm}
+        metrics: UpdateMetrics = {"grad_norm": norm}
         changes: dict[str, Any] = {}
         if self._scaler is not None:
             # Selected, not branched around: the update is elementwise, and a branch would copy all parameters.
@@ -205,7 +207,7 @@ class DevicePrograms:
             new_params, new_opt = select(overflow, (params, opt_state), (new_params, new_opt))
             changes["loss_scale"] = self._scaler.update(state.loss_scale, overflow)
             changes["skipped_steps"] = state.skipped_steps + overflow.astype(jnp.int32)
-            metrics |= {"loss_scale": scale, "overflow": overflow}
+            metrics["loss_scale"], metrics["overflow"] = scale, overflow
         # Skipped steps count too, as in DeepSpeed: keys of dropout depend on the number of batches seen.
         changes |= {"step": state.step + 1, "params": _expand(new_params), "opt_state": _expand(new_opt)}
         return dataclasses.replace(state, **changes), metrics
@@ -220,12 +222,12 @@ class DevicePrograms:
         return grads if self._scaler is None else jax.tree.map(lambda g: g / self._loss_scale(state), grads)
 
 
-def collections_after(metrics: Metrics, old: PyTree, new: PyTree) -> PyTree:
+def collections_after(metrics: UpdateMetrics, old: PyTree, new: PyTree) -> PyTree:
     """Collections after an update: a step that is skipped leaves batch statistics as they were, too."""
     return select(metrics["overflow"], old, new) if "overflow" in metrics else new
 
 
-def _mean_losses(terms: tuple[jax.Array, jax.Array]) -> Metrics:
+def _mean_losses(terms: tuple[jax.Array, jax.Array]) -> EvaluationMetrics:
     """The loss of the batch and of each microbatch, 0 where nothing weighs, from this device's sums and weights."""
     sums, weights = sum_over(terms, ("stage", "data"))
     return {

@@ -1,28 +1,28 @@
 """Optimisers and learning-rate schedules by name, what lies in their state, and the loss scale of float16."""
 
 from ._base import LRSchedule as LRSchedule
-from ._elementwise import is_elementwise as is_elementwise
 from ._hyperparams import next_hyperparams as next_hyperparams
 from ._hyperparams import read_hyperparams as read_hyperparams
 from ._hyperparams import set_hyperparams as set_hyperparams
-from ._leafwise import check_leafwise as check_leafwise
-from ._leafwise import trace_optimizer as trace_optimizer
-from ._leafwise import updates_alike as updates_alike
 from ._loss_scale import LossScaler as LossScaler
 from ._loss_scale import LossScaleState as LossScaleState
 from ._lr_range_test import LRRangeTest as LRRangeTest
 from ._one_cycle import OneCycle as OneCycle
-from ._optimizer_state import apply_update as apply_update
-from ._optimizer_state import find_param as find_param
-from ._optimizer_state import leaf_paths as leaf_paths
-from ._optimizer_state import state_struct as state_struct
 from ._optimizers import factory_schedules as factory_schedules
 from ._optimizers import hyperparam_schedules as hyperparam_schedules
 from ._optimizers import make_optimizer as make_optimizer
 from ._optimizers import optimizer_lr as optimizer_lr
 from ._optimizers import with_schedule as with_schedule
+from ._requirements import check_leafwise as check_leafwise
+from ._requirements import check_separable as check_separable
+from ._requirements import is_elementwise as is_elementwise
+from ._requirements import is_uniform_over_stages as is_uniform_over_stages
 from ._schedules import make_schedule as make_schedule
-from ._separable import check_apart as check_apart
+from ._trace import apply_update as apply_update
+from ._trace import find_param as find_param
+from ._trace import leaf_paths as leaf_paths
+from ._trace import state_struct as state_struct
+from ._trace import trace_optimizer as trace_optimizer
 from ._warmup_cosine_lr import WarmupCosineLR as WarmupCosineLR
 from ._warmup_decay_lr import WarmupDecayLR as WarmupDecayLR
 from ._warmup_lr import WarmupLR as WarmupLR
@@ -48,10 +48,10 @@ __all__ = [
     "is_elementwise",
     "check_leafwise",
     "trace_optimizer",
-    "updates_alike",
+    "is_uniform_over_stages",
     "apply_update",
     "find_param",
     "leaf_paths",
     "state_struct",
-    "check_apart",
+    "check_separable",
 ]

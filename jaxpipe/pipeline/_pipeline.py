@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import Any, Generic, ParamSpec, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -14,15 +14,17 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpipe._typing import Path, PyTree
 from jaxpipe.config import TrainConfig, unless_auto
+from jaxpipe.data import Batch, split_entry
 from jaxpipe.executor import (
-    WHOLE,
-    Batch,
     DevicePrograms,
     EvaluateLoop,
+    EvaluationMetrics,
+    GradientMetrics,
     Metrics,
     Objective,
     Stage,
     TrainLoop,
+    UpdateMetrics,
     batch_shard_dims,
     batch_spec,
 )
@@ -56,6 +58,7 @@ from ._validate import check_batch, check_mesh, check_params, check_sharded, ent
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result", covariant=True)
+_BatchLike = Sequence[PyTree]  # a `Batch`, or a tuple (inputs, labels) or (inputs, labels, side)
 
 
 class Compiled(Protocol[_Arguments, _Result]):
@@ -70,12 +73,27 @@ class Compiled(Protocol[_Arguments, _Result]):
         ...
 
 
+class _OfBatch(Generic[_Result]):
+    """A jitted function of a state and a batch, for which a plain tuple will do."""
+
+    def __init__(self, jitted: Compiled[..., _Result]) -> None:
+        self._jitted = jitted
+
+    # One structure for every call: JAX compiles anew for another one, and its shardings fit `Batch` alone.
+    def __call__(self, state: TrainState, batch: _BatchLike, *rest: Any) -> _Result:
+        return self._jitted(state, split_entry(batch, "the batch"), *rest)
+
+    def lower(self, state: TrainState, batch: _BatchLike, *rest: Any) -> jax.stages.Lowered:
+        return self._jitted.lower(state, split_entry(batch, "the batch"), *rest)
+
+
 class Pipeline:
     """A model cut into stages and compiled for a mesh.
 
     It holds no parameters: `init` makes a `TrainState`, `step` maps a state and a batch to the next state. A batch is
-    `(inputs, labels, side)` with leaves `[num_microbatches, microbatch_size * data, ...]`; replica r takes the r-th
-    contiguous block of dim 1. `side` is a dictionary of side inputs, often empty.
+    a `jaxpipe.data.Batch` or a plain tuple `(inputs, labels, side)`, with leaves
+    `[num_microbatches, microbatch_size * data, ...]`; replica r takes the r-th contiguous block of dim 1. `side` is a
+    dictionary of side inputs, often empty; it may be left out.
 
     Args:
         module: The model.
@@ -120,13 +138,13 @@ class Pipeline:
             the stages.
     """
 
-    step: Compiled[[TrainState, Batch], tuple[TrainState, Metrics]]
-    gradients: Compiled[[TrainState, Batch], tuple[Metrics, Storage, Storage]]
-    partial_gradients: Compiled[[TrainState, Batch, jax.Array, np.int32], tuple[Metrics, Storage, Storage]]
-    update: Compiled[[TrainState, Storage], tuple[TrainState, Metrics]]
-    evaluate: Compiled[[TrainState, Batch], Metrics]
-    predict: Compiled[[TrainState, Batch], PyTree]
-    evaluate_and_predict: Compiled[[TrainState, Batch], tuple[Metrics, PyTree]]
+    step: Compiled[[TrainState, _BatchLike], tuple[TrainState, Metrics]]
+    gradients: Compiled[[TrainState, _BatchLike], tuple[GradientMetrics, Storage, Storage]]
+    partial_gradients: Compiled[[TrainState, _BatchLike, jax.Array, np.int32], tuple[GradientMetrics, Storage, Storage]]
+    update: Compiled[[TrainState, Storage], tuple[TrainState, UpdateMetrics]]
+    evaluate: Compiled[[TrainState, _BatchLike], EvaluationMetrics]
+    predict: Compiled[[TrainState, _BatchLike], PyTree]
+    evaluate_and_predict: Compiled[[TrainState, _BatchLike], tuple[EvaluationMetrics, PyTree]]
 
     def __init__(
         self,
@@ -162,9 +180,10 @@ class Pipeline:
         self.num_replicas = shape["data"]
         self.microbatch_size = infer_microbatch_size(example, self.num_replicas)
         self._entry = entry_struct(example, self.microbatch_size, self.num_replicas)
-        inputs, labels, side = jax.tree.map(
+        microbatch = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct((self.microbatch_size, *x.shape[1:]), x.dtype), self._entry
         )
+        inputs, labels, side = microbatch
         self.trace = module.trace(inputs, side, self.mesh.abstract_mesh)
         check_collections(module.layers, self.trace)
         self.plan = plan = make_plan(module, self.trace, self.mesh, labels, num_microbatches, config, optimizer, parts)
@@ -172,9 +191,8 @@ class Pipeline:
         outputs, num_terms = self.trace.boundaries[-1], num_microbatches * self.num_replicas
         objective = self.trace.on_mesh(lambda: Objective(module, outputs, labels, num_terms))
         wanted = unless_auto(config.pipeline.spread_inputs)
-        shard_dims = batch_shard_dims((inputs, labels), num_microbatches, module.num_stages, wanted)
-        side_specs = jax.tree.map(lambda _: batch_spec(WHOLE), side)
-        self._batch_specs = (*jax.tree.map(batch_spec, shard_dims), side_specs)
+        shard_dims = batch_shard_dims(microbatch, num_microbatches, module.num_stages, wanted)
+        self._batch_specs = jax.tree.map(batch_spec, shard_dims)
         self._stages = self.trace.on_mesh(lambda: Stage(module, self.trace, plan))
         self._params = self._stages.params
         vocab_loss = self._stages.vocab_loss
@@ -227,7 +245,7 @@ class Pipeline:
     @property
     def part_stages(self) -> tuple[int, ...]:
         """The stage that holds each virtual stage."""
-        return tuple(stage for stage, _ in self.plan.placement.locations)
+        return self.plan.program.placement.stages
 
     @property
     def cuts(self) -> tuple[StageCut, ...]:
@@ -358,7 +376,7 @@ class Pipeline:
         """The model's collections as numpy arrays by the layer's name, from `state.collections`."""
         return self._tree("collections", storage, self._stages.collections.struct)
 
-    def place_batch(self, batch: Batch, replicas: range | None = None) -> Batch:
+    def place_batch(self, batch: _BatchLike, replicas: range | None = None) -> Batch:
         """Put a batch on the devices.
 
         Args:
@@ -371,6 +389,7 @@ class Pipeline:
         Raises:
             DataError: Its structure, shapes or dtypes are not those of the example.
         """
+        batch = split_entry(batch, "the batch")
         replicas = range(self.num_replicas) if replicas is None else replicas
         whole = struct_of(batch)
         if len(replicas) != self.num_replicas:
@@ -378,13 +397,14 @@ class Pipeline:
         check_batch(whole, self.batch_struct, self.microbatch_size, self.num_replicas)
         return jax.tree.map(lambda x, like: place_samples(x, like, replicas), batch, self.batch_struct)
 
-    def check_batch(self, batch: Batch) -> None:
+    def check_batch(self, batch: _BatchLike) -> None:
         """Compare a batch with the example the pipeline was built from.
 
         Raises:
             DataError: Its structure, shapes or dtypes differ; the message names the leaf.
         """
-        check_batch(struct_of(batch), self.batch_struct, self.microbatch_size, self.num_replicas)
+        struct = struct_of(split_entry(batch, "the batch"))
+        check_batch(struct, self.batch_struct, self.microbatch_size, self.num_replicas)
 
     @property
     def _key(self) -> jax.Array:
@@ -452,12 +472,8 @@ class Pipeline:
                     return mapped(state, batch, *rest)
 
             # What comes out lies as what goes in: left to itself, XLA may choose another sharding over automatic axes.
-            return jax.jit(
-                checked,
-                in_shardings=(of_state, of_batch, *others),
-                out_shardings=out_shardings,
-                donate_argnums=donate,
-            )
+            shardings = {"in_shardings": (of_state, of_batch, *others), "out_shardings": out_shardings}
+            return _OfBatch(jax.jit(checked, **shardings, donate_argnums=donate))
 
         self.step = compiled(programs.step, (specs, P()), (of_state, everywhere), donate=(0,))
         of_gradients = (P(), rows, P("stage")), (everywhere, of_state.params, of_state.collections)

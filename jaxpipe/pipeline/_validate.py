@@ -10,14 +10,13 @@ import optax
 from jax.sharding import Mesh
 
 from jaxpipe._typing import Path, PyTree
-from jaxpipe.data import array_fault, split_entry
+from jaxpipe.data import Batch, array_fault, split_entry
 from jaxpipe.errors import ConfigError, DataError, LayerError, TopologyError
 from jaxpipe.layers import ModelTrace, PipelineModule, flatten_dict, format_struct, struct_of, unbox, unflatten_dict
 from jaxpipe.optim import is_elementwise
 from jaxpipe.state import ModelParams
 from jaxpipe.topology import mesh_shape, mesh_topology
 
-_FIELDS = ("inputs", "labels", "side")
 _LISTS = " A list of numbers is a tree of scalars: make an array of it with numpy.asarray."
 _MOST_LISTED = 8
 
@@ -28,9 +27,7 @@ def infer_microbatch_size(entry: Sequence[PyTree], num_replicas: int) -> int:
     return shapes[0][0] // num_replicas if shapes and shapes[0] else 0
 
 
-def entry_struct(
-    entry: Sequence[PyTree], microbatch_size: int, num_replicas: int, replicas: str = "data"
-) -> tuple[PyTree, PyTree, PyTree]:
+def entry_struct(entry: Sequence[PyTree], microbatch_size: int, num_replicas: int, replicas: str = "data") -> Batch:
     """Shapes of one entry of a data iterator.
 
     Args:
@@ -40,23 +37,22 @@ def entry_struct(
         replicas: What these are called, for the error.
 
     Returns:
-        Shapes and dtypes of `(inputs, labels, side)`; `side` is empty where it is not given.
+        Shapes and dtypes; `side` is empty where it is not given.
 
     Raises:
         DataError: The entry is not such a tuple, its side inputs are no dictionary, its inputs hold no array, or a leaf
             has another leading size; the leaf is named.
         LayerError: A leaf is neither an array nor a number.
     """
-    named = zip(_FIELDS, split_entry(entry, "the entry"), strict=True)
-    inputs, labels, side = (struct_of(tree, name) for name, tree in named)
-    struct = (inputs, labels, side)
-    if not jax.tree.leaves(inputs):
+    named = zip(Batch._fields, split_entry(entry, "the entry"), strict=True)
+    struct = Batch(*(struct_of(tree, name) for name, tree in named))
+    if not jax.tree.leaves(struct.inputs):
         raise DataError(
-            f"the inputs of a microbatch must hold at least one array, but got inputs={inputs!r}. Yield "
+            f"the inputs of a microbatch must hold at least one array, but got inputs={struct.inputs!r}. Yield "
             "(inputs, labels) with the arrays that the first layer takes."
         )
     wanted = microbatch_size * num_replicas
-    for name, tree in zip(_FIELDS, struct, strict=True):
+    for name, tree in zip(Batch._fields, struct, strict=True):
         for path, leaf in jax.tree.leaves_with_path(tree):
             if leaf.shape[:1] != (wanted,):
                 raise DataError(
@@ -68,11 +64,11 @@ def entry_struct(
     return struct
 
 
-def check_batch(batch: Sequence[PyTree], wanted: Sequence[PyTree], microbatch_size: int, num_replicas: int) -> None:
+def check_batch(batch: Batch, wanted: Batch, microbatch_size: int, num_replicas: int) -> None:
     """Compare a batch with the one a step was built for.
 
     Args:
-        batch: Shapes and dtypes of `(inputs, labels, side)`.
+        batch: Shapes and dtypes of the batch.
         wanted: The same of the batch expected.
         microbatch_size: Samples per microbatch and replica.
         num_replicas: Length of the `data` axis.
@@ -80,7 +76,7 @@ def check_batch(batch: Sequence[PyTree], wanted: Sequence[PyTree], microbatch_si
     Raises:
         DataError: Structure, shapes or dtypes differ; the message names the leaf.
     """
-    for name, given, like in zip(_FIELDS, batch, wanted, strict=True):
+    for name, given, like in zip(Batch._fields, batch, wanted, strict=True):
         if jax.tree.structure(given) != jax.tree.structure(like):
             raise DataError(
                 f"the batch's {name} must have the structure {format_struct(like)}, but got {format_struct(given)}. "

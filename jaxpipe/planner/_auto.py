@@ -1,11 +1,9 @@
 """The schedule `"auto"`: what a stage costs on these devices, and the schedule that follows."""
 
 import dataclasses
-import json
 import logging
 import time
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,13 +13,13 @@ from jax.sharding import PartitionSpec as P
 from jaxpipe._typing import PyTree
 from jaxpipe.autodiff import differentiable
 from jaxpipe.config import PipelineConfig, unless_auto
-from jaxpipe.distributed import gather_texts, log
+from jaxpipe.distributed import log
 from jaxpipe.errors import PartitionError
 from jaxpipe.layers import ModelTrace, PipelineModule
 from jaxpipe.partition import Profile
 from jaxpipe.schedules import Choice, StageCosts, choose_schedule
 
-from ._profile import can_measure, profile_layers
+from ._profile import agreed, profile_layers, runnable_devices
 
 _TICKS = 64
 _CHUNK_COUNTS = (1, 2, 4)
@@ -38,17 +36,10 @@ def choose_settings(
 ) -> tuple[Choice, PipelineConfig]:
     """Choose schedule, chunks and whether idle actions are skipped, and log why; all processes call.
 
-    Layers are timed on the mesh's devices, or their operations counted where nothing can be run on these.
-
-    Args:
-        module: The model.
-        trace: Its shapes, for one microbatch of one replica.
-        mesh: The devices.
-        labels: Shapes and dtypes of a microbatch's labels.
-        num_microbatches: Microbatches per step.
-        section: The settings, with `schedule="auto"`; `num_chunks`, `max_pending_weights` and `skip_idle` stay as they
-            are where they are set.
-        param_size: Bytes of a parameter, its gradient and the optimiser's numbers for it.
+    Layers are timed on the mesh's devices, or their operations counted where nothing can be run on these. The
+    arguments are those of `make_plan`, with its section of settings that has `schedule="auto"`, of which
+    `num_chunks`, `max_pending_weights` and `skip_idle` stay as they are where they are set, and the bytes of a
+    parameter, its gradient and the optimiser's numbers for it.
 
     Returns:
         The choice, and the settings that follow.
@@ -58,7 +49,7 @@ def choose_settings(
         ScheduleError: The work takes no time.
         LayerError: A layer cannot be differentiated.
     """
-    runs = can_measure(mesh)
+    runs = bool(runnable_devices(mesh))
     profile = profile_layers(module, trace, mesh, labels, "times" if runs else "counts", split_backward=True)
     cuts = _possible_cuts(module, trace, profile, unless_auto(section.num_chunks))
     parts = cuts[min(cuts)]
@@ -103,11 +94,9 @@ def limit_of(section: PipelineConfig, mesh: Mesh) -> int | None:
     """Bytes that training may hold on a device: those of the settings, or the device's; None where it tells none."""
     if section.memory_limit_gb != "auto":
         return round(section.memory_limit_gb * 1e9)
-    if not can_measure(mesh):
-        return None
-    own = next(device for device in mesh.devices.flat if device.process_index == jax.process_index())
-    limit = (own.memory_stats() or {}).get("bytes_limit")
-    return None if limit is None else _agreed([limit], min)[0]
+    devices = runnable_devices(mesh)
+    limit = (devices[0].memory_stats() or {}).get("bytes_limit") if devices else None
+    return None if limit is None else agreed(limit, min)
 
 
 def _possible_cuts(
@@ -192,13 +181,5 @@ def _overheads(mesh: Mesh, activation: PyTree) -> tuple[float, float]:
 
     plain_s = ticks(lambda _, carry: both(jax.tree.map(lambda x: x + 1, carry)))
     branch_s = max(ticks(branched) - plain_s, 0.0)
-    tick_s, branch_s = _agreed([plain_s, branch_s], lambda found: found[0])
+    tick_s, branch_s = agreed([plain_s, branch_s])
     return tick_s, branch_s
-
-
-def _agreed(values: list[Any], pick: Callable[[list[Any]], Any]) -> list[Any]:
-    """Numbers on which all processes agree, picked from those of each."""
-    if jax.process_count() == 1:
-        return values
-    found = [json.loads(text) for text in gather_texts(json.dumps(values))]
-    return [pick(list(each)) for each in zip(*found, strict=True)]

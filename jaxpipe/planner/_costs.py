@@ -49,11 +49,6 @@ class LayerWork:
     num_shares: int
 
     @property
-    def cotangents(self) -> list[Any]:
-        """Shapes and dtypes of the gradients of its outputs."""
-        return differentiable(jax.eval_shape(self.residuals.forward, self.params, self.inputs, self.context)[0])
-
-    @property
     def residual_bytes(self) -> int:
         """Bytes of residuals that wait on the device between forward and backward, per device."""
         each = zip(self.residuals.structs, self.residuals.is_hosted, strict=True)
@@ -65,19 +60,15 @@ class LayerWork:
 
     def times(self, seconds: Seconds) -> tuple[float, float]:
         """Seconds of forward and backward, per device."""
-        forward_s = seconds(self.residuals.forward, self.params, self.inputs, self.context)
-        backward_s = seconds(self.residuals.backward, self.params, self.residuals.structs, self.cotangents)
+        args = self.params, self.inputs, self.context
+        cotangents = differentiable(jax.eval_shape(self.residuals.forward, *args)[0])
+        forward_s = seconds(self.residuals.forward, *args)
+        backward_s = seconds(self.residuals.backward, self.params, self.residuals.structs, cotangents)
         return forward_s / self.num_shares, backward_s / self.num_shares
 
 
 def layer_work(module: PipelineModule, trace: ModelTrace, *indices: int) -> LayerWork:
-    """The work of a layer, or of consecutive ones, recomputed as the module says.
-
-    Args:
-        module: The model.
-        trace: Its shapes.
-        *indices: The layers.
-    """
+    """The work of a layer, or of consecutive ones, recomputed as the module says."""
 
     def function(params: PyTree, inputs: PyTree, context: PyTree) -> PyTree:
         key, (side, collections) = context
@@ -104,11 +95,14 @@ def loss_work(module: PipelineModule, trace: ModelTrace, labels: PyTree) -> Laye
 def layer_costs(
     module: PipelineModule, trace: ModelTrace, labels: PyTree, seconds: Seconds, *, split_backward: bool = False
 ) -> tuple[LayerCost, ...]:
-    """The costs of all layers, each distinct one looked at once.
+    """Costs of all layers, for one microbatch; layers of equal traces, constants and shapes are looked at once.
+
+    Layers that are sharded over a `model` axis are computed for all its devices at once and count for their share,
+    without their exchanges.
 
     Args:
-        module: The model.
-        trace: Its shapes.
+        module: The model; what it recomputes counts with the backward.
+        trace: Its shapes, for one microbatch of one replica.
         labels: A microbatch's labels, or their shapes; None leaves out the loss, which is else counted with the last
             layer.
         seconds: How long a function takes.

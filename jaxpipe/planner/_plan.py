@@ -11,12 +11,7 @@ from jaxpipe.config import TrainConfig, unless_auto
 from jaxpipe.executor import Plan
 from jaxpipe.layers import ModelTrace, PipelineModule
 from jaxpipe.partition import StageMemory, profile_source
-from jaxpipe.schedules import (
-    forward_schedule,
-    lower_schedule,
-    placement_of,
-    resolve_schedule,
-)
+from jaxpipe.schedules import forward_schedule, lower_schedule, resolve_schedule
 from jaxpipe.topology import mesh_shape
 
 from ._auto import choose_settings, limit_of
@@ -77,16 +72,12 @@ def make_plan(
         # split it pays even so: an idle action, if it were computed, would take the time that splitting saves.
         skips = mesh.devices.flat[0].platform == "cpu" or program.has_split_backward
         section = dataclasses.replace(section, skip_idle=skips)
-    placement = placement_of([schedule(num_microbatches, num_stages, stage) for stage in range(num_stages)])
-    stages = tuple(stage for stage, _ in placement.locations)
     profile = None
     if parts is None:
         # Every device has a ring as long as the fullest stage needs, so a part needs no less where fewer are in flight.
-        in_flight = -(-program.residual_slots // schedule.num_chunks)
+        in_flight, stages = -(-program.residual_slots // schedule.num_chunks), program.placement.stages
         memory = StageMemory((in_flight,) * len(stages), stages, param_size, limit_of(section, mesh))
-        parts, profile = cut_module(
-            module, trace, mesh, num_parts=len(stages), stages=stages, labels=labels, memory=memory
-        )
+        parts, profile = cut_module(module, trace, mesh, stages=stages, labels=labels, memory=memory)
     forward_only = lower_schedule(forward_schedule(schedule), num_microbatches, num_stages, training=False)
     config = dataclasses.replace(config, pipeline=section)
-    return Plan(config, schedule, program, forward_only, placement, tuple(parts), profile, choice)
+    return Plan(config, schedule, program, forward_only, tuple(parts), profile, choice)

@@ -32,6 +32,7 @@ from jaxpipe.schedules._interleaved import InterleavedSchedule as InterleavedSch
 from jaxpipe.schedules._lowering import lower_schedule as lower_schedule
 from jaxpipe.schedules._one_f_one_b import OneFOneBSchedule as OneFOneBSchedule
 from jaxpipe.schedules._one_f_one_b_v import OneFOneBVSchedule as OneFOneBVSchedule
+from jaxpipe.schedules._placement import Placement as Placement
 from jaxpipe.schedules._program import Actions as Actions
 from jaxpipe.schedules._program import Buffers as Buffers
 from jaxpipe.schedules._program import Sends as Sends
@@ -44,8 +45,6 @@ from jaxpipe.schedules._program import Transfers as Transfers
 from jaxpipe.schedules._resolve import resolve_schedule as resolve_schedule
 from jaxpipe.schedules._resolve import schedule_names as schedule_names
 from jaxpipe.schedules._runs import MAX_RUNS as MAX_RUNS
-from jaxpipe.schedules._stages import Placement as Placement
-from jaxpipe.schedules._stages import placement_of as placement_of
 from jaxpipe.schedules._timetable import TimetableSchedule as TimetableSchedule
 from jaxpipe.schedules._train import TrainSchedule as TrainSchedule
 from jaxpipe.schedules._zero_bubble import ZeroBubbleSchedule as ZeroBubbleSchedule
@@ -97,7 +96,6 @@ __all__ = [
     "forward_schedule",
     "lower_schedule",
     "makespan",
-    "placement_of",
     "resolve_schedule",
     "schedule_names",
 ]

@@ -1,12 +1,12 @@
 """The proof that a schedule is sound."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ._base import PipeSchedule
 from ._events import StageActions, WalkError
 from ._fault import schedule_fault
-from ._stages import Placement, placement_of, stage_schedules
+from ._placement import Placement, placement_of
+from ._stages import AnySchedule, stage_schedules
 from ._walk import StageWalk
 
 
@@ -47,7 +47,7 @@ _LINKS = (
 
 
 def check_schedule(
-    schedule: type[PipeSchedule] | Sequence[PipeSchedule],
+    schedule: AnySchedule,
     num_microbatches: int | None = None,
     num_stages: int | None = None,
     *,
@@ -65,9 +65,9 @@ def check_schedule(
     Microbatches that instructions do not name are found first in, first out: see `BufferOpInstruction`.
 
     Args:
-        schedule: A schedule class, or the objects of all stages in order.
-        num_microbatches: Microbatches in a batch; needed with a class.
-        num_stages: Pipeline stages; needed with a class.
+        schedule: A name, a schedule class, the object of one stage, or the objects of all stages in order.
+        num_microbatches: Microbatches in a batch; needed with a name or class.
+        num_stages: Pipeline stages; needed with a name or class.
         training: False for a schedule of forwards only, which must hold neither backwards nor an optimizer step.
 
     Raises:
@@ -80,26 +80,13 @@ def check_schedule(
 
 
 def checked_schedule(
-    schedule: type[PipeSchedule] | Sequence[PipeSchedule],
+    schedule: AnySchedule,
     num_microbatches: int | None = None,
     num_stages: int | None = None,
     *,
     training: bool = True,
 ) -> CheckedSchedule:
-    """Prove that a schedule is sound, as `check_schedule`, and keep what was found on the way.
-
-    Args:
-        schedule: A schedule class, or the objects of all stages in order.
-        num_microbatches: Microbatches in a batch; needed with a class.
-        num_stages: Pipeline stages; needed with a class.
-        training: False for a schedule of forwards only.
-
-    Returns:
-        The schedule with the microbatch of every instruction.
-
-    Raises:
-        ScheduleError: The schedule is not sound.
-    """
+    """Prove that a schedule is sound, as `check_schedule`, and give it with the microbatch of every instruction."""
     schedules = stage_schedules(schedule, num_microbatches, num_stages)
     placement = placement_of(schedules)
     stages: list[StageActions] = []

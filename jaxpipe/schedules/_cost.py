@@ -115,12 +115,12 @@ class _Costs:
             for stage in self._stages():
                 microbatch = tables.forward.microbatch[stage][tick]
                 if microbatch >= 0:
-                    part = program.placement[stage][tables.forward.chunk[stage][tick]]
+                    part = program.placement.virtual[stage][tables.forward.chunk[stage][tick]]
                     ready = forward_done.get((part - 1, microbatch), 0.0)
                     now[stage] = forward_done[part, microbatch] = max(now[stage], ready) + self._forward
                 microbatch = tables.backward.microbatch[stage][tick]
                 if microbatch >= 0:
-                    part = program.placement[stage][tables.backward.chunk[stage][tick]]
+                    part = program.placement.virtual[stage][tables.backward.chunk[stage][tick]]
                     ready = backward_done.get((part + 1, microbatch), 0.0)
                     split = tables.pending_write[stage][tick] >= 0
                     cost = self._half if split else self._whole

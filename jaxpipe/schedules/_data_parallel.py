@@ -19,11 +19,7 @@ class DataParallelSchedule(PipeSchedule):
     """
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
-        """Yield the instructions of each of the `M` steps.
-
-        Returns:
-            An iterator of instruction lists.
-        """
+        """Yield the instructions of each of the `M` steps."""
         for microbatch in range(self.micro_batches):
             commands: list[PipeInstruction] = [LoadMicroBatch(0), ForwardPass(0), BackwardPass(0)]
             if microbatch == self.micro_batches - 1:
@@ -31,9 +27,5 @@ class DataParallelSchedule(PipeSchedule):
             yield commands
 
     def num_pipe_buffers(self) -> int:
-        """Give the number of buffers.
-
-        Returns:
-            1.
-        """
+        """1: each microbatch is finished before the next."""
         return 1

@@ -23,45 +23,18 @@ class GPipeSchedule(TimetableSchedule):
     """`"1f1b"` takes as long and holds no more, so this is never the better one."""
 
     def num_steps(self) -> int:
-        """Give the number of steps.
-
-        Returns:
-            `2(M + S - 1)`.
-        """
+        """`2(M + S - 1)`."""
         return 2 * (self.micro_batches + self.stages - 1)
 
     def forward_at(self, step: int) -> Action:
-        """Give what runs its forward at a step.
-
-        Args:
-            step: A step.
-
-        Returns:
-            Chunk and microbatch; a microbatch outside `[0, micro_batches)` means none.
-        """
+        """Microbatch `step - s`."""
         return 0, step - self.stage_id
 
     def backward_at(self, step: int) -> Action:
-        """Give what runs its backward at a step.
-
-        Args:
-            step: A step.
-
-        Returns:
-            Chunk and microbatch; a microbatch outside `[0, micro_batches)` means none.
-        """
+        """Microbatch `step - (M + S - 1) - (S - 1 - s)`."""
         first = (self.micro_batches + self.stages - 1) + (self.stages - 1 - self.stage_id)
         return 0, step - first
 
     def promised_s(self, forward_s: float, backward_s: float, weight_s: float) -> float:
-        """Give the closed form of the step time.
-
-        Args:
-            forward_s: Seconds of the forward of one microbatch through a whole stage.
-            backward_s: Seconds of its whole backward.
-            weight_s: Seconds of the weight gradient of that.
-
-        Returns:
-            `(M + S - 1)(F + B)`, in seconds.
-        """
+        """`(M + S - 1)(F + B)`."""
         return (self.micro_batches + self.stages - 1) * (forward_s + backward_s)

@@ -13,14 +13,14 @@ from ._instructions import (
     PipeInstruction,
     RecvActivation,
 )
-from ._stages import listed_steps, stage_schedules
+from ._stages import AnySchedule, listed_steps, stage_schedules
 
 Label = tuple[int | None, int | None]
 """A chunk and a microbatch, where known."""
 
 
 def format_grid(
-    schedule: type[PipeSchedule] | Sequence[PipeSchedule],
+    schedule: AnySchedule,
     num_microbatches: int | None = None,
     num_stages: int | None = None,
     *,
@@ -35,9 +35,9 @@ def format_grid(
     the part of the model, counted from the input: `5F3+2B1`. The schedule need not be sound.
 
     Args:
-        schedule: A schedule class, or the objects of all stages in order.
-        num_microbatches: Microbatches in a batch; needed with a class.
-        num_stages: Pipeline stages; needed with a class.
+        schedule: A name, a schedule class, the object of one stage, or the objects of all stages in order.
+        num_microbatches: Microbatches in a batch; needed with a name or class.
+        num_stages: Pipeline stages; needed with a name or class.
         max_width: Characters a line may have; steps in the middle, or far from `mark`, are left out. Default: all.
         max_rows: Stages to show; those in the middle, or far from `mark`, are left out. Default: all.
         mark: Stage and step of a cell to put in brackets; one outside the grid is passed over.

@@ -20,11 +20,7 @@ class InferenceSchedule(PipeSchedule):
     """
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
-        """Yield the instructions of each of the `M + S - 1` steps.
-
-        Returns:
-            An iterator of instruction lists.
-        """
+        """Yield the instructions of each of the `M + S - 1` steps."""
         for step in range(self.micro_batches + self.stages - 1):
             microbatch = step - self.stage_id
             here = (step + self.stage_id) % 2
@@ -46,9 +42,5 @@ class InferenceSchedule(PipeSchedule):
             yield commands
 
     def num_pipe_buffers(self) -> int:
-        """Give the number of buffers.
-
-        Returns:
-            2: one to work on, one to send from.
-        """
+        """2: one to work on, one to send from."""
         return 2

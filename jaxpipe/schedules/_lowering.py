@@ -2,16 +2,16 @@
 
 from collections.abc import Sequence
 
-from ._base import PipeSchedule
 from ._check import CheckedSchedule, checked_schedule
+from ._placement import ChunkLocation, Placement
 from ._program import Actions, Buffers, Row, Table, Tables, TickProgram, TransferBuffers, Transfers, map_fields
 from ._runs import tick_runs
 from ._slots import Slots, assign_slots
-from ._stages import Location, Placement
+from ._stages import AnySchedule
 
 
 def lower_schedule(
-    schedule: type[PipeSchedule] | Sequence[PipeSchedule],
+    schedule: AnySchedule,
     num_microbatches: int | None = None,
     num_stages: int | None = None,
     *,
@@ -24,9 +24,9 @@ def lower_schedule(
     the forward to the end of the backward (the weight gradient, if it is split).
 
     Args:
-        schedule: A schedule class, or the objects of all stages in order.
-        num_microbatches: Microbatches in a batch; needed with a class.
-        num_stages: Pipeline stages; needed with a class.
+        schedule: A name, a schedule class, the object of one stage, or the objects of all stages in order.
+        num_microbatches: Microbatches in a batch; needed with a name or class.
+        num_stages: Pipeline stages; needed with a name or class.
         training: False for a schedule of forwards only.
 
     Returns:
@@ -61,7 +61,7 @@ def lower_schedule(
         num_chunks=one.num_chunks,
         num_ticks=checked.stages[0].num_steps,
         training=training,
-        placement=checked.placement.virtual,
+        placement=checked.placement,
         tables=tables,
         stage_depth=stage_depth,
         depth=depth,
@@ -124,7 +124,7 @@ class _StageTables:
         computed: Sequence[int],
         received: Sequence[int],
         sent: Sequence[int],
-        neighbours: tuple[Sequence[Location | None], Sequence[Location | None]],
+        neighbours: tuple[Sequence[ChunkLocation | None], Sequence[ChunkLocation | None]],
     ) -> tuple[Transfers[Row], TransferBuffers[Slots]]:
         """Slots and partners of what the actions of one kind take and give.
 

@@ -28,58 +28,23 @@ class OneFOneBVSchedule(TimetableSchedule):
     num_chunks: ClassVar[int] = 2
 
     def virtual_stage(self, stage: int, chunk: int) -> int:
-        """Place the chunks: the first downwards, the second upwards.
-
-        Args:
-            stage: A stage, in `[0, num_stages)`.
-            chunk: 0 or 1.
-
-        Returns:
-            `s` or `2S - 1 - s`.
-        """
+        """`s` for the first chunk, `2S - 1 - s` for the second."""
         return stage if chunk == 0 else 2 * self.stages - 1 - stage
 
     def num_steps(self) -> int:
-        """Give the number of steps.
-
-        Returns:
-            `2M + 4S - 3`.
-        """
+        """`2M + 4S - 3`."""
         return 2 * self.micro_batches + 4 * self.stages - 3
 
     def forward_at(self, step: int) -> Action:
-        """Give what runs its forward at a step.
-
-        Args:
-            step: A step.
-
-        Returns:
-            Chunk and microbatch; a microbatch outside `[0, micro_batches)` means none.
-        """
+        """Part p, `s` or `2S - 1 - s`, and microbatch m with `2m + p = step`."""
         return self._due(step, direction=1)
 
     def backward_at(self, step: int) -> Action:
-        """Give what runs its backward at a step.
-
-        Args:
-            step: A step.
-
-        Returns:
-            Chunk and microbatch; a microbatch outside `[0, micro_batches)` means none.
-        """
+        """Part p, `s` or `2S - 1 - s`, and microbatch m with `2m + 4S - 2 - p = step`."""
         return self._due(step - (4 * self.stages - 2), direction=-1)
 
     def promised_s(self, forward_s: float, backward_s: float, weight_s: float) -> float:
-        """Give the closed form of the step time.
-
-        Args:
-            forward_s: Seconds of the forward of one microbatch through a whole stage.
-            backward_s: Seconds of its whole backward.
-            weight_s: Seconds of the weight gradient of that.
-
-        Returns:
-            `(M + S - 1)(F + B)`, in seconds.
-        """
+        """`(M + S - 1)(F + B)`."""
         return (self.micro_batches + self.stages - 1) * (forward_s + backward_s)
 
     def _due(self, since: int, *, direction: int) -> Action:

@@ -4,6 +4,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
+from ._placement import Placement
+
 T = TypeVar("T")
 
 Row = tuple[int, ...]
@@ -187,7 +189,7 @@ class TickProgram:
         num_chunks: Chunks a stage.
         num_ticks: Length of the program.
         training: Whether it has backwards.
-        placement: `placement[stage][chunk]`: the chunk's place in the model, counted from the input.
+        placement: Where the chunks lie.
         tables: The tables.
         stage_depth: The slots of each buffer that each stage needs.
         depth: The slots that every device must hold: the maximum over stages.
@@ -205,7 +207,7 @@ class TickProgram:
     num_chunks: int
     num_ticks: int
     training: bool
-    placement: tuple[tuple[int, ...], ...]
+    placement: Placement
     tables: Tables[Table]
     stage_depth: Buffers[Row]
     depth: Buffers[int]

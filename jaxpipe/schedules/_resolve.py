@@ -52,7 +52,7 @@ def resolve_schedule(
         >>> resolve_schedule("interleaved", num_chunks=4).num_chunks
         4
     """
-    kind = _named(schedule) if isinstance(schedule, str) else concrete_schedule(schedule)
+    kind = _named(schedule) if isinstance(schedule, str) else _concrete(schedule)
     changes: dict[str, int] = {}
     if num_chunks is not None and num_chunks != kind.num_chunks:
         changes["num_chunks"] = _chunks_of(kind, num_chunks)
@@ -112,18 +112,7 @@ def _named(name: str) -> type[PipeSchedule]:
     )
 
 
-def concrete_schedule(schedule: object) -> type[PipeSchedule]:
-    """Make sure that something is a schedule class that can be instantiated.
-
-    Args:
-        schedule: Anything.
-
-    Returns:
-        The same object.
-
-    Raises:
-        ScheduleError: It is not a `PipeSchedule` subclass, or one that leaves out methods.
-    """
+def _concrete(schedule: object) -> type[PipeSchedule]:
     if not (isinstance(schedule, type) and issubclass(schedule, PipeSchedule)):
         raise ScheduleError(
             f"A schedule must be a name or a PipeSchedule subclass, but got schedule={schedule!r}. "

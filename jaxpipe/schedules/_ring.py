@@ -15,11 +15,7 @@ class RingTimetable(TimetableSchedule):
     """
 
     def num_steps(self) -> int:
-        """Give the number of steps.
-
-        Returns:
-            `R(M - 1) + 2V - 1`.
-        """
+        """`R(M - 1) + 2V - 1`."""
         return self.num_slots() + self.num_chunks * self.stages + self.stages - 2
 
     def num_slots(self) -> int:
@@ -32,40 +28,17 @@ class RingTimetable(TimetableSchedule):
         return (group + 1) * self.stages * self.num_chunks - self.stages + place + 1
 
     def forward_at(self, step: int) -> Action:
-        """Give what runs its forward at a step.
-
-        Args:
-            step: A step.
-
-        Returns:
-            Chunk and microbatch; a microbatch outside `[0, micro_batches)` means none.
-        """
+        """Chunk c and microbatch m with `R(m) + cS + s = step`."""
         return self._turn(step - self.stage_id)
 
     def backward_at(self, step: int) -> Action:
-        """Give what runs its backward at a step.
-
-        Args:
-            step: A step.
-
-        Returns:
-            Chunk and microbatch; a microbatch outside `[0, micro_batches)` means none.
-        """
+        """Chunk c and microbatch m with `R(m) + 2(V - 1) - (cS + s) = step`."""
         parts = self.num_chunks * self.stages
         chunk, microbatch = self._turn(step - (parts + self.stages - 2 - self.stage_id))
         return self.num_chunks - 1 - chunk, microbatch
 
     def promised_s(self, forward_s: float, backward_s: float, weight_s: float) -> float:
-        """Give the closed form of the step time.
-
-        Args:
-            forward_s: Seconds of the forward of one microbatch through a whole stage.
-            backward_s: Seconds of its whole backward.
-            weight_s: Seconds of the weight gradient of that.
-
-        Returns:
-            `(num_slots() + S - 1)(F + B)/v`, in seconds.
-        """
+        """`(num_slots() + S - 1)(F + B)/v`."""
         return (self.num_slots() + self.stages - 1) * (forward_s + backward_s) / self.num_chunks
 
     def _turn(self, slot: int) -> Action:

@@ -1,52 +1,75 @@
-"""The schedules of all stages together, and where their chunks lie in the model."""
+"""The schedules of all stages, from any form in which a schedule may be given."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from itertools import islice
+from typing import cast
 
-from jaxpipe.errors import ScheduleError
+from jaxpipe.errors import ScheduleError, shown
 
 from ._base import PipeSchedule
 from ._instructions import PipeInstruction
-from ._resolve import concrete_schedule
+from ._resolve import resolve_schedule
 
-Location = tuple[int, int]
-"""Location of a virtual stage: `(stage, chunk)`."""
+AnySchedule = str | type[PipeSchedule] | PipeSchedule | Sequence[PipeSchedule]
+"""A schedule by its name, its class, the object of one of its stages, or those of all stages."""
 
 
 def stage_schedules(
-    schedule: type[PipeSchedule] | Sequence[PipeSchedule],
-    num_microbatches: int | None = None,
-    num_stages: int | None = None,
+    schedule: AnySchedule, num_microbatches: int | None = None, num_stages: int | None = None
 ) -> tuple[PipeSchedule, ...]:
     """Give one schedule object a stage, all of one batch.
 
     Args:
-        schedule: A schedule class, or the objects of all stages in order.
-        num_microbatches: Microbatches in a batch; needed with a class.
-        num_stages: Pipeline stages; needed with a class.
+        schedule: A name, a schedule class, the object of one stage, or the objects of all stages in order.
+        num_microbatches: Microbatches in a batch; needed with a name or class.
+        num_stages: Pipeline stages; needed with a name or class.
 
     Returns:
         The objects, stage 0 first.
 
     Raises:
-        ScheduleError: A class without the sizes, a size out of range, or objects that do not belong together.
+        ScheduleError: A name or class without the sizes, a size out of range, objects that do not belong together, or
+            something that is no schedule.
     """
-    if isinstance(schedule, type):
-        kind = concrete_schedule(schedule)
+    if isinstance(schedule, PipeSchedule):
+        schedules = _of_all_stages(type(schedule), schedule.micro_batches, schedule.stages)
+    elif isinstance(schedule, (str, type)):
+        kind = resolve_schedule(schedule)
         if num_microbatches is None or num_stages is None:
             raise ScheduleError(
                 f"A schedule class must come with its sizes, but got num_microbatches={num_microbatches}, "
                 f"num_stages={num_stages}. Pass both, or pass the schedule object of every stage."
             )
-        first = kind(num_microbatches, num_stages, 0)
-        schedules = (first, *(kind(num_microbatches, num_stages, stage) for stage in range(1, first.stages)))
+        schedules = _of_all_stages(kind, num_microbatches, num_stages)
     else:
-        schedules = tuple(schedule)
-    if not schedules:
-        raise ScheduleError("A schedule must have at least one stage, but got stages=0. Pass one object a stage.")
+        schedules = _listed_objects(schedule)
     _require_alike(schedules, num_microbatches, num_stages)
     return schedules
+
+
+def _of_all_stages(kind: type[PipeSchedule], num_microbatches: int, num_stages: int) -> tuple[PipeSchedule, ...]:
+    # The first object refuses sizes that are no numbers; the others are counted by what it made of them.
+    first = kind(num_microbatches, num_stages, 0)
+    return (first, *(kind(num_microbatches, num_stages, stage) for stage in range(1, first.stages)))
+
+
+def _listed_objects(schedule: object) -> tuple[PipeSchedule, ...]:
+    if not isinstance(schedule, Iterable):
+        raise ScheduleError(
+            "A schedule must be a name, a PipeSchedule subclass, the object of one stage or those of all stages, but "
+            f"got schedule={shown(schedule)}. Pass a name such as '1f1b'."
+        )
+    listed = tuple(cast("Iterable[object]", schedule))
+    if not listed:
+        raise ScheduleError("A schedule must have at least one stage, but got stages=0. Pass one object a stage.")
+    objects = tuple(one for one in listed if isinstance(one, PipeSchedule))
+    if len(objects) < len(listed):
+        stage, wrong = next((at, one) for at, one in enumerate(listed) if not isinstance(one, PipeSchedule))
+        raise ScheduleError(
+            f"A schedule in a list must be the PipeSchedule object of a stage, but got schedule[{stage}]="
+            f"{shown(wrong)}. Build it with micro_batches, stages and stage_id={stage}, or pass a name alone."
+        )
+    return objects
 
 
 def listed_steps(schedule: PipeSchedule) -> list[Sequence[PipeInstruction]]:
@@ -91,82 +114,3 @@ def _require_alike(schedules: tuple[PipeSchedule, ...], num_microbatches: int | 
         raise ScheduleError(
             f"There must be one schedule a stage, but got {len(schedules)} for stages={stages}. Pass all {stages}."
         )
-
-
-@dataclass(frozen=True)
-class Placement:
-    """Assignment of virtual stages to the chunks of the stages.
-
-    Attributes:
-        num_stages: Pipeline stages.
-        num_chunks: Chunks a stage.
-        virtual: `virtual[stage][chunk]`: the virtual stage that the chunk is, counted from the input.
-        locations: `locations[virtual]`: the stage and chunk that a virtual stage is.
-    """
-
-    num_stages: int
-    num_chunks: int
-    virtual: tuple[tuple[int, ...], ...]
-    locations: tuple[Location, ...]
-
-    def before(self, stage: int, chunk: int) -> Location | None:
-        """Give the stage and chunk that feed a chunk.
-
-        Args:
-            stage: A stage.
-            chunk: A chunk of it.
-
-        Returns:
-            Its predecessor in the model, or None for the first.
-        """
-        virtual = self.virtual[stage][chunk]
-        return self.locations[virtual - 1] if virtual > 0 else None
-
-    def after(self, stage: int, chunk: int) -> Location | None:
-        """Give the stage and chunk that a chunk feeds.
-
-        Args:
-            stage: A stage.
-            chunk: A chunk of it.
-
-        Returns:
-            Its successor in the model, or None for the last.
-        """
-        virtual = self.virtual[stage][chunk]
-        return self.locations[virtual + 1] if virtual + 1 < len(self.locations) else None
-
-
-def placement_of(schedules: Sequence[PipeSchedule]) -> Placement:
-    """Read the placement of a schedule's chunks.
-
-    Args:
-        schedules: The schedule object of every stage.
-
-    Returns:
-        The placement.
-
-    Raises:
-        ScheduleError: Two chunks share a place, a place lies outside the model, or two parts that follow each other
-            lie on stages that are not neighbours on the ring of stages.
-    """
-    one = schedules[0]
-    stages, chunks = one.stages, one.num_chunks
-    virtual = tuple(tuple(one.virtual_stage(stage, chunk) for chunk in range(chunks)) for stage in range(stages))
-    locations: dict[int, Location] = {}
-    for stage, row in enumerate(virtual):
-        for chunk, index in enumerate(row):
-            if index not in range(stages * chunks) or index in locations:
-                raise ScheduleError(
-                    f"virtual_stage must give every chunk a place of its own in [0, {stages * chunks}), but got "
-                    f"virtual_stage(stage={stage}, chunk={chunk})={index}. Return each place exactly once."
-                )
-            locations[index] = (stage, chunk)
-    for index in range(1, stages * chunks):
-        source, target = locations[index - 1][0], locations[index][0]
-        if (target - source) % stages not in (0, 1, stages - 1):
-            raise ScheduleError(
-                f"Parts of the model that follow each other must lie on one stage or on neighbours, but got "
-                f"virtual stage {index - 1} on stage={source} and {index} on stage={target}. "
-                "Change virtual_stage so that each hop is at most one stage."
-            )
-    return Placement(stages, chunks, virtual, tuple(locations[index] for index in range(stages * chunks)))

@@ -98,11 +98,7 @@ class TimetableSchedule(PipeSchedule):
         return peak
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
-        """Yield the instructions of each step.
-
-        Returns:
-            An iterator of instruction lists.
-        """
+        """Yield the instructions of each step, as the times and the placement of the chunks require."""
         num_steps = self.num_steps()
         buffers = _Buffers(self.num_pipe_buffers(), named=self.num_chunks > 1)
         ends = self._ends()
@@ -144,9 +140,9 @@ class TimetableSchedule(PipeSchedule):
 
     def _ends(self) -> list["_Ends"]:
         chunks = range(self.num_chunks)
-        home = {self.virtual_stage(stage, chunk): stage for stage in range(self.stages) for chunk in chunks}
+        stage_of = {self.virtual_stage(stage, chunk): stage for stage in range(self.stages) for chunk in chunks}
         parts = [self.virtual_stage(self.stage_id, chunk) for chunk in chunks]
-        return [_Ends(self.stage_id, home.get(part - 1), home.get(part + 1)) for part in parts]
+        return [_Ends(self.stage_id, stage_of.get(part - 1), stage_of.get(part + 1)) for part in parts]
 
 
 class _Ends:

@@ -35,11 +35,7 @@ class TrainSchedule(PipeSchedule):
     """
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
-        """Yield the instructions of each of the `2(M + S - 1)` half ticks.
-
-        Returns:
-            An iterator of instruction lists.
-        """
+        """Yield the instructions of each of the `2(M + S - 1)` half ticks."""
         num_steps = 2 * (self.micro_batches + self.stages - 1)
         num_buffers = self.num_pipe_buffers()
         for step in range(num_steps):
@@ -52,11 +48,7 @@ class TrainSchedule(PipeSchedule):
             yield commands
 
     def num_pipe_buffers(self) -> int:
-        """Give the number of buffers: the microbatches in flight, at least two.
-
-        Returns:
-            `max(2, min(S - s, M))` on stage s.
-        """
+        """`max(2, min(S - s, M))`: the microbatches in flight, and at least two, as DeepSpeed has them."""
         return max(2, min(self.stages - self.stage_id, self.micro_batches))
 
     def _forward_at(self, step: int) -> int:

@@ -37,7 +37,8 @@ from ._instructions import (
     SendActivation,
     SendGrad,
 )
-from ._stages import Placement, listed_steps
+from ._placement import Placement
+from ._stages import listed_steps
 
 _OF_BACKWARD = (BackwardPass, BackwardInput, BackwardWeight, RecvGrad, SendGrad)
 

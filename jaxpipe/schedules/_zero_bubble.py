@@ -38,37 +38,19 @@ class ZeroBubbleSchedule(RingTimetable):
     split_backward: ClassVar[bool] = True
 
     def num_steps(self) -> int:
-        """Give the number of steps.
-
-        Returns:
-            Those of the forwards and input gradients, `R(M - 1) + 2V - 1`, and those for weight gradients alone.
-        """
+        """`R(M - 1) + 2V - 1` for forwards and input gradients, and those for weight gradients alone."""
         return len(self._filled()[0])
 
     def weight_at(self, step: int) -> Action:
-        """Give what runs the weight gradient of its backward at a step.
-
-        Args:
-            step: A step.
-
-        Returns:
-            Chunk and microbatch; a microbatch outside `[0, micro_batches)` means none.
-        """
+        """Chunk and microbatch of the backward that `fill_weights` completes at the step."""
         row = self._filled()[self.stage_id]
         unit = row[step] if step >= 0 else IDLE
         return NOTHING if unit == IDLE else self.backward_at(unit)
 
     def promised_s(self, forward_s: float, backward_s: float, weight_s: float) -> float:
-        """Give the closed form of the step time, which needs `W <= min(F, I)` and enough pending weight gradients.
+        """`M(F + B) + ((S - 1)(F + I) - hW)/v`, with `h = min(S - 1, v(M - S) + 1)` hidden weight gradients.
 
-        Args:
-            forward_s: Seconds of the forward of one microbatch through a whole stage, all its chunks.
-            backward_s: Seconds of its whole backward.
-            weight_s: Seconds of the weight gradient of that.
-
-        Returns:
-            `M(F + B) + ((S - 1)(F + I) - hW)/v`, in seconds, with `h = min(S - 1, v(M - S) + 1)` hidden weight
-            gradients.
+        It needs `W <= min(F, I)` and enough pending weight gradients.
         """
         chunks, micro_batches, stages = self.num_chunks, self.micro_batches, self.stages
         tick_s = forward_s + backward_s

@@ -9,8 +9,8 @@ from jaxpipe._typing import PyTree
 
 def sum_over(tree: PyTree, axes: str | tuple[str, ...]) -> PyTree:
     """`jax.lax.psum`, which over axes that are all one long is the values themselves."""
-    # Not only for brevity: where `stage` and `data` are both one long and other axes are not, XLA drops the manual region
-    # and then refuses its collectives (JAX 0.10: "must be in (partial) manual partitioning mode").
+    # Not only for brevity: where `stage` and `data` are both one long and other axes are not, XLA drops the manual
+    # region and then refuses its collectives (JAX 0.10: "must be in (partial) manual partitioning mode").
     return jax.lax.psum(tree, axes) if axes_length(axes) > 1 else tree
 
 

@@ -202,7 +202,6 @@ def mean_over_replicas(storage: Storage) -> Storage:
 
     Integers, which count calls, are the same on all replicas.
     """
-
     if axes_length("data") == 1:
         return storage
 

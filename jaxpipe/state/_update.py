@@ -12,13 +12,13 @@ from jaxpipe._typing import Path, PyTree
 from jaxpipe.layers import flatten_dict, join_path, unflatten_dict
 from jaxpipe.optim import (
     apply_update,
-    check_apart,
     check_leafwise,
+    check_separable,
     find_param,
+    is_uniform_over_stages,
     leaf_paths,
     state_struct,
     trace_optimizer,
-    updates_alike,
 )
 
 from ._layout import Layout, Storage
@@ -56,7 +56,7 @@ class Updater:
         is_apart = len(forms) > 1 or 0 < len(self._trunk_names) < len(params.struct)
         if is_apart:
             check_leafwise(trace)
-        is_uniform = len(forms) == 1 or updates_alike(
+        is_uniform = len(forms) == 1 or is_uniform_over_stages(
             trace, [{s.trunk[name]: name for name in self._trunk_names} for s in params.stages]
         )
         others, trunk = {}, {}
@@ -68,7 +68,7 @@ class Updater:
                 trunk[form] = _Group(shards, form, {name: paths[name] for name in self._trunk_names}, optimizer)
         if is_apart:
             groups = (*trunk.values(), *others.values())
-            check_apart(optimizer, trace, params.struct, [group.paths.values() for group in groups])
+            check_separable(optimizer, trace, params.struct, [group.paths.values() for group in groups])
         # By form the one whose program updates the group. The keys are part of the names of arrays in checkpoints.
         self._programs = {"trunk": [0] * len(forms) if is_uniform else list(forms), "own": list(forms)}
         self._groups = {"trunk": [trunk[form] for form in self._programs["trunk"]], "own": list(others.values())}

@@ -1,7 +1,7 @@
 """From a topology to JAX's mesh; the only file of this room that imports JAX."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -73,7 +73,8 @@ def make_pipeline_mesh(topology: ProcessTopology, devices: Sequence[Any] | None 
     if devices is None:
         check_devices()
         source = "jax.device_count()"
-        devices = sorted(jax.devices(), key=lambda device: device.process_index)
+        known = cast("list[Any]", jax.devices())  # pyright: ignore[reportUnknownMemberType]
+        devices = sorted(known, key=lambda device: device.process_index)
     else:
         source = "len(devices)"
         devices = list(devices)

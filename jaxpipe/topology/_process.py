@@ -37,7 +37,8 @@ class ProcessTopology:
     def __init__(self, axes: Sequence[str], dims: Sequence[int]) -> None:
         self.axes = _checked_axes(axes)
         self.dims = _checked_dims(self.axes, dims)
-        self.ProcessCoord: Any = namedtuple("ProcessCoord", self.axes)
+        # The axes are known only now, so their types cannot be.
+        self.ProcessCoord: Any = namedtuple("ProcessCoord", self.axes)  # pyright: ignore[reportUntypedNamedTuple]
         coords = product(*(range(dim) for dim in self.dims))
         self.mapping: dict[Any, int] = {self.ProcessCoord(*coord): rank for rank, coord in enumerate(coords)}
         self._coords = list(self.mapping)
@@ -255,7 +256,7 @@ def _checked_axes(axes: Sequence[str]) -> tuple[str, ...]:
         raise TopologyError(f"axes must be a list of names, but got axes={axes!r}. Use names such as ['pipe', 'data'].")
     names = tuple(axes)
     try:
-        namedtuple("ProcessCoord", names)
+        namedtuple("ProcessCoord", names)  # pyright: ignore[reportUntypedNamedTuple]
     except (TypeError, ValueError) as error:
         raise TopologyError(
             f"axes must be distinct identifiers, but got axes={list(names)}: {error}. "

@@ -392,16 +392,13 @@ def test_what_waits_in_host_memory_stays_on_the_device() -> None:
 @pytest.mark.parametrize("interval", [0, 1])
 @pytest.mark.parametrize("scan_trunk", [False, True], ids=["unrolled", "scanned"])
 def test_the_trunk_of_a_pipeline(scan_trunk: bool, interval: int) -> None:
-    trunk = (
-        Case(model="attention", stages=2, interval=interval, scan_trunk=scan_trunk, cut="trunk")
-        .pipeline()
-        ._stages.trunk
-    )
-    split = SplitBackward(trunk._residuals, trunk._struct)
-    names = names_of(trunk._struct)
+    case = Case(model="attention", stages=2, interval=interval, scan_trunk=scan_trunk, cut="trunk")
+    segment = case.pipeline()._stages.trunk._program
+    split = SplitBackward(segment.residuals, segment.struct)
+    names = names_of(segment.struct)
     assert {names[i].rpartition("/")[2] for i in split.deferred} == {"kernel"}
     assert {names[i].rpartition("/")[2] for i in split.immediate} == {"bias"}
-    weights = {leaf.shape for leaf in jax.tree.leaves(trunk._struct)}
+    weights = {leaf.shape for leaf in jax.tree.leaves(segment.struct)}
     assert not weights & {leaf.shape for leaf in split.pending}
 
 

@@ -79,7 +79,7 @@ def test_every_device_runs_its_own_row(schedule: str, skip_idle: bool) -> None:
     assert seen.tick.tolist() == [program.num_ticks] * STAGES
     assert (seen.microbatch - 1).tolist() == [list(row) for row in program.tables.forward.microbatch]
     expected = [
-        [program.placement[stage][chunk] if chunk >= 0 else -1 for chunk in row]
+        [program.placement.virtual[stage][chunk] if chunk >= 0 else -1 for chunk in row]
         for stage, row in enumerate(program.tables.forward.chunk)
     ]
     assert (seen.virtual_stage - 1).tolist() == expected

@@ -6,7 +6,8 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-from jaxpipe.optim._elementwise import is_elementwise
+from jaxpipe.errors import ConfigError
+from jaxpipe.optim import is_elementwise
 
 
 def structs(**shapes: tuple[int, ...]) -> dict[str, jax.ShapeDtypeStruct]:
@@ -57,6 +58,11 @@ NO = {
 @pytest.mark.parametrize("name", YES)
 def test_element_wise(name: str) -> None:
     assert is_elementwise(YES[name], WHOLE, PIECES)
+
+
+def test_an_optimizer_that_asks_for_more() -> None:
+    with pytest.raises(ConfigError, match=r"from gradients, state and parameters alone.*'value'.*\. Remove the tran"):
+        is_elementwise(optax.contrib.reduce_on_plateau(), WHOLE, PIECES)
 
 
 @pytest.mark.parametrize("name", NO)

@@ -15,7 +15,7 @@ from _tolerances import assert_close
 
 from jaxpipe import PipeDataParallelTopology, Pipeline, PipelineModule
 from jaxpipe.errors import ConfigError
-from jaxpipe.optim._leafwise import trace_optimizer, updates_alike
+from jaxpipe.optim import is_uniform_over_stages, trace_optimizer
 from jaxpipe.topology import make_pipeline_mesh
 
 
@@ -163,7 +163,7 @@ def test_stages_are_alike_where_the_optimiser_has_one_program_for_them(
         {("layers", f"{2 * s + i}_Dense", key): f"{i}/{key}" for i in range(2) for key in ("kernel", "bias")}
         for s in range(2)
     ]
-    assert updates_alike(trace_optimizer(optimizer, tree), stages) == expected
+    assert is_uniform_over_stages(trace_optimizer(optimizer, tree), stages) == expected
 
 
 def test_building_calls_the_optimiser_on_the_whole_and_on_each_group() -> None:

@@ -124,11 +124,12 @@ def test_complex_numbers_inside_layers(schedule: str, interval: int, scan_trunk:
 
 
 def test_the_gradient_of_a_complex_matrix_waits_for_the_second_half() -> None:
-    trunk = pipeline_of(module_of("complex", partition_method=[0, 3, 6]), "zero-bubble")._stages.trunk
-    assert trunk._split is not None
-    names = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(trunk._struct)]
-    assert {"kernel" in names[i] for i in trunk._split.deferred} == {True}
-    assert {x.dtype.name for x in trunk._split.pending} == {"complex64"}
+    segment = pipeline_of(module_of("complex", partition_method=[0, 3, 6]), "zero-bubble")._stages.trunk._program
+    split = segment.split
+    assert split is not None
+    names = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(segment.struct)]
+    assert {"kernel" in names[i] for i in split.deferred} == {True}
+    assert {x.dtype.name for x in split.pending} == {"complex64"}
 
 
 def test_the_norm_is_that_of_absolute_values() -> None:

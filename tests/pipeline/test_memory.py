@@ -71,7 +71,7 @@ def test_temporary_bytes_do_not_grow_with_microbatches(schedule: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("skip_idle", "interval"), [(False, 0), (True, 1), (False, 1)])
-def test_neither_with_masked_cells_nor_with_recompute(skip_idle: bool, interval: int) -> None:
+def test_neither_with_masked_actions_nor_with_recompute(skip_idle: bool, interval: int) -> None:
     kwargs = {"skip_idle": skip_idle, "interval": interval}
     few, many = (temporary_bytes(wide_pipeline(factor * STAGES, "1f1b", **kwargs)) for factor in (4, 16))
     assert abs(many / few - 1) <= MEMORY

@@ -72,6 +72,23 @@ def test_entries_that_do_not_fit(entry: Any, match: str) -> None:
         entry_struct(entry, 2, 2)
 
 
+def test_batches_by_name_and_plain_tuples_are_one_structure(pipeline: Pipeline) -> None:
+    given = np.zeros((3, 4, 3), np.int32)
+    placed = pipeline.place_batch((given, given))
+    assert (placed.inputs.shape, placed.labels.shape, placed.side) == (given.shape, given.shape, {})
+    lowered = [pipeline.evaluate.lower(pipeline.state_struct, batch) for batch in (placed, (given, given), [*placed])]
+    assert len({each.in_tree for each in lowered}) == 1
+
+
+@pytest.mark.parametrize("method", ["place_batch", "check_batch"])
+@pytest.mark.parametrize("num_parts", [1, 4])
+def test_batches_of_another_number_of_parts(pipeline: Pipeline, method: str, num_parts: int) -> None:
+    with pytest.raises(
+        DataError, match=rf"must be a tuple \(inputs, labels\).*got the batch = a tuple of {num_parts}\."
+    ):
+        getattr(pipeline, method)((np.zeros((3, 4, 3), np.int32),) * num_parts)
+
+
 def test_entries_are_described() -> None:
     inputs, labels, side = entry_struct((TOKENS, [TOKENS]), 2, 2)
     assert (inputs.shape, labels[0].dtype, side) == ((4, 3), np.int32, {})

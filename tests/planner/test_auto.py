@@ -116,7 +116,7 @@ def test_pending_weight_gradients_stay_within_what_is_set() -> None:
 
 
 @pytest.mark.parametrize(("asked", "expected"), [(None, True), (True, True), (False, False)])
-def test_idle_cells_are_treated_as_is_set(asked: bool | None, expected: bool) -> None:
+def test_idle_actions_are_treated_as_is_set(asked: bool | None, expected: bool) -> None:
     choice, settings = choose(model(), skip_idle=asked)
     assert {one.skip_idle for one in choice.candidates} == {expected}
     assert settings.skip_idle is expected

@@ -14,13 +14,12 @@ import pytest
 from _parallel import make_batch, make_module
 
 from jaxpipe import LayerSpec, PipeDataParallelTopology, PipelineModule
-from jaxpipe.executor._model_axis import trace_model_ranks
 from jaxpipe.layers import VocabEmbed, VocabHead, struct_of, vocab_cross_entropy
 from jaxpipe.partition import LayerCost, Profile, StageMemory
-from jaxpipe.planner import _costs
-from jaxpipe.planner._costs import layer_work
+from jaxpipe.planner import _costs, _profile
+from jaxpipe.planner._costs import layer_costs, layer_work
 from jaxpipe.planner._flops import count_work
-from jaxpipe.planner._profile import cut_module, estimate_layers, measure_layers, profile_of_text, text_of_profile
+from jaxpipe.planner._profile import counted_s, cut_module, measured_s, profile_layers
 from jaxpipe.topology import make_pipeline_mesh
 
 X = np.ones((2, 4), np.float32)
@@ -66,6 +65,8 @@ def _sleepers(*names: str, loss_fn: Any = _mse, method: str = "profile") -> Pipe
 
 
 MESH = make_pipeline_mesh(PipeDataParallelTopology(2, 1), jax.devices()[:2])
+MEASURED = functools.partial(measured_s, rounds=1)
+FLOPS = functools.partial(counted_s, flops_per_s=1.0, bytes_per_s=float("inf"))
 
 
 @pytest.mark.slow
@@ -89,14 +90,14 @@ def test_the_loss_counts_with_the_last_layer() -> None:
     module = _sleepers("q", "q", "q", loss_fn=_slow_loss)
     trace = module.trace(X)
     assert cut_module(module, trace, MESH, labels=X)[0] == (0, 2, 3)
-    without = measure_layers(module, trace, rounds=1)
-    assert without.layers[-1].forward_s < SLOW_S
+    without = layer_costs(module, trace, None, MEASURED)
+    assert without[-1].forward_s < SLOW_S
 
 
 def test_recompute_counts_with_the_backward() -> None:
     layers = [lambda x: jnp.sin(sleep_both_ways(SLOW_S, QUICK_S)(x))]
     module = PipelineModule(layers, 1, loss_fn=_mse, activation_checkpoint_interval=1)
-    (cost,) = measure_layers(module, module.trace(X), rounds=1).layers
+    (cost,) = layer_costs(module, module.trace(X), None, MEASURED)
     assert cost.backward_s >= SLOW_S + QUICK_S
     assert cost.residual_bytes == X.nbytes
     assert cost.recomputed_bytes > 0
@@ -126,27 +127,27 @@ def test_products_are_counted_and_scans_as_often_as_they_run() -> None:
     module = PipelineModule(layers, 2, loss_fn=_mse, partition_method="profile:flops")
     ids = np.zeros((32,), np.int32)
     trace = module.trace(ids)
-    profile = estimate_layers(module, trace, flops_per_s=1.0, bytes_per_s=float("inf"), split_backward=True)
+    costs = layer_costs(module, trace, None, FLOPS, split_backward=True)
     product = 2 * 32 * 16 * 16
-    forwards = [layer.forward_s for layer in profile.layers]
+    forwards = [layer.forward_s for layer in costs]
     assert forwards[0] < product / 100
     assert forwards[1:] == [product, 5 * product, 4 * product]
-    assert [layer.backward_s for layer in profile.layers[1:]] == [2 * f for f in forwards[1:]]
-    assert [layer.weight_s for layer in profile.layers[1:]] == forwards[1:]
-    assert profile.layers[0].weight_s == profile.layers[0].backward_s
+    assert [layer.backward_s for layer in costs[1:]] == [2 * f for f in forwards[1:]]
+    assert [layer.weight_s for layer in costs[1:]] == forwards[1:]
+    assert costs[0].weight_s == costs[0].backward_s
     parts, known = cut_module(module, trace, MESH)
     assert parts == (0, 3, 4)
     assert known is not None
     assert known.source == "estimated, 1e+14 FLOP/s and 1e+12 B/s"
-    assert cut_module(module.replace(), trace, MESH)[1] == known == estimate_layers(module, trace)
+    assert cut_module(module.replace(), trace, MESH)[1] == known == profile_layers(module, trace, MESH, None, "counts")
+    assert known.layers == layer_costs(module, trace, None, counted_s)
 
 
 def test_recompute_is_counted() -> None:
     module = PipelineModule([LayerSpec(nn.Sequential, [nn.Dense(8), nn.relu, nn.Dense(8)])], 1)
     x = np.ones((4, 8), np.float32)
     plain, again = (
-        estimate_layers(m, m.trace(x), flops_per_s=1.0, bytes_per_s=float("inf")).layers[0]
-        for m in (module, module.replace(activation_checkpoint_interval=1))
+        layer_costs(m, m.trace(x), None, FLOPS)[0] for m in (module, module.replace(activation_checkpoint_interval=1))
     )
     product = 2 * 4 * 8 * 8
     assert again.backward_s >= plain.backward_s + product
@@ -175,12 +176,11 @@ def test_work(function: Any, shapes: list[tuple[int, ...]], flops: int, num_byte
     assert count_work(function, *(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)) == (flops, num_bytes)
 
 
-@pytest.mark.parametrize("make", [measure_layers, estimate_layers], ids=["measured", "estimated"])
-def test_split_backward(make: Any) -> None:
+@pytest.mark.parametrize("seconds", [MEASURED, counted_s], ids=["measured", "estimated"])
+def test_split_backward(seconds: Any) -> None:
     module = PipelineModule([LayerSpec(nn.Dense, 16), jnp.tanh, LayerSpec(nn.Dense, 8)], 1, loss_fn=_mse)
     trace = module.trace(np.ones((4, 8), np.float32))
-    options = {"rounds": 1} if make is measure_layers else {}
-    costs = make(module, trace, labels=np.ones((4, 8), np.float32), split_backward=True, **options).layers
+    costs = layer_costs(module, trace, np.ones((4, 8), np.float32), seconds, split_backward=True)
     assert all(0 < cost.weight_s <= cost.backward_s for cost in (costs[0], costs[2]))
     assert costs[1].weight_s == 0
     assert [cost.pending_bytes for cost in costs] == [4 * 16 * 4, 0, 4 * 8 * 4]
@@ -191,13 +191,13 @@ def test_layers_split_over_a_model_axis_count_for_their_share() -> None:
     module = make_module("dropout", stages=2, model=2)
     inputs, labels, _ = make_batch()
     _, trace = trace_model_ranks(module, struct_of(inputs[0]), {}, 2)
-    profile = measure_layers(module, trace, labels=labels[0], rounds=1)
-    assert all(cost.forward_s > 0 and cost.backward_s > 0 for cost in profile.layers)
+    costs = layer_costs(module, trace, labels[0], MEASURED)
+    assert all(cost.forward_s > 0 and cost.backward_s > 0 for cost in costs)
 
 
-@pytest.mark.parametrize("make", [measure_layers, estimate_layers], ids=["measured", "estimated"])
+@pytest.mark.parametrize("seconds", [MEASURED, counted_s], ids=["measured", "estimated"])
 def test_layers_that_all_stages_share_count_their_share_of_parameters(
-    make: Any, monkeypatch: pytest.MonkeyPatch
+    seconds: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looked_at = []
     monkeypatch.setattr(_costs, "layer_work", lambda *args: looked_at.append(args[2]) or layer_work(*args))
@@ -206,15 +206,19 @@ def test_layers_that_all_stages_share_count_their_share_of_parameters(
         PipelineModule(layers, 2, loss_fn=functools.partial(vocab_cross_entropy, num_embeddings=32)),
         np.zeros((2, 4), np.int32),
     )
-    options = {"rounds": 1} if make is measure_layers else {}
-    costs = make(module, module.trace(tokens), labels=tokens, **options).layers
+    costs = layer_costs(module, module.trace(tokens), tokens, seconds)
     assert set(looked_at) == {1}
     assert [cost.num_params for cost in costs] == [32 * 8 // 2, 72, 72, 32 * 9 // 2]
     assert costs[0] == LayerCost(0.0, 0.0, num_params=128, is_everywhere=True)
     assert costs[3] == LayerCost(0.0, 0.0, num_params=144, is_everywhere=True)
 
 
-def test_numbers_keep_every_digit_on_their_way_to_other_processes() -> None:
+def test_numbers_keep_every_digit_on_their_way_to_other_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     costs = (LayerCost(0.1 + 0.2, 1 / 3, 1e-17, 5, 6, 7, True), LayerCost(0.0, 1e300))
-    profile = Profile(costs, "measured on x", 2, StageMemory((1,)))
-    assert profile_of_text(text_of_profile(profile)) == Profile(costs, "measured on x", 2)
+    module = PipelineModule([jnp.sin, jnp.cos], 2, activation_checkpoint_interval=2)
+    monkeypatch.setattr(_profile, "layer_costs", lambda *_, **__: costs)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(_profile, "run_on_all", lambda function, who: function())
+    monkeypatch.setattr(_profile, "gather_texts", lambda text: [text, "null"])
+    profile = profile_layers(module, module.trace(X), MESH, X, "times")
+    assert profile == Profile(costs, "measured on cpu", 2)

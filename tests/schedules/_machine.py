@@ -103,7 +103,7 @@ class Machine:
             assert self.at(transfers.write) == self.at(transfers.local_write) == -1
             return
         assert allowed
-        part = self.program.placement[self.stage][self.at(tables.forward.chunk)]
+        part = self.program.placement.virtual[self.stage][self.at(tables.forward.chunk)]
         taken = self.take(transfers, buffers.activations, unbuffered=self.program.unbuffered.activations.recv)
         assert taken == (None if part == 0 else ("act", part - 1, microbatch))
         assert self.at(tables.input_microbatch) == (microbatch if part == 0 else self.at(tables.input_microbatch))
@@ -122,7 +122,7 @@ class Machine:
             assert self.at(transfers.write) == self.at(transfers.local_write) == self.at(tables.pending_write) == -1
             return
         assert allowed
-        part = self.program.placement[self.stage][self.at(tables.backward.chunk)]
+        part = self.program.placement.virtual[self.stage][self.at(tables.backward.chunk)]
         taken = self.take(transfers, buffers.gradients, unbuffered=self.program.unbuffered.gradients.recv)
         assert taken == (None if part == self.last else ("grad", part + 1, microbatch))
         assert self.read(buffers.residuals, tables.residual_read) == ("residual", part, microbatch)
@@ -141,7 +141,7 @@ class Machine:
         if microbatch < 0:
             return
         assert allowed
-        part = self.program.placement[self.stage][self.at(tables.weight.chunk)]
+        part = self.program.placement.virtual[self.stage][self.at(tables.weight.chunk)]
         *pending, since = self.read(buffers.pending, tables.pending_read)
         assert tuple(pending) == ("pending", part, microbatch)
         assert not self.program.unbuffered.pending or since == self.tick

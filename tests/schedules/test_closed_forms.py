@@ -68,7 +68,7 @@ def test_half_ticks_pay_the_longer_action() -> None:
     assert closed_form("train", 32, 4, 1.0, 2.0) == makespan(program, 1.0, 2.0)
 
 
-def test_computed_idle_cells_cost_their_time() -> None:
+def test_computed_idle_actions_cost_their_time() -> None:
     program = lower_schedule(TrainSchedule, 16, 4)
     assert len(program.runs) == 3
     middle = program.runs[1]

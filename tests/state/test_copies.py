@@ -109,7 +109,7 @@ def test_batches(data: int) -> None:
     given = aligned(batch)
     placed = pipeline.place_batch(given)
     overwrite(given)
-    assert_equal(placed, batch)
+    assert_equal(tuple(placed), batch)
 
 
 def test_only_what_somebody_can_write_into_is_copied() -> None:

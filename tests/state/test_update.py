@@ -14,7 +14,7 @@ from _stages import make_mesh, on_devices, struct
 from jaxpipe import LayerSpec, PipelineModule
 from jaxpipe.executor import trace_model_ranks
 from jaxpipe.layers import flatten_dict, layer_signatures, unflatten_dict
-from jaxpipe.schedules import OneFOneBSchedule, placement_of
+from jaxpipe.schedules import OneFOneBSchedule, lower_schedule
 from jaxpipe.state import ModelParams, Updater, cut_stages
 from jaxpipe.state._zero import ByElements, ByLeaves, Replicated, ShardLayout
 
@@ -33,7 +33,7 @@ def model() -> Model:
     module = PipelineModule(layers, num_stages=2, loss_fn=lambda y, t: jnp.mean((y - t) ** 2))
     trace = trace_model_ranks(module, struct(1, 3), {}, 0)[1]
     cuts = cut_stages(layer_signatures(module.layers, trace), [0, 3, 6])
-    placement = placement_of([OneFOneBSchedule(2, 2, stage) for stage in range(2)])
+    placement = lower_schedule(OneFOneBSchedule, 2, 2).placement
     return Model(ModelParams(trace, cuts, placement), module.init(jax.random.key(0), jnp.ones((1, 3))))
 
 

@@ -1,0 +1,194 @@
+"""Segments: the prologue, the trunk or the epilogue of a virtual stage as one function, with its backward."""
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from jaxpipe._typing import PyTree
+from jaxpipe.autodiff import Residuals, SplitBackward, split_backward
+from jaxpipe.layers import flatten_dict
+from jaxpipe.state import Storage
+
+from ._blueprint import Blueprint
+from ._buffers import zeros_of
+from ._reported import ReportedValues
+from ._virtual_stage import VirtualStage
+
+
+class Segment:
+    """Layers of one virtual stage that run one after another.
+
+    Args:
+        blueprint: The model, cut.
+        virtual_stage: The virtual stage.
+        layers: Its layers in this segment, by virtual stage: others may run the same program.
+        scan: Run equal layers as one `lax.scan`, with their parameters stacked.
+        split: The schedule has split backwards.
+
+    Attributes:
+        stage: The stage of the virtual stage.
+        names: The layers' parameters.
+        aux: What the layers report.
+        num_reported: Length of the vector of values reported, that of the virtual stage with most.
+    """
+
+    def __init__(
+        self,
+        blueprint: Blueprint,
+        virtual_stage: int,
+        layers: Sequence[range],
+        *,
+        scan: bool = False,
+        split: bool = False,
+    ) -> None:
+        self._blueprint, self._scan, self._is_split = blueprint, scan, split
+        self.virtual_stage, self.layers = virtual_stage, layers[virtual_stage]
+        self._starts = [each.start for each in layers]
+        self.stage = blueprint.placement.locations[virtual_stage][0]
+        self._leaves = blueprint.params.stages[self.stage]
+        self.names = tuple(self._leaves.names_of(self.layers))
+        reported = [ReportedValues(blueprint.module.layers, blueprint.trace, each) for each in layers]
+        self.aux, self.num_reported = reported[virtual_stage], max(len(each.names) for each in reported)
+
+    @functools.cached_property
+    def struct(self) -> PyTree:
+        """Shapes and dtypes of the parameters as `run` takes them."""
+        layout = self._blueprint.params.layout
+        return jax.eval_shape(self.prepare, {name: layout.struct_of(self.stage, name) for name in self.names})
+
+    @property
+    def specs(self) -> PyTree:
+        """How these are sharded over automatic axes."""
+        known = self._blueprint.params.layout.specs
+        specs: dict[str, Any] = {name: known.get(name, P()) for name in self.names}
+        # Layers that are scanned are stacked along a new first dim, and have alike shardings.
+        return jax.tree.map(lambda spec: P(None, *spec), self._views(specs)[0]) if self._scan else specs
+
+    @functools.cached_property
+    def residuals(self) -> Residuals:
+        """Forward and backward in training."""
+        trace = self._blueprint.trace
+        collections = [trace.collections[i] for i in self.layers]
+        context = (jax.ShapeDtypeStruct((), jnp.int32), *self._blueprint.context, collections)
+        return Residuals(self._train, self.struct, trace.boundaries[self.layers.start], context)
+
+    @functools.cached_property
+    def split(self) -> SplitBackward | None:
+        """The backward in two, where the schedule asks for it."""
+        label = ", ".join(self._blueprint.module.layers[i].name for i in self.layers)
+        return split_backward(self.residuals, self.struct, label) if self._is_split else None
+
+    @property
+    def pending(self) -> list[jax.ShapeDtypeStruct]:
+        """Shapes and dtypes of what a split backward leaves for its weight gradient."""
+        return [] if self.split is None else self.split.pending
+
+    def take(self, storage: Storage) -> dict[str, jax.Array]:
+        """The parameters by name."""
+        return {name: self._blueprint.params.layout.get(self.stage, name, storage) for name in self.names}
+
+    def prepare(self, leaves: Mapping[str, jax.Array]) -> PyTree:
+        """The parameters as `run` takes them, from those by name."""
+        return jax.tree.map(lambda *xs: jnp.stack(xs), *self._views(leaves)) if self._scan else leaves
+
+    def by_name(self, grads: PyTree) -> Mapping[str, jax.Array]:
+        """Gradients by name, from those of what `prepare` gives."""
+        if not self._scan:
+            return grads
+        stacked = flatten_dict(grads)
+        paths = [(place, self._leaves.layers[i]) for place, i in enumerate(self.layers)]
+        return {name: stacked[path][place] for place, names in paths for path, name in names.items()}
+
+    def collections(self, storage: Storage) -> list[PyTree]:
+        """The collections of each layer."""
+        return self._blueprint.collections.views(self.stage, self.layers, storage)
+
+    def put(self, storage: Storage, new: Sequence[PyTree]) -> Storage:
+        """The stage's collections with those of the layers replaced."""
+        return self._blueprint.collections.put(self.stage, self.layers, storage, new)
+
+    def offset(self, at: VirtualStage) -> jax.Array:
+        """Distance of the layers' indices from those of a virtual stage that runs the same program."""
+        # Keys fold in a layer's index in the model, so that dropout is the same for any cut.
+        return jnp.asarray(self._starts, jnp.int32)[at.index] - self.layers.start
+
+    def run(self, params: PyTree, inputs: PyTree, context: tuple, *, train: bool) -> tuple[PyTree, Sequence[tuple]]:
+        """Run the layers.
+
+        Args:
+            params: Their parameters, prepared.
+            inputs: The input of the first one.
+            context: `(offset, key, side inputs, collections)`.
+            train: Whether they behave as in training.
+
+        Returns:
+            `(outputs, by layer its collections and what it reports)`.
+        """
+        module, (offset, key, side, collections) = self._blueprint.module, context
+        if not self._scan:
+            return module.run_layers(self.layers, self._views(params), train=train, offset=offset)(
+                inputs, key, side, collections
+            )
+        # Recompute works on groups of layers: the scan's body is a group, so that it is recomputed as one.
+        interval = module.activation_checkpoint_interval or 1
+        group = interval if len(self.layers) % interval == 0 else 1
+
+        def body(x: PyTree, xs: tuple[jax.Array, PyTree]) -> tuple[PyTree, None]:
+            start, views = xs
+            each = [jax.tree.map(lambda leaf, j=j: leaf[j], views) for j in range(group)]
+            run = module.run_layers(self.layers[:group], each, train=train, offset=offset + start)
+            return run(x, key, side, collections[:group])[0], None
+
+        starts = jnp.arange(0, len(self.layers), group, dtype=jnp.int32)
+        grouped = jax.tree.map(lambda leaf: leaf.reshape(-1, group, *leaf.shape[1:]), params)
+        return jax.lax.scan(body, inputs, (starts, grouped))[0], [({}, {}) for _ in self.layers]
+
+    def forward(self, params: PyTree, inputs: PyTree, context: tuple) -> tuple[PyTree, list[jax.Array], PyTree, Any]:
+        """Compute `(outputs, residuals, collections, values reported)` in training."""
+        (y, *_), (new, values), residuals = self.residuals.forward(params, inputs, context)
+        return y, residuals, new, values
+
+    def backward(
+        self,
+        params: PyTree,
+        residuals: list[jax.Array],
+        gradient: list[jax.Array],
+        reported_cotangent: jax.Array,
+        *,
+        split: bool,
+    ) -> tuple[PyTree, list[jax.Array], list[jax.Array]]:
+        """Compute `(gradients of parameters, gradients of inputs, what the weight gradient needs)`."""
+        # Losses that layers report are one more output, so that their gradients need no pass of their own.
+        cotangents = [*gradient, *([reported_cotangent] if self.aux.has_losses else [])]
+        if split and self.split is not None:
+            return self.split.backward_input(params, residuals, cotangents)
+        return *self.residuals.backward(params, residuals, cotangents), zeros_of(self.pending)
+
+    def backward_weight(self, params: PyTree, residuals: list[jax.Array], pending: list[jax.Array]) -> PyTree:
+        """Compute the gradients of parameters that a split backward has left."""
+        assert self.split is not None
+        return self.split.backward_weight(params, residuals, pending)
+
+    def off_trunk(self, grads: Mapping[str, jax.Array | None]) -> Storage:
+        """Gradients in the form in which those of a stage off the trunk are summed; zero where none is given."""
+        params = self._blueprint.params
+        layout, given = params.grad_layout, {name: grad for name, grad in grads.items() if grad is not None}
+        # Fresh zeros instead of the running sums: what is carried through a branch is copied in full in every tick.
+        common = {
+            name: given[name].astype(like.dtype) if name in given else jnp.zeros(like.shape, like.dtype)
+            for name, like in layout.stacked.items()
+            if name in params.stacked_off_trunk
+        }
+        return Storage(layout.pack_buffers(self.stage, given), common)
+
+    def _views(self, leaves: Mapping[str, jax.Array]) -> list[PyTree]:
+        return [self._leaves.view(i, leaves) for i in self.layers]
+
+    def _train(self, params: PyTree, inputs: PyTree, context: tuple) -> tuple[tuple, tuple[list[PyTree], jax.Array]]:
+        y, extras = self.run(params, inputs, context, train=True)
+        loss, values = self.aux.collect([reported for _, reported in extras], self.num_reported)
+        return (y, loss) if self.aux.has_losses else (y,), ([new for new, _ in extras], values)

@@ -1,0 +1,159 @@
+"""An optimiser on a tree of parameters: its state, one update, and the trace of both."""
+
+import contextlib
+from collections.abc import Callable, Collection, Hashable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import optax
+from jax.extend.core import ClosedJaxpr
+
+from jaxpipe._typing import Path, PyTree
+from jaxpipe.errors import ConfigError
+from jaxpipe.jaxpr import value_numbers
+
+
+@dataclass(frozen=True)
+class OptimizerTrace:
+    """An optimiser traced on the parameters of a model, or of a part of it.
+
+    Attributes:
+        init: Parameters to state.
+        update: Gradients, state and parameters to parameters and state.
+        params: The path of each parameter.
+        state: The path of each leaf of the state.
+    """
+
+    init: ClosedJaxpr
+    update: ClosedJaxpr
+    params: list[Path]
+    state: list[Path]
+
+    def state_dtypes(self) -> dict[Path, Any]:
+        """The dtype of every leaf of the state."""
+        return {path: aval.dtype for path, aval in zip(self.state, self.init.out_avals, strict=True)}
+
+    def number_results(
+        self, label: Callable[[str, Path], Hashable], table: dict[Hashable, int] | None = None
+    ) -> dict[tuple[str, Path], int]:
+        """Numbers of the first state and of one update, equal where they are the same expressions.
+
+        Args:
+            label: The label of an input by its kind, `"parameter"`, `"gradient"` or `"state"`, and path; inputs of one
+                label count as equal.
+            table: Expressions numbered so far, to compare with those of other traces.
+
+        Returns:
+            The number of each result by what it is, in the words of an error, and path.
+        """
+        table = {} if table is None else table
+        params, grads = ([label(kind, path) for path in self.params] for kind in ("parameter", "gradient"))
+        state = [label("state", path) for path in self.state]
+        first = value_numbers(self.init, params, table)
+        after = value_numbers(self.update, [*grads, *state, *params], table)
+        names = [
+            *(("first value of the state", path) for path in self.state),
+            *(("update of the parameter", path) for path in self.params),
+            *(("update of the state", path) for path in self.state),
+        ]
+        return dict(zip(names, (*first, *after), strict=True))
+
+
+def trace_optimizer(optimizer: optax.GradientTransformation, tree: PyTree, *, is_part: bool = False) -> OptimizerTrace:
+    """Trace an optimiser.
+
+    Args:
+        optimizer: The optimiser.
+        tree: The parameters, as shapes and dtypes, with the paths of the model.
+        is_part: True if these are a part of the model, whose whole tree the optimiser accepts.
+
+    Returns:
+        The trace.
+
+    Raises:
+        ConfigError: It asks for more than gradients, state and parameters, or fails with them; or it takes the whole
+            model's tree only.
+    """
+    with _refusing_parts() if is_part else contextlib.nullcontext():
+        init, state = jax.make_jaxpr(optimizer.init, return_shape=True)(tree)
+    with _refusing_parts() if is_part else _refusing_other_arguments():
+        update = jax.make_jaxpr(lambda g, s, p: apply_update(optimizer, g, s, p))(tree, state, tree)
+    return OptimizerTrace(init, update, leaf_paths(tree), leaf_paths(state))
+
+
+def state_struct(optimizer: optax.GradientTransformation, tree: PyTree) -> PyTree:
+    """Shapes and dtypes of an optimiser's state for a part of a model's parameters.
+
+    Args:
+        optimizer: The optimiser.
+        tree: The part, as shapes and dtypes, with the paths of the model.
+
+    Returns:
+        The state's shapes and dtypes.
+
+    Raises:
+        ConfigError: The optimiser takes the whole model's tree only.
+    """
+    with _refusing_parts():
+        return jax.eval_shape(optimizer.init, tree)
+
+
+def apply_update(
+    optimizer: optax.GradientTransformation, grads: PyTree, state: PyTree, params: PyTree
+) -> tuple[Any, Any]:
+    """One update, from gradients of some parameters and the state for them.
+
+    Returns:
+        `(parameters, state)`.
+    """
+    updates, state = optimizer.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
+
+
+def leaf_paths(tree: PyTree) -> list[Path]:
+    """The path of every leaf of a tree, as the names of its keys, attributes and indices."""
+    paths = [path for path, _ in jax.tree.leaves_with_path(tree)]
+    return [tuple(jax.tree_util.keystr((key,), simple=True) for key in path) for path in paths]
+
+
+def find_param(state_path: Path, known: Collection[Path]) -> tuple[int, int] | None:
+    """Begin and end of a parameter's path in that of a leaf of the state.
+
+    optax wraps trees of parameters in states of its own, so the path of a moment is that of its parameter between keys
+    of the optimiser's.
+    """
+    size = len(state_path)
+    runs = ((i, j) for i in range(size) for j in range(i + 1, size + 1) if state_path[i:j] in known)
+    return next(runs, None)
+
+
+@contextlib.contextmanager
+def _refusing_parts() -> Iterator[None]:
+    """Say of an optimiser that fails inside that it fails on a part of a model."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except (LookupError, TypeError, ValueError) as error:
+        first = str(error).partition("\n")[0]
+        raise ConfigError(
+            "the optimizer must accept any part of the parameters, as each device updates its own, but got one that "
+            f"fails with {type(error).__name__}: {first}. Give masks and labels as functions of a tree, not as trees."
+        ) from error
+
+
+@contextlib.contextmanager
+def _refusing_other_arguments() -> Iterator[None]:
+    """Say of an optimiser whose update fails inside that it asks for arguments which a step does not have."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        # What a chain asks for stands in no signature, as optax.chain takes any keyword, so it is called to find out.
+        first = str(error).partition("\n")[0]
+        raise ConfigError(
+            "the optimizer must update parameters from gradients, state and parameters alone, as a step of a pipeline "
+            f"hands it nothing else, but got one that fails with {type(error).__name__}: {first}. Remove the "
+            "transformation that asks for more; in place of optax.contrib.reduce_on_plateau use a learning-rate "
+            "schedule, or set the learning rate between steps with PipelineEngine.set_lr."
+        ) from error

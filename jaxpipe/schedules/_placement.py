@@ -1,0 +1,79 @@
+"""Where the chunks of a schedule lie in the model."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jaxpipe.errors import ScheduleError
+
+from ._base import PipeSchedule
+
+ChunkLocation = tuple[int, int]
+"""Location of a virtual stage: `(stage, chunk)`."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Assignment of virtual stages to the chunks of the stages.
+
+    Attributes:
+        num_stages: Pipeline stages.
+        num_chunks: Chunks a stage.
+        virtual: `virtual[stage][chunk]`: the virtual stage that the chunk is, counted from the input.
+        locations: `locations[virtual]`: the stage and chunk that a virtual stage is.
+    """
+
+    num_stages: int
+    num_chunks: int
+    virtual: tuple[tuple[int, ...], ...]
+    locations: tuple[ChunkLocation, ...]
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """The stage of each virtual stage."""
+        return tuple(stage for stage, _ in self.locations)
+
+    def before(self, stage: int, chunk: int) -> ChunkLocation | None:
+        """The stage and chunk whose output a chunk takes; None at the model's input."""
+        virtual = self.virtual[stage][chunk]
+        return self.locations[virtual - 1] if virtual > 0 else None
+
+    def after(self, stage: int, chunk: int) -> ChunkLocation | None:
+        """The stage and chunk that take a chunk's output; None at the model's output."""
+        virtual = self.virtual[stage][chunk]
+        return self.locations[virtual + 1] if virtual + 1 < len(self.locations) else None
+
+
+def placement_of(schedules: Sequence[PipeSchedule]) -> Placement:
+    """Read the placement of a schedule's chunks.
+
+    Args:
+        schedules: The schedule object of every stage.
+
+    Returns:
+        The placement.
+
+    Raises:
+        ScheduleError: Two chunks share a place, a place lies outside the model, or two parts that follow each other
+            lie on stages that are not neighbours on the ring of stages.
+    """
+    one = schedules[0]
+    stages, chunks = one.stages, one.num_chunks
+    virtual = tuple(tuple(one.virtual_stage(stage, chunk) for chunk in range(chunks)) for stage in range(stages))
+    locations: dict[int, ChunkLocation] = {}
+    for stage, row in enumerate(virtual):
+        for chunk, index in enumerate(row):
+            if index not in range(stages * chunks) or index in locations:
+                raise ScheduleError(
+                    f"virtual_stage must give every chunk a place of its own in [0, {stages * chunks}), but got "
+                    f"virtual_stage(stage={stage}, chunk={chunk})={index}. Return each place exactly once."
+                )
+            locations[index] = (stage, chunk)
+    for index in range(1, stages * chunks):
+        source, target = locations[index - 1][0], locations[index][0]
+        if (target - source) % stages not in (0, 1, stages - 1):
+            raise ScheduleError(
+                f"Parts of the model that follow each other must lie on one stage or on neighbours, but got "
+                f"virtual stage {index - 1} on stage={source} and {index} on stage={target}. "
+                "Change virtual_stage so that each hop is at most one stage."
+            )
+    return Placement(stages, chunks, virtual, tuple(locations[index] for index in range(stages * chunks)))
