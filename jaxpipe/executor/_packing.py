@@ -20,7 +20,8 @@ class Packing:
 
     Args:
         structs: Shapes and dtypes of each member.
-        specs: Sharding of each member's leaves over automatic axes. Members that differ in it travel whole.
+        specs: Sharding of each member's leaves over automatic axes, an empty spec where a member does not say. Where
+            members say different things their common form is whole. Without specs XLA chooses.
     """
 
     def __init__(self, structs: Sequence[PyTree], specs: Sequence[PyTree] = ()) -> None:
@@ -29,9 +30,10 @@ class Packing:
         self._treedefs = [jax.tree.structure(struct) for struct in structs]
         self.is_identity = len({self.describe(member) for member in range(len(structs))}) <= 1
         self._layout = Layout([] if self.is_identity else self._leaves, stack=False)
-        self._spec = jax.tree.map(lambda _: P(), self.struct)
-        if specs and self.is_identity:
-            self._spec = jax.tree.map(lambda first, *others: first if {*others} <= {first} else P(), *specs)
+        self._spec: PyTree = None
+        if specs:
+            alike = [*specs] if self.is_identity else [jax.tree.map(lambda _: P(), self.struct)]
+            self._spec = jax.tree.map(_common_spec, *alike)
 
     @property
     def struct(self) -> PyTree:
@@ -55,6 +57,8 @@ class Packing:
             tree: Arrays in the common form.
             num_lead: Number of dims before it, such as that of a ring's slots.
         """
+        if self._spec is None:
+            return tree
         return jax.tree.map(lambda x, spec: constrained(x, P(*[None] * num_lead, *spec)), tree, self._spec)
 
     def zeros(self) -> PyTree:
@@ -64,7 +68,7 @@ class Packing:
     def pack(self, member: int, tree: PyTree) -> PyTree:
         """Bring a member into the common form."""
         if self.is_identity:
-            return tree
+            return self.constrain(tree)
         return self._layout.pack_buffers(member, _by_number(jax.tree.leaves(tree)))
 
     def unpack(self, member: int, packed: PyTree) -> PyTree:
@@ -73,6 +77,11 @@ class Packing:
             return packed
         leaves = self._layout.unpack(member, Storage(packed))
         return jax.tree.unflatten(self._treedefs[member], list(leaves.values()))
+
+
+def _common_spec(*specs: P) -> P:
+    said = {spec for spec in specs if spec != P()}
+    return said.pop() if len(said) == 1 else P()
 
 
 def _by_number(leaves: Sequence[Any]) -> Mapping[str, Any]:

@@ -1,5 +1,6 @@
 """The computing of a stage's chunks, assembled from prologue, trunk, epilogue and vocabulary-parallel layers."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -8,7 +9,8 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpipe._typing import PyTree
 from jaxpipe.autodiff import differentiable
-from jaxpipe.layers import ModelTrace, PipelineModule, layer_signatures
+from jaxpipe.jaxpr import output_specs
+from jaxpipe.layers import ModelTrace, PipelineModule, cast_floats, layer_signatures
 from jaxpipe.state import (
     ModelCollections,
     ModelParams,
@@ -18,6 +20,7 @@ from jaxpipe.state import (
     find_vocab_layers,
     grad_accum_struct,
 )
+from jaxpipe.topology import automatic_axes
 
 from ._batch import Microbatch
 from ._blueprint import Blueprint
@@ -74,16 +77,19 @@ class Stage:
         self.ends, self.cuts = find_vocab_layers(module.layers, trace, cuts, module.num_stages)
         self.params = ModelParams(trace, self.cuts, placement, self.ends, dtype=dtype, grad_dtype=self._grad_dtype)
         self.collections = ModelCollections(module.layers, trace, self.cuts, placement)
-        outputs = [trace.boundaries[stop] for stop in (*boundaries[1:-1], self.cuts[-1].epilogue.start)]
+        stops = [*boundaries[1:-1], self.cuts[-1].epilogue.start]
         if self.ends.first:
-            outputs.append(trace.boundaries[self.ends.first.stop])
-        self.activations = Packing(outputs)
-        self.gradients = Packing([differentiable(x) for x in outputs])
+            stops.append(self.ends.first.stop)
+        outputs, specs = [trace.boundaries[stop] for stop in stops], boundary_specs(module, trace, stops)
+        self.activations = Packing(outputs, specs)
+        self.gradients = Packing([differentiable(x) for x in outputs], list(map(_differentiable_specs, outputs, specs)))
         context = (jax.eval_shape(lambda: jax.random.key(0)), dict(trace.side))
         blueprint = Blueprint(module, trace, signatures, self.cuts, placement, self.params, self.collections, context)
         self.trunk = Trunk(blueprint, scan=section.scan_trunk, join=not plan.skips, split=split)
-        trunk_inputs = [trace.boundaries[c.trunk.start] for c in self.cuts]
-        leaving = self.activations if self.trunk.is_empty else Packing(trunk_inputs)
+        starts = [cut.trunk.start for cut in self.cuts]
+        leaving = self.activations
+        if not self.trunk.is_empty:
+            leaving = Packing([trace.boundaries[start] for start in starts], boundary_specs(module, trace, starts))
         self.prologue = Prologue(blueprint, self.activations, leaving, split=split)
         self.epilogue = Epilogue(blueprint)
         self.vocab_input = VocabInput(blueprint, self.ends.first) if self.ends.first else None
@@ -269,3 +275,39 @@ class Stage:
         """Zeros in the form of the summed gradients of vocabulary-parallel layers."""
         zeros = self.params.grad_layout.zeros()
         return {name: zeros.stacked[name] for name in self.params.vocab_names}
+
+
+def boundary_specs(module: PipelineModule, trace: ModelTrace, stops: Sequence[int]) -> list[PyTree]:
+    """How what layers hand over is sharded over automatic axes: as the last layer before constrains its output.
+
+    What no layer constrains is whole, so that it is not sharded one way on one stage and another way on the next.
+
+    Args:
+        module: The model.
+        trace: Its shapes.
+        stops: For each boundary the number of layers before it.
+
+    Returns:
+        For each boundary a spec for every leaf.
+    """
+
+    def specs(stop: int) -> PyTree:
+        struct = trace.boundaries[stop]
+        if not stop or not automatic_axes(trace.mesh):
+            return jax.tree.map(lambda _: P(), struct)
+        index = stop - 1
+
+        def run(params: PyTree, inputs: PyTree, key: jax.Array, side: PyTree, collections: PyTree) -> PyTree:
+            return module.run_layers([index], [params], train=True)(inputs, key, side, [collections])[0]
+
+        params, key = cast_floats(trace.params[index], module.compute_dtype), jax.eval_shape(lambda: jax.random.key(0))
+        args = params, trace.boundaries[index], key, dict(trace.side), trace.collections[index]
+        return jax.tree.unflatten(jax.tree.structure(struct), output_specs(jax.make_jaxpr(run)(*args)))
+
+    known = {stop: specs(stop) for stop in set(stops)}
+    return [known[stop] for stop in stops]
+
+
+def _differentiable_specs(struct: PyTree, specs: PyTree) -> list[P]:
+    pairs = zip(jax.tree.leaves(struct), jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, P)), strict=True)
+    return [spec for leaf, spec in pairs if differentiable([leaf])]

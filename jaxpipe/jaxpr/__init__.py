@@ -14,6 +14,7 @@ from ._program import operands as operands
 from ._program import read as read
 from ._program import value_of as value_of
 from ._program import variables as variables
+from ._sharding import output_specs as output_specs
 from ._slice import Slice as Slice
 from ._slice import computed_by as computed_by
 from ._slice import effects_of as effects_of
@@ -34,6 +35,7 @@ __all__ = [
     "needed_for",
     "operands",
     "output_dependence",
+    "output_specs",
     "primitives",
     "program_key",
     "programs_inside",

@@ -14,7 +14,7 @@ import pytest
 from _parallel import make_batch, make_module
 
 from jaxpipe import LayerSpec, PipeDataParallelTopology, PipelineModule
-from jaxpipe.layers import VocabEmbed, VocabHead, struct_of, vocab_cross_entropy
+from jaxpipe.layers import VocabEmbed, VocabHead, vocab_cross_entropy
 from jaxpipe.partition import LayerCost, Profile, StageMemory
 from jaxpipe.planner import _costs, _profile
 from jaxpipe.planner._costs import layer_costs, layer_work
@@ -190,7 +190,7 @@ def test_split_backward(seconds: Any) -> None:
 def test_layers_split_over_a_model_axis_count_for_their_share() -> None:
     module = make_module("dropout", stages=2, model=2)
     inputs, labels, _ = make_batch()
-    _, trace = trace_model_ranks(module, struct_of(inputs[0]), {}, 2)
+    trace = module.trace(inputs[0], {}, make_pipeline_mesh(module.topology()).abstract_mesh)
     costs = layer_costs(module, trace, labels[0], MEASURED)
     assert all(cost.forward_s > 0 and cost.backward_s > 0 for cost in costs)
 
