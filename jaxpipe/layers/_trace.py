@@ -174,7 +174,8 @@ def trace_layers(  # noqa: PLR0913  # one setting each
     warned = set() if warned is None else warned
     used: set[str] = set()
     watched = watched_rules(rules, used)
-    trace = on_mesh(mesh, lambda: _trace_layers(layers, inputs, side or {}, mesh, watched, compute_dtype, warned))
+    trace, switches = on_mesh(mesh, lambda: _trace_layers(layers, inputs, side or {}, mesh, watched, compute_dtype))
+    _warn_of_switches(switches, warned)
     _warn_of_rules([name for name, axes in rules_on(mesh, rules) if axes and name not in used], warned)
     return dataclasses.replace(trace, rules=rules)
 
@@ -186,8 +187,7 @@ def _trace_layers(  # noqa: PLR0913  # one setting each
     mesh: AbstractMesh,
     rules: Rules,
     compute_dtype: Any,
-    warned: set[str],
-) -> ModelTrace:
+) -> tuple[ModelTrace, Mapping[str, Mapping[str, bool]]]:
     side_struct = cast_floats(_side_struct(side), compute_dtype)
     boundaries, all_params, all_paths = [cast_floats(struct_of(inputs), compute_dtype)], [], []
     all_collections, all_aux, all_places = [], [], []
@@ -224,8 +224,7 @@ def _trace_layers(  # noqa: PLR0913  # one setting each
         all_params.append(params)
         all_paths.append(paths)
         firsts.append(first)
-    _warn_of_switches({named.name: switches[firsts[named.index]] for named in layers}, warned)
-    return ModelTrace(
+    trace = ModelTrace(
         tuple(boundaries),
         tuple(all_params),
         tuple(all_paths),
@@ -235,6 +234,7 @@ def _trace_layers(  # noqa: PLR0913  # one setting each
         mesh=mesh,
         rules=rules,
     )
+    return trace, {named.name: switches[firsts[named.index]] for named in layers}
 
 
 def _side_struct(side: Mapping[str, PyTree]) -> dict[str, PyTree]:
@@ -378,10 +378,10 @@ class _Call:
             raise self._misfit(error, when) from error
 
     def _constraint_fault(self, error: Exception) -> LayerError:
-        axes = ", ".join(map(repr, automatic_axes(self.mesh))) or "none"
+        axes, what = ", ".join(map(repr, automatic_axes(self.mesh))) or "none", str(error).partition(". ")[0]
         return LayerError(
             f"layer {self.named.name} must name in its sharding constraints automatic axes of the mesh, of which it "
-            f"has {axes}, but got: {str(error).partition('. ')[0]}. Leave out 'stage' and 'data', and give the "
+            f"has {axes}, but got: {what.rstrip('.')}. Leave out 'stage' and 'data', and give the "
             "PipelineModule a topology with every other axis, such as "
             "PipeModelDataParallelTopology(num_pp, num_mp, num_dp) for 'model'."
         )
@@ -415,7 +415,7 @@ def _warn_of_rules(names: Sequence[str], warned: set[str]) -> None:
         warnings.warn(
             f"sharding_rules has rules for {', '.join(map(repr, found))}, but no weight and no constraint of a layer "
             "has such a logical name. Correct the name, or leave the rule out.",
-            stacklevel=5,
+            stacklevel=4,
         )
 
 
@@ -430,7 +430,7 @@ def _warn_of_switches(switches: Mapping[str, Mapping[str, bool]], warned: set[st
             "boolean arguments of the calls of these layers are at their defaults, with which training draws no random "
             f"numbers, or leaves collections as they are: {listed}. If they say whether this is training, write "
             f"{' or '.join(calls)}.",
-            stacklevel=8,
+            stacklevel=4,
         )
 
 
