@@ -4,8 +4,7 @@
 other axes are automatic: layers see whole arrays, and XLA splits them as weights' metadata and constraints say.
 """
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -14,7 +13,7 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from jaxpipe._typing import PyTree
 from jaxpipe.errors import LayerError
-from jaxpipe.topology import MANUAL_AXES
+from jaxpipe.topology import MANUAL_AXES, automatic_axes
 
 DATA = "data"
 NO_MESH = AbstractMesh((), ())
@@ -37,7 +36,7 @@ def is_unbound_axis(error: BaseException) -> bool:
 
 def one_device_mesh(axes: Sequence[str]) -> AbstractMesh:
     """A mesh of one place, with these automatic axes."""
-    return _auto_mesh({axis: 1 for axis in (*MANUAL_AXES, *axes)})
+    return _auto_mesh(dict.fromkeys((*MANUAL_AXES, *axes), 1))
 
 
 def on_mesh(mesh: AbstractMesh, trace: Callable[[], T]) -> T:
@@ -64,7 +63,8 @@ def on_mesh(mesh: AbstractMesh, trace: Callable[[], T]) -> T:
     mapped = jax.shard_map(
         run, mesh=mesh, in_specs=whole, out_specs=whole, axis_names=set(MANUAL_AXES), check_vma=False
     )
-    jax.eval_shape(mapped, jax.ShapeDtypeStruct((), jnp.float32))
+    with jax.sharding.use_abstract_mesh(NO_MESH):  # a user's own mesh may be around
+        jax.eval_shape(mapped, jax.ShapeDtypeStruct((), jnp.float32))
     return found[0]
 
 
@@ -81,6 +81,7 @@ def call_on_one(axes: Sequence[str], function: Callable[..., PyTree], *args: PyT
     Returns:
         What it returns.
     """
+    around = jax.sharding.get_abstract_mesh()
 
     def run(*args: PyTree) -> PyTree:
         try:
@@ -96,33 +97,30 @@ def call_on_one(axes: Sequence[str], function: Callable[..., PyTree], *args: PyT
         with jax.sharding.use_abstract_mesh(one_device_mesh(axes)):
             return run(*args)
 
-    if not axes or not jax.sharding.get_abstract_mesh().empty:
+    if not axes or around.manual_axes:
         return run(*args)
-    return jax.jit(run_on_mesh)(*args)  # a constraint on a concrete array would look for the mesh's devices
+    # Compiled, since a constraint on a concrete array would look for the mesh's devices.
+    return jax.jit(run_on_mesh if around.empty else run)(*args)
 
 
-@contextlib.contextmanager
-def while_made(names: Sequence[str]) -> Iterator[None]:
-    """Make variables: constraints may name any axis of the mesh around this code, also a manual one.
+def mesh_for_init(names: Sequence[str]) -> AbstractMesh:
+    """The mesh to trace the making of variables on, for code that `on_mesh` runs.
 
-    Flax applies the partition metadata of a new variable as a constraint at once.
+    Flax applies the partition metadata of a new variable as a constraint at once, so all axes are automatic there. A
+    mesh without automatic axes becomes none at all, where metadata means nothing.
 
     Args:
-        names: Further names that constraints may have.
+        names: Further names that metadata may have.
     """
     around = jax.sharding.get_abstract_mesh()
-    mesh = NO_MESH
-    if any(axis not in MANUAL_AXES for axis in around.axis_names):
-        mesh = _auto_mesh(dict.fromkeys(names, 1) | dict(around.shape))
-    with jax.sharding.use_abstract_mesh(mesh):
-        yield
+    return _auto_mesh(dict.fromkeys(names, 1) | dict(around.shape)) if automatic_axes(around) else NO_MESH
 
 
-def axis_fault(label: str, error: BaseException, automatic: Sequence[str]) -> LayerError:
+def axis_fault(subject: str, error: BaseException, automatic: Sequence[str]) -> LayerError:
     """What is told of a collective over an axis that is not manual.
 
     Args:
-        label: How errors name the layer.
+        subject: Who uses it, such as `layer 0_Block`.
         error: JAX's error.
         automatic: The mesh's automatic axes.
     """
@@ -130,22 +128,16 @@ def axis_fault(label: str, error: BaseException, automatic: Sequence[str]) -> La
     named = next((axis for axis in automatic if what.endswith(f" {axis}")), None)
     if named is not None:
         return LayerError(
-            f"layer {label} must use no collectives over the axis {named!r}, which XLA splits, but got: {what}. Say "
+            f"{subject} must use no collectives over the axis {named!r}, which XLA splits, but got: {what}. Say "
             f"with partition metadata and jax.lax.with_sharding_constraint what is split over {named!r}, or open "
             f"jax.shard_map(..., axis_names={{{named!r}}}) around the collective."
         )
-    others = f", or inside a jax.shard_map of its own over {_listed(automatic)}" if automatic else ""
     return LayerError(
-        f"layer {label} must use collectives over the axis 'data', the replicas{others}, but got: {what}. Name 'data' "
-        "to compute over the samples of all replicas, as nn.BatchNorm(axis_name='data') does, or name no axis, to "
-        "compute over each replica's own; add any other axis to the topology, such as "
-        "PipeModelDataParallelTopology(num_pp, num_mp, num_dp) for 'model'."
+        f"{subject} must use collectives over the axis 'data', the replicas, alone, but got: {what}. Name 'data' to "
+        "compute over the samples of all replicas, as nn.BatchNorm(axis_name='data') does, or name no axis, to compute "
+        "over each replica's own; over a further axis of the topology, open jax.shard_map(..., axis_names=...)."
     )
 
 
 def _auto_mesh(lengths: dict[str, int]) -> AbstractMesh:
     return AbstractMesh(tuple(lengths.values()), tuple(lengths), axis_types=(AxisType.Auto,) * len(lengths))
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(map(repr, names))

@@ -11,7 +11,7 @@ from jaxpipe._typing import Path, PyTree
 from jaxpipe.errors import LayerError
 from jaxpipe.topology import automatic_axes
 
-from ._axes import call_on_one, while_made
+from ._axes import call_on_one
 from ._build import NamedLayer
 from ._precision import init_inputs
 from ._sharding import rules_in_force, unbox
@@ -43,12 +43,14 @@ def init_layer(
     structs = (inputs, side, unflatten_dict(given))
 
     def make(inputs: PyTree, side: PyTree, given: PyTree) -> tuple[PyTree, PyTree]:
-        with while_made([name for name, _ in trace.rules]), rules_in_force(trace.rules):
+        with rules_in_force(trace.rules):
             _, params, collections = named.layer.init(key, inputs, side=side, given=given)
         return as_arrays(unbox(params)), as_arrays(unbox(collections))
 
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), structs)
-    return call_on_one(automatic_axes(trace.mesh), make, *zeros)
+    axes = automatic_axes(trace.mesh)
+    # Flax applies the metadata of a new variable as a constraint at once, with names that only rules may know.
+    return call_on_one((*axes, *(name for name, _ in trace.rules)) if axes else (), make, *zeros)
 
 
 def init_params(

@@ -70,7 +70,7 @@ class NNXLayer(Layer):
         try:
             on_mesh(one_device_mesh(()), lambda: self._structure)  # where a class may ask for the axis of the replicas
         except NameError as error:
-            raise (axis_fault(self.class_name, error, ()) if is_unbound_axis(error) else error) from error
+            raise (axis_fault(f"layer {self.class_name}", error, ()) if is_unbound_axis(error) else error) from error
 
     @property
     def holds_streams(self) -> bool:

@@ -12,7 +12,7 @@ from jaxpipe._typing import PyTree
 from jaxpipe.errors import JaxpipeError, LayerError
 
 from ._arguments import checked_loss
-from ._axes import call_on_one, one_device_mesh
+from ._axes import axis_fault, call_on_one, is_unbound_axis, one_device_mesh
 from ._build import NamedLayer
 from ._initial import init_layer, init_params, seeded_keys
 from ._precision import cast_floats
@@ -276,6 +276,8 @@ class SequentialModel:
         except (JaxpipeError, FloatingPointError):  # the latter is what jax_debug_nans looks for
             raise
         except Exception as error:
+            if is_unbound_axis(error):
+                raise axis_fault("loss_fn", error, self.automatic_axes) from error
             given = f"outputs {format_struct(struct_of(outputs))}, labels {format_struct(struct_of(labels))}"
             failure = f"{type(error).__name__} while tracing loss_fn with {given}: {str(error).rstrip('.')}"
             raise LayerError(

@@ -8,6 +8,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 from flax.core import meta
+from flax.linen import spmd
 from jax.sharding import AbstractMesh, PartitionSpec
 
 from jaxpipe._typing import Path, PyTree
@@ -57,10 +58,32 @@ def rules_on(mesh: AbstractMesh, rules: Rules) -> Rules:
 
     def kept(axes: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
         if isinstance(axes, tuple):
-            return tuple(axis for axis in axes if axis not in _PLACED) or None
-        return None if axes in _PLACED else axes
+            return tuple(axis for axis in axes if axis in automatic) or None
+        return axes if axes in automatic else None
 
     return tuple((name, kept(axes)) for name, axes in rules)
+
+
+def watched_rules(rules: Rules, used: set[str]) -> Rules:
+    """The rules; their names are added to `used` where Flax, or what reads metadata, finds them in a layer."""
+    return tuple((_WatchedName(name, used), axes) for name, axes in rules)
+
+
+class _WatchedName(str):
+    def __new__(cls, name: str, used: set[str]) -> "_WatchedName":
+        self = super().__new__(cls, name)
+        self._used = used
+        return self
+
+    _used: set[str]
+
+    def __eq__(self, other: object) -> bool:
+        is_same = str.__eq__(self, other) is True
+        if is_same:
+            self._used.add(str(self))
+        return is_same
+
+    __hash__ = str.__hash__
 
 
 def check_rules(mesh: AbstractMesh, rules: Rules) -> None:
@@ -69,9 +92,9 @@ def check_rules(mesh: AbstractMesh, rules: Rules) -> None:
     Raises:
         LayerError: There is one, and the mesh has automatic axes.
     """
-    for name, axes in rules_on(mesh, rules):
-        for axis in axes if isinstance(axes, tuple) else (axes,):
-            if axis is not None and axis not in mesh.axis_names:
+    for name, axes in rules if automatic_axes(mesh) else ():
+        for axis in _tuple(axes):
+            if axis not in mesh.axis_names and axis not in _PLACED:
                 raise LayerError(
                     f"sharding_rules must map to axes of the mesh, but got {(name, axes)!r} for a mesh with the axes "
                     f"{_listed(mesh.axis_names)}. Name {axis!r} in the topology, or map {name!r} to None."
@@ -140,38 +163,41 @@ def partition_specs(label: str, tree: PyTree, mesh: AbstractMesh, rules: Rules) 
 
 
 def _resolve(label: str, path: Path, leaf: Any, mesh: AbstractMesh, rules: Rules) -> PartitionSpec:
-    names = tuple(leaf.get_partition_spec())
+    """A variable's metadata in the mesh's automatic axes, by Flax's meaning of rules."""
+    entries, ndim = tuple(leaf.get_partition_spec()), len(unbox(leaf).shape)
     is_logical = isinstance(leaf, nn.LogicallyPartitioned)
-    own = rules_on(mesh, checked_rules(leaf.rules)) if is_logical and leaf.rules else rules_on(mesh, rules)
-    ruled = {name for name, _ in own}
-    each = [name for entry in names for name in _tuple(entry)]
-    if len(set(each)) < len(each):
-        raise _twice(label, path, next(name for name in each if each.count(name) > 1), leaf)
-    unknown = [name for name in each if name not in ruled and name not in mesh.axis_names and name not in _PLACED]
+    if is_logical and leaf.rules:
+        rules = checked_rules(leaf.rules)
+        check_rules(mesh, rules)
+    rules = rules_on(mesh, rules)
+    ruled = {str(name) for name, _ in rules}
+    names = [name for entry in entries for name in _tuple(entry)]
+    unknown = [name for name in names if name not in (*ruled, *mesh.axis_names, *_PLACED)]
     if unknown and not is_logical:
         raise LayerError(
             f"{'.'.join(path)!r} of layer {label} must be sharded over axes of the mesh, but got {unknown[0]!r} in its "
-            f"partition metadata {names} for a mesh with the axes {_listed(mesh.axis_names)}. Name the axis in the "
+            f"partition metadata {entries} for a mesh with the axes {_listed(mesh.axis_names)}. Name the axis in the "
             f"topology, or map the name to one: sharding_rules=(({unknown[0]!r}, None),)."
         )
-    # A mesh axis stands for itself where no rule says otherwise; the other names mean None, as in Flax.
-    themselves = tuple((name, name) for name in automatic_axes(mesh) if name not in ruled)
-    first = dict(reversed((*own, *themselves)))
-    flat = nn.logical_to_mesh_axes(tuple(x if isinstance(x, str) else None for x in names), (*own, *themselves))
-    entries = []
-    for entry, axes in zip(names, flat or (), strict=True):
-        over = tuple(a for name in entry for a in _tuple(first.get(name))) if isinstance(entry, tuple) else _tuple(axes)
-        entries.append(over if len(over) > 1 else over[0] if over else None)
-    used = [axis for entry in entries for axis in _tuple(entry)]
-    if len(set(used)) < len(used):
-        raise _twice(label, path, next(axis for axis in used if used.count(axis) > 1), leaf)
-    ndim = len(unbox(leaf).shape)
     if len(entries) > ndim:
         raise LayerError(
             f"{'.'.join(path)!r} of layer {label} must have a name for each of its {ndim} dims in its partition "
-            f"metadata, but got {names}. Leave out what is too much."
+            f"metadata, but got {entries}. Leave out what is too much."
         )
-    return PartitionSpec(*entries, *(None,) * (ndim - len(entries)))
+    if len(set(names)) < len(names):
+        raise _twice(label, path, next(name for name in names if names.count(name) > 1), leaf)
+    # A mesh axis stands for itself where no rule says otherwise; other logical names mean None.
+    full = (*rules, *((name, name) for name in automatic_axes(mesh) if name not in ruled))
+    alone = spmd.logical_to_mesh(PartitionSpec(*(x if isinstance(x, str) else None for x in entries)), full)
+    spec: list[Any] = [None] * ndim
+    for dim, (entry, axes) in enumerate(zip(entries, map(_tuple, alone), strict=True)):
+        if isinstance(entry, tuple):
+            axes = tuple(a for name in entry for a in _tuple(spmd.logical_to_mesh(PartitionSpec(name), full)[0]))
+        spec[dim] = axes if len(axes) > 1 else axes[0] if axes else None
+    used = [axis for axes in spec for axis in _tuple(axes)]
+    if len(set(used)) < len(used):
+        raise _twice(label, path, next(axis for axis in used if used.count(axis) > 1), leaf)
+    return PartitionSpec(*spec)
 
 
 def _check_divides(label: str, path: Path, leaf: Any, spec: PartitionSpec, mesh: AbstractMesh) -> None:

@@ -1,6 +1,7 @@
 """The shapes of a model, found by abstract evaluation, layer by layer."""
 
 import contextlib
+import dataclasses
 import functools
 import math
 import warnings
@@ -18,11 +19,20 @@ from jaxpipe.errors import JaxpipeError, LayerError
 from jaxpipe.partition import Tie
 from jaxpipe.topology import automatic_axes
 
-from ._axes import NO_MESH, axis_fault, is_unbound_axis, on_mesh, while_made
+from ._axes import NO_MESH, axis_fault, is_unbound_axis, mesh_for_init, on_mesh
 from ._build import NamedLayer
 from ._precision import cast_floats, init_inputs
 from ._protocol import STANDARD_ARGUMENTS, Layer, layer_rngs
-from ._sharding import Rules, check_rules, partition_specs, rules_in_force, stage_dims, unbox
+from ._sharding import (
+    Rules,
+    check_rules,
+    partition_specs,
+    rules_in_force,
+    rules_on,
+    stage_dims,
+    unbox,
+    watched_rules,
+)
 from ._structs import as_arrays, format_struct, struct_key, struct_of
 from ._tree import ParamPaths, flatten_dict, merge_layers, unflatten_dict
 from ._usage import used_inputs
@@ -161,7 +171,13 @@ def trace_layers(  # noqa: PLR0913  # one setting each
             axis that the mesh lacks.
     """
     check_rules(mesh, rules)
-    return on_mesh(mesh, lambda: _trace_layers(layers, inputs, side or {}, mesh, rules, compute_dtype, warned))
+    warned = set() if warned is None else warned
+    used: set[str] = set()
+    watched = watched_rules(rules, used)
+    trace, switches = on_mesh(mesh, lambda: _trace_layers(layers, inputs, side or {}, mesh, watched, compute_dtype))
+    _warn_of_switches(switches, warned)
+    _warn_of_rules([name for name, axes in rules_on(mesh, rules) if axes and name not in used], warned)
+    return dataclasses.replace(trace, rules=rules)
 
 
 def _trace_layers(  # noqa: PLR0913  # one setting each
@@ -171,8 +187,7 @@ def _trace_layers(  # noqa: PLR0913  # one setting each
     mesh: AbstractMesh,
     rules: Rules,
     compute_dtype: Any,
-    warned: set[str] | None,
-) -> ModelTrace:
+) -> tuple[ModelTrace, Mapping[str, Mapping[str, bool]]]:
     side_struct = cast_floats(_side_struct(side), compute_dtype)
     boundaries, all_params, all_paths = [cast_floats(struct_of(inputs), compute_dtype)], [], []
     all_collections, all_aux, all_places = [], [], []
@@ -209,8 +224,7 @@ def _trace_layers(  # noqa: PLR0913  # one setting each
         all_params.append(params)
         all_paths.append(paths)
         firsts.append(first)
-    _warn_of_switches({named.name: switches[firsts[named.index]] for named in layers}, warned)
-    return ModelTrace(
+    trace = ModelTrace(
         tuple(boundaries),
         tuple(all_params),
         tuple(all_paths),
@@ -220,6 +234,7 @@ def _trace_layers(  # noqa: PLR0913  # one setting each
         mesh=mesh,
         rules=rules,
     )
+    return trace, {named.name: switches[firsts[named.index]] for named in layers}
 
 
 def _side_struct(side: Mapping[str, PyTree]) -> dict[str, PyTree]:
@@ -266,14 +281,15 @@ class _Call:
 
         def made_on_mesh() -> tuple[PyTree, PyTree]:
             try:
-                with while_made([name for name, _ in self.rules]), rules_in_force(self.rules):
+                mesh = mesh_for_init([name for name, _ in self.rules])
+                with jax.sharding.use_abstract_mesh(mesh), rules_in_force(self.rules):
                     return made_alone_or_given()
             except Exception:
                 # Flax fails at a name that the mesh lacks without saying whose it is, so the metadata is looked at.
+                found: tuple[PyTree, PyTree] = {}, {}
                 with contextlib.suppress(Exception), jax.sharding.use_abstract_mesh(NO_MESH):
                     found = made_alone_or_given()
-                if automatic_axes(self.mesh):
-                    specs(found)
+                specs(found)
                 raise
 
         made = self._naming_faults(made_on_mesh)
@@ -356,16 +372,16 @@ class _Call:
             raise
         except Exception as error:
             if is_unbound_axis(error):
-                raise axis_fault(self.named.name, error, automatic_axes(self.mesh)) from error
+                raise axis_fault(f"layer {self.named.name}", error, automatic_axes(self.mesh)) from error
             if any(words in str(error) for words in ("with_sharding_constraint", "Resource axis:")):
                 raise self._constraint_fault(error) from error
             raise self._misfit(error, when) from error
 
     def _constraint_fault(self, error: Exception) -> LayerError:
-        axes = ", ".join(map(repr, automatic_axes(self.mesh))) or "none"
+        axes, what = ", ".join(map(repr, automatic_axes(self.mesh))) or "none", str(error).partition(". ")[0]
         return LayerError(
             f"layer {self.named.name} must name in its sharding constraints automatic axes of the mesh, of which it "
-            f"has {axes}, but got: {str(error).partition('. ')[0]}. Leave out 'stage' and 'data', and give the "
+            f"has {axes}, but got: {what.rstrip('.')}. Leave out 'stage' and 'data', and give the "
             "PipelineModule a topology with every other axis, such as "
             "PipeModelDataParallelTopology(num_pp, num_mp, num_dp) for 'model'."
         )
@@ -391,9 +407,20 @@ def _train(
     return as_arrays(outputs), as_arrays(kept), aux
 
 
-def _warn_of_switches(switches: Mapping[str, Mapping[str, bool]], warned: set[str] | None) -> None:
+def _warn_of_rules(names: Sequence[str], warned: set[str]) -> None:
+    """Warn of rules that nothing in a layer uses, once; a constraint in loss_fn may."""
+    found = [name for name in dict.fromkeys(names) if f"rule {name}" not in warned]
+    if found:
+        warned.update(f"rule {name}" for name in found)
+        warnings.warn(
+            f"sharding_rules has rules for {', '.join(map(repr, found))}, but no weight and no constraint of a layer "
+            "has such a logical name. Correct the name, or leave the rule out.",
+            stacklevel=4,
+        )
+
+
+def _warn_of_switches(switches: Mapping[str, Mapping[str, bool]], warned: set[str]) -> None:
     """Warn of the switches of each layer, once."""
-    warned = set() if warned is None else warned
     found = {layer: names for layer, names in switches.items() if names and layer not in warned}
     if found:
         warned.update(found)
@@ -403,7 +430,7 @@ def _warn_of_switches(switches: Mapping[str, Mapping[str, bool]], warned: set[st
             "boolean arguments of the calls of these layers are at their defaults, with which training draws no random "
             f"numbers, or leaves collections as they are: {listed}. If they say whether this is training, write "
             f"{' or '.join(calls)}.",
-            stacklevel=5,
+            stacklevel=4,
         )
 
 

@@ -10,8 +10,11 @@ from jaxpipe.topology import (
     PipeModelDataParallelTopology,
     ProcessTopology,
     adopt_mesh,
+    automatic_axes,
     make_pipeline_mesh,
     mesh_shape,
+    mesh_topology,
+    rank_devices,
 )
 
 
@@ -40,6 +43,38 @@ def test_the_model_axis_is_innermost() -> None:
 def test_a_model_axis_of_length_one_stays() -> None:
     mesh = make_pipeline_mesh(PipeModelDataParallelTopology(num_pp=2, num_mp=1, num_dp=2))
     assert mesh_shape(mesh) == {"stage": 2, "data": 2, "model": 1}
+
+
+def test_all_further_axes_are_automatic_and_the_last_one_is_nearest() -> None:
+    topology = ProcessTopology(["pipe", "data", "expert", "model"], [2, 1, 2, 2])
+    mesh = make_pipeline_mesh(topology)
+    assert automatic_axes(topology) == automatic_axes(mesh) == automatic_axes(mesh.abstract_mesh) == ("expert", "model")
+    assert mesh_shape(mesh) == {"stage": 2, "data": 1, "expert": 2, "model": 2}
+    assert mesh.axis_types == (AxisType.Auto,) * 4
+    assert mesh.devices.ravel().tolist() == jax.devices()
+    assert mesh_topology(mesh) == topology
+    assert rank_devices(topology, mesh) == jax.devices()
+    assert automatic_axes(PipeDataParallelTopology(2, 2)) == ()
+
+
+def test_a_model_without_topology_runs_on_a_mesh_with_further_axes() -> None:
+    mesh = adopt_mesh(jax.make_mesh((2, 2, 2), ("expert", "data", "stage"), axis_types=(AxisType.Explicit,) * 3))
+    assert mesh.axis_names == ("stage", "data", "expert")
+    assert mesh.axis_types == (AxisType.Auto,) * 3
+    assert mesh_topology(mesh) == ProcessTopology(["pipe", "data", "expert"], [2, 2, 2])
+
+
+@pytest.mark.parametrize(
+    ("axes", "match"),
+    [
+        (["pipe", "data"], r"expert axis must be as long .* \(pipe=2, data=2\), but got expert=2. Make the mesh from"),
+        (["pipe", "data", "model"], r"model axis must be as long as the axis 'model' .*, but got model=none. Make the"),
+    ],
+)
+def test_the_further_axes_of_mesh_and_topology_agree(axes: list[str], match: str) -> None:
+    mesh = make_pipeline_mesh(ProcessTopology(["pipe", "data", "expert"], [2, 2, 2]))
+    with pytest.raises(TopologyError, match=match):
+        mesh_topology(mesh, ProcessTopology(axes, [2] * len(axes)))
 
 
 @pytest.mark.parametrize("axes", [["pipe", "data"], ["data", "pipe"], ["model", "pipe", "data"]])
@@ -90,7 +125,7 @@ def test_a_users_mesh_may_have_its_axes_in_any_order_and_of_any_type() -> None:
         (("stage",), r"but got mesh.shape=\(stage=2\). Add the axis 'data', of length 1"),
         (("data", "model"), r"but got mesh.shape=\(data=2, model=2\). Add the axis 'stage', of length 1"),
         (("x",), r"but got mesh.shape=\(x=2\). Add the axis 'stage' and 'data'"),
-        (("stage", "data", "expert"), r"stage=2, data=2, expert=2\). Remove the axis 'expert'"),
+        (("stage", "data", "pipe"), r"stage=2, data=2, pipe=2\). Rename 'pipe'"),
     ],
 )
 def test_a_users_mesh_with_the_wrong_axes(axes: tuple[str, ...], match: str) -> None:

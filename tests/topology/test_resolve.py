@@ -94,7 +94,7 @@ def test_too_few_devices() -> None:
     [
         (["pipe"], r"but got pipe=2. Add 'data', of length 1"),
         (["data", "model"], r"but got data=2, model=2. Add 'pipe', of length 1"),
-        (["pipe", "data", "expert"], r"but got pipe=2, data=2, expert=2. Remove 'expert'"),
+        (["pipe", "data", "stage"], r"but got pipe=2, data=2, stage=2. Rename 'stage'"),
     ],
 )
 def test_axes_a_pipeline_does_not_have(axes: list[str], match: str) -> None:

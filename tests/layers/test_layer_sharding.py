@@ -1,0 +1,244 @@
+"""How variables are sharded over automatic axes: Flax's metadata and the model's rules."""
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import AbstractMesh, PartitionSpec
+
+from jaxpipe import LayerSpec, PipelineModule, PipeModelDataParallelTopology, ProcessTopology, TiedLayerSpec
+from jaxpipe.errors import LayerError
+from jaxpipe.layers import VocabEmbed, layer_signatures
+
+X = np.ones((2, 4), np.float32)
+KEY = jax.random.key(0)
+TOPOLOGY = PipeModelDataParallelTopology(num_pp=1, num_mp=2, num_dp=1)
+MESH = AbstractMesh((1, 2, 2, 2), ("stage", "data", "model", "expert"))
+P = PartitionSpec
+lecun = nn.initializers.lecun_normal()
+
+
+def _dense(*names: Any, features: int = 8) -> nn.Module:
+    return nn.Dense(features, use_bias=False, kernel_init=nn.with_partitioning(lecun, names))
+
+
+def _logical(*names: Any, features: int = 8, rules: Any = None) -> nn.Module:
+    return nn.Dense(features, use_bias=False, kernel_init=nn.with_logical_partitioning(lecun, names, rules=rules))
+
+
+class _NNXDense(nnx.Module):
+    def __init__(self, *names: Any, local: Any = None, rngs: nnx.Rngs) -> None:
+        more = {} if local is None else {"sharding_rules": local}
+        init = nnx.with_partitioning(nnx.initializers.lecun_normal(), names, **more)
+        self.linear = nnx.Linear(4, 8, use_bias=False, kernel_init=init, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.linear(x)
+
+
+def _nnx(*names: Any, local: Any = None) -> LayerSpec:
+    return LayerSpec(_NNXDense, *names, local=local)
+
+
+def _specs(layer: Any, rules: Any = None, mesh: AbstractMesh = MESH) -> list[PartitionSpec]:
+    topology = ProcessTopology(["pipe", *mesh.axis_names[1:]], [1, *mesh.axis_sizes[1:]])
+    model = PipelineModule([layer], topology=topology, sharding_rules=rules)
+    specs = model.trace(X, mesh=mesh).param_specs[0]
+    assert jax.tree.map(jnp.shape, jax.tree.leaves(model.init(KEY, X))) == [(4, 8)]
+    return list(specs.values())
+
+
+@pytest.mark.parametrize(
+    ("names", "rules", "spec"),
+    [
+        ((None, "model"), None, P(None, "model")),
+        (("expert", "model"), None, P("expert", "model")),
+        (("model",), None, P("model", None)),
+        ((None, ("expert", "model")), None, P(None, ("expert", "model"))),
+        (("data", "model"), None, P(None, "model")),
+        ((None, ("data", "model")), None, P(None, "model")),
+        (("data", None), None, None),
+        (("embed", "mlp"), (("embed", None), ("mlp", "model")), P(None, "model")),
+        (("embed", "mlp"), (("embed", "expert"), ("mlp", ("data", "model"))), P("expert", "model")),
+        (("embed", "mlp"), (("embed", "data"), ("mlp", "pipe")), None),
+        ((None, ("embed", "mlp")), (("embed", "expert"), ("mlp", "model")), P(None, ("expert", "model"))),
+        (("embed", "mlp"), (("embed", None), ("mlp", "model"), ("mlp", "expert")), P(None, "model")),
+        (("model", "mlp"), (("model", "expert"), ("mlp", "model")), P("expert", "model")),
+        (("embed", "mlp"), (("mlp", "model"), ("embed", "model"), ("embed", "expert")), P("expert", "model")),
+    ],
+)
+@pytest.mark.parametrize("make", [_dense, _logical, _nnx])
+def test_metadata_and_rules(make: Any, names: Sequence[Any], rules: Any, spec: PartitionSpec | None) -> None:
+    assert _specs(make(*names), rules) == ([] if spec is None else [spec])
+
+
+def test_logical_names_without_a_rule_mean_nothing() -> None:
+    assert _specs(_logical("embed", "mlp"), (("mlp", "model"),)) == [P(None, "model")]
+    assert _specs(_logical("embed", "mlp")) == []
+
+
+@pytest.mark.parametrize("make", [_logical, _nnx])
+def test_a_variable_may_have_rules_of_its_own(make: Any) -> None:
+    key = "rules" if make is _logical else "local"
+    assert _specs(make("embed", "mlp", **{key: (("embed", None), ("mlp", "model"))})) == [P(None, "model")]
+
+
+def test_axes_of_length_one_are_axes_like_others() -> None:
+    mesh = AbstractMesh((1, 1, 1), ("stage", "data", "model"))
+    assert _specs(_dense(None, "model"), mesh=mesh) == [P(None, "model")]
+
+
+class _Norm(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        init = nn.with_partitioning(lambda shape: jnp.zeros(shape), ("model",))
+        mean = self.variable("stats", "mean", init, x.shape[1:])
+        return x - mean.value[None]
+
+
+def test_collections_are_sharded_alike() -> None:
+    trace = PipelineModule([_Norm()], topology=TOPOLOGY).trace(X, mesh=MESH)
+    assert trace.collection_specs == ({("stats", "mean"): P("model")},)
+    assert trace.param_specs == ({},)
+
+
+def test_tied_weights_are_sharded_as_their_first_layer_says() -> None:
+    first, second = (nn.with_partitioning(lecun, names) for names in ((None, "model"), ("model", None)))
+    layers = [
+        TiedLayerSpec("w", nn.Dense, 4, kernel_init=first, tied_weight_attr="kernel"),
+        TiedLayerSpec("w", nn.Dense, 4, kernel_init=second, tied_weight_attr="kernel"),
+    ]
+    trace = PipelineModule(layers, topology=TOPOLOGY).trace(X, mesh=MESH)
+    assert trace.tree_specs() == {("tied", "w", "kernel"): P(None, "model")}
+    assert trace.param_specs == ({("kernel",): P(None, "model")},) * 2
+
+
+def test_a_vocabulary_over_stages_may_be_sharded_along_its_other_dim() -> None:
+    class Embed(nn.Module):
+        @nn.compact
+        def __call__(self, ids: jax.Array) -> jax.Array:
+            init = nn.with_partitioning(lecun, ("stage", "model"))
+            return self.param("table", init, (8, 4))[ids.astype(int)]
+
+    trace = PipelineModule([Embed()], topology=TOPOLOGY).trace(X, mesh=MESH)
+    assert trace.param_specs == ({("table",): P(None, "model")},)
+    assert trace.stage_dims == ({("table",): 0},)
+    trace = PipelineModule([VocabEmbed(8, 4)], topology=TOPOLOGY).trace(X.astype(int), mesh=MESH)
+    assert (trace.param_specs, trace.stage_dims) == (({},), ({("embedding",): 0},))
+
+
+def test_layers_that_are_sharded_differently_are_not_alike() -> None:
+    layers = [_dense(None, "model", features=4), _dense(None, "model", features=4), _dense("model", features=4)]
+    model = PipelineModule(layers, topology=TOPOLOGY)
+    first, second, third = layer_signatures(model.layers, model.trace(X, mesh=MESH))
+    assert first == second != third
+
+
+def test_rules_stay_with_the_module() -> None:
+    model = PipelineModule([_dense()], topology=TOPOLOGY, sharding_rules=[["mlp", ["model"]], ("embed", None)])
+    assert model.sharding_rules == (("mlp", ("model",)), ("embed", None))
+    assert model.replace(base_seed=3).sharding_rules == model.sharding_rules
+    assert model.replace(sharding_rules=None).sharding_rules == ()
+
+
+@pytest.mark.parametrize(
+    ("rules", "shown"),
+    [
+        ("mlp", "'mlp'"),
+        (("mlp", "model"), "'mlp'"),
+        ([("mlp",)], r"\('mlp',\)"),
+        ([("mlp", 3)], r"\('mlp', 3\)"),
+        ([(1, "model")], r"\(1, 'model'\)"),
+        ({"mlp": "model"}, "{'mlp': 'model'}"),
+    ],
+)
+def test_rules_of_another_form(rules: Any, shown: str) -> None:
+    match = rf"sharding_rules must be a sequence of \(logical name, mesh axis\), .* but got {shown}. Write for instance"
+    with pytest.raises(LayerError, match=match):
+        PipelineModule([_dense()], topology=TOPOLOGY, sharding_rules=rules)
+
+
+@pytest.mark.parametrize("make", [_dense, _nnx])
+def test_a_name_that_is_neither_an_axis_nor_ruled(make: Any) -> None:
+    match = (
+        r"kernel' of layer 0_\w+ must be sharded over axes of the mesh, but got 'fsdp' in its partition metadata "
+        r"\('fsdp', 'model'\) for a mesh with the axes 'stage', 'data', 'model'. Name the axis in the topology, or map "
+        r"the name to one: sharding_rules=\(\('fsdp', None\),\)"
+    )
+    model = PipelineModule([make("fsdp", "model")], topology=TOPOLOGY)
+    for call in (lambda: model.trace(X), lambda: model.init(KEY, X)):
+        with pytest.raises(LayerError, match=match):
+            call()
+    assert model.replace(sharding_rules=(("fsdp", None),)).trace(X).param_specs[0].popitem()[1] == P(None, "model")
+    stages = PipelineModule([make("fsdp", "model")], num_stages=1)
+    assert stages.trace(X).param_specs == ({},)
+    stages.init(KEY, X)
+
+
+@pytest.mark.parametrize(
+    ("layer", "match"),
+    [
+        (_dense(None, "model", features=7), r"size 7 at dim 1 over model=2. Make it 6 or 8, or leave the axis out of"),
+        (_dense(None, "model", features=1), r"size 1 at dim 1 over model=2. Make it 2, or leave the axis out of its"),
+        (_dense(None, ("expert", "model"), features=6), r"size 6 at dim 1 over expert=2 x model=2. Make it 4 or 8"),
+    ],
+)
+def test_a_dim_that_the_axis_does_not_divide(layer: Any, match: str) -> None:
+    model = PipelineModule([layer], topology=TOPOLOGY)
+    with pytest.raises(LayerError, match=rf"'kernel' of layer 0_Dense must be sharded along dims .* but got {match}"):
+        model.trace(X, mesh=MESH)
+
+
+@pytest.mark.parametrize(
+    ("layer", "rules", "name", "metadata"),
+    [
+        (_dense("model", "model"), None, "model", r"\('model', 'model'\)"),
+        (_logical("mlp", "mlp"), (("mlp", "model"),), "mlp", r"\('mlp', 'mlp'\)"),
+        (_dense("model", ("expert", "model")), None, "model", r"\('model', \('expert', 'model'\)\)"),
+        (_nnx("model", "model"), None, "model", r"\('model', 'model'\)"),
+        (_dense("model", ("mlp", "x")), (("mlp", "model"), ("x", None)), "model", r"\('model', \('mlp', 'x'\)\)"),
+        (_dense("stage", "stage"), None, "stage", r"\('stage', 'stage'\)"),
+    ],
+)
+def test_an_axis_at_two_dims(layer: Any, rules: Any, name: str, metadata: str) -> None:
+    model = PipelineModule([layer], topology=TOPOLOGY, sharding_rules=rules)
+    match = rf"kernel' of layer 0_\w+ must .* along one dim, but got {name!r} at two in .* {metadata}. Leave {name!r}"
+    with pytest.raises(LayerError, match=match):
+        model.trace(X, mesh=MESH)
+
+
+def test_more_names_than_dims() -> None:
+    layer = nn.Dense(8, bias_init=nn.with_partitioning(nn.initializers.zeros, (None, "model")))
+    model = PipelineModule([layer], topology=TOPOLOGY)
+    with pytest.raises(LayerError, match=r"'bias' of layer .* each of its 1 dims .* \(None, 'model'\). Leave out what"):
+        model.trace(X)
+
+
+def test_a_rule_to_an_axis_that_the_mesh_lacks() -> None:
+    match = r"must map to axes of the mesh, but got \('mlp', \('model', 'tensor'\)\) for a mesh with the axes 'stage', "
+    rules = (("mlp", ("model", "tensor")),)
+    model = PipelineModule([_logical("embed", "mlp")], topology=TOPOLOGY, sharding_rules=rules)
+    with pytest.raises(LayerError, match=match + r"'data', 'model'. Name 'tensor' in the topology, or map 'mlp' to"):
+        model.trace(X)
+    with pytest.raises(LayerError, match=r"but got \('mlp', 'tensor'\).* Name 'tensor' in the topology"):
+        PipelineModule([_logical("embed", "mlp", rules=(("mlp", "tensor"),))], topology=TOPOLOGY).trace(X)
+    assert PipelineModule([_logical("embed", "mlp")], num_stages=1, sharding_rules=rules).trace(X).param_specs == ({},)
+
+
+def test_a_rule_that_nothing_uses_is_warned_of_once() -> None:
+    rules = (("mlp", "model"), ("mpl", "model"), ("batch", "data"), ("other", None), ("hidden", "model"))
+    layers = [_logical("embed", "mlp"), lambda x: nn.with_logical_constraint(x, ("batch", "hidden"))]
+    model = PipelineModule(layers, topology=TOPOLOGY, sharding_rules=rules)
+    match = r"rules for 'mpl', but no weight and no constraint of a layer has such a logical name. Correct the name, or"
+    with pytest.warns(UserWarning, match=match):
+        model.trace(X)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.replace(base_seed=3).trace(X)
+        model.replace(sharding_rules=rules[:1]).init(KEY, X)
