@@ -68,7 +68,7 @@ class Residuals:
             find_regions(closed), lambda kinds: _Cut(arrange(closed, set().union(*kinds)), self._results, *structs)
         )
         self.is_hosted = self._cut.is_hosted
-        self._encodings: list[_Encoding] = []
+        self._encodings: list[Encoding] = []
         self.structs: list[jax.ShapeDtypeStruct] = jax.eval_shape(self.forward, *structs)[2]
 
     def forward(self, params: PyTree, inputs: PyTree, context: PyTree) -> tuple[PyTree, PyTree, list[jax.Array]]:
@@ -82,7 +82,7 @@ class Residuals:
         part = needed_for(program, [*self._cut.outputs, *cut], forced=effects_of(program))
         values, given = evaluate(program, args, part, {}, cut)
         outputs, others = jax.tree.unflatten(self._results, [value_of(values, x) for x in self._cut.outputs])
-        self._encodings = [_Encoding.of(given[x]) for x in cut]
+        self._encodings = [Encoding.of(given[x]) for x in cut]
         return outputs, others, [code.encode(given[x]) for code, x in zip(self._encodings, cut, strict=True)]
 
     def backward(
@@ -163,7 +163,7 @@ class _Cut:
     def __init__(
         self, function: Callable[..., list[Any]], results: Any, params: PyTree, inputs: PyTree, context: PyTree
     ) -> None:
-        pullbacks: list[tuple[Any, list[_Encoding]]] = []
+        pullbacks: list[tuple[Any, list[Encoding]]] = []
 
         def trace(params: PyTree, inputs: PyTree, context: PyTree) -> tuple[list[jax.Array], list[jax.Array]]:
             def of_inexact(params: PyTree, values: list[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
@@ -173,7 +173,7 @@ class _Cut:
 
             _, pullback, found = jax.vjp(of_inexact, params, differentiable(inputs), has_aux=True)
             leaves, treedef = jax.tree.flatten(pullback)
-            encodings = [_Encoding.of(leaf) for leaf in leaves]
+            encodings = [Encoding.of(leaf) for leaf in leaves]
             pullbacks.append((treedef, encodings))
             return found, [code.encode(leaf) for code, leaf in zip(encodings, leaves, strict=True)]
 
@@ -206,7 +206,7 @@ class _Cut:
         return jax.tree.unflatten(self._treedef, leaves)
 
 
-class _Encoding(NamedTuple):
+class Encoding(NamedTuple):
     """How a value is an array of numbers on the device, the only kind that rings and branches hold.
 
     Attributes:
@@ -218,11 +218,11 @@ class _Encoding(NamedTuple):
     is_hosted: bool
 
     @staticmethod
-    def of(value: jax.Array) -> "_Encoding":
+    def of(value: jax.Array) -> "Encoding":
         """The encoding of an array."""
         is_key = jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
         is_hosted = jax.typeof(value).memory_space == jax.memory.Space.Host
-        return _Encoding(jax.random.key_impl(value) if is_key else None, is_hosted)
+        return Encoding(jax.random.key_impl(value) if is_key else None, is_hosted)
 
     def encode(self, value: Any) -> jax.Array:
         """The numbers, in the device's memory."""

@@ -8,10 +8,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from jaxpipe._typing import PyTree
 from jaxpipe.state import Layout, Storage
+
+from ._buffers import zeros_of
 
 
 class Packing:
@@ -19,6 +20,11 @@ class Packing:
 
     Args:
         structs: Shapes and dtypes of each member.
+
+    Attributes:
+        structs: The same.
+        is_identity: Whether all members are alike, and the common form is theirs.
+        struct: Shapes and dtypes of the common form.
     """
 
     def __init__(self, structs: Sequence[PyTree]) -> None:
@@ -27,17 +33,8 @@ class Packing:
         self._treedefs = [jax.tree.structure(struct) for struct in structs]
         self.is_identity = len({self.describe(member) for member in range(len(structs))}) <= 1
         self._layout = Layout([] if self.is_identity else self._leaves, stack=False)
-
-    @property
-    def struct(self) -> PyTree:
-        """Shapes and dtypes of the common form."""
-        if self.is_identity:
-            return self.structs[0] if self.structs else ()
-        return self._layout.struct().packed
-
-    def struct_of(self, member: int) -> PyTree:
-        """Shapes and dtypes of a member's own form."""
-        return self.structs[member]
+        first = self.structs[0] if structs else ()
+        self.struct: PyTree = first if self.is_identity else self._layout.struct().packed
 
     def describe(self, member: int) -> tuple[object, ...]:
         """A value that is equal for members that are packed alike."""
@@ -45,7 +42,7 @@ class Packing:
 
     def zeros(self) -> PyTree:
         """The common form, filled with zeros."""
-        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.struct)
+        return zeros_of(self.struct)
 
     def pack(self, member: int, tree: PyTree) -> PyTree:
         """Bring a member into the common form."""
