@@ -69,6 +69,7 @@ class Residuals:
         )
         self.is_hosted = self._cut.is_hosted
         self._encodings: list[Encoding] = []
+        # Traced here once, which also finds out the encodings that a backward decodes with.
         self.structs: list[jax.ShapeDtypeStruct] = jax.eval_shape(self.forward, *structs)[2]
 
     def forward(self, params: PyTree, inputs: PyTree, context: PyTree) -> tuple[PyTree, PyTree, list[jax.Array]]:
@@ -139,6 +140,7 @@ def _fewest_bytes(kinds: list[set[int]], cut: Callable[[Sequence[set[int]]], "_C
         if better.num_bytes >= best.num_bytes:
             break
         best = better
+    # In a tie with recompute, which was asked for: `min` gives the first.
     return min(best, cut([]), key=lambda one: one.num_bytes) if kinds else best
 
 
@@ -166,14 +168,17 @@ class _Cut:
         pullbacks: list[tuple[Any, list[Encoding]]] = []
 
         def trace(params: PyTree, inputs: PyTree, context: PyTree) -> tuple[list[jax.Array], list[jax.Array]]:
+            # Of floating point alone: for integers and keys `jax.vjp` asks for cotangents of type float0.
             def of_inexact(params: PyTree, values: list[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
                 args = params, replace_differentiable(inputs, values), context
                 found = function(*jax.tree.leaves(args))
                 return differentiable(jax.tree.unflatten(results, found)[0]), found
 
+            # The pullback is a pytree, and its leaves are what JAX keeps of the forward.
             _, pullback, found = jax.vjp(of_inexact, params, differentiable(inputs), has_aux=True)
             leaves, treedef = jax.tree.flatten(pullback)
             encodings = [Encoding.of(leaf) for leaf in leaves]
+            # Beside the result: `jax.make_jaxpr` returns arrays alone.
             pullbacks.append((treedef, encodings))
             return found, [code.encode(leaf) for code, leaf in zip(encodings, leaves, strict=True)]
 
@@ -201,6 +206,7 @@ class _Cut:
         """
         given = dict(zip(self.variables, residuals, strict=True))
         part = needed_for(self.program, self._leaves, given=given)
+        # The parameters are the first inputs; the others are needed for nothing, as what depends on them is given.
         values, _ = evaluate(self.program, dict(zip(self.program.inputs, params, strict=False)), part, given, [])
         leaves = [code.decode(value_of(values, x)) for code, x in zip(self._encodings, self._leaves, strict=True)]
         return jax.tree.unflatten(self._treedef, leaves)

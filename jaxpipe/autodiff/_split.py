@@ -135,6 +135,7 @@ class SplitBackward:
         args = [*jax.tree.leaves(params), *residuals, *cotangents]
         env = dict(zip(self._program.inputs, args, strict=True))
         values, handed = evaluate(self._program, env, self._input_part, {}, self._pending)
+        # Rings and branches hold plain arrays: keys travel as their numbers, and W makes keys of them again.
         self._encodings = [Encoding.of(handed[x]) for x in self._pending]
         pending = [code.encode(handed[x]) for code, x in zip(self._encodings, self._pending, strict=True)]
         return self._tree(self.immediate, values), [value_of(values, x) for x in self._dx], pending
@@ -174,6 +175,7 @@ def _with_product(program: Program, part: Slice, largest: int) -> set[Any]:
 
 def _shared(program: Program, part: Slice, var: Any) -> str:
     """The primitive that gives a value together with others that a part of the program needs; empty if none does."""
+    # Backwards through what only changes its form, up to the equation that computes it.
     for i in reversed(range(len(program.eqns))):
         eqn = program.eqns[i]
         if isinstance(var, Literal) or var not in eqn.outvars:
