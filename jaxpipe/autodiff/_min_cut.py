@@ -93,6 +93,7 @@ def smallest_cut(
         `(variables of the program and of its bodies in the program's order, their price)`. Where several sets cost the
         same, the one nearest to the goals: it leaves the least to compute again.
     """
+    # In the program's order, and the cut after it: sets have none, and all processes must lower the same program.
     num_bytes = {var: _size(var) for var in program.inputs} | dict(_num_bytes(program, 1))
     part = needed_for(program, goals)
     prices = {var: price(var, size) for var, size in num_bytes.items()}
@@ -118,6 +119,7 @@ def _origins(program: Program, part: Slice, computed: Set[Any]) -> Iterator[tupl
             continue
         if i in program.scans:
             scan = program.scans[i]
+            # What a step carries in is the first value or the output of the step before.
             yield from ((v, [x]) for x, v in (*scan.fixed, *scan.sliced, *scan.stacked))
             yield from ((v, [c.initial, c.output]) for c in scan.carried for v in (c.inner, c.result))
             yield from _origins(scan.body, part, computed)

@@ -13,6 +13,8 @@ import jax.numpy as jnp
 
 from jaxpipe.jaxpr import primitives
 
+# `dynamic_slice` is one read of what lies in memory already; `name` and `add_any` are JAX's own, for policies and sums
+# of cotangents.
 _CHEAP = (
     primitives.ARITHMETIC
     | primitives.COMPARISONS
@@ -47,6 +49,7 @@ def without_complex(policy: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _decide(policy: Callable[..., Any], primitive: Any, *inputs: Any, **params: Any) -> Any:
+    # Not everything that a policy is asked about is an array, and casts alone name the dtype of their result.
     dtypes = [*(getattr(x, "dtype", jnp.bool_) for x in inputs), params.get("new_dtype", jnp.bool_)]
     is_complex = any(jnp.issubdtype(dtype, jnp.complexfloating) for dtype in dtypes)
     if is_complex or primitive.name in primitives.MAKING_COMPLEX:

@@ -24,6 +24,7 @@ def find_regions(closed: ClosedJaxpr) -> list[set[int]]:
     kinds: dict[str, set[int]] = {}
     for eqn in _equations(closed.jaxpr):
         if _is_region(eqn) and not _is_light(eqn):
+            # As printed: layers of one kind decide together, and what tells constants apart does not matter here.
             kinds.setdefault(str(eqn.params["jaxpr"]), set()).add(id(eqn))
     return list(kinds.values())
 
@@ -57,6 +58,7 @@ def _equation(eqn: Any, values: list[Any], regions: Set[int]) -> list[Any]:
     if eqn.primitive.name == "cond":
         is_whole = any(id(x) in regions for x in _equations_inside(eqn))
         policy = None if is_whole else _KEPT_IN_BRANCHES
+        # No barrier: a branch of the backward is a program of its own, with which XLA merges nothing of the forward.
         return jax.checkpoint(lambda *xs: bind(eqn, xs), policy=policy, prevent_cse=False)(*values)
     if not any(_changes(x, regions) for x in (eqn, *_equations_inside(eqn))):
         return bind(eqn, values)

@@ -68,7 +68,8 @@ class Residuals:
             find_regions(closed), lambda kinds: _Cut(arrange(closed, set().union(*kinds)), self._results, *structs)
         )
         self.is_hosted = self._cut.is_hosted
-        self._encodings: list[_Encoding] = []
+        self._encodings: list[Encoding] = []
+        # Traced here once, which also finds out the encodings that a backward decodes with.
         self.structs: list[jax.ShapeDtypeStruct] = jax.eval_shape(self.forward, *structs)[2]
 
     def forward(self, params: PyTree, inputs: PyTree, context: PyTree) -> tuple[PyTree, PyTree, list[jax.Array]]:
@@ -82,7 +83,7 @@ class Residuals:
         part = needed_for(program, [*self._cut.outputs, *cut], forced=effects_of(program))
         values, given = evaluate(program, args, part, {}, cut)
         outputs, others = jax.tree.unflatten(self._results, [value_of(values, x) for x in self._cut.outputs])
-        self._encodings = [_Encoding.of(given[x]) for x in cut]
+        self._encodings = [Encoding.of(given[x]) for x in cut]
         return outputs, others, [code.encode(given[x]) for code, x in zip(self._encodings, cut, strict=True)]
 
     def backward(
@@ -139,6 +140,7 @@ def _fewest_bytes(kinds: list[set[int]], cut: Callable[[Sequence[set[int]]], "_C
         if better.num_bytes >= best.num_bytes:
             break
         best = better
+    # In a tie with recompute, which was asked for: `min` gives the first.
     return min(best, cut([]), key=lambda one: one.num_bytes) if kinds else best
 
 
@@ -163,17 +165,20 @@ class _Cut:
     def __init__(
         self, function: Callable[..., list[Any]], results: Any, params: PyTree, inputs: PyTree, context: PyTree
     ) -> None:
-        pullbacks: list[tuple[Any, list[_Encoding]]] = []
+        pullbacks: list[tuple[Any, list[Encoding]]] = []
 
         def trace(params: PyTree, inputs: PyTree, context: PyTree) -> tuple[list[jax.Array], list[jax.Array]]:
+            # Of floating point alone: for integers and keys `jax.vjp` asks for cotangents of type float0.
             def of_inexact(params: PyTree, values: list[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
                 args = params, replace_differentiable(inputs, values), context
                 found = function(*jax.tree.leaves(args))
                 return differentiable(jax.tree.unflatten(results, found)[0]), found
 
+            # The pullback is a pytree, and its leaves are what JAX keeps of the forward.
             _, pullback, found = jax.vjp(of_inexact, params, differentiable(inputs), has_aux=True)
             leaves, treedef = jax.tree.flatten(pullback)
-            encodings = [_Encoding.of(leaf) for leaf in leaves]
+            encodings = [Encoding.of(leaf) for leaf in leaves]
+            # Beside the result: `jax.make_jaxpr` returns arrays alone.
             pullbacks.append((treedef, encodings))
             return found, [code.encode(leaf) for code, leaf in zip(encodings, leaves, strict=True)]
 
@@ -201,12 +206,13 @@ class _Cut:
         """
         given = dict(zip(self.variables, residuals, strict=True))
         part = needed_for(self.program, self._leaves, given=given)
+        # The parameters are the first inputs; the others are needed for nothing, as what depends on them is given.
         values, _ = evaluate(self.program, dict(zip(self.program.inputs, params, strict=False)), part, given, [])
         leaves = [code.decode(value_of(values, x)) for code, x in zip(self._encodings, self._leaves, strict=True)]
         return jax.tree.unflatten(self._treedef, leaves)
 
 
-class _Encoding(NamedTuple):
+class Encoding(NamedTuple):
     """How a value is an array of numbers on the device, the only kind that rings and branches hold.
 
     Attributes:
@@ -218,11 +224,11 @@ class _Encoding(NamedTuple):
     is_hosted: bool
 
     @staticmethod
-    def of(value: jax.Array) -> "_Encoding":
+    def of(value: jax.Array) -> "Encoding":
         """The encoding of an array."""
         is_key = jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
         is_hosted = jax.typeof(value).memory_space == jax.memory.Space.Host
-        return _Encoding(jax.random.key_impl(value) if is_key else None, is_hosted)
+        return Encoding(jax.random.key_impl(value) if is_key else None, is_hosted)
 
     def encode(self, value: Any) -> jax.Array:
         """The numbers, in the device's memory."""

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.extend.core import Literal
 
 from jaxpipe._typing import PyTree
@@ -29,7 +28,7 @@ from jaxpipe.jaxpr import (
 
 from ._min_cut import pending_values
 from ._policy import is_cheap
-from ._residuals import Residuals
+from ._residuals import Encoding, Residuals
 
 _SMALLEST = 256
 """A product is large where it is at least this share of the largest parameter."""
@@ -98,7 +97,7 @@ class SplitBackward:
         self._input_part = needed_for(program, [*input_goals, *self._pending], forced=effects)
         self._weight_part = needed_for(program, weight_goals, given=set(self._pending))
         self.weight_reads = tuple(i for i, x in enumerate(inputs) if x in self._weight_part.variables)
-        self._key_impls: list[Any] = []
+        self._encodings: list[Encoding] = []
         self.pending: list[jax.ShapeDtypeStruct] = jax.eval_shape(
             self.backward_input,
             params,
@@ -136,11 +135,10 @@ class SplitBackward:
         args = [*jax.tree.leaves(params), *residuals, *cotangents]
         env = dict(zip(self._program.inputs, args, strict=True))
         values, handed = evaluate(self._program, env, self._input_part, {}, self._pending)
-        pending = [handed[x] for x in self._pending]
         # Rings and branches hold plain arrays: keys travel as their numbers, and W makes keys of them again.
-        self._key_impls = [jax.random.key_impl(x) if _is_key(x) else None for x in pending]
-        bits = [jax.random.key_data(x) if _is_key(x) else x for x in pending]
-        return self._tree(self.immediate, values), [value_of(values, x) for x in self._dx], bits
+        self._encodings = [Encoding.of(handed[x]) for x in self._pending]
+        pending = [code.encode(handed[x]) for code, x in zip(self._encodings, self._pending, strict=True)]
+        return self._tree(self.immediate, values), [value_of(values, x) for x in self._dx], pending
 
     def backward_weight(
         self, params: PyTree, residuals: Sequence[jax.Array | None], pending: Sequence[jax.Array]
@@ -156,10 +154,8 @@ class SplitBackward:
             Gradients of the parameters, None where B gives them.
         """
         env = dict(zip(self._program.inputs, [*jax.tree.leaves(params), *residuals], strict=False))
-        given = {
-            var: x if impl is None else jax.random.wrap_key_data(x, impl=impl)
-            for var, x, impl in zip(self._pending, pending, self._key_impls, strict=True)
-        }
+        values = [code.decode(x) for code, x in zip(self._encodings, pending, strict=True)]
+        given = dict(zip(self._pending, values, strict=True))
         return self._tree(self.deferred, evaluate(self._program, env, self._weight_part, given, [])[0])
 
     def _tree(self, indices: Sequence[int], values: Values) -> PyTree:
@@ -179,6 +175,7 @@ def _with_product(program: Program, part: Slice, largest: int) -> set[Any]:
 
 def _shared(program: Program, part: Slice, var: Any) -> str:
     """The primitive that gives a value together with others that a part of the program needs; empty if none does."""
+    # Backwards through what only changes its form, up to the equation that computes it.
     for i in reversed(range(len(program.eqns))):
         eqn = program.eqns[i]
         if isinstance(var, Literal) or var not in eqn.outvars:
@@ -191,10 +188,6 @@ def _shared(program: Program, part: Slice, var: Any) -> str:
             return eqn.primitive.name if id(eqn) in part.steps and len(eqn.outvars) > 1 else ""
         var = next((x for x in eqn.invars if not isinstance(x, Literal)), eqn.invars[0] if eqn.invars else None)
     return ""
-
-
-def _is_key(x: Any) -> bool:
-    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 def split_backward(residuals: Residuals, params: PyTree, layers: str) -> SplitBackward:

@@ -3,10 +3,9 @@
 import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import FrozenInstanceError
-from difflib import get_close_matches
 from typing import Any, Self, cast
 
-from jaxpipe.errors import ConfigError, shown
+from jaxpipe.errors import ConfigError, nearest, shown
 
 from ._collect import Collector
 
@@ -49,7 +48,7 @@ class Config(Mapping[str, Any]):
                 )
         for name, value in kwargs.items():
             if cls is not Config and name not in values:
-                raise ConfigError(f"{name} is not a field of {cls.__name__}. {_nearest(name, values)}")
+                raise ConfigError(f"{name} is not a field of {cls.__name__}. {_known_field(name, values)}")
             default = values.get(name)
             values[name] = _nested(type(default), name, value) if isinstance(default, Config) else value
         self.__dict__.update(values)
@@ -130,7 +129,7 @@ class Config(Mapping[str, Any]):
         return len(self.__dict__)
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"{name} is not a field of {type(self).__name__}. {_nearest(name, self.__dict__)}")
+        raise AttributeError(f"{name} is not a field of {type(self).__name__}. {_known_field(name, self.__dict__)}")
 
     def __setattr__(self, name: str, value: object) -> None:
         raise FrozenInstanceError(
@@ -173,6 +172,6 @@ def _nested(cls: type[Config], name: str, value: object) -> Config:
         raise ConfigError(f"{name}.{error}") from error
 
 
-def _nearest(name: str, known: Mapping[str, object]) -> str:
-    near = get_close_matches(name, known, n=1)
-    return f"Did you mean {near[0]}?" if near else f"Use one of {', '.join(known) or 'no fields'}."
+def _known_field(name: str, known: Mapping[str, object]) -> str:
+    near = nearest(name, known)
+    return f"Did you mean {near}?" if near else f"Use one of {', '.join(known) or 'no fields'}."

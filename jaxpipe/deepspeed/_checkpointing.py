@@ -1,35 +1,21 @@
 """Names of DeepSpeed's `checkpointing` that say nothing new here, or nothing at all."""
 
 import warnings
-from collections.abc import Callable
 from typing import Any, NoReturn
 
-from jaxpipe._typing import PyTree
 from jaxpipe.config import ConfigWarning
 from jaxpipe.errors import ConfigError, PipelineError
 from jaxpipe.recompute import checkpoint
 
-
-def non_reentrant_checkpoint(function: Callable[..., PyTree], *args: Any) -> PyTree:
-    """The same as `checkpoint`: JAX has one kind of recompute, and it is not reentrant.
-
-    Args:
-        function: As in `checkpoint`.
-        *args: As in `checkpoint`.
-
-    Returns:
-        What the function returns.
-
-    Raises:
-        LayerError: The function is not callable.
-    """
-    return checkpoint(function, *args)
+non_reentrant_checkpoint = checkpoint
+"""DeepSpeed's second name of `checkpoint`: JAX has one kind of recompute, and it is not reentrant."""
 
 
 class CheckpointFunction:
     """DeepSpeed's autograd function: `CheckpointFunction.apply(function, *args)` is `checkpoint(function, *args)`.
 
-    There is nothing to construct, and no `forward` or `backward` to call: JAX differentiates functions.
+    There is no list of outputs to pass beside it, nothing to construct, and no `forward` or `backward` to call: JAX
+    differentiates functions.
 
     Raises:
         PipelineError: It is constructed.
@@ -38,21 +24,7 @@ class CheckpointFunction:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         _refuse("CheckpointFunction(...)")
 
-    @staticmethod
-    def apply(function: Callable[..., PyTree], *args: Any) -> PyTree:
-        """Call a function and recompute it in the backward pass; there is no list of outputs to pass beside it.
-
-        Args:
-            function: As in `checkpoint`.
-            *args: As in `checkpoint`.
-
-        Returns:
-            What the function returns.
-
-        Raises:
-            LayerError: The function is not callable.
-        """
-        return checkpoint(function, *args)
+    apply = staticmethod(checkpoint)
 
     @staticmethod
     def forward(*args: Any, **kwargs: Any) -> NoReturn:

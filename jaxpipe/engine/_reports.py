@@ -126,7 +126,7 @@ class Reports:
         """Access to the optimiser's state, with no program in flight on simulated devices."""
         self._trainer.block_until_ready()
         if self._access is None:
-            self._access = Hyperparams(self._trainer.pipeline, self._schedules)
+            self._access = self._trainer.pipeline.hyperparams(self._schedules)
         return self._access
 
     def _next_hyperparams(self) -> Mapping[str, float]:

@@ -8,11 +8,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe._typing import PyTree
 from jaxpipe.state import Layout, Storage, constrained
+
+from ._buffers import zeros_of
 
 
 class Packing:
@@ -22,6 +23,11 @@ class Packing:
         structs: Shapes and dtypes of each member.
         specs: Sharding of each member's leaves over automatic axes, an empty spec where a member does not say. Where
             members say different things their common form is whole. Without specs XLA chooses.
+
+    Attributes:
+        structs: The same.
+        is_identity: Whether all members are alike, and the common form is theirs.
+        struct: Shapes and dtypes of the common form.
     """
 
     def __init__(self, structs: Sequence[PyTree], specs: Sequence[PyTree] = ()) -> None:
@@ -30,21 +36,12 @@ class Packing:
         self._treedefs = [jax.tree.structure(struct) for struct in structs]
         self.is_identity = len({self.describe(member) for member in range(len(structs))}) <= 1
         self._layout = Layout([] if self.is_identity else self._leaves, stack=False)
+        first = self.structs[0] if structs else ()
+        self.struct: PyTree = first if self.is_identity else self._layout.struct().packed
         self._spec: PyTree = None
         if specs:
             alike = [*specs] if self.is_identity else [jax.tree.map(lambda _: P(), self.struct)]
             self._spec = jax.tree.map(_common_spec, *alike)
-
-    @property
-    def struct(self) -> PyTree:
-        """Shapes and dtypes of the common form."""
-        if self.is_identity:
-            return self.structs[0] if self.structs else ()
-        return self._layout.struct().packed
-
-    def struct_of(self, member: int) -> PyTree:
-        """Shapes and dtypes of a member's own form."""
-        return self.structs[member]
 
     def describe(self, member: int) -> tuple[object, ...]:
         """A value that is equal for members that are packed alike."""
@@ -63,7 +60,7 @@ class Packing:
 
     def zeros(self) -> PyTree:
         """The common form, filled with zeros."""
-        return self.constrain(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.struct))
+        return self.constrain(zeros_of(self.struct))
 
     def pack(self, member: int, tree: PyTree) -> PyTree:
         """Bring a member into the common form."""

@@ -45,9 +45,7 @@ class ReportedValues:
         """
         values = [aux[kind][name] for aux in reported for kind in _KINDS for name in sorted(aux.get(kind, {}))]
         losses = [x for x, (kind, _) in zip(values, self.names, strict=True) if kind == "losses"]
-        vector = jnp.stack([*values, *[jnp.zeros((), jnp.float32)] * (size - len(values))]) if size else _empty()
+        zero = jnp.zeros((), jnp.float32)
+        # `jnp.stack` refuses an empty list.
+        vector = jnp.stack([*values, *[zero] * (size - len(values))]) if size else jnp.zeros((0,), jnp.float32)
         return sum(losses, jnp.zeros((), jnp.float32)), jax.lax.stop_gradient(vector)
-
-
-def _empty() -> jax.Array:
-    return jnp.zeros((0,), jnp.float32)

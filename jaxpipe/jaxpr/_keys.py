@@ -30,6 +30,7 @@ def program_key(closed: ClosedJaxpr) -> Hashable:
 
 
 def _closed_key(jaxpr: Jaxpr, consts: Sequence[Any]) -> Hashable:
+    # Variables count in the order in which they first occur: their names and identities differ from trace to trace.
     numbers: dict[Any, int] = {}
 
     def atom(var: Any) -> Hashable:
@@ -74,7 +75,7 @@ def value_key(value: Any) -> Hashable:
     try:
         hash(value)
     except TypeError:
-        return _Same(value)
+        return _Same(value)  # by identity: at worst two programs that are equal count as different
     return value
 
 
@@ -83,6 +84,7 @@ def _array_key(array: Any) -> Hashable:
         return _Same(array)
     impl = None
     if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+        # This may run while a function is being traced: the numbers are wanted now, not as part of that trace.
         with jax.ensure_compile_time_eval():
             impl, array = str(jax.random.key_impl(array)), jax.random.key_data(array)
     host = np.asarray(array)

@@ -45,8 +45,10 @@ def _results(jaxpr: Jaxpr, consts: Sequence[Any], given: Sequence[int], table: d
         operands = [read(var) for var in eqn.invars]
         program = called_program(eqn)
         if program is not None:
+            # Inside, so that a call and the same equations without one have the same numbers.
             env.update(zip(eqn.outvars, _results(program.jaxpr, program.consts, operands, table), strict=True))
             continue
+        # All results of an equation from one number: how it is computed is looked up once, its results are told apart.
         computed = _number(table, eqn.primitive.name, params_key(eqn.primitive.name, eqn.params), tuple(operands))
         for place, var in enumerate(eqn.outvars):
             env[var] = _number(table, "output", computed, place)

@@ -77,6 +77,7 @@ def is_call(eqn: Any) -> bool:
 
 def programs_inside(eqn: Any) -> list[ClosedJaxpr]:
     """The programs that an equation calls, repeats or chooses from, in the order of its parameters."""
+    # By type, not by name: each primitive has its own name for the parameter that holds its program.
     return [program for value in eqn.params.values() for program in _programs(value)]
 
 

@@ -77,6 +77,7 @@ def flatten(closed: ClosedJaxpr, *, moves: bool = False) -> Program:
             program starts.
     """
     shapes = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in closed.jaxpr.invars]
+    # Traced anew instead of edited: a program that is called twice gets variables of its own at each call.
     flat = jax.make_jaxpr(lambda *args: _inline(closed.jaxpr, closed.consts, args, moves))(*shapes)
     eqns = flat.jaxpr.eqns
     scans = {i: _scan(eqn, moves) for i, eqn in enumerate(eqns) if eqn.primitive.name == "scan"}
@@ -96,6 +97,7 @@ def operands(eqn: Any) -> list[tuple[list[Any], list[Any]]]:
 
 def bind(eqn: Any, values: Sequence[Any]) -> list[Any]:
     """The results of an equation."""
+    # In the scope and the context that it was traced in: its name in profiles; the mesh, and what `compute_on` said.
     with jax.named_scope(str(eqn.source_info.name_stack)), eqn.ctx.manager:
         out = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
     return list(out) if eqn.primitive.multiple_results else [out]
@@ -132,6 +134,7 @@ def _inline(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], moves: boo
     for eqn in jaxpr.eqns:
         values = [read(env, x) for x in eqn.invars]
         program = called_program(eqn)
+        # Neither changes a value. What JAX adds around recompute would stand in the way of cuts.
         if _keeps_all_bits(eqn) or (_moves_memory(eqn) and not moves):
             results = values
         elif program is None:
@@ -162,6 +165,7 @@ def _keeps_all_bits(eqn: Any) -> bool:
 def _behind_barrier(eqn: Any, values: list[Any]) -> list[Any]:
     """The operands of recompute behind a barrier: else XLA merges it with the first computation, and all is held."""
     mark = eqn.params.get("prevent_cse", False)
+    # One mark for all operands, or one for each.
     marks = mark if isinstance(mark, tuple) else (mark,) * len(values)
     if not eqn.params.get("differentiated") or not any(marks):
         return values

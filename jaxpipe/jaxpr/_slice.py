@@ -36,11 +36,13 @@ def needed_for(
     """
     goals = variables(wanted)
     part = Slice(set(goals))
+    # From the end: whether an equation runs is known once all that reads its results has been asked.
     for i in reversed(range(len(program.eqns))):
         eqn = program.eqns[i]
         if i in program.scans:
             _need_scan(eqn, program.scans[i], part, goals, given, forced)
             continue
+        # A barrier's operands one by one: that one of them is needed does not make the others needed.
         for results, used in operands(eqn):
             if id(eqn) in forced or any(_is_open(var, part, given) for var in results):
                 part.steps.add(id(eqn))
@@ -53,6 +55,7 @@ def reached_from(
     found: Set[Any],
     starts: Callable[[Any, int], bool] = lambda eqn, times: False,
     blocked: Collection[Any] = frozenset(),
+    times: int = 1,
 ) -> set[Any]:
     """The variables that depend on some others, or on what some equations give.
 
@@ -61,8 +64,27 @@ def reached_from(
         found: Variables of it.
         starts: Tells of an equation, and how often it runs, whether its results belong to the set in any case.
         blocked: Variables that never belong to it.
+        times: How often the program runs.
     """
-    return _reach(program, set(found), starts, blocked, 1)
+    reached = set(found)
+    for i, eqn in enumerate(program.eqns):
+        if i in program.scans:
+            scan = program.scans[i]
+            reached.update(v for x, v in (*scan.fixed, *scan.sliced) if _is_in(x, reached) and v not in blocked)
+            reached.update(c.inner for c in scan.carried if _is_in(c.initial, reached) and c.inner not in blocked)
+            size = -1
+            # What reaches the end of one step is there from the next one's beginning on: until nothing is new.
+            while size != len(reached):
+                size = len(reached)
+                reached = reached_from(scan.body, reached, starts, blocked, times * eqn.params["length"])
+                reached.update(c.inner for c in scan.carried if _is_in(c.output, reached) and c.inner not in blocked)
+            pairs = [*scan.stacked, *((c.output, c.result) for c in scan.carried)]
+            reached.update(v for x, v in pairs if _is_in(x, reached) and v not in blocked)
+            continue
+        for results, used in operands(eqn):
+            if starts(eqn, times) or any(x in reached for x in used):
+                reached.update(v for v in results if v not in blocked)
+    return reached
 
 
 def computed_by(program: Program, part: Slice) -> set[Any]:
@@ -84,7 +106,9 @@ def effects_of(program: Program) -> set[int]:
     for i, eqn in enumerate(program.eqns):
         if i in program.scans:
             inner = effects_of(program.scans[i].body)
+            # With an equation of the body the scan has to run itself.
             found |= {*inner, id(eqn)} if inner else set()
+        # Collectives and `axis_index` have an effect in JAX (0.10) that only says which mesh axis they need.
         elif any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects):
             found.add(id(eqn))
     return found
@@ -120,6 +144,7 @@ def evaluate(program: Program, args: Values, part: Slice, given: Values, taken: 
             results = dict(zip([v for v, _ in pairs], values, strict=True))
         else:
             results = dict(zip(eqn.outvars, bind(eqn, [read(env, x) for x in eqn.invars]), strict=True))
+        # An equation of several results may run for one of them: what is given of the others stays as it is given.
         env.update((v, _rounded(x) if v in narrow else x) for v, x in results.items() if v not in given)
     return env, {var: env[var] if var in env else inner[var] for var in taken if var in env or var in inner}
 
@@ -131,6 +156,7 @@ def _run_scan(
     sliced = [(x, v) for x, v in scan.sliced if v in part.variables]
     stacked = [(x, v) for x, v in scan.stacked if _is_open(v, part, given)]
     fixed = {v: read(env, x) for x, v in scan.fixed if v in part.variables}
+    # Values of the body are stacked outside of it, one a step: given ones are sliced, those handed out are stacked.
     known = {v: x for v, x in given.items() if v in scan.body.variables}
     handed = [v for v in taken if v in scan.body.variables]
 
@@ -162,6 +188,7 @@ def _need_scan(
     wanted += [v for v in goals if v in scan.body.variables]
     if not carried and not wanted and id(eqn) not in forced:
         return
+    # What the wanted carries are computed from may be carries too, which then have to run from the first step on.
     while True:
         inner = needed_for(scan.body, [*wanted, *(c.output for c in carried)], given, forced)
         more = [c for c in scan.carried if c in carried or _is_open(c.inner, inner, given)]
@@ -172,28 +199,6 @@ def _need_scan(
     part.variables |= inner.variables
     part.variables.update(variables(x for x, v in (*scan.fixed, *scan.sliced) if v in inner.variables))
     part.variables.update(variables(c.initial for c in carried))
-
-
-def _reach(
-    program: Program, found: set[Any], starts: Callable[[Any, int], bool], blocked: Collection[Any], times: int
-) -> set[Any]:
-    for i, eqn in enumerate(program.eqns):
-        if i in program.scans:
-            scan = program.scans[i]
-            found.update(v for x, v in (*scan.fixed, *scan.sliced) if _is_in(x, found) and v not in blocked)
-            found.update(c.inner for c in scan.carried if _is_in(c.initial, found) and c.inner not in blocked)
-            size = -1
-            while size != len(found):
-                size = len(found)
-                _reach(scan.body, found, starts, blocked, times * eqn.params["length"])
-                found.update(c.inner for c in scan.carried if _is_in(c.output, found) and c.inner not in blocked)
-            pairs = [*scan.stacked, *((c.output, c.result) for c in scan.carried)]
-            found.update(v for x, v in pairs if _is_in(x, found) and v not in blocked)
-            continue
-        for results, used in operands(eqn):
-            if starts(eqn, times) or any(x in found for x in used):
-                found.update(v for v in results if v not in blocked)
-    return found
 
 
 def _is_in(x: Any, found: Collection[Any]) -> bool:
@@ -210,5 +215,6 @@ def _is_narrow(var: Any) -> bool:
 
 
 def _rounded(x: jax.Array) -> jax.Array:
+    # Casts to 32 bits and back would not do: XLA takes such a pair for needless and drops it.
     bits = jnp.finfo(x.dtype)
     return jax.lax.reduce_precision(x, bits.nexp, bits.nmant)

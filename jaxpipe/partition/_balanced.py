@@ -54,6 +54,7 @@ def best_cut(
         The boundaries, or None where no cut is allowed.
     """
     num_items = len(weights)
+    # The sum of any part is the difference of two prefixes, so the optimum is among these, and bisection ends there.
     prefix = list(accumulate(weights, initial=0))
     sums = sorted({end - start for index, start in enumerate(prefix) for end in prefix[index + 1 :]})
     allowed = None
@@ -62,6 +63,7 @@ def best_cut(
     limits = _Limits(prefix, num_parts, allowed, min_sum=0, max_sum=sums[-1], min_size=1, max_size=num_items)
     if _suffixes(limits, _windows(limits)) is None:
         return None
+    # One limit after the other, each kept while the next is tightened: the order of the criteria.
     limits = _tighten(limits, "max_sum", sums)
     limits = _tighten(limits, "min_sum", sums[::-1])
     limits = _tighten(limits, "max_size", range(1, num_items + 1))
@@ -108,6 +110,7 @@ def _windows(limits: _Limits) -> list[int]:
     """For every start of a part, the set of ends that keep to the limits, as the bits of an integer."""
     prefix, num_items = limits.prefix, len(limits.prefix) - 1
     windows: list[int] = []
+    # Prefixes increase, so both bounds only move on: linear in the items.
     low = high = 0
     for start in range(num_items):
         while low <= num_items and prefix[low] < prefix[start] + limits.min_sum:
@@ -148,5 +151,6 @@ def _first_cut(limits: _Limits) -> list[int]:
     boundaries = [0]
     for part, ends in enumerate(suffixes[-2::-1]):
         possible = _windows_of(limits, windows, part)[boundaries[-1]] & ends
+        # The lowest bit is the earliest end, and from each the rest can be cut: greedy is lexicographic.
         boundaries.append((possible & -possible).bit_length() - 1)
     return boundaries

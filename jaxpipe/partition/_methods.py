@@ -189,7 +189,7 @@ def _profile(method: str, layers: _Layers) -> Sequence[int]:
     if layers.profile is None:
         raise PartitionError(
             f"partition_method={method!r} must be given the costs of the layers, but got profile=None. An engine or a "
-            "Pipeline measures them when it is built; elsewhere pass what measure_layers or estimate_layers returns."
+            "Pipeline measures them when it is built; elsewhere pass a Profile with one LayerCost per layer."
         )
     if len(layers.profile.layers) != len(layers.names):
         raise PartitionError(

@@ -14,6 +14,7 @@ from ._checks import checked_parts, exact_weights
 from ._costs import LayerCost, Profile, StageMemory
 
 _TRIES = 200
+"""Cuts that the search looks at before it gives up; each is an exact optimum of its own, which takes time."""
 
 
 def profile_source(method: str | Sequence[int]) -> Literal["times", "counts"] | None:
@@ -110,6 +111,7 @@ def _search(profile: Profile, weights: Sequence[int], num_stages: int, num_parts
             return cut
         for part, size in enumerate(sizes):
             if profile.memory is not None and profile.memory.stage_of(part, num_stages) == fullest:
+                # One byte less than it needs now: only cuts in which this part needs as much are ruled out.
                 add((*caps[:part], size - 1, *caps[part + 1 :]))
     return None
 

@@ -7,32 +7,34 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe._typing import PyTree
 from jaxpipe.optim import next_hyperparams, read_hyperparams, set_hyperparams
-from jaxpipe.state import switch_stages
-
-from ._pipeline import Pipeline
+from jaxpipe.state import Updater, ZeroSharding, switch_stages
 
 
 class Hyperparams:
-    """Reads and sets what `optax.inject_hyperparams` keeps in the optimiser's state of a pipeline.
+    """Reads and sets what `optax.inject_hyperparams` keeps in the optimiser's state; made by `Pipeline.hyperparams`.
 
     The state is not moved: two small programs run on its own devices. Where there are several processes, all must call.
 
     Args:
-        pipeline: Any pipeline with states of this form.
+        mesh: The devices.
+        sharding: How parameters and optimiser state are cut into shards.
+        updater: The optimiser.
         schedules: Hyperparameters that follow a schedule, by name.
 
     Attributes:
         names: What the state keeps; empty where the optimiser keeps nothing of the kind.
     """
 
-    def __init__(self, pipeline: Pipeline, schedules: Mapping[str, optax.Schedule]) -> None:
-        self._updater, sharding = pipeline._updater, pipeline._sharding
-        self._sharding, self._schedules = sharding.master, schedules
-        rows, mesh = sharding.row_spec, pipeline.mesh
+    def __init__(
+        self, mesh: Mesh, sharding: ZeroSharding, updater: Updater, schedules: Mapping[str, optax.Schedule]
+    ) -> None:
+        self._updater, self._sharding, self._schedules = updater, sharding.master, schedules
+        rows = sharding.row_spec
         known = read_hyperparams(self._blank(0)) or {}
         self.names = tuple(name for name, value in known.items() if np.ndim(value) == 0)
         self._read = jax.jit(jax.shard_map(self._values, mesh=mesh, in_specs=(rows,), out_specs=rows, check_vma=False))

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Generic, ParamSpec, Protocol, TypeVar
 
 import jax
@@ -54,6 +54,7 @@ from jaxpipe.state import (
 )
 from jaxpipe.topology import adopt_mesh, mesh_shape
 
+from ._hyperparams import Hyperparams
 from ._validate import check_batch, check_mesh, check_params, check_sharded, entry_struct, infer_microbatch_size
 
 _Arguments = ParamSpec("_Arguments")
@@ -81,7 +82,8 @@ class _OfBatch(Generic[_Result]):
 
     # One structure for every call: JAX compiles anew for another one, and its shardings fit `Batch` alone.
     def __call__(self, state: TrainState, batch: _BatchLike, *rest: Any) -> _Result:
-        return self._jitted(state, split_entry(batch, "the batch"), *rest)
+        batch = batch if isinstance(batch, Batch) else split_entry(batch, "the batch")
+        return self._jitted(state, batch, *rest)
 
     def lower(self, state: TrainState, batch: _BatchLike, *rest: Any) -> jax.stages.Lowered:
         return self._jitted.lower(state, split_entry(batch, "the batch"), *rest)
@@ -389,7 +391,7 @@ class Pipeline:
         Raises:
             DataError: Its structure, shapes or dtypes are not those of the example.
         """
-        batch = split_entry(batch, "the batch")
+        batch = batch if isinstance(batch, Batch) else split_entry(batch, "the batch")
         replicas = range(self.num_replicas) if replicas is None else replicas
         whole = struct_of(batch)
         if len(replicas) != self.num_replicas:
@@ -405,6 +407,14 @@ class Pipeline:
         """
         struct = struct_of(split_entry(batch, "the batch"))
         check_batch(struct, self.batch_struct, self.microbatch_size, self.num_replicas)
+
+    def hyperparams(self, schedules: Mapping[str, optax.Schedule]) -> Hyperparams:
+        """Access to the hyperparameters in the optimiser's state.
+
+        Args:
+            schedules: Those that follow a schedule, by name.
+        """
+        return Hyperparams(self.mesh, self._sharding, self._updater, schedules)
 
     @property
     def _key(self) -> jax.Array:

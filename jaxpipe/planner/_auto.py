@@ -55,11 +55,13 @@ def choose_settings(
     parts = cuts[min(cuts)]
     costs, num_params, recomputed_bytes = _largest_stage(profile, parts, module.num_stages)
     param_bytes = round(param_size * num_params)
+    # Layers without any work give 0; that is refused below, with the costs.
     stage_s = costs.forward_s + costs.input_s + costs.weight_s or 1.0
     if runs:
         tick_s, branch_s = _overheads(mesh, trace.boundaries[parts[1]] if module.num_stages > 1 else ())
         costs = dataclasses.replace(costs, tick_overhead_s=tick_s, branch_overhead_s=branch_s)
     limit, skip_idle = limit_of(section, mesh), unless_auto(section.skip_idle)
+    # On CPU a branch costs next to nothing, and idle actions, where they are computed, all their time.
     if skip_idle is None and mesh.devices.flat[0].platform == "cpu":
         skip_idle = True
     choice = choose_schedule(
@@ -159,13 +161,16 @@ def _overheads(mesh: Mesh, activation: PyTree) -> tuple[float, float]:
     def ticks(tick: Callable[[jax.Array, PyTree], PyTree]) -> float:
         def run() -> PyTree:
             zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), differentiable(activation))
+            # The stage is added so that neighbours take the branch in turn, as idle stages beside busy ones do.
             start = jax.lax.axis_index("stage") + jnp.arange(_TICKS)
             carry, _ = jax.lax.scan(lambda c, t: (tick(t, c), None), zeros, start)
-            return [jnp.sum(x)[None] for x in carry]
+            return [jnp.sum(x)[None] for x in carry]  # else nothing would need the loop
 
         spec = P(mesh.axis_names)
         jitted = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=(), out_specs=spec, check_vma=False))
         jax.block_until_ready(jitted())
+        # As often on all processes, whatever they measure: each call waits for all of them. Other programs only add to
+        # a time, so the least counts.
         seconds = []
         for _ in range(5):
             start = time.perf_counter()

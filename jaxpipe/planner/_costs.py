@@ -132,6 +132,7 @@ def layer_costs(
                 shared[pair] = _shared_bytes(module, trace, index, costs[-1].residual_bytes, cost.residual_bytes)
             cost = dataclasses.replace(cost, shared_bytes=shared[pair])
         costs.append(cost)
+    # The loss runs on the stage of the last layer.
     if labels is not None and module.loss_fn is not None and not _is_stage_sharded(module, trace, len(costs) - 1):
         forward_s, backward_s = loss_work(module, trace, labels).times(seconds)
         last = costs[-1]
@@ -146,12 +147,14 @@ def _layer_cost(
 ) -> LayerCost:
     num_params = trace.num_params()[index]
     if _is_stage_sharded(module, trace, index):
+        # Of parameters sharded over the stages a share counts; the layer's others lie on every stage.
         own = trace.num_own_params()[index]
         num_params = own + -(-(num_params - own) // module.num_stages)
         return LayerCost(0.0, 0.0, num_params=num_params, is_everywhere=True)
     work = layer_work(module, trace, index)
     forward_s, backward_s = work.times(seconds)
     weight_s, pending_bytes = _weight_gradient(work, seconds) if split_backward else (0.0, 0)
+    # What a backward makes again is what the layer would have kept without recompute.
     recomputed_bytes = 0
     if module.activation_checkpoint_interval:
         recomputed_bytes = layer_work(module.replace(activation_checkpoint_interval=0), trace, index).residual_bytes

@@ -45,6 +45,7 @@ def count_work(function: Callable[..., Any], *args: PyTree) -> Work:
     program = flatten(jax.make_jaxpr(function)(*args))
     part = needed_for(program, program.outputs)
 
+    # Traced again from the needed equations alone, which also drops from loops and branches what no output needs.
     def run(*inputs: jax.Array) -> list[Any]:
         values, _ = evaluate(program, dict(zip(program.inputs, inputs, strict=True)), part, {}, [])
         return [values[x] for x in program.outputs if not isinstance(x, Literal)]
@@ -69,7 +70,7 @@ def _equation(eqn: Any) -> Work:
     name, out = eqn.primitive.name, _size(eqn.outvars)
     inner = [_work_of(program.jaxpr) for program in programs_inside(eqn)]
     if name == "cond":
-        return max(inner)
+        return max(inner)  # by operations first, as `Work` compares
     if inner and name not in primitives.COMBINING:
         return _total(inner, eqn.params["length"] if name == "scan" else 1)
     if name in primitives.ARITHMETIC:
@@ -77,7 +78,7 @@ def _equation(eqn: Any) -> Work:
     if name in _FREE:
         return Work(0, 0)
     if name in ("gather", "dynamic_slice"):
-        return Work(0, 2 * _num_bytes(eqn.outvars))
+        return Work(0, 2 * _num_bytes(eqn.outvars))  # reads the rows that it gives, not the whole table
     if name == "dynamic_update_slice":
         return Work(0, 2 * _num_bytes(eqn.invars[1:2]))
     if name in primitives.SCATTERS:
@@ -93,6 +94,7 @@ def _product(eqn: Any) -> int:
         contracted = eqn.params["dimension_numbers"][0][0]
         return 2 * out * math.prod(eqn.invars[0].aval.shape[dim] for dim in contracted)
     if name == "conv_general_dilated":
+        # Each output is a product with the kernel of one output channel.
         kernel = eqn.invars[1].aval
         return 2 * out * kernel.size // max(1, kernel.shape[eqn.params["dimension_numbers"].rhs_spec[0]])
     if name == "ragged_dot_general":

@@ -11,7 +11,7 @@ import numpy as np
 from jaxpipe._typing import PyTree
 from jaxpipe.errors import LayerError
 
-from ._settings import RecomputeSettings, follow_settings
+from ._settings import follow_settings
 from ._stored import call_with_stored_inputs, model_axis_size
 
 
@@ -67,13 +67,9 @@ def checkpoint(function: Callable[..., PyTree], *args: Any) -> PyTree:
         with jax.named_scope(f"checkpoint/{_name(function)}"):
             return function(*merged)
 
-    if _keeps_elsewhere(settings):
+    if settings.checkpoint_in_cpu or (settings.partition_activations and model_axis_size() > 1):
         return call_with_stored_inputs(run, arrays, settings)
     return jax.checkpoint(run)(*arrays)
-
-
-def _keeps_elsewhere(settings: RecomputeSettings) -> bool:
-    return settings.checkpoint_in_cpu or (settings.partition_activations and model_axis_size() > 1)
 
 
 def _is_array(leaf: Any) -> bool:

@@ -88,10 +88,7 @@ def configure(
     }
     _check_types(explicit)
     _check_unit(mpu_)
-    settings, without_effect = _resolve(mpu_, deepspeed_config, explicit)
-    if without_effect:
-        _warn(without_effect)
-    set_settings(dataclasses.replace(settings, configured=True))
+    set_settings(dataclasses.replace(_resolve(mpu_, deepspeed_config, explicit), configured=True))
 
 
 def settings_for(config: ConfigLike, mesh: Mesh | None = None) -> RecomputeSettings:
@@ -110,10 +107,7 @@ def settings_for(config: ConfigLike, mesh: Mesh | None = None) -> RecomputeSetti
     """
     if is_configured():
         return current_settings()
-    settings, without_effect = _resolve(mesh, config, {})
-    if without_effect:
-        _warn(without_effect)
-    return settings
+    return _resolve(mesh, config, {})
 
 
 def is_configured() -> bool:
@@ -154,8 +148,8 @@ def check_host_memory(platform: str, default: str, kinds: Collection[str]) -> No
     )
 
 
-def _resolve(unit: Any, config: ConfigLike, explicit: Mapping[str, Any]) -> tuple[RecomputeSettings, list[str]]:
-    """The settings, and the names of arguments given that have no effect."""
+def _resolve(unit: Any, config: ConfigLike, explicit: Mapping[str, Any]) -> RecomputeSettings:
+    """The settings of a configuration and of arguments, with a warning where some have no effect."""
     section = load_config(config).activation_checkpointing
     values = {name: getattr(section, key) for name, key in _KEYS.items()}
     values |= {name: value for name, value in explicit.items() if value is not None}
@@ -179,12 +173,16 @@ def _resolve(unit: Any, config: ConfigLike, explicit: Mapping[str, Any]) -> tupl
         "partition_activations": not isinstance(unit, Mesh) or unit.shape.get("model", 1) > 1,
         "checkpoint_in_cpu": device.platform != "cpu",
     }
-    settings = RecomputeSettings(
+    without_effect = [name for name in _NO_EFFECT if values[name] and not has_effect.get(name, False)]
+    if without_effect:
+        reasons = "; ".join(f"{n} (activation_checkpointing.{_KEYS[n]}): {_NO_EFFECT[n]}" for n in without_effect)
+        # At the call of `configure`, or of what asked for `settings_for`.
+        warnings.warn(f"No effect: {reasons}.", ConfigWarning, stacklevel=3)
+    return RecomputeSettings(
         partition_activations=values["partition_activations"],
         checkpoint_in_cpu=values["checkpoint_in_cpu"],
         profile=values["profile"],
     )
-    return settings, [name for name in _NO_EFFECT if values[name] and not has_effect.get(name, False)]
 
 
 def _check_types(arguments: Mapping[str, Any], *, optional: bool = True) -> None:
@@ -209,8 +207,3 @@ def _check_unit(unit: Any) -> None:
         "mpu_ must be None, a mesh, or an object with DeepSpeed's methods such as a PipelineParallelGrid, but got a "
         f"{type(unit).__name__}. Pass a configuration as deepspeed_config=."
     )
-
-
-def _warn(names: Collection[str]) -> None:
-    reasons = "; ".join(f"{name} (activation_checkpointing.{_KEYS[name]}): {_NO_EFFECT[name]}" for name in names)
-    warnings.warn(f"No effect: {reasons}.", ConfigWarning, stacklevel=3)

@@ -153,7 +153,7 @@ class PipeSchedule(ABC):
 
 def _whole(name: str, value: SupportsIndex) -> int:
     try:
-        return operator.index(value)
+        return operator.index(value)  # integers of numpy too
     except TypeError:
         raise ScheduleError(f"{name} must be a whole number, but got {name}={value!r}. Pass an int.") from None
 

@@ -78,6 +78,7 @@ class BufferTracker:
             self._require_buffer(op, step)
         elif current >= 0:
             flags = self._flags[current]
+            # The unit inside is meant until its forward has run, or this event has happened; then a new one enters.
             if not flags & (event | FORWARD):
                 if op.micro_batch_id is not None or op.chunk_id is not None:
                     self._require_agreement(op, step, current)

@@ -88,6 +88,7 @@ def choose_schedule(
         best = min(candidates, key=lambda one: (one.memory_bytes, one.step_s))
         reason = "Nothing fits; this holds the least. Recompute activations, or use smaller microbatches."
     else:
+        # Candidates stand in order of simplicity, so the first that is close enough is the simplest of those.
         best = next(one for one in fitting if one.step_s <= shortest.step_s * (1 + CLEAR_GAIN))
         reason = f"The simplest within {CLEAR_GAIN:.0%} of the shortest step"
         reason += "." if memory_limit_bytes is None else f" that fits {gigabytes(memory_limit_bytes)}."
@@ -110,6 +111,7 @@ class _Chooser:
         """A schedule with each way to treat idle actions, and with fewer pending where all are too large."""
         most = None if schedule_names()[schedule].min_pending is None else self.max_pending
         found = self._costed(schedule, num_chunks, most, policies)
+        # Memory is the same whether idle actions are skipped, so the first speaks for all.
         if found[0].fits or not found[0].pending or not self.costs.pending_bytes:
             return found
         room = (self.limit or 0) - found[0].in_flight * self.costs.activation_bytes
@@ -120,6 +122,9 @@ class _Chooser:
         self, schedule: str, num_chunks: int, max_pending: int | None, policies: Sequence[bool]
     ) -> list[Candidate]:
         costs, kind = self.costs, resolve_schedule(schedule, num_chunks, max_pending)
+        # Lowering takes time in proportion to the microbatches. Beyond `STEADY` groups each further group of S adds the
+        # same ticks, so two short programs one group apart give any length; the remainder is kept, as the last, shorter
+        # group changes the tables.
         lowered = min(self.num_microbatches, STEADY * self.num_stages + self.num_microbatches % self.num_stages)
         program = lower_schedule(kind, lowered, self.num_stages)
         shorter = program
@@ -164,5 +169,5 @@ def _branches(program: TickProgram, run: TickRun) -> int:
     count = 0
     for actions in (program.tables.forward, program.tables.backward, program.tables.weight):
         chunks = {chunk for row in actions.chunk for chunk in row[run.start : run.stop]}
-        count += len(chunks) > 1
+        count += len(chunks) > 1  # idle actions have chunk -1
     return count

@@ -100,6 +100,7 @@ class _Costs:
         ticks = [[self._times(*each) for each in zip(*column, strict=True)] for column in zip(*columns, strict=True)]
         if skip_idle:
             return sum(max(map(sum, stages)) for stages in ticks)
+        # Nothing is skipped: every device runs each kind of action of the run in each of its ticks.
         total = 0.0
         for run in self._program.runs:
             stages = [times for tick in ticks[run.start : run.stop] for times in tick]
@@ -111,6 +112,8 @@ class _Costs:
         forward_done: dict[tuple[int, int], float] = {}
         backward_done: dict[tuple[int, int], float] = {}
         now = [0.0] * program.num_stages
+        # Ticks give the order alone. What a stage waits for was computed in an earlier one, so the order of the stages
+        # within a tick does not matter.
         for tick in range(program.num_ticks):
             for stage in self._stages():
                 microbatch = tables.forward.microbatch[stage][tick]

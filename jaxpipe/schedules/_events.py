@@ -11,6 +11,7 @@ from ._instructions import PipeInstruction
 
 IDLE = -1
 
+# In the order of a unit's life, so that the lowest bit that is missing names the first instruction that is.
 LOADED, ARRIVED, FORWARD, SENT, GRAD_ARRIVED, INPUT, WEIGHT, GRAD_SENT = (1 << bit for bit in range(8))
 
 ROWS = ("load", "act_recv", "forward", "act_send", "grad_recv", "backward", "weight", "grad_send")

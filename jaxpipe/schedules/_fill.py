@@ -34,12 +34,15 @@ def fill_weights(forwards: Sequence[Row], backwards: Sequence[Row], max_pending:
     pending: list[list[int]] = [[] for _ in stages]
     filled: list[list[int]] = [[] for _ in stages]
     for step in range(num_steps):
-        present = [(row[step], half[step]) for row, half in zip(forwards, backwards, strict=True)]
+        present = [(row[step], inputs[step]) for row, inputs in zip(forwards, backwards, strict=True)]
+        # Lockstep: every stage waits for the actions that any of them runs, so what a stage lacks is free time there.
         content = any(has for has, _ in present), any(has for _, has in present)
         gets = [actions != content for actions in present]
+        # First, because a tick runs weight gradients last: one may follow its input gradient in the same step.
         for stage in stages:
             if present[stage][1]:
                 pending[stage].append(step)
+        # Where it must make the step longer, it does so once for all stages.
         if not any(gets) or _is_full(step, gets, pending, backwards, max_pending):
             gets = [True] * len(gets)
         _complete(gets, pending, filled)
@@ -59,4 +62,5 @@ def _is_full(step: int, gets: list[bool], pending: list[list[int]], backwards: S
 
 def _complete(gets: list[bool], pending: list[list[int]], filled: list[list[int]]) -> None:
     for runs, waiting, row in zip(gets, pending, filled, strict=True):
+        # The oldest first: what waits for it has been held longest.
         row.append(waiting.pop(0) if runs and waiting else IDLE)

@@ -40,6 +40,7 @@ def forward_schedule(schedule: type[PipeSchedule]) -> type[PipeSchedule]:
     return ForwardSchedule
 
 
+# The objects of all stages ask for the same listing one after another; the next schedule does not need it.
 @functools.lru_cache(maxsize=1)
 def _forward_steps(
     schedule: type[PipeSchedule], num_microbatches: int, num_stages: int

@@ -65,6 +65,7 @@ def format_grid(
     widths = [max(len(str(step)), *(len(row[step]) for row in cells)) for step in range(num_steps)]
     label_width = max(map(len, names))
     room = None if max_width is None else max_width - label_width
+    # 2 and 5: a column and the dots for what is left out, each with the two spaces before it.
     steps = _kept([width + 2 for width in widths], room, None if mark is None else mark[1], gap=5)
     rows = _kept([1] * len(cells), max_rows, None if mark is None else mark[0], gap=1)
     lines = [_line("step", label_width, steps, widths, str)]
@@ -93,6 +94,7 @@ def _kept(sizes: Sequence[int], room: int | None, centre: int | None, *, gap: in
         order = sorted(range(count), key=lambda index: (min(index, count - 1 - index), index))
     else:
         order = sorted(range(count), key=lambda index: (abs(index - centre), index))
+    # Around a centre there may be a gap on both sides, from both ends only the one between them.
     left = room - sizes[order[0]] - gap * (1 if centre is None else 2)
     kept = {order[0]}
     for index in order[1:]:

@@ -31,6 +31,7 @@ class InferenceSchedule(PipeSchedule):
                 exchange.append(SendActivation(1 - here))
             if runs and not self.is_first_stage:
                 exchange.append(RecvActivation(here))
+            # DeepSpeed's sends block: of two neighbours one must send first while the other receives.
             if self.stage_id % 2 == 1:
                 exchange.reverse()
             commands: list[PipeInstruction] = []

@@ -49,6 +49,7 @@ def lower_schedule(
     stage_depth: Buffers[Row] = map_fields(lambda *each: tuple(one.depth for one in each), *slots)
     depth: Buffers[int] = map_fields(max, stage_depth)
     runs = tick_runs(checked.stages[0].num_steps, tables)
+    # Only now that the runs are known: a masked forward computes in ticks whose run holds forwards, and nowhere else.
     if training:
         forward_ticks = [run.has_forward for run in runs for _ in range(run.start, run.stop)]
         rows = zip(tables.residual_write, slots, strict=True)
@@ -91,8 +92,9 @@ class _StageTables:
         activations, act_slots = self._transfers(stage, forward, received, sent, (before, after))
         received, sent = rows["grad_recv"], rows["grad_send"]
         gradients, grad_slots = self._transfers(stage, backward, received, sent, (after, before))
+        # A backward is split if its unit has a weight gradient; a schedule may split some and leave others whole.
         split = self._only(backward, self._units_of(weight))
-        whole = [-1 if half >= 0 else unit for unit, half in zip(backward, split, strict=True)]
+        whole = [-1 if own >= 0 else unit for unit, own in zip(backward, split, strict=True)]
         kept = forward if checked.training else [-1] * len(forward)
         # A split backward gives its residuals back only when its weight gradient has run.
         residuals = assign_slots(self._num_units, kept, [whole, weight])
@@ -137,8 +139,10 @@ class _StageTables:
         """
         sources, targets = ([stage if place is None else place[0] for place in each] for each in neighbours)
         to_local = [place[1] if place is not None and place[0] == stage else -1 for place in neighbours[1]]
+        # Only what is really sent takes a slot: the last part's output and the first part's gradient go nowhere.
         outgoing = self._only(computed, self._units_of(sent))
         incoming = self._only(computed, self._units_of(received))
+        # Between two chunks of one stage a value keeps its microbatch and changes its chunk, hence its unit.
         handed = [self._handed(unit, to_local) for unit in computed]
         taken = self._only(computed, self._units_of(handed))
         slots = TransferBuffers(

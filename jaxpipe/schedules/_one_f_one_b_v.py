@@ -49,5 +49,6 @@ class OneFOneBVSchedule(TimetableSchedule):
 
     def _due(self, since: int, *, direction: int) -> Action:
         """Find the chunk whose part, passed in this direction, is an even number of steps away."""
+        # Of s and 2S - 1 - s one is even and one odd, so in each step exactly one of the chunks is due.
         chunk = (since - self.stage_id) % 2
         return chunk, (since - direction * self.virtual_stage(self.stage_id, chunk)) // 2

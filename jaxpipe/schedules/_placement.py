@@ -68,6 +68,7 @@ def placement_of(schedules: Sequence[PipeSchedule]) -> Placement:
                     f"virtual_stage(stage={stage}, chunk={chunk})={index}. Return each place exactly once."
                 )
             locations[index] = (stage, chunk)
+    # An exchange of the executor moves values by one stage, up or down the ring.
     for index in range(1, stages * chunks):
         source, target = locations[index - 1][0], locations[index][0]
         if (target - source) % stages not in (0, 1, stages - 1):

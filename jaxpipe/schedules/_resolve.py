@@ -61,6 +61,7 @@ def resolve_schedule(
     return _variant(kind, **changes) if changes else kind
 
 
+# Cached, so that equal requests give one class: rows and listings are cached by it.
 @functools.cache
 def _variant(kind: type[PipeSchedule], **changes: int) -> type[PipeSchedule]:
     return type(kind.__name__, (kind,), {"__doc__": kind.__doc__, "__module__": kind.__module__, **changes})

@@ -24,6 +24,7 @@ class RingTimetable(TimetableSchedule):
         Returns:
             `R(M - 1) + V - S + 1`; it is `vM` if S divides M, or with one chunk.
         """
+        # R(M - 1) is the first part's step of the last microbatch; its last chunk on this stage follows V - S later.
         group, place = divmod(self.micro_batches - 1, self.stages)
         return (group + 1) * self.stages * self.num_chunks - self.stages + place + 1
 
@@ -33,6 +34,7 @@ class RingTimetable(TimetableSchedule):
 
     def backward_at(self, step: int) -> Action:
         """Chunk c and microbatch m with `R(m) + 2(V - 1) - (cS + s) = step`."""
+        # 2(V - 1) - (cS + s) = (v - 1 - c)S + (V + S - 2 - s): the turns of forwards, later, the last chunk first.
         parts = self.num_chunks * self.stages
         chunk, microbatch = self._turn(step - (parts + self.stages - 2 - self.stage_id))
         return self.num_chunks - 1 - chunk, microbatch

@@ -31,6 +31,7 @@ def tick_runs(num_ticks: int, tables: Tables[Table]) -> tuple[TickRun, ...]:
         The runs, from tick 0 to `num_ticks` without gaps.
     """
     kinds = (tables.forward, tables.backward, tables.weight)
+    # By kind and tick the microbatches of all stages: one device program runs on all, so content is that of any stage.
     columns = [list(zip(*actions.microbatch, strict=True)) for actions in kinds]
     content = list(zip(*([max(column) >= 0 for column in kind] for kind in columns), strict=True))
     is_steady = _steady([kind for kind in columns if max(map(max, kind)) >= 0], tables.forward.chunk)
@@ -40,6 +41,7 @@ def tick_runs(num_ticks: int, tables: Tables[Table]) -> tuple[TickRun, ...]:
         pieces.append((listed[0], listed[-1] + 1, has))
     if len(pieces) > MAX_RUNS:
         pieces = _joined_short(pieces)
+    # Content changes most where the pipeline fills and drains, at both ends: these stay apart.
     if len(pieces) > MAX_RUNS:
         pieces = [*pieces[:3], _joined(pieces[3:-3]), *pieces[-3:]]
     return tuple(
@@ -48,6 +50,7 @@ def tick_runs(num_ticks: int, tables: Tables[Table]) -> tuple[TickRun, ...]:
             stop,
             *has,
             activation_sends=_sends(tables.activations.send_to, start, stop),
+            # A result that never waits is sent in the exchange of the tick after: these are the run's ticks, one later.
             next_activation_sends=_sends(tables.activations.send_to, start + 1, stop + 1),
             gradient_sends=_sends(tables.gradients.send_to, start, stop),
         )
@@ -57,6 +60,7 @@ def tick_runs(num_ticks: int, tables: Tables[Table]) -> tuple[TickRun, ...]:
 
 def _steady(kinds: Sequence[Sequence[Sequence[int]]], forward_chunk: Table) -> list[bool]:
     """For each tick whether it lies in a long stretch in which every stage runs all kinds of actions that occur."""
+    # With several chunks an action is branched on its chunk anyway, so that a run without idle actions saves no branch.
     has_chunks = any(chunk > 0 for row in forward_chunk for chunk in row)
     marks = [len(kinds) > 1 and not has_chunks and min(map(min, column)) >= 0 for column in zip(*kinds, strict=True)]
     steady: list[bool] = []

@@ -85,6 +85,7 @@ def listed_steps(schedule: PipeSchedule) -> list[Sequence[PipeInstruction]]:
         ScheduleError: The steps do not come to an end.
     """
     units = schedule.micro_batches * schedule.num_chunks
+    # Generous, eight steps for each unit on each stage: what is longer does not end.
     limit = 64 + 8 * (units + 1) * (schedule.stages + 1)
     listed = list(islice(schedule.steps(), limit + 1))
     if len(listed) > limit:

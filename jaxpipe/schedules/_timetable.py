@@ -92,6 +92,7 @@ class TimetableSchedule(PipeSchedule):
         ends = self._ends()
         flying = peak = 0
         for step in range(self.num_steps()):
+            # Before what this step frees: a step runs its forward first, and the buffer is in use until its end.
             flying += self._runs(self.forward_at(step))
             peak = max(peak, flying)
             flying -= len(self._freed(step, ends))
@@ -106,6 +107,8 @@ class TimetableSchedule(PipeSchedule):
         send_act: list[PipeInstruction] = []
         for step in range(num_steps):
             forward, backward, weight = self.forward_at(step), self.backward_at(step), self.weight_at(step)
+            # What a step computes is sent in the next one. Exchanges stand in DeepSpeed's order: both of two neighbours
+            # list the gradient, then the activation, so that blocking transfers would meet too.
             exchanges, last_exchange, computing = send_grad, send_act, list[PipeInstruction]()
             send_grad, send_act = [], []
             if self._runs(forward):

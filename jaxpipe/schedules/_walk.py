@@ -76,6 +76,7 @@ class StageWalk:
         self._after = [placement.after(self._stage, chunk) for chunk in chunks]
         self._folded = any(self._is_local(place) for place in self._after)
         self._flags = [0] * (len(chunks) * self._microbatches)
+        # What must have happened to a unit before its buffer is free. The ends of the model send one thing less.
         self._done = [
             FORWARD
             | (SENT if self._after[chunk] is not None else 0)
@@ -103,6 +104,7 @@ class StageWalk:
         for self._step, commands in enumerate(steps):
             for op in commands:
                 rule = rules.get(type(op))
+                # A user's subclass of an instruction obeys the rule of its base; the exact class is the common case.
                 if rule is None:
                     rule = next((rules[base] for base in type(op).__mro__ if base in rules), None)
                 if rule is not None and isinstance(op, BufferOpInstruction):
@@ -154,6 +156,7 @@ class StageWalk:
         needs = rule.needs[unit // self._microbatches]
         if needs & ~flags or rule.event & flags or rule.row[step] != IDLE:
             raise self._misplaced(op, rule, unit)
+        # The exchange is the first phase of a step: what is computed in the step does not exist yet.
         if rule.source is not None and rule.source[step] == unit:
             raise Location(op, self._stage, step).refuse(
                 "send a value of an earlier step",
@@ -249,7 +252,7 @@ class StageWalk:
             chunk, microbatch = divmod(unit, self._microbatches)
             lacking = self._done[chunk] & ~flags
             if lacking:
-                bit = lacking & -lacking
+                bit = lacking & -lacking  # the lowest: bits stand in the order of a unit's life
                 end = self._after[chunk] if bit == SENT else self._before[chunk] if bit == GRAD_SENT else None
                 wanted = first_lacking(lacking, local=self._is_local(end))
                 raise WalkError(

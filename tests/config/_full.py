@@ -1,8 +1,11 @@
 """One configuration with every key that is real, and one that also holds what is accepted without effect or off."""
 
+import copy
 from typing import Any
 
-FULL: dict[str, Any] = {
+from _keys import KEYS
+
+_GIVEN: dict[str, Any] = {
     "train_batch_size": 64,
     "train_micro_batch_size_per_gpu": 4,
     "gradient_accumulation_steps": 8,
@@ -45,6 +48,34 @@ FULL: dict[str, Any] = {
     },
     "checkpoint": {"async_save": True, "keep_last": 3, "keep_every": 1000},
 }
+
+
+def put(config: dict[str, Any], path: str, value: object) -> None:
+    """Set a key in place, with the objects around it."""
+    *outer, key = path.split(".")
+    for name in outer:
+        config = config.setdefault(name, {})
+    config[key] = value
+
+
+def at(config: dict[str, Any], path: str) -> Any:
+    """The value of a key; None where there is none."""
+    *outer, key = path.split(".")
+    for name in outer:
+        config = config.get(name, {})
+    return config.get(key)
+
+
+def _full() -> dict[str, Any]:
+    """All keys with the values above, and those that stand in no relation to others with one of their type."""
+    full = copy.deepcopy(_GIVEN)
+    for path, key in KEYS.items():
+        if at(full, path) is None:
+            put(full, path, {bool: key.default is not True, int: 3, float: 0.5}[key.kind()])
+    return full
+
+
+FULL = _full()
 
 UNUSED: dict[str, list[Any]] = {
     "aio": [{"block_size": 1048576}],
@@ -196,11 +227,3 @@ OFF: dict[str, list[Any]] = {
     "zero_optimization.zeropp_loco_param": [],
 }
 """Keys that are refused, with values that ask for nothing."""
-
-
-def put(config: dict[str, Any], path: str, value: object) -> None:
-    """Set a key in place, with the objects around it."""
-    *outer, key = path.split(".")
-    for name in outer:
-        config = config.setdefault(name, {})
-    config[key] = value

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from _full import FULL, OFF, UNUSED, put
+from _keys import KEYS, Key
 
 from jaxpipe.config import load_config
 from jaxpipe.errors import ConfigError
@@ -21,58 +22,26 @@ NUMBER = ["1.0", True, [1.0], {}]
 TEXT = [3, True, None, {}, ["x"]]
 SECTION = [3, "x", True, [], None]
 
-WRONG_TYPES: dict[str, list[Any]] = {
-    "train_batch_size": INTEGER,
-    "train_micro_batch_size_per_gpu": INTEGER,
-    "gradient_accumulation_steps": INTEGER,
-    "steps_per_print": INTEGER,
-    "gradient_clipping": NUMBER,
-    "pipeline": SECTION,
-    "pipeline.stages": INTEGER,
+_BY_HAND: dict[str, list[Any]] = {
     "pipeline.partition": [3, True, {}, None, [0, "3"]],
     "pipeline.schedule": [3, True, None, []],
-    "pipeline.activation_checkpoint_interval": INTEGER,
-    "pipeline.skip_idle": FLAG,
-    "pipeline.scan_trunk": FLAG,
-    "pipeline.seed_layers": FLAG,
-    "pipeline.num_chunks": INTEGER,
-    "pipeline.max_pending_weights": INTEGER,
-    "pipeline.memory_limit_gb": NUMBER,
-    "fp16": SECTION,
-    "fp16.enabled": FLAG,
-    "fp16.auto_cast": FLAG,
-    "fp16.loss_scale": NUMBER,
-    "fp16.initial_scale_power": INTEGER,
-    "fp16.loss_scale_window": INTEGER,
-    "fp16.hysteresis": INTEGER,
-    "fp16.consecutive_hysteresis": FLAG,
-    "fp16.min_loss_scale": NUMBER,
-    "bf16": SECTION,
-    "bf16.enabled": FLAG,
-    "bf16.immediate_grad_update": FLAG,
-    "bf16.check_grad_overflow": FLAG,
-    "data_types": SECTION,
     "data_types.grad_accum_dtype": [32, True, [], {}],
-    "zero_optimization": SECTION,
     "zero_optimization.stage": ["1", True, 1.0, [1], None],
     "optimizer": [3, "Adam", True, []],
-    "optimizer.type": TEXT,
     "optimizer.params": [3, "x", True, []],
     "scheduler": [3, "WarmupLR", True, []],
-    "scheduler.type": TEXT,
     "scheduler.params": [3, "x", True, []],
-    "activation_checkpointing": SECTION,
-    "activation_checkpointing.partition_activations": FLAG,
-    "activation_checkpointing.cpu_checkpointing": FLAG,
-    "activation_checkpointing.contiguous_memory_optimization": FLAG,
-    "activation_checkpointing.number_checkpoints": INTEGER,
-    "activation_checkpointing.synchronize_checkpoint_boundary": FLAG,
-    "activation_checkpointing.profile": FLAG,
-    "checkpoint": SECTION,
     "checkpoint.async_save": [*FLAG, None],
-    "checkpoint.keep_last": INTEGER,
-    "checkpoint.keep_every": INTEGER,
 }
+
+
+def _of_other_types(path: str, key: Key) -> list[Any]:
+    if path in _BY_HAND:
+        return _BY_HAND[path]
+    return SECTION if key.is_section else {bool: FLAG, int: INTEGER, float: NUMBER, str: TEXT}[key.kind()]
+
+
+WRONG_TYPES = {path: _of_other_types(path, key) for path, key in KEYS.items()}
 WRONG_VALUES: dict[str, list[Any]] = {
     "train_batch_size": [0, -8],
     "train_micro_batch_size_per_gpu": [0, -1],
@@ -151,6 +120,10 @@ def _all_bad() -> list[Bad]:
 
 ALL = _all_bad()
 CASES = random.Random(7).sample(ALL, NUM_CASES)
+
+
+def test_every_number_has_values_out_of_its_range() -> None:
+    assert {path for path, key in KEYS.items() if key.kind() in (int, float)} <= {*WRONG_VALUES}
 
 
 def test_the_sample_is_of_every_kind() -> None:

@@ -2,10 +2,12 @@
 
 import json
 import string
+import types
 from typing import Any
 
 import pytest
 from _full import FULL, OFF, UNUSED, put
+from _keys import KEYS, Key
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -33,43 +35,41 @@ def _named(*names: str) -> st.SearchStrategy[dict[str, Any]]:
     return st.fixed_dictionaries({"type": st.sampled_from(names)}, optional={"params": params})
 
 
-configs = _section(
-    train_batch_size=positive | st.none(),
-    train_micro_batch_size_per_gpu=positive | st.none(),
-    gradient_accumulation_steps=positive | st.none(),
-    steps_per_print=positive | st.none(),
-    gradient_clipping=numbers,
-    pipeline=_section(
-        stages=st.just("auto") | positive,
-        partition=st.sampled_from(["best", "uniform", "type:x"]) | st.lists(st.integers(0, 99), min_size=1),
-        schedule=st.sampled_from(["1f1b", "gpipe", "auto"]),
-        activation_checkpoint_interval=st.integers(0, 9),
-        skip_idle=flags | st.just("auto"),
-        seed_layers=flags | st.none(),
-        num_chunks=positive | st.just("auto"),
-        max_pending_weights=positive | st.just("auto"),
-        memory_limit_gb=st.floats(1e-3, 1e6) | st.just("auto"),
-    ),
-    fp16=_section(
-        auto_cast=flags,
-        loss_scale=numbers,
-        initial_scale_power=st.integers(0, 127),
-        loss_scale_window=positive,
-        hysteresis=positive,
-        consecutive_hysteresis=flags,
-        min_loss_scale=st.floats(1e-30, 1e30),
-    ),
-    bf16=_section(enabled=flags, check_grad_overflow=flags),
-    data_types=_section(grad_accum_dtype=st.sampled_from([None, "float32", "bfloat16", "float16"])),
-    zero_optimization=_section(stage=st.integers(0, 1)),
-    optimizer=_named("Adam", "muon", "sgd"),
-    scheduler=_named("WarmupLR", "OneCycle"),
-    activation_checkpointing=_section(
-        partition_activations=flags, cpu_checkpointing=flags, number_checkpoints=positive
-    ),
-    checkpoint=_section(async_save=flags, keep_last=positive | st.none(), keep_every=st.none())
+_PLAIN: dict[Any, st.SearchStrategy[Any]] = {bool: flags, int: positive, float: st.floats(1e-3, 1e6)}
+_BY_HAND: dict[str, st.SearchStrategy[Any]] = {
+    "gradient_clipping": numbers,
+    "pipeline.partition": st.sampled_from(["best", "uniform", "type:x"]) | st.lists(st.integers(0, 99), min_size=1),
+    "pipeline.schedule": st.sampled_from(["1f1b", "gpipe", "auto"]),
+    "pipeline.activation_checkpoint_interval": st.integers(0, 9),
+    "fp16.enabled": st.just(False),  # not with that of bf16
+    "fp16.loss_scale": numbers,
+    "fp16.initial_scale_power": st.integers(0, 127),
+    "fp16.min_loss_scale": st.floats(1e-30, 1e30),
+    "data_types.grad_accum_dtype": st.sampled_from([None, "float32", "bfloat16", "float16"]),
+    "zero_optimization.stage": st.integers(0, 1),
+    "activation_checkpointing.contiguous_memory_optimization": st.just(False),  # needs two others
+    "optimizer": _named("Adam", "muon", "sgd"),
+    "scheduler": _named("WarmupLR", "OneCycle"),
+    "checkpoint": _section(async_save=flags, keep_last=positive | st.none(), keep_every=st.none())
     | st.fixed_dictionaries({"keep_last": positive, "keep_every": positive}, optional={"async_save": flags}),
-)
+}
+
+
+def _strategy(path: str, key: Key) -> st.SearchStrategy[Any]:
+    if path in _BY_HAND:
+        return _BY_HAND[path]
+    if key.is_section:
+        return _keys_of(f"{path}.")
+    others = {types.NoneType: st.none(), "auto": st.just("auto")}
+    return st.one_of(_PLAIN[key.kind()], *(strategy for kind, strategy in others.items() if kind in key.kinds))
+
+
+def _keys_of(outer: str) -> st.SearchStrategy[dict[str, Any]]:
+    inner = {path.removeprefix(outer): path for path in KEYS if path.startswith(outer)}
+    return _section(**{name: _strategy(path, KEYS[path]) for name, path in inner.items() if "." not in name})
+
+
+configs = _keys_of("")
 
 
 def _as_json(value: object) -> object:

@@ -1,7 +1,10 @@
+import functools
 from typing import Any
 
 import pytest
 from _full import FULL, put
+from _full import at as given_at
+from _keys import KEYS
 
 from jaxpipe.config import (
     ActivationCheckpointingSection,
@@ -10,8 +13,6 @@ from jaxpipe.config import (
     FP16Section,
     OptimizerSection,
     Params,
-    PipelineConfig,
-    SchedulerSection,
     TrainConfig,
     ZeroSection,
     load_config,
@@ -39,24 +40,23 @@ def test_defaults_are_deepspeeds_but_for_clipping() -> None:
     assert config.checkpoint == CheckpointSection(False, None, None)
 
 
+READ_AS: dict[str, Any] = {
+    "pipeline.partition": (0, 3, 6),
+    "data_types.grad_accum_dtype": "float32",
+    "optimizer.params": Params({"lr": 3e-4, "betas": (0.9, 0.95), "adam_w_mode": True}),
+    "scheduler.params": Params({"warmup_max_lr": 3e-4, "warmup_num_steps": 100}),
+}
+"""Values that are stored in another form than JSON's."""
+GIVEN_AS_DEFAULT = {"bf16.enabled", "bf16.immediate_grad_update", "fp16.loss_scale"}
+"""Others would contradict those of another section."""
+
+
 def test_every_key_of_every_section() -> None:
     config = load_config(FULL)
-    assert config == TrainConfig(
-        64,
-        4,
-        8,
-        10,
-        PipelineConfig(4, (0, 3, 6), "gpipe", 2, True, True, True, 2, 3, 80.0),
-        1.0,
-        FP16Section(True, True, 0.0, 12, 500, 3, True, 0.5),
-        BF16Section(False, False, False),
-        DataTypesSection("float32"),
-        ZeroSection(1),
-        OptimizerSection("AdamW", Params({"lr": 3e-4, "betas": (0.9, 0.95), "adam_w_mode": True})),
-        SchedulerSection("WarmupLR", Params({"warmup_max_lr": 3e-4, "warmup_num_steps": 100})),
-        ActivationCheckpointingSection(True, True, True, 4, True, True),
-        CheckpointSection(True, 3, 1000),
-    )
+    for path in [path for path, key in KEYS.items() if not key.is_section]:
+        value = functools.reduce(getattr, path.split("."), config)
+        assert value == READ_AS.get(path, given_at(FULL, path)), path
+        assert value != KEYS[path].default or path in GIVEN_AS_DEFAULT, path
     assert hash(config) == hash(load_config(FULL))
     assert config == TrainConfig(**FULL)
 

@@ -47,4 +47,4 @@ def test_equal_trees_are_left_alone() -> None:
 def test_members_that_pack_alike_are_described_alike() -> None:
     packing = Packing([struct(TREES[0]), struct(TREES[1]), struct(TREES[0])])
     assert packing.describe(0) == packing.describe(2) != packing.describe(1)
-    assert packing.struct_of(1) == struct(TREES[1])
+    assert packing.structs[1] == struct(TREES[1])

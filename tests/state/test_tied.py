@@ -58,36 +58,38 @@ def test_every_holder_gets_the_sum_of_all_holders() -> None:
 
 
 @pytest.mark.parametrize("make", SHARDINGS, ids=["replicated", "by elements", "by leaves"])
-def test_every_holder_gets_the_value_of_the_first_one(make: Callable[[], ShardLayout]) -> None:
+@pytest.mark.parametrize(
+    ("function", "wanted"),
+    [
+        pytest.param(
+            broadcast_tied,
+            [
+                {"all": 1.0, "some": 2.0},
+                {"all": 1.0, "late": 30.0, "alone": 40.0},
+                {"all": 1.0, "late": 30.0, "some": 2.0},
+            ],
+            id="every holder gets the value of the first one",
+        ),
+        pytest.param(
+            drop_copies,
+            [
+                {"all": 1.0, "some": 2.0},
+                {"all": 0.0, "late": 30.0, "alone": 40.0},
+                {"all": 0.0, "late": 0.0, "some": 0.0},
+            ],
+            id="only the first holder counts",
+        ),
+    ],
+)
+def test_copies_in_shards(
+    function: Callable[..., Storage], wanted: list[dict[str, float]], make: Callable[[], ShardLayout]
+) -> None:
     sharding = make()
 
     def device(storage: Storage) -> Storage:
         stage, replica = jax.lax.axis_index("stage"), jax.lax.axis_index("data")
         shard = sharding.reduce(stage, storage)
-        return sharding.gather(stage, broadcast_tied(TIED, sharding, sharding.form(stage, replica), shard))
+        return sharding.gather(stage, function(TIED, sharding, sharding.form(stage, replica), shard))
 
     found = on_devices(make_mesh(3, 2), device, storages(2))
-    wanted = [
-        {"all": 1.0, "some": 2.0},
-        {"all": 1.0, "late": 30.0, "alone": 40.0},
-        {"all": 1.0, "late": 30.0, "some": 2.0},
-    ]
-    assert [values_of(LAYOUT, i // 2, one) for i, one in enumerate(found)] == [one for one in wanted for _ in range(2)]
-
-
-@pytest.mark.parametrize("make", SHARDINGS, ids=["replicated", "by elements", "by leaves"])
-def test_only_the_first_holder_counts(make: Callable[[], ShardLayout]) -> None:
-    sharding = make()
-
-    def device(storage: Storage) -> Storage:
-        stage, replica = jax.lax.axis_index("stage"), jax.lax.axis_index("data")
-        shard = sharding.reduce(stage, storage)
-        return sharding.gather(stage, drop_copies(TIED, sharding, sharding.form(stage, replica), shard))
-
-    found = on_devices(make_mesh(3, 2), device, storages(2))
-    wanted = [
-        {"all": 1.0, "some": 2.0},
-        {"all": 0.0, "late": 30.0, "alone": 40.0},
-        {"all": 0.0, "late": 0.0, "some": 0.0},
-    ]
     assert [values_of(LAYOUT, i // 2, one) for i, one in enumerate(found)] == [one for one in wanted for _ in range(2)]
