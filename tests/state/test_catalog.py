@@ -11,13 +11,13 @@ from _oracle import Case
 from jaxpipe.state import Leaf, Span, read_leaf, state_arrays, write_leaf
 
 # A whole leaf of five elements, from the third on in two rows of a buffer, padded by one; and a copy of it elsewhere.
-CUT = Leaf((5,), "float32", None, ((Span("a", (0, 2), 2, 5),), (Span("b", (1,), 0, 5),)))
-# Two slices along dim 1, such as two ranks of the `model` axis hold.
-SLICED = Leaf((2, 4), "float32", 1, ((Span("c", (0,), 0, 4), Span("c", (1,), 0, 4)),))
+CUT = Leaf((5,), "float32", (1,), ((Span("a", (0, 2), 2, 5),), (Span("b", (1,), 0, 5),)))
+# Two slices along dim 1, such as two stages hold.
+SLICED = Leaf((2, 4), "float32", (1, 2), ((Span("c", (0,), 0, 4), Span("c", (1,), 0, 4)),))
 
 
 def test_shapes_of_slices() -> None:
-    assert (CUT.part_shape(), SLICED.part_shape()) == ((5,), (2, 2))
+    assert (CUT.slice_shape(), SLICED.slice_shape()) == ((5,), (2, 2))
 
 
 def test_pieces_in_several_rows_are_written_into_every_copy_and_read_from_the_first() -> None:
@@ -66,7 +66,7 @@ def test_leaves_share_no_element_and_their_copies_are_whole(case: Case) -> None:
     for key, leaf in pipeline.catalog.items():
         for copy in leaf.copies:
             counts = [len(span.rows) * (span.stop - span.start) for span in copy]
-            assert all(count >= np.prod(leaf.part_shape()) for count in counts), key
+            assert all(count >= np.prod(leaf.slice_shape()) for count in counts), key
             for span in copy:
                 for row in span.rows:
                     assert not seen[span.array][row, span.start : span.stop].any(), key

@@ -21,7 +21,7 @@ GRADS = [{"trunk": 1.0, "tied": 3.0}, {"trunk": 2.0, "tied": 3.0, "late": 4.0}, 
 SQUARES = 2 * (1 + 4 + 9) + 9 + 16
 SHARDINGS = {
     "replicated": Replicated(LAYOUT),
-    "elements": ByElements(LAYOUT, 2),
+    "elements": ByElements(LAYOUT, 2, {}),
     "leaves": ByLeaves(LAYOUT, 2, tuple(TIED)),
 }
 
@@ -40,20 +40,6 @@ def test_replicas_and_holders_of_tied_parameters_count_once(layout: ShardLayout)
     ]
     found = on_devices(make_mesh(3, 2), device, given)
     np.testing.assert_allclose(found, [np.sqrt(SQUARES)] * 6, rtol=1e-6)
-
-
-@pytest.mark.parametrize("stack", [True, False], ids=["stacked", "packed"])
-def test_ranks_of_the_model_axis_that_hold_the_same_count_once(stack: bool) -> None:
-    layout = Layout([{"alike": struct(1), "cut": struct(1)}] * 2, stack=stack, sharded={"cut"})
-    replicated = Replicated(layout)
-    sharding = ZeroSharding(replicated, replicated, replicated, num_model=2)
-
-    def device(storage: Storage) -> jax.Array:
-        return global_norm({}, sharding, jax.lax.axis_index("stage"), storage)
-
-    given = [filled(layout, s, {"alike": 2.0 + s, "cut": 4.0 + m}) for s in range(2) for m in range(2)]
-    found = on_devices(make_mesh(2, 1, 2), device, given)
-    np.testing.assert_allclose(found, [np.sqrt(4 + 9 + 2 * (16 + 25))] * 4, rtol=1e-6)
 
 
 def test_half_precision_and_complex_gradients() -> None:

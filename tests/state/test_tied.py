@@ -27,7 +27,7 @@ GIVEN = [
 ]
 SHARDINGS: list[Callable[[], ShardLayout]] = [
     lambda: Replicated(LAYOUT),
-    lambda: ByElements(LAYOUT, 2),
+    lambda: ByElements(LAYOUT, 2, {}),
     lambda: ByLeaves(LAYOUT, 2, tuple(TIED)),
 ]
 

@@ -12,7 +12,6 @@ import pytest
 from _stages import make_mesh, on_devices, struct
 
 from jaxpipe import LayerSpec, PipelineModule
-from jaxpipe.executor import trace_model_ranks
 from jaxpipe.layers import flatten_dict, layer_signatures, unflatten_dict
 from jaxpipe.schedules import OneFOneBSchedule, lower_schedule
 from jaxpipe.state import ModelParams, Updater, cut_stages
@@ -31,7 +30,7 @@ def model() -> Model:
     """On each of two stages two equal layers, before them a wide one and after them a narrow one."""
     layers = [nn.Dense(4), *[LayerSpec(nn.Dense, 4)] * 4, nn.Dense(2)]
     module = PipelineModule(layers, num_stages=2, loss_fn=lambda y, t: jnp.mean((y - t) ** 2))
-    trace = trace_model_ranks(module, struct(1, 3), {}, 0)[1]
+    trace = module.trace(struct(1, 3))
     cuts = cut_stages(layer_signatures(module.layers, trace), [0, 3, 6])
     placement = lower_schedule(OneFOneBSchedule, 2, 2).placement
     return Model(ModelParams(trace, cuts, placement), module.init(jax.random.key(0), jnp.ones((1, 3))))
@@ -52,7 +51,7 @@ def tree_of(storages: Any) -> Any:
 
 def shardings() -> dict[str, ShardLayout]:
     layout = model().params.master_layout
-    return {"replicated": Replicated(layout), "elements": ByElements(layout, 2), "leaves": ByLeaves(layout, 2, ())}
+    return {"replicated": Replicated(layout), "elements": ByElements(layout, 2, {}), "leaves": ByLeaves(layout, 2, ())}
 
 
 def test_names_in_trunk_and_off_it() -> None:

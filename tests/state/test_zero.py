@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from _stages import filled, make_mesh, on_devices, struct, values_of
+from jax.sharding import PartitionSpec as P
 
 from jaxpipe.state import Layout, Storage, ZeroSharding
 from jaxpipe.state._zero import ByElements, ByLeaves, Replicated, ShardLayout
@@ -14,7 +15,7 @@ STAGES = [
     {"every": struct(2, 3), "last": struct(2, 2)},
 ]
 LAYOUT = Layout(STAGES)
-SHARDINGS = {"replicated": Replicated(LAYOUT), "elements": ByElements(LAYOUT, 4), "leaves": ByLeaves(LAYOUT, 4, ())}
+SHARDINGS = {"replicated": Replicated(LAYOUT), "elements": ByElements(LAYOUT, 4, {}), "leaves": ByLeaves(LAYOUT, 4, ())}
 
 
 @pytest.mark.parametrize("sharding", SHARDINGS.values(), ids=SHARDINGS)
@@ -30,7 +31,7 @@ def test_forms_belong_to_stages_and_replicas(sharding: ShardLayout) -> None:
 
 
 def test_pieces_have_as_many_dims_as_their_leaf() -> None:
-    shards = ByElements(LAYOUT, 4).shards
+    shards = ByElements(LAYOUT, 4, {}).shards
     assert {name: shards.struct_of(0, name).shape for name in shards.names(0)} == {
         "every": (1, 2),
         "first": (2,),
@@ -72,19 +73,15 @@ def test_reduced_and_gathered_is_the_sum_over_replicas(sharding: ShardLayout) ->
 
 def test_replicas_keep_the_pieces_of_their_index_and_zeros_behind_them() -> None:
     layout = Layout([{"x": struct(2, 3)}])
-    sharding, whole = ByElements(layout, 4), jnp.arange(1.0, 7.0).reshape(2, 3)
+    sharding, whole = ByElements(layout, 4, {}), jnp.arange(1.0, 7.0).reshape(2, 3)
     given = [layout.pack(0, {"x": whole}), *[layout.pack(0, {"x": whole * 0})] * 3]
     found = on_devices(make_mesh(1, 4), lambda storage: sharding.reduce(jnp.int32(0), storage), given)
     assert [one.stacked["x"].tolist() for one in found] == [[[1, 2]], [[3, 4]], [[5, 6]], [[0, 0]]]
 
 
-def zero_sharding(layout: Layout, num_model: int) -> ZeroSharding:
-    compute = layout.cast(lambda like: jax.ShapeDtypeStruct(like.shape, jnp.bfloat16))
-    return ZeroSharding(Replicated(layout), Replicated(compute), Replicated(layout), num_model)
-
-
 def test_layers_compute_with_parameters_cast_from_the_master_ones() -> None:
-    sharding = zero_sharding(Layout(STAGES), 0)
+    compute = LAYOUT.cast(lambda like: jax.ShapeDtypeStruct(like.shape, jnp.bfloat16))
+    sharding = ZeroSharding(Replicated(LAYOUT), Replicated(compute), Replicated(LAYOUT))
     given = [filled(LAYOUT, 0, {"every": 1 + 2**-12, "first": 2.0, "scale": 3.0})]
     (found,) = on_devices(
         make_mesh(1, 1), lambda shard: sharding.gather_params(jnp.int32(0), jnp.int32(0), shard), given
@@ -93,33 +90,44 @@ def test_layers_compute_with_parameters_cast_from_the_master_ones() -> None:
     assert values_of(sharding.compute.gathered, 0, found) == {"every": 1.0, "first": 2.0, "scale": 3.0}
 
 
-def test_only_what_all_ranks_of_the_model_axis_hold_alike_is_summed_over_them() -> None:
-    layout = Layout([{"alike": struct(2), "cut": struct(3)}, {"alike": struct(2), "cut": struct(3)}], sharded={"cut"})
-    packed = Layout([{"alike": struct(2), "cut": struct(3)}], stack=False, sharded={"cut"})
-    for one in (layout, packed):
-        sharding = zero_sharding(one, 2)
-        given = [filled(one, 0, {"alike": 10.0**i, "cut": 5.0**i}) for i in range(4)]  # (data, model) 00 01 10 11
-        found = on_devices(
-            make_mesh(1, 2, 2), lambda grads, s=sharding: s.reduce_gradients(jnp.int32(0), jnp.int32(0), grads), given
-        )
-        assert [values_of(one, 0, shard) for shard in found] == [
-            {"alike": 1111.0, "cut": 1.0 + 25.0},
-            {"alike": 1111.0, "cut": 5.0 + 125.0},
-        ] * 2
+@pytest.mark.parametrize(
+    ("sharding", "num_rows", "axes"),
+    [("replicated", 2, ("stage",)), ("elements", 8, ("stage", "data")), ("leaves", 8, ("stage", "data"))],
+)
+def test_global_arrays_have_a_row_for_each_distinct_shard(sharding: str, num_rows: int, axes: tuple[str, ...]) -> None:
+    one = SHARDINGS[sharding]
+    found = ZeroSharding(one, one, one)
+    assert (found.num_rows, found.row_axes) == (num_rows, axes)
 
 
 @pytest.mark.parametrize(
-    ("sharding", "num_model", "num_rows", "axes"),
+    ("shape", "spec"),
     [
-        ("replicated", 0, 2, ("stage",)),
-        ("replicated", 3, 6, ("stage", "model")),
-        ("elements", 0, 8, ("stage", "data")),
-        ("leaves", 3, 24, ("stage", "data", "model")),
+        ((6,), P("model")),
+        ((4, 10), P(None, "model")),
+        ((4, 3), P("model", None)),
+        ((4, 3, 6), P("model", None, "expert")),
+        ((12, 5), P(("model", "expert"), None)),
     ],
 )
-def test_global_arrays_have_a_row_for_each_distinct_shard(
-    sharding: str, num_model: int, num_rows: int, axes: tuple[str, ...]
-) -> None:
-    one = SHARDINGS[sharding]
-    found = ZeroSharding(one, one, one, num_model)
-    assert (found.num_rows, found.row_axes) == (num_rows, axes)
+@pytest.mark.parametrize("num_shards", [2, 3])
+def test_sharded_leaves_are_cut_block_by_block(shape: tuple[int, ...], spec: P, num_shards: int) -> None:
+    layout = Layout([{"x": struct(*shape)}], specs=[{"x": spec}])
+    sharding = ByElements(layout, num_shards, {"model": 2, "expert": 3})
+    whole = np.arange(1.0, 1.0 + np.prod(shape), dtype=np.float32).reshape(shape)
+    rows = sharding._cut(jnp.int32(0), layout.pack(0, {"x": jnp.asarray(whole)}))
+    merged = sharding._merge(jnp.int32(0), rows)
+    np.testing.assert_array_equal(merged.stacked["x"], whole)
+    # Each block of a row is a share of the block of the leaf that the same place holds.
+    counts, own = sharding.block_counts("x"), np.asarray(rows.stacked["x"]).reshape(num_shards, -1)
+    blocks = np.split(own, np.prod(counts), axis=1)
+    for at, block in zip(np.ndindex(*counts), blocks, strict=True):
+        sizes = [n // count for n, count in zip(shape, counts, strict=True)]
+        held = whole[tuple(slice(i * size, (i + 1) * size) for i, size in zip(at, sizes, strict=True))].reshape(-1)
+        np.testing.assert_array_equal(block.reshape(-1)[: held.size], held)
+    assert sharding.shards.struct_of(0, "x").shape[-1] == own.shape[1]
+    axes = sharding.shards.spec().stacked["x"][-1]
+    named = [axis for entry in (axes, *spec) for axis in ((entry,) if isinstance(entry, str) else entry or ())]
+    assert sorted(named) == sorted([*{*named}] * 2)
+        axis for entry in spec for axis in ((entry,) if isinstance(entry, str) else entry or ())
+    }

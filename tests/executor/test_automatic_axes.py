@@ -1,0 +1,105 @@
+"""Weights sharded over a `model` axis: optimisers and meshes, and that it costs nothing where there is none."""
+
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from _parallel import DIM, HIDDEN, VOCAB, make_batch, make_pipeline, sharded
+from _tolerances import assert_close
+
+from jaxpipe import LayerSpec, PipeDataParallelTopology, Pipeline, PipelineModule, PipeModelDataParallelTopology
+from jaxpipe.errors import TopologyError
+from jaxpipe.pipeline import describe_pipeline
+from jaxpipe.topology import make_pipeline_mesh
+
+SGD = optax.sgd(0.1)
+X = np.ones((2, DIM), np.float32)
+
+
+def build(layers: list[Any], num_model: int = 4, optimizer: optax.GradientTransformation = SGD) -> Pipeline:
+    topology = PipeModelDataParallelTopology(num_pp=1, num_mp=num_model, num_dp=1)
+    module = PipelineModule(layers, topology=topology, loss_fn=lambda y, t: jnp.mean((y - t) ** 2))
+    return Pipeline(module, optimizer, make_pipeline_mesh(topology), (X, X), 1)
+
+
+class Columns(nn.Module):
+    """Split by columns, as `names` say."""
+
+    names: tuple[str | None, ...] = (None, "model")
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        kernel = self.param("kernel", sharded(nn.initializers.lecun_normal(), *self.names), (x.shape[-1], DIM))
+        return x @ kernel
+
+
+@pytest.mark.parametrize("optimizer", [optax.lamb(0.1), optax.adafactor(0.1), optax.contrib.muon(0.1)])
+def test_optimizers_that_look_at_whole_arrays_see_whole_arrays(optimizer: optax.GradientTransformation) -> None:
+    pipeline = build([Columns(), Columns(names=("model", None))], optimizer=optimizer)
+    state, batch = pipeline.init(), (X[None], X[None], {})
+    params = pipeline.params_tree(state.params)
+    grads = pipeline.params_tree(pipeline.gradients(state, batch)[1])
+    updates, _ = optimizer.update(grads, optimizer.init(params), params)
+    state, _ = pipeline.step(state, batch)
+    assert_close(pipeline.params_tree(state.params), jax.device_get(optax.apply_updates(params, updates)))
+
+
+def test_the_mesh_must_have_the_axis_of_the_topology() -> None:
+    module = PipelineModule([Columns()], topology=PipeModelDataParallelTopology(1, 2, 2))
+    for topology in (PipeDataParallelTopology(1, 2), PipeModelDataParallelTopology(1, 4, 2)):
+        with pytest.raises(TopologyError, match=r"pipe=1, data=2, model=2.*but got .*Make the mesh"):
+            Pipeline(module, SGD, make_pipeline_mesh(topology), (np.repeat(X, 2, 0),) * 2, 1)
+
+
+def test_a_mesh_may_have_the_axis_without_a_topology() -> None:
+    module = PipelineModule([Columns(), Columns()], num_stages=2, loss_fn=lambda y, t: jnp.mean((y - t) ** 2))
+    mesh = make_pipeline_mesh(PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=1))
+    pipeline = Pipeline(module, SGD, mesh, (X, X), 1)
+    assert pipeline.params_tree(pipeline.init().params)["layers"]["1_Columns"]["kernel"].shape == (DIM, DIM)
+
+
+def test_outputs_that_are_split_are_predicted_whole() -> None:
+    pipeline = make_pipeline("linen", 1, 2, 1, SGD)
+    inputs, _, _ = batch = make_batch()
+    outputs = pipeline.predict(pipeline.init(), batch)
+    assert outputs.shape == (*inputs.shape, VOCAB)
+    assert {shard.data.shape for shard in outputs.addressable_shards} == {outputs.shape}
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_each_place_holds_its_share_alone(zero: int) -> None:
+    pipeline = make_pipeline("linen", 2, 2, 2, optax.adam(0.1), zero_stage=zero)
+    state = pipeline.init()
+    state, _ = pipeline.step(state, make_batch(data=2))
+    shards = {0: (1, DIM, HIDDEN // 2), 1: (1, 1, DIM * HIDDEN // 4)}
+    for tree in (state.params, state.opt_state, pipeline.gradients(state, make_batch(data=2))[1]):
+        sizes = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(tree)}
+        wide = [leaf for leaf in sizes.values() if leaf.shape[1:] in ((DIM, HIDDEN), (1, DIM * HIDDEN // 2))]
+        assert wide
+        found = {shard.data.shape for leaf in wide for shard in leaf.addressable_shards}
+        assert found <= {shards[zero], (1, HIDDEN // 2, DIM)}, found
+    assert "2 places of the model axis" in describe_pipeline(pipeline)
+
+
+def program(make_layer: Callable[[], Any]) -> str:
+    topology = PipeDataParallelTopology(2, 2)
+    module = PipelineModule(
+        [nn.Embed(12, DIM), *[LayerSpec(make_layer) for _ in range(4)]],
+        topology=topology,
+        loss_fn=lambda y, t: jnp.mean((y - t[..., None]) ** 2),
+    )
+    inputs, labels, _ = make_batch(data=2)
+    pipeline = Pipeline(module, optax.adam(0.1), make_pipeline_mesh(topology), (inputs[0], labels[0]), len(inputs))
+    return pipeline.step.lower(pipeline.state_struct, pipeline.batch_struct).as_text()
+
+
+def test_metadata_changes_nothing_where_there_is_no_axis() -> None:
+    init = nn.initializers.lecun_normal()
+    plain, marked = (program(lambda i=i: nn.Dense(DIM, kernel_init=i)) for i in (init, sharded(init, None, "model")))
+    assert plain == marked
+    assert "model" not in plain
