@@ -4,6 +4,8 @@ from ._batch import WHOLE as WHOLE
 from ._batch import batch_shard_dims as batch_shard_dims
 from ._batch import batch_spec as batch_spec
 from ._batch import microbatch_key as microbatch_key
+from ._branches import check_branches as check_branches
+from ._branches import waits_in_branches as waits_in_branches
 from ._evaluate import EvaluateLoop as EvaluateLoop
 from ._loss import Objective as Objective
 from ._loss import loss_divisor as loss_divisor
@@ -33,7 +35,9 @@ __all__ = [
     "UpdateMetrics",
     "WHOLE",
     "batch_spec",
+    "check_branches",
     "collections_after",
     "loss_divisor",
     "batch_shard_dims",
+    "waits_in_branches",
 ]

@@ -27,6 +27,8 @@ from jaxpipe.executor import (
     UpdateMetrics,
     batch_shard_dims,
     batch_spec,
+    check_branches,
+    waits_in_branches,
 )
 from jaxpipe.layers import PipelineModule, flatten_dict, join_path, struct_of, unflatten_dict
 from jaxpipe.optim import LossScaler
@@ -75,14 +77,23 @@ class Compiled(Protocol[_Arguments, _Result]):
 
 
 class _OfBatch(Generic[_Result]):
-    """A jitted function of a state and a batch, for which a plain tuple will do."""
+    """A jitted function of a state and a batch, for which a plain tuple will do.
 
-    def __init__(self, jitted: Compiled[..., _Result]) -> None:
-        self._jitted = jitted
+    Args:
+        jitted: The function.
+        checks_branches: Look whether the devices would wait for each other in branches, before it first runs.
+    """
+
+    def __init__(self, jitted: Compiled[..., _Result], *, checks_branches: bool) -> None:
+        self._jitted, self._is_unchecked = jitted, checks_branches
 
     # One structure for every call: JAX compiles anew for another one, and its shardings fit `Batch` alone.
     def __call__(self, state: TrainState, batch: _BatchLike, *rest: Any) -> _Result:
         batch = batch if isinstance(batch, Batch) else split_entry(batch, "the batch")
+        if self._is_unchecked:
+            # Compiled once: the call below finds what is compiled here.
+            check_branches(self._jitted.lower(state, batch, *rest).compile().as_text() or "")
+            self._is_unchecked = False
         return self._jitted(state, batch, *rest)
 
     def lower(self, state: TrainState, batch: _BatchLike, *rest: Any) -> jax.stages.Lowered:
@@ -483,7 +494,8 @@ class Pipeline:
 
             # What comes out lies as what goes in: left to itself, XLA may choose another sharding over automatic axes.
             shardings = {"in_shardings": (of_state, of_batch, *others), "out_shardings": out_shardings}
-            return _OfBatch(jax.jit(checked, **shardings, donate_argnums=donate))
+            jitted = jax.jit(checked, **shardings, donate_argnums=donate)
+            return _OfBatch(jitted, checks_branches=waits_in_branches(self.mesh))
 
         self.step = compiled(programs.step, (specs, P()), (of_state, everywhere), donate=(0,))
         of_gradients = (P(), rows, P("stage")), (everywhere, of_state.params, of_state.collections)

@@ -15,6 +15,7 @@ from jaxpipe.autodiff import differentiable
 from jaxpipe.config import PipelineConfig, unless_auto
 from jaxpipe.distributed import log
 from jaxpipe.errors import PartitionError
+from jaxpipe.executor import waits_in_branches
 from jaxpipe.layers import ModelTrace, PipelineModule
 from jaxpipe.partition import Profile
 from jaxpipe.schedules import Choice, StageCosts, choose_schedule
@@ -63,7 +64,7 @@ def choose_settings(
     limit, skip_idle = limit_of(section, mesh), unless_auto(section.skip_idle)
     # On CPU a branch costs next to nothing, and idle actions, where they are computed, all their time.
     if skip_idle is None and mesh.devices.flat[0].platform == "cpu":
-        skip_idle = True
+        skip_idle = not waits_in_branches(mesh)
     choice = choose_schedule(
         costs,
         module.num_stages,

@@ -8,7 +8,7 @@ from jax.sharding import Mesh
 
 from jaxpipe._typing import PyTree
 from jaxpipe.config import TrainConfig, unless_auto
-from jaxpipe.executor import Plan
+from jaxpipe.executor import Plan, waits_in_branches
 from jaxpipe.layers import ModelTrace, PipelineModule
 from jaxpipe.partition import StageMemory, profile_source
 from jaxpipe.schedules import forward_schedule, lower_schedule, resolve_schedule
@@ -70,7 +70,8 @@ def make_plan(
     if section.skip_idle == "auto":
         # On accelerators a branch costs a host synchronisation and all overlap with communication. Where backwards are
         # split it pays even so: an idle action, if it were computed, would take the time that splitting saves.
-        skips = mesh.devices.flat[0].platform == "cpu" or program.has_split_backward
+        is_cpu = mesh.devices.flat[0].platform == "cpu"
+        skips = (is_cpu or program.has_split_backward) and not waits_in_branches(mesh)
         section = dataclasses.replace(section, skip_idle=skips)
     profile = None
     if parts is None:

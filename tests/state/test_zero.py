@@ -129,5 +129,3 @@ def test_sharded_leaves_are_cut_block_by_block(shape: tuple[int, ...], spec: P, 
     axes = sharding.shards.spec().stacked["x"][-1]
     named = [axis for entry in (axes, *spec) for axis in ((entry,) if isinstance(entry, str) else entry or ())]
     assert sorted(named) == sorted([*{*named}] * 2)
-        axis for entry in spec for axis in ((entry,) if isinstance(entry, str) else entry or ())
-    }
