@@ -214,18 +214,9 @@ def bytes_per_param(
 ) -> float:
     """Bytes that a device holds during a step for each parameter of its stage, the mean over the model.
 
-    These are the master weights and the optimiser's numbers for them, both divided by ZeRO-1; the gradient; and where
-    layers compute in another dtype, or weights are gathered, what they compute with.
-
-    Args:
-        trace: The model's shapes.
-        optimizer: What updates it.
-        compute_dtype: What layers compute in; None: as they make their parameters.
-        grad_dtype: What gradients are summed in; None: float32, or the parameters' dtype where that is wider.
-        num_shards: Replicas over which ZeRO-1 divides; 1: it does not.
-
-    Returns:
-        Bytes: 16 for float32 under Adam.
+    These are the master weights and the optimiser's numbers for them, both divided over the `num_shards` replicas of
+    ZeRO-1; the gradient; and where layers compute in another dtype than they make parameters in, or weights are
+    gathered, what they compute with. For float32 under Adam they are 16.
 
     Raises:
         ConfigError: The optimiser does not take these parameters.
