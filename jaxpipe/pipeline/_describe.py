@@ -22,7 +22,7 @@ def describe_pipeline(pipeline: Pipeline, max_width: int = 120) -> str:
     names = [named.name for named in layers]
     stages, replicas = pipeline.module.num_stages, pipeline.num_replicas
     num_model = pipeline.mesh.shape.get("model", 0)
-    places = f" x {_count(num_model, 'place')} of the model axis" if num_model else ""
+    model_ranks = f" x {_count(num_model, 'model rank')}" if num_model else ""
     leaves = jax.tree.leaves(pipeline.state_struct.params)
     num_bytes = sum(x.size * x.dtype.itemsize // x.shape[0] for x in leaves)
     on_device, on_host = pipeline.residual_bytes
@@ -40,10 +40,10 @@ def describe_pipeline(pipeline: Pipeline, max_width: int = 120) -> str:
         "",
         f"{pipeline.program.name}: {_count(pipeline.num_microbatches, 'microbatch', 'es')} of "
         f"{_count(pipeline.microbatch_size, 'sample')} on {_count(stages, 'stage')} x {_count(replicas, 'replica')}"
-        f"{places}, at most {pipeline.program.peak_in_flight} in flight",
+        f"{model_ranks}, at most {pipeline.program.peak_in_flight} in flight",
         format_grid(pipeline.schedule, pipeline.num_microbatches, stages, max_width=max_width, max_rows=8),
         "",
-        f"alike on every stage: {_count(len(pipeline.cuts[0].trunk), 'layer')}; parameters per device: "
+        f"trunk of every stage: {_count(len(pipeline.cuts[0].trunk), 'layer')}; parameters per device: "
         f"{_size(num_bytes)}",
         f"residuals of each microbatch: {_size(on_device)}{hosted}; slots: {pipeline.program.residual_slots}",
     ]

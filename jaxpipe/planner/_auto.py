@@ -143,10 +143,10 @@ def _largest_stage(profile: Profile, boundaries: tuple[int, ...], num_stages: in
         forward_s=sum(layer.forward_s for layer in slowest),
         input_s=sum(layer.backward_s for layer in slowest) - weight_s,
         weight_s=weight_s,
-        activation_bytes=max(kept for _, kept, _ in sums),
+        activation_bytes=max(residual_bytes for _, residual_bytes, _ in sums),
         pending_bytes=max(sum(layer.pending_bytes for layer in layers) for layers in stages),
     )
-    most = max(num_params for num_params, _, _ in sums) + profile.params_everywhere
+    most = max(num_params for num_params, _, _ in sums) + profile.stage_sharded_params
     return costs, most, max(recomputed for _, _, recomputed in sizes)
 
 

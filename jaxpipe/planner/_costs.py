@@ -147,7 +147,7 @@ def _layer_cost(
         # Of parameters sharded over the stages a share counts; the layer's others lie on every stage.
         own = trace.num_own_params()[index]
         num_params = own + -(-(num_params - own) // module.num_stages)
-        return LayerCost(0.0, 0.0, num_params=num_params, is_everywhere=True)
+        return LayerCost(0.0, 0.0, num_params=num_params, is_stage_sharded=True)
     work = layer_work(module, trace, index)
     forward_s, backward_s = work.times(seconds)
     weight_s, pending_bytes = _weight_gradient(work, seconds) if split_backward else (0.0, 0)
@@ -177,7 +177,7 @@ def _weight_gradient(work: LayerWork, seconds: Seconds) -> tuple[float, int]:
 
 
 def _is_stage_sharded(module: PipelineModule, trace: ModelTrace, index: int) -> bool:
-    """True if all stages run a layer together."""
+    """True if a layer's parameters are sharded over the stages, which then all run it."""
     return module.num_stages > 1 and bool(trace.stage_dims[index])
 
 
