@@ -148,11 +148,8 @@ class _Cut:
     """A function's forward with all that `jax.vjp` keeps of it, and the fewest values from which this follows.
 
     Args:
-        function: A function of arrays.
+        function: Of the leaves of `(params, inputs, context)`, which are given as shapes and dtypes.
         results: The structure of its results, `(outputs, others)`.
-        params: Shapes and dtypes of the parameters.
-        inputs: Shapes and dtypes of the inputs.
-        context: Shapes and dtypes of the context.
 
     Attributes:
         program: The forward, with its moves between memories.
@@ -198,12 +195,7 @@ class _Cut:
         self.is_hosted = [var in hosted for var in self.variables]
 
     def pullback(self, params: Sequence[jax.Array], residuals: Sequence[Any]) -> Callable[..., Any]:
-        """The pullback that `jax.vjp` returned, made again.
-
-        Args:
-            params: The parameters' leaves.
-            residuals: Values of `variables`.
-        """
+        """The pullback that `jax.vjp` returned, from the parameters' leaves and the values of `variables`."""
         given = dict(zip(self.variables, residuals, strict=True))
         part = needed_for(self.program, self._leaves, given=given)
         # The parameters are the first inputs; the others are needed for nothing, as what depends on them is given.

@@ -121,12 +121,7 @@ class SplitBackward:
     def backward_input(
         self, params: PyTree, residuals: Sequence[jax.Array], cotangents: Sequence[jax.Array]
     ) -> tuple[PyTree, list[jax.Array], list[jax.Array]]:
-        """B: compute the gradients of the inputs.
-
-        Args:
-            params: The same parameters as in the forward.
-            residuals: As the forward returned them.
-            cotangents: Gradients of the differentiable leaves of the outputs.
+        """B: compute the gradients of the inputs, from what `Residuals.backward` takes.
 
         Returns:
             `(gradients of the parameters, None where W gives them, gradients of the differentiable leaves of the
@@ -191,16 +186,7 @@ def _shared(program: Program, part: Slice, var: Any) -> str:
 
 
 def split_backward(residuals: Residuals, params: PyTree, layers: str) -> SplitBackward:
-    """Cut a backward in two, and say in the log what could not be cut.
-
-    Args:
-        residuals: Forward and backward.
-        params: Shapes and dtypes of its parameters.
-        layers: What it is the backward of, for the log.
-
-    Returns:
-        Input and weight gradient.
-    """
+    """Cut a backward in two, and say in the log which of these layers' could not be cut, or not all of it."""
     split = SplitBackward(residuals, params)
     if split.reason and jax.tree.leaves(params):
         log(logging.INFO, "the backward of %s stays whole, or a part of it does: %s", layers, split.reason)

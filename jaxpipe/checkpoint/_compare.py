@@ -33,46 +33,46 @@ class Comparison:
         """True if all fit."""
         return not (self.missing or self.unexpected or self.misshapen)
 
-    def describe(self, held: Leaves, wanted: Leaves) -> str:
+    def describe(self, stored: Leaves, wanted: Leaves) -> str:
         """The differences, whole layers by their name and single leaves by their key."""
         parts = [
             ("missing", _by_layer(self.missing, wanted)),
-            ("unexpected", _by_layer(self.unexpected, held)),
+            ("unexpected", _by_layer(self.unexpected, stored)),
             ("of another shape", [f"{_short(key)} ({text})" for key, text in self.misshapen.items()]),
         ]
         return "; ".join(f"{what}: {_listed(names)}" for what, names in parts if names)
 
 
-def compare(held: Leaves, wanted: Leaves, chosen: Callable[[str], bool]) -> Comparison:
+def compare(stored: Leaves, wanted: Leaves, chosen: Callable[[str], bool]) -> Comparison:
     """Compare leaves.
 
     Args:
-        held: Those of the checkpoint.
+        stored: Those of the checkpoint.
         wanted: Those of the pipeline.
         chosen: Which keys count.
 
     Returns:
         The comparison.
     """
-    held = {key: leaf for key, leaf in held.items() if chosen(key)}
+    stored = {key: leaf for key, leaf in stored.items() if chosen(key)}
     wanted = {key: leaf for key, leaf in wanted.items() if chosen(key)}
     misshapen = {
-        key: f"{_struct(held[key])}, not {_struct(leaf)}"
+        key: f"{_struct(stored[key])}, not {_struct(leaf)}"
         for key, leaf in wanted.items()
-        if key in held and not _fits(held[key], leaf)
+        if key in stored and not _fits(stored[key], leaf)
     }
     return Comparison(
-        fitting=tuple(key for key in wanted if key in held and key not in misshapen),
-        missing=tuple(key for key in wanted if key not in held),
-        unexpected=tuple(key for key in held if key not in wanted),
+        fitting=tuple(key for key in wanted if key in stored and key not in misshapen),
+        missing=tuple(key for key in wanted if key not in stored),
+        unexpected=tuple(key for key in stored if key not in wanted),
         misshapen=misshapen,
     )
 
 
-def _fits(held: Leaf, wanted: Leaf) -> bool:
-    dtypes = jnp.dtype(held.dtype), jnp.dtype(wanted.dtype)
+def _fits(stored: Leaf, wanted: Leaf) -> bool:
+    dtypes = jnp.dtype(stored.dtype), jnp.dtype(wanted.dtype)
     are_floats = all(jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes)
-    return held.shape == wanted.shape and (dtypes[0] == dtypes[1] or are_floats)
+    return stored.shape == wanted.shape and (dtypes[0] == dtypes[1] or are_floats)
 
 
 def _struct(leaf: Leaf) -> str:

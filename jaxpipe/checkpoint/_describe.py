@@ -91,10 +91,10 @@ def load_scalars(scalars: Mapping[str, Any], pipeline: Pipeline, *, loss_scale: 
         "skipped_steps": np.int32(scalars["skipped_steps"]),
         "rng": rng,
     }
-    held = scalars["loss_scale"]
+    stored = scalars["loss_scale"]
     paths, treedef = jax.tree.flatten_with_path(pipeline.state_struct.loss_scale)
     names = [jax.tree_util.keystr(path, simple=True) for path, _ in paths]
-    if loss_scale and _has_moving_scale(pipeline) and set(names) == set(held):
-        leaves = [np.asarray(held[name], leaf.dtype) for name, (_, leaf) in zip(names, paths, strict=True)]
+    if loss_scale and _has_moving_scale(pipeline) and set(names) == set(stored):
+        leaves = [np.asarray(stored[name], leaf.dtype) for name, (_, leaf) in zip(names, paths, strict=True)]
         fields["loss_scale"] = jax.tree.unflatten(treedef, leaves)
     return place_everywhere(fields, pipeline.mesh)

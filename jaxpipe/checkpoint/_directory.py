@@ -355,7 +355,7 @@ def _remove_partial(folder: Path) -> list[Path]:
 
 
 def remove_old(save_dir: Path, keep_last: int | None, keep_every: int | None) -> list[str]:
-    """Remove the checkpoints that need not be kept. Only tags of the form `global_step<N>` are, and no links.
+    """Remove the checkpoints that are not retained. Only tags of the form `global_step<N>` are, and no links.
 
     Args:
         save_dir: The directory, which this job has locked.
@@ -371,8 +371,12 @@ def remove_old(save_dir: Path, keep_last: int | None, keep_every: int | None) ->
     own = [tag for tag, each in commits.items() if not _is_linked(save_dir / tag, each)]
     steps = {tag: int(match[1]) for tag in own if (match := _STEP_TAG.fullmatch(tag))}
     newest = [tag for tag, commit in commits.items() if commit.is_latest][-1:]
-    kept = {*newest, *list(steps)[-keep_last:], *(tag for tag in steps if keep_every and steps[tag] % keep_every == 0)}
-    return [tag for tag in steps if tag not in kept and _is_removed(save_dir / tag, _remove_tag)]
+    retained = {
+        *newest,
+        *list(steps)[-keep_last:],
+        *(tag for tag in steps if keep_every and steps[tag] % keep_every == 0),
+    }
+    return [tag for tag in steps if tag not in retained and _is_removed(save_dir / tag, _remove_tag)]
 
 
 def _is_linked(folder: Path, commit: Commit) -> bool:

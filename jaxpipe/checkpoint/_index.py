@@ -60,7 +60,7 @@ class StoredLayer:
     Attributes:
         name: Its name, which begins with its place in the model.
         kind: Its class or function.
-        stage: The stage that held it.
+        stage: The stage that it was on.
         signature: Shapes and dtypes of one microbatch before and after it.
         parameters: Keys of its parameters, those it shares included.
     """
@@ -255,9 +255,10 @@ def _load_leaf(key: str, given: Mapping[str, Any], arrays: Mapping[str, StoredAr
     _check(len(spans) == math.prod(grid), f"spans of {key}", given)
     leaf = Leaf(shape, given["dtype"], grid, (spans,))
     for span in spans:
-        held, num_held = arrays[span.array].shape, len(span.rows) * (span.stop - span.start)
-        is_inside = 0 <= span.start <= span.stop <= math.prod(held[1:]) and set(span.rows) <= set(range(held[0]))
-        is_enough = len(span.rows) > 0 and num_held >= math.prod(leaf.slice_shape())
+        num_rows, *row = arrays[span.array].shape
+        is_inside = 0 <= span.start <= span.stop <= math.prod(row) and set(span.rows) <= set(range(num_rows))
+        num_elements = len(span.rows) * (span.stop - span.start)
+        is_enough = len(span.rows) > 0 and num_elements >= math.prod(leaf.slice_shape())
         if not is_inside or not is_enough or arrays[span.array].dtype != leaf.dtype:
             raise ValueError(f"{key} does not lie inside {span.array}")
     return leaf

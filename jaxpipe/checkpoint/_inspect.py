@@ -87,7 +87,7 @@ def _facts(checkpoint: Checkpoint) -> list[str]:
     scalars = index.scalars
     topology = " x ".join(count(n, _AXES.get(axis, axis)) for axis, n in index.mesh.items())
     scale = scalars["loss_scale"].get("scale")
-    places = sum(isinstance(held, dict) and held.get("state") is not None for held in index.data_iterators)
+    places = sum(isinstance(each, dict) and each.get("state") is not None for each in index.data_iterators)
     beside = [f"client state ({', '.join(index.client_state)})"] if index.client_state else []
     beside += [f"the place of {count(places, 'data iterator')}"] if places else []
     versions = [f"{name} {version}" for name, version in index.versions.items() if version[:1].isdigit()]
@@ -132,9 +132,9 @@ def _layers(index: Index) -> list[str]:
     shown: dict[str, str] = {}
     for stage, members in groupby(index.layers, lambda layer: layer.stage):
         layers = list(members)
-        held = _sum(index.leaves, {key for layer in layers for key in layer.parameters})
+        total = _sum(index.leaves, {key for layer in layers for key in layer.parameters})
         rows.append(
-            (str(stage), count(len(layers), "layer"), f"{held.num_elements:,}", format_bytes(held.num_bytes), "")
+            (str(stage), count(len(layers), "layer"), f"{total.num_elements:,}", format_bytes(total.num_bytes), "")
         )
         details.append("")
         for _, run in groupby(layers, lambda layer: (layer.kind, layer.signature, _shapes(index, layer))):
@@ -153,12 +153,12 @@ def _layers(index: Index) -> list[str]:
 def _layer_row(index: Index, run: Sequence[StoredLayer], shown: dict[str, str]) -> tuple[Row, str]:
     """A row for equal layers, and the line below it; what was shown for a layer before is not shown again."""
     first, last = run[0], run[-1]
-    held = _sum(index.leaves, {key for layer in run for key in layer.parameters})
+    total = _sum(index.leaves, {key for layer in run for key in layer.parameters})
     name = first.name if first is last else f"{first.name} .. {last.name}"
     shapes = _shapes(index, first)
     like = shown.setdefault(shapes, first.name)
     detail = shapes if like == first.name else f"as {like}"
-    row = ("", f"  {name}", f"{held.num_elements:,}", format_bytes(held.num_bytes), first.signature)
+    row = ("", f"  {name}", f"{total.num_elements:,}", format_bytes(total.num_bytes), first.signature)
     return row, f"{'each ' if len(run) > 1 else ''}{detail}" if shapes else ""
 
 
@@ -178,10 +178,12 @@ def _totals(checkpoint: Checkpoint) -> list[str]:
     uses = [key for layer in index.layers for key in layer.parameters]
     rows: list[Row] = [("in all", "elements", "arrays", "size")]
     for prefix, name in _PARTS.items():
-        held = _sum(leaves, [key for key in leaves if key.startswith(prefix)])
-        if held.num_arrays:
-            once = ", shared ones once" if prefix == "params/" and len(uses) > held.num_arrays else ""
-            rows.append((name + once, f"{held.num_elements:,}", f"{held.num_arrays:,}", format_bytes(held.num_bytes)))
+        total = _sum(leaves, [key for key in leaves if key.startswith(prefix)])
+        if total.num_arrays:
+            once = ", shared ones once" if prefix == "params/" and len(uses) > total.num_arrays else ""
+            rows.append(
+                (name + once, f"{total.num_elements:,}", f"{total.num_arrays:,}", format_bytes(total.num_bytes))
+            )
     sizes = list(_file_sizes(checkpoint.path))
     rows.append((f"on disk, in {count(len(sizes), 'file')}", "", f"{len(index.arrays):,}", format_bytes(sum(sizes))))
     widths = [max(len(row[column]) for row in rows) for column in range(4)]

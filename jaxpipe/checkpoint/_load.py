@@ -55,19 +55,19 @@ def load_state(
     Raises:
         CheckpointError: Layers or the optimiser's state do not fit, each difference named; or it is damaged.
     """
-    held, wanted = checkpoint.index.leaves, pipeline.catalog
-    model = compare(held, wanted, lambda key: not key.startswith(_OPTIMIZER))
+    stored, wanted = checkpoint.index.leaves, pipeline.catalog
+    model = compare(stored, wanted, lambda key: not key.startswith(_OPTIMIZER))
     if not model.is_exact:
-        text = f"{checkpoint.path} must hold the layers of the model, but got {model.describe(held, wanted)}. "
+        text = f"{checkpoint.path} must hold the layers of the model, but got {model.describe(stored, wanted)}. "
         if strict:
             raise CheckpointError(
                 f"{text}Build the model from the same layers, or load what fits with load_module_strict=False."
             )
-        kept = "What is missing or of another shape keeps its values. " if model.missing or model.misshapen else ""
-        warnings.warn(f"{text}{kept}The rest is loaded.", stacklevel=7)
+        others = "What is missing or of another shape keeps its values. " if model.missing or model.misshapen else ""
+        warnings.warn(f"{text}{others}The rest is loaded.", stacklevel=7)
     rest = _compare_optimizer(checkpoint, wanted, optimizer, lr_scheduler, strict=strict if model.is_exact else None)
     keys = (*model.fitting, *rest)
-    _warn_of_casts(held, wanted, keys)
+    _warn_of_casts(stored, wanted, keys)
     if state is None and (len(keys) < len(wanted) or not counters):
         state = pipeline.init()
     struct = pipeline.state_struct
@@ -77,12 +77,14 @@ def load_state(
     like = state_arrays(struct)
     rows = HostRows({name: arrays[name] if name in partial else like[name] for name in arrays if name in touched})
     run_on_all(lambda: rows.fill(wanted, keys, lambda mine: _cast_leaves(checkpoint, wanted, mine)))
+    # All is in host memory on every process, and nothing has changed yet.
     run_on_all(when_read)
     scalars = _load_scalars(checkpoint, pipeline, loss_scale=optimizer) if counters else {}
     if state is None:
         state = dataclasses.replace(struct, **pipeline.init_scalars())
     else:
         for name in touched:
+            # Before the new ones come: a device may not have room for both.
             arrays.pop(name).delete()
     return dataclasses.replace(with_arrays(state, rows.place()), **scalars)
 
@@ -145,13 +147,13 @@ def read_leaves(checkpoint: Checkpoint, keys: Sequence[str]) -> Iterator[tuple[s
     """
     leaves = {key: checkpoint.index.leaves[key] for key in keys}
     needed: dict[str, list[int]] = {}
-    held: dict[str, list[str]] = {}
+    keys_of: dict[str, list[str]] = {}
     for key, leaf in leaves.items():
         for span in leaf.copies[0]:
             needed.setdefault(span.array, []).extend(span.rows)
-        held.setdefault(leaf.copies[0][0].array, []).append(key)
+        keys_of.setdefault(leaf.copies[0][0].array, []).append(key)
     for arrays in read_arrays(checkpoint.arrays, checkpoint.index.arrays, needed):
-        for key in [key for name in arrays for key in held.get(name, ())]:
+        for key in [key for name in arrays for key in keys_of.get(name, ())]:
             yield key, read_leaf(leaves[key], lambda name, row, arrays=arrays: arrays[name][row].reshape(-1))
 
 
@@ -169,17 +171,19 @@ def _compare_optimizer(
     checkpoint: Checkpoint, wanted: Mapping[str, Leaf], optimizer: bool, lr_scheduler: bool, *, strict: bool | None
 ) -> tuple[str, ...]:
     """The keys of the optimiser's state to read; with `strict=None` differences follow from those of the layers."""
-    held = checkpoint.index.leaves
-    is_schedule = _schedule_keys({*held, *wanted})
+    stored = checkpoint.index.leaves
+    is_schedule = _schedule_keys({*stored, *wanted})
 
     def chosen(key: str) -> bool:
         return key.startswith(_OPTIMIZER) and (lr_scheduler if is_schedule(key) else optimizer)
 
-    found: Comparison = compare(held, wanted, chosen)
+    found: Comparison = compare(stored, wanted, chosen)
     if optimizer and strict is not None and not found.is_exact:
         differing = {*found.missing, *found.unexpected, *found.misshapen}
         argument = "load_lr_scheduler_states" if all(map(is_schedule, differing)) else "load_optimizer_states"
-        text = f"{checkpoint.path} must hold the state of the optimizer in use, but got {found.describe(held, wanted)}."
+        text = (
+            f"{checkpoint.path} must hold the state of the optimizer in use, but got {found.describe(stored, wanted)}."
+        )
         if strict:
             raise CheckpointError(f"{text} Use the same optimizer, or begin its state anew with {argument}=False.")
         warnings.warn(f"{text} What fits is loaded; {argument}=False loads none of it.", stacklevel=8)
@@ -198,12 +202,12 @@ def _schedule_keys(keys: set[str]) -> Callable[[str], bool]:
     return is_schedule
 
 
-def _warn_of_casts(held: Mapping[str, Leaf], wanted: Mapping[str, Leaf], keys: Sequence[str]) -> None:
-    cast = [key for key in keys if held[key].dtype != wanted[key].dtype]
+def _warn_of_casts(stored: Mapping[str, Leaf], wanted: Mapping[str, Leaf], keys: Sequence[str]) -> None:
+    cast = [key for key in keys if stored[key].dtype != wanted[key].dtype]
     if cast:
         first = cast[0]
         warnings.warn(
-            f"{len(cast)} arrays are held in another dtype than the checkpoint's and are converted, such as {first} "
-            f"from {held[first].dtype} to {wanted[first].dtype}.",
+            f"{len(cast)} arrays have another dtype than the checkpoint's and are converted, such as {first} "
+            f"from {stored[first].dtype} to {wanted[first].dtype}.",
             stacklevel=8,
         )

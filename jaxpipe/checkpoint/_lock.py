@@ -192,6 +192,7 @@ def _is_dead(other: _Owner, own: _Owner) -> bool:
     if other.pid == own.pid:
         return other.start != own.start
     try:
+        # Signal 0 is not sent: the call only tells whether the process is there.
         os.kill(int(other.pid), 0)
     except ProcessLookupError:
         return True
@@ -207,6 +208,8 @@ def _is_alive(other: _Owner, own: _Owner) -> bool:
 def _start_of(pid: str) -> str:
     """When a process of this place began; empty where the system does not tell, `ended` of one that has."""
     try:
+        # The second field is the program's name, which may hold blanks and brackets itself: the rest begins at the last
+        # one.
         fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
         return ""

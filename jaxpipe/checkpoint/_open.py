@@ -124,6 +124,7 @@ def reread(path: str | PathLike[str], read: Callable[[], T], agreed: Callable[[b
         try:
             return read()
         except CheckpointError as error:
+            # All processes go round again or none does: reading exchanges messages.
             if not agreed(_commits(folder) != before):
                 raise
             if num_readings == _READINGS:

@@ -70,11 +70,11 @@ def read_arrays(
     empty = [name for name in rows if not arrays[name].num_bytes]
     if empty:
         yield {name: np.zeros(arrays[name].shape, jnp.dtype(arrays[name].dtype)) for name in empty}
-    held = {name: array for name, array in arrays.items() if array.num_bytes}
-    for names in _batches(held, {name: None for name in rows if name in held}):
+    nonempty = {name: array for name, array in arrays.items() if array.num_bytes}
+    for names in _batches(nonempty, {name: None for name in rows if name in nonempty}):
         try:
-            _check_files(path, sum(array.num_bytes for array in held.values()) + _OVERHEAD_BYTES)
-            like = {name: _like(array) if name in names else ... for name, array in held.items()}
+            _check_files(path, sum(array.num_bytes for array in nonempty.values()) + _OVERHEAD_BYTES)
+            like = {name: _like(array) if name in names else ... for name, array in nonempty.items()}
             found = ocp.load(str(path.absolute()), like)
         except Exception as error:  # whatever the libraries below raise for damaged files
             raise CheckpointError(
@@ -150,6 +150,7 @@ def _orbax() -> Any:
 
 
 def _like(array: StoredArray) -> np.ndarray:
+    # A shape and dtype for Orbax, with one element of memory behind it.
     return np.broadcast_to(np.zeros((), jnp.dtype(array.dtype)), array.shape)
 
 

@@ -73,9 +73,11 @@ def _damaged(checkpoint: Checkpoint) -> tuple[dict[str, str], str]:
 
     Where something is, each array is read alone, so that one that fails hides no other.
     """
-    held = checkpoint.index.arrays
+    stored = checkpoint.index.arrays
     with contextlib.suppress(CheckpointError):
-        for _ in read_arrays(checkpoint.arrays, held, {name: range(array.shape[0]) for name, array in held.items()}):
+        for _ in read_arrays(
+            checkpoint.arrays, stored, {name: range(array.shape[0]) for name, array in stored.items()}
+        ):
             pass
         return {}, ""
     found: dict[str, str] = {}

@@ -142,6 +142,7 @@ class CheckpointWriter:
         self.wait()
         folder = Path(save_dir)
         tag = self._agreed_tag(step_tag(run.global_steps) if tag is None else tag)
+        # All that can be refused is, before anything is locked or written.
         run_on_all(lambda: _check_client_state(run.client_state))
         iterator = run_on_all(lambda: encode_state(run.data_iterator, "the state of the data iterator"))
         hold = snapshot if background else dict
@@ -292,6 +293,7 @@ def _caught(action: Callable[[], object]) -> BaseException | None:
 
 def _end(job: _Job, wait: Callable[[], object]) -> None:
     """Hash this process's blocks while they are written, and report to process 0."""
+    # Orbax writes in threads of its own meanwhile, and hashing lets go of Python's lock.
     hashes = hash_blocks(job.arrays)
     wait()
     _report(job.data, sha256=hashes)
@@ -323,6 +325,7 @@ def _commit(job: _Job, lock: DirectoryLock) -> None:
         is_latest=job.save_latest or read_latest(job.save_dir) == job.tag,
         saved_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     )
+    # Checked last: a job that took this one for dead may have begun to write, and one of two commits is too many.
     lock.check()
     commit(job.save_dir, job.tag, done)
 
@@ -446,8 +449,8 @@ def _clean_up(job: _Job) -> None:
     save removes what comes later still.
     """
     with contextlib.suppress(CheckpointError, OSError):
-        held = read_commit(job.data.parent)
-        if held is not None and held.data == job.data.name:
+        committed = read_commit(job.data.parent)
+        if committed is not None and committed.data == job.data.name:
             return
     num_quiet, deadline = 0, time.monotonic() + _CLEANING_S
     while num_quiet < _QUIET_POLLS and time.monotonic() < deadline:

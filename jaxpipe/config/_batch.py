@@ -74,6 +74,7 @@ def resolve_batch_sizes(
         steps = given["gradient_accumulation_steps"] = 1
     if batch is None:
         batch = (micro or 1) * (steps or 1) * data_parallel_size
+    # An unknown size counts as 1: the batch must then be a multiple of what is known.
     factor = (micro or 1) * (steps or 1) * data_parallel_size
     if batch % factor or (micro and steps and batch != factor):
         repair = _repair(batch, micro, steps, factor)

@@ -41,6 +41,7 @@ class Collector:
         try:
             yield
         except JaxpipeError as error:
+            # A list is taken apart, so that lists inside lists come out as one.
             self.add(getattr(error, "errors", ()) or [error], compares=compares)
 
     def add(self, errors: Iterable[JaxpipeError], *, compares: bool = True) -> None:

@@ -15,6 +15,7 @@ from ._collect import Collector
 from ._section import idle_keys, join, read_section
 from ._train import TrainConfig
 
+# Texts first in both, so that what looks like a comment or a comma inside one is passed over.
 _COMMENT = re.compile(r'("(?:[^"\\]|\\.)*")|#[^\n]*|//[^\n]*|/\*.*?\*/', re.DOTALL)
 _TRAILING_COMMA = re.compile(r'("(?:[^"\\]|\\.)*"|[\[{,:]\s*,)|,(?=\s*[}\]])', re.DOTALL)
 
@@ -90,6 +91,7 @@ def _read(mapping: Mapping[object, object], errors: Collector) -> TrainConfig:
 
 
 def _warn_of_idle_keys(mapping: Mapping[object, object], errors: Collector) -> None:
+    # A warning beside errors would be read first; it comes when they are mended.
     if not errors.is_clear:
         return
     paths_of: dict[str, list[str]] = {}
@@ -110,6 +112,7 @@ class _Object(dict[object, object]):
 
     def __init__(self, pairs: list[tuple[str, object]]) -> None:
         super().__init__(pairs)
+        # Told later, with the path, which the parser does not know here.
         self.repeated: dict[str, list[object]] = {}
         if len(self) < len(pairs):
             for key, value in pairs:
@@ -129,6 +132,7 @@ class _LongNumber:
 
 def _integer(digits: str) -> object:
     try:
+        # Python refuses more than 4300 digits, with an error that has neither key nor line.
         return int(digits)
     except ValueError:
         return _LongNumber(digits)

@@ -12,12 +12,13 @@ from ._values import integer_of_at_least, optional, read_flag
 
 @dataclass(frozen=True)
 class ActivationCheckpointingSection(Section):
-    """The section `activation_checkpointing`: what is kept of a group of layers that the backward computes again.
+    """The section `activation_checkpointing`: where the inputs of a recomputed group of layers are stored.
 
     Attributes:
-        partition_activations: Whether what is kept is sharded over the model axis.
-        cpu_checkpointing: Whether what is kept lies in host memory.
-        contiguous_memory_optimization: Whether what is kept lies in one buffer; needs the first and the next.
+        partition_activations: Whether they are sharded over the model axis.
+        cpu_checkpointing: Whether they lie in host memory.
+        contiguous_memory_optimization: Whether they lie in one buffer; needs `partition_activations` and
+            `number_checkpoints`.
         number_checkpoints: Number of groups.
         synchronize_checkpoint_boundary: Whether devices wait for each other at each group.
         profile: Whether each group's time is logged.

@@ -39,6 +39,7 @@ class Section:
         errors = Collector()
         for item in fields(self):
             value = _read_value(item, getattr(self, item.name), join(self.path, item.name), errors)
+            # The dataclass is frozen, and readers convert: a list becomes a tuple, so that the section can be hashed.
             object.__setattr__(self, item.name, value)
         errors.add(self.check())
         errors.raise_all()
@@ -248,6 +249,7 @@ def _nearest(cls: type[Section], key: str) -> str | None:
             inner: type[Section] = item.metadata["section"]
             keys = (*(key.name for key in fields(inner)), *_other_keys(inner))
             candidates = {name: f"{item.name}.{name}" for name in keys} | candidates
+    # Last, so that a key of the section itself wins over one of the same name inside.
     candidates |= {name: name for name in (*cls.aliases, *names)}
     near = nearest(key, candidates, cutoff=0.7)
     return candidates[near] if near else None

@@ -110,6 +110,7 @@ class Config(Mapping[str, Any]):
         Raises:
             ConfigError: What `resolve` of those inside raises; all of it.
         """
+        # Through a new struct, so that completed values are checked like given ones; `__setattr__` refuses all others.
         self.__dict__.update(type(self)(**{**self, **values}))
         errors = Collector()
         for value in self.values():

@@ -48,7 +48,7 @@ class PipelineConfig(Section):
         memory_limit_gb: What the schedule `'auto'` and the partition `'profile'` may plan for on a device, in GB of
             10^9 bytes, all that training holds included; refused where neither is used. `'auto'` takes the device's
             memory.
-        spread_inputs: Whether inputs and labels are held in shares, one a stage, and each microbatch gathered when it
+        spread_inputs: Whether inputs and labels are sharded over the stages, and each microbatch gathered when it
             is needed; `'auto'` does so with arrays of at least 32 MiB.
         offload_activations: Whether what waits between forward and backward lies in host memory.
 

@@ -145,6 +145,7 @@ def as_number(value: object) -> float | None:
     Returns:
         The float; None for a bool, an infinity, a NaN, and all that is not a number.
     """
+    # A bool is a number to Python, but `true` in JSON is a mistake where a number belongs.
     if isinstance(value, bool) or not isinstance(value, Real):
         return None
     try:

@@ -82,12 +82,12 @@ def host_array(leaf: Any, where: str) -> np.ndarray:
     array = np.asarray(leaf)
     if not array.dtype.isnative:
         array = array.astype(array.dtype.newbyteorder("="))
-    held = jax.dtypes.canonicalize_dtype(array.dtype)
-    if array.dtype.kind in "iu" and held != array.dtype and array.size:
-        limits, least, most = np.iinfo(held), array.min(), array.max()
+    on_device = jax.dtypes.canonicalize_dtype(array.dtype)
+    if array.dtype.kind in "iu" and on_device != array.dtype and array.size:
+        limits, least, most = np.iinfo(on_device), array.min(), array.max()
         if least < limits.min or most > limits.max:
             raise DataError(
-                f"Integers of a batch must fit into {held}, which devices hold them in, but got {where} with values "
-                f"from {least} to {most}. Use smaller numbers, or jax.config.update('jax_enable_x64', True)."
+                f"Integers of a batch must fit into {on_device}, which devices hold them in, but got {where} with "
+                f"values from {least} to {most}. Use smaller numbers, or jax.config.update('jax_enable_x64', True)."
             )
     return array

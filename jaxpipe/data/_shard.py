@@ -43,10 +43,10 @@ def process_shard(mesh: Mesh) -> Shard:
     replicas: dict[int, set[int]] = {}
     for place, device in np.ndenumerate(mesh.devices):
         replicas.setdefault(device.process_index, set()).add(place[axis])
-    blocks = sorted({tuple(sorted(held)) for held in replicas.values()})
+    blocks = sorted({tuple(sorted(fed)) for fed in replicas.values()})
     flat = [replica for block in blocks for replica in block]
     if flat != list(range(mesh.shape["data"])) or len({len(block) for block in blocks}) > 1:
-        shown = ", ".join(f"process {process}: {sorted(held)}" for process, held in sorted(replicas.items()))
+        shown = ", ".join(f"process {process}: {sorted(fed)}" for process, fed in sorted(replicas.items()))
         raise TopologyError(
             "processes must hold equal blocks of neighbouring replicas, or the same ones, to share out samples, but "
             f"got {shown} of data={mesh.shape['data']}. Use jaxpipe.mesh_for(model), or order the mesh's devices by "

@@ -59,7 +59,9 @@ class Lockstep:
         except Exception as caught:  # noqa: BLE001  # raised again below, when all processes know
             error, failure = caught, f"{type(caught).__name__}\n{caught}"
         form = "" if found is None else format_struct(struct_of(found[1]))
+        # Once: hashing every byte of every batch would cost more than it finds.
         content = 0 if found is None or self._is_checked else _checksum(found[1])
+        # One exchange for all questions, since every step waits for it; texts follow only where something is wrong.
         gathered = gather_numbers(
             [bool(failure), end is not None, zlib.crc32(form.encode()), content, self._shard.index]
         )

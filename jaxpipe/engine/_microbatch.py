@@ -44,6 +44,7 @@ class GradientAccumulator:
     def of_microbatch(cls, metrics: GradientMetrics, gradients: PyTree) -> "GradientAccumulator":
         """The sums over one microbatch, from what `Pipeline.partial_gradients` returns."""
         weight = metrics["weight"]
+        # 1 for a microbatch that weighs nothing, whose gradients are 0 and stay so.
         divisor = loss_divisor(weight)
         gradients = jax.tree.map(lambda g: g * divisor.astype(g.real.dtype), gradients)
         reported: ReportedMetrics = {}

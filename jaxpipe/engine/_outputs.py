@@ -55,6 +55,7 @@ def split_samples(inputs: PyTree, side: Mapping[str, PyTree] | None, size: int) 
     num_microbatches = -(-num_samples // size)
 
     def split(leaf: np.ndarray) -> np.ndarray:
+        # Copies of a real sample, not zeros, for which a model may divide by 0 or index out of range.
         missing = num_microbatches * size - num_samples
         filled = np.concatenate([leaf, np.repeat(leaf[-1:], missing, axis=0)]) if missing else leaf
         return filled.reshape(num_microbatches, size, *leaf.shape[1:])
@@ -73,6 +74,7 @@ def join_samples(outputs: PyTree, num_samples: int, mesh: Mesh) -> PyTree:
     Returns:
         Leaves `[num_samples, ...]`, on every device.
     """
+    # In a program: rows on the devices of other processes cannot be sliced from the host.
     return jax.jit(_join, static_argnums=1, out_shardings=NamedSharding(mesh, P()))(outputs, num_samples)
 
 

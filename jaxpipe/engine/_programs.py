@@ -131,6 +131,7 @@ class ProgramCache:
             self._make_room(struct)
             self._programs[key] = pipeline
         self._programs.move_to_end(key)
+        # After it was built: shapes that were refused do not bind the batches that follow.
         self._like |= {name: part for name, part in struct._asdict().items() if name != "labels" or has_labels}
         if has_labels or not self._latest_has_labels:
             self.latest, self._latest_has_labels = pipeline, has_labels

@@ -34,6 +34,7 @@ class Turn:
                 f"{holder!r} is in {running}. Call the engine from one thread, or let both take a threading.Lock of "
                 "your own around each call."
             )
+        # Methods call each other; an error names the one that the user called.
         if not self._depth:
             self._holder = (name, call)
         self._depth += 1

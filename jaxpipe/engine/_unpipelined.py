@@ -313,6 +313,7 @@ class UnpipelinedEngine(Engine):
         shapes = [leaf.shape for leaf in jax.tree.leaves(inputs)]
         num_samples = shapes[0][1] if shapes and len(shapes[0]) > 1 else 0
         size, rest = divmod(num_samples, num_replicas)
+        # Too many or none: left to the check of the full size, whose error names the leaf.
         if not 0 < num_samples < self.micro_batch_size * num_replicas:
             return self.micro_batch_size
         if rest:

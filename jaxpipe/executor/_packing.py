@@ -32,6 +32,7 @@ class Packing:
 
     def __init__(self, structs: Sequence[PyTree], specs: Sequence[PyTree] = ()) -> None:
         self.structs = tuple(structs)
+        # The order in which a tree is flattened is the order in the buffers; `Layout` asks for names.
         self._leaves = [_by_number(jax.tree.leaves(struct)) for struct in structs]
         self._treedefs = [jax.tree.structure(struct) for struct in structs]
         self.is_identity = len({self.describe(member) for member in range(len(structs))}) <= 1

@@ -107,14 +107,7 @@ class VocabLoss:
             )
 
     def outputs_of(self, storage: PyTree, is_last: jax.Array, inputs: PyTree, context: Context) -> PyTree:
-        """The model's output on this stage, outside training.
-
-        Args:
-            storage: This stage's parameters.
-            is_last: Whether this stage holds the last part; its `inputs` count.
-            inputs: The trunk's output.
-            context: The microbatch's key and side inputs.
-        """
+        """The model's output on this stage, outside training; the trunk's output counts where `is_last`."""
         params = self._unsharded.take(storage), self._sharded.take(storage)
         return self._outputs(is_last, *params, inputs, context, train=False)
 

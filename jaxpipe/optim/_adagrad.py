@@ -44,6 +44,7 @@ def scale_by_total_squares(initial: float, eps: float, lr_decay: float) -> optax
     def update(updates: PyTree, state: Any, params: PyTree | None = None) -> tuple[PyTree, SquaresState]:
         del params
         total = jax.tree.map(lambda g, s: (s + g * jnp.conj(g)).astype(s.dtype), updates, state.total)
+        # With the updates before this one, as in PyTorch: the first is not shrunk.
         shrink = 1 + state.step.astype(jnp.float32) * lr_decay
         direction = jax.tree.map(lambda g, s: g / (jnp.sqrt(s) + eps) / shrink, updates, total)
         return direction, SquaresState(jnp.asarray(optax.safe_increment(state.step)), total)

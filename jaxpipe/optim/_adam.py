@@ -61,7 +61,9 @@ def scale_by_moments(
     def update(updates: PyTree, state: Any, params: PyTree | None = None) -> tuple[PyTree, MomentsState]:
         del params
         count = jnp.asarray(optax.safe_increment(state.step))
+        # Cast back: a decay rate that lies in the state is a float32 array, and would widen moments of bfloat16.
         mu = jax.tree.map(lambda g, m: (b1 * m + (1 - b1) * g).astype(m.dtype), updates, state.mu)
+        # The conjugate, so that a complex gradient is squared to its magnitude.
         nu = jax.tree.map(lambda g, v: (b2 * v + (1 - b2) * g * jnp.conj(g)).astype(v.dtype), updates, state.nu)
         largest = jax.tree.map(jnp.maximum, state.nu_max, nu) if amsgrad else nu
         weights = [average_weight(b, count) if bias_correction else jnp.float32(1) for b in (b1, b2)]
@@ -86,6 +88,7 @@ def average_weight(decay: Any, count: jax.Array) -> jax.Array:
     Returns:
         A float32 scalar, to its precision also where `decay` is close to 1.
     """
+    # `1 - decay**count` would round the power to float32 first, and then cancel most of its digits.
     return -jnp.expm1(count.astype(jnp.float32) * jnp.log1p(jnp.asarray(decay, jnp.float32) - 1))
 
 
@@ -142,6 +145,7 @@ def _build_adamw(values: Mapping[str, Any]) -> tuple[Factory, Hyperparams]:
 def _build_adam(values: Mapping[str, Any]) -> tuple[Factory, Hyperparams]:
     decay = values["weight_decay"]
     if decay is None:
+        # `torch_adam` is PyTorch's own AdamW, which decays by 0.01 unless told otherwise; DeepSpeed's kernels do not.
         decay = 0.01 if values["torch_adam"] and values["adam_w_mode"] else 0.0
 
     def factory(learning_rate: Any, b1: Any, b2: Any, weight_decay: Any) -> optax.GradientTransformation:
@@ -149,6 +153,8 @@ def _build_adam(values: Mapping[str, Any]) -> tuple[Factory, Hyperparams]:
             b1, b2, values["eps"], bias_correction=values["bias_correction"], amsgrad=values["amsgrad"]
         )
         decayed = optax.add_decayed_weights(weight_decay)
+        # AdamW decays the parameter beside Adam's direction; Adam's decay is part of the gradient that the moments
+        # average.
         parts = [direction, decayed] if values["adam_w_mode"] else [decayed, direction]
         return optax.chain(*maximized(values["maximize"]), *parts, optax.scale_by_learning_rate(learning_rate))
 

@@ -62,6 +62,7 @@ class LRSchedule(ABC):
             ConfigError: Parameters are unknown, missing, of the wrong type or out of range; all of them.
         """
         known = {item.name: item for item in fields(cls) if not item.metadata["hidden"]}
+        # Read here and once more in the constructor, which stops at the first error: this names all of them.
         errors = Collector()
         values = dict(extra)
         for name, value in params.items():

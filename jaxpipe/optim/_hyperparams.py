@@ -82,7 +82,7 @@ def set_hyperparams(opt_state: PyTree, **values: float) -> PyTree:
         values: Name to number, for instance `learning_rate=1e-4`.
 
     Returns:
-        The state with the numbers in all copies, in the shapes, dtypes and places that they had.
+        The state with the numbers in all copies, in the shapes, dtypes and shardings that they had.
 
     Raises:
         ConfigError: The state keeps no hyperparameters, or none of that name, or one that follows a schedule; or a
@@ -178,15 +178,18 @@ def _copy(state: Any, **changes: Any) -> Any:
 
 
 def _filled(old: Any, value: float) -> Any:
-    """A number in the shape, dtype and place of an array."""
+    """A number in the shape, dtype and sharding of an array."""
+    # A traced value has no sharding yet.
     if isinstance(old, Tracer) or not isinstance(old, jax.Array):
         return jnp.full(jnp.shape(old), value, jnp.result_type(old))
+    # With the old one's sharding: an array on one device is no row of a mesh that several processes share.
     return jax.device_put(np.full(old.shape, value, old.dtype), old.sharding)
 
 
 def _first(value: Any, num_leading: int) -> Any:
     """The first of the rows of an array, from this process's devices."""
     if isinstance(value, jax.Array) and not isinstance(value, Tracer):
+        # Rows of other processes cannot be read here, and need not be: all are equal.
         value = value.addressable_shards[0].data
     return _plain(value[(0,) * num_leading] if num_leading else value)
 

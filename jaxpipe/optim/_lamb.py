@@ -28,8 +28,11 @@ def scale_by_lamb_coefficient(min_coeff: float, max_coeff: float) -> optax.Gradi
     """
 
     def scaled(update: jax.Array, param: jax.Array) -> jax.Array:
+        # In float32 whatever the dtype of the leaf: a bfloat16 sum stops growing after some hundred equal squares.
         norms = [jnp.sqrt(jnp.sum(jnp.square(jnp.abs(x).astype(jnp.float32)))) for x in (param, update)]
         usable = (norms[0] != 0) & (norms[1] != 0)
+        # The divisor is replaced, not only the quotient: `jnp.where` computes both sides, and jax_debug_nans stops at 0
+        # / 0.
         ratio = norms[0] / jnp.where(usable, norms[1], 1)
         return update * jnp.where(usable, jnp.clip(ratio, min_coeff, max_coeff), 1).astype(update.dtype)
 
@@ -78,6 +81,7 @@ def _build(values: Mapping[str, Any]) -> tuple[Factory, Hyperparams]:
                 bias_correction=values["bias_correction"],
                 eps_inside_sqrt=values["eps_inside_sqrt"],
             ),
+            # Before the coefficient, whose norm is that of the whole step, decay included.
             optax.add_decayed_weights(weight_decay),
             scale_by_lamb_coefficient(low, high),
             optax.scale_by_learning_rate(learning_rate),

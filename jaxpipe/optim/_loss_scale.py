@@ -188,12 +188,15 @@ class LossScaler:
     def _moved(self, state: LossScaleState, counted: LossScaleState, overflow: jax.Array) -> LossScaleState:
         spent = state.hysteresis <= 1
         lower = overflow & spent
+        # Compared before it is lowered: reaching the smallest scale is allowed, overflowing there is not.
         stuck = lower & (state.scale == self.min_scale)
+        # DeepSpeed's count, which leaves the present update out: the scale first grows at update `window + 1`.
         good = state.iteration - state.last_overflow - 1
         higher = ~overflow & (good > 0) & (good % self.window == 0)
         restored = ~overflow if self.consecutive_hysteresis else higher
         lowered = jnp.maximum(state.scale / _FACTOR, self.min_scale)
         scale = jnp.where(lower, lowered, jnp.where(higher, state.scale * _FACTOR, state.scale))
+        # Once it is down to 1 it stays there: until it is restored, every further overflow lowers the scale.
         left = jnp.where(overflow & ~spent, state.hysteresis - 1, state.hysteresis)
         return LossScaleState(
             scale=scale,

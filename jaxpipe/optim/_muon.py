@@ -14,6 +14,7 @@ from ._adam import scale_by_moments
 from ._check import betas, one_of
 from ._recipe import Factory, Hyperparams, Recipe, clipping_refused
 
+# Of the quintic iteration, chosen for its slope at 0: small singular values grow fast, and none settles at 1 exactly.
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _NUM_ITERATIONS = 5
 _NORM_EPS = 1e-7
@@ -53,6 +54,7 @@ def scale_by_orthogonal_momentum(momentum: Any) -> optax.GradientTransformation:
             return (momentum * before + (1 - momentum) * gradient).astype(before.dtype)
 
         means = jax.tree.map(average, updates, state.momentum)
+        # Nesterov's look ahead: the gradient goes into the average once more, and only the first average is stored.
         ahead = jax.tree.map(average, updates, means)
         return jax.tree.map(_scaled_orthogonal, ahead), MuonState(means)
 
@@ -61,6 +63,7 @@ def scale_by_orthogonal_momentum(momentum: Any) -> optax.GradientTransformation:
 
 def _scaled_orthogonal(matrix: jax.Array) -> jax.Array:
     inputs, outputs = matrix.shape
+    # With more outputs than inputs the columns of an orthogonal matrix are shorter than 1; the scale makes up for that.
     return orthogonalize(matrix) * max(1.0, outputs / inputs) ** 0.5
 
 
@@ -74,8 +77,10 @@ def orthogonalize(matrix: jax.Array) -> jax.Array:
         A matrix with the same singular vectors and singular values of about 0.7 to 1.2.
     """
     a, b, c = _COEFFICIENTS
+    # The short side is multiplied out: `x @ x.T` and the products with it are then the smaller ones.
     tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.T if tall else matrix
+    # The Frobenius norm is no smaller than the largest singular value, and the iteration needs them all within 1.
     x = x / (jnp.sqrt(jnp.sum(x * x)) + _NORM_EPS)
     for _ in range(_NUM_ITERATIONS):
         square = x @ x.T
@@ -95,6 +100,8 @@ def muon_labels(params: PyTree) -> PyTree:
 
     def label(path: jax.tree_util.KeyPath, leaf: Any) -> str:
         name = jax.tree_util.keystr(path, simple=True, separator="/").lower()
+        # By path and number of dims alone: a device that holds a part of the tree gives each leaf the label of the
+        # whole.
         apart = "embed" in name or "lm_head" in name or name.rpartition("/")[2] == "bias"
         return "muon" if jnp.ndim(leaf) == 2 and not apart else "adam"
 

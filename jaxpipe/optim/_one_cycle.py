@@ -106,11 +106,13 @@ class OneCycle(LRSchedule):
         cycling = self.cycle_max_mom - (self.cycle_max_mom - self.cycle_min_mom) * self._height(iteration)
         growing = self.cycle_max_mom * (1 + self.decay_mom_rate * self._decay_steps(iteration))
         momentum = jnp.where(iteration < sum(self._halves), cycling, growing)
+        # The update before iteration 0 has what DeepSpeed writes into the optimiser when it makes the schedule.
         return jnp.where(iteration < 0, jnp.float32(self.cycle_min_mom), momentum)
 
     def _height(self, iteration: jax.Array) -> jax.Array:
         """Position in the cycle: 0 at the lowest rate, 1 at the highest."""
         total = sum(self._halves)
+        # DeepSpeed's `batch_iteration`, which is one more than its `last_batch_iteration`.
         place = (iteration + 1) % total
         up = _climb(place, self._halves[0], self._stairs[0])
         down = _climb(total - place, self._halves[1], self._stairs[1])
@@ -126,4 +128,5 @@ def _climb(place: jax.Array, size: int, stairs: int) -> jax.Array:
     """Share of one half of the cycle that lies below a place in it, in stairs if there are any."""
     if size and stairs:
         return (place * stairs // size).astype(jnp.float32) / stairs
+    # A half of no length has no place in it, but `jnp.where` computes both sides.
     return place.astype(jnp.float32) / max(size, 1)

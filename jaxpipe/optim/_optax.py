@@ -37,6 +37,7 @@ def optax_optimizers() -> dict[str, Callable[..., Any]]:
         Name to function, of those that take a learning rate.
     """
     found = {}
+    # Optax itself last, so that its own function wins where both have the name.
     for module in (optax.contrib, optax):
         for name in dir(module):
             function = getattr(module, name)

@@ -206,6 +206,7 @@ def _followed(
         return {}
     followed: Hyperparams = {_RATE: schedule}
     if _ADAM_RATE in hyperparams:
+        # These are relative to the optimiser's own rate, of which Muon has two; others give one rate to both groups.
         relative = isinstance(schedule, WarmupLR | WarmupCosineLR)
         followed[_ADAM_RATE] = replace(schedule, lr=hyperparams[_ADAM_RATE]) if relative else schedule
     if isinstance(schedule, OneCycle) and schedule.cycle_momentum and recipe.cycled in hyperparams:
@@ -227,6 +228,7 @@ def _make_optax_optimizer(
     try:
         arguments |= factory_schedules(functools.partial(factory, **arguments), schedule)
         optimizer = _inject(factory, arguments)
+        # Schedules and masks, which only Python can give, may be made for the model's tree and fail on this one.
         if not any(callable(value) or isinstance(value, Mapping) for value in params.values()):
             _try_out(optimizer)
     except REJECTIONS as error:
@@ -246,6 +248,7 @@ def _inject(
 ) -> optax.GradientTransformation:
     """Call a factory so that its learning rate and its momentum lie in the state; all else is constant."""
     parameters = _parameters(factory)
+    # Optax would hold every number in the state, where those that Python code compares become tracers.
     free = {_RATE, _momentum_of(parameters)}
     static = [name for name in parameters if name not in free]
     return optax.inject_hyperparams(factory, static, jnp.float32)(**arguments)

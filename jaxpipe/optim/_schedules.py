@@ -68,6 +68,7 @@ def _make_optax_schedule(name: str, function: Callable[..., Any], params: Mappin
     arguments = dict(params)
     try:
         if isinstance(arguments.get(_PIECEWISE), Mapping):
+            # JSON has only strings as keys.
             arguments[_PIECEWISE] = {int(step): scale for step, scale in arguments[_PIECEWISE].items()}
         schedule = function(**arguments)
 

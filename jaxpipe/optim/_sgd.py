@@ -44,6 +44,7 @@ def scale_by_momentum(momentum: Any, dampening: float, *, nesterov: bool) -> opt
 
     def update(updates: PyTree, state: Any, params: PyTree | None = None) -> tuple[PyTree, MomentumState]:
         del params
+        # PyTorch begins the sum with the first gradient itself, not with 0 and a dampened share of it.
         share = jnp.where(state.step == 0, 1.0, 1.0 - dampening)
         total = jax.tree.map(lambda g, m: (momentum * m + share * g).astype(m.dtype), updates, state.momentum)
         direction = jax.tree.map(lambda g, m: g + momentum * m, updates, total) if nesterov else total

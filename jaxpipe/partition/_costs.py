@@ -29,8 +29,8 @@ class LayerCost:
         is_marked: Whether it recomputes itself, outside the groups.
         pending_bytes: Bytes that wait beside the residuals, from its input gradient to its weight gradient, where its
             backward is split; known only where that was looked at.
-        is_everywhere: Whether all stages run it together: then `num_params` is each stage's share of its parameters,
-            which every stage holds, whichever part it is in.
+        is_stage_sharded: Whether its parameters are sharded over the stages, which then all run it: `num_params` is
+            each stage's share, which every stage holds, whichever part the layer is in.
     """
 
     forward_s: float
@@ -41,7 +41,7 @@ class LayerCost:
     recomputed_bytes: int = 0
     is_marked: bool = False
     pending_bytes: int = 0
-    is_everywhere: bool = False
+    is_stage_sharded: bool = False
     shared_bytes: int = 0
 
 
@@ -103,15 +103,15 @@ class Profile:
     memory: StageMemory | None = None
 
     @property
-    def params_everywhere(self) -> int:
+    def stage_sharded_params(self) -> int:
         """Parameters that every stage holds beside those of its parts."""
-        return sum(layer.num_params for layer in self.layers if layer.is_everywhere)
+        return sum(layer.num_params for layer in self.layers if layer.is_stage_sharded)
 
     def seconds(self) -> list[float]:
-        """Forward and backward of each layer together."""
+        """Seconds of forward and backward of each layer."""
         return [layer.forward_s + layer.backward_s for layer in self.layers]
 
-    def held_bytes(self, part: int, first: int) -> Iterator[int]:
+    def needed_bytes(self, part: int, first: int) -> Iterator[int]:
         """Bytes that a part needs if it holds the layers `[first, end)`, for each end from `first + 1` on.
 
         Args:
@@ -122,16 +122,16 @@ class Profile:
             Bytes; they never become less.
         """
         memory = self.memory or StageMemory((1,) * (part + 1))
-        for num_params, kept, largest in self._sizes(first):
-            yield round(memory.bytes_per_param * num_params) + memory.in_flight[part] * kept + largest
+        for num_params, residual_bytes, largest in self._sizes(first):
+            yield round(memory.bytes_per_param * num_params) + memory.in_flight[part] * residual_bytes + largest
 
     def part_bytes(self, boundaries: Sequence[int]) -> list[int]:
         """Bytes that each part of a cut needs, without parameters that every stage holds."""
         cuts = enumerate(zip(boundaries[:-1], boundaries[1:], strict=True))
-        return [_nth(self.held_bytes(part, first), end - first) for part, (first, end) in cuts]
+        return [_nth(self.needed_bytes(part, first), end - first) for part, (first, end) in cuts]
 
     def part_sizes(self, boundaries: Sequence[int]) -> list[tuple[int, int, int]]:
-        """For each part of a cut its parameters, bytes kept for each microbatch in flight, and bytes made again.
+        """For each part of a cut its parameters, residual bytes of each microbatch in flight, and bytes recomputed.
 
         Parameters that every stage holds are not among them.
         """
@@ -140,15 +140,16 @@ class Profile:
 
     def _sizes(self, first: int) -> Iterator[tuple[int, int, int]]:
         """Entries of `part_sizes` for the layers `[first, end)`, for each end from `first + 1` on."""
-        num_params = kept = group = largest = 0
+        num_params = residual_bytes = group = largest = 0
         for index in range(first, len(self.layers)):
             layer = self.layers[index]
-            num_params += 0 if layer.is_everywhere else layer.num_params
+            num_params += 0 if layer.is_stage_sharded else layer.num_params
             if self._begins_group(first, index):
-                kept, group = kept + layer.residual_bytes - (layer.shared_bytes if index > first else 0), 0
+                residual_bytes += layer.residual_bytes - (layer.shared_bytes if index > first else 0)
+                group = 0
             group += layer.recomputed_bytes
             largest = max(largest, group)
-            yield num_params, kept, largest
+            yield num_params, residual_bytes, largest
 
     def _begins_group(self, first: int, index: int) -> bool:
         """True if a layer's inputs wait for the backward, in a part that begins with layer `first`."""

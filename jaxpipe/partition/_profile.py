@@ -128,7 +128,7 @@ def stage_bytes(profile: Profile, boundaries: Sequence[int], num_stages: int) ->
         One number per stage.
     """
     memory = profile.memory or StageMemory((1,) * (len(boundaries) - 1))
-    totals = [round(memory.bytes_per_param * profile.params_everywhere)] * num_stages
+    totals = [round(memory.bytes_per_param * profile.stage_sharded_params)] * num_stages
     for part, size in enumerate(profile.part_bytes(boundaries)):
         totals[memory.stage_of(part, num_stages)] += size
     return totals
@@ -141,7 +141,7 @@ def _last_ends(profile: Profile, caps: Sequence[int]) -> list[list[int]]:
 
 
 def _last_end(profile: Profile, part: int, first: int, cap: int) -> int:
-    return first + sum(1 for _ in takewhile(lambda size: size <= cap, profile.held_bytes(part, first)))
+    return first + sum(1 for _ in takewhile(lambda size: size <= cap, profile.needed_bytes(part, first)))
 
 
 def _least_memory(profile: Profile, num_parts: int) -> list[int]:
@@ -158,7 +158,7 @@ def _least_memory(profile: Profile, num_parts: int) -> list[int]:
         boundaries = ends(cap)
         return boundaries[-1] == len(profile.layers) and all(a < b for a, b in pairwise(boundaries))
 
-    most = max(max(profile.held_bytes(part, 0)) for part in range(num_parts))
+    most = max(max(profile.needed_bytes(part, 0)) for part in range(num_parts))
     return ends(bisect_left(range(most), True, key=suffices))
 
 

@@ -115,8 +115,8 @@ def format_partition(
     ]
     if profile is not None:
         lines.append(f"times: {profile.source}")
-        if profile.params_everywhere:
-            lines.append(f"every stage also holds {_plural(profile.params_everywhere, 'parameter')} of split layers")
+        if profile.stage_sharded_params:
+            lines.append(f"every stage also holds {_plural(profile.stage_sharded_params, 'parameter')} of split layers")
     return "\n".join(lines)
 
 

@@ -24,7 +24,7 @@ def describe_pipeline(pipeline: Pipeline, max_width: int = 120) -> str:
     names = [named.name for named in layers]
     stages, replicas = pipeline.module.num_stages, pipeline.num_replicas
     others = [(name, size) for name, size in pipeline.mesh.shape.items() if name not in ("stage", "data")]
-    places = "".join(f" x {_count(size, 'place')} of the {name} axis" for name, size in others)
+    ranks = "".join(f" x {_count(size, f'{name} rank')}" for name, size in others)
     leaves = jax.tree.leaves(pipeline.state_struct.params)
     num_bytes = sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
     on_device, on_host = pipeline.residual_bytes
@@ -42,10 +42,10 @@ def describe_pipeline(pipeline: Pipeline, max_width: int = 120) -> str:
         "",
         f"{pipeline.program.name}: {_count(pipeline.num_microbatches, 'microbatch', 'es')} of "
         f"{_count(pipeline.microbatch_size, 'sample')} on {_count(stages, 'stage')} x {_count(replicas, 'replica')}"
-        f"{places}, at most {pipeline.program.peak_in_flight} in flight",
+        f"{ranks}, at most {pipeline.program.peak_in_flight} in flight",
         format_grid(pipeline.schedule, pipeline.num_microbatches, stages, max_width=max_width, max_rows=8),
         "",
-        f"alike on every stage: {_count(len(pipeline.cuts[0].trunk), 'layer')}; parameters per device: "
+        f"trunk of every stage: {_count(len(pipeline.cuts[0].trunk), 'layer')}; parameters per device: "
         f"{_size(num_bytes)}",
         f"residuals of each microbatch: {_size(on_device)}{hosted}; slots: {pipeline.program.residual_slots}",
     ]

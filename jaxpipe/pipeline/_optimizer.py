@@ -145,6 +145,7 @@ def _default_rate(factory: Any) -> float | None:
     except (TypeError, ValueError):
         return None
     rate = None if parameter is None else parameter.default
+    # Without a default it is `Parameter.empty`, or a schedule that was bound; True would count as the integer 1.
     return float(rate) if isinstance(rate, int | float) and not isinstance(rate, bool) else None
 
 

@@ -24,6 +24,7 @@ _MOST_LISTED = 8
 def infer_microbatch_size(entry: Sequence[PyTree], num_replicas: int) -> int:
     """Samples per microbatch and replica, from the leading size of an entry's first leaf."""
     shapes = [leaf.shape for leaf in jax.tree.leaves(struct_of(tuple(entry)))]
+    # 0 where there is nothing to read it from: `entry_struct` comes next, and says what is wrong with which leaf.
     return shapes[0][0] // num_replicas if shapes and shapes[0] else 0
 
 
@@ -192,6 +193,7 @@ def check_sharded(optimizer: optax.GradientTransformation, trace: ModelTrace, pa
     def fits(paths: Sequence[Path]) -> bool:
         return is_elementwise(optimizer, *(unflatten_dict({path: tree[path] for path in paths}) for tree in trees))
 
+    # All at once first: nearly every optimiser fits, and each question costs a trace of its update.
     if not trees[0] or fits(list(trees[0])):
         return
     path = next((path for path in trees[0] if not fits([path])), next(iter(trees[0])))
@@ -204,6 +206,7 @@ def check_sharded(optimizer: optax.GradientTransformation, trace: ModelTrace, pa
 
 
 def _fits(leaf: Any, like: jax.ShapeDtypeStruct) -> bool:
+    # Other dtypes are cast; of a complex one NumPy would drop the imaginary part with a mere warning.
     loses_part = jnp.iscomplexobj(np.zeros(0, _dtype(leaf))) and not jnp.iscomplexobj(np.zeros(0, like.dtype))
     return tuple(leaf.shape) == tuple(like.shape) and not loses_part
 
@@ -219,6 +222,7 @@ def _fault(leaf: Any) -> str:
 
 
 def _dtype(leaf: Any) -> Any:
+    # torch has dtypes of its own: NumPy's view of the array has the one that is meant.
     return leaf.dtype if isinstance(leaf, jax.Array | np.ndarray) else np.asarray(leaf).dtype
 
 

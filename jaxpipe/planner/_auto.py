@@ -53,13 +53,13 @@ def choose_settings(
     runs = bool(runnable_devices(mesh))
     profile = profile_layers(module, trace, mesh, labels, "times" if runs else "counts", split_backward=True)
     cuts = _possible_cuts(module, trace, profile, unless_auto(section.num_chunks))
-    parts = cuts[min(cuts)]
-    costs, num_params, recomputed_bytes = _largest_stage(profile, parts, module.num_stages)
+    cut = cuts[min(cuts)]
+    costs, num_params, recomputed_bytes = _largest_stage(profile, cut, module.num_stages)
     param_bytes = round(param_size * num_params)
     # Layers without any work give 0; that is refused below, with the costs.
     stage_s = costs.forward_s + costs.input_s + costs.weight_s or 1.0
     if runs:
-        tick_s, branch_s = _overheads(mesh, trace.boundaries[parts[1]] if module.num_stages > 1 else ())
+        tick_s, branch_s = _overheads(mesh, trace.boundaries[cut[1]] if module.num_stages > 1 else ())
         costs = dataclasses.replace(costs, tick_overhead_s=tick_s, branch_overhead_s=branch_s)
     limit, skip_idle = limit_of(section, mesh), unless_auto(section.skip_idle)
     # On CPU a branch costs next to nothing, and idle actions, where they are computed, all their time.
@@ -123,31 +123,31 @@ def _possible_cuts(
     return found
 
 
-def _slowest_part_s(profile: Profile, parts: tuple[int, ...]) -> float:
+def _slowest_part_s(profile: Profile, boundaries: tuple[int, ...]) -> float:
     seconds = profile.seconds()
-    return max(sum(seconds[first:end]) for first, end in zip(parts[:-1], parts[1:], strict=True))
+    return max(sum(seconds[first:end]) for first, end in zip(boundaries[:-1], boundaries[1:], strict=True))
 
 
-def _largest_stage(profile: Profile, parts: tuple[int, ...], num_stages: int) -> tuple[StageCosts, int, int]:
+def _largest_stage(profile: Profile, boundaries: tuple[int, ...], num_stages: int) -> tuple[StageCosts, int, int]:
     """Costs of the slowest stage, and the most that a stage holds whatever the schedule.
 
     This is the number of its parameters, and the bytes that a backward makes again, for one microbatch at a time. Where
     stages hold several parts, part p is taken to be on stage `p % num_stages`.
     """
-    chunks = [profile.layers[first:end] for first, end in zip(parts[:-1], parts[1:], strict=True)]
+    chunks = [profile.layers[first:end] for first, end in zip(boundaries[:-1], boundaries[1:], strict=True)]
     stages = [[layer for chunk in chunks[s::num_stages] for layer in chunk] for s in range(num_stages)]
     slowest = max(stages, key=lambda layers: sum(layer.forward_s + layer.backward_s for layer in layers))
     weight_s = sum(layer.weight_s for layer in slowest)
-    sizes = profile.part_sizes(parts)
+    sizes = profile.part_sizes(boundaries)
     sums = [[sum(each) for each in zip(*sizes[s::num_stages], strict=True)] for s in range(num_stages)]
     costs = StageCosts(
         forward_s=sum(layer.forward_s for layer in slowest),
         input_s=sum(layer.backward_s for layer in slowest) - weight_s,
         weight_s=weight_s,
-        activation_bytes=max(kept for _, kept, _ in sums),
+        activation_bytes=max(residual_bytes for _, residual_bytes, _ in sums),
         pending_bytes=max(sum(layer.pending_bytes for layer in layers) for layers in stages),
     )
-    most = max(num_params for num_params, _, _ in sums) + profile.params_everywhere
+    most = max(num_params for num_params, _, _ in sums) + profile.stage_sharded_params
     return costs, most, max(recomputed for _, _, recomputed in sizes)
 
 
@@ -155,9 +155,6 @@ def _overheads(mesh: Mesh, activation: PyTree) -> tuple[float, float]:
     """Seconds that a tick takes beside its actions, and that a branch around one takes, as process 0 measures them."""
     num_stages = mesh.shape["stage"]
     pairs = [(s, (s + 1) % num_stages) for s in range(num_stages)]
-
-    def send(x: jax.Array) -> jax.Array:
-        return jax.lax.ppermute(x, "stage", pairs)
 
     def ticks(tick: Callable[[jax.Array, PyTree], PyTree]) -> float:
         def run() -> PyTree:
@@ -179,13 +176,16 @@ def _overheads(mesh: Mesh, activation: PyTree) -> tuple[float, float]:
             seconds.append(time.perf_counter() - start)
         return min(seconds) / _TICKS
 
-    def both(carry: PyTree) -> PyTree:
-        return jax.tree.map(lambda x: send(send(x)), carry)
+    def compute(carry: PyTree) -> PyTree:
+        return jax.tree.map(lambda x: x + 1, carry)
 
-    def branched(tick: jax.Array, carry: PyTree) -> PyTree:
-        return both(jax.lax.cond(tick % 2 == 0, lambda c: jax.tree.map(lambda x: x + 1, c), lambda c: c, carry))
+    def send_twice(carry: PyTree) -> PyTree:
+        # An activation and a gradient.
+        return jax.tree.map(lambda x: jax.lax.ppermute(jax.lax.ppermute(x, "stage", pairs), "stage", pairs), carry)
 
-    plain_s = ticks(lambda _, carry: both(jax.tree.map(lambda x: x + 1, carry)))
-    branch_s = max(ticks(branched) - plain_s, 0.0)
+    plain_s = ticks(lambda _, carry: send_twice(compute(carry)))
+    branched_s = ticks(lambda tick, carry: send_twice(jax.lax.cond(tick % 2 == 0, compute, lambda c: c, carry)))
+    # Measured, a loop with a branch may take less than one without, by noise.
+    branch_s = max(branched_s - plain_s, 0.0)
     tick_s, branch_s = agreed([plain_s, branch_s])
     return tick_s, branch_s

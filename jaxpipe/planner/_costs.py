@@ -150,7 +150,7 @@ def _layer_cost(
         # Of parameters sharded over the stages a share counts; the layer's others lie on every stage.
         own = trace.num_own_params()[index]
         num_params = own + -(-(num_params - own) // module.num_stages)
-        return LayerCost(0.0, 0.0, num_params=num_params, is_everywhere=True)
+        return LayerCost(0.0, 0.0, num_params=num_params, is_stage_sharded=True)
     work = layer_work(module, trace, index)
     forward_s, backward_s = work.times(seconds)
     weight_s, pending_bytes = _weight_gradient(work, seconds) if split_backward else (0.0, 0)
@@ -180,7 +180,7 @@ def _weight_gradient(work: LayerWork, seconds: Seconds) -> tuple[float, int]:
 
 
 def _is_stage_sharded(module: PipelineModule, trace: ModelTrace, index: int) -> bool:
-    """True if all stages run a layer together."""
+    """True if a layer's parameters are sharded over the stages, which then all run it."""
     return module.num_stages > 1 and bool(trace.stage_dims[index])
 
 
@@ -214,18 +214,9 @@ def bytes_per_param(
 ) -> float:
     """Bytes that a device holds during a step for each parameter of its stage, the mean over the model.
 
-    These are the master weights and the optimiser's numbers for them, both divided by ZeRO-1; the gradient; and where
-    layers compute in another dtype, or weights are gathered, what they compute with.
-
-    Args:
-        trace: The model's shapes.
-        optimizer: What updates it.
-        compute_dtype: What layers compute in; None: as they make their parameters.
-        grad_dtype: What gradients are summed in; None: float32, or the parameters' dtype where that is wider.
-        num_shards: Replicas over which ZeRO-1 divides; 1: it does not.
-
-    Returns:
-        Bytes: 16 for float32 under Adam.
+    These are the master weights and the optimiser's numbers for them, both divided over the `num_shards` replicas of
+    ZeRO-1; the gradient; and where layers compute in another dtype than they make parameters in, or weights are
+    gathered, what they compute with. For float32 under Adam they are 16.
 
     Raises:
         ConfigError: The optimiser does not take these parameters.

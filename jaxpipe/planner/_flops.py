@@ -30,17 +30,10 @@ class Work(NamedTuple):
 
 
 def count_work(function: Callable[..., Any], *args: PyTree) -> Work:
-    """Count what a function's outputs need.
+    """Count what the outputs of a function of arguments of these shapes need.
 
     A `while` loop counts as one turn, a branch as the one with the most operations; what a callback or a kernel of
     unknown content computes is not known.
-
-    Args:
-        function: Any traceable function.
-        *args: Shapes and dtypes.
-
-    Returns:
-        Its work.
     """
     program = flatten(jax.make_jaxpr(function)(*args))
     part = needed_for(program, program.outputs)

@@ -78,19 +78,10 @@ def profile_layers(
     *,
     split_backward: bool = False,
 ) -> Profile:
-    """Costs of a model's layers, for one microbatch; all processes call.
+    """Costs of a model's layers as `layer_costs` gives them, the same on all processes, which all call.
 
-    Args:
-        module: The model.
-        trace: Its shapes, for one microbatch of one replica.
-        mesh: The devices.
-        labels: As for `layer_costs`.
-        source: `times` are measured by process 0 on its first device of the mesh, `counts` estimated from operations
-            and bytes without running anything.
-        split_backward: As for `layer_costs`.
-
-    Returns:
-        The costs, the same on all processes.
+    Of the sources, `times` are measured by process 0 on its first device of the mesh; `counts` are estimated from
+    operations and bytes, without running anything.
 
     Raises:
         PartitionError: The mesh's devices cannot be measured on.

@@ -93,7 +93,7 @@ class PipeSchedule(ABC):
             chunk: A chunk of that stage, in `[0, num_chunks)`.
 
         Returns:
-            The place in the model, in `[0, num_stages * num_chunks)`: by default the ring `chunk * stages + stage`.
+            The virtual stage, in `[0, num_stages * num_chunks)`: by default the ring `chunk * stages + stage`.
         """
         return chunk * self.stages + stage
 

@@ -117,7 +117,7 @@ def _require_equal_steps(checked: CheckedSchedule) -> None:
 def _require_partners(checked: CheckedSchedule, link: _Link) -> None:
     microbatches = checked.schedules[0].micro_batches
     for stage, actions in enumerate(checked.stages):
-        places = [
+        neighbours = [
             checked.placement.after(stage, chunk) if link.downstream else checked.placement.before(stage, chunk)
             for chunk in range(checked.placement.num_chunks)
         ]
@@ -125,8 +125,8 @@ def _require_partners(checked: CheckedSchedule, link: _Link) -> None:
             if unit < 0:
                 continue
             chunk, microbatch = divmod(unit, microbatches)
-            place = places[chunk]
-            if place is None or place[0] == stage:
+            neighbour = neighbours[chunk]
+            if neighbour is None or neighbour[0] == stage:
                 raise schedule_fault(
                     checked.schedules,
                     f"{link.name} must have a partner on another stage, but got stage={stage}, step={step}, "
@@ -134,14 +134,14 @@ def _require_partners(checked: CheckedSchedule, link: _Link) -> None:
                     stage,
                     step,
                 )
-            found = checked.stages[place[0]].rows[link.partner_row][step]
-            if found != place[1] * microbatches + microbatch:
+            found = checked.stages[neighbour[0]].rows[link.partner_row][step]
+            if found != neighbour[1] * microbatches + microbatch:
                 got = "none" if found < 0 else f"that of micro_batch_id={found % microbatches}"
                 raise schedule_fault(
                     checked.schedules,
                     f"{link.name} of micro_batch_id={microbatch} on stage={stage} must meet its {link.partner} in the "
-                    f"same step, but got {got} on stage={place[0]} at step={step}. Put {link.partner} of "
-                    f"micro_batch_id={microbatch}, chunk_id={place[1]} into step {step} of stage {place[0]}.",
+                    f"same step, but got {got} on stage={neighbour[0]} at step={step}. Put {link.partner} of "
+                    f"micro_batch_id={microbatch}, chunk_id={neighbour[1]} into step {step} of stage {neighbour[0]}.",
                     stage,
                     step,
                 )

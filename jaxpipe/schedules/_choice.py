@@ -14,8 +14,8 @@ class StageCosts:
         backward_s: Seconds of its backward where it is not split. Default: `input_s + weight_s`.
         tick_overhead_s: Seconds that each tick takes beside its actions: exchanges that nothing hides, the loop.
         branch_overhead_s: Seconds that a branch around an action costs, where idle actions are skipped.
-        activation_bytes: Bytes kept from its forward to its backward.
-        pending_bytes: Bytes kept beside them from the input gradient to the weight gradient.
+        activation_bytes: Bytes of its residuals, from its forward to its backward.
+        pending_bytes: Bytes that wait beside them from the input gradient to the weight gradient.
     """
 
     forward_s: float

@@ -29,8 +29,8 @@ def schedule_fault(
         mark = (stage, step)
         listed = listed_steps(schedules[stage])
         if step < len(listed):
-            held = listed[step]
-            shown = ", ".join(map(repr, held)) if isinstance(held, (list, tuple)) else repr(held)
+            commands = listed[step]
+            shown = ", ".join(map(repr, commands)) if isinstance(commands, (list, tuple)) else repr(commands)
             lines.append(f"Stage {stage} at step {step} holds: {shown or 'nothing'}.")
     lines.append(format_grid(schedules, max_width=112, max_rows=16, mark=mark))
     return ScheduleError("\n".join(lines))

@@ -66,8 +66,8 @@ def format_grid(
     label_width = max(map(len, names))
     room = None if max_width is None else max_width - label_width
     # 2 and 5: a column and the dots for what is left out, each with the two spaces before it.
-    steps = _kept([width + 2 for width in widths], room, None if mark is None else mark[1], gap=5)
-    rows = _kept([1] * len(cells), max_rows, None if mark is None else mark[0], gap=1)
+    steps = _visible([width + 2 for width in widths], room, None if mark is None else mark[1], gap=5)
+    rows = _visible([1] * len(cells), max_rows, None if mark is None else mark[0], gap=1)
     lines = [_line("step", label_width, steps, widths, str)]
     for stage in rows:
         if stage is None:
@@ -85,7 +85,7 @@ def _line(
     return "  ".join(parts).rstrip()
 
 
-def _kept(sizes: Sequence[int], room: int | None, centre: int | None, *, gap: int) -> list[int | None]:
+def _visible(sizes: Sequence[int], room: int | None, centre: int | None, *, gap: int) -> list[int | None]:
     """Choose what fits into `room`: around `centre`, or from both ends; None stands for what is left out."""
     count = len(sizes)
     if room is None or sum(sizes) <= room:
@@ -96,15 +96,15 @@ def _kept(sizes: Sequence[int], room: int | None, centre: int | None, *, gap: in
         order = sorted(range(count), key=lambda index: (abs(index - centre), index))
     # Around a centre there may be a gap on both sides, from both ends only the one between them.
     left = room - sizes[order[0]] - gap * (1 if centre is None else 2)
-    kept = {order[0]}
+    visible = {order[0]}
     for index in order[1:]:
         left -= sizes[index]
         if left < 0:
             break
-        kept.add(index)
+        visible.add(index)
     shown: list[int | None] = []
     for index in range(count):
-        if index in kept:
+        if index in visible:
             shown.append(index)
         elif not shown or shown[-1] is not None:
             shown.append(None)

@@ -13,7 +13,7 @@ class InferenceSchedule(PipeSchedule):
     and sends from the other what it made in the step before.
 
     - Makespan: `(M + S - 1) F`; bubble `(S - 1) F`.
-    - Memory: two buffers, nothing kept.
+    - Memory: two buffers, no residuals.
 
     Reference:
         Huang et al. (2019), "GPipe", the forward half. DeepSpeed's `InferenceSchedule`.

@@ -76,7 +76,7 @@ class _StageTables:
     """The rows of one stage, and the slots of its buffers.
 
     Attributes:
-        tables: The rows; those that all stages are told alike are left empty.
+        tables: The rows; those that are the same on all stages are left empty.
         slots: Per buffer where its values lie.
     """
 
@@ -95,9 +95,9 @@ class _StageTables:
         # A backward is split if its unit has a weight gradient; a schedule may split some and leave others whole.
         split = self._only(backward, self._units_of(weight))
         whole = [-1 if own >= 0 else unit for unit, own in zip(backward, split, strict=True)]
-        kept = forward if checked.training else [-1] * len(forward)
+        stored = forward if checked.training else [-1] * len(forward)
         # A split backward gives its residuals back only when its weight gradient has run.
-        residuals = assign_slots(self._num_units, kept, [whole, weight])
+        residuals = assign_slots(self._num_units, stored, [whole, weight])
         pending = assign_slots(self._num_units, split, [weight])
         self.slots = Buffers(act_slots, grad_slots, residuals, pending)
         self.tables: Tables[Row] = Tables(
@@ -106,7 +106,7 @@ class _StageTables:
             weight=self._actions(weight),
             activations=activations,
             gradients=gradients,
-            residual_write=residuals.row(kept),
+            residual_write=residuals.row(stored),
             residual_read=residuals.row(backward),
             weight_residual_read=residuals.row(weight),
             pending_write=pending.row(split),
@@ -137,8 +137,8 @@ class _StageTables:
             sent: Units that are sent.
             neighbours: By chunk where its values come from, and where they go.
         """
-        sources, targets = ([stage if place is None else place[0] for place in each] for each in neighbours)
-        to_local = [place[1] if place is not None and place[0] == stage else -1 for place in neighbours[1]]
+        sources, targets = ([stage if one is None else one[0] for one in each] for each in neighbours)
+        to_local = [one[1] if one is not None and one[0] == stage else -1 for one in neighbours[1]]
         # Only what is really sent takes a slot: the last part's output and the first part's gradient go nowhere.
         outgoing = self._only(computed, self._units_of(sent))
         incoming = self._only(computed, self._units_of(received))
@@ -192,15 +192,15 @@ def _with_model_ends(tables: Tables[Table], placement: Placement) -> Tables[Tabl
 
     # All stages, and not only the one that runs it: inputs and labels may be sharded over the stages and are gathered
     # by all of them at once, and so are vocabulary-parallel layers.
-    def told(actions: Actions[Table], part: int) -> Table:
+    def of_part(actions: Actions[Table], part: int) -> Table:
         stage, chunk = placement.locations[part]
         at = zip(actions.microbatch[stage], actions.chunk[stage], strict=True)
         return (tuple([microbatch if found == chunk else -1 for microbatch, found in at]),) * placement.num_stages
 
     return tables._replace(
-        input_microbatch=told(tables.forward, 0),
-        loss_microbatch=told(tables.forward, -1),
-        input_grad_microbatch=told(tables.backward, 0),
+        input_microbatch=of_part(tables.forward, 0),
+        loss_microbatch=of_part(tables.forward, -1),
+        input_grad_microbatch=of_part(tables.backward, 0),
     )
 
 

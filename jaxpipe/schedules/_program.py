@@ -112,8 +112,8 @@ class Buffers(NamedTuple, Generic[T]):
     Attributes:
         activations: Of activations.
         gradients: Of gradients.
-        residuals: Of what lies between a forward and its backward.
-        pending: Of what lies between the two actions of a split backward.
+        residuals: Of residuals, from a forward to its backward.
+        pending: Of what a split backward hands from its input gradient to its weight gradient.
     """
 
     activations: TransferBuffers[T]

@@ -25,8 +25,8 @@ class RingTimetable(TimetableSchedule):
             `R(M - 1) + V - S + 1`; it is `vM` if S divides M, or with one chunk.
         """
         # R(M - 1) is the first part's step of the last microbatch; its last chunk on this stage follows V - S later.
-        group, place = divmod(self.micro_batches - 1, self.stages)
-        return (group + 1) * self.stages * self.num_chunks - self.stages + place + 1
+        group, position = divmod(self.micro_batches - 1, self.stages)
+        return (group + 1) * self.stages * self.num_chunks - self.stages + position + 1
 
     def forward_at(self, step: int) -> Action:
         """Chunk c and microbatch m with `R(m) + cS + s = step`."""
@@ -44,6 +44,6 @@ class RingTimetable(TimetableSchedule):
         return (self.num_slots() + self.stages - 1) * (forward_s + backward_s) / self.num_chunks
 
     def _turn(self, slot: int) -> Action:
-        group, place = divmod(slot, self.num_chunks * self.stages)
-        chunk, member = divmod(place, self.stages)
+        group, position = divmod(slot, self.num_chunks * self.stages)
+        chunk, member = divmod(position, self.stages)
         return chunk, group * self.stages + member

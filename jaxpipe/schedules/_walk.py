@@ -37,7 +37,7 @@ from ._instructions import (
     SendActivation,
     SendGrad,
 )
-from ._placement import Placement
+from ._placement import ChunkLocation, Placement
 from ._stages import listed_steps
 
 _OF_BACKWARD = (BackwardPass, BackwardInput, BackwardWeight, RecvGrad, SendGrad)
@@ -74,7 +74,7 @@ class StageWalk:
         self._microbatches = schedule.micro_batches
         self._before = [placement.before(self._stage, chunk) for chunk in chunks]
         self._after = [placement.after(self._stage, chunk) for chunk in chunks]
-        self._folded = any(self._is_local(place) for place in self._after)
+        self._folded = any(self._is_local(neighbour) for neighbour in self._after)
         self._flags = [0] * (len(chunks) * self._microbatches)
         # What must have happened to a unit before its buffer is free. The ends of the model send one thing less.
         self._done = [
@@ -194,8 +194,8 @@ class StageWalk:
             "Move one of them to another step.",
         )
 
-    def _is_local(self, place: tuple[int, int] | None) -> bool:
-        return place is not None and place[0] == self._stage
+    def _is_local(self, neighbour: ChunkLocation | None) -> bool:
+        return neighbour is not None and neighbour[0] == self._stage
 
     def _hand_over(self, unit: int, event: int) -> None:
         """Move a value between two chunks of this stage, for which there is no send or receive."""
@@ -203,9 +203,9 @@ class StageWalk:
         towards, back = (ARRIVED, SENT) if event & FORWARD else (GRAD_SENT, GRAD_ARRIVED)
         if not event & (FORWARD | INPUT):
             return
-        for place, bit in ((self._after[chunk], towards), (self._before[chunk], back)):
-            if place is not None and place[0] == self._stage:
-                self._flags[place[1] * self._microbatches + microbatch] |= bit
+        for neighbour, bit in ((self._after[chunk], towards), (self._before[chunk], back)):
+            if neighbour is not None and neighbour[0] == self._stage:
+                self._flags[neighbour[1] * self._microbatches + microbatch] |= bit
 
     def _close(self, op: PipeInstruction, commands: list[PipeInstruction], actions: StageActions) -> None:
         """Take a reduction or the optimizer step; refuse what is no instruction of this kind of schedule."""

@@ -52,7 +52,7 @@ def test_with_a_limit_it_is_the_best_of_all_cuts_that_fit(data: st.DataObject) -
 
 
 def test_what_every_stage_holds_counts_on_each() -> None:
-    split = LayerCost(0.0, 0.0, num_params=5, is_everywhere=True)
+    split = LayerCost(0.0, 0.0, num_params=5, is_stage_sharded=True)
     layers = (split, *[LayerCost(1.0, 2.0, num_params=10)] * 4, split)
     memory = StageMemory((1, 1), bytes_per_param=2.0, limit_bytes=60)
     profile = Profile(layers, memory=memory)
@@ -128,13 +128,13 @@ def test_a_long_search_ends_with_the_cut_that_needs_the_least() -> None:
 def test_recomputed_groups_keep_their_inputs_and_rebuild_one_group_at_once() -> None:
     layers = tuple(LayerCost(1.0, 2.0, residual_bytes=10 + i, recomputed_bytes=100 * i) for i in range(5))
     profile = Profile(layers, interval=2, memory=StageMemory((3,)))
-    assert list(profile.held_bytes(0, 0)) == [30, 130, 3 * 22 + 200, 3 * 22 + 500, 3 * 36 + 500]
-    assert list(profile.held_bytes(0, 3)) == [39 + 300, 39 + 700]
+    assert list(profile.needed_bytes(0, 0)) == [30, 130, 3 * 22 + 200, 3 * 22 + 500, 3 * 36 + 500]
+    assert list(profile.needed_bytes(0, 3)) == [39 + 300, 39 + 700]
 
 
 def test_a_marked_layer_stands_outside_the_groups() -> None:
     layers = tuple(LayerCost(1.0, 2.0, residual_bytes=10 + i, is_marked=i == 1) for i in range(4))
-    assert list(Profile(layers, interval=4).held_bytes(0, 0)) == [10, 21, 33, 33]
+    assert list(Profile(layers, interval=4).needed_bytes(0, 0)) == [10, 21, 33, 33]
 
 
 def test_layers_that_take_no_time() -> None:

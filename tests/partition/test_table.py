@@ -48,7 +48,7 @@ def test_costs_add_times_and_memory() -> None:
         "total       2              2.500        5.000",
         "times: measured on cpu",
     ]
-    split = Profile((LayerCost(0.0, 0.0, num_params=70, is_everywhere=True), layers[1]), "measured on cpu")
+    split = Profile((LayerCost(0.0, 0.0, num_params=70, is_stage_sharded=True), layers[1]), "measured on cpu")
     assert format_partition([0, 1, 2], ["A", "B"], profile=split).endswith(
         "times: measured on cpu\nevery stage also holds 70 parameters of split layers"
     )

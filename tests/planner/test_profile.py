@@ -209,8 +209,8 @@ def test_layers_that_all_stages_share_count_their_share_of_parameters(
     costs = layer_costs(module, module.trace(tokens), tokens, seconds)
     assert set(looked_at) == {1}
     assert [cost.num_params for cost in costs] == [32 * 8 // 2, 72, 72, 32 * 9 // 2]
-    assert costs[0] == LayerCost(0.0, 0.0, num_params=128, is_everywhere=True)
-    assert costs[3] == LayerCost(0.0, 0.0, num_params=144, is_everywhere=True)
+    assert costs[0] == LayerCost(0.0, 0.0, num_params=128, is_stage_sharded=True)
+    assert costs[3] == LayerCost(0.0, 0.0, num_params=144, is_stage_sharded=True)
 
 
 def test_numbers_keep_every_digit_on_their_way_to_other_processes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,8 +11,8 @@ from jax.sharding import PartitionSpec as P
 from jaxpipe.state import HostRows, Leaf, Span
 
 LEAVES = {
-    "first": Leaf((2,), "float32", None, ((Span("x", (0,), 0, 2),),)),
-    "last": Leaf((1,), "float32", None, ((Span("x", (1,), 2, 3),),)),
+    "first": Leaf((2,), "float32", (1,), ((Span("x", (0,), 0, 2),),)),
+    "last": Leaf((1,), "float32", (1,), ((Span("x", (1,), 2, 3),),)),
 }
 VALUES = {"first": np.array([1.0, 2.0]), "last": np.array([3.0])}
 
