@@ -15,7 +15,8 @@ def leaves(**structs: Any) -> dict[str, Leaf]:
     found = {}
     for name, given_struct in structs.items():
         dtype, *shape = given_struct if isinstance(given_struct[0], str) else ("float32", *given_struct)
-        found[name.replace("__", "/")] = Leaf(tuple(shape), dtype, (1,) * len(shape), ((Span("params/x", (0,), 0, 1),),))
+        whole = (1,) * len(shape)
+        found[name.replace("__", "/")] = Leaf(tuple(shape), dtype, whole, ((Span("params/x", (0,), 0, 1),),))
     return found
 
 
