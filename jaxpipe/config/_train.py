@@ -17,6 +17,7 @@ from ._values import (
     auto_or,
     integer_of_at_least,
     number_of_at_least,
+    one_of,
     optional,
     read_flag,
     read_partition,
@@ -51,6 +52,9 @@ class PipelineConfig(Section):
         spread_inputs: Whether inputs and labels are sharded over the stages, and each microbatch gathered when it
             is needed; `'auto'` does so with arrays of at least 32 MiB.
         offload_activations: Whether what waits between forward and backward lies in host memory.
+        gather_weights: When weights that are divided over an axis `fsdp` are gathered: `'step'`, once, and held to the
+            end of the step, or `'tick'`, by every action of every microbatch again, and held only meanwhile; `'auto'`
+            does the first with `zero_optimization.stage` 2, and else the second.
 
     Raises:
         ConfigError: A value is of the wrong type or out of range.
@@ -70,6 +74,7 @@ class PipelineConfig(Section):
     memory_limit_gb: float | Literal["auto"] = setting("auto", auto_or(read_positive_number))
     spread_inputs: bool | Literal["auto"] = setting("auto", auto_or(read_flag))
     offload_activations: bool = setting(False, read_flag)
+    gather_weights: Literal["auto", "step", "tick"] = setting("auto", one_of("auto", "step", "tick"))
 
 
 @dataclass(frozen=True)

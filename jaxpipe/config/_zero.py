@@ -6,11 +6,6 @@ from typing import ClassVar
 from ._section import Section, setting
 from ._values import as_integer, wrong_value
 
-_COSTS = {
-    2: "would have to reduce-scatter the gradients after every microbatch and not once a step",
-    3: "would have to gather the parameters again for every microbatch",
-}
-
 
 def read_stage(value: object, path: str) -> int:
     """Read the stage of ZeRO.
@@ -20,18 +15,15 @@ def read_stage(value: object, path: str) -> int:
         path: Its JSON path.
 
     Returns:
-        0 or 1.
+        0, 1, 2 or 3.
 
     Raises:
         ConfigError: The value is something else.
     """
     stage = as_integer(value)
-    if stage in (0, 1):
+    if stage in (0, 1, 2, 3):
         return stage
-    repair = "Use 0 or 1"
-    if stage in _COSTS:
-        repair = f"Use 1: stage {stage} {_COSTS[stage]}, so that communication grows by the number of microbatches"
-    raise wrong_value(path, "0 or 1", value, repair)
+    raise wrong_value(path, "0, 1, 2 or 3", value, "Use one of these")
 
 
 def refuse_flag(value: object, path: str) -> None:
@@ -54,8 +46,10 @@ class ZeroSection(Section):
     """The section `zero_optimization`.
 
     Attributes:
-        stage: 0 keeps the optimizer's state and the float32 weights whole on every replica, 1 shards them. Stages 2
-            and 3 are refused.
+        stage: 0 keeps the optimizer's state and the float32 weights whole on every replica. 1 shards them over the
+            replicas: weights are gathered and gradients summed once a step. 2 and 3 make of the `data` axis an axis
+            `fsdp`, over which the sums of gradients are sharded too, and so reduced after every microbatch; with 2
+            weights are gathered once a step, with 3 after every microbatch again.
 
     Raises:
         ConfigError: The stage is another.

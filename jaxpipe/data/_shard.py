@@ -7,6 +7,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxpipe.errors import TopologyError
+from jaxpipe.topology import FSDP, num_batch_shards
 
 
 @dataclass(frozen=True)
@@ -39,17 +40,19 @@ def process_shard(mesh: Mesh) -> Shard:
     Raises:
         TopologyError: The replicas of two processes overlap without being the same, or do not lie side by side.
     """
-    axis = mesh.axis_names.index("data")
+    num_replicas = num_batch_shards(mesh)
     replicas: dict[int, set[int]] = {}
     for place, device in np.ndenumerate(mesh.devices):
-        replicas.setdefault(device.process_index, set()).add(place[axis])
+        at = dict(zip(mesh.axis_names, place, strict=True))
+        number = at["data"] * mesh.shape.get(FSDP, 1) + at.get(FSDP, 0)
+        replicas.setdefault(device.process_index, set()).add(number)
     blocks = sorted({tuple(sorted(fed)) for fed in replicas.values()})
     flat = [replica for block in blocks for replica in block]
-    if flat != list(range(mesh.shape["data"])) or len({len(block) for block in blocks}) > 1:
+    if flat != list(range(num_replicas)) or len({len(block) for block in blocks}) > 1:
         shown = ", ".join(f"process {process}: {sorted(fed)}" for process, fed in sorted(replicas.items()))
         raise TopologyError(
             "processes must hold equal blocks of neighbouring replicas, or the same ones, to share out samples, but "
-            f"got {shown} of data={mesh.shape['data']}. Use jaxpipe.mesh_for(model), or order the mesh's devices by "
+            f"got {shown} of {num_replicas}. Use jaxpipe.mesh_for(model), or order the mesh's devices by "
             "process."
         )
     own = replicas.get(jax.process_index(), {0})

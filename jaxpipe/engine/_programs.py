@@ -20,7 +20,7 @@ from jaxpipe.layers import PipelineModule, flatten_dict, format_struct, struct_o
 from jaxpipe.partition import profile_source
 from jaxpipe.pipeline import Pipeline, entry_struct
 from jaxpipe.recompute import settings_for
-from jaxpipe.topology import mesh_shape
+from jaxpipe.topology import num_batch_shards
 
 from ._hold import hold_signals
 
@@ -72,7 +72,7 @@ class ProgramCache:
         self.module, self._optimizer, self._mesh = module, optimizer, mesh
         self._given = module, config
         self._config, self._recompute = config, settings_for(config, mesh)
-        self._replicas, self._num_replicas = replicas, mesh_shape(mesh)["data"]
+        self._replicas, self._num_replicas = replicas, num_batch_shards(mesh)
         self._microbatch_size = config.batch_sizes(self._num_replicas).train_micro_batch_size_per_gpu
         self._planned_microbatches = planned_microbatches
         self._programs: OrderedDict[Hashable, Pipeline] = OrderedDict()

@@ -17,7 +17,7 @@ from jaxpipe.layers import PipelineModule
 from jaxpipe.optim import LossScaler
 from jaxpipe.pipeline import Pipeline
 from jaxpipe.state import TrainState, owned
-from jaxpipe.topology import mesh_shape
+from jaxpipe.topology import num_batch_shards
 
 from ._compile import Compiler, Reporter
 from ._model_tree import ModelTree
@@ -63,7 +63,7 @@ class Trainer:
     ) -> None:
         self.optimizer, self.config, self.mesh, self.tree = optimizer, config, mesh, tree
         self.scaler = LossScaler.from_config(config)
-        self.num_replicas = mesh_shape(mesh)["data"]
+        self.num_replicas = num_batch_shards(mesh)
         self.sizes = config.batch_sizes(self.num_replicas)
         self.data_shard = process_shard(mesh)
         self.programs = ProgramCache(

@@ -7,10 +7,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe._typing import PyTree
 from jaxpipe.data import Batch
+from jaxpipe.state import constrained
+from jaxpipe.topology import FSDP
 
 from ._buffers import read_ring
 
@@ -73,7 +76,8 @@ class DeviceBatch:
     def context(self, index: jax.Array) -> tuple[jax.Array, PyTree]:
         """Key and side inputs of a microbatch."""
         at = jnp.maximum(index, 0)
-        return microbatch_key(self.rng, self.step, self.first + at, self.replica), read_ring(self.leaves.side, at)
+        side = jax.tree.map(lambda x: _gathered(x, WHOLE, at), self.leaves.side)
+        return microbatch_key(self.rng, self.step, self.first + at, self.replica), side
 
     def inputs(self, index: jax.Array) -> PyTree:
         """The inputs of a microbatch."""
@@ -138,7 +142,14 @@ def batch_spec(dim: int) -> P:
     return P(None, ("data", "stage")) if dim == 0 else P(None, "data", *[None] * (dim - 1), "stage")
 
 
+def samples_spec(leaf: Any, mesh: AbstractMesh) -> P:
+    """Sharding of a microbatch over automatic axes: its samples are divided over `fsdp`, where they can be."""
+    size = mesh.shape.get(FSDP, 0)
+    return P(FSDP) if size and leaf.ndim and leaf.shape[0] and leaf.shape[0] % size == 0 else P()
+
+
 def _gathered(leaf: jax.Array, dim: int, index: jax.Array) -> jax.Array:
     # Gathered microbatch by microbatch, when it is needed: whole, the batch would fill every device.
     shard = read_ring(leaf, index)
-    return shard if dim == WHOLE else jax.lax.all_gather(shard, "stage", axis=dim, tiled=True)
+    whole = shard if dim == WHOLE else jax.lax.all_gather(shard, "stage", axis=dim, tiled=True)
+    return constrained(whole, samples_spec(whole, jax.sharding.get_abstract_mesh()))

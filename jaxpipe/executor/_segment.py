@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from jaxpipe._typing import PyTree
 from jaxpipe.autodiff import Residuals, SplitBackward, split_backward
 from jaxpipe.layers import flatten_dict
-from jaxpipe.state import Storage
+from jaxpipe.state import Layout, Storage, constrained
 
 from ._blueprint import Blueprint
 from ._buffers import zeros_of
@@ -63,8 +63,10 @@ class Segment:
     @property
     def specs(self) -> PyTree:
         """How these are sharded over automatic axes."""
-        known = self._blueprint.params.layout.specs
-        specs: dict[str, Any] = {name: known.get(name, P()) for name in self.names}
+        return self._specs_in(self._blueprint.params.grad_layout)
+
+    def _specs_in(self, layout: Layout) -> PyTree:
+        specs: dict[str, Any] = {name: layout.specs.get(name, P()) for name in self.names}
         # Layers that are scanned are stacked along a new first dim, and have alike shardings.
         return jax.tree.map(lambda spec: P(None, *spec), self._views(specs)[0]) if self._scan else specs
 
@@ -88,8 +90,18 @@ class Segment:
         return [] if self.split is None else self.split.pending
 
     def take(self, storage: Storage) -> dict[str, jax.Array]:
-        """The parameters by name."""
-        return {name: self._blueprint.params.layout.get(self.stage, name, storage) for name in self.names}
+        """The parameters by name, gathered."""
+        leaves = {name: self._blueprint.params.layout.get(self.stage, name, storage) for name in self.names}
+        return self.gather(leaves) if not self._scan else leaves
+
+    def gather(self, params: PyTree) -> PyTree:
+        """What `run` computes with, whole along `fsdp`, from parameters as they are held during a step."""
+        layout, gathered = self._blueprint.params.layout, self._blueprint.params.gathered
+        if layout is gathered:
+            return params
+        # Behind a barrier: what does not change from tick to tick XLA would otherwise gather before the loop, and hold.
+        params = jax.lax.optimization_barrier(params)
+        return jax.tree.map(constrained, params, self._specs_in(gathered))
 
     def prepare(self, leaves: Mapping[str, jax.Array]) -> PyTree:
         """The parameters as `run` takes them, from those by name."""

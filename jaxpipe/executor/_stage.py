@@ -22,7 +22,7 @@ from jaxpipe.state import (
 )
 from jaxpipe.topology import automatic_axes
 
-from ._batch import Microbatch
+from ._batch import Microbatch, samples_spec
 from ._blueprint import Blueprint
 from ._epilogue import Epilogue
 from ._packing import Packing
@@ -75,7 +75,15 @@ class Stage:
         signatures = layer_signatures(module.layers, trace, dtype) if self.last else (None,) * len(module.layers)
         cuts = cut_stages(signatures, boundaries)
         self.ends, self.cuts = find_vocab_layers(module.layers, trace, cuts, module.num_stages)
-        self.params = ModelParams(trace, self.cuts, placement, self.ends, dtype=dtype, grad_dtype=self._grad_dtype)
+        self.params = ModelParams(
+            trace,
+            self.cuts,
+            placement,
+            self.ends,
+            dtype=dtype,
+            grad_dtype=self._grad_dtype,
+            gather=section.gather_weights == "step",
+        )
         self.collections = ModelCollections(module.layers, trace, self.cuts, placement)
         stops = [*boundaries[1:-1], self.cuts[-1].epilogue.start]
         if self.ends.first:
@@ -280,7 +288,8 @@ class Stage:
 def boundary_specs(module: PipelineModule, trace: ModelTrace, stops: Sequence[int]) -> list[PyTree]:
     """How what layers hand over is sharded over automatic axes: as the last layer before constrains its output.
 
-    What no layer constrains is whole, so that it is not sharded one way on one stage and another way on the next.
+    What no layer constrains is whole, so that it is not sharded one way on one stage and another way on the next; its
+    samples are divided over `fsdp`.
 
     Args:
         module: The model.
@@ -294,7 +303,7 @@ def boundary_specs(module: PipelineModule, trace: ModelTrace, stops: Sequence[in
     def specs(stop: int) -> PyTree:
         struct = trace.boundaries[stop]
         if not stop or not automatic_axes(trace.mesh):
-            return jax.tree.map(lambda _: P(), struct)
+            return jax.tree.map(lambda x: samples_spec(x, trace.mesh), struct)
         index = stop - 1
 
         def run(params: PyTree, inputs: PyTree, key: jax.Array, side: PyTree, collections: PyTree) -> PyTree:
@@ -302,7 +311,9 @@ def boundary_specs(module: PipelineModule, trace: ModelTrace, stops: Sequence[in
 
         params, key = cast_floats(trace.params[index], module.compute_dtype), jax.eval_shape(lambda: jax.random.key(0))
         args = params, trace.boundaries[index], key, dict(trace.side), trace.collections[index]
-        return jax.tree.unflatten(jax.tree.structure(struct), output_specs(jax.make_jaxpr(run)(*args)))
+        leaves, treedef = jax.tree.flatten(struct)
+        pairs = zip(leaves, output_specs(jax.make_jaxpr(run)(*args)), strict=True)
+        return jax.tree.unflatten(treedef, [samples_spec(x, trace.mesh) if spec == P() else spec for x, spec in pairs])
 
     known = {stop: specs(stop) for stop in set(stops)}
     return [known[stop] for stop in stops]

@@ -116,9 +116,10 @@ class Trunk:
 
     def _take(self, at: VirtualStage, params: PyTree) -> PyTree:
         if not self._join:
-            return params[at.chunk]
+            return self._program.gather(params[at.chunk])
         # A copy of the chunk's parameters in every tick; a switch on the chunk would instead cost the overlap on GPU.
-        return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, at.chunk, keepdims=False), params)
+        own = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, at.chunk, keepdims=False), params)
+        return self._program.gather(own)
 
     def _collections_of(self, at: VirtualStage, collections: PyTree) -> list[PyTree]:
         each = [chunk.collections(collections) for chunk in self._chunks]

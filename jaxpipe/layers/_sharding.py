@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, PartitionSpec
 
 from jaxpipe._typing import Path, PyTree
 from jaxpipe.errors import LayerError
-from jaxpipe.topology import MANUAL_AXES, automatic_axes
+from jaxpipe.topology import FSDP, MANUAL_AXES, automatic_axes
 
 Rules = tuple[tuple[str, str | tuple[str, ...] | None], ...]
 
@@ -159,6 +159,40 @@ def partition_specs(label: str, tree: PyTree, mesh: AbstractMesh, rules: Rules) 
         if any(names is not None for names in spec):
             found[path] = spec
             _check_divides(label, path, unbox(leaf), spec, mesh)
+    return found
+
+
+def with_fsdp(
+    params: Mapping[Path, Any], specs: Mapping[Path, PartitionSpec], taken: Mapping[Path, int], mesh: AbstractMesh
+) -> Mapping[Path, PartitionSpec]:
+    """Shardings with weights divided over the axis `fsdp`, along the largest dim that it divides.
+
+    Weights whose metadata names the axis stay as they are, and so do those of fewer than two dims, which are small, and
+    those of which it divides no dim.
+
+    Args:
+        params: Shapes of a layer's parameters.
+        specs: How they are sharded by their metadata.
+        taken: Dims that are split over the stages.
+        mesh: The mesh.
+    """
+    length, found = mesh.shape.get(FSDP, 0), dict(specs)
+    for path, leaf in params.items() if length else ():
+        spec = specs.get(path, PartitionSpec(*[None] * len(leaf.shape)))
+        if len(leaf.shape) < 2 or any(FSDP in _tuple(entry) for entry in spec):
+            continue
+
+        def size(dim: int, leaf: Any = leaf, spec: PartitionSpec = spec, path: Path = path) -> int:
+            """Length of a place's share of a dim; 0 where it cannot be divided further."""
+            share = leaf.shape[dim] // math.prod(mesh.shape[axis] for axis in _tuple(spec[dim]))
+            return share if share % length == 0 and taken.get(path) != dim else 0
+
+        dim = max(range(len(leaf.shape)), key=size)
+        if size(dim):
+            # Behind the other axes of the dim, so that each place divides what it holds already.
+            axes = (*_tuple(spec[dim]), FSDP)
+            entry = axes if len(axes) > 1 else FSDP
+            found[path] = PartitionSpec(*(entry if d == dim else names for d, names in enumerate(spec)))
     return found
 
 

@@ -32,6 +32,7 @@ from ._sharding import (
     stage_dims,
     unbox,
     watched_rules,
+    with_fsdp,
 )
 from ._structs import as_arrays, format_struct, struct_key, struct_of
 from ._tree import ParamPaths, flatten_dict, merge_layers, unflatten_dict
@@ -294,7 +295,10 @@ class _Call:
 
         made = self._naming_faults(made_on_mesh)
         params, collections = (_without_sharding(unbox(tree)) for tree in made)
-        return params, collections, (*specs(made), stage_dims(self.named.name, made[0]))
+        of_params, of_collections = specs(made)
+        dims = stage_dims(self.named.name, made[0])
+        of_params = with_fsdp(flatten_dict(params), of_params, dims, self.mesh)
+        return params, collections, (of_params, of_collections, dims)
 
     def results(self, params: PyTree, collections: PyTree) -> tuple[PyTree, PyTree]:
         """Shapes of what the layer hands over and of what it reports, in training."""

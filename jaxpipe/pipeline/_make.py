@@ -18,7 +18,7 @@ from jaxpipe.optim import LossScaler
 from jaxpipe.partition import profile_source
 from jaxpipe.recompute import settings_for
 from jaxpipe.schedules import resolve_schedule
-from jaxpipe.topology import adopt_mesh, make_pipeline_mesh, mesh_shape, topology_for
+from jaxpipe.topology import adopt_mesh, make_pipeline_mesh, num_batch_shards, topology_for
 
 from ._optimizer import ChosenOptimizer, choose_optimizer
 from ._pipeline import Pipeline
@@ -80,7 +80,7 @@ def make_pipeline(
             "a pipeline must have an optimizer, but got optimizer=None and a configuration without the section "
             "optimizer. Pass for instance optax.adamw(3e-4), or optax.identity() to evaluate only."
         )
-    entry_struct(example_batch, sizes.train_micro_batch_size_per_gpu, mesh_shape(mesh)["data"])
+    entry_struct(example_batch, sizes.train_micro_batch_size_per_gpu, num_batch_shards(mesh))
     num_microbatches, recompute = sizes.gradient_accumulation_steps, settings_for(config, mesh)
     pipeline = Pipeline(model, chosen.transformation, mesh, example_batch, num_microbatches, config, recompute)
     pipeline.check_recompute()
@@ -143,7 +143,7 @@ def prepare(
         LossScaler.from_config(config)
     with errors.catch(compares=True):
         mesh = mesh_for(model) if mesh is None else adopt_mesh(mesh)
-        sizes = config.batch_sizes(mesh_shape(mesh)["data"])
+        sizes = config.batch_sizes(num_batch_shards(mesh))
     errors.raise_all()
     return Prepared(model, chosen, cast("Mesh", mesh), sizes)
 

@@ -54,7 +54,7 @@ from jaxpipe.state import (
     with_arrays,
     zero_sharding,
 )
-from jaxpipe.topology import adopt_mesh, mesh_shape
+from jaxpipe.topology import FSDP, adopt_mesh, mesh_shape, num_batch_shards, with_fsdp_axis
 
 from ._hyperparams import Hyperparams
 from ._validate import check_batch, check_mesh, check_params, check_sharded, entry_struct, infer_microbatch_size
@@ -187,21 +187,22 @@ class Pipeline:
         config: TrainConfig,
         parts: Sequence[int] | None,
     ) -> None:
-        self.module, self.mesh, self.num_microbatches = module, adopt_mesh(mesh), num_microbatches
-        shape = mesh_shape(self.mesh)
-        check_mesh(module, self.mesh)
-        self.num_replicas = shape["data"]
+        mesh, zero_stage = adopt_mesh(mesh), config.zero_optimization.stage
+        check_mesh(module, mesh)
+        self.module, self.num_microbatches = module, num_microbatches
+        self.mesh = with_fsdp_axis(mesh) if zero_stage >= 2 else mesh
+        shape, self.num_replicas = mesh_shape(self.mesh), num_batch_shards(self.mesh)
         self.microbatch_size = infer_microbatch_size(example, self.num_replicas)
         self._entry = entry_struct(example, self.microbatch_size, self.num_replicas)
-        microbatch = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct((self.microbatch_size, *x.shape[1:]), x.dtype), self._entry
-        )
+        # Replicas that are places of an automatic axis compute on one microbatch together.
+        size = self.microbatch_size * self.num_replicas // shape["data"]
+        microbatch = jax.tree.map(lambda x: jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype), self._entry)
         inputs, labels, side = microbatch
         self.trace = module.trace(inputs, side, self.mesh.abstract_mesh)
         check_collections(module.layers, self.trace)
         self.plan = plan = make_plan(module, self.trace, self.mesh, labels, num_microbatches, config, optimizer, parts)
         self.config, self.loss_scaler = plan.config, LossScaler.from_config(config)
-        outputs, num_terms = self.trace.boundaries[-1], num_microbatches * self.num_replicas
+        outputs, num_terms = self.trace.boundaries[-1], num_microbatches * shape["data"]
         objective = self.trace.on_mesh(lambda: Objective(module, outputs, labels, num_terms))
         wanted = unless_auto(config.pipeline.spread_inputs)
         shard_dims = batch_shard_dims(microbatch, num_microbatches, module.num_stages, wanted)
@@ -211,7 +212,7 @@ class Pipeline:
         vocab_loss = self._stages.vocab_loss
         if vocab_loss is not None:
             self.trace.on_mesh(lambda: vocab_loss.check_loss(labels))
-        num_shards = self.num_replicas if config.zero_optimization.stage else 1
+        num_shards = shape["data"] if zero_stage else 1
         check_sharded(optimizer, self.trace, self._params)
         self._sharding = zero_sharding(self._params, optimizer, num_shards, shape)
         self._updater = Updater(self._params, self._sharding.master, optimizer)
@@ -323,10 +324,16 @@ class Pipeline:
         """Shapes, dtypes and shardings of a batch."""
 
         def sharded(x: Any, spec: P) -> Any:
-            sharding = NamedSharding(self.mesh, spec)
+            sharding = self._batch_sharding(spec)
             return jax.ShapeDtypeStruct((self.num_microbatches, *x.shape), x.dtype, sharding=sharding)
 
         return jax.tree.map(sharded, self._entry, self._batch_specs)
+
+    def _batch_sharding(self, spec: P) -> NamedSharding:
+        """Sharding of a leaf of a batch from that over manual axes: samples are divided over `fsdp` too."""
+        if FSDP in self.mesh.axis_names and spec == P(None, "data"):
+            spec = P(None, ("data", FSDP))
+        return NamedSharding(self.mesh, spec)
 
     def init(self, key: jax.Array | None = None) -> TrainState:
         """Make an initial state, each stage's arrays on its own devices.
@@ -472,7 +479,7 @@ class Pipeline:
         programs, state, rows = self._programs, self.state_struct, self._sharding.row_spec
         specs, over_data = self._specs, P(None, "data")
         of_state, of_batch = jax.tree.map(lambda x: x.sharding, (state, self.batch_struct))
-        everywhere, of_outputs = NamedSharding(self.mesh, P()), NamedSharding(self.mesh, over_data)
+        everywhere, of_outputs = NamedSharding(self.mesh, P()), self._batch_sharding(over_data)
         if all(spec == over_data for spec in jax.tree.leaves(self._batch_specs, is_leaf=_is_spec)):
             # One for all leaves: a batch of another structure then meets `check_batch`, not an error of jit's.
             of_batch = of_outputs

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Literal
 
 import optax
 from jax.sharding import Mesh
@@ -12,7 +13,7 @@ from jaxpipe.executor import Plan, waits_in_branches
 from jaxpipe.layers import ModelTrace, PipelineModule
 from jaxpipe.partition import StageMemory, profile_source
 from jaxpipe.schedules import forward_schedule, lower_schedule, resolve_schedule
-from jaxpipe.topology import mesh_shape
+from jaxpipe.topology import num_batch_shards
 
 from ._auto import choose_settings, limit_of
 from ._costs import bytes_per_param
@@ -58,7 +59,7 @@ def make_plan(
             optimizer,
             compute_dtype=module.compute_dtype,
             grad_dtype=config.data_types.grad_accum_dtype,
-            num_shards=mesh_shape(mesh)["data"] if config.zero_optimization.stage else 1,
+            num_shards=num_batch_shards(mesh) if config.zero_optimization.stage else 1,
         )
     if section.schedule == "auto":
         choice, section = choose_settings(module, trace, mesh, labels, num_microbatches, section, param_size)
@@ -73,6 +74,9 @@ def make_plan(
         is_cpu = mesh.devices.flat[0].platform == "cpu"
         skips = (is_cpu or program.has_split_backward) and not waits_in_branches(mesh)
         section = dataclasses.replace(section, skip_idle=skips)
+    if section.gather_weights == "auto":
+        gather: Literal["step", "tick"] = "step" if config.zero_optimization.stage == 2 else "tick"
+        section = dataclasses.replace(section, gather_weights=gather)
     profile = None
     if parts is None:
         # Every device has a ring as long as the fullest stage needs, so a part needs no less where fewer are in flight.

@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe._typing import PyTree
+from jaxpipe.topology import num_batch_shards
 
 from ._catalog import Catalog, Leaf, read_leaf, write_leaf
 from ._layout import is_key
@@ -193,7 +194,7 @@ def place_samples(leaf: Any, like: Any, replicas: range) -> jax.Array:
         The global array `[num_microbatches, microbatch_size * data, ...]`.
     """
     value = np.asarray(owned(leaf))
-    first = replicas.start * (like.shape[1] // like.sharding.mesh.shape["data"])
+    first = replicas.start * (like.shape[1] // num_batch_shards(like.sharding.mesh))
 
     def share(index: Any) -> np.ndarray:
         start, stop, _ = index[1].indices(like.shape[1])

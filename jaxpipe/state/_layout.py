@@ -123,6 +123,13 @@ class Layout:
         stages = [{name: change(self.struct_of(s, name)) for name in names} for s, names in enumerate(self._names)]
         return Layout(stages, specs=self._specs)
 
+    def without(self, axis: str) -> "Layout":
+        """The layout of the same leaves, whole along an automatic axis."""
+        specs = [{name: _without(spec, axis) for name, spec in of_stage.items()} for of_stage in self._specs]
+        return Layout(
+            [{name: self.struct_of(s, name) for name in names} for s, names in enumerate(self._names)], specs=specs
+        )
+
     def renamed_buffers(self, other: "Layout") -> Mapping[str, str] | None:
         """The buffers of a layout of the same leaves, by the buffers of this one that hold the same in the same order.
 
@@ -259,6 +266,15 @@ def constrained(leaf: jax.Array, spec: P) -> jax.Array:
     """
     has_automatic = AxisType.Auto in jax.sharding.get_abstract_mesh().axis_types
     return jax.lax.with_sharding_constraint(leaf, spec) if has_automatic else leaf
+
+
+def _without(spec: P, axis: str) -> P:
+    def one(entry: Any) -> Any:
+        left = tuple(name for name in (entry if isinstance(entry, tuple) else (entry,)) if name not in (axis, None))
+        return left if len(left) > 1 else left[0] if left else None
+
+    # An entry for each dim also where none is left: a leaf that had a sharding keeps its dims.
+    return P(*map(one, spec))
 
 
 def _whole(leaf: jax.Array) -> jax.Array:

@@ -13,6 +13,7 @@ from jaxpipe._typing import Path, PyTree
 from jaxpipe.errors import LayerError
 from jaxpipe.layers import ModelTrace, NamedLayer, cast_floats, flatten_dict, join_path, unflatten_dict
 from jaxpipe.schedules import Placement
+from jaxpipe.topology import FSDP
 
 from ._collectives import axes_length
 from ._cut import StageCut, VocabLayers, slice_struct
@@ -58,13 +59,15 @@ class ModelParams:
         vocab: The vocabulary-parallel layers; without them nothing is sliced over the stages.
         dtype: What the layers compute in, in mixed precision; None: parameters are as the layers make them.
         grad_dtype: What their gradients are summed in; None: float32, or their own dtype where that is wider.
+        gather: Hold what the layers compute with whole along `fsdp` from the beginning of a step to its end.
 
     Attributes:
         stages: Names and paths, stage by stage.
         struct: Shapes and dtypes of the master parameters by path in the model's tree; of one that is sliced over the
             stages those of a slice.
         master_layout: Layout of the master parameters, which live from step to step: in float32 in mixed precision.
-        layout: Layout of the parameters that the layers compute with.
+        layout: Layout of the parameters that the layers compute with, as they are held during a step.
+        gathered: The same, as they are while layers run: whole along `fsdp`.
         grad_layout: Layout of the sums of their gradients. All three have the same leaves in the same order.
         tied: Parameters that several stages hold alike, each with those stages; the first one owns it.
         stage_dims: The dims along which parameters are sliced over the stages, by path.
@@ -80,6 +83,7 @@ class ModelParams:
         *,
         dtype: Any = None,
         grad_dtype: Any = None,
+        gather: bool = False,
     ) -> None:
         paths = [paths.paths for paths in trace.paths]
         self.stages: tuple[StageLeaves, ...] = name_leaves(paths, cuts, placement, vocab.layers)
@@ -93,8 +97,10 @@ class ModelParams:
         structs = [{name: struct[path] for name, path in stage.paths.items()} for stage in self.stages]
         specs = trace.tree_specs()
         self.master_layout = Layout(structs, specs=[specs_of(stage, specs) for stage in self.stages])
-        self.layout = self.master_layout.cast(lambda leaf: cast_floats(leaf, dtype))
-        self.grad_layout = self.layout.cast(lambda leaf: grad_accum_struct(leaf, grad_dtype))
+        at_rest = self.master_layout.cast(lambda leaf: cast_floats(leaf, dtype))
+        self.gathered = at_rest.without(FSDP)
+        self.layout = self.gathered if gather else at_rest
+        self.grad_layout = at_rest.cast(lambda leaf: grad_accum_struct(leaf, grad_dtype))
         self.trunk_names = tuple(self.stages[0].trunk)
         """Parameters of the trunk of all chunks, chunk after chunk, in the same order in each."""
         self.vocab_names = tuple(self.stages[0].names_of(vocab.layers))

@@ -1,19 +1,23 @@
 """Places in the machine: topologies, grids, and the mesh they stand for."""
 
 from ._grid import PipelineParallelGrid as PipelineParallelGrid
+from ._mesh import FSDP as FSDP
 from ._mesh import MANUAL_AXES as MANUAL_AXES
 from ._mesh import adopt_mesh as adopt_mesh
 from ._mesh import automatic_axes as automatic_axes
 from ._mesh import make_pipeline_mesh as make_pipeline_mesh
 from ._mesh import mesh_shape as mesh_shape
 from ._mesh import mesh_topology as mesh_topology
+from ._mesh import num_batch_shards as num_batch_shards
 from ._mesh import rank_devices as rank_devices
+from ._mesh import with_fsdp_axis as with_fsdp_axis
 from ._process import PipeDataParallelTopology as PipeDataParallelTopology
 from ._process import PipeModelDataParallelTopology as PipeModelDataParallelTopology
 from ._process import ProcessTopology as ProcessTopology
 from ._resolve import topology_for as topology_for
 
 __all__ = [
+    "FSDP",
     "MANUAL_AXES",
     "PipeDataParallelTopology",
     "PipeModelDataParallelTopology",
@@ -24,6 +28,8 @@ __all__ = [
     "make_pipeline_mesh",
     "mesh_shape",
     "mesh_topology",
+    "num_batch_shards",
     "rank_devices",
     "topology_for",
+    "with_fsdp_axis",
 ]

@@ -17,6 +17,10 @@ MANUAL_AXES = ("stage", "data")
 """The mesh axes over which a pipeline places work itself; all others are automatic."""
 
 
+FSDP = "fsdp"
+"""The automatic axis over which samples are divided too, and weights at rest ("fully sharded data parallel")."""
+
+
 def automatic_axes(places: Mesh | AbstractMesh | ProcessTopology) -> tuple[str, ...]:
     """The axes over which XLA splits the inside of a stage, as the layers' annotations say.
 
@@ -112,6 +116,21 @@ def mesh_shape(mesh: Mesh) -> dict[str, int]:
             f"mesh.shape=({axes}). {repair}."
         )
     return {axis: mesh.shape[axis] for axis in (*MANUAL_AXES, *automatic_axes(mesh))}
+
+
+def num_batch_shards(mesh: Mesh) -> int:
+    """Number of shares of a batch: places along `data`, times those along `fsdp` where there is such an axis."""
+    lengths = mesh_shape(mesh)
+    return lengths["data"] * lengths.get(FSDP, 1)
+
+
+def with_fsdp_axis(mesh: Mesh) -> Mesh:
+    """The mesh with an axis `fsdp`: its own, or else the replicas, which then are places of that axis."""
+    if FSDP in mesh.axis_names:
+        return mesh
+    stages, replicas, *others = mesh.devices.shape
+    axes = (*MANUAL_AXES, FSDP, *automatic_axes(mesh))
+    return Mesh(mesh.devices.reshape(stages, 1, replicas, *others), axes, axis_types=(AxisType.Auto,) * len(axes))
 
 
 def adopt_mesh(mesh: Mesh) -> Mesh:
