@@ -72,7 +72,7 @@ class Packing:
     def unpack(self, member: int, packed: PyTree) -> PyTree:
         """Bring the common form back into a member's own."""
         if self.is_identity:
-            return packed
+            return self.constrain(packed)
         leaves = self._layout.unpack(member, Storage(packed))
         return jax.tree.unflatten(self._treedefs[member], list(leaves.values()))
 

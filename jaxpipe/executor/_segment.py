@@ -188,7 +188,10 @@ class Segment:
     def off_trunk(self, grads: Mapping[str, jax.Array | None]) -> Storage:
         """Gradients in the form in which those of a stage off the trunk are summed; zero where none is given."""
         params = self._blueprint.params
-        layout, given = params.grad_layout, {name: grad for name, grad in grads.items() if grad is not None}
+        # Whole along `fsdp` first, then divided: from another axis to it XLA would shift slices, here in a branch.
+        specs = params.gathered.specs
+        given = {name: constrained(grad, specs.get(name, P())) for name, grad in grads.items() if grad is not None}
+        layout = params.grad_layout
         # Fresh zeros instead of the running sums: what is carried through a branch is copied in full in every tick.
         common = {
             name: given[name].astype(like.dtype) if name in given else jnp.zeros(like.shape, like.dtype)

@@ -144,6 +144,7 @@ class Stage:
             at, weights.storage, collections, batch.inputs, arrived, batch.context
         )
         y, of_trunk, collections, values = self.trunk.forward(at, weights.trunk, collections, x, batch.context)
+        y = self.activations.constrain(y)
         return y, (of_prologue, of_trunk), collections, jnp.concatenate([first, values])
 
     def backward(
