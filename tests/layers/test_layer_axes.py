@@ -34,6 +34,11 @@ class _Block(nn.Module):
     def __call__(self, x: jax.Array, train: bool = False) -> jax.Array:
         columns = nn.with_partitioning(nn.initializers.lecun_normal(), (None, "model"))
         rows = nn.with_logical_partitioning(nn.initializers.lecun_normal(), ("mlp", "embed"))
+        heads = nn.with_logical_partitioning(nn.initializers.lecun_normal(), ("embed", "mlp", None))
+        x = (
+            x
+            + nn.MultiHeadDotProductAttention(2, kernel_init=heads, out_kernel_init=rows, name="attention")(x[None])[0]
+        )
         h = nn.with_logical_constraint(nn.Dense(self.hidden, kernel_init=columns, name="up")(x), ("batch", "mlp"))
         h = nn.Dropout(0.5, deterministic=not train)(jax.lax.with_sharding_constraint(jnp.tanh(h), P(None, "model")))
         return x + nn.Dense(x.shape[-1], kernel_init=rows, name="down")(h)
@@ -42,6 +47,7 @@ class _Block(nn.Module):
 class _PlainBlock(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array, train: bool = False) -> jax.Array:
+        x = x + nn.MultiHeadDotProductAttention(2, name="attention")(x[None])[0]
         h = nn.Dropout(0.5, deterministic=not train)(jnp.tanh(nn.Dense(8, name="up")(x)))
         return x + nn.Dense(x.shape[-1], name="down")(h)
 
@@ -113,12 +119,12 @@ def test_what_is_traced_runs_on_the_devices_of_the_mesh() -> None:
     model = _module(_Block(), _own_shard_map)
     params = model.init(KEY, X)
     trace = model.trace(X[:1], mesh=mesh.abstract_mesh)
-    views = [params["layers"]["0__Block"], {}]
+    views = (params["layers"]["0__Block"], {})
 
     def run(views: Any, x: jax.Array) -> jax.Array:
         return model.run_layers([0, 1], views, train=False)(x, None, {}, [{}, {}])[0]
 
-    closed = trace.on_mesh(lambda: jax.make_jaxpr(run)(views, X[:1]))
+    closed = trace.on_mesh(lambda: jax.make_jaxpr(run)(trace.params, X[:1]))
 
     def step(x: jax.Array, views: Any) -> jax.Array:
         return jaxpr_as_fun(closed)(*jax.tree.leaves((views, x)))[0]
@@ -174,6 +180,15 @@ def test_on_one_device_weights_may_lie_on_several() -> None:
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
     there = jax.device_put(params, jax.sharding.NamedSharding(mesh, P()))
     np.testing.assert_allclose(model.apply(there, X), model.apply(params, X), rtol=1e-6)
+
+
+def test_on_one_device_parameters_and_gradients_add_up() -> None:
+    model = _module(_Block())
+    params = model.init(KEY, X)
+    grads = jax.grad(lambda p: model.loss(model.apply(p, X), X))(params)
+    moved = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+    assert model.loss(model.apply(moved, X), X) < model.loss(model.apply(params, X), X)
+    assert not jax.tree.leaves(params)[0].committed
 
 
 def test_a_loss_may_have_constraints() -> None:
