@@ -130,7 +130,8 @@ def _without_mesh_in_dense_general(call: Callable[..., Any], args: Any, kwargs: 
     In each call it traces its initialiser too, in which it applies the kernel's metadata as a constraint, to a kernel
     that is flat yet: with a mesh, names for more dims than two, or of no automatic axis, fail (Flax 0.12).
     """
-    if not isinstance(context.module, nn.DenseGeneral) or context.method_name != "__call__":
+    is_meant = isinstance(context.module, nn.DenseGeneral) and context.method_name == "__call__"
+    if not is_meant or jax.sharding.get_abstract_mesh().explicit_axes:  # of a user's mesh, on which arrays have types
         return call(*args, **kwargs)
     with jax.sharding.use_abstract_mesh(NO_MESH):
         return call(*args, **kwargs)
