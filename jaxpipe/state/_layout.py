@@ -137,10 +137,6 @@ class Layout:
                     return None
         return found if len(set(found.values())) == len(found) else None
 
-    def packed_names(self, stage: int) -> list[str]:
-        """The leaves of a stage that lie in its buffers."""
-        return list(self._slots[stage])
-
     def names(self, stage: int) -> tuple[str, ...]:
         """The leaves of a stage."""
         return self._names[stage]
