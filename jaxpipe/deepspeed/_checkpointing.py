@@ -68,14 +68,18 @@ def set_num_layers(nlayers: int) -> None:
     Raises:
         ConfigError: It is no positive integer.
     """
-    if not isinstance(nlayers, int) or isinstance(nlayers, bool) or nlayers < 1:
-        raise ConfigError(
-            f"num_checkpoints must be an integer >= 1, but got num_checkpoints={nlayers!r}. Give the number of "
-            "recomputed groups, or leave it out."
-        )
+    _check_num_layers(nlayers)
     warnings.warn(
         "No effect: num_checkpoints (activation_checkpointing.number_checkpoints): there is no buffer whose size it "
         "would give.",
         ConfigWarning,
         stacklevel=2,
     )
+
+
+def _check_num_layers(nlayers: object) -> None:
+    if not isinstance(nlayers, int) or isinstance(nlayers, bool) or nlayers < 1:
+        raise ConfigError(
+            f"num_checkpoints must be an integer >= 1, but got num_checkpoints={nlayers!r}. Give the number of "
+            "recomputed groups, or leave it out."
+        )

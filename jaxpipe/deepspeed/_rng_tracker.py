@@ -1,9 +1,9 @@
 """Named random streams over JAX keys, after DeepSpeed's tracker of CUDA's random states."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -57,7 +57,7 @@ class CudaRNGStatesTracker:
         """The streams by name; a copy."""
         return dict(self._states)
 
-    def set_states(self, states: Mapping[str, RNGState]) -> None:
+    def set_states(self, states: Mapping[str, RNGState | list[Any]]) -> None:
         """Replace all streams.
 
         Args:
@@ -67,12 +67,7 @@ class CudaRNGStatesTracker:
         Raises:
             ConfigError: It is no mapping from names to such states.
         """
-        if not isinstance(states, Mapping):
-            raise ConfigError(
-                f"states must be a mapping from stream names to states, but got states={states!r}. "
-                "Pass what get_states() returned."
-            )
-        self._states = {name: _checked_state(name, state) for name, state in states.items()}
+        self._states = _checked_states(states)
 
     def add(self, name: str, seed: int, *, over_model: bool | None = None) -> None:
         """Start a stream.
@@ -103,7 +98,7 @@ class CudaRNGStatesTracker:
     @contextmanager
     def fork(
         self, name: str = MODEL_PARALLEL_RNG, *, key: jax.Array | None = None, model_rank: int | None = None
-    ) -> Iterator[jax.Array]:
+    ) -> Generator[jax.Array]:
         """Take a key from a stream.
 
         With s = the stream's seed, plus the model rank if it is `over_model`:
@@ -229,8 +224,17 @@ def _check_seed(seed: Any, limit: int = _MAX_SEED) -> None:
         )
 
 
-def _checked_state(name: str, state: Any) -> RNGState:
-    fields = list(state) if isinstance(state, (tuple, list)) else []
+def _checked_states(states: object) -> dict[str, RNGState]:
+    if not isinstance(states, Mapping):
+        raise ConfigError(
+            f"states must be a mapping from stream names to states, but got states={states!r}. "
+            "Pass what get_states() returned."
+        )
+    return {name: _checked_state(name, state) for name, state in cast("Mapping[str, object]", states).items()}
+
+
+def _checked_state(name: str, state: object) -> RNGState:
+    fields = list(cast("Sequence[Any]", state)) if isinstance(state, tuple | list) else []
     kinds = (int, int, bool)
     if len(fields) != len(kinds) or any(type(value) is not kind for value, kind in zip(fields, kinds, strict=True)):
         raise ConfigError(

@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from jaxpipe._typing import PyTree
 from jaxpipe.errors import LayerError
-from jaxpipe.topology import MANUAL_AXES, automatic_axes
+from jaxpipe.topology import MANUAL_AXES
 
 DATA = "data"
 NO_MESH = AbstractMesh((), ())
@@ -104,16 +104,12 @@ def call_on_one(axes: Sequence[str], function: Callable[..., PyTree], *args: PyT
 
 
 def mesh_for_init(names: Sequence[str]) -> AbstractMesh:
-    """The mesh to trace the making of variables on, for code that `on_mesh` runs.
-
-    Flax applies the partition metadata of a new variable as a constraint at once, so all axes are automatic there. A
-    mesh without automatic axes becomes none at all, where metadata means nothing.
+    """The mesh around this code with all axes automatic, as the metadata of new variables may name manual ones.
 
     Args:
         names: Further names that metadata may have.
     """
-    around = jax.sharding.get_abstract_mesh()
-    return _auto_mesh(dict.fromkeys(names, 1) | dict(around.shape)) if automatic_axes(around) else NO_MESH
+    return _auto_mesh(dict.fromkeys(names, 1) | dict(jax.sharding.get_abstract_mesh().shape))
 
 
 def axis_fault(subject: str, error: BaseException, automatic: Sequence[str]) -> LayerError:

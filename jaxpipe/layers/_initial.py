@@ -43,14 +43,18 @@ def init_layer(
     structs = (inputs, side, unflatten_dict(given))
 
     def make(inputs: PyTree, side: PyTree, given: PyTree) -> tuple[PyTree, PyTree]:
-        with rules_in_force(trace.rules):
+        with rules_in_force(()):
             _, params, collections = named.layer.init(key, inputs, side=side, given=given)
         return as_arrays(unbox(params)), as_arrays(unbox(collections))
 
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), structs)
     axes = automatic_axes(trace.mesh)
-    # Flax applies the metadata of a new variable as a constraint at once, with names that only rules may know.
-    return call_on_one((*axes, *(name for name, _ in trace.rules)) if axes else (), make, *zeros)
+    try:
+        return call_on_one((), make, *zeros)  # see `_Call.variables`
+    except Exception:
+        if not axes:
+            raise
+    return call_on_one((*axes, *(name for name, _ in trace.rules)), make, *zeros)
 
 
 def init_params(

@@ -1,6 +1,7 @@
 """Flax Linen modules as layers."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -11,6 +12,7 @@ from flax.core import DenyList
 from jaxpipe._typing import PyTree
 from jaxpipe.errors import LayerError
 
+from ._axes import NO_MESH
 from ._protocol import (
     TRAIN_FLAGS,
     Applied,
@@ -82,10 +84,11 @@ class LinenLayer(Layer):
         module = self._told(train=False)
         if given:
             call = nn.apply(self._call, module, mutable=DenyList(["intermediates"]))
-            outputs, variables = call({"params": given}, inputs, *args, rngs=layer_rngs(key), **kwargs)
+            call = functools.partial(call, {"params": given}, inputs, *args, rngs=layer_rngs(key), **kwargs)
         else:
-            call = nn.init_with_output(self._call, module)
-            outputs, variables = call(layer_rngs(key), inputs, *args, **kwargs)
+            call = functools.partial(nn.init_with_output(self._call, module), layer_rngs(key), inputs, *args, **kwargs)
+        with nn.intercept_methods(_without_mesh_in_dense_general):
+            outputs, variables = call()
         variables = dict(variables)
         for name in ("intermediates", *_REPORTED):
             variables.pop(name, None)
@@ -109,7 +112,8 @@ class LinenLayer(Layer):
         args, kwargs = self.arguments.select(rngs=rngs, train=train, side=side)
         mutable = [*collections, *_REPORTED] if train else []
         run = nn.apply(self._call, self._told(train=train), mutable=mutable)
-        outputs, updated = run({"params": params, **collections}, inputs, *args, rngs=rngs, **kwargs)
+        with nn.intercept_methods(_without_mesh_in_dense_general):
+            outputs, updated = run({"params": params, **collections}, inputs, *args, rngs=rngs, **kwargs)
         changed = dict(unbox(updated))
         reported = {name: named_scalars(self.class_name, changed.pop(name)) for name in _REPORTED if name in changed}
         return outputs, {**collections, **changed}, reported
@@ -118,3 +122,16 @@ class LinenLayer(Layer):
         """The module, its fields told whether this is training."""
         values = flag_values(self._fields, train=train)
         return self._module.clone(**values) if values else self._module
+
+
+def _without_mesh_in_dense_general(call: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
+    """Call a method; `nn.DenseGeneral`, which attention is made of, without a mesh around it.
+
+    In each call it traces its initialiser too, in which it applies the kernel's metadata as a constraint, to a kernel
+    that is flat yet: with a mesh, names for more dims than two, or of no automatic axis, fail (Flax 0.12).
+    """
+    is_meant = isinstance(context.module, nn.DenseGeneral) and context.method_name == "__call__"
+    if not is_meant or jax.sharding.get_abstract_mesh().explicit_axes:  # of a user's mesh, on which arrays have types
+        return call(*args, **kwargs)
+    with jax.sharding.use_abstract_mesh(NO_MESH):
+        return call(*args, **kwargs)

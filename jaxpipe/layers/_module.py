@@ -49,8 +49,8 @@ class PipelineModule(SequentialModel, DeepSpeedNames):
         num_stages: Number of pipeline stages. May be left out where `topology` is given.
         topology: A `ProcessTopology` with at least the axes `pipe` and `data`. Over all others, such as `model`, XLA
             splits the inside of a stage: weights as their Flax partition metadata says, activations by
-            `jax.lax.with_sharding_constraint` or `flax.linen.with_logical_constraint` in the layers. Shapes are whole
-            for layers, and so are collectives over such an axis only inside a `jax.shard_map` of a layer's own. On one
+            `jax.lax.with_sharding_constraint` or `flax.linen.with_logical_constraint` in the layers. Layers see whole
+            arrays; for a collective over such an axis a layer opens `jax.shard_map(..., axis_names={"model"})`. On one
             device the axes are there as well, one wide. Without any, metadata and logical constraints mean nothing.
             See `examples/tensor_parallel.py`.
         loss_fn: `loss_fn(outputs, labels)`, a scalar mean over the samples it gets, or `(sum, weight)`: the loss is

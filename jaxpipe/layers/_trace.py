@@ -264,7 +264,8 @@ class _Call:
         """Shapes of parameters and collections, how each is sharded, and the dims of those split over stages."""
 
         def make(x: PyTree, s: PyTree, given: PyTree) -> tuple[PyTree, PyTree]:
-            _, params, collections = self.named.layer.init(jax.random.key(0), x, side=s, given=given)
+            with rules_in_force(()):
+                _, params, collections = self.named.layer.init(jax.random.key(0), x, side=s, given=given)
             _check_leaves(self.named, params)
             return as_arrays(params), as_arrays(collections)
 
@@ -277,25 +278,23 @@ class _Call:
                     raise
                 return jax.eval_shape(make, *inputs, given)
 
-        def specs(made: tuple[PyTree, PyTree]) -> list[Mapping[Path, PartitionSpec]]:
-            return [partition_specs(self.named.name, tree, self.mesh, self.rules) for tree in made]
-
-        def made_on_mesh() -> tuple[PyTree, PyTree]:
+        def without_mesh_or_with() -> tuple[PyTree, PyTree]:
+            # With a mesh Flax applies the metadata of each new variable as a constraint, which a manual axis, a name
+            # that only rules know, or a variable that is made in another shape (nn.DenseGeneral) would make fail.
+            # Without one, constraints by names of axes in the layer's call fail, so then it is made with one.
             try:
-                mesh = mesh_for_init([name for name, _ in self.rules])
-                with jax.sharding.use_abstract_mesh(mesh), rules_in_force(self.rules):
+                with jax.sharding.use_abstract_mesh(NO_MESH):
                     return made_alone_or_given()
             except Exception:
-                # Flax fails at a name that the mesh lacks without saying whose it is, so the metadata is looked at.
-                found: tuple[PyTree, PyTree] = {}, {}
-                with contextlib.suppress(Exception), jax.sharding.use_abstract_mesh(NO_MESH):
-                    found = made_alone_or_given()
-                specs(found)
-                raise
+                if not automatic_axes(self.mesh):
+                    raise
+            with jax.sharding.use_abstract_mesh(mesh_for_init([name for name, _ in self.rules])):
+                return made_alone_or_given()
 
-        made = self._naming_faults(made_on_mesh)
+        made = self._naming_faults(without_mesh_or_with)
+        specs = [partition_specs(self.named.name, tree, self.mesh, self.rules) for tree in made]
         params, collections = (_without_sharding(unbox(tree)) for tree in made)
-        of_params, of_collections = specs(made)
+        of_params, of_collections = specs
         dims = stage_dims(self.named.name, made[0])
         of_params = with_fsdp(flatten_dict(params), of_params, dims, self.mesh)
         return params, collections, (of_params, of_collections, dims)

@@ -86,7 +86,7 @@ def check_separable(
         i, j = find_param(path, struct) or (0, 0)
         owners[kind, path] = path[i:j] if j else None
     for part in dict.fromkeys(frozenset(part) for part in parts):
-        if part == struct.keys():
+        if part == frozenset(struct):
             continue
         tree = unflatten_dict({path: struct[path] for path in struct if path in part})
         trace = trace_optimizer(optimizer, tree, is_part=True)

@@ -1,7 +1,7 @@
 """An optimiser on a tree of parameters: its state, one update, and the trace of both."""
 
 import contextlib
-from collections.abc import Callable, Collection, Hashable, Iterator
+from collections.abc import Callable, Collection, Generator, Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -129,7 +129,7 @@ def find_param(state_path: Path, known: Collection[Path]) -> tuple[int, int] | N
 
 
 @contextlib.contextmanager
-def _refusing_parts() -> Iterator[None]:
+def _refusing_parts() -> Generator[None]:
     """Say of an optimiser that fails inside that it fails on a part of a model."""
     try:
         yield
@@ -144,7 +144,7 @@ def _refusing_parts() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _refusing_other_arguments() -> Iterator[None]:
+def _refusing_other_arguments() -> Generator[None]:
     """Say of an optimiser whose update fails inside that it asks for arguments which a step does not have."""
     try:
         yield

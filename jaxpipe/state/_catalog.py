@@ -135,7 +135,8 @@ def make_catalog(
 
     def add(key: str, struct: Any, stage: int, spans: Sequence[Span], path: Path | None, blocks: Grid = ()) -> None:
         stage_dim = None if path is None else params.stage_dims.get(path)
-        draft = drafts.setdefault(key, _Draft(as_words(struct), stage_dim, blocks or (1,) * len(struct.shape), []))
+        words = as_words(struct)
+        draft = drafts.setdefault(key, _Draft(words, stage_dim, blocks or (1,) * len(words.shape), []))
         draft.add(stage, spans)
 
     for stage, leaves in enumerate(params.stages):

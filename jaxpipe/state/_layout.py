@@ -114,21 +114,16 @@ class Layout:
                 self._buffer_specs[slots[name].buffer] = spec
         return slots
 
-    def cast(self, change: Callable[[Any], Any]) -> "Layout":
+    def cast(self, change: Callable[[Any], Any], *, whole_along: str | None = None) -> "Layout":
         """The layout of the same leaves in other dtypes.
 
         Args:
             change: Gives the new shape and dtype of a leaf from the present one; dtypes alone may differ.
+            whole_along: An automatic axis over which nothing is to be sharded; None: leaves are sharded as they are.
         """
         stages = [{name: change(self.struct_of(s, name)) for name in names} for s, names in enumerate(self._names)]
-        return Layout(stages, specs=self._specs)
-
-    def without(self, axis: str) -> "Layout":
-        """The layout of the same leaves, whole along an automatic axis."""
-        specs = [{name: _without(spec, axis) for name, spec in of_stage.items()} for of_stage in self._specs]
-        return Layout(
-            [{name: self.struct_of(s, name) for name in names} for s, names in enumerate(self._names)], specs=specs
-        )
+        specs = [{name: _without(spec, whole_along) for name, spec in of_stage.items()} for of_stage in self._specs]
+        return Layout(stages, specs=specs)
 
     def renamed_buffers(self, other: "Layout") -> Mapping[str, str] | None:
         """The buffers of a layout of the same leaves, by the buffers of this one that hold the same in the same order.
@@ -143,10 +138,6 @@ class Layout:
                 if (same, slot.offset) != (theirs[name].buffer, theirs[name].offset):
                     return None
         return found if len(set(found.values())) == len(found) else None
-
-    def packed_names(self, stage: int) -> list[str]:
-        """The leaves of a stage that lie in its buffers."""
-        return list(self._slots[stage])
 
     def names(self, stage: int) -> tuple[str, ...]:
         """The leaves of a stage."""
@@ -268,7 +259,7 @@ def constrained(leaf: jax.Array, spec: P) -> jax.Array:
     return jax.lax.with_sharding_constraint(leaf, spec) if has_automatic else leaf
 
 
-def _without(spec: P, axis: str) -> P:
+def _without(spec: P, axis: str | None) -> P:
     def one(entry: Any) -> Any:
         left = tuple(name for name in (entry if isinstance(entry, tuple) else (entry,)) if name not in (axis, None))
         return left if len(left) > 1 else left[0] if left else None

@@ -98,7 +98,7 @@ class ModelParams:
         specs = trace.tree_specs()
         self.master_layout = Layout(structs, specs=[specs_of(stage, specs) for stage in self.stages])
         at_rest = self.master_layout.cast(lambda leaf: cast_floats(leaf, dtype))
-        self.gathered = at_rest.without(FSDP)
+        self.gathered = at_rest.cast(lambda leaf: leaf, whole_along=FSDP)
         self.layout = self.gathered if gather else at_rest
         self.grad_layout = at_rest.cast(lambda leaf: grad_accum_struct(leaf, grad_dtype))
         self.trunk_names = tuple(self.stages[0].trunk)

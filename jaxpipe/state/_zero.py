@@ -190,7 +190,7 @@ class ByElements(_Sharded):
 
     def _cut(self, stage: jax.Array, storage: Storage) -> Storage:
         def cut(s: int, packed: Buffers) -> Buffers:
-            leaves = {name: self.gathered.get(s, name, Storage(packed)) for name in self.gathered.packed_names(s)}
+            leaves = {name: self.gathered.get(s, name, Storage(packed)) for name in _packed_names(self.gathered, s)}
             pieces = {name: self._to_pieces(name, leaf) for name, leaf in leaves.items()}
             return jax.vmap(lambda piece: self.shards.pack_buffers(s, piece), axis_size=self.num_shards)(pieces)
 
@@ -200,7 +200,7 @@ class ByElements(_Sharded):
     def _merge(self, stage: jax.Array, shards: Storage) -> Storage:
         def merge(s: int, packed: Buffers) -> Buffers:
             leaves = {}
-            for name in self.gathered.packed_names(s):
+            for name in _packed_names(self.gathered, s):
                 pieces = jax.vmap(lambda one, name=name: self.shards.get(s, name, Storage(one)))(packed)
                 leaves[name] = self._to_leaf(s, name, pieces)
             return self.gathered.pack_buffers(s, leaves)
@@ -342,6 +342,10 @@ def _is_elementwise(
     return is_elementwise(optimizer, whole, pieces)
 
 
+def _packed_names(layout: Layout, stage: int) -> list[str]:
+    return [name for name in layout.names(stage) if name not in layout.stacked]
+
+
 def _cast(source: Layout, target: Layout, form: jax.Array, storage: Storage) -> Storage:
     """The same leaves in the dtypes of another layout."""
     stacked = {name: storage.stacked[name].astype(like.dtype) for name, like in target.stacked.items()}
@@ -353,7 +357,7 @@ def _cast(source: Layout, target: Layout, form: jax.Array, storage: Storage) -> 
         )
 
     def cast(f: int, packed: Buffers) -> Buffers:
-        return target.pack_buffers(f, {name: source.get(f, name, Storage(packed)) for name in target.packed_names(f)})
+        return target.pack_buffers(f, {name: source.get(f, name, Storage(packed)) for name in _packed_names(target, f)})
 
     return Storage(switch_stages(form, range(target.num_stages), cast, storage.packed), stacked)
 

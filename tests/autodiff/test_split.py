@@ -17,7 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxpipe.autodiff._min_cut import min_cut
 from jaxpipe.autodiff._residuals import Residuals, differentiable
 from jaxpipe.autodiff._split import SplitBackward
-from jaxpipe.layers import with_axes
+from jaxpipe.layers import on_mesh
 
 SIZE, BATCH, TIME = 64, 2, 16
 WORK = 1.02
@@ -402,9 +402,9 @@ def test_the_trunk_of_a_pipeline(scan_trunk: bool, interval: int) -> None:
     assert not weights & {leaf.shape for leaf in split.pending}
 
 
-def test_collectives_of_the_model_axis_are_cut_too() -> None:
+def test_collectives_over_the_replicas_are_cut_too() -> None:
     def function(params: Any, x: jax.Array, context: Any) -> Any:
-        return (jnp.sin(jax.lax.psum(jnp.tanh(x @ params["a"]) @ params["b"], "model")),), ()
+        return (jnp.sin(jax.lax.psum(jnp.tanh(x @ params["a"]) @ params["b"], "data")),), ()
 
     params, x = given(calls)[0], activations()
 
@@ -412,7 +412,8 @@ def test_collectives_of_the_model_axis_are_cut_too() -> None:
         residuals = Residuals(function, *struct((params, x, ())))
         return residuals, SplitBackward(residuals, struct(params))
 
-    residuals, split = with_axes({"model": 2}, make)
+    mesh = jax.make_mesh((1, 2), ("stage", "data"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    residuals, split = on_mesh(mesh.abstract_mesh, make)
     assert len(split.deferred) == 2
 
     def both(params: Any, kept: Any) -> Any:
@@ -425,8 +426,7 @@ def test_collectives_of_the_model_axis_are_cut_too() -> None:
             kept = residuals.forward(params, x, ())[2]
             return jax.tree.map(lambda leaf: leaf[None], function(params, kept))
 
-        mesh = jax.make_mesh((2,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
-        spec = jax.sharding.PartitionSpec("model")
+        spec = jax.sharding.PartitionSpec("data")
         return jax.jit(jax.shard_map(on_device, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))(
             jnp.concatenate([x, x * 2.0])
         )

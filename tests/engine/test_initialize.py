@@ -216,7 +216,7 @@ def test_dist_init_required_of_one_process(required: bool) -> None:
                 "example_batch": entry(),
             },
             BadTopology,
-            r"num_stages=2 long, but got stage=4",
+            r"pipe=2, data=1\), but got stage=4",
         ),
         ({"example_batch": entry(samples=3)}, DataError, r"2 \* 1 = 2 samples.*int32\[3, 3\]"),
         ({"example_batch": entry()[:1]}, DataError, r"must be a tuple \(inputs, labels\)"),

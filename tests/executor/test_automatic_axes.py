@@ -83,7 +83,7 @@ def test_each_place_holds_its_share_alone(zero: int) -> None:
         assert wide
         found = {shard.data.shape for leaf in wide for shard in leaf.addressable_shards}
         assert found <= {shards[zero], (1, HIDDEN // 2, DIM)}, found
-    assert "2 places of the model axis" in describe_pipeline(pipeline)
+    assert "2 model ranks" in describe_pipeline(pipeline)
 
 
 def program(make_layer: Callable[[], Any]) -> str:

@@ -34,6 +34,11 @@ class _Block(nn.Module):
     def __call__(self, x: jax.Array, train: bool = False) -> jax.Array:
         columns = nn.with_partitioning(nn.initializers.lecun_normal(), (None, "model"))
         rows = nn.with_logical_partitioning(nn.initializers.lecun_normal(), ("mlp", "embed"))
+        heads = nn.with_logical_partitioning(nn.initializers.lecun_normal(), ("embed", "mlp", None))
+        x = (
+            x
+            + nn.MultiHeadDotProductAttention(2, kernel_init=heads, out_kernel_init=rows, name="attention")(x[None])[0]
+        )
         h = nn.with_logical_constraint(nn.Dense(self.hidden, kernel_init=columns, name="up")(x), ("batch", "mlp"))
         h = nn.Dropout(0.5, deterministic=not train)(jax.lax.with_sharding_constraint(jnp.tanh(h), P(None, "model")))
         return x + nn.Dense(x.shape[-1], kernel_init=rows, name="down")(h)
@@ -42,6 +47,7 @@ class _Block(nn.Module):
 class _PlainBlock(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array, train: bool = False) -> jax.Array:
+        x = x + nn.MultiHeadDotProductAttention(2, name="attention")(x[None])[0]
         h = nn.Dropout(0.5, deterministic=not train)(jnp.tanh(nn.Dense(8, name="up")(x)))
         return x + nn.Dense(x.shape[-1], name="down")(h)
 
@@ -113,12 +119,12 @@ def test_what_is_traced_runs_on_the_devices_of_the_mesh() -> None:
     model = _module(_Block(), _own_shard_map)
     params = model.init(KEY, X)
     trace = model.trace(X[:1], mesh=mesh.abstract_mesh)
-    views = [params["layers"]["0__Block"], {}]
+    views = (params["layers"]["0__Block"], {})
 
     def run(views: Any, x: jax.Array) -> jax.Array:
         return model.run_layers([0, 1], views, train=False)(x, None, {}, [{}, {}])[0]
 
-    closed = trace.on_mesh(lambda: jax.make_jaxpr(run)(views, X[:1]))
+    closed = trace.on_mesh(lambda: jax.make_jaxpr(run)(trace.params, X[:1]))
 
     def step(x: jax.Array, views: Any) -> jax.Array:
         return jaxpr_as_fun(closed)(*jax.tree.leaves((views, x)))[0]
@@ -176,6 +182,15 @@ def test_on_one_device_weights_may_lie_on_several() -> None:
     np.testing.assert_allclose(model.apply(there, X), model.apply(params, X), rtol=1e-6)
 
 
+def test_on_one_device_parameters_and_gradients_add_up() -> None:
+    model = _module(_Block())
+    params = model.init(KEY, X)
+    grads = jax.grad(lambda p: model.loss(model.apply(p, X), X))(params)
+    moved = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+    assert model.loss(model.apply(moved, X), X) < model.loss(model.apply(params, X), X)
+    assert not jax.tree.leaves(params)[0].committed
+
+
 def test_a_loss_may_have_constraints() -> None:
     def loss_fn(outputs: jax.Array, labels: jax.Array) -> jax.Array:
         outputs = nn.with_logical_constraint(outputs, ("batch", "mlp"))
@@ -209,11 +224,12 @@ def test_without_automatic_axes_nothing_is_compiled_and_annotations_mean_nothing
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 def test_a_users_own_mesh_may_be_around(mesh_axes: tuple[str, ...], axis_type: AxisType) -> None:
     shape = (8,) if len(mesh_axes) == 1 else (2, 2, 2)
-    model = PipelineModule([nn.Dense(4)], num_stages=1)
+    model = PipelineModule([nn.Dense(4), nn.DenseGeneral((2, 2)), lambda x: x.reshape(2, 4)], num_stages=1)
     wanted = model.apply(model.init(KEY, X), X)
     with jax.set_mesh(jax.make_mesh(shape, mesh_axes, axis_types=(axis_type,) * len(shape))):
         assert _module(_Block()).trace(X, mesh=MESH).tree_specs()
-        np.testing.assert_allclose(model.apply(model.init(KEY, X), X), wanted, rtol=1e-6)
+        x = jax.device_put(X, P(None, mesh_axes[-1]) if len(shape) == 3 else P())
+        np.testing.assert_allclose(model.apply(model.init(KEY, X), x), wanted, rtol=1e-5, atol=1e-6)
 
 
 def test_a_users_own_mesh_shards_an_annotated_model() -> None:

@@ -83,6 +83,61 @@ def test_logical_names_without_a_rule_mean_nothing() -> None:
     assert _specs(_logical("embed", "mlp")) == []
 
 
+class _Attention(nn.Module):
+    """Flax makes its kernels flat and then reshapes them."""
+
+    names: tuple[str | None, ...]
+    spec: PartitionSpec | None = None
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = x if self.spec is None else jax.lax.with_sharding_constraint(x, self.spec)
+        init = nn.with_logical_partitioning(lecun, self.names)
+        return nn.MultiHeadDotProductAttention(num_heads=2, kernel_init=init, out_kernel_init=lecun)(x[None])[0]
+
+
+@pytest.mark.parametrize("spec", [None, P(None, "model")])
+def test_names_of_a_variable_that_is_made_in_another_shape(spec: PartitionSpec | None) -> None:
+    """As in any call, Flax traces the initialiser in `apply` too."""
+    layer = _Attention(("embed", "heads", "kv"), spec)
+    model = PipelineModule([layer], topology=TOPOLOGY, sharding_rules=(("heads", "model"),))
+    found = model.trace(X, mesh=MESH).param_specs[0]
+    assert set(found.values()) == {P(None, "model", None)}
+    assert len(found) == 3
+    model.apply(model.init(KEY, X), X)
+    stages = PipelineModule([_Attention(("embed", "heads", "kv"))], num_stages=1, sharding_rules=(("heads", "model"),))
+    stages.apply(stages.init(KEY, X), X)
+
+
+@pytest.mark.parametrize("topology", [TOPOLOGY, None])
+def test_manual_axes_in_such_a_variable(topology: Any) -> None:
+    init = nn.with_partitioning(lecun, ("data", "model"))
+    settings = {"num_stages": 1} if topology is None else {"topology": topology}
+    model = PipelineModule([nn.DenseGeneral((4, 2), kernel_init=init)], **settings)
+    specs = model.trace(X, mesh=None if topology is None else MESH).param_specs
+    assert specs == (({} if topology is None else {("kernel",): P(None, "model", None)}),)
+    model.apply(model.init(KEY, X), X)
+
+
+class _Own(nn.Module):
+    """Metadata of a weight and a constraint by the name of an axis."""
+
+    names: tuple[str | None, ...]
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return jax.lax.with_sharding_constraint(_dense(*self.names)(x), P(None, "model"))
+
+
+def test_names_beside_constraints() -> None:
+    for names, rules in ((("data", "model"), None), (("embed", "model"), (("embed", None),))):
+        model = PipelineModule([_Own(names)], topology=TOPOLOGY, sharding_rules=rules)
+        assert [*model.trace(X, mesh=MESH).param_specs[0].values()] == [P(None, "model")]
+        model.apply(model.init(KEY, X), X)
+    with pytest.raises(LayerError, match=r"got: Resource axis: embed of P\('embed', 'model'\) is not found in mesh"):
+        PipelineModule([_Own(("embed", "model"))], topology=TOPOLOGY).trace(X, mesh=MESH)
+
+
 @pytest.mark.parametrize("make", [_logical, _nnx])
 def test_a_variable_may_have_rules_of_its_own(make: Any) -> None:
     key = "rules" if make is _logical else "local"

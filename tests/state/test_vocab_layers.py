@@ -89,7 +89,7 @@ def test_a_loss_that_takes_slices_for_the_whole() -> None:
 
 def test_optimisers_that_look_at_whole_tables() -> None:
     layers = [VocabEmbed(ROWS, DIM), *BLOCKS, nn.Dense(ROWS)]
-    match = r"sharded over the stage axis, .* a stage holds float32\[8, 8\] of float32\[16, 8\]"
+    match = r"split over the stages, .* a stage holds float32\[8, 8\] of float32\[16, 8\]"
     with pytest.raises(ConfigError, match=match):
         build(layers, optimizer=optax.lamb(0.1))
 
