@@ -1,7 +1,7 @@
 """Trees of different shapes in one common form, so that one program can send or store any of them.
 
 Where all trees are alike the form is the tree itself. Otherwise it is one flat buffer per dtype, as long as the
-longest.
+longest; with automatic axes, an array for each leaf, which leaves of one shape and sharding share.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ import jax
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe._typing import PyTree
-from jaxpipe.state import Layout, Storage, constrained
+from jaxpipe.state import Layout, Storage, constrained, has_automatic_axes
 
 from ._buffers import zeros_of
 
@@ -22,7 +22,7 @@ class Packing:
     Args:
         structs: Shapes and dtypes of each member.
         specs: Sharding of each member's leaves over automatic axes, an empty spec where a member does not say. Where
-            members say different things their common form is whole. Without specs XLA chooses.
+            alike members say different things their common form is whole. Without specs XLA chooses.
 
     Attributes:
         structs: The same.
@@ -36,13 +36,18 @@ class Packing:
         self._leaves = [_by_number(jax.tree.leaves(struct)) for struct in structs]
         self._treedefs = [jax.tree.structure(struct) for struct in structs]
         self.is_identity = len({self.describe(member) for member in range(len(structs))}) <= 1
-        self._layout = Layout([] if self.is_identity else self._leaves, stack=False)
+        of_leaves = [_by_number(jax.tree.leaves(spec, is_leaf=_is_spec)) for spec in specs]
+        if not specs and has_automatic_axes():
+            of_leaves = [{n: P(*[P.UNCONSTRAINED] * x.ndim) for n, x in leaves.items()} for leaves in self._leaves]
+        # A flat buffer cannot be sharded as its leaves are, so with automatic axes each leaf keeps its dims.
+        members = [] if self.is_identity else self._leaves
+        self._layout = Layout(members, stack=False, specs=of_leaves if members and has_automatic_axes() else ())
         first = self.structs[0] if structs else ()
         self.struct: PyTree = first if self.is_identity else self._layout.struct().packed
         self._spec: PyTree = None
         if specs:
-            alike = [*specs] if self.is_identity else [jax.tree.map(lambda _: P(), self.struct)]
-            self._spec = jax.tree.map(_common_spec, *alike)
+            common = jax.tree.map(_common_spec, *specs, is_leaf=_is_spec) if self.is_identity else None
+            self._spec = common if self.is_identity else self._layout.spec().packed
 
     def describe(self, member: int) -> tuple[object, ...]:
         """A value that is equal for members that are packed alike."""
@@ -75,6 +80,10 @@ class Packing:
             return self.constrain(packed)
         leaves = self._layout.unpack(member, Storage(packed))
         return jax.tree.unflatten(self._treedefs[member], list(leaves.values()))
+
+
+def _is_spec(value: Any) -> bool:
+    return isinstance(value, P)
 
 
 def _common_spec(*specs: P) -> P:

@@ -255,8 +255,12 @@ def constrained(leaf: jax.Array, spec: P) -> jax.Array:
     Not only where it is sharded: what is left to XLA may be sharded because its neighbours are, and bringing it back
     costs collectives, which among the branches of a conditional may even wait for devices that do not come.
     """
-    has_automatic = AxisType.Auto in jax.sharding.get_abstract_mesh().axis_types
-    return jax.lax.with_sharding_constraint(leaf, spec) if has_automatic else leaf
+    return jax.lax.with_sharding_constraint(leaf, spec) if has_automatic_axes() else leaf
+
+
+def has_automatic_axes() -> bool:
+    """True if the mesh around this code has axes that are left to XLA."""
+    return AxisType.Auto in jax.sharding.get_abstract_mesh().axis_types
 
 
 def _without(spec: P, axis: str | None) -> P:
@@ -274,7 +278,7 @@ def _whole(leaf: jax.Array) -> jax.Array:
 
 def _kind(like: jax.ShapeDtypeStruct, spec: P) -> str:
     """The name that sharded leaves share which can lie in one array; also a part of names of arrays in checkpoints."""
-    axes = ["+".join(axis if isinstance(axis, tuple) else (axis or "_",)) for axis in spec]
+    axes = ["+".join(axis) if isinstance(axis, tuple) else axis if isinstance(axis, str) else "_" for axis in spec]
     return f"{like.dtype.name}.{'x'.join(map(str, like.shape))}.{'-'.join(axes)}"
 
 
