@@ -90,6 +90,17 @@ _old_flag = _flag._replace(reason=_OLD_TUNING)
 # Sizes are "auto" in files for Hugging Face's Trainer, which computes them; without an effect any will do.
 _size = Unused(optional(auto_or(number_of_at_least(0))), _TUNING, _NEVER)
 _old_size = _size._replace(reason=_OLD_TUNING)
+_FETCHED = "XLA schedules when weights are gathered; pipeline.gather_weights says how long they are held"
+_FETCHES = (
+    "max_live_parameters",
+    "max_reuse_distance",
+    "model_persistence_threshold",
+    "module_granularity_threshold",
+    "param_persistence_threshold",
+    "prefetch_bucket_size",
+)
+_FETCH_FLAGS = ("allgather_sequential", "gather_16bit_weights_on_model_save", "use_all_reduce_for_fetch_params")
+_fetch, _fetch_flag = _size._replace(reason=_FETCHED), _flag._replace(reason=_FETCHED)
 _object = Unused(optional(read_object), _TUNING, _ENABLED)
 _monitor = _object._replace(reason="metrics are not written anywhere; log what train_batch returns, or engine.metrics")
 _profiler = _object._replace(reason="it measures PyTorch; use jax.profiler")
@@ -159,6 +170,10 @@ UNUSED: Mapping[str, Unused] = MappingProxyType(
         "zero_optimization.sub_group_size": _size,
         "zero_optimization.use_multi_rank_bucket_allreduce": _flag,
         "zero_reduce_scatter": _old_flag,
+        **{f"zero_optimization.{prefix}{key}": _fetch for prefix in ("", "stage3_") for key in _FETCHES},
+        **{f"zero_optimization.{prefix}{key}": _fetch_flag for prefix in ("", "stage3_") for key in _FETCH_FLAGS},
+        "zero_optimization.leaf_module": _object._replace(reason=_FETCHED, off=({},)),
+        "zero_optimization.stage3_gather_fp16_weights_on_model_save": _fetch_flag,
     }
 )
 
@@ -171,8 +186,7 @@ _OFFLOAD = Refusal(
     "Remove the key, and spread the optimizer's state with zero_optimization.stage=1",
     (False, {}, {"device": "none"}),
 )
-_STAGE_3 = Refusal("it belongs to ZeRO stage 3, which is not supported", "Remove the key", _NEVER)
-_STAGE_3_FLAG = _STAGE_3._replace(off=(False,))
+_MICS = Refusal("it belongs to MiCS, whose groups are not there", "Use a mesh with the axes data and fsdp", (False, -1))
 _ZERO_PP = Refusal("it belongs to ZeRO++, whose groups and quantised exchanges are not there", "Remove the key")
 
 
@@ -187,38 +201,8 @@ _CLIPPING = Refusal(
 _ZERO: dict[str, Refusal] = {
     **dict.fromkeys(("cpu_offload", "cpu_offload_param", "cpu_offload_params", "cpu_offload_use_pin_memory"), _OFFLOAD),
     **dict.fromkeys(("offload_optimizer", "offload_param"), _OFFLOAD),
-    **dict.fromkeys(
-        (
-            "leaf_module",
-            "max_live_parameters",
-            "max_reuse_distance",
-            "model_persistence_threshold",
-            "module_granularity_threshold",
-            "param_persistence_threshold",
-            "prefetch_bucket_size",
-            "stage3_max_live_parameters",
-            "stage3_max_reuse_distance",
-            "stage3_model_persistence_threshold",
-            "stage3_module_granularity_threshold",
-            "stage3_param_persistence_threshold",
-            "stage3_prefetch_bucket_size",
-        ),
-        _STAGE_3,
-    ),
-    **dict.fromkeys(
-        (
-            "allgather_sequential",
-            "gather_16bit_weights_on_model_save",
-            "mics_hierarchical_params_gather",
-            "stage3_allgather_sequential",
-            "stage3_gather_16bit_weights_on_model_save",
-            "stage3_gather_fp16_weights_on_model_save",
-            "stage3_use_all_reduce_for_fetch_params",
-            "use_all_reduce_for_fetch_params",
-        ),
-        _STAGE_3_FLAG,
-    ),
-    "mics_shard_size": _STAGE_3._replace(off=(-1,)),
+    "mics_hierarchical_params_gather": _MICS,
+    "mics_shard_size": _MICS,
     "zenflow": _OFFLOAD._replace(off=_NEVER),
     "zero_hpz_partition_size": _ZERO_PP._replace(off=(1,)),
     "zero_quantized_gradients": _ZERO_PP,

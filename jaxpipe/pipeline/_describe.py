@@ -6,6 +6,7 @@ import jax
 
 from jaxpipe.partition import format_partition
 from jaxpipe.schedules import format_grid
+from jaxpipe.topology import FSDP
 
 from ._pipeline import Pipeline
 
@@ -49,6 +50,14 @@ def describe_pipeline(pipeline: Pipeline, max_width: int = 120) -> str:
         f"{_size(num_bytes)}",
         f"residuals of each microbatch: {_size(on_device)}{hosted}; slots: {pipeline.program.residual_slots}",
     ]
+    fsdp, gathered = pipeline.mesh.shape.get(FSDP, 1), _size(pipeline.gathered_bytes)
+    if fsdp > 1:
+        once = pipeline.config.pipeline.gather_weights == "step"
+        when = "once a step, and held to its end" if once else "by every forward and every backward, and held meanwhile"
+        lines.append(
+            f"weights divided over fsdp={fsdp}: {gathered} are gathered {when}; as many of gradients are reduced by "
+            "every backward"
+        )
     if pipeline.ends.layers:
         lines.append(f"vocabulary-parallel, on all stages: {', '.join(names[i] for i in pipeline.ends.layers)}")
     return "\n".join(lines)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Generic, ParamSpec, Protocol, TypeVar
 
@@ -279,6 +280,20 @@ class Pipeline:
         for leaf, is_hosted in zip(*map(jax.tree.leaves, pair), strict=True):
             sizes[is_hosted] += leaf.size * leaf.dtype.itemsize
         return sizes[0], sizes[1]
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Bytes of the weights of a stage, in the dtype they compute in, that a device gathers over `fsdp`."""
+        gathered, at_rest = self._params.gathered, self._params.grad_layout
+
+        def num_bytes(like: Any, spec: P) -> int:
+            return math.prod(NamedSharding(self.mesh, spec).shard_shape(like.shape)) * like.dtype.itemsize
+
+        whole, held = (
+            sum(jax.tree.leaves(jax.tree.map(num_bytes, gathered.struct(), layout.spec())))
+            for layout in (gathered, at_rest)
+        )
+        return whole - held
 
     @property
     def state_struct(self) -> TrainState:

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 import optax
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from jaxpipe._typing import PyTree
 from jaxpipe.autodiff import Residuals, SplitBackward, differentiable
@@ -17,6 +17,7 @@ from jaxpipe.layers import (
     PipelineModule,
     call_on_one,
     cast_floats,
+    flatten_dict,
     layer_signatures,
     num_bytes,
     struct_of,
@@ -230,4 +231,9 @@ def bytes_per_param(
     grads = jax.tree.map(lambda x: grad_accum_struct(x, grad_dtype), compute_params)
     divided = num_bytes(master) + num_bytes(state_struct(optimizer, master))
     is_copied = compute_dtype is not None or num_shards > 1
-    return (divided / num_shards + is_copied * num_bytes(compute_params) + num_bytes(grads)) / num_params
+    # Over automatic axes a weight and all that goes with it are divided alike.
+    specs = trace.tree_specs()
+    leaves = flatten_dict(made)
+    places = {path: NamedSharding(trace.mesh, specs.get(path, PartitionSpec())) for path in leaves}
+    share = sum(math.prod(places[path].shard_shape(x.shape)) for path, x in leaves.items()) / num_params
+    return share * (divided / num_shards + is_copied * num_bytes(compute_params) + num_bytes(grads)) / num_params

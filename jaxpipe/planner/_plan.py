@@ -13,7 +13,7 @@ from jaxpipe.executor import Plan, waits_in_branches
 from jaxpipe.layers import ModelTrace, PipelineModule
 from jaxpipe.partition import StageMemory, profile_source
 from jaxpipe.schedules import forward_schedule, lower_schedule, resolve_schedule
-from jaxpipe.topology import num_batch_shards
+from jaxpipe.topology import mesh_shape
 
 from ._auto import choose_settings, limit_of
 from ._costs import bytes_per_param
@@ -59,7 +59,7 @@ def make_plan(
             optimizer,
             compute_dtype=module.compute_dtype,
             grad_dtype=config.data_types.grad_accum_dtype,
-            num_shards=num_batch_shards(mesh) if config.zero_optimization.stage else 1,
+            num_shards=mesh_shape(mesh)["data"] if config.zero_optimization.stage else 1,
         )
     if section.schedule == "auto":
         choice, section = choose_settings(module, trace, mesh, labels, num_microbatches, section, param_size)

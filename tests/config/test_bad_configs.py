@@ -63,7 +63,7 @@ WRONG_VALUES: dict[str, list[Any]] = {
     "fp16.min_loss_scale": [0, -1.0, float("inf")],
     "bf16.enabled": [True],
     "data_types.grad_accum_dtype": ["int8", "fp64", ""],
-    "zero_optimization.stage": [2, 3, -1],
+    "zero_optimization.stage": [4, 5, -1],
     "optimizer.type": ["", "OneBitAdam", "MuSGD"],
     "optimizer.params.max_grad_norm": [1.0],
     "scheduler.type": [""],

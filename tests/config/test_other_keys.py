@@ -169,7 +169,6 @@ def test_what_is_refused_gives_reason_and_repair(path: str, value: object) -> No
     ("path", "value", "match"),
     [
         ("zero_optimization.offload_optimizer", {"device": "cpu"}, r"nothing is offloaded .*={'device': 'cpu'}. Remo"),
-        ("zero_optimization.stage3_max_live_parameters", 1e9, r"ZeRO stage 3, which is not supported.*=1000000000.0"),
         ("zero_optimization.zero_quantized_weights", True, r"ZeRO\+\+.*=True. Remove"),
         ("gradient_allreduce_op", "sum", r"averaged over the replicas.*='sum'. Remove"),
         ("max_grad_norm", 1.0, r"=1.0. Use gradient_clipping"),
