@@ -15,7 +15,9 @@ from _tolerances import GRADIENT, assert_close, assert_loss
 from jaxpipe.optim import LossScaler
 
 STEPS, LIMIT = 3, 0.1
-SGD, ADAM, LAMB = optax.sgd(0.1, momentum=0.9), optax.adam(1e-2), optax.lamb(1e-2)
+SGD, ADAM, LAMB = optax.sgd(0.1, momentum=0.9), optax.adam(1e-2, eps=1e-4), optax.lamb(1e-2, eps=1e-4)
+"""A large eps: where a gradient is nothing but rounding, so would be Adam's update."""
+
 ZERO, CLIP = {"zero_stage": 1}, {"gradient_clipping": LIMIT}
 EXPERT = (("expert", 2),)
 
