@@ -160,6 +160,22 @@ class SequenceBlock(nn.Module):
         return constrain(x + y, None, "model", None, said=self.said)
 
 
+class FullyShardedBlock(nn.Module):
+    """Weights that are sharded at rest over the axis that divides the samples too, and on `model` where `inner` says so."""
+
+    said: bool = True
+    inner: bool = False
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        inner = "model" if self.inner else None
+        wide, narrow = (split(lecun, *names, said=self.said) for names in (("fsdp", inner), (inner, "fsdp")))
+        x = constrain(x, "fsdp", None, None, said=self.said)
+        y = nn.Dense(HIDDEN, use_bias=False, kernel_init=wide, name="wide")(nn.LayerNorm(name="norm")(x))
+        y = nn.Dense(DIM, use_bias=False, kernel_init=narrow, name="narrow")(jnp.tanh(y))
+        return constrain(x + y, "fsdp", None, None, said=self.said)
+
+
 class NestedBlock(nn.Module):
     """Explicit collectives, in a `shard_map` of its own over the one axis."""
 
@@ -372,6 +388,14 @@ ANNOTATED = {
         lambda *, said=True: [nn.Embed(VOCAB, DIM), *repeated(Experts, said), nn.Dense(VOCAB)], EXPERT
     ),
     "inner": Annotated(between(Experts, inner=True), {**ENDS, **INNER}),
+    "fsdp": Annotated(
+        lambda *, said=True: [nn.Embed(VOCAB, DIM), *repeated(FullyShardedBlock, said), nn.Dense(VOCAB)],
+        {"wide/kernel": ("fsdp", None), "narrow/kernel": (None, "fsdp")},
+    ),
+    "fsdp_model": Annotated(
+        between(FullyShardedBlock, inner=True),
+        {**ENDS, "wide/kernel": ("fsdp", "model"), "narrow/kernel": ("model", "fsdp")},
+    ),
 }
 
 ALL_MODELS.update(

@@ -7,7 +7,12 @@ from _models import ALL_MODELS
 from _oracle import SCHEDULES, cached_reference
 from _tolerances import assert_close, assert_loss
 
-MODEL_AXES = {"experts": ("expert",), "inner": ("model", "expert")}
+MODEL_AXES = {
+    "experts": ("expert",),
+    "inner": ("model", "expert"),
+    "fsdp": ("fsdp",),
+    "fsdp_model": ("fsdp", "model"),
+}
 """What the models shard over, where it is not `model` alone."""
 
 MESHES = ((2, 2, 2), (2, 1, 4), (1, 2, 2), (2, 1, 2), (4, 1, 2))

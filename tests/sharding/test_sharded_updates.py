@@ -15,7 +15,7 @@ from _tolerances import GRADIENT, assert_close, assert_loss
 from jaxpipe.optim import LossScaler
 
 STEPS, LIMIT = 3, 0.1
-SGD, ADAM, LAMB = optax.sgd(0.1, momentum=0.9), optax.adam(1e-2, eps=1e-4), optax.lamb(1e-2, eps=1e-4)
+SGD, ADAM, LAMB = optax.sgd(0.1, momentum=0.9), optax.adam(1e-2, eps=1e-2), optax.lamb(1e-2, eps=1e-2)
 """A large eps: where a gradient is nothing but rounding, so would be Adam's update."""
 
 ZERO, CLIP = {"zero_stage": 1}, {"gradient_clipping": LIMIT}
@@ -74,6 +74,8 @@ def check(case: Sharded) -> None:
             Sharded(annotated="mixed", data=2, optimizer=ADAM, settings=ZERO, cut="front"),
             Sharded(annotated="experts", data=2, axes=EXPERT, optimizer=SGD, settings={**CLIP, **ZERO}),
             Sharded(annotated="inner", axes=(("model", 2), ("expert", 2)), optimizer=SGD, settings=CLIP),
+            Sharded(annotated="fsdp", data=2, axes=(("fsdp", 2),), optimizer=LAMB, settings={**CLIP, **ZERO}),
+            Sharded(annotated="fsdp_model", axes=(("fsdp", 2), ("model", 2)), optimizer=ADAM, settings=CLIP),
             Sharded(annotated="block", data=2, optimizer=SGD, settings={"loss_scaler": LossScaler(1024.0)}),
         ],
     ),
