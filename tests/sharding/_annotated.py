@@ -161,7 +161,7 @@ class SequenceBlock(nn.Module):
 
 
 class FullyShardedBlock(nn.Module):
-    """Weights that are sharded at rest over the axis that divides the samples too, and on `model` where `inner` says so."""
+    """Weights sharded at rest over the axis that divides the samples too, and over `model` where `inner` says so."""
 
     said: bool = True
     inner: bool = False
