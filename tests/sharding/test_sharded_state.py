@@ -102,7 +102,7 @@ def test_masters_moments_and_gradients_are_sharded(case: Sharded) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["experts", "block"])
+@pytest.mark.parametrize("name", ["experts", "tied"])
 def test_a_device_holds_its_share_of_its_stage(name: str) -> None:
     """By hand, but for the ends, which are as long on every stage as on the longest."""
     axes = (("expert", 2),) if name == "experts" else (("model", 2),)
