@@ -27,6 +27,9 @@ VOCAB, DIM, HIDDEN, HEADS, HEAD_DIM, EXPERTS, LENGTH, BLOCKS = 32, 8, 24, 4, 2, 
 RULES = (("batch", "data"), ("vocab", "model"), ("mlp", "model"), ("embed", None))
 """As users write them: `batch` is there for activations, whose samples a stage has divided already."""
 
+JOINT_RULES = (*RULES[:2], ("mlp", ("model", "expert")), ("embed", None))
+"""One dim over two axes."""
+
 Init = Callable[..., Any]
 Spec = tuple[str | None | tuple[str, ...], ...]
 
@@ -360,6 +363,12 @@ ANNOTATED = {
     "deep": Annotated(between(Mlp, count=8), {**ENDS, **MLP}),
     "logical": Annotated(
         between(LogicalBlock, (LogicalEmbed, LogicalHead)), {**LOGICAL_ENDS, **MLP}, weighted_loss, RULES
+    ),
+    "joint": Annotated(
+        between(LogicalBlock, (LogicalEmbed, LogicalHead)),
+        {**LOGICAL_ENDS, "wide/kernel": (None, ("model", "expert")), "narrow/kernel": (("model", "expert"), None)},
+        cross_entropy,
+        JOINT_RULES,
     ),
     "nnx": Annotated(between(NNXMlp), {**ENDS, **{name: MLP[name] for name in ("wide/kernel", "narrow/kernel")}}),
     "nnx_logical": Annotated(

@@ -10,6 +10,7 @@ from _tolerances import assert_close, assert_loss
 MODEL_AXES = {
     "experts": ("expert",),
     "inner": ("model", "expert"),
+    "joint": ("model", "expert"),
     "fsdp": ("fsdp",),
     "fsdp_model": ("fsdp", "model"),
 }
@@ -44,6 +45,7 @@ def check(case: Sharded) -> None:
             make_case("nested", (2, 2, 2), skip_idle=True),
             make_case("nnx", (2, 1, 4), skip_idle=False),
             make_case("experts", (2, 2, 2), skip_idle=False),
+            make_case("block", (2, 2, 1), skip_idle=True),
         ],
     ),
     ids=str,
