@@ -199,6 +199,33 @@ class NestedBlock(nn.Module):
         return x + local(nn.LayerNorm(name="norm")(x), wide, narrow)
 
 
+class Rematted(nn.Module):
+    """What a scan repeats."""
+
+    said: bool = True
+
+    @nn.compact
+    def __call__(self, x: jax.Array, _: None) -> tuple[jax.Array, None]:
+        return Mlp(self.said, name="mlp")(x), None
+
+
+class ScannedBlock(nn.Module):
+    """Two MLPs in a `scan` over stacked weights, recomputed in the backward, as Flax's own models have their layers."""
+
+    said: bool = True
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        scanned = nn.scan(
+            nn.remat(Rematted, prevent_cse=False),
+            variable_axes={"params": 0},
+            split_rngs={"params": True},
+            length=2,
+            metadata_params={nn.PARTITION_NAME: None},
+        )
+        return scanned(self.said, name="layers")(x, None)[0]
+
+
 class StatsBlock(nn.Module):
     """Keeps sharded means, a count and batch statistics, and adds to the loss."""
 
@@ -386,6 +413,15 @@ ANNOTATED = {
     ),
     "sequence": Annotated(between(SequenceBlock), {**ENDS, **MLP}),
     "nested": Annotated(between(NestedBlock), {**ENDS, "wide": (None, "model"), "narrow": ("model", None)}),
+    "scanned": Annotated(
+        between(ScannedBlock, count=2),
+        {
+            **ENDS,
+            "wide/kernel": (None, None, "model"),
+            "wide/bias": (None, "model"),
+            "narrow/kernel": (None, "model", None),
+        },
+    ),
     "mixed": Annotated(
         lambda *, said=True: [
             *[Embed(said), LayerSpec(NNXMlp, said=said), jnp.tanh, Block(said), shift, unshift, Mlp(said)],

@@ -103,7 +103,7 @@ def to_case(chosen: Chosen) -> Sharded:
 def is_valid(chosen: Chosen) -> bool:
     names = {name: chosen[name] for name in ("annotated", "mesh", "schedule") if name in chosen}
     case = to_case({"annotated": "block", "mesh": (1, 2, 2), **names})
-    if chosen.get("cut") == "trunk" and (case.annotated == "mixed" or case.parts > BLOCKS):
+    if chosen.get("cut") == "trunk" and (case.annotated in ("mixed", "scanned") or case.parts > BLOCKS):
         return False
     return fits(case)
 
