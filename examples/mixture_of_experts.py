@@ -45,11 +45,11 @@ def over_expert(x: jax.Array) -> jax.Array:
 
 
 def route(gates: jax.Array, room: int) -> tuple[jax.Array, jax.Array]:
-    """Which token of a sequence takes which place of which expert.
+    """Which token of a sequence takes which slot of which expert.
 
     Args:
         gates: Probabilities `[batch, time, EXPERTS]`.
-        room: Places of an expert for one sequence.
+        room: Slots of an expert for one sequence.
 
     Returns:
         What each token's output is multiplied with, `[batch, time, EXPERTS, room]`, zero where it is not sent, and the
@@ -62,8 +62,8 @@ def route(gates: jax.Array, room: int) -> tuple[jax.Array, jax.Array]:
     turns = jnp.cumsum(queue, axis=1).reshape(batch, CHOICES, length, EXPERTS).swapaxes(1, 2)
     turn = jnp.sum(turns * choices, axis=-1) - 1  # [batch, time, CHOICES]
     weights = best / best.sum(-1, keepdims=True)
-    places = jax.nn.one_hot(turn, room)  # zeros beyond the last place
-    return jnp.einsum("btc,btce,btcr->bter", weights, choices, places), jnp.mean(turn >= room)
+    slots = jax.nn.one_hot(turn, room)  # zeros beyond the last slot
+    return jnp.einsum("btc,btce,btcr->bter", weights, choices, slots), jnp.mean(turn >= room)
 
 
 class Experts(nn.Module):

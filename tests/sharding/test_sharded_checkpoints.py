@@ -21,7 +21,7 @@ BATCH = 8
 
 @dataclass(frozen=True)
 class Axes:
-    """Stages, replicas, places of the automatic axis, stage of ZeRO, schedule."""
+    """Stages, replicas, ranks of the automatic axis, stage of ZeRO, schedule."""
 
     stages: int
     data: int

@@ -17,7 +17,7 @@ MODEL_AXES = {
 """What the models shard over, where it is not `model` alone."""
 
 MESHES = ((2, 2, 2), (2, 1, 4), (1, 2, 2), (2, 1, 2), (4, 1, 2))
-"""Stages, replicas, and places of the automatic axis; a model with two such axes has two on each."""
+"""Stages, replicas, and ranks of the automatic axis; a model with two such axes has two on each."""
 
 
 def make_case(annotated: str, mesh: tuple[int, int, int], **kwargs: object) -> Sharded:

@@ -28,7 +28,7 @@ def annotated_leaves(case: Sharded) -> dict[str, tuple[tuple[int, ...], Spec]]:
 
 
 def shard_of(shape: tuple[int, ...], spec: Spec, axes: dict[str, int]) -> tuple[int, ...]:
-    """By hand: what one place of the automatic axes holds."""
+    """By hand: what one rank of the automatic axes holds."""
     names = [name if isinstance(name, tuple) else (name,) for name in spec]
     lengths = [math.prod(axes.get(each, 1) for each in name if each) for name in names]
     return tuple(size // length for size, length in zip(shape, lengths, strict=True))
@@ -56,7 +56,7 @@ def device_bytes(tree: Any) -> int:
 
 
 def largest_stage_bytes(case: Sharded, boundaries: tuple[int, ...]) -> int:
-    """By hand: float32 parameters of the largest stage as one place holds them."""
+    """By hand: float32 parameters of the largest stage as one rank holds them."""
     leaves = annotated_leaves(case)
     sizes = [0] * case.stages
     for keys, leaf in jax.tree.leaves_with_path(sequential_model(case.model).params):
