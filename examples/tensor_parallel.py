@@ -1,22 +1,22 @@
 """Train a character-level GPT whose layers are split over devices inside each stage: pipeline x tensor x data parallel.
 
     python examples/tensor_parallel.py
+    python examples/tensor_parallel.py --sequence
 
-The mesh has three axes: `stage`, `data` and `model`. A layer runs on all devices of its stage's `model` axis at once,
-each with its own share of the parameters, and exchanges activations by explicit collectives: `jax.lax.psum`,
-`all_gather`, `axis_index`. Three rules make a layer parallel:
+The mesh has three axes: `stage`, `data` and `model`. The blocks are those of any Flax model and compute with whole
+arrays. What is split over `model` is said in two ways, and XLA finds the exchanges:
 
-- it divides the sharded dim of a parameter by `jax.lax.axis_size("model")`. Parameters are made on an axis one wide, so
-  the very same code makes them whole, with the initial values of the undivided layer;
-- it marks that dim with `flax.linen.with_partitioning(init, (None, "model"))`. What is not marked is the same on all;
-- it uses plain collectives, and none of the pairs of functions with custom gradients that other libraries need around a
-  parallel region: the pipeline knows what the transposes of plain collectives do, and makes the gradients right.
+- `flax.linen.with_partitioning(init, (None, "model"))` says along which dim a weight is sharded: the gradient, the
+  optimiser's moments and the checkpoint's pieces go with it. What says nothing is the same on all devices of the axis;
+- `jax.lax.with_sharding_constraint(x, P(None, None, "model"))` says it of an activation. It names neither `data` nor
+  `stage`: a layer sees the samples of one replica. Where it is said of what lies between two sharded weights, XLA
+  leaves the weights where they are; else it may gather a small weight to save an exchange of activations.
 
-Two layers in a row need one exchange: the first is split by columns, so that each device has some features of the
-result, the second by rows, so that each device adds its part to the whole (Shoeybi et al., 2019, Megatron-LM).
+Two layers in a row need one exchange: the first is sharded by columns, so that each device has some features of the
+result, the second by rows, so that each device adds its share to the whole (Shoeybi et al., 2019, Megatron-LM).
 
-Dropout draws the same mask on all devices of the axis, as activations that are the same everywhere want it. For another
-mask on each, draw with `jaxpipe.checkpointing.get_cuda_rng_tracker().fork(key=self.make_rng("dropout"))`.
+With `--sequence` the residual stream is sharded along the sequence: norms and sums work on a share of the positions,
+and a share is all that waits for the backward and travels to the next stage (Korthikanti et al., 2022).
 """
 
 import argparse
@@ -28,6 +28,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import PartitionSpec as P
 
 import jaxpipe
 from jaxpipe.topology import PipeModelDataParallelTopology
@@ -36,70 +37,31 @@ NUM_STAGES, NUM_MODEL, NUM_REPLICAS = 2, 2, 2
 NUM_MICROBATCHES, MICROBATCH_SIZE, NUM_STEPS = 4, 8, 60
 VOCAB_SIZE, LENGTH, DIM, HEADS, BLOCKS = 96, 32, 64, 4, 4  # characters from ' ' on; others become the last one
 
-
-def split(size: int) -> int:
-    """What one device holds of a dim."""
-    return size // jax.lax.axis_size("model")
-
-
-class ColumnDense(nn.Module):
-    """A dense layer split by columns: each device computes its share of the features.
-
-    The input is the same on all devices of the axis, the output `[..., features / model]` differs.
-    """
-
-    features: int
-    use_bias: bool = True
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Compute this device's features."""
-        init = nn.with_partitioning(nn.initializers.lecun_normal(), (None, "model"))
-        y = x @ self.param("kernel", init, (x.shape[-1], split(self.features)))
-        if self.use_bias:
-            init = nn.with_partitioning(nn.initializers.zeros, ("model",))
-            y = y + self.param("bias", init, (split(self.features),))
-        return y
+NORMAL = nn.initializers.normal(0.02)
+BY_COLUMNS = nn.with_partitioning(nn.initializers.lecun_normal(), (None, "model"))
+BY_ROWS = nn.with_partitioning(nn.initializers.variance_scaling(0.5 / BLOCKS, "fan_in", "normal"), ("model", None))
 
 
-class RowDense(nn.Module):
-    """A dense layer split by rows: the input `[..., in_features / model]` differs, the output is the same on all.
-
-    The bias is added after the sum, and every device has all of it.
-    """
-
-    features: int
-    in_features: int
-    use_bias: bool = True
-    scale: float = 1.0
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Add up the devices' parts."""
-        init = nn.initializers.variance_scaling(self.scale, "fan_in", "normal")
-        shape = (split(self.in_features), self.features)
-        y = jax.lax.psum(x @ self.param("kernel", nn.with_partitioning(init, ("model", None)), shape), "model")
-        return y + self.param("bias", nn.initializers.zeros, (self.features,)) if self.use_bias else y
+def over_model(x: jax.Array, dim: int) -> jax.Array:
+    """The same array, sharded over `model` along a dim."""
+    return jax.lax.with_sharding_constraint(x, P(*("model" if d == dim else None for d in range(x.ndim))))
 
 
-class ParallelEmbed(nn.Module):
-    """Token plus position embedding; each device has the rows of some tokens and finds zeros for the others."""
+class Embed(nn.Module):
+    """Token plus position embedding; each device has the rows of some tokens."""
 
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """Look the tokens up: int32 `[batch, time]` to `[batch, time, DIM]`."""
-        rows, init = split(VOCAB_SIZE), nn.initializers.normal(0.02)
-        table = self.param("token", nn.with_partitioning(init, ("model", None)), (rows, DIM))
-        own = tokens - rows * jax.lax.axis_index("model")
-        found = jnp.where(((own >= 0) & (own < rows))[..., None], table[jnp.clip(own, 0, rows - 1)], 0.0)
-        return jax.lax.psum(found, "model") + self.param("position", init, (LENGTH, DIM))
+        init = nn.with_partitioning(NORMAL, ("model", None))
+        token = nn.Embed(VOCAB_SIZE, DIM, embedding_init=init, name="token")
+        return token(tokens) + self.param("position", NORMAL, (LENGTH, DIM))[None]
 
 
-class ParallelBlock(nn.Module):
-    """A pre-norm transformer block: each device has some of the heads and some of the MLP's features.
+class Block(nn.Module):
+    """A pre-norm transformer block: each device has some of the heads and some of the MLP's features."""
 
-    One sum after the attention and one after the MLP in the forward, and as many in the backward.
-    """
+    sequence: bool = False
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -107,34 +69,37 @@ class ParallelBlock(nn.Module):
         batch, length, _ = x.shape
         h = nn.LayerNorm(name="norm_attention")(x)
         q, k, v = (
-            ColumnDense(DIM, use_bias=False, name=name)(h).reshape(batch, length, split(HEADS), -1)
+            over_model(nn.Dense(DIM, use_bias=False, kernel_init=BY_COLUMNS, name=name)(h), dim=2)
             for name in ("query", "key", "value")
         )
+        q, k, v = (y.reshape(batch, length, HEADS, -1) for y in (q, k, v))
         scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / (DIM // HEADS) ** 0.5
         scores = jnp.where(jnp.tril(jnp.ones((length, length), bool)), scores, -1e9)
-        h = jnp.einsum("bhqk,bkhd->bqhd", nn.softmax(scores), v).reshape(batch, length, -1)
-        x = x + RowDense(DIM, DIM, use_bias=False, scale=0.5 / BLOCKS, name="project")(h)
-        h = nn.gelu(ColumnDense(4 * DIM, name="widen")(nn.LayerNorm(name="norm_mlp")(x)))
-        return x + RowDense(DIM, 4 * DIM, scale=0.5 / BLOCKS, name="narrow")(h)
+        h = over_model(jnp.einsum("bhqk,bkhd->bqhd", nn.softmax(scores), v).reshape(batch, length, DIM), dim=2)
+        x = self.residual(x + nn.Dense(DIM, use_bias=False, kernel_init=BY_ROWS, name="project")(h))
+        bias_init = nn.with_partitioning(nn.initializers.zeros, ("model",))
+        h = nn.LayerNorm(name="norm_mlp")(x)
+        h = over_model(nn.Dense(4 * DIM, kernel_init=BY_COLUMNS, bias_init=bias_init, name="widen")(h), dim=2)
+        return self.residual(x + nn.Dense(DIM, kernel_init=BY_ROWS, name="narrow")(nn.gelu(h)))
+
+    def residual(self, x: jax.Array) -> jax.Array:
+        """The residual stream, whole on each device or in shares of the positions."""
+        return over_model(x, dim=1) if self.sequence else x
 
 
-class ParallelHead(nn.Module):
-    """Final norm and projection to this device's share of the logits, `[batch, time, VOCAB_SIZE / model]`."""
+class Head(nn.Module):
+    """Final norm and projection to logits `[batch, time, VOCAB_SIZE]`, which no device ever holds as a whole."""
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """Project."""
-        return ColumnDense(VOCAB_SIZE, use_bias=False, name="logits")(nn.LayerNorm(name="norm")(x))
+        h = nn.LayerNorm(name="norm")(x)
+        return nn.Dense(VOCAB_SIZE, use_bias=False, kernel_init=BY_COLUMNS, name="logits")(h)
 
 
-def parallel_cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
-    """Mean loss in nats per character, from logits that no device ever holds as a whole."""
-    columns = logits.shape[-1]
-    highest = jax.lax.pmax(jax.lax.stop_gradient(logits.max(-1)), "model")
-    normalizer = jax.lax.psum(jnp.exp(logits - highest[..., None]).sum(-1), "model")
-    own = jax.nn.one_hot(targets - columns * jax.lax.axis_index("model"), columns)  # zeros for others' targets
-    right = jax.lax.psum((logits * own).sum(-1), "model")
-    return jnp.mean(jnp.log(normalizer) + highest - right)
+def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
+    """Mean loss in nats per character."""
+    return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
 
 
 def entries() -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -152,31 +117,33 @@ def main() -> None:
     """Train, then compare with one device."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=NUM_STEPS, help=f"optimiser steps (default: {NUM_STEPS})")
-    num_steps = parser.parse_args().steps
+    parser.add_argument("--sequence", action="store_true", help="shard the residual stream along the sequence")
+    settings = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", NUM_STAGES * NUM_MODEL * NUM_REPLICAS)
-    layers = [
-        jaxpipe.LayerSpec(ParallelEmbed),
-        *[jaxpipe.LayerSpec(ParallelBlock) for _ in range(BLOCKS)],
-        jaxpipe.LayerSpec(ParallelHead),
-    ]
-    topology = PipeModelDataParallelTopology(num_pp=NUM_STAGES, num_mp=NUM_MODEL, num_dp=NUM_REPLICAS)
-    model = jaxpipe.PipelineModule(layers, topology=topology, loss_fn=parallel_cross_entropy, partition_method="trunk")
+    blocks = [jaxpipe.LayerSpec(Block, sequence=settings.sequence) for _ in range(BLOCKS)]
+    model = jaxpipe.PipelineModule(
+        [jaxpipe.LayerSpec(Embed), *blocks, jaxpipe.LayerSpec(Head)],
+        topology=PipeModelDataParallelTopology(num_pp=NUM_STAGES, num_mp=NUM_MODEL, num_dp=NUM_REPLICAS),
+        loss_fn=cross_entropy,
+        partition_method="trunk",
+    )
     config = {"train_micro_batch_size_per_gpu": MICROBATCH_SIZE, "gradient_accumulation_steps": NUM_MICROBATCHES}
     data_iter = entries()
     engine, *_ = jaxpipe.initialize(
         model=model, optimizer=optax.adam(3e-3), config=config, example_batch=next(data_iter)
     )
     print(jaxpipe.describe_pipeline(engine.pipeline), "\n")
-    for step in range(num_steps):
+    for step in range(settings.steps):
         loss = engine.train_batch(data_iter)
-        if step % 20 == 0 or step == num_steps - 1:
+        if step % 20 == 0 or step == settings.steps - 1:
             print(f"step {step}: loss {float(loss):.3f}")
     held_out = [next(data_iter) for _ in range(NUM_MICROBATCHES)]
     params = engine.module_state_dict()
     one_device = jax.jit(lambda params, inputs, targets: model.loss(model.apply(params, inputs), targets))
     alone = np.mean([one_device(params, *entry) for entry in held_out])
-    kernel = params["layers"]["1_ParallelBlock"]["widen"]["kernel"]
-    print(f"\n1_ParallelBlock/widen/kernel: {list(kernel.shape)}, {kernel.shape[1] // NUM_MODEL} columns on a device")
+    whole = sum(leaf.size for leaf in jax.tree.leaves(params))
+    shards = [leaf.addressable_shards[0].data.size for leaf in jax.tree.leaves(engine.state.params)]
+    print(f"\nparameters: {whole:,} of the model, {sum(shards):,} on the first device")
     print(f"loss of the next batch: {float(engine.eval_batch(iter(held_out))):.6f}, on one device {alone:.6f}")
 
 

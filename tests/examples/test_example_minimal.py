@@ -19,7 +19,10 @@ def test_the_first_block_of_the_readme_is_the_example() -> None:
     assert block[1] == code
 
 
-@pytest.mark.parametrize("name", ["custom_schedule.py", "linen_and_nnx.py", "tensor_parallel.py", "train_gpt.py"])
+@pytest.mark.parametrize(
+    "name",
+    ["custom_schedule.py", "linen_and_nnx.py", "mixture_of_experts.py", "tensor_parallel.py", "train_gpt.py"],
+)
 def test_help_trains_nothing(name: str) -> None:
     printed = run_example(name, "--help")
     assert "--steps" in printed
