@@ -145,7 +145,10 @@ def batch_spec(dim: int) -> P:
 def samples_spec(leaf: Any, mesh: AbstractMesh) -> P:
     """Sharding of a microbatch over automatic axes: its samples are divided over `fsdp`, where they can be."""
     size = mesh.shape.get(FSDP, 0)
-    return P(FSDP) if size and leaf.ndim and leaf.shape[0] and leaf.shape[0] % size == 0 else P()
+    # Indices are small, and stay whole: XLA (JAX 0.10) aborts at a lookup in a table that another axis divides where
+    # the indices are divided, too ("Check failed: partition_group_list.num_replica_groups()").
+    is_divided = size and jnp.issubdtype(leaf.dtype, jnp.inexact) and leaf.ndim and leaf.shape[0]
+    return P(FSDP) if is_divided and leaf.shape[0] % size == 0 else P()
 
 
 def _gathered(leaf: jax.Array, dim: int, index: jax.Array) -> jax.Array:

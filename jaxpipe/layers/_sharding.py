@@ -182,13 +182,13 @@ def with_fsdp(
         if len(leaf.shape) < 2 or any(FSDP in _tuple(entry) for entry in spec):
             continue
 
-        def size(dim: int, leaf: Any = leaf, spec: PartitionSpec = spec, path: Path = path) -> int:
-            """Length of a place's share of a dim; 0 where it cannot be divided further."""
+        def size(dim: int, leaf: Any = leaf, spec: PartitionSpec = spec, path: Path = path) -> tuple[int, bool]:
+            """Length of a place's share of a dim, 0 where it cannot be divided further; of two alike the whole one."""
             share = leaf.shape[dim] // math.prod(mesh.shape[axis] for axis in _tuple(spec[dim]))
-            return share if share % length == 0 and taken.get(path) != dim else 0
+            return share if share % length == 0 and taken.get(path) != dim else 0, spec[dim] is None
 
         dim = max(range(len(leaf.shape)), key=size)
-        if size(dim):
+        if size(dim)[0]:
             # Behind the other axes of the dim, so that each place divides what it holds already.
             axes = (*_tuple(spec[dim]), FSDP)
             entry = axes if len(axes) > 1 else FSDP

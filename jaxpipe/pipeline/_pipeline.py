@@ -284,15 +284,12 @@ class Pipeline:
     @property
     def gathered_bytes(self) -> int:
         """Bytes of the weights of a stage, in the dtype they compute in, that a device gathers over `fsdp`."""
-        gathered, at_rest = self._params.gathered, self._params.grad_layout
 
         def num_bytes(like: Any, spec: P) -> int:
             return math.prod(NamedSharding(self.mesh, spec).shard_shape(like.shape)) * like.dtype.itemsize
 
-        whole, held = (
-            sum(jax.tree.leaves(jax.tree.map(num_bytes, gathered.struct(), layout.spec())))
-            for layout in (gathered, at_rest)
-        )
+        layouts = self._params.gathered, self._params.at_rest
+        whole, held = (sum(jax.tree.leaves(jax.tree.map(num_bytes, x.struct(), x.spec()))) for x in layouts)
         return whole - held
 
     @property

@@ -68,6 +68,7 @@ class ModelParams:
         master_layout: Layout of the master parameters, which live from step to step: in float32 in mixed precision.
         layout: Layout of the parameters that the layers compute with, as they are held during a step.
         gathered: The same, as they are while layers run: whole along `fsdp`.
+        at_rest: The same, divided as the master parameters are.
         grad_layout: Layout of the sums of their gradients. All three have the same leaves in the same order.
         tied: Parameters that several stages hold alike, each with those stages; the first one owns it.
         stage_dims: The dims along which parameters are sliced over the stages, by path.
@@ -97,10 +98,10 @@ class ModelParams:
         structs = [{name: struct[path] for name, path in stage.paths.items()} for stage in self.stages]
         specs = trace.tree_specs()
         self.master_layout = Layout(structs, specs=[specs_of(stage, specs) for stage in self.stages])
-        at_rest = self.master_layout.cast(lambda leaf: cast_floats(leaf, dtype))
-        self.gathered = at_rest.cast(lambda leaf: leaf, whole_along=FSDP)
-        self.layout = self.gathered if gather else at_rest
-        self.grad_layout = at_rest.cast(lambda leaf: grad_accum_struct(leaf, grad_dtype))
+        self.at_rest = self.master_layout.cast(lambda leaf: cast_floats(leaf, dtype))
+        self.gathered = self.at_rest.cast(lambda leaf: leaf, whole_along=FSDP)
+        self.layout = self.gathered if gather else self.at_rest
+        self.grad_layout = self.at_rest.cast(lambda leaf: grad_accum_struct(leaf, grad_dtype))
         self.trunk_names = tuple(self.stages[0].trunk)
         """Parameters of the trunk of all chunks, chunk after chunk, in the same order in each."""
         self.vocab_names = tuple(self.stages[0].names_of(vocab.layers))

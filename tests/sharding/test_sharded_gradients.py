@@ -3,7 +3,7 @@
 import pytest
 from _annotated import ANNOTATED, BLOCKS, Sharded
 from _covering import Chosen, covering, slow_after
-from _models import ALL_MODELS
+from _models import ALL_MODELS, MICROBATCH
 from _oracle import SCHEDULES, cached_reference
 from _tolerances import assert_close, assert_loss
 
@@ -55,8 +55,9 @@ def test_every_gradient(case: Sharded) -> None:
 
 
 def fits(case: Sharded) -> bool:
-    """Whether there are enough devices and layers."""
-    return case.topology().world_size() <= 8 and case.parts <= len(ALL_MODELS[case.model].layers())
+    """Whether there are enough devices, layers, and samples for the axis that divides them."""
+    has_room = case.topology().world_size() <= 8 and case.parts <= len(ALL_MODELS[case.model].layers())
+    return has_room and MICROBATCH % dict(case.axes).get("fsdp", 1) == 0
 
 
 @pytest.mark.slow
