@@ -13,16 +13,21 @@ from jaxpipe.deepspeed import model_parallel_reconfigure_tp_seed as model_parall
 from jaxpipe.deepspeed import non_reentrant_checkpoint as non_reentrant_checkpoint
 from jaxpipe.deepspeed import reset as reset
 from jaxpipe.deepspeed import set_num_layers as set_num_layers
+from jaxpipe.recompute import REDUCED as REDUCED
 from jaxpipe.recompute import RecomputeSettings as RecomputeSettings
 from jaxpipe.recompute import checkpoint as checkpoint
 from jaxpipe.recompute import configure as configure
 from jaxpipe.recompute import current_settings as current_settings
 from jaxpipe.recompute import is_configured as is_configured
 from jaxpipe.recompute import partition_activations_in_checkpoint as partition_activations_in_checkpoint
+from jaxpipe.recompute import reduced as reduced
+from jaxpipe.recompute import save_reduced as save_reduced
+from jaxpipe.recompute import save_whole as save_whole
 from jaxpipe.recompute import settings_for as settings_for
 from jaxpipe.recompute import use_settings as use_settings
 
 __all__ = [
+    "REDUCED",
     "CheckpointFunction",
     "CudaRNGStatesTracker",
     "RNGState",
@@ -36,7 +41,10 @@ __all__ = [
     "model_parallel_reconfigure_tp_seed",
     "non_reentrant_checkpoint",
     "partition_activations_in_checkpoint",
+    "reduced",
     "reset",
+    "save_reduced",
+    "save_whole",
     "set_num_layers",
     "settings_for",
     "use_settings",

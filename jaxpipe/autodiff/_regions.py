@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
-from jaxpipe.jaxpr import Values, bind, called_program, primitives, programs_inside, read
+from jaxpipe.jaxpr import Values, bind, called_program, primitives, programs_inside, read, save_reduced
 
 from ._policy import is_cheap, is_kept_in_branches, without_complex
 
@@ -34,7 +34,7 @@ def arrange(closed: ClosedJaxpr, regions: Set[int]) -> Callable[..., list[Any]]:
 
     A region of arithmetic alone is dissolved: what follows by cheap equations is computed again in any case, where that
     leaves less to keep. Of a branch JAX would keep everything, its weights too; it is made to recompute what is cheap,
-    and all of it where it holds a region.
+    and all of it where it holds a region, but for what that keeps by name.
 
     Args:
         closed: The function.
@@ -56,8 +56,8 @@ def _run(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], regions: Set[
 
 def _equation(eqn: Any, values: list[Any], regions: Set[int]) -> list[Any]:
     if eqn.primitive.name == "cond":
-        is_whole = any(id(x) in regions for x in _equations_inside(eqn))
-        policy = None if is_whole else _KEPT_IN_BRANCHES
+        inside = [x.params["policy"] for x in _equations_inside(eqn) if id(x) in regions]
+        policy = (save_reduced if save_reduced in inside else None) if inside else _KEPT_IN_BRANCHES
         # No barrier: a branch of the backward is a program of its own, with which XLA merges nothing of the forward.
         return jax.checkpoint(lambda *xs: bind(eqn, xs), policy=policy, prevent_cse=False)(*values)
     if not any(_changes(x, regions) for x in (eqn, *_equations_inside(eqn))):
@@ -93,8 +93,8 @@ def _is_region(eqn: Any) -> bool:
 
 
 def _is_light(eqn: Any) -> bool:
-    """True if a region does arithmetic and sums alone, and has no policy that says otherwise."""
-    return eqn.params["policy"] is None and _is_arithmetic(eqn.params["jaxpr"])
+    """True if a region does arithmetic and sums alone, and has no policy of a user's own."""
+    return eqn.params["policy"] in (None, save_reduced) and _is_arithmetic(eqn.params["jaxpr"])
 
 
 def _is_arithmetic(jaxpr: Jaxpr) -> bool:

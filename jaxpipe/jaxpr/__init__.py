@@ -14,6 +14,10 @@ from ._program import operands as operands
 from ._program import read as read
 from ._program import value_of as value_of
 from ._program import variables as variables
+from ._reduced import REDUCED as REDUCED
+from ._reduced import reduced as reduced
+from ._reduced import save_reduced as save_reduced
+from ._reduced import save_whole as save_whole
 from ._sharding import output_specs as output_specs
 from ._slice import Slice as Slice
 from ._slice import computed_by as computed_by
@@ -23,6 +27,7 @@ from ._slice import needed_for as needed_for
 from ._slice import reached_from as reached_from
 
 __all__ = [
+    "REDUCED",
     "Program",
     "Slice",
     "Values",
@@ -41,6 +46,9 @@ __all__ = [
     "programs_inside",
     "reached_from",
     "read",
+    "reduced",
+    "save_reduced",
+    "save_whole",
     "value_numbers",
     "value_of",
     "variables",

@@ -58,8 +58,8 @@ class LayerSpec:
 
         Args:
             policy: A `jax.checkpoint` policy, such as `jax.checkpoint_policies.dots_saveable`, that says which inner
-                values are kept all the same. None keeps the layer's inputs alone, as `jaxpipe.checkpointing.configure`
-                asks.
+                values are kept all the same. None keeps the layer's inputs, as `jaxpipe.checkpointing.configure` asks,
+                and where the layer is sharded inside a stage what it names; see `jaxpipe.checkpointing.save_reduced`.
 
         Returns:
             A copy; this spec stays as it is.

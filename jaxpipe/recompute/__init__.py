@@ -1,5 +1,10 @@
 """Activation checkpointing: inner activations computed again in the backward pass instead of kept."""
 
+from jaxpipe.jaxpr import REDUCED as REDUCED
+from jaxpipe.jaxpr import reduced as reduced
+from jaxpipe.jaxpr import save_reduced as save_reduced
+from jaxpipe.jaxpr import save_whole as save_whole
+
 from ._checkpoint import checkpoint as checkpoint
 from ._configure import configure as configure
 from ._configure import is_configured as is_configured
@@ -11,12 +16,16 @@ from ._settings import use_settings as use_settings
 from ._settings import warn_unfollowed as warn_unfollowed
 
 __all__ = [
+    "REDUCED",
     "RecomputeSettings",
     "checkpoint",
     "configure",
     "current_settings",
     "is_configured",
     "partition_activations_in_checkpoint",
+    "reduced",
+    "save_reduced",
+    "save_whole",
     "settings_for",
     "use_settings",
     "warn_unfollowed",

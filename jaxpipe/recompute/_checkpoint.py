@@ -10,6 +10,8 @@ import numpy as np
 
 from jaxpipe._typing import PyTree
 from jaxpipe.errors import LayerError
+from jaxpipe.jaxpr import save_reduced
+from jaxpipe.topology import automatic_axes
 
 from ._settings import follow_settings
 from ._stored import call_with_stored_inputs, model_axis_size
@@ -21,7 +23,8 @@ def checkpoint(function: Callable[..., PyTree], *args: Any) -> PyTree:
     It is `jax.checkpoint(function)(*args)` until `configure` asks for more: then the inputs are kept sharded over
     the `model` axis, or in host memory. These two have no forward-mode derivative, and in host memory no second one.
     Values and gradients are those of `function(*args)`; random keys are inputs like any other, so dropout is the same
-    in both runs.
+    in both runs. On a mesh with axes other than `stage` and `data` what the function names by `reduced(x)` is kept,
+    too, so that the backward pass does not reduce it over these axes again; see `save_reduced`.
 
     Only floating-point arrays among `args` are kept in another way; what the function closes over, its parameters
     usually, stays where it is. Python values among `args` (flags, numbers, strings) reach the function as they are.
@@ -67,9 +70,16 @@ def checkpoint(function: Callable[..., PyTree], *args: Any) -> PyTree:
         with jax.named_scope(f"checkpoint/{_name(function)}"):
             return function(*merged)
 
+    policy = save_reduced if _is_sharded_inside() else None
     if settings.checkpoint_in_cpu or (settings.partition_activations and model_axis_size() > 1):
-        return call_with_stored_inputs(run, arrays, settings)
-    return jax.checkpoint(run)(*arrays)
+        return call_with_stored_inputs(run, arrays, settings, policy)
+    return jax.checkpoint(run, policy=policy)(*arrays)
+
+
+def _is_sharded_inside() -> bool:
+    """True if the mesh around this code has automatic axes, along which there is something to reduce."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return any(mesh.shape[axis] > 1 for axis in automatic_axes(mesh))
 
 
 def _is_array(leaf: Any) -> bool:

@@ -23,7 +23,10 @@ def model_axis_size() -> int:
 
 
 def call_with_stored_inputs(
-    function: Callable[..., PyTree], arrays: Sequence[jax.Array], settings: RecomputeSettings
+    function: Callable[..., PyTree],
+    arrays: Sequence[jax.Array],
+    settings: RecomputeSettings,
+    policy: Callable[..., Any] | None = None,
 ) -> PyTree:
     """Call a function, storing its floating-point inputs elsewhere until the backward pass calls it again.
 
@@ -31,6 +34,7 @@ def call_with_stored_inputs(
         function: Called with the arrays; may close over others.
         arrays: Its inputs.
         settings: Where they are stored.
+        policy: Says which inner values are kept, too, where they are.
 
     Returns:
         What the function returns.
@@ -46,35 +50,57 @@ def call_with_stored_inputs(
     def call(consts: Sequence[Any], values: Sequence[jax.Array]) -> list[jax.Array]:
         # Traced where nothing is differentiated yet, as costs are counted and residuals are cut: they read from the
         # program that it recomputes. `forward` needs no mark, its rule says what is stored.
-        return jax.checkpoint(run)(consts, values)
+        return jax.checkpoint(run, policy=policy)(consts, values)
+
+    places: list[tuple[Any, list[int | None]]] = []
 
     def forward(consts: Sequence[Any], values: Sequence[jax.Array]) -> tuple[list[jax.Array], Any]:
         stored = [store.put(value) for store, value in zip(stores, values, strict=True)]
-        return run(consts, values), (consts, stored)
+        if policy is None:
+            return run(consts, values), (consts, stored, [])
+        of_inexact, given = _of_inexact(run, consts, values)
+        outputs, pullback = jax.vjp(jax.checkpoint(of_inexact, policy=policy), given)
+        leaves, treedef = jax.tree.flatten(pullback)
+        at = [next((i for i, value in enumerate(values) if leaf is value), None) for leaf in leaves]
+        # Beside the result, which holds arrays alone.
+        places.append((treedef, at))
+        return outputs, (consts, stored, [leaf for leaf, i in zip(leaves, at, strict=True) if i is None])
 
     def backward(residuals: Any, cotangents: list[jax.Array]) -> tuple[Any, Any]:
-        consts, stored = residuals
+        consts, stored, kept = residuals
         with jax.named_scope("rematted_computation"):
             # Without the barrier XLA merges what `forward` computed from equal values with this, and so keeps it.
             values = [lax.optimization_barrier(store.get(value)) for store, value in zip(stores, stored, strict=True)]
-            leaves, treedef = jax.tree.flatten((consts, values))
-            inexact = [i for i, leaf in enumerate(leaves) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
-
-            def of_inexact(given: Sequence[jax.Array]) -> list[jax.Array]:
-                merged = list(leaves)
-                for i, value in zip(inexact, given, strict=True):
-                    merged[i] = value
-                return run(*jax.tree.unflatten(treedef, merged))
-
-            _, pullback = jax.vjp(of_inexact, [leaves[i] for i in inexact])
-        grads: list[Any] = [None] * len(leaves)  # None: integers and keys have no gradient
-        for i, grad in zip(inexact, pullback(cotangents)[0], strict=True):
-            grads[i] = grad
-        return tuple(jax.tree.unflatten(treedef, grads))
+            if policy is None:
+                of_inexact, given = _of_inexact(run, consts, values)
+                _, pullback = jax.vjp(of_inexact, given)
+            else:
+                (treedef, at), others = places[-1], iter(kept)
+                pullback = jax.tree.unflatten(treedef, [next(others) if i is None else values[i] for i in at])
+        found = iter(pullback(cotangents)[0])
+        # None: integers and keys have no gradient
+        return jax.tree.map(lambda leaf: next(found) if _is_inexact(leaf) else None, (consts, values))
 
     call.defvjp(forward, backward)
     outputs = call([jnp.asarray(const) for const in closed.consts], list(arrays))
     return jax.tree.unflatten(jax.tree.structure(shapes), outputs)
+
+
+def _of_inexact(
+    run: Callable[..., list[jax.Array]], consts: Sequence[Any], values: Sequence[jax.Array]
+) -> tuple[Callable[..., list[jax.Array]], list[jax.Array]]:
+    """A function of those arguments alone that have a gradient, and these."""
+    leaves, treedef = jax.tree.flatten((consts, values))
+
+    def of_inexact(given: Sequence[jax.Array]) -> list[jax.Array]:
+        new = iter(given)
+        return run(*jax.tree.unflatten(treedef, [next(new) if _is_inexact(leaf) else leaf for leaf in leaves]))
+
+    return of_inexact, [leaf for leaf in leaves if _is_inexact(leaf)]
+
+
+def _is_inexact(leaf: jax.Array) -> bool:
+    return jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
 class _Store:
@@ -143,7 +169,7 @@ class _SharedStore(_Store):
 
 
 def _store_for(array: jax.Array, is_used: bool, settings: RecomputeSettings) -> _Store:
-    if not jnp.issubdtype(array.dtype, jnp.inexact):
+    if not _is_inexact(array):
         return _Store()
     if not is_used:
         return _NoStore(array)

@@ -19,7 +19,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe import LayerSpec, Pipeline, PipelineModule, ProcessTopology, TiedLayerSpec
-from jaxpipe.layers import AuxLoss
+from jaxpipe.layers import AuxLoss, VocabEmbed, VocabHead, vocab_cross_entropy
 from jaxpipe.topology import make_pipeline_mesh
 
 VOCAB, DIM, HIDDEN, HEADS, HEAD_DIM, EXPERTS, LENGTH, BLOCKS = 32, 8, 24, 4, 2, 4, 4, 4
@@ -350,6 +350,10 @@ class Annotated:
     rules: tuple[tuple[str, Any], ...] | None = None
 
 
+def vocab_loss(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    return vocab_cross_entropy(logits, labels, VOCAB).mean()
+
+
 def text(rng: np.random.Generator, *lead: int) -> tuple[Any, Any, Any]:
     inputs, labels = rng.integers(0, VOCAB, (2, *lead, LENGTH)).astype(np.int32)
     return inputs, labels, {}
@@ -406,6 +410,11 @@ ANNOTATED = {
     ),
     "tied": Annotated(tied(), {"table": ENDS["table"], **HEADED, **MLP}),
     "tied_nnx": Annotated(tied(NNXEmbed, NNXMlp), {"table/embedding": ("model", None)}),
+    "vocab": Annotated(
+        lambda *, said=True: [VocabEmbed(VOCAB, DIM), *repeated(Block, said), nn.LayerNorm(), VocabHead(VOCAB)],
+        {**HEADED, **MLP},
+        vocab_loss,
+    ),
     "dropout": Annotated(between(Mlp, rate=0.5), {**ENDS, **MLP}),
     "dropout_nnx": Annotated(between(NNXMlp, rate=0.5), ENDS),
     "stats": Annotated(

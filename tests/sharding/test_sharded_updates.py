@@ -74,6 +74,8 @@ def check(case: Sharded) -> None:
             Sharded(annotated="mixed", data=2, optimizer=ADAM, settings=ZERO, cut="front"),
             Sharded(annotated="experts", data=2, axes=EXPERT, optimizer=SGD, settings={**CLIP, **ZERO}),
             Sharded(annotated="inner", axes=(("model", 2), ("expert", 2)), optimizer=SGD, settings=CLIP),
+            Sharded(annotated="vocab", data=2, optimizer=ADAM, settings={**CLIP, **ZERO}),
+            Sharded(annotated="vocab", axes=(("model", 4),), optimizer=ADAM, schedule="zero-bubble", settings=CLIP),
             Sharded(annotated="fsdp", data=2, axes=(("fsdp", 2),), optimizer=LAMB, settings={**CLIP, **ZERO}),
             Sharded(annotated="fsdp_model", axes=(("fsdp", 2), ("model", 2)), optimizer=ADAM, settings=CLIP),
             Sharded(annotated="block", data=2, optimizer=SGD, settings={"loss_scaler": LossScaler(1024.0)}),
