@@ -61,6 +61,16 @@ def test_every_key_of_every_section() -> None:
     assert config == TrainConfig(**FULL)
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_all_stages_of_zero(stage: int) -> None:
+    assert load_config(at("zero_optimization.stage", stage)).zero_optimization == ZeroSection(stage)
+
+
+@pytest.mark.parametrize("value", ["auto", "step", "tick", "Step"])
+def test_when_weights_are_gathered(value: str) -> None:
+    assert load_config(at("pipeline.gather_weights", value)).pipeline.gather_weights == value.lower()
+
+
 def test_numbers_are_stored_as_floats() -> None:
     fp16 = {"enabled": True, "loss_scale": 128, "min_loss_scale": 2}
     config = load_config({"gradient_clipping": 1, "fp16": fp16})
