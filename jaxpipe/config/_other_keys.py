@@ -83,7 +83,10 @@ _NEVER: tuple[object, ...] = ()
 
 _TUNING = "it tunes PyTorch, its kernels or its exchanges, and XLA has no counterpart"
 _OLD_TUNING = f"an old name; {_TUNING}"
-_AVERAGING = "gradients are averaged over the replicas once a step, in the dtype they are accumulated in"
+_AVERAGING = (
+    "gradients are averaged over the axis data once a step, in the dtype they are accumulated in, and over fsdp (with "
+    "ZeRO 2 and 3) after every microbatch, in the dtype that layers compute in"
+)
 
 _flag = Unused(optional(read_flag), _TUNING)
 _old_flag = _flag._replace(reason=_OLD_TUNING)
@@ -99,8 +102,9 @@ _FETCHES = (
     "param_persistence_threshold",
     "prefetch_bucket_size",
 )
-_FETCH_FLAGS = ("allgather_sequential", "gather_16bit_weights_on_model_save", "use_all_reduce_for_fetch_params")
+_FETCH_FLAGS = ("allgather_sequential", "use_all_reduce_for_fetch_params")
 _fetch, _fetch_flag = _size._replace(reason=_FETCHED), _flag._replace(reason=_FETCHED)
+_gather_on_save = _flag._replace(reason="what is saved or exported is whole at any stage of ZeRO")
 _object = Unused(optional(read_object), _TUNING, _ENABLED)
 _monitor = _object._replace(reason="metrics are not written anywhere; log what train_batch returns, or engine.metrics")
 _profiler = _object._replace(reason="it measures PyTorch; use jax.profiler")
@@ -173,7 +177,9 @@ UNUSED: Mapping[str, Unused] = MappingProxyType(
         **{f"zero_optimization.{prefix}{key}": _fetch for prefix in ("", "stage3_") for key in _FETCHES},
         **{f"zero_optimization.{prefix}{key}": _fetch_flag for prefix in ("", "stage3_") for key in _FETCH_FLAGS},
         "zero_optimization.leaf_module": _object._replace(reason=_FETCHED, off=({},)),
-        "zero_optimization.stage3_gather_fp16_weights_on_model_save": _fetch_flag,
+        "zero_optimization.gather_16bit_weights_on_model_save": _gather_on_save,
+        "zero_optimization.stage3_gather_16bit_weights_on_model_save": _gather_on_save,
+        "zero_optimization.stage3_gather_fp16_weights_on_model_save": _gather_on_save,
     }
 )
 
@@ -183,10 +189,10 @@ _FLAG = Refusal("it is not supported", "Remove the key")
 _MASTERS = Refusal("master weights and the optimizer's state are float32", "Remove the key")
 _OFFLOAD = Refusal(
     "nothing is offloaded to the host or to disk, because one compiled step holds the whole update",
-    "Remove the key, and spread the optimizer's state with zero_optimization.stage=1",
+    "Remove the key, and divide the optimizer's state with zero_optimization.stage=1, or the weights too with 3",
     (False, {}, {"device": "none"}),
 )
-_MICS = Refusal("it belongs to MiCS, whose groups are not there", "Use a mesh with the axes data and fsdp", (False, -1))
+_MICS = Refusal("it belongs to MiCS, whose groups are not there", "Use a mesh with the axes data and fsdp")
 _ZERO_PP = Refusal("it belongs to ZeRO++, whose groups and quantised exchanges are not there", "Remove the key")
 
 
@@ -202,7 +208,7 @@ _ZERO: dict[str, Refusal] = {
     **dict.fromkeys(("cpu_offload", "cpu_offload_param", "cpu_offload_params", "cpu_offload_use_pin_memory"), _OFFLOAD),
     **dict.fromkeys(("offload_optimizer", "offload_param"), _OFFLOAD),
     "mics_hierarchical_params_gather": _MICS,
-    "mics_shard_size": _MICS,
+    "mics_shard_size": _MICS._replace(off=(-1,)),
     "zenflow": _OFFLOAD._replace(off=_NEVER),
     "zero_hpz_partition_size": _ZERO_PP._replace(off=(1,)),
     "zero_quantized_gradients": _ZERO_PP,

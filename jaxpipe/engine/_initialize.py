@@ -79,7 +79,8 @@ def initialize(  # noqa: PLR0913  # DeepSpeed's arguments
         loss_fn: The loss of a plain model, `loss_fn(outputs, labels)`; None: its output is the loss.
         example_batch: One entry `(inputs, labels)` or `(inputs, labels, side)`, leaves
             `[microbatch_size * data, ...]`, arrays or shapes.
-        mesh: A mesh with the axes `stage` and `data`. None: the topology's, over all devices.
+        mesh: A mesh with the axes `stage` and `data`, and further ones as in `make_pipeline`. None: the topology's,
+            over all devices.
         shuffle: Whether `training_data` is shuffled anew each epoch, from `base_seed`; else samples come in their
             order, as those that are sorted by length must.
         reporter: Called in process 0 with each line for the person who watches: one every `steps_per_print` steps, with

@@ -39,7 +39,7 @@ class Trainer:
 
     Attributes:
         sizes: Sizes of a batch.
-        num_replicas: Length of the `data` axis.
+        num_replicas: Shares of a batch: places along `data`, times those along `fsdp`.
         data_shard: The replicas whose samples this process feeds.
         programs: A `Pipeline` for each shape of a batch.
         compiler: Compiles, and shows lines.

@@ -43,10 +43,11 @@ def make_pipeline(
         optimizer: An optax transformation that treats every parameter by itself; or a constructor with an argument
             `learning_rate`, such as `optax.adamw`, which gets the schedule. None: that of the configuration.
         config: DeepSpeed's configuration, as a dictionary, a path or a `TrainConfig`.
-        mesh: A mesh with the axes `stage` and `data`, and `model` where layers use it; None: all devices, see
-            `mesh_for`.
+        mesh: A mesh with the axes `stage` and `data`, `model` where layers use it, and `fsdp` where weights are to be
+            divided; None: all devices, see `mesh_for`. With `zero_optimization.stage` 2 and 3 its replicas become
+            places along `fsdp`, unless it has that axis.
         example_batch: One entry as a data iterator yields it, `(inputs, labels)` or `(inputs, labels, side)`, leaves
-            `[microbatch_size * data, ...]`, arrays or shapes.
+            `[microbatch_size * data, ...]`, arrays or shapes; places along `fsdp` count as places along `data`.
         lr_scheduler: The learning rate as a function of the number of updates; None: that of the configuration.
 
     Returns:
@@ -156,7 +157,7 @@ def mesh_for(model: PipelineModule, devices: Sequence[Any] | None = None) -> Mes
         devices: JAX devices to use; None: all.
 
     Returns:
-        A mesh with the axes `stage` and `data`, and `model` where the topology has it.
+        A mesh with the axes `stage` and `data`, and the further ones that the topology has.
 
     Raises:
         TopologyError: The devices do not suffice, or do not divide into the stages.

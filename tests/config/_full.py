@@ -71,11 +71,25 @@ def _full() -> dict[str, Any]:
     full = copy.deepcopy(_GIVEN)
     for path, key in KEYS.items():
         if at(full, path) is None:
-            put(full, path, {bool: key.default is not True, int: 3, float: 0.5}[key.kind()])
+            others = [name for name in key.names() if name != key.default]
+            put(full, path, others[0] if others else {bool: key.default is not True, int: 3, float: 0.5}[key.kind()])
     return full
 
 
 FULL = _full()
+
+_FETCHES: dict[str, list[Any]] = {
+    "allgather_sequential": [True],
+    "gather_16bit_weights_on_model_save": [True],
+    "max_live_parameters": [1e9, 0, "auto"],
+    "max_reuse_distance": [1000000000, 0, "auto"],
+    "model_persistence_threshold": [100000, 0, "auto"],
+    "module_granularity_threshold": [0],
+    "param_persistence_threshold": [1e5, 0, "auto"],
+    "prefetch_bucket_size": [5e8, 0, "auto"],
+    "use_all_reduce_for_fetch_params": [True],
+}
+"""Of DeepSpeed's ZeRO stage 3; each has two names."""
 
 UNUSED: dict[str, list[Any]] = {
     "aio": [{"block_size": 1048576}],
@@ -122,6 +136,7 @@ UNUSED: dict[str, list[Any]] = {
     "zero_optimization.find_unused_parameters": [True],
     "zero_optimization.grad_hooks": [True],
     "zero_optimization.ignore_unused_parameters": [True],
+    "zero_optimization.leaf_module": [{"classes": ["Experts"]}],
     "zero_optimization.legacy_stage1": [True],
     "zero_optimization.load_from_fp32_weights": [True],
     "zero_optimization.log_trace_cache_warnings": [True],
@@ -134,9 +149,11 @@ UNUSED: dict[str, list[Any]] = {
     "zero_optimization.reduce_scatter": [True],
     "zero_optimization.round_robin_gradients": [True],
     "zero_optimization.save_muon_momentum_buffer_in_memory": [True],
+    "zero_optimization.stage3_gather_fp16_weights_on_model_save": [True],
     "zero_optimization.sub_group_size": [1e9],
     "zero_optimization.use_multi_rank_bucket_allreduce": [True],
     "zero_reduce_scatter": [True],
+    **{f"zero_optimization.{prefix}{key}": values for prefix in ("", "stage3_") for key, values in _FETCHES.items()},
 }
 """Keys without effect, with values that ask for something."""
 
@@ -147,6 +164,7 @@ UNUSED_OFF: dict[str, list[Any]] = {
     "dataloader_drop_last": [True],
     "gradient_predivide_factor": [1.0, 1],
     "timers": [{"throughput": {"enabled": False}}],
+    "zero_optimization.leaf_module": [{}],
 }
 """The same keys with values that ask for nothing."""
 
@@ -191,34 +209,14 @@ OFF: dict[str, list[Any]] = {
     "train_step_batch_size": [],
     "use_data_before_expert_parallelism": [False],
     "weight_quantization": [{"enabled": False}],
-    "zero_optimization.allgather_sequential": [False],
     "zero_optimization.cpu_offload": [False],
     "zero_optimization.cpu_offload_param": [False],
     "zero_optimization.cpu_offload_params": [False],
     "zero_optimization.cpu_offload_use_pin_memory": [False],
-    "zero_optimization.gather_16bit_weights_on_model_save": [False],
-    "zero_optimization.leaf_module": [],
-    "zero_optimization.max_live_parameters": [],
-    "zero_optimization.max_reuse_distance": [],
     "zero_optimization.mics_hierarchical_params_gather": [False],
     "zero_optimization.mics_shard_size": [-1],
-    "zero_optimization.model_persistence_threshold": [],
-    "zero_optimization.module_granularity_threshold": [],
     "zero_optimization.offload_optimizer": [{"device": "none", "pin_memory": True}, {}],
     "zero_optimization.offload_param": [{"device": "none"}],
-    "zero_optimization.param_persistence_threshold": [],
-    "zero_optimization.prefetch_bucket_size": [],
-    "zero_optimization.stage3_allgather_sequential": [False],
-    "zero_optimization.stage3_gather_16bit_weights_on_model_save": [False],
-    "zero_optimization.stage3_gather_fp16_weights_on_model_save": [False],
-    "zero_optimization.stage3_max_live_parameters": [],
-    "zero_optimization.stage3_max_reuse_distance": [],
-    "zero_optimization.stage3_model_persistence_threshold": [],
-    "zero_optimization.stage3_module_granularity_threshold": [],
-    "zero_optimization.stage3_param_persistence_threshold": [],
-    "zero_optimization.stage3_prefetch_bucket_size": [],
-    "zero_optimization.stage3_use_all_reduce_for_fetch_params": [False],
-    "zero_optimization.use_all_reduce_for_fetch_params": [False],
     "zero_optimization.zenflow": [],
     "zero_optimization.zero_hpz_partition_size": [1],
     "zero_optimization.zero_quantized_gradients": [False],

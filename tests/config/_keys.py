@@ -23,8 +23,12 @@ class Key(NamedTuple):
 
     def kind(self) -> Any:
         """The one type of its value beside None and `"auto"`; None where there are several."""
-        plain = self.kinds - {types.NoneType, "auto"}
+        plain = {str if isinstance(kind, str) else kind for kind in self.kinds - {types.NoneType, "auto"}}
         return next(iter(plain)) if len(plain) == 1 else None
+
+    def names(self) -> list[str]:
+        """The values that are spelled out, beside `"auto"`."""
+        return sorted(kind for kind in self.kinds - {"auto"} if isinstance(kind, str))
 
 
 def _kinds(hint: Any) -> Iterator[Any]:

@@ -89,7 +89,6 @@ DECAY_ = f"{WARMUP_} scheduler.params.total_num_steps"
 OFFLOADS_ = f"{_Z}.offload_optimizer {_Z}.offload_param"
 LIVE_ = f"{_Z}.stage3_max_live_parameters {_Z}.stage3_max_reuse_distance"
 TUNED_ = f"{_Z}.stage3_prefetch_bucket_size {_Z}.stage3_param_persistence_threshold"
-STAGE_3_ = f"{_Z}.stage {LIVE_} {TUNED_}"
 GATHERED_ = f"{_Z}.stage3_gather_16bit_weights_on_model_save"
 EXCHANGES_ = " ".join(f"{_Z}.{name}" for name in EXCHANGES)
 BUCKETS_ = " ".join(f"{_Z}.{name}" for name in BUCKETS)
@@ -107,7 +106,7 @@ PUBLISHED: dict[str, Published] = {
             **CLIP,
             **SCALED,
         },
-        f"{_Z}.stage {_Z}.cpu_offload",
+        f"{_Z}.cpu_offload",
     ),
     "deepspeed-megatron-bs8-gas3": Published(
         {
@@ -121,7 +120,7 @@ PUBLISHED: dict[str, Published] = {
     ),
     "deepspeed-megatron-scheduler": Published(
         {**_batch(4, None, 1), **_zero(2), **CLIP, **_warmup(0, 0.001, 10), **SCALED},
-        f"{_Z}.stage scheduler optimizer",
+        "scheduler optimizer",
     ),
     "deepspeed-megatron-perf-bs16": Published(
         {**_batch(16, None, 1), **_zero(1), "disable_allgather": True, **CLIP, **SCALED}, idle="disable_allgather"
@@ -168,7 +167,7 @@ PUBLISHED: dict[str, Published] = {
             "prescale_gradients": False,
             "wall_clock_breakdown": False,
         },
-        f"{_Z}.offload_param {_Z}.stage3_param_persistence_threshold",
+        f"{_Z}.offload_param",
     ),
     "deepspeed-deepcompile": Published(
         {
@@ -187,7 +186,7 @@ PUBLISHED: dict[str, Published] = {
                 stage3_model_persistence_threshold=0,
             ),
         },
-        f"compile {_Z}.stage {_Z}.stage3_param_persistence_threshold {_Z}.stage3_model_persistence_threshold",
+        "compile",
     ),
     "deepspeed-batch-unit-test": Published(
         {**_batch(2, None, 1), **_optimizer("Adam", lr=1.5e-4), **CLIP, **_under("fp16", enabled=True, loss_scale=0)}
@@ -211,7 +210,7 @@ PUBLISHED: dict[str, Published] = {
                 stage3_gather_16bit_weights_on_model_save=True,
             ),
         },
-        f"{STAGE_3_} {GATHERED_}",
+        idle=f"{EXCHANGES_} {BUCKETS_} {_Z}.sub_group_size {LIVE_} {TUNED_} {GATHERED_}",
     ),
     "deepspeed-autotuning-template-zero3": Published(
         _zero(
@@ -224,7 +223,7 @@ PUBLISHED: dict[str, Published] = {
             stage3_gather_16bit_weights_on_model_save=False,
             sub_group_size=1e12,
         ),
-        f"{STAGE_3_} {SIZES_}",
+        SIZES_,
     ),
     # DeepSpeedExamples.
     "examples-pipeline-parallelism": Published(
@@ -332,7 +331,7 @@ PUBLISHED: dict[str, Published] = {
             **CLIP,
             "zero_allow_untested_optimizer": True,
         },
-        f"{_Z}.stage {_Z}.offload_optimizer {_Z}.zenflow",
+        f"{_Z}.offload_optimizer {_Z}.zenflow",
     ),
     "examples-bf16-masters": Published(
         {
@@ -342,8 +341,7 @@ PUBLISHED: dict[str, Published] = {
             **_zero(3, overlap_comm=True, reduce_bucket_size=5e7, stage3_param_persistence_threshold=0),
             **_under("torch_autocast", enabled=True, dtype="torch.bfloat16"),
         },
-        f"bf16.bf16_master_weights_and_grads bf16.bf16_optimizer_states {_Z}.stage "
-        f"{_Z}.stage3_param_persistence_threshold torch_autocast",
+        "bf16.bf16_master_weights_and_grads bf16.bf16_optimizer_states torch_autocast",
     ),
     "examples-autosp": Published(
         {
@@ -371,7 +369,7 @@ PUBLISHED: dict[str, Published] = {
             **AUTO_RUN,
             "steps_per_print": 1,
         },
-        f"bf16.enabled {ADAMW_} {DECAY_} {_Z}.stage {_Z}.gather_16bit_weights_on_model_save tensor_parallel {RUN_}",
+        f"bf16.enabled {ADAMW_} {DECAY_} tensor_parallel {RUN_}",
     ),
     "examples-sglang-nvme": Published(
         {
@@ -385,7 +383,7 @@ PUBLISHED: dict[str, Published] = {
             **_under("aio", block_size=8388608, queue_depth=32, single_submit=False, overlap_events=True),
             **_batch(1),
         },
-        f"{_Z}.stage {TUNED_} {_Z}.stage3_max_live_parameters {_Z}.offload_param",
+        f"{_Z}.offload_param",
     ),
     # Megatron-DeepSpeed, BigScience and BLOOM.
     "bloom-176b": Published(
@@ -434,7 +432,7 @@ PUBLISHED: dict[str, Published] = {
             ),
             **AUTO_RUN,
         },
-        f"{ADAMW_} {DECAY_} {STAGE_3_} {OFFLOADS_} {_Z}.stage3_gather_fp16_weights_on_model_save {RUN_}",
+        f"{ADAMW_} {DECAY_} {OFFLOADS_} {RUN_}",
     ),
     "megatron-deepspeed-baseline": Published(
         {
@@ -472,7 +470,7 @@ PUBLISHED: dict[str, Published] = {
             "steps_per_print": 2000,
             "wall_clock_breakdown": False,
         },
-        f"fp16.enabled bf16.enabled {ADAMW_} {WARMUP_} {_Z}.stage {_Z}.offload_optimizer {RUN_}",
+        f"fp16.enabled bf16.enabled {ADAMW_} {WARMUP_} {_Z}.offload_optimizer {RUN_}",
     ),
     "transformers-zero3": Published(
         {
@@ -494,7 +492,7 @@ PUBLISHED: dict[str, Published] = {
             **_warmup(0, 3e-5, 500),
             "steps_per_print": 2000,
         },
-        f"{STAGE_3_} {OFFLOADS_} {_Z}.stage3_gather_fp16_weights_on_model_save {SIZES_}",
+        f"{OFFLOADS_} {SIZES_}",
     ),
     "alpaca": Published(
         {
@@ -514,7 +512,7 @@ PUBLISHED: dict[str, Published] = {
             **AUTO_RUN,
             "steps_per_print": 5,
         },
-        f"bf16.enabled {ADAMW_} {DECAY_} {STAGE_3_} {OFFLOADS_} {RUN_}",
+        f"bf16.enabled {ADAMW_} {DECAY_} {OFFLOADS_} {RUN_}",
     ),
     "vicuna-zero2": Published(
         {
@@ -522,7 +520,7 @@ PUBLISHED: dict[str, Published] = {
             "fp16.enabled": "auto",
             **_batch(None, "auto", "auto"),
         },
-        f"{_Z}.stage {_Z}.offload_optimizer fp16.enabled train_micro_batch_size_per_gpu gradient_accumulation_steps",
+        f"{_Z}.offload_optimizer fp16.enabled train_micro_batch_size_per_gpu gradient_accumulation_steps",
     ),
     "vicuna-zero3": Published(
         {
@@ -539,7 +537,7 @@ PUBLISHED: dict[str, Published] = {
             ),
             **AUTO_SIZES,
         },
-        f"fp16.enabled {STAGE_3_} {OFFLOADS_} {GATHERED_} {SIZES_}",
+        f"fp16.enabled {OFFLOADS_} {SIZES_}",
     ),
     "llama-factory-zero0": Published(
         {
@@ -567,7 +565,7 @@ PUBLISHED: dict[str, Published] = {
                 stage3_gather_16bit_weights_on_model_save=True,
             ),
         },
-        f"{RUN_} fp16.enabled bf16.enabled {STAGE_3_} {OFFLOADS_} {GATHERED_}",
+        f"{RUN_} fp16.enabled bf16.enabled {OFFLOADS_}",
     ),
     "llava-zero2": Published(
         {
@@ -576,7 +574,7 @@ PUBLISHED: dict[str, Published] = {
             **AUTO_SIZES,
             **_zero(2, overlap_comm=True, sub_group_size=1e9, reduce_bucket_size="auto"),
         },
-        f"fp16.enabled bf16.enabled {SIZES_} {_Z}.stage",
+        f"fp16.enabled bf16.enabled {SIZES_}",
     ),
     "axolotl-zero1-compile": Published(
         {
@@ -605,8 +603,7 @@ PUBLISHED: dict[str, Published] = {
             **BF16,
             **AUTO_RUN,
         },
-        f"{_Z}.stage {OFFLOADS_} {TUNED_} {_Z}.max_live_parameters {_Z}.max_reuse_distance "
-        f"{_Z}.gather_16bit_weights_on_model_save {RUN_}",
+        f"{OFFLOADS_} {RUN_}",
     ),
     "hana": Published(
         {
@@ -618,7 +615,7 @@ PUBLISHED: dict[str, Published] = {
             **_batch(None, 8),
             **_under("activation_checkpointing", partition_activations=False, number_checkpoints=False),
         },
-        f"{_Z}.stage {_Z}.offload_optimizer activation_checkpointing.number_checkpoints scheduler optimizer",
+        f"{_Z}.offload_optimizer activation_checkpointing.number_checkpoints scheduler optimizer",
     ),
     # GPT-NeoX: what it gives to DeepSpeed of its own settings.
     "neox-125m": Published(

@@ -17,7 +17,7 @@ BAD: dict[str, Any] = {
     "gradient_clipping": -1,
     "fp16": {"enabled": True, "loss_scale": "auto", "histeresis": 2},
     "bf16": {"enabled": True},
-    "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}, "overlap_comm": "yes"},
+    "zero_optimization": {"stage": 4, "offload_optimizer": {"device": "cpu"}, "overlap_comm": "yes"},
     "pipeline": {"partition": [0, -1, 3, "x"]},
     "optimizer": {"type": "OneBitAdam", "params": {"a": len, "b": {3: 4}, "max_grad_norm": 1}},
     "scheduler": {"params": {}},

@@ -56,6 +56,7 @@ WRONG_VALUES: dict[str, list[Any]] = {
     "pipeline.num_chunks": [0, -2, "many"],
     "pipeline.max_pending_weights": [0, -1],
     "pipeline.memory_limit_gb": [0, -80.0, float("inf")],
+    "pipeline.gather_weights": ["", "always"],
     "fp16.loss_scale": [-1, float("inf"), float("nan")],
     "fp16.initial_scale_power": [-1, 128],
     "fp16.loss_scale_window": [0, -5],
@@ -71,6 +72,7 @@ WRONG_VALUES: dict[str, list[Any]] = {
     "checkpoint.keep_last": [0, -3, None],
     "checkpoint.keep_every": [0, -1],
     **{path: [{"enabled": True}] for path in OFF if not path.startswith("bf16.")},  # FULL has bf16 off
+    **{path: [-1, "many"] for path, values in UNUSED.items() if type(values[0]) in (int, float)},
 }
 
 

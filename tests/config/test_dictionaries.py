@@ -46,7 +46,7 @@ _BY_HAND: dict[str, st.SearchStrategy[Any]] = {
     "fp16.initial_scale_power": st.integers(0, 127),
     "fp16.min_loss_scale": st.floats(1e-30, 1e30),
     "data_types.grad_accum_dtype": st.sampled_from([None, "float32", "bfloat16", "float16"]),
-    "zero_optimization.stage": st.integers(0, 1),
+    "zero_optimization.stage": st.integers(0, 3),
     "activation_checkpointing.contiguous_memory_optimization": st.just(False),  # needs two others
     "optimizer": _named("Adam", "muon", "sgd"),
     "scheduler": _named("WarmupLR", "OneCycle"),
@@ -61,7 +61,8 @@ def _strategy(path: str, key: Key) -> st.SearchStrategy[Any]:
     if key.is_section:
         return _keys_of(f"{path}.")
     others = {types.NoneType: st.none(), "auto": st.just("auto")}
-    return st.one_of(_PLAIN[key.kind()], *(strategy for kind, strategy in others.items() if kind in key.kinds))
+    plain = st.sampled_from(key.names()) if key.names() else _PLAIN[key.kind()]
+    return st.one_of(plain, *(strategy for kind, strategy in others.items() if kind in key.kinds))
 
 
 def _keys_of(outer: str) -> st.SearchStrategy[dict[str, Any]]:

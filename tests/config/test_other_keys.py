@@ -78,8 +78,10 @@ def test_their_values_are_checked_all_the_same(path: str) -> None:
         ("tensorboard", {"enabled": True}, "log what train_batch returns, or engine.metrics"),
         ("dump_state", True, "log engine.config"),
         ("dataloader_drop_last", False, "is not full is dropped all the same"),
-        ("prescale_gradients", True, "averaged over the replicas once a step"),
+        ("prescale_gradients", True, "averaged over the axis data once a step"),
         ("allgather_size", 1, "an old name; it tunes PyTorch"),
+        ("zero_optimization.stage3_prefetch_bucket_size", 5e8, "pipeline.gather_weights says how long they are held"),
+        ("zero_optimization.gather_16bit_weights_on_model_save", True, "what is saved or exported is whole at any"),
     ],
 )
 def test_reasons(path: str, value: object, match: str) -> None:
@@ -170,7 +172,8 @@ def test_what_is_refused_gives_reason_and_repair(path: str, value: object) -> No
     [
         ("zero_optimization.offload_optimizer", {"device": "cpu"}, r"nothing is offloaded .*={'device': 'cpu'}. Remo"),
         ("zero_optimization.zero_quantized_weights", True, r"ZeRO\+\+.*=True. Remove"),
-        ("gradient_allreduce_op", "sum", r"averaged over the replicas.*='sum'. Remove"),
+        ("zero_optimization.mics_shard_size", 8, r"MiCS.*=8. Use a mesh with the axes data and fsdp"),
+        ("gradient_allreduce_op", "sum", r"averaged over the axis data.*='sum'. Remove"),
         ("max_grad_norm", 1.0, r"=1.0. Use gradient_clipping"),
         ("train_step_batch_size", 4, r"=4. Use train_micro_batch_size_per_gpu"),
         ("batch", {"train_batch_size": 4}, r"TrainingConfig in Python alone, .*. Use its keys without it"),

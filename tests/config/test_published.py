@@ -34,6 +34,8 @@ def test_the_collection_is_large_enough() -> None:
     assert len(ACCEPTED) >= 15
 
 
+# Sizes that are missing are found once the replicas are known, after the warning of a file that is right by itself.
+@pytest.mark.filterwarnings("ignore::jaxpipe.config.ConfigWarning")
 @pytest.mark.parametrize("name", REFUSED)
 def test_one_error_names_all_that_is_refused(name: str) -> None:
     published = PUBLISHED[name]

@@ -134,6 +134,7 @@ def test_the_configuration_reaches_the_pipeline() -> None:
             "partition": "uniform",
             "skip_idle": False,
             "scan_trunk": True,
+            "gather_weights": "step",
         },
     }
     pipeline = jaxpipe.make_pipeline(module(), optax.sgd(0.1), config, None, entry())

@@ -15,6 +15,7 @@ from jax.sharding import AbstractMesh, PartitionSpec
 from jaxpipe import LayerSpec, PipelineModule, PipeModelDataParallelTopology, ProcessTopology, TiedLayerSpec
 from jaxpipe.errors import LayerError
 from jaxpipe.layers import VocabEmbed, layer_signatures
+from jaxpipe.layers._sharding import with_fsdp
 
 X = np.ones((2, 4), np.float32)
 KEY = jax.random.key(0)
@@ -297,3 +298,81 @@ def test_a_rule_that_nothing_uses_is_warned_of_once() -> None:
         warnings.simplefilter("error")
         model.replace(base_seed=3).trace(X)
         model.replace(sharding_rules=rules[:1]).init(KEY, X)
+
+
+FSDP_MESH = AbstractMesh((2, 2, 4, 2), ("stage", "data", "fsdp", "model"))
+
+
+@pytest.mark.parametrize(
+    ("shape", "spec", "taken", "expected"),
+    [
+        ((8, 16), None, None, P(None, "fsdp")),
+        ((16, 8), None, None, P("fsdp", None)),
+        ((2, 3, 12), None, None, P(None, None, "fsdp")),
+        # The first of equal dims.
+        ((8, 8), None, None, P("fsdp", None)),
+        ((3, 8, 8), None, None, P(None, "fsdp", None)),
+        # The largest dim that is divided, not the largest.
+        ((18, 8), None, None, P(None, "fsdp")),
+        ((6, 6), None, None, None),
+        # Dims that other axes divide already count with one place's share, and keep their axes.
+        ((8, 12), P(None, "model"), None, P("fsdp", "model")),
+        ((8, 24), P(None, "model"), None, P(None, ("model", "fsdp"))),
+        ((8, 16), P(None, "model"), None, P("fsdp", "model")),
+        ((3, 16), P(None, ("model",)), None, P(None, ("model", "fsdp"))),
+        ((3, 12), P(None, "model"), None, P(None, "model")),
+        # Metadata wins, on whichever dim.
+        ((8, 16), P("fsdp", None), None, P("fsdp", None)),
+        ((8, 16), P(("model", "fsdp"), None), None, P(("model", "fsdp"), None)),
+        # Vectors and scalars stay whole.
+        ((1024,), None, None, None),
+        ((1024,), P("model"), None, P("model")),
+        ((), None, None, None),
+        # Not the dim that is split over the stages.
+        ((64, 8), None, 0, P(None, "fsdp")),
+        ((64, 6), None, 0, None),
+    ],
+)
+def test_weights_are_divided_over_fsdp_along_their_largest_dim(
+    shape: tuple[int, ...], spec: PartitionSpec | None, taken: int | None, expected: PartitionSpec | None
+) -> None:
+    path, other = ("kernel",), ("other",)
+    given = {other: P("model")} | ({} if spec is None else {path: spec})
+    dims = {} if taken is None else {path: taken}
+    found = with_fsdp({path: jax.ShapeDtypeStruct(shape, jnp.float32)}, given, dims, FSDP_MESH)
+    assert found == {other: P("model")} | ({} if expected is None else {path: expected})
+
+
+def test_a_mesh_without_fsdp_divides_nothing() -> None:
+    params, specs = {("kernel",): jax.ShapeDtypeStruct((8, 8), jnp.float32)}, {("bias",): P("model")}
+    assert with_fsdp(params, specs, {}, MESH) == specs
+
+
+class _Table(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x @ self.variable("stats", "table", lambda: jnp.zeros((12, 16))).value
+
+
+def test_what_a_trace_says_of_weights_on_a_mesh_with_fsdp() -> None:
+    """Collections stay whole, for they are no weights."""
+    topology = ProcessTopology(["pipe", "data", "fsdp"], [2, 1, 4])
+    mesh = AbstractMesh((2, 1, 4), ("stage", "data", "fsdp"))
+    layers = [VocabEmbed(64, 8), _dense("fsdp", features=16), nn.Dense(12), _Table()]
+    trace = PipelineModule(layers, topology=topology).trace(X.astype(int), mesh=mesh)
+    assert trace.stage_dims[0] == {("embedding",): 0}
+    assert trace.param_specs == (
+        {("embedding",): P(None, "fsdp")},
+        {("kernel",): P("fsdp", None)},
+        {("kernel",): P("fsdp", None)},
+        {},
+    )
+    assert trace.collection_specs == ({},) * 4
+
+
+def test_layers_whose_metadata_divides_them_otherwise_are_not_alike() -> None:
+    mesh = AbstractMesh((1, 1, 2), ("stage", "data", "fsdp"))
+    layers = [nn.Dense(4, use_bias=False), _dense("fsdp", features=4), _dense(None, "fsdp", features=4)]
+    model = PipelineModule(layers, topology=ProcessTopology(["pipe", "data", "fsdp"], [1, 1, 2]))
+    first, second, third = layer_signatures(model.layers, model.trace(X, mesh=mesh))
+    assert first == second != third

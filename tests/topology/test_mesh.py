@@ -14,7 +14,9 @@ from jaxpipe.topology import (
     make_pipeline_mesh,
     mesh_shape,
     mesh_topology,
+    num_batch_shards,
     rank_devices,
+    with_fsdp_axis,
 )
 
 
@@ -55,6 +57,49 @@ def test_all_further_axes_are_automatic_and_the_last_one_is_nearest() -> None:
     assert mesh_topology(mesh) == topology
     assert rank_devices(topology, mesh) == jax.devices()
     assert automatic_axes(PipeDataParallelTopology(2, 2)) == ()
+
+
+@pytest.mark.parametrize(
+    ("axes", "dims", "count"),
+    [
+        (["pipe", "data"], [2, 4], 4),
+        (["pipe", "data", "model"], [1, 2, 4], 2),
+        (["pipe", "data", "fsdp"], [2, 1, 4], 4),
+        (["pipe", "data", "fsdp"], [1, 2, 4], 8),
+        (["fsdp", "data", "model", "pipe"], [2, 2, 2, 1], 4),
+    ],
+)
+def test_a_batch_is_divided_over_the_replicas_and_the_places_of_fsdp(
+    axes: list[str], dims: list[int], count: int
+) -> None:
+    mesh = make_pipeline_mesh(ProcessTopology(axes, dims))
+    assert num_batch_shards(mesh) == count
+    assert num_batch_shards(with_fsdp_axis(mesh)) == count
+
+
+def test_replicas_become_places_of_fsdp() -> None:
+    mesh = make_pipeline_mesh(PipeDataParallelTopology(2, 4))
+    divided = with_fsdp_axis(mesh)
+    assert mesh_shape(divided) == {"stage": 2, "data": 1, "fsdp": 4}
+    assert divided.axis_types == (AxisType.Auto,) * 3
+    assert automatic_axes(divided) == ("fsdp",)
+    assert divided.devices[:, 0].tolist() == mesh.devices.tolist()
+
+
+def test_fsdp_stands_before_the_other_automatic_axes() -> None:
+    """Shards of one layer stay nearest."""
+    mesh = make_pipeline_mesh(ProcessTopology(["pipe", "data", "expert", "model"], [1, 2, 2, 2]))
+    divided = with_fsdp_axis(mesh)
+    assert mesh_shape(divided) == {"stage": 1, "data": 1, "fsdp": 2, "expert": 2, "model": 2}
+    assert divided.axis_names == ("stage", "data", "fsdp", "expert", "model")
+    assert divided.axis_types == (AxisType.Auto,) * 5
+    assert divided.devices[:, 0].tolist() == mesh.devices.tolist()
+
+
+@pytest.mark.parametrize("length", [1, 2])
+def test_a_mesh_that_has_fsdp_keeps_its_replicas(length: int) -> None:
+    mesh = make_pipeline_mesh(ProcessTopology(["pipe", "data", "fsdp"], [2, 2, length]))
+    assert with_fsdp_axis(mesh) is mesh
 
 
 def test_a_model_without_topology_runs_on_a_mesh_with_further_axes() -> None:
