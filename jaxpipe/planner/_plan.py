@@ -9,11 +9,12 @@ from jax.sharding import Mesh
 
 from jaxpipe._typing import PyTree
 from jaxpipe.config import TrainConfig, unless_auto
+from jaxpipe.errors import ConfigError
 from jaxpipe.executor import Plan, waits_in_branches
 from jaxpipe.layers import ModelTrace, PipelineModule
 from jaxpipe.partition import StageMemory, profile_source
 from jaxpipe.schedules import forward_schedule, lower_schedule, resolve_schedule
-from jaxpipe.topology import mesh_shape
+from jaxpipe.topology import FSDP, mesh_shape
 
 from ._auto import choose_settings, limit_of
 from ._costs import bytes_per_param
@@ -49,7 +50,8 @@ def make_plan(
         ScheduleError: The schedule is unsound, or cannot have so many chunks.
         PartitionError: The layers cannot be cut as asked.
         LayerError: A layer whose costs are needed cannot be differentiated.
-        ConfigError: Memory is looked at, and the optimiser does not take these parameters.
+        ConfigError: Memory is looked at, and the optimiser does not take these parameters; or it is said when weights
+            are gathered, and there is no axis over which they are divided.
     """
     choice, param_size, section = None, 16.0, config.pipeline
     is_profiled = parts is None and profile_source(module.partition_method) is not None
@@ -74,6 +76,14 @@ def make_plan(
         is_cpu = mesh.devices.flat[0].platform == "cpu"
         skips = (is_cpu or program.has_split_backward) and not waits_in_branches(mesh)
         section = dataclasses.replace(section, skip_idle=skips)
+    if section.gather_weights != "auto" and FSDP not in mesh.axis_names:
+        raise ConfigError(
+            "pipeline.gather_weights must be set only where weights are divided over an axis 'fsdp', but got "
+            f"pipeline.gather_weights={section.gather_weights!r} for a mesh with the axes "
+            f"{', '.join(map(repr, mesh.axis_names))}. Remove it, add the axis to the topology, or use "
+            "zero_optimization.stage=2 or 3.",
+            paths=["pipeline.gather_weights"],
+        )
     if section.gather_weights == "auto":
         gather: Literal["step", "tick"] = "step" if config.zero_optimization.stage == 2 else "tick"
         section = dataclasses.replace(section, gather_weights=gather)

@@ -146,8 +146,8 @@ def test_ways_to_give_a_configuration(given: str, tmp_path: Path) -> None:
         ({"config": {"train_batch_size": 8, "pipeline": {"stages": 4}}}, r"pipeline\.stages=4 and num_stages=2\. Ch"),
         ({"config": {"train_batch_sise": 8}}, r"train_batch_sise is not a known key\. Did you mean train_batch_size"),
         (
-            {"config": {"zero_optimization": {"stage": 3}}},
-            r"zero_optimization\.stage must be 0 or 1, but got zero_optimization\.stage=3\. Use 1: stage 3 would",
+            {"config": {"zero_optimization": {"stage": 4}}},
+            r"zero_optimization\.stage must be 0, 1, 2 or 3, but got zero_optimization\.stage=4\. Use one of these",
         ),
         ({"config": {"train_batch_size": 7, **CONFIG}}, r"7 != 2 x 2 x 1\. Use train_batch_size=4"),
         ({"config": {}}, r"must be given train_batch_size or train_micro_batch_size_per_gpu.*Add one of the two keys"),

@@ -15,7 +15,7 @@ from _tolerances import GRADIENT, assert_close, assert_loss
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe import LayerSpec, Pipeline, PipelineModule, ProcessTopology, describe_pipeline
-from jaxpipe.errors import DataError
+from jaxpipe.errors import ConfigError, DataError
 from jaxpipe.topology import make_pipeline_mesh
 
 DIM, HIDDEN, SAMPLES, MICROBATCHES, LIMIT = 8, 16, 8, 3, 0.5
@@ -168,3 +168,8 @@ def test_samples_must_be_enough_for_the_axis() -> None:
     module = make_module(False, topology=topology)
     with pytest.raises(DataError, match=r"2"):
         Pipeline(module, ADAM, make_pipeline_mesh(topology), (np.ones((2, 5)), np.ones((2, 3))), 2)
+
+
+def test_gathering_needs_the_axis() -> None:
+    with pytest.raises(ConfigError, match=r"gather_weights='step' for a mesh with the axes 'stage', 'data', 'model'"):
+        make_pipeline(2, 1, {"model": 2}, gather_weights="step")
