@@ -13,9 +13,24 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AbstractMesh
+from jax.sharding import PartitionSpec as P
 
 from jaxpipe._typing import PyTree
-from jaxpipe.jaxpr import Program, Slice, effects_of, evaluate, flatten, needed_for, reached_from, value_of, variables
+from jaxpipe.jaxpr import (
+    Program,
+    Slice,
+    effects_of,
+    evaluate,
+    flatten,
+    needed_for,
+    output_specs,
+    propagated_specs,
+    reached_from,
+    value_of,
+    variables,
+)
+from jaxpipe.topology import MANUAL_AXES
 
 from ._min_cut import smallest_cut
 from ._regions import arrange, find_regions
@@ -59,7 +74,7 @@ class Residuals:
     """
 
     def __init__(self, function: Callable[..., PyTree], params: PyTree, inputs: PyTree, context: PyTree) -> None:
-        self._params = params
+        self._params, self._arguments = params, (params, inputs, context)
         closed, shapes = jax.make_jaxpr(function, return_shape=True)(params, inputs, context)
         self._cotangents = differentiable(shapes[0])
         self._results = jax.tree.structure(shapes)
@@ -104,6 +119,25 @@ class Residuals:
         grads = [value_of(values, x) for x in self.program.outputs]
         treedef = jax.tree.structure(params)
         return jax.tree.unflatten(treedef, grads[: treedef.num_leaves]), grads[treedef.num_leaves :]
+
+    def specs(self, params: Sequence[P], mesh: AbstractMesh) -> list[P]:
+        """How the residuals are sharded over automatic axes: at least so, as XLA may divide what nothing is said of.
+
+        Args:
+            params: The shardings of the parameters' leaves. The inputs have those of the outputs, where they are alike.
+            mesh: The mesh around this code.
+
+        Returns:
+            A spec for each residual.
+        """
+        closed = jax.make_jaxpr(self.forward)(*self._arguments)
+        _, inputs, context = map(jax.tree.leaves, self._arguments)
+        leaving = list(zip(closed.out_avals, output_specs(closed), strict=True))[: len(inputs)]
+        are_alike = [(out.shape, out.dtype) for out, _ in leaving] == [(x.shape, x.dtype) for x in inputs]
+        arriving = [spec if are_alike else P() for _, spec in leaving]
+        arriving += [P()] * (len(inputs) - len(arriving))
+        found = propagated_specs(closed, [*params, *arriving, *(P() for _ in context)], mesh, MANUAL_AXES)
+        return found[len(found) - len(self.structs) :]
 
     @functools.cached_property
     def program(self) -> Program:

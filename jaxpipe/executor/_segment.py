@@ -12,6 +12,7 @@ from jaxpipe._typing import PyTree
 from jaxpipe.autodiff import Residuals, SplitBackward, split_backward
 from jaxpipe.layers import flatten_dict
 from jaxpipe.state import Layout, Storage, constrained
+from jaxpipe.topology import automatic_axes
 
 from ._blueprint import Blueprint
 from ._buffers import zeros_of
@@ -77,6 +78,15 @@ class Segment:
         collections = [trace.collections[i] for i in self.layers]
         context = (jax.ShapeDtypeStruct((), jnp.int32), *self._blueprint.context, collections)
         return Residuals(self._train, self.struct, trace.boundaries[self.layers.start], context)
+
+    @functools.cached_property
+    def residual_specs(self) -> list[P]:
+        """How these residuals are at least sharded over automatic axes."""
+        trace = self._blueprint.trace
+        if not automatic_axes(trace.mesh):
+            return [P() for _ in self.residuals.structs]
+        params = jax.tree.leaves(self.specs, is_leaf=lambda x: isinstance(x, P))
+        return trace.on_mesh(lambda: self.residuals.specs(params, trace.mesh))
 
     @functools.cached_property
     def split(self) -> SplitBackward | None:

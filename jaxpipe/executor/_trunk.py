@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
 from jaxpipe._typing import PyTree
 
@@ -54,6 +55,11 @@ class Trunk:
         self.residuals = [] if self.is_empty else self._program.residuals.structs
         self.is_hosted = [] if self.is_empty else self._program.residuals.is_hosted
         self.pending = [] if self.is_empty else self._program.pending
+
+    @property
+    def residual_specs(self) -> list[P]:
+        """How the residuals are at least sharded over automatic axes."""
+        return [] if self.is_empty else self._program.residual_specs
 
     def prepare(self, stacked: dict[str, jax.Array]) -> PyTree:
         """The trunk's parameters as its actions use them: by chunk, or all chunks along a first dim."""

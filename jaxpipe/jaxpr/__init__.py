@@ -19,6 +19,7 @@ from ._reduced import reduced as reduced
 from ._reduced import save_reduced as save_reduced
 from ._reduced import save_whole as save_whole
 from ._sharding import output_specs as output_specs
+from ._sharding import propagated_specs as propagated_specs
 from ._slice import Slice as Slice
 from ._slice import computed_by as computed_by
 from ._slice import effects_of as effects_of
@@ -44,6 +45,7 @@ __all__ = [
     "primitives",
     "program_key",
     "programs_inside",
+    "propagated_specs",
     "reached_from",
     "read",
     "reduced",

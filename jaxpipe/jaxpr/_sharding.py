@@ -1,8 +1,12 @@
-"""The shardings over automatic axes that a traced program asks for its results."""
+"""The shardings over automatic axes that a traced program asks for its results, and those that follow."""
 
+from collections.abc import Sequence
 from typing import Any
 
-from jax.extend.core import ClosedJaxpr, Jaxpr
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 from ._primitives import called_program, is_barrier
@@ -32,3 +36,95 @@ def _spec_of(jaxpr: Jaxpr, variable: Any) -> P:
         return _spec_of(jaxpr, eqn.invars[position])
     inside = called_program(eqn)
     return P() if inside is None else _spec_of(inside.jaxpr, inside.jaxpr.outvars[position])
+
+
+def propagated_specs(closed: ClosedJaxpr, specs: Sequence[P], mesh: AbstractMesh, manual: Sequence[str]) -> list[P]:
+    """Follow shardings through a program, from operands to results, by JAX's own rules for explicit axes.
+
+    XLA's partitioner decides only when it compiles, and looks from results to operands, too: it may divide more. What
+    the rules leave open, as a product over a sharded dim, is taken as not sharded over that axis.
+
+    Args:
+        closed: A program that was traced on the mesh with its other axes automatic.
+        specs: The sharding of each of its operands over these.
+        mesh: The mesh.
+        manual: Its manual axes.
+
+    Returns:
+        The sharding of each result.
+    """
+    types = tuple(AxisType.Auto if name in manual else AxisType.Explicit for name in mesh.axis_names)
+    explicit = AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=types)
+    found: list[P] = []
+
+    def run(*values: jax.Array) -> tuple[()]:
+        placed = [_placed(value, spec) for value, spec in zip(values, specs, strict=True)]
+        found.extend(map(_spec, _follow(closed.jaxpr, placed)))
+        return ()
+
+    mapped = jax.shard_map(run, mesh=explicit, in_specs=P(), out_specs=P(), axis_names=set(manual), check_vma=False)
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):  # a user's own mesh may be around
+        jax.eval_shape(mapped, *(jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in closed.jaxpr.invars))
+    return found
+
+
+def _follow(jaxpr: Jaxpr, values: Sequence[jax.Array]) -> list[jax.Array]:
+    # Literals and constants belong to the mesh of automatic axes, and their values say nothing.
+    env: dict[Any, jax.Array] = {var: _blank(var) for var in jaxpr.constvars}
+    env |= zip(jaxpr.invars, values, strict=True)
+
+    def value(x: Any) -> jax.Array:
+        return _blank(x) if isinstance(x, Literal) else env[x]
+
+    for eqn in jaxpr.eqns:
+        env.update(zip(eqn.outvars, _results(eqn, list(map(value, eqn.invars))), strict=True))
+    return list(map(value, jaxpr.outvars))
+
+
+def _results(eqn: Any, values: list[jax.Array]) -> list[jax.Array]:
+    name, inside = eqn.primitive.name, called_program(eqn)
+    if inside is not None:
+        return _follow(inside.jaxpr, values)
+    if name == "sharding_constraint":
+        return [_placed(values[0], eqn.params["sharding"].spec)]
+    if name == "cond":
+        return _follow(eqn.params["branches"][0].jaxpr, values[1:])
+    if name == "shard_map":
+        return [_placed(_blank(x), spec) for x, spec in zip(eqn.outvars, eqn.params["out_specs"], strict=True)]
+    if name == "scan":
+        num_fixed = eqn.params["num_consts"] + eqn.params["num_carry"]
+        sliced = [jax.lax.index_in_dim(x, 0, keepdims=False) for x in values[num_fixed:]]
+        found = _follow(eqn.params["jaxpr"].jaxpr, [*values[:num_fixed], *sliced])
+        final, steps = found[: eqn.params["num_carry"]], found[eqn.params["num_carry"] :]
+        stacked = eqn.outvars[eqn.params["num_carry"] :]
+        return [*final, *(_placed(_blank(x), P(None, *_spec(y))) for x, y in zip(stacked, steps, strict=True))]
+    axes = dict.fromkeys(axis for value in values for names in _spec(value) for axis in _tuple(names))
+    for without in ((), *((axis,) for axis in axes), tuple(axes)):
+        given = [_placed(value, _spec(value), without) if axes else value for value in values]
+        try:
+            out = eqn.primitive.bind(*given, **eqn.primitive.get_bind_params(eqn.params))
+        except Exception:  # noqa: BLE001, S112  # JAX names no class for all that its rules refuse
+            continue
+        return list(out) if eqn.primitive.multiple_results else [out]
+    return list(map(_blank, eqn.outvars))
+
+
+def _blank(x: Any) -> jax.Array:
+    """An array of a variable's shape and dtype, sharded over no axis; for a key one of any generator."""
+    if jnp.issubdtype(x.aval.dtype, jax.dtypes.prng_key):
+        return jnp.broadcast_to(jax.random.key(0), x.aval.shape)
+    return jnp.zeros(x.aval.shape, x.aval.dtype)
+
+
+def _placed(value: jax.Array, spec: P, without: Sequence[str] = ()) -> jax.Array:
+    names = [tuple(axis for axis in _tuple(entry) if axis not in without) or None for entry in spec]
+    wanted = P(*names, *[None] * (value.ndim - len(names)))
+    return value if _spec(value) == wanted else jax.sharding.reshard(value, wanted)
+
+
+def _spec(value: jax.Array) -> P:
+    return jax.typeof(value).sharding.spec
+
+
+def _tuple(names: Any) -> tuple[str, ...]:
+    return names if isinstance(names, tuple) else (names,) if isinstance(names, str) else ()

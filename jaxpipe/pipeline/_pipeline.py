@@ -274,11 +274,16 @@ class Pipeline:
 
     @property
     def residual_bytes(self) -> tuple[int, int]:
-        """Bytes of the residuals of one microbatch and one chunk: on a device, and in host memory."""
-        sizes = [0, 0]
-        pair = self._stages.residuals, self._stages.is_hosted
-        for leaf, is_hosted in zip(*map(jax.tree.leaves, pair), strict=True):
-            sizes[is_hosted] += leaf.size * leaf.dtype.itemsize
+        """Bytes of the residuals of one microbatch and one chunk, for each device: on it, and in host memory.
+
+        Where they are sharded inside a stage they are at most so many: XLA may divide what no annotation reaches.
+        """
+        sizes, stages = [0, 0], self._stages
+        off_trunk = [P() for _ in jax.tree.leaves(stages.prologue.residuals)]
+        leaves = map(jax.tree.leaves, (stages.residuals, stages.is_hosted))
+        for leaf, is_hosted, spec in zip(*leaves, [*off_trunk, *stages.trunk.residual_specs], strict=True):
+            shape = NamedSharding(self.mesh, spec).shard_shape(leaf.shape)
+            sizes[is_hosted] += math.prod(shape) * leaf.dtype.itemsize
         return sizes[0], sizes[1]
 
     @property

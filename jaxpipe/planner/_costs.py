@@ -40,7 +40,8 @@ class LayerWork:
         params: Shapes and dtypes of its parameters.
         inputs: Those of its inputs.
         context: Those of a key, and of what else has no gradient: side inputs and collections, or labels.
-        num_shares: Devices along automatic axes, among which the work is divided.
+        num_shares: Devices along automatic axes, among which all work and all bytes are taken to be divided. Where
+            layers hold values whole, such as their inputs, a device has more.
     """
 
     residuals: Residuals
@@ -51,12 +52,12 @@ class LayerWork:
 
     @property
     def residual_bytes(self) -> int:
-        """Bytes of residuals that wait on the device between forward and backward, per device."""
+        """Bytes of residuals that wait on the device between forward and backward, at least, per device."""
         each = zip(self.residuals.structs, self.residuals.is_hosted, strict=True)
         return self.bytes_of(x for x, is_hosted in each if not is_hosted)
 
     def bytes_of(self, structs: Iterable[jax.ShapeDtypeStruct]) -> int:
-        """Bytes of arrays, per device."""
+        """Bytes of arrays, per device, were all of them divided."""
         return num_bytes(list(structs)) // self.num_shares
 
     def times(self, seconds: Seconds) -> tuple[float, float]:
