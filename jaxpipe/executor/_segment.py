@@ -85,7 +85,8 @@ class Segment:
         trace = self._blueprint.trace
         if not automatic_axes(trace.mesh):
             return [P() for _ in self.residuals.structs]
-        params = jax.tree.leaves(self.specs, is_leaf=lambda x: isinstance(x, P))
+        gathered = self._specs_in(self._blueprint.params.gathered)
+        params = jax.tree.leaves(gathered, is_leaf=lambda x: isinstance(x, P))
         return trace.on_mesh(lambda: self.residuals.specs(params, trace.mesh))
 
     @functools.cached_property
