@@ -20,8 +20,25 @@ class Instruction:
     @property
     def dims(self) -> tuple[int, ...]:
         """Of its only, or first, array."""
-        found = _ARRAY.search(self.shape)
-        return tuple(int(n) for n in found.group(1).split(",") if n) if found else ()
+        return next(iter(self.all_dims), ())
+
+    @property
+    def all_dims(self) -> list[tuple[int, ...]]:
+        """Of all its arrays."""
+        return [tuple(int(n) for n in dims.split(",") if n) for dims in _ARRAY.findall(self.shape)]
+
+    @property
+    def num_operands(self) -> int:
+        """How many arrays it takes."""
+        return self.rest.split(")")[0].count("%")
+
+    @property
+    def group_size(self) -> int:
+        """How many devices a collective joins."""
+        if short := re.search(r"replica_groups=\[\d+,(\d+)\]<=", self.rest):
+            return int(short.group(1))
+        listed = re.search(r"replica_groups=\{\{([\d,]+)\}", self.rest)
+        return len(listed.group(1).split(",")) if listed else 0
 
 
 class Program:
@@ -59,6 +76,10 @@ class Program:
                 is_sync = '"is_sync":true' in line.rest
                 counts[line.name] = 0 if is_sync else sum(self.is_product(between) for between in body[i:done])
         return counts
+
+    def shapes(self, body: list[Instruction]) -> set[tuple[int, ...]]:
+        """Shapes of all arrays of a loop, without dims of 1; what is inside fusions never is in memory."""
+        return {tuple(n for n in dims if n > 1) for line in body for dims in line.all_dims}
 
     def copied(self, body: list[Instruction]) -> set[tuple[int, ...]]:
         """Shapes that a loop copies, whole: as copies, or as slices of something larger."""
