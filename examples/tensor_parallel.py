@@ -31,6 +31,7 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 import jaxpipe
+from jaxpipe.checkpointing import reduced
 from jaxpipe.topology import PipeModelDataParallelTopology
 
 NUM_STAGES, NUM_MODEL, NUM_REPLICAS = 2, 2, 2
@@ -76,15 +77,21 @@ class Block(nn.Module):
         scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / (DIM // HEADS) ** 0.5
         scores = jnp.where(jnp.tril(jnp.ones((length, length), bool)), scores, -1e9)
         h = over_model(jnp.einsum("bhqk,bkhd->bqhd", nn.softmax(scores), v).reshape(batch, length, DIM), dim=2)
-        x = self.residual(x + nn.Dense(DIM, use_bias=False, kernel_init=BY_ROWS, name="project")(h))
+        x = x + self.summed(nn.Dense(DIM, use_bias=False, kernel_init=BY_ROWS, name="project")(h))
         bias_init = nn.with_partitioning(nn.initializers.zeros, ("model",))
         h = nn.LayerNorm(name="norm_mlp")(x)
         h = over_model(nn.Dense(4 * DIM, kernel_init=BY_COLUMNS, bias_init=bias_init, name="widen")(h), dim=2)
-        return self.residual(x + nn.Dense(DIM, kernel_init=BY_ROWS, name="narrow")(nn.gelu(h)))
-
-    def residual(self, x: jax.Array) -> jax.Array:
-        """The residual stream, whole on each device or in shares of the positions."""
+        x = x + self.summed(nn.Dense(DIM, kernel_init=BY_ROWS, name="narrow")(nn.gelu(h)))
         return over_model(x, dim=1) if self.sequence else x
+
+    def summed(self, y: jax.Array) -> jax.Array:
+        """A product by rows, of which each device has a share: its sum, whole on each or in shares of the positions.
+
+        It is named, so that recomputing activations does not repeat the sum. Said to be whole first: with the shares
+        alone XLA would gather the gradient of the product twice.
+        """
+        y = jax.lax.with_sharding_constraint(y, P())
+        return reduced(over_model(y, dim=1) if self.sequence else y)
 
 
 class Head(nn.Module):
