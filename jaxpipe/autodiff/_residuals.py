@@ -120,22 +120,23 @@ class Residuals:
         treedef = jax.tree.structure(params)
         return jax.tree.unflatten(treedef, grads[: treedef.num_leaves]), grads[treedef.num_leaves :]
 
-    def specs(self, params: Sequence[P], mesh: AbstractMesh) -> list[P]:
+    def specs(self, params: Sequence[P], inputs: Sequence[P], mesh: AbstractMesh) -> list[P]:
         """How the residuals are sharded over automatic axes: at least so, as XLA may divide what nothing is said of.
 
         Args:
-            params: The shardings of the parameters' leaves. The inputs have those of the outputs, where they are alike.
+            params: The shardings of the parameters' leaves.
+            inputs: Those of the inputs' leaves, unless the outputs are alike and constrained: then they have theirs.
             mesh: The mesh around this code.
 
         Returns:
             A spec for each residual.
         """
         closed = jax.make_jaxpr(self.forward)(*self._arguments)
-        _, inputs, context = map(jax.tree.leaves, self._arguments)
-        leaving = list(zip(closed.out_avals, output_specs(closed), strict=True))[: len(inputs)]
-        are_alike = [(out.shape, out.dtype) for out, _ in leaving] == [(x.shape, x.dtype) for x in inputs]
-        arriving = [spec if are_alike else P() for _, spec in leaving]
-        arriving += [P()] * (len(inputs) - len(arriving))
+        _, given, context = map(jax.tree.leaves, self._arguments)
+        leaving = list(zip(closed.out_avals, output_specs(closed), strict=True))[: len(given)]
+        are_alike = [(out.shape, out.dtype) for out, _ in leaving] == [(x.shape, x.dtype) for x in given]
+        said = [spec for _, spec in leaving] if are_alike else [P()] * len(given)
+        arriving = [spec if spec != P() else default for spec, default in zip(said, inputs, strict=True)]
         found = propagated_specs(closed, [*params, *arriving, *(P() for _ in context)], mesh, MANUAL_AXES)
         return found[len(found) - len(self.structs) :]
 

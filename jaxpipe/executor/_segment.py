@@ -14,6 +14,7 @@ from jaxpipe.layers import flatten_dict
 from jaxpipe.state import Layout, Storage, constrained
 from jaxpipe.topology import automatic_axes
 
+from ._batch import samples_spec
 from ._blueprint import Blueprint
 from ._buffers import zeros_of
 from ._reported import ReportedValues
@@ -87,7 +88,8 @@ class Segment:
             return [P() for _ in self.residuals.structs]
         gathered = self._specs_in(self._blueprint.params.gathered)
         params = jax.tree.leaves(gathered, is_leaf=lambda x: isinstance(x, P))
-        return trace.on_mesh(lambda: self.residuals.specs(params, trace.mesh))
+        inputs = [samples_spec(x, trace.mesh) for x in jax.tree.leaves(trace.boundaries[self.layers.start])]
+        return trace.on_mesh(lambda: self.residuals.specs(params, inputs, trace.mesh))
 
     @functools.cached_property
     def split(self) -> SplitBackward | None:

@@ -173,3 +173,9 @@ def test_samples_must_be_enough_for_the_axis() -> None:
 def test_gathering_needs_the_axis() -> None:
     with pytest.raises(ConfigError, match=r"gather_weights='step' for a mesh with the axes 'stage', 'data', 'model'"):
         make_pipeline(2, 1, {"model": 2}, gather_weights="step")
+
+
+def test_residuals_are_counted_by_the_samples_of_a_place() -> None:
+    found = [make_pipeline(2, 1, {"fsdp": size}).residual_bytes[0] for size in (1, 2, 4)]
+    ends = SAMPLES * 5 * 4  # what the first layer keeps, its inputs, counts whole
+    assert [2 * (n - ends) for n in found[1:]] == [found[0] - ends, (found[0] - ends) // 2]
