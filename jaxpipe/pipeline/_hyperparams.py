@@ -1,5 +1,6 @@
 """Hyperparameters inside an optimiser's state, read and set where the state lies."""
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -25,23 +26,30 @@ class Hyperparams:
         sharding: How parameters and optimiser state are cut into shards.
         updater: The optimiser.
         schedules: Hyperparameters that follow a schedule, by name.
+        shardings: How the arrays of the state lie.
 
     Attributes:
         names: What the state keeps; empty where the optimiser keeps nothing of the kind.
     """
 
     def __init__(
-        self, mesh: Mesh, sharding: ZeroSharding, updater: Updater, schedules: Mapping[str, optax.Schedule]
+        self,
+        mesh: Mesh,
+        sharding: ZeroSharding,
+        updater: Updater,
+        schedules: Mapping[str, optax.Schedule],
+        shardings: PyTree,
     ) -> None:
         self._updater, self._sharding, self._schedules = updater, sharding.master, schedules
         rows = sharding.row_spec
         known = read_hyperparams(self._blank(0)) or {}
         self.names = tuple(name for name, value in known.items() if np.ndim(value) == 0)
-        self._read = jax.jit(jax.shard_map(self._values, mesh=mesh, in_specs=(rows,), out_specs=rows, check_vma=False))
-        self._write = jax.jit(
-            jax.shard_map(self._changed, mesh=mesh, in_specs=(rows, P()), out_specs=rows, check_vma=False),
-            donate_argnums=0,
+        mapped = functools.partial(
+            jax.shard_map, mesh=mesh, out_specs=rows, axis_names={"stage", "data"}, check_vma=False
         )
+        self._read = jax.jit(mapped(self._values, in_specs=(rows,)))
+        # The state must lie as it did: the next step is compiled for it.
+        self._write = jax.jit(mapped(self._changed, in_specs=(rows, P())), out_shardings=shardings, donate_argnums=0)
 
     def read(self, opt_state: PyTree) -> dict[str, float]:
         """The hyperparameters of the next update.

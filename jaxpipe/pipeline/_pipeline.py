@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -91,7 +92,7 @@ class _OfBatch(Generic[_Result]):
     # One structure for every call: JAX compiles anew for another one, and its shardings fit `Batch` alone.
     def __call__(self, state: TrainState, batch: _BatchLike, *rest: Any) -> _Result:
         batch = batch if isinstance(batch, Batch) else split_entry(batch, "the batch")
-        if self._is_unchecked:
+        if self._is_unchecked and not isinstance(state.step, Tracer):
             # Compiled once: the call below finds what is compiled here.
             check_branches(self._jitted.lower(state, batch, *rest).compile().as_text() or "")
             self._is_unchecked = False
@@ -432,7 +433,9 @@ class Pipeline:
         if len(replicas) != self.num_replicas:
             whole = jax.tree.map(lambda x: _scaled(x, self.num_replicas, len(replicas)), whole)
         check_batch(whole, self.batch_struct, self.microbatch_size, self.num_replicas)
-        return jax.tree.map(lambda x, like: place_samples(x, like, replicas), batch, self.batch_struct)
+        return jax.tree.map(
+            lambda x, like: place_samples(x, like, replicas, self.num_replicas), batch, self.batch_struct
+        )
 
     def check_batch(self, batch: _BatchLike) -> None:
         """Compare a batch with the example the pipeline was built from.
@@ -449,7 +452,8 @@ class Pipeline:
         Args:
             schedules: Those that follow a schedule, by name.
         """
-        return Hyperparams(self.mesh, self._sharding, self._updater, schedules)
+        shardings = jax.tree.map(lambda x: x.sharding, self.state_struct.opt_state)
+        return Hyperparams(self.mesh, self._sharding, self._updater, schedules, shardings)
 
     @property
     def _key(self) -> jax.Array:

@@ -76,7 +76,8 @@ def make_plan(
         is_cpu = mesh.devices.flat[0].platform == "cpu"
         skips = (is_cpu or program.has_split_backward) and not waits_in_branches(mesh)
         section = dataclasses.replace(section, skip_idle=skips)
-    if section.gather_weights != "auto" and FSDP not in mesh.axis_names:
+    is_divided = FSDP in mesh.axis_names
+    if section.gather_weights != "auto" and not is_divided:
         raise ConfigError(
             "pipeline.gather_weights must be set only where weights are divided over an axis 'fsdp', but got "
             f"pipeline.gather_weights={section.gather_weights!r} for a mesh with the axes "
@@ -84,7 +85,7 @@ def make_plan(
             "zero_optimization.stage=2 or 3.",
             paths=["pipeline.gather_weights"],
         )
-    if section.gather_weights == "auto":
+    if section.gather_weights == "auto" and is_divided:
         gather: Literal["step", "tick"] = "step" if config.zero_optimization.stage == 2 else "tick"
         section = dataclasses.replace(section, gather_weights=gather)
     profile = None

@@ -13,7 +13,6 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe._typing import PyTree
-from jaxpipe.topology import num_batch_shards
 
 from ._catalog import Catalog, Leaf, read_leaf, write_leaf
 from ._layout import is_key
@@ -181,7 +180,7 @@ def place_everywhere(tree: PyTree, mesh: Mesh) -> PyTree:
     return jax.tree.map(place, tree)
 
 
-def place_samples(leaf: Any, like: Any, replicas: range) -> jax.Array:
+def place_samples(leaf: Any, like: Any, replicas: range, num_replicas: int) -> jax.Array:
     """Put the samples of some replicas onto their devices, as those of a global array.
 
     Args:
@@ -189,12 +188,13 @@ def place_samples(leaf: Any, like: Any, replicas: range) -> jax.Array:
         like: Shape, dtype and sharding of the global array, whose dim 1 is sharded over `data`, and a dim perhaps over
             `stage`.
         replicas: The replicas; all devices of this process must belong to them.
+        num_replicas: How many there are on the mesh.
 
     Returns:
         The global array `[num_microbatches, microbatch_size * data, ...]`.
     """
     value = np.asarray(owned(leaf))
-    first = replicas.start * (like.shape[1] // num_batch_shards(like.sharding.mesh))
+    first = replicas.start * (like.shape[1] // num_replicas)
 
     def share(index: Any) -> np.ndarray:
         start, stop, _ = index[1].indices(like.shape[1])

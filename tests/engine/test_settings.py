@@ -124,7 +124,7 @@ def test_the_configuration_reaches_the_pipeline() -> None:
     config = {
         **CONFIG,
         "gradient_clipping": 2.0,
-        "zero_optimization": {"stage": 1},
+        "zero_optimization": {"stage": 2},
         "bf16": {"enabled": True, "check_grad_overflow": False},
         "data_types": {"grad_accum_dtype": "bf16"},
         "pipeline": {

@@ -428,8 +428,12 @@ def test_parameters_that_are_not_the_models_are_refused_at_once() -> None:
         build(Net(), model_parameters={"params": params}, example_batch=entries(1)[0])
 
 
-def test_zero_is_refused_without_words_of_a_pipeline() -> None:
-    for stage in (2, 3):
-        with pytest.raises(ConfigError, match=rf"stage={stage}\. Use 1: stage {stage} would have to") as caught:
-            build(Net(), config={"zero_optimization": {"stage": stage}})
-        assert "pipeline" not in str(caught.value)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_zero_2_and_3_divide_weights_over_the_replicas(stage: int) -> None:
+    engine, whole = (build(Net(), data=2, count=2, config={"zero_optimization": {"stage": s}}) for s in (stage, 0))
+    for step in range(2):
+        batch = entries(2, 2, seed=step)
+        np.testing.assert_allclose(call(engine, batch), call(whole, batch), rtol=1e-5)
+    assert_close(engine.module_state_dict(), whole.module_state_dict())
+    leaves = jax.tree.leaves((engine.state.params, engine.state.opt_state))
+    assert any(leaf.addressable_shards[0].data.size < leaf.size // leaf.shape[0] for leaf in leaves)
