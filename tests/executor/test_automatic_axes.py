@@ -1,5 +1,6 @@
 """Weights sharded over a `model` axis: optimisers and meshes, and that it costs nothing where there is none."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -84,6 +85,17 @@ def test_each_place_holds_its_share_alone(zero: int) -> None:
         found = {shard.data.shape for leaf in wide for shard in leaf.addressable_shards}
         assert found <= {shards[zero], (1, HIDDEN // 2, DIM)}, found
     assert "2 model ranks" in describe_pipeline(pipeline)
+
+
+def test_hyperparameters_are_set_where_the_state_lies() -> None:
+    pipeline = make_pipeline("linen", 2, 2, 2, optax.inject_hyperparams(optax.adam)(0.1))
+    hyperparams, batch = pipeline.hyperparams({}), make_batch(data=2)
+    state, _ = pipeline.step(pipeline.init(), batch)
+    placed = jax.tree.map(lambda x: x.sharding, state.opt_state)
+    state = dataclasses.replace(state, opt_state=hyperparams.write(state.opt_state, {"learning_rate": 0.5}))
+    assert jax.tree.map(lambda x: x.sharding, state.opt_state) == placed
+    state, _ = pipeline.step(state, batch)
+    assert hyperparams.read(state.opt_state)["learning_rate"] == 0.5
 
 
 def program(make_layer: Callable[[], Any]) -> str:
