@@ -35,8 +35,8 @@ def test_a_users_file_is_understood(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pyright", "--pythonpath", sys.executable, "--project", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert "\n0 errors" in done.stdout, done.stdout
-    assert "Compiled[(TrainState, tuple[" in done.stdout
-    assert "dict[str, Any]" in done.stdout
+    assert "Compiled[(TrainState, Sequence[" in done.stdout, done.stdout
+    assert 'Type of "metrics" is "Metrics"' in done.stdout
 
 
 def test_help_begins_with_what_to_do() -> None:
