@@ -22,7 +22,8 @@ class Packing:
     Args:
         structs: Shapes and dtypes of each member.
         specs: Sharding of each member's leaves over automatic axes, an empty spec where a member does not say. Where
-            alike members say different things their common form is whole. Without specs XLA chooses.
+            alike members say different things their common form is whole. Without specs, and where members are not
+            alike, XLA chooses.
 
     Attributes:
         structs: The same.
@@ -36,18 +37,15 @@ class Packing:
         self._leaves = [_by_number(jax.tree.leaves(struct)) for struct in structs]
         self._treedefs = [jax.tree.structure(struct) for struct in structs]
         self.is_identity = len({self.describe(member) for member in range(len(structs))}) <= 1
-        of_leaves = [_by_number(jax.tree.leaves(spec, is_leaf=_is_spec)) for spec in specs]
-        if not specs and has_automatic_axes():
-            of_leaves = [{n: P(*[P.UNCONSTRAINED] * x.ndim) for n, x in leaves.items()} for leaves in self._leaves]
+        free = [{n: P(*[P.UNCONSTRAINED] * x.ndim) for n, x in leaves.items()} for leaves in self._leaves]
         # A flat buffer cannot be sharded as its leaves are, so with automatic axes each leaf keeps its dims.
         members = [] if self.is_identity else self._leaves
-        self._layout = Layout(members, stack=False, specs=of_leaves if members and has_automatic_axes() else ())
+        self._layout = Layout(members, stack=False, specs=free if members and has_automatic_axes() else ())
         first = self.structs[0] if structs else ()
         self.struct: PyTree = first if self.is_identity else self._layout.struct().packed
         self._spec: PyTree = None
-        if specs:
-            common = jax.tree.map(_common_spec, *specs, is_leaf=_is_spec) if self.is_identity else None
-            self._spec = common if self.is_identity else self._layout.spec().packed
+        if specs and self.is_identity:
+            self._spec = jax.tree.map(_common_spec, *specs, is_leaf=_is_spec)
 
     def describe(self, member: int) -> tuple[object, ...]:
         """A value that is equal for members that are packed alike."""

@@ -88,7 +88,6 @@ def largest_stage_bytes(case: Sharded, boundaries: tuple[int, ...]) -> int:
             Sharded(annotated="scanned", data=2, optimizer=ADAM),
             Sharded(annotated="joint", axes=(("model", 2), ("expert", 2)), optimizer=ADAM, cut="trunk"),
             Sharded(annotated="fsdp", data=2, axes=(("fsdp", 2),), optimizer=ADAM, cut="trunk"),
-            Sharded(annotated="fsdp_model", axes=(("fsdp", 2), ("model", 2)), optimizer=ADAM, cut="trunk"),
         ],
     ),
     ids=str,
