@@ -11,7 +11,7 @@ import numpy as np
 from _models import ALL_MODELS, LENGTH, VOCAB
 
 import jaxpipe
-from jaxpipe import PipeDataParallelTopology, PipelineEngine, PipelineModule, ProcessTopology
+from jaxpipe import PipelineEngine, PipelineModule, ProcessTopology
 from jaxpipe.state import read_leaf, state_arrays
 
 BATCH = 8
@@ -33,20 +33,32 @@ class Layout:
     num_chunks: int | str = "auto"
     spread: bool | str = "auto"
     """Whether stages hold shares of the inputs."""
+    fsdp: int = 1
+    """Devices that share out the weights of each stage of each replica."""
 
     def __str__(self) -> str:
-        named = [f"{self.stages}x{self.data}", self.zero * "zero", self.model, self.precision, self.optimizer]
+        named = [
+            f"{self.stages}x{self.data}",
+            (self.fsdp > 1) * f"fsdp{self.fsdp}",
+            self.zero * "zero",
+            self.model,
+            self.precision,
+            self.optimizer,
+        ]
         named += [self.schedule, str(self.num_chunks)]
         return "-".join(name for name in named if name not in ("", "tied", "Adam", "1f1b", "auto"))
 
     def engine(self, config: dict[str, Any] | None = None, **kwargs: Any) -> PipelineEngine:
         model = ALL_MODELS[self.model]
-        if self.inside == "stage":
-            topology = ProcessTopology(["data", "pipe"], [self.data, self.stages])
-        else:
-            topology = PipeDataParallelTopology(self.stages, self.data)
+        sizes = (
+            {"data": self.data, "pipe": self.stages}
+            if self.inside == "stage"
+            else {"pipe": self.stages, "data": self.data}
+        )
+        sizes |= {"fsdp": self.fsdp} if self.fsdp > 1 else {}
+        topology = ProcessTopology([*sizes], [*sizes.values()])
         module = PipelineModule(model.layers(), topology=topology, loss_fn=model.loss_fn)
-        mesh = jaxpipe.mesh_for(module, jax.devices()[: self.stages * self.data])
+        mesh = jaxpipe.mesh_for(module, jax.devices()[: topology.world_size()])
         config = {
             **(config or {}),
             "pipeline": {"schedule": self.schedule, "num_chunks": self.num_chunks, "spread_inputs": self.spread},
@@ -66,7 +78,7 @@ class Layout:
         """The microbatches of a step, whose samples are the same in every layout."""
         rng = np.random.default_rng(step)
         inputs, labels = (rng.integers(0, VOCAB, (BATCH, LENGTH), np.int32) for _ in range(2))
-        size = 2 * self.data
+        size = 2 * self.data * self.fsdp
         return iter([(inputs[i : i + size], labels[i : i + size]) for i in range(0, BATCH, size)])
 
 

@@ -19,7 +19,7 @@ class Batch(NamedTuple):
 
     Attributes:
         inputs: What the first layer takes. Leaves of a step's batch are
-            `[num_microbatches, microbatch_size * data, ...]`, those of a microbatch lack the first dim.
+            `[num_microbatches, microbatch_size * replicas, ...]`, those of a microbatch lack the first dim.
         labels: What the loss compares the model's outputs with; `()` where nothing is compared.
         side: Side inputs, by the names of the layers' arguments; often empty.
     """

@@ -37,8 +37,9 @@ class Engine(ABC):
     """The names that both engines answer to alike; made by `jaxpipe.initialize`.
 
     It pulls microbatches from iterators and calls the functional step on the one `TrainState` it holds. Every entry of
-    an iterator is `(inputs, labels)` or `(inputs, labels, side)` with leaves `[microbatch_size * data, ...]`; replica r
-    takes the r-th contiguous block. Where there are several processes, each feeds the samples of its own replicas,
+    an iterator is `(inputs, labels)` or `(inputs, labels, side)` with leaves `[microbatch_size * replicas, ...]`, of
+    which replica r takes the r-th contiguous block. The replicas are the places along `data`, times those along `fsdp`
+    where the mesh has that axis. Where there are several processes, each feeds the samples of its own replicas,
     `data_shard`, with leaves `[microbatch_size * len(data_shard.replicas), ...]`. Batches may differ in shape, such as
     the length of a sequence: each new shape is compiled once, with a line that names it, and the programs of the last
     8 shapes are kept.
@@ -211,8 +212,8 @@ class Engine(ABC):
 
         Returns:
             The loss, or with `return_logits` `(loss, outputs)`. Outputs are those of all microbatches, on all stages,
-            with leaves `[num_micro_batches, microbatch_size * data, ...]`; DeepSpeed gives the last microbatch's on the
-            last stage alone.
+            with leaves `[num_micro_batches, microbatch_size * replicas, ...]`; DeepSpeed gives the last microbatch's on
+            the last stage alone.
 
         Raises:
             StopIteration: The iterator ended.
@@ -278,7 +279,7 @@ class Engine(ABC):
 
         Args:
             batch: A whole batch `(inputs, labels)` or `(inputs, labels, side)`, arrays or shapes, leaves
-                `[num_microbatches, microbatch_size * data, ...]`.
+                `[num_microbatches, microbatch_size * replicas, ...]`.
 
         Returns:
             The lowered step.
@@ -619,15 +620,15 @@ class Engine(ABC):
         Raises:
             ConfigError: It is no positive multiple of the samples in a microbatch of all replicas.
         """
-        micro, data = self.micro_batch_size, self._trainer.num_replicas
-        unit = micro * data
+        micro, replicas = self.micro_batch_size, self._trainer.num_replicas
+        unit = micro * replicas
         is_integer = isinstance(train_batch_size, int) and not isinstance(train_batch_size, bool)
         if not is_integer or train_batch_size < 1 or train_batch_size % unit:
             below = train_batch_size // unit * unit if is_integer else 0
             nearest = " or ".join(str(size) for size in (below, below + unit) if size > 0) or unit
             raise ConfigError(
-                f"train_batch_size must be a multiple of train_micro_batch_size_per_gpu * data = {micro} * {data} = "
-                f"{unit}, but got train_batch_size={train_batch_size!r}. Use for instance {nearest}."
+                f"train_batch_size must be a multiple of train_micro_batch_size_per_gpu * replicas = {micro} * "
+                f"{replicas} = {unit}, but got train_batch_size={train_batch_size!r}. Use for instance {nearest}."
             )
         self._trainer.sizes = BatchSizes(train_batch_size, micro, train_batch_size // unit)
 

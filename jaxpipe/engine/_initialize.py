@@ -78,7 +78,7 @@ def initialize(  # noqa: PLR0913  # DeepSpeed's arguments
         config_params: DeepSpeed's older name of `config`.
         loss_fn: The loss of a plain model, `loss_fn(outputs, labels)`; None: its output is the loss.
         example_batch: One entry `(inputs, labels)` or `(inputs, labels, side)`, leaves
-            `[microbatch_size * data, ...]`, arrays or shapes.
+            `[microbatch_size * replicas, ...]`, arrays or shapes.
         mesh: A mesh with the axes `stage` and `data`, and further ones as in `make_pipeline`. None: the topology's,
             over all devices.
         shuffle: Whether `training_data` is shuffled anew each epoch, from `base_seed`; else samples come in their
@@ -145,7 +145,7 @@ def initialize(  # noqa: PLR0913  # DeepSpeed's arguments
             log(
                 logging.WARNING,
                 "training_data: each epoch leaves out %d of %d samples%s, which fill no microbatch of %d "
-                "(train_micro_batch_size_per_gpu * data)",
+                "(train_micro_batch_size_per_gpu * replicas)",
                 left_out,
                 len(training_data),
                 ", others each time" if shuffle else "",

@@ -124,9 +124,10 @@ def compile_update(
 def _check_aux_losses(pipeline: Pipeline, num_microbatches: int) -> None:
     module, trace = pipeline.module, pipeline.trace
     names = [f"{named.name}/{name}" for named in module.layers for name in trace.aux[named.index].get("losses", ())]
-    size, labels = pipeline.microbatch_size, pipeline.batch_struct.labels
-    labels = jax.tree.map(lambda x: jax.ShapeDtypeStruct((size, *x.shape[2:]), x.dtype), labels)
-    if names and jax.eval_shape(module.loss_terms, trace.boundaries[-1], labels)[1] is not None:
+    if (
+        names
+        and jax.eval_shape(module.loss_terms, trace.boundaries[-1], pipeline.microbatch_struct.labels)[1] is not None
+    ):
         raise PipelineError(
             "a loss_fn that returns (sum, weight) must be alone in a step of several forward calls, but got "
             f"gradient_accumulation_steps={num_microbatches} and the layers' loss {names[0]!r}, which all microbatches "

@@ -89,9 +89,10 @@ def check_outputs(pipeline: Pipeline) -> None:
         LayerError: A leaf of the model's output has no dim of samples.
     """
     struct: Any = pipeline.trace.boundaries[-1]
-    if any(leaf.shape[:1] != (pipeline.microbatch_size,) for leaf in jax.tree.leaves(struct)):
+    size = jax.tree.leaves(pipeline.microbatch_struct)[0].shape[0]
+    if any(leaf.shape[:1] != (size,) for leaf in jax.tree.leaves(struct)):
         raise LayerError(
             "the model's outputs must have the samples of a microbatch as their first dim to be returned, "
-            f"{pipeline.microbatch_size} here, but got {format_struct(struct)}. Compute what belongs to the whole "
+            f"{size} here, but got {format_struct(struct)}. Compute what belongs to the whole "
             "microbatch in loss_fn."
         )

@@ -96,8 +96,8 @@ class Trainer:
             raise PipelineError(
                 "the engine must know the shapes of a batch before this, but none has been seen. Give "
                 f"initialize(example_batch=(inputs, labels)) arrays or jax.ShapeDtypeStructs of {size} samples "
-                f"(train_micro_batch_size_per_gpu * data), such as jax.ShapeDtypeStruct(({size}, 128), jnp.int32); or "
-                "training_data=; or train a batch first."
+                f"(train_micro_batch_size_per_gpu * replicas), such as jax.ShapeDtypeStruct(({size}, 128), jnp.int32); "
+                "or training_data=; or train a batch first."
             )
         return self.programs.latest
 

@@ -163,8 +163,8 @@ class UnpipelinedEngine(Engine):
         In training it makes the gradients too and keeps them until `backward`; batch statistics move on.
 
         Args:
-            inputs: The model's first input, leaves `[microbatch_size * data, ...]`; replica r takes the r-th block. A
-                microbatch may be smaller, as the last of an epoch is, if it divides over the replicas; its mean loss
+            inputs: The model's first input, leaves `[microbatch_size * replicas, ...]`; replica r takes the r-th block.
+                A microbatch may be smaller, as the last of an epoch is, if it divides over the replicas; its mean loss
                 counts as much as that of a full one.
             *others: Where there is a `loss_fn`, the labels that it compares the output with. Where the model's output
                 is the loss, the model's further inputs in the order of its call, arrays with the same first dim.

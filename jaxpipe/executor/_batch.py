@@ -132,7 +132,7 @@ def batch_shard_dims(struct: Batch, num_microbatches: int, num_stages: int, want
 
 
 def batch_spec(dim: int) -> P:
-    """Sharding of a leaf `[num_microbatches, microbatch_size * data, ...]`.
+    """Sharding of a leaf `[num_microbatches, microbatch_size * replicas, ...]`.
 
     Args:
         dim: The dim of a microbatch along which it is sharded over the stages, or `WHOLE`.

@@ -18,6 +18,7 @@ from ._reduced import REDUCED as REDUCED
 from ._reduced import reduced as reduced
 from ._reduced import save_reduced as save_reduced
 from ._reduced import save_whole as save_whole
+from ._sharding import constrained_axes as constrained_axes
 from ._sharding import output_specs as output_specs
 from ._sharding import propagated_specs as propagated_specs
 from ._slice import Slice as Slice
@@ -35,6 +36,7 @@ __all__ = [
     "bind",
     "called_program",
     "computed_by",
+    "constrained_axes",
     "effects_of",
     "evaluate",
     "flatten",

@@ -9,7 +9,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
-from ._primitives import called_program, is_barrier
+from ._primitives import called_program, is_barrier, programs_inside
 
 _PASSING = frozenset({"convert_element_type", "copy", "name", "reduce_precision", "stop_gradient"})
 """One operand of the result's shape, which is sharded as the result is."""
@@ -23,6 +23,16 @@ def output_specs(closed: ClosedJaxpr) -> list[P]:
         through casts and calls; an empty one where there is none.
     """
     return [_spec_of(closed.jaxpr, variable) for variable in closed.jaxpr.outvars]
+
+
+def constrained_axes(closed: ClosedJaxpr) -> set[str]:
+    """The mesh axes that a program's sharding constraints name, inside calls, loops and branches too."""
+    found: set[str] = set()
+    for eqn in closed.jaxpr.eqns:
+        if eqn.primitive.name == "sharding_constraint":
+            found |= {axis for names in eqn.params["sharding"].spec for axis in _tuple(names)}
+        found = found.union(*map(constrained_axes, programs_inside(eqn)))
+    return found
 
 
 def _spec_of(jaxpr: Jaxpr, variable: Any) -> P:

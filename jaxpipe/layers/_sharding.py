@@ -162,6 +162,21 @@ def partition_specs(label: str, tree: PyTree, mesh: AbstractMesh, rules: Rules) 
     return found
 
 
+def paths_over_data(label: str, tree: PyTree, mesh: AbstractMesh, rules: Rules) -> list[str]:
+    """Variables whose metadata names the axis `data` itself, in words, where the mesh has automatic axes.
+
+    Logical names that a rule maps to it are not meant: such rules serve activations too.
+    """
+    if not automatic_axes(mesh) or "data" in {name for name, _ in rules}:
+        return []
+    return [
+        f"{'.'.join(path)!r} of layer {label}"
+        for path, leaf in _boxes(tree)
+        if not isinstance(leaf, nn.LogicallyPartitioned)
+        and any("data" in _tuple(entry) for entry in leaf.get_partition_spec())
+    ]
+
+
 def with_fsdp(
     params: Mapping[Path, Any], specs: Mapping[Path, PartitionSpec], taken: Mapping[Path, int], mesh: AbstractMesh
 ) -> Mapping[Path, PartitionSpec]:

@@ -12,12 +12,14 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 from flax.errors import InvalidRngError, ModifyScopeVariableError
+from jax.extend.core import ClosedJaxpr
 from jax.sharding import AbstractMesh, PartitionSpec
 
 from jaxpipe._typing import Path, PyTree
 from jaxpipe.errors import JaxpipeError, LayerError
+from jaxpipe.jaxpr import constrained_axes
 from jaxpipe.partition import Tie
-from jaxpipe.topology import automatic_axes
+from jaxpipe.topology import MANUAL_AXES, automatic_axes
 
 from ._axes import NO_MESH, axis_fault, is_unbound_axis, mesh_for_init, on_mesh
 from ._build import NamedLayer
@@ -27,6 +29,7 @@ from ._sharding import (
     Rules,
     check_rules,
     partition_specs,
+    paths_over_data,
     rules_in_force,
     rules_on,
     stage_dims,
@@ -175,7 +178,11 @@ def trace_layers(  # noqa: PLR0913  # one setting each
     warned = set() if warned is None else warned
     used: set[str] = set()
     watched = watched_rules(rules, used)
-    trace, switches = on_mesh(mesh, lambda: _trace_layers(layers, inputs, side or {}, mesh, watched, compute_dtype))
+    over_data: list[str] = []
+    trace, switches = on_mesh(
+        mesh, lambda: _trace_layers(layers, inputs, side or {}, mesh, watched, compute_dtype, over_data)
+    )
+    _warn_of_data(over_data, warned)
     _warn_of_switches(switches, warned)
     _warn_of_rules([name for name, axes in rules_on(mesh, rules) if axes and name not in used], warned)
     return dataclasses.replace(trace, rules=rules)
@@ -188,6 +195,7 @@ def _trace_layers(  # noqa: PLR0913  # one setting each
     mesh: AbstractMesh,
     rules: Rules,
     compute_dtype: Any,
+    over_data: list[str],
 ) -> tuple[ModelTrace, Mapping[str, Mapping[str, bool]]]:
     side_struct = cast_floats(_side_struct(side), compute_dtype)
     boundaries, all_params, all_paths = [cast_floats(struct_of(inputs), compute_dtype)], [], []
@@ -208,7 +216,7 @@ def _trace_layers(  # noqa: PLR0913  # one setting each
         else:
             before = f"the output of layer {layers[named.index - 1].name}" if named.index else "the model's inputs"
             given = {at[2:]: x for at, (_, x) in shared.items() if at[1] == named.tied_key and named.shares(at[2:])}
-            call = _Call(named, before, boundaries[-1], side_struct, compute_dtype, mesh, rules)
+            call = _Call(named, before, boundaries[-1], side_struct, compute_dtype, mesh, rules, over_data)
             params, collections, places = call.variables(unflatten_dict(given))
             with rules_in_force(rules):
                 outputs, aux = call.results(params, collections)
@@ -259,6 +267,8 @@ class _Call:
     dtype: Any
     mesh: AbstractMesh
     rules: Rules
+    over_data: list[str]
+    """Weights whose metadata names the axis `data`, which grows."""
 
     def variables(self, given: PyTree) -> tuple[PyTree, PyTree, tuple[Mapping[Path, Any], ...]]:
         """Shapes of parameters and collections, how each is sharded, and the dims of those split over stages."""
@@ -295,6 +305,7 @@ class _Call:
         specs = [partition_specs(self.named.name, tree, self.mesh, self.rules) for tree in made]
         params, collections = (_without_sharding(unbox(tree)) for tree in made)
         of_params, of_collections = specs
+        self.over_data.extend(paths_over_data(self.named.name, made[0], self.mesh, self.rules))
         dims = stage_dims(self.named.name, made[0])
         of_params = with_fsdp(flatten_dict(params), of_params, dims, self.mesh)
         return params, collections, (of_params, of_collections, dims)
@@ -303,7 +314,8 @@ class _Call:
         """Shapes of what the layer hands over and of what it reports, in training."""
         run = functools.partial(_train, self.named.layer)
         args = self._arguments(params, collections)
-        outputs, kept, aux = self._naming_faults(lambda: jax.eval_shape(run, *args))
+        program, (outputs, kept, aux) = self._naming_faults(lambda: jax.make_jaxpr(run, return_shape=True)(*args))
+        self._check_axes(program)
         if outputs is None:
             raise LayerError(
                 f"layer {self.named.name} must return what the next layer or loss_fn gets, but got None. Add the "
@@ -315,6 +327,22 @@ class _Call:
                 f"before a call and {format_struct(kept)} after it. Make all of them when the layer is initialised."
             )
         return _without_sharding(outputs), _without_sharding(aux)
+
+    def _check_axes(self, program: ClosedJaxpr) -> None:
+        """Refuse what JAX takes without a word and XLA cannot compile, or compiles to something else."""
+        # JAX checks a constraint's axes against the mesh that it names, which may call all of its axes automatic.
+        manual = sorted(constrained_axes(program) & set(MANUAL_AXES))
+        if manual:
+            raise self._constraint_fault(f"a constraint over {', '.join(map(repr, manual))}")
+        lengths = self.mesh.shape
+        over_data = any(getattr(effect, "name", None) == "data" for effect in program.jaxpr.effects)
+        if over_data and math.prod(lengths[axis] for axis in MANUAL_AXES) == 1 < math.prod(lengths.values()):
+            raise LayerError(
+                f"layer {self.named.name} must use no collective over 'data' where the mesh has one stage and one "
+                f"replica and XLA splits further axes, which XLA cannot compile, but got one on a mesh of "
+                f"{' x '.join(f'{axis}={length}' for axis, length in lengths.items())}. Leave the axis name out, which "
+                "changes no number with one replica, or use two stages or replicas."
+            )
 
     def check_evaluation(self, params: PyTree, collections: PyTree) -> None:
         """Refuse a layer that cannot be evaluated, which would be found at the first evaluation only."""
@@ -377,16 +405,26 @@ class _Call:
             if is_unbound_axis(error):
                 raise axis_fault(f"layer {self.named.name}", error, automatic_axes(self.mesh)) from error
             if any(words in str(error) for words in ("with_sharding_constraint", "Resource axis:")):
-                raise self._constraint_fault(error) from error
+                raise self._constraint_fault(str(error).partition(". ")[0].rstrip(".")) from error
+            if "mesh passed to shard_map" in str(error):
+                raise self._nested_mesh_fault() from error
             raise self._misfit(error, when) from error
 
-    def _constraint_fault(self, error: Exception) -> LayerError:
-        axes, what = ", ".join(map(repr, automatic_axes(self.mesh))) or "none", str(error).partition(". ")[0]
+    def _constraint_fault(self, what: str) -> LayerError:
+        axes = ", ".join(map(repr, automatic_axes(self.mesh))) or "none"
         return LayerError(
             f"layer {self.named.name} must name in its sharding constraints automatic axes of the mesh, of which it "
-            f"has {axes}, but got: {what.rstrip('.')}. Leave out 'stage' and 'data', and give the "
-            "PipelineModule a topology with every other axis, such as "
+            f"has {axes}, and no more of them than an array has dims, but got: {what}. Leave out 'stage' and 'data', "
+            "and give the PipelineModule a topology with every other axis, such as "
             "PipeModelDataParallelTopology(num_pp, num_mp, num_dp) for 'model'."
+        )
+
+    def _nested_mesh_fault(self) -> LayerError:
+        axes = automatic_axes(self.mesh)
+        return LayerError(
+            f"layer {self.named.name} must open jax.shard_map on the mesh around it, whose axes 'stage' and 'data' are "
+            "the pipeline's, but got a mesh of its own. Leave mesh= out and name the axes to be split by hand: "
+            f"jax.shard_map(..., axis_names={{{', '.join(map(repr, axes)) or '...'}}})."
         )
 
     def _misfit(self, error: Exception, when: str) -> LayerError:
@@ -418,6 +456,19 @@ def _warn_of_rules(names: Sequence[str], warned: set[str]) -> None:
         warnings.warn(
             f"sharding_rules has rules for {', '.join(map(repr, found))}, but no weight and no constraint of a layer "
             "has such a logical name. Correct the name, or leave the rule out.",
+            stacklevel=4,
+        )
+
+
+def _warn_of_data(paths: Sequence[str], warned: set[str]) -> None:
+    """Warn of metadata that names the axis of replicas, once."""
+    if paths and "over data" not in warned:
+        warned.add("over data")
+        warnings.warn(
+            f"{paths[0]}{f' and {len(paths) - 1} further weights' if len(paths) > 1 else ''} must be whole on each "
+            "replica, but got 'data' in the partition metadata, which a pipeline does not heed. To share weights out "
+            'over replicas give the topology an axis fsdp and map the name to it, sharding_rules=(("data", "fsdp"),); '
+            'otherwise write sharding_rules=(("data", None),).',
             stacklevel=4,
         )
 

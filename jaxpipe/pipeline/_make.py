@@ -47,7 +47,7 @@ def make_pipeline(
             divided; None: all devices, see `mesh_for`. With `zero_optimization.stage` 2 and 3 its replicas become
             places along `fsdp`, unless it has that axis.
         example_batch: One entry as a data iterator yields it, `(inputs, labels)` or `(inputs, labels, side)`, leaves
-            `[microbatch_size * data, ...]`, arrays or shapes; places along `fsdp` count as places along `data`.
+            `[microbatch_size * replicas, ...]`, arrays or shapes; places along `fsdp` count as places along `data`.
         lr_scheduler: The learning rate as a function of the number of updates; None: that of the configuration.
 
     Returns:

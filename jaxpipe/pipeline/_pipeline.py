@@ -107,8 +107,8 @@ class Pipeline:
 
     It holds no parameters: `init` makes a `TrainState`, `step` maps a state and a batch to the next state. A batch is
     a `jaxpipe.data.Batch` or a plain tuple `(inputs, labels, side)`, with leaves
-    `[num_microbatches, microbatch_size * data, ...]`; replica r takes the r-th contiguous block of dim 1. `side` is a
-    dictionary of side inputs, often empty; it may be left out.
+    `[num_microbatches, microbatch_size * replicas, ...]`; replica r, one of the places along `data` and `fsdp`, takes
+    the r-th contiguous block of dim 1. `side` is a dictionary of side inputs, often empty; it may be left out.
 
     Args:
         module: The model.
@@ -116,7 +116,7 @@ class Pipeline:
         mesh: A mesh with the axes `stage` and `data`, and any others, over which layers are sharded as their metadata
             says.
         example: One microbatch of all replicas, `(inputs, labels)` or `(inputs, labels, side)`, arrays or shapes with
-            leaves `[microbatch_size * data, ...]`.
+            leaves `[microbatch_size * replicas, ...]`.
         num_microbatches: Microbatches per step.
         config: How it runs and updates; batch sizes and the sections for model and optimiser are not looked at.
         recompute: What its programs are traced with; None: the settings that hold here.
@@ -136,14 +136,17 @@ class Pipeline:
         update: `update(state, storage) -> (state, metrics)`, jitted: clips and applies such gradients.
         evaluate: `evaluate(state, batch) -> metrics`, jitted, forward only: `metrics["loss"]`, and
             `metrics["microbatch_losses"]` of shape `[num_microbatches]`.
-        predict: `predict(state, batch) -> outputs`, jitted: leaves `[num_microbatches, microbatch_size * data, ...]`.
+        predict: `predict(state, batch) -> outputs`, jitted, leaves
+            `[num_microbatches, microbatch_size * replicas, ...]`.
         evaluate_and_predict: Both, in one run.
         config: With what was left open in its section `pipeline` decided.
         plan: What was decided before the pipeline was built: schedule, placement and cut.
+        microbatch_struct: Shapes and dtypes of a microbatch as layers see it, that of one place along `data`: leaves
+            `[microbatch_size * places along fsdp, ...]`.
 
     Raises:
         TopologyError: The mesh's `stage` axis is not `num_stages` long, or another axis not as the topology says.
-        DataError: A leaf of the example is not `microbatch_size * data` samples long.
+        DataError: A leaf of the example is not `microbatch_size * replicas` samples long.
         LayerError: Two layers do not fit, the loss is not a scalar, a variable's partition metadata does not fit it or
             the mesh, a variable is one that its gradient replaces, or a parameter cannot be split over the stages.
         PartitionError: The layers cannot be cut as asked.
@@ -199,7 +202,7 @@ class Pipeline:
         # Replicas that are places of an automatic axis compute on one microbatch together.
         size = self.microbatch_size * self.num_replicas // shape["data"]
         microbatch = jax.tree.map(lambda x: jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype), self._entry)
-        inputs, labels, side = microbatch
+        self.microbatch_struct, (inputs, labels, side) = microbatch, microbatch
         self.trace = module.trace(inputs, side, self.mesh.abstract_mesh)
         check_collections(module.layers, self.trace)
         self.plan = plan = make_plan(module, self.trace, self.mesh, labels, num_microbatches, config, optimizer, parts)

@@ -28,13 +28,13 @@ def infer_microbatch_size(entry: Sequence[PyTree], num_replicas: int) -> int:
     return shapes[0][0] // num_replicas if shapes and shapes[0] else 0
 
 
-def entry_struct(entry: Sequence[PyTree], microbatch_size: int, num_replicas: int, replicas: str = "data") -> Batch:
+def entry_struct(entry: Sequence[PyTree], microbatch_size: int, num_replicas: int, replicas: str = "replicas") -> Batch:
     """Shapes of one entry of a data iterator.
 
     Args:
         entry: `(inputs, labels)` or `(inputs, labels, side)`, leaves `[microbatch_size * num_replicas, ...]`.
         microbatch_size: Samples per microbatch and replica.
-        num_replicas: Length of the `data` axis, or how many replicas the entry is for.
+        num_replicas: How many replicas the entry is for.
         replicas: What these are called, for the error.
 
     Returns:
@@ -72,7 +72,7 @@ def check_batch(batch: Batch, wanted: Batch, microbatch_size: int, num_replicas:
         batch: Shapes and dtypes of the batch.
         wanted: The same of the batch expected.
         microbatch_size: Samples per microbatch and replica.
-        num_replicas: Length of the `data` axis.
+        num_replicas: Places along `data` and `fsdp`.
 
     Raises:
         DataError: Structure, shapes or dtypes differ; the message names the leaf.
@@ -87,8 +87,9 @@ def check_batch(batch: Batch, wanted: Batch, microbatch_size: int, num_replicas:
             if (x.shape, x.dtype) != (leaf.shape, leaf.dtype):
                 raise DataError(
                     f"the batch's {name}{jax.tree_util.keystr(path)} must be {format_struct(leaf)} "
-                    f"([num_microbatches={leaf.shape[0]}, microbatch_size * data={microbatch_size} * {num_replicas}, "
-                    f"...]), but got {format_struct(x)}. Give every batch the shapes and dtypes of the example batch."
+                    f"([num_microbatches={leaf.shape[0]}, microbatch_size * replicas={microbatch_size} * "
+                    f"{num_replicas}, ...]), but got {format_struct(x)}. Give every batch the shapes and dtypes of the "
+                    "example batch."
                 )
 
 
@@ -159,11 +160,18 @@ def check_params(
 
 
 def check_mesh(module: PipelineModule, mesh: Mesh) -> None:
-    """Hold a pipeline's mesh against the model's topology.
+    """Hold a pipeline's mesh against the model's topology and the job.
 
     Raises:
-        TopologyError: The mesh has other lengths.
+        TopologyError: The mesh has other lengths, or no device of some process.
     """
+    idle = sorted(set(range(jax.process_count())) - {device.process_index for device in mesh.devices.flat})
+    if idle:
+        raise TopologyError(
+            f"every process must have a device of the mesh, but got {mesh.devices.size} devices without one of process "
+            f"{', '.join(map(str, idle))}. Let the topology have as many places as all processes have devices "
+            f"({jax.device_count()}), or start fewer processes."
+        )
     num_stages = mesh_shape(mesh)["stage"]
     if num_stages != module.num_stages:
         raise TopologyError(

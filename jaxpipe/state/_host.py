@@ -191,7 +191,7 @@ def place_samples(leaf: Any, like: Any, replicas: range, num_replicas: int) -> j
         num_replicas: How many there are on the mesh.
 
     Returns:
-        The global array `[num_microbatches, microbatch_size * data, ...]`.
+        The global array `[num_microbatches, microbatch_size * replicas, ...]`.
     """
     value = np.asarray(owned(leaf))
     first = replicas.start * (like.shape[1] // num_replicas)

@@ -57,15 +57,15 @@ class Run:
         return {**leaves, **counters, "place": self.data.get_state()}
 
 
-def make_engine(width: int = 3, *layers: LayerSpec, **config: Any) -> PipelineEngine:
+def make_engine(width: int = 3, *layers: LayerSpec, replicas: int = 1, **config: Any) -> PipelineEngine:
     """An engine without data."""
     module = PipelineModule(
         layers or [LayerSpec(Averaging, width), LayerSpec(nn.Dense, 1)],
-        topology=PipeDataParallelTopology(2, 1),
+        topology=PipeDataParallelTopology(2, replicas),
         loss_fn=mean_square,
     )
     settings = {
-        "train_micro_batch_size_per_gpu": MICROBATCH,
+        "train_micro_batch_size_per_gpu": MICROBATCH // replicas,
         "gradient_accumulation_steps": MICROBATCHES,
         "optimizer": {"type": "Adam", "params": {"lr": 0.01}},
         **config,
@@ -73,9 +73,9 @@ def make_engine(width: int = 3, *layers: LayerSpec, **config: Any) -> PipelineEn
     return jaxpipe.initialize(model=module, config=settings, example_batch=entry(0))[0]
 
 
-def make_run(width: int = 3, *layers: LayerSpec, **config: Any) -> Run:
+def make_run(width: int = 3, *layers: LayerSpec, **settings: Any) -> Run:
     """A new run."""
-    engine = make_engine(width, *layers, **config)
+    engine = make_engine(width, *layers, **settings)
     data: RepeatingLoader[Any] = RepeatingLoader([entry(seed) for seed in range(ENTRIES)])
     engine.set_dataiterator(data)
     return Run(engine, data)

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 if __name__ == "__main__":
-    jax.config.update("jax_num_cpu_devices", 2)
+    jax.config.update("jax_num_cpu_devices", 4)
 
 from _one_run import Run, make_run  # noqa: E402
 
@@ -32,8 +32,10 @@ MOMENTS = {
 WRITTEN = ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "open")
 
 
-def make(**config: Any) -> Run:
-    return make_run(WIDTH, checkpoint={"keep_last": KEEP_LAST, **config})
+def make(*, sharded: bool = False, **config: Any) -> Run:
+    """A run on two stages; `sharded`: each of two devices, which also share out the weights."""
+    settings = {"replicas": 2, "zero_optimization": {"stage": 3}} if sharded else {}
+    return make_run(WIDTH, checkpoint={"keep_last": KEEP_LAST, **config}, **settings)
 
 
 def saves(num_steps: int) -> list[tuple[str, int]]:
@@ -83,13 +85,14 @@ def main() -> None:
     parser.add_argument("directory", type=Path)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--background", action="store_true")
+    parser.add_argument("--sharded", action="store_true")
     parser.add_argument("--moment", choices=MOMENTS)
     parser.add_argument("--save", nargs=2, default=("", "0"))
     parser.add_argument("--events", type=int)
     given = parser.parse_args()
     chosen = (given.save[0], int(given.save[1]))
     killer = Killer(given.directory, given.moment, chosen[0], given.events)
-    run = make(async_save=given.background)
+    run = make(sharded=given.sharded, async_save=given.background)
     for tag, step in saves(given.steps):
         if run.engine.global_steps < step:
             say("loss", *run.train(1))

@@ -1,5 +1,6 @@
 """A process that is killed at any moment of saving leaves whole checkpoints, and all that it had reported."""
 
+import functools
 import os
 import random
 import subprocess
@@ -34,9 +35,9 @@ class Uninterrupted:
     held: list[dict[str, Any]]
 
 
-@pytest.fixture(scope="module")
-def uninterrupted() -> Uninterrupted:
-    run = make()
+@functools.cache
+def uninterrupted(*, sharded: bool) -> Uninterrupted:
+    run = make(sharded=sharded)
     losses: list[str] = []
     held = [run.held()]
     for _ in range(STEPS + MORE):
@@ -50,6 +51,10 @@ def started(*arguments: Any) -> subprocess.Popen[str]:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, str(SCRIPT), *map(str, arguments)]
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def flags(mode: str) -> list[str]:
+    return [f"--{word}" for word in mode.split() if word != "foreground"]
 
 
 def after(num_saves: int) -> Held:
@@ -111,10 +116,11 @@ def check_goes_on(path: Path, uninterrupted: Uninterrupted) -> None:
 MOMENTS = [
     ("before-data", ("global_step3", 3), "background", after(3)),
     ("arrays", ("global_step3", 3), "foreground", after(3)),
-    ("before-commit", ("best", 4), "background", after(5)),
-    ("before-latest", ("global_step3", 3), "foreground", {**after(3), "global_step3": 3}),
+    ("before-commit", ("best", 4), "background sharded", after(5)),
+    ("before-latest", ("global_step3", 3), "foreground sharded", {**after(3), "global_step3": 3}),
     ("removal", ("global_step4", 4), "background", after(5)),
-    ("removal", ("best", 4), "foreground", after(6)),
+    ("removal", ("best", 4), "foreground sharded", after(6)),
+    ("arrays", ("global_step3", 3), "background sharded", after(3)),
 ]
 
 
@@ -123,18 +129,16 @@ MOMENTS = [
     slow_after(2, MOMENTS, unpack=True),
     ids=[f"{moment}-{save[0]}-{mode}" for moment, save, mode, _ in MOMENTS],
 )
-def test_killed_at_a_moment(
-    uninterrupted: Uninterrupted, tmp_path: Path, moment: str, save: tuple[str, int], mode: str, held: Held
-) -> None:
-    path = tmp_path / "save"
-    with started(path, "--moment", moment, "--save", *save, *["--background"] * (mode == "background")) as child:
+def test_killed_at_a_moment(tmp_path: Path, moment: str, save: tuple[str, int], mode: str, held: Held) -> None:
+    path, unbroken = tmp_path / "save", uninterrupted(sharded="sharded" in mode)
+    with started(path, "--moment", moment, "--save", *save, *flags(mode)) as child:
         out, errors = child.communicate(timeout=300)
     assert child.returncode == -9, errors[-4000:]
     assert out.split().count("saved") == saves(STEPS).index(save)
     assert held_in(path) == held
     check_left_behind(path, moment)
-    check_whole(path, uninterrupted)
-    check_goes_on(path, uninterrupted)
+    check_whole(path, unbroken)
+    check_goes_on(path, unbroken)
 
 
 def check_left_behind(path: Path, moment: str) -> None:
@@ -148,10 +152,11 @@ def check_left_behind(path: Path, moment: str) -> None:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", range(30))
-def test_killed_at_a_random_moment(uninterrupted: Uninterrupted, tmp_path: Path, seed: int) -> None:
+def test_killed_at_a_random_moment(tmp_path: Path, seed: int) -> None:
     """From outside after a random time, or by itself at a random event."""
-    rng, path = random.Random(seed), tmp_path / "save"
-    mode = ["--background"] * (seed % 2)
+    rng, path, sharded = random.Random(seed), tmp_path / "save", seed % 8 >= 4
+    unbroken = uninterrupted(sharded=sharded)
+    mode = ["--background"] * (seed % 2) + ["--sharded"] * sharded
     if seed % 4 < 2:
         with started(path, "--steps", STEPS, *mode) as child:
             while not (path / "latest").exists() and child.poll() is None:
@@ -165,5 +170,5 @@ def test_killed_at_a_random_moment(uninterrupted: Uninterrupted, tmp_path: Path,
             out, errors = child.communicate(timeout=300)
         assert child.returncode == -9, errors[-4000:]
     assert held_in(path) in possible(out.split().count("saved"))
-    check_whole(path, uninterrupted)
-    check_goes_on(path, uninterrupted)
+    check_whole(path, unbroken)
+    check_goes_on(path, unbroken)

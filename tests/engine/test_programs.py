@@ -218,9 +218,7 @@ def test_the_size_of_a_batch_can_change() -> None:
 )
 def test_sizes_that_are_no_multiple(size: Any, nearest: str) -> None:
     engine = build(module(data=2))
-    match = (
-        rf"micro_batch_size_per_gpu \* data = 2 \* 2 = 4, but got train_batch_size={size!r}\. Use.*instance {nearest}\."
-    )
+    match = rf"per_gpu \* replicas = 2 \* 2 = 4, but got train_batch_size={size!r}\. Use.*instance {nearest}\."
     with pytest.raises(ConfigError, match=match):
         engine.set_train_batch_size(size)
     assert engine.gradient_accumulation_steps() == SIZES["gradient_accumulation_steps"]

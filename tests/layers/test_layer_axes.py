@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.extend.core import jaxpr_as_fun
-from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from jaxpipe import LayerSpec, PipelineModule, PipeModelDataParallelTopology, ProcessTopology
 from jaxpipe.errors import LayerError
@@ -280,25 +280,62 @@ def test_collectives_over_an_axis_that_is_nowhere(topology: Any) -> None:
         (
             P("data"),
             TOPOLOGY,
-            r"has 'model', but got: .*Leave out 'stage' and 'data', and",
+            r"has 'model', .* but got: .*Leave out 'stage' and 'data', and",
         ),
         (
             P("expert"),
             TOPOLOGY,
-            r"has 'model', but got: Resource axis: expert .* a topology with every other",
+            r"has 'model', .* but got: Resource axis: expert .* a topology with every other",
         ),
         (
             P("model"),
             None,
-            r"has none, but got: .* every other axis, such as PipeModelDataParallelTop",
+            r"has none, .* but got: .* every other axis, such as PipeModelDataParallelTop",
         ),
     ],
 )
 def test_constraints_over_axes_that_are_not_automatic(spec: PartitionSpec, topology: Any, match: str) -> None:
     settings = {"num_stages": 1} if topology is None else {"topology": topology}
     model = PipelineModule([lambda x: jax.lax.with_sharding_constraint(x, spec)], **settings)
-    with pytest.raises(LayerError, match=rf"layer 0_lambda must name in its sharding constraints .* {match}"):
+    with pytest.raises(LayerError, match=rf"layer 0_lambda must name in its sharding constraints .*{match}"):
         model.trace(X)
+
+
+WHOLE = AbstractMesh((2, 2, 2), ("stage", "data", "model"), axis_types=(AxisType.Auto,) * 3)
+
+
+@pytest.mark.parametrize(
+    ("layer", "match"),
+    [
+        (
+            lambda x: jax.lax.with_sharding_constraint(x, NamedSharding(WHOLE, P("data", "model"))) + 1,
+            r"sharding constraints automatic axes of the mesh, of which it has 'model', .* over 'data'\. Leave out",
+        ),
+        (
+            jax.shard_map(jnp.sin, mesh=WHOLE, in_specs=P("data"), out_specs=P("data")),
+            r"open jax.shard_map on the mesh around it, .* Leave mesh= out .* axis_names={'model'}\)\.",
+        ),
+    ],
+)
+def test_a_mesh_of_its_own_in_a_layer(layer: Any, match: str) -> None:
+    with pytest.raises(LayerError, match=f"layer 0_.* must .*{match}"):
+        PipelineModule([layer], topology=TOPOLOGY).trace(X, mesh=WHOLE)
+
+
+def test_collectives_over_one_replica_beside_automatic_axes() -> None:
+    def centred(x: jax.Array) -> jax.Array:
+        return x - jax.lax.pmean(x, "data")
+
+    def mesh(stages: int, data: int) -> AbstractMesh:
+        return AbstractMesh((stages, data, 2), ("stage", "data", "model"), axis_types=(AxisType.Auto,) * 3)
+
+    model = PipelineModule([centred], topology=TOPOLOGY)
+    for lengths in ((1, 2), (2, 1)):
+        model.trace(X, mesh=mesh(*lengths))
+    with pytest.raises(
+        LayerError, match="no collective over 'data' .* got one on a mesh of stage=1 x data=1 x model=2"
+    ):
+        model.trace(X, mesh=mesh(1, 1))
 
 
 def test_a_topology_of_any_axes() -> None:

@@ -55,6 +55,7 @@ def _specs(layer: Any, rules: Any = None, mesh: AbstractMesh = MESH) -> list[Par
     return list(specs.values())
 
 
+@pytest.mark.filterwarnings("ignore:.* must be whole on each replica")
 @pytest.mark.parametrize(
     ("names", "rules", "spec"),
     [
@@ -77,6 +78,15 @@ def _specs(layer: Any, rules: Any = None, mesh: AbstractMesh = MESH) -> list[Par
 @pytest.mark.parametrize("make", [_dense, _logical, _nnx])
 def test_metadata_and_rules(make: Any, names: Sequence[Any], rules: Any, spec: PartitionSpec | None) -> None:
     assert _specs(make(*names), rules) == ([] if spec is None else [spec])
+
+
+def test_weights_that_name_the_axis_of_replicas() -> None:
+    layers = [_dense("data", "model"), _dense(("data", "model"), None)]
+    match = r"'kernel' of layer 0_Dense and 1 further weights must be whole on each replica, but got 'data' .*rules=\("
+    with pytest.warns(UserWarning, match=match):
+        PipelineModule(layers, topology=TOPOLOGY).trace(X, mesh=MESH)
+    for place in ("expert", None):
+        assert _specs(layers[0], (("data", place),)) == [P(place, "model")]
 
 
 def test_logical_names_without_a_rule_mean_nothing() -> None:
@@ -110,6 +120,7 @@ def test_names_of_a_variable_that_is_made_in_another_shape(spec: PartitionSpec |
     stages.apply(stages.init(KEY, X), X)
 
 
+@pytest.mark.filterwarnings("ignore:.* must be whole on each replica")
 @pytest.mark.parametrize("topology", [TOPOLOGY, None])
 def test_manual_axes_in_such_a_variable(topology: Any) -> None:
     init = nn.with_partitioning(lecun, ("data", "model"))
@@ -130,6 +141,7 @@ class _Own(nn.Module):
         return jax.lax.with_sharding_constraint(_dense(*self.names)(x), P(None, "model"))
 
 
+@pytest.mark.filterwarnings("ignore:.* must be whole on each replica")
 def test_names_beside_constraints() -> None:
     for names, rules in ((("data", "model"), None), (("embed", "model"), (("embed", None),))):
         model = PipelineModule([_Own(names)], topology=TOPOLOGY, sharding_rules=rules)

@@ -77,11 +77,11 @@ class Actions:
         return [found[0], found[1], self.engine.global_steps]
 
     def rows(self) -> dict[str, list[str]]:
-        """Hashes of every copy of every row that this process holds."""
+        """Hashes of every copy of every block of a row that this process holds."""
         found: dict[str, list[str]] = {}
         for name, array in state_arrays(self.engine.state).items():
             for shard in array.addressable_shards:
-                key = f"{name}[{shard.index[0].start or 0}]"
+                key = f"{name}{[(along.start or 0, along.stop) for along in shard.index]}"
                 found.setdefault(key, []).append(hashlib.sha256(np.asarray(shard.data).tobytes()).hexdigest())
         return found
 

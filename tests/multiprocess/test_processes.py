@@ -18,6 +18,9 @@ JOBS = {
     "2x2-replicas-across": (2, 2, {"stages": 2, "data": 2, "inside": "stage", "zero": 1}),
     "4x1": (4, 1, {"stages": 2, "data": 2, "zero": 1, "model": "norm"}),
     "2x4": (2, 4, {"stages": 4, "data": 2, "schedule": "1f1b-v"}),
+    "2x2-weights-shared-out": (2, 2, {"stages": 2, "data": 1, "fsdp": 2}),
+    "4x1-weights-shared-out-across": (4, 1, {"stages": 2, "data": 1, "fsdp": 2, "zero": 1}),
+    "2x2-weights-shared-out-across": (2, 2, {"stages": 2, "data": 2, "inside": "stage", "zero": 3}),
 }
 
 
@@ -25,7 +28,7 @@ JOBS = {
 def test_the_same_losses_and_equal_replicas(name: str, tmp_path: Path) -> None:
     processes, devices, layout = JOBS[name]
     results = run_job(tmp_path, processes, devices, layout, [["train", 0, 5], ["evaluate"], ["rows"], ["params"]])
-    alone = Layout(**{**layout, "inside": "data", "spread": "auto"})
+    alone = Layout(**{**layout, "inside": "data", "spread": "auto"})  # on one process
     engine = alone.engine()
     wanted = train(engine, alone, range(5))
     held: dict[str, set[str]] = {}
@@ -177,3 +180,12 @@ def test_processes_that_do_not_make_up_the_mesh(tmp_path: Path) -> None:
     assert 0 not in codes
     for index in range(2):
         assert "jax.device_count()=2" in job.log(index) or "2 devices" in job.log(index), job.logs()
+
+
+@pytest.mark.slow
+def test_a_process_without_a_device_of_the_mesh(tmp_path: Path) -> None:
+    job = Job(tmp_path, 2, 2).start([], {"stages": 2, "data": 1})
+    codes = [process.wait(120) for process in job.processes]
+    assert 0 not in codes
+    said = (tmp_path / "log0").read_text()
+    assert "must have a device of the mesh, but got 2 devices without one of process 1." in said, job.logs()

@@ -14,6 +14,7 @@ from _settings import make_settings
 from _tolerances import GRADIENT, assert_close, assert_loss
 from jax.sharding import PartitionSpec as P
 
+import jaxpipe
 from jaxpipe import LayerSpec, Pipeline, PipelineModule, ProcessTopology, describe_pipeline
 from jaxpipe.errors import ConfigError, DataError
 from jaxpipe.topology import make_pipeline_mesh
@@ -112,6 +113,24 @@ def test_gradients_and_three_steps(stages: int, data: int, axes: dict[str, int],
         state, metrics = pipeline.step(state, make_batch(step))
         assert_loss(metrics["loss"], loss, tolerance=(step + 1) * 1e-6)
     assert_close(pipeline.params_tree(state.params), last)
+
+
+def test_an_engine_returns_the_outputs_of_all_samples() -> None:
+    topology, (inputs, labels, _) = ProcessTopology(["pipe", "data", "fsdp"], [2, 1, 4]), make_batch()
+    config = {"train_micro_batch_size_per_gpu": SAMPLES // 4, "gradient_accumulation_steps": MICROBATCHES}
+    config |= {"gradient_clipping": LIMIT}
+    entries = list(zip(inputs, labels, strict=True))
+    engine = jaxpipe.initialize(
+        model=make_module(False, topology=topology), optimizer=ADAM, config=config, example_batch=entries[0]
+    )[0]
+    losses, first, *_ = sequential()
+    module = make_module(False, num_stages=1)
+    wanted = jnp.stack([module.apply(first, x) for x in inputs])
+    loss, outputs = engine.eval_batch(iter(entries), return_logits=True)
+    assert_loss(loss, losses[0])
+    assert_close(outputs, wanted)
+    assert_close(engine.predict(inputs.reshape(-1, 5)), wanted.reshape(-1, 3))
+    assert_loss(engine.train_batch(iter(entries)), losses[0])
 
 
 @pytest.mark.parametrize("size", [2, 4])
