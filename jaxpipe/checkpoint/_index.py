@@ -235,7 +235,8 @@ def _load_grid(name: str, given: Any, shape: tuple[int, ...]) -> tuple[int, ...]
 
 
 def _load_layer(given: Mapping[str, Any], leaves: Mapping[str, Leaf]) -> StoredLayer:
-    layer = StoredLayer(**{**given, "parameters": tuple(given["parameters"])})
+    fields: dict[str, Any] = {**given, "parameters": tuple(given["parameters"])}
+    layer = StoredLayer(**fields)
     _check(all(isinstance(text, str) for text in (layer.name, layer.kind, layer.signature)), "a layer", given)
     _check(_is_count(layer.stage) and all(key in leaves for key in layer.parameters), "a layer", given)
     return layer

@@ -9,7 +9,7 @@ import json
 import os
 import re
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -259,7 +259,7 @@ def _check_others(target: Path, written: Sequence[Path]) -> None:
 
 
 @contextlib.contextmanager
-def _removed(paths: Sequence[Path]) -> Iterator[None]:
+def _removed(paths: Sequence[Path]) -> Generator[None]:
     """Remove what is left of some files at the end."""
     try:
         yield
@@ -365,7 +365,7 @@ def _read_weight_map(path: Path) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def _opened(path: Path) -> Iterator[Any]:
+def _opened(path: Path) -> Generator[Any]:
     try:
         with safe_open(str(path), framework="numpy") as tensors:
             yield tensors

@@ -47,7 +47,8 @@ def load_struct(given: Any) -> PyTree:
             return [load_struct(item) for item in inner]
         case {"none": None}:
             return None
-    raise ValueError(f"{given!r:.100} is no shape and dtype")
+        case _:
+            raise ValueError(f"{given!r:.100} is no shape and dtype")
 
 
 def checked_struct(shape: Any, dtype: Any) -> tuple[tuple[int, ...], np.dtype]:

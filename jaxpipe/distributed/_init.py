@@ -181,15 +181,12 @@ def _choose_collectives(backend: str | None) -> None:
 def _join(job: Job, timeout_s: int, heartbeat_timeout_s: int) -> None:
     if job.coordinator_address is not None:
         _check_reachable(job, timeout_s)
-    known = {
-        "coordinator_address": job.coordinator_address,
-        "num_processes": job.num_processes,
-        "process_id": job.process_id,
-        "cluster_detection_method": _detection(job),
-    }
     try:
         jax.distributed.initialize(
-            **known,
+            coordinator_address=job.coordinator_address,
+            num_processes=job.num_processes,
+            process_id=job.process_id,
+            cluster_detection_method=_detection(job),
             local_device_ids=None if job.local_device_ids is None else list(job.local_device_ids),
             initialization_timeout=timeout_s,
             heartbeat_timeout_seconds=heartbeat_timeout_s,

@@ -3,7 +3,7 @@
 import contextlib
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from types import FrameType
 from typing import Any
 
@@ -15,7 +15,7 @@ _SIGNALS = tuple(getattr(signal, name) for name in _NAMES if hasattr(signal, nam
 
 
 @contextlib.contextmanager
-def hold_signals() -> Iterator[None]:
+def hold_signals() -> Generator[None]:
     """Let handlers of signals run after the body, not within it.
 
     A step takes the buffers of the old state before it gives the new one. A handler that raises in between, as

@@ -4,7 +4,7 @@ import contextlib
 import itertools
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -134,7 +134,7 @@ class MicrobatchSource:
         self._batch_fn = fn
 
     @contextlib.contextmanager
-    def transaction(self) -> Iterator[None]:
+    def transaction(self) -> Generator[None]:
         """Take back what is pulled within the body if an interrupt ends it before `commit` is called.
 
         An iterator with `get_state` and `set_state` goes back to where it stood; of any other the entries are kept for

@@ -66,10 +66,11 @@ def one_thread(method: Callable[Concatenate[Self, P], R]) -> Callable[Concatenat
 
     @functools.wraps(method)
     def call(self: Self, *args: P.args, **kwargs: P.kwargs) -> Any:
-        self._turn.take(method.__name__)
+        turn = self._turn  # pyright: ignore[reportPrivateUsage]  # what it decorates are methods of the same class
+        turn.take(method.__name__)
         try:
             return method(self, *args, **kwargs)
         finally:
-            self._turn.end()
+            turn.end()
 
     return call

@@ -1,5 +1,7 @@
 """The epilogue: the last layers, after the trunk, and the loss, as one fused value and gradient."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -57,7 +59,7 @@ class Epilogue:
         segment = self._segment
         full = (0, *context, segment.collections(collections))
 
-        def total_loss(leaves: dict[str, jax.Array], values: list[jax.Array]) -> tuple[jax.Array, tuple]:
+        def total_loss(leaves: dict[str, jax.Array], values: list[jax.Array]) -> tuple[jax.Array, tuple[Any, ...]]:
             outputs, extras = segment.run(leaves, replace_differentiable(inputs, values), full, train=True)
             loss = self._module.loss_terms(outputs, labels)[0].astype(jnp.float32)
             aux_loss, reported = self.aux.collect([aux for _, aux in extras], len(self.aux.names))

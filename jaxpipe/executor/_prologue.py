@@ -74,7 +74,7 @@ class Prologue:
             x = self._entering(at, inputs, arrived)
             return x, self._residuals.zeros(), collections, jnp.zeros((0,), jnp.float32)
 
-        def run(number: int, program: Segment) -> tuple:
+        def run(number: int, program: Segment) -> tuple[Any, ...]:
             x = self._unpacked(program, inputs, arrived)
             full = (program.offset(at), *context, program.collections(collections))
             y, residuals, new, values = program.forward(program.take(storage), x, full)

@@ -141,7 +141,9 @@ class Segment:
         # Keys fold in a layer's index in the model, so that dropout is the same for any cut.
         return jnp.asarray(self._starts, jnp.int32)[at.index] - self.layers.start
 
-    def run(self, params: PyTree, inputs: PyTree, context: tuple, *, train: bool) -> tuple[PyTree, Sequence[tuple]]:
+    def run(
+        self, params: PyTree, inputs: PyTree, context: tuple[Any, ...], *, train: bool
+    ) -> tuple[PyTree, Sequence[tuple[Any, ...]]]:
         """Run the layers.
 
         Args:
@@ -172,7 +174,9 @@ class Segment:
         grouped = jax.tree.map(lambda leaf: leaf.reshape(-1, group, *leaf.shape[1:]), params)
         return jax.lax.scan(body, inputs, (starts, grouped))[0], [({}, {}) for _ in self.layers]
 
-    def forward(self, params: PyTree, inputs: PyTree, context: tuple) -> tuple[PyTree, list[jax.Array], PyTree, Any]:
+    def forward(
+        self, params: PyTree, inputs: PyTree, context: tuple[Any, ...]
+    ) -> tuple[PyTree, list[jax.Array], PyTree, Any]:
         """Compute `(outputs, residuals, collections, values reported)` in training."""
         (y, *_), (new, values), residuals = self.residuals.forward(params, inputs, context)
         return y, residuals, new, values
@@ -216,7 +220,9 @@ class Segment:
     def _views(self, leaves: Mapping[str, jax.Array]) -> list[PyTree]:
         return [self._leaves.view(i, leaves) for i in self.layers]
 
-    def _train(self, params: PyTree, inputs: PyTree, context: tuple) -> tuple[tuple, tuple[list[PyTree], jax.Array]]:
+    def _train(
+        self, params: PyTree, inputs: PyTree, context: tuple[Any, ...]
+    ) -> tuple[tuple[Any, ...], tuple[list[PyTree], jax.Array]]:
         y, extras = self.run(params, inputs, context, train=True)
         loss, values = self.aux.collect([reported for _, reported in extras], self.num_reported)
         return (y, loss) if self.aux.has_losses else (y,), ([new for new, _ in extras], values)

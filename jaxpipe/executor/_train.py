@@ -149,7 +149,7 @@ class TrainLoop(TickLoop):
         stage, collections = self.stage, carry.collections
         batch = self.microbatch(device, run, row, train=True)
 
-        def forward(at: VirtualStage) -> tuple:
+        def forward(at: VirtualStage) -> tuple[Any, ...]:
             return stage.forward(at, device.weights, batch, collections, arrived)
 
         output, residuals, updated, reported = self.action(
@@ -192,7 +192,7 @@ class TrainLoop(TickLoop):
         stage = self.stage
         is_last = self.is_last(device, row.forward.chunk)
 
-        def compute() -> tuple:
+        def compute() -> tuple[Any, ...]:
             return stage.loss_and_gradients(device.weights, batch, collections, output, device.cotangents)
 
         # One device computing every tick needs no branch around the loss; else only the last stage has it.
@@ -234,12 +234,14 @@ class TrainLoop(TickLoop):
         gradient = select(self.is_last(device, row.backward.chunk), loss_gradient, arrived)
         ring = carry.residuals
 
-        def backward(at: VirtualStage, *, split: bool) -> tuple:
+        def backward(at: VirtualStage, *, split: bool) -> tuple[Any, ...]:
             residuals = self._read_residuals(ring, row.residual_read)
             return stage.backward(at, device.weights, residuals, gradient, device.cotangents.reported, split=split)
 
         kinds = self._kinds_of_backward(run)
-        functions: list[Callable[[VirtualStage], tuple]] = [functools.partial(backward, split=split) for split in kinds]
+        functions: list[Callable[[VirtualStage], tuple[Any, ...]]] = [
+            functools.partial(backward, split=split) for split in kinds
+        ]
         which: jax.Array | int = 0
         if len(functions) > 1:
             whole, split = functions
@@ -327,7 +329,7 @@ def _add_vocab(carry: TrainCarry, grads: dict[str, jax.Array]) -> None:
     carry.vocab_grads = sums | {name: sums[name] + g.astype(sums[name].dtype) for name, g in grads.items()}
 
 
-def _fill(split: tuple, whole: tuple) -> tuple:
+def _fill(split: tuple[Any, ...], whole: tuple[Any, ...]) -> tuple[Any, ...]:
     """A split backward's result in the form of a whole one's: zeros for the gradients that it leaves for later."""
     leaves, treedef = jax.tree.flatten(whole[0])
     pairs = zip(treedef.flatten_up_to(split[0]), leaves, strict=True)

@@ -2,7 +2,7 @@
 
 import contextlib
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 
 from ._group import Limits, run_group
@@ -71,7 +71,7 @@ def _run_all(commands: MakeCommands, limits: Limits, before: int, requests: Stop
 
 
 @contextlib.contextmanager
-def _heartbeat_dir(limits: Limits) -> Iterator[Path | None]:
+def _heartbeat_dir(limits: Limits) -> Generator[Path | None]:
     if limits.stall_timeout_s is None and limits.start_timeout_s is None:
         yield None
         return

@@ -29,7 +29,7 @@ class FunctionLayer(Layer):
 
     def init(
         self, key: jax.Array, inputs: PyTree, *, side: Mapping[str, PyTree], given: PyTree | None = None
-    ) -> tuple[PyTree, dict, dict]:
+    ) -> tuple[PyTree, dict[str, Any], dict[str, Any]]:
         """See `Layer.init`; there are no variables."""
         outputs, _, _ = self.apply({}, {}, inputs, rngs=None, train=False, side=side)
         return outputs, {}, {}

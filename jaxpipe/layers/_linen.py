@@ -78,7 +78,7 @@ class LinenLayer(Layer):
 
     def init(
         self, key: jax.Array, inputs: PyTree, *, side: Mapping[str, PyTree], given: PyTree | None = None
-    ) -> tuple[PyTree, dict, dict]:
+    ) -> tuple[PyTree, dict[str, Any], dict[str, Any]]:
         """See `Layer.init`; variables keep the partition metadata that the module gives them."""
         args, kwargs = self.arguments.select(rngs=None, train=False, side=side)
         module = self._told(train=False)

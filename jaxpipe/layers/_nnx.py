@@ -28,11 +28,11 @@ from ._protocol import (
 from ._spec import LayerSpec
 
 
-class AuxLoss(nnx.Intermediate):
+class AuxLoss(nnx.Intermediate[Any]):
     """Term that a module adds to the loss: `self.sow(AuxLoss, "balance", value)` in its call, a scalar."""
 
 
-class Metric(nnx.Intermediate):
+class Metric(nnx.Intermediate[Any]):
     """Value that a module reports without adding it to the loss: `self.sow(Metric, "entropy", value)`, a scalar."""
 
 
@@ -84,7 +84,7 @@ class NNXLayer(Layer):
 
     def init(
         self, key: jax.Array, inputs: PyTree, *, side: Mapping[str, PyTree], given: PyTree | None = None
-    ) -> tuple[PyTree, dict, dict]:
+    ) -> tuple[PyTree, dict[str, Any], dict[str, Any]]:
         """See `Layer.init`; a module makes all its parameters itself, whichever of them are given."""
         _, params, _, rest = nnx.split(self._build(key), *_KINDS)
         outputs, _, _ = self.apply(
@@ -126,17 +126,17 @@ class NNXLayer(Layer):
         streams = nnx.Rngs(rngs["dropout"]) if rngs is not None and "dropout" in rngs else None
         args, kwargs = self.arguments.select(rngs=streams, train=train, side=side)
         run = nnx.capture(lambda module: self._call(module, inputs, *args, **kwargs), AuxLoss, Metric)
-        outputs, losses, metrics = cast("tuple[Any, nnx.State, nnx.State]", run(module))
+        outputs, losses, metrics = cast("tuple[Any, nnx.State[Any, Any], nnx.State[Any, Any]]", run(module))
         _, _, _, rest = nnx.split(module, *_KINDS)
         reported = {"losses": _to_tree(losses), "metrics": _to_tree(metrics)} if train else {}
         aux = {name: named_scalars(self.class_name, tree) for name, tree in reported.items() if jax.tree.leaves(tree)}
         return outputs, _collections(_to_tree(rest)), aux
 
     @functools.cached_property
-    def _structure(self) -> tuple[Any, nnx.State, nnx.State, nnx.State]:
+    def _structure(self) -> tuple[Any, nnx.State[Any, Any], nnx.State[Any, Any], nnx.State[Any, Any]]:
         """The module without values: its graph, parameters, random streams and the rest."""
         made = nnx.split(nnx.eval_shape(lambda: self._build(jax.random.key(0))), *_KINDS)
-        return cast("tuple[Any, nnx.State, nnx.State, nnx.State]", made)
+        return cast("tuple[Any, nnx.State[Any, Any], nnx.State[Any, Any], nnx.State[Any, Any]]", made)
 
     def _build(self, key: jax.Array) -> Any:
         with nnx.use_eager_sharding(False):
@@ -194,7 +194,7 @@ def _collections(tree: PyTree) -> dict[str, PyTree]:
     return {"state": tree} if jax.tree.leaves(tree) else {}
 
 
-def _to_tree(state: nnx.State) -> PyTree:
+def _to_tree(state: nnx.State[Any, Any]) -> PyTree:
     """A state as nested dictionaries with string keys: list positions become `"0"`, `"1"`, ..."""
 
     def rename(node: Any) -> Any:
@@ -203,7 +203,7 @@ def _to_tree(state: nnx.State) -> PyTree:
     return rename(nnx.to_pure_dict(state))
 
 
-def _to_boxes(state: nnx.State) -> PyTree:
+def _to_boxes(state: nnx.State[Any, Any]) -> PyTree:
     """The same, with variables that have partition metadata in boxes of `flax.core.meta`."""
 
     def one(value: Any, spec: Any) -> Any:
@@ -214,7 +214,7 @@ def _to_boxes(state: nnx.State) -> PyTree:
     return jax.tree.map(one, _to_tree(state), _to_tree(specs))
 
 
-def _fill(state: nnx.State, tree: PyTree) -> nnx.State:
+def _fill(state: nnx.State[Any, Any], tree: PyTree) -> nnx.State[Any, Any]:
     """The state with its values taken from a tree that `_to_tree` could have made of it."""
 
     def restore(like: Any, node: Any) -> Any:
@@ -225,7 +225,7 @@ def _fill(state: nnx.State, tree: PyTree) -> nnx.State:
     return filled
 
 
-def _fresh_streams(state: nnx.State, key: jax.Array) -> PyTree:
+def _fresh_streams(state: nnx.State[Any, Any], key: jax.Array) -> PyTree:
     """Random state keyed from `key`: every stream a key of its own, every count zero."""
     leaves, treedef = jax.tree.flatten(_to_tree(state))
     is_key = [jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key) for leaf in leaves]

@@ -61,7 +61,7 @@ class Layer(abc.ABC):
     @abc.abstractmethod
     def init(
         self, key: jax.Array, inputs: PyTree, *, side: Mapping[str, PyTree], given: PyTree | None = None
-    ) -> tuple[PyTree, dict, dict]:
+    ) -> tuple[PyTree, dict[str, Any], dict[str, Any]]:
         """Make the variables.
 
         Args:

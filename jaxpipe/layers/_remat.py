@@ -128,7 +128,7 @@ class _RematLayer(Layer):
 
     def init(
         self, key: jax.Array, inputs: PyTree, *, side: Mapping[str, PyTree], given: PyTree | None = None
-    ) -> tuple[PyTree, dict, dict]:
+    ) -> tuple[PyTree, dict[str, Any], dict[str, Any]]:
         return self._layer.init(key, inputs, side=side, given=given)
 
     def apply(

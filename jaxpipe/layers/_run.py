@@ -56,7 +56,7 @@ def compose_layers(  # noqa: PLR0913  # one setting each
     def run(
         inputs: PyTree, key: jax.Array | None, side: Mapping[str, PyTree], collections: Sequence[PyTree]
     ) -> tuple[PyTree, Extras]:
-        def call(named: NamedLayer, view: PyTree, kept: PyTree, carried: tuple[PyTree, Extras]) -> tuple:
+        def call(named: NamedLayer, view: PyTree, kept: PyTree, carried: tuple[PyTree, Extras]) -> tuple[Any, ...]:
             x, extras = carried
             rngs = None if key is None else layer_rngs(jax.random.fold_in(key, named.index + offset))
             outputs, kept, aux = named.layer.apply(view, kept, x, rngs=rngs, train=train, side=side)

@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -44,7 +44,7 @@ def checked_rules(rules: Any) -> Rules:
 
 
 @contextlib.contextmanager
-def rules_in_force(rules: Rules) -> Iterator[None]:
+def rules_in_force(rules: Rules) -> Generator[None]:
     """Translate the logical names of Flax's constraints by the rules, on the mesh around this code."""
     with nn.logical_axis_rules(rules_on(jax.sharding.get_abstract_mesh(), rules)):
         yield

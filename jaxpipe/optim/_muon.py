@@ -98,7 +98,7 @@ def muon_labels(params: PyTree) -> PyTree:
         `"muon"` for matrices, `"adam"` for all else and for embeddings, output heads and biases by their names.
     """
 
-    def label(path: jax.tree_util.KeyPath, leaf: Any) -> str:
+    def label(path: tuple[Any, ...], leaf: Any) -> str:
         name = jax.tree_util.keystr(path, simple=True, separator="/").lower()
         # By path and number of dims alone: a device that holds a part of the tree gives each leaf the label of the
         # whole.

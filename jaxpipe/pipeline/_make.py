@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -146,7 +146,7 @@ def prepare(
         mesh = mesh_for(model) if mesh is None else adopt_mesh(mesh)
         sizes = config.batch_sizes(num_batch_shards(mesh))
     errors.raise_all()
-    return Prepared(model, chosen, cast("Mesh", mesh), sizes)
+    return Prepared(model, chosen, mesh, sizes)
 
 
 def mesh_for(model: PipelineModule, devices: Sequence[Any] | None = None) -> Mesh:

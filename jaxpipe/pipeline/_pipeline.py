@@ -524,8 +524,8 @@ class Pipeline:
                     return mapped(state, batch, *rest)
 
             # What comes out lies as what goes in: left to itself, XLA may choose another sharding over automatic axes.
-            shardings = {"in_shardings": (of_state, of_batch, *others), "out_shardings": out_shardings}
-            jitted = jax.jit(checked, **shardings, donate_argnums=donate)
+            given = (of_state, of_batch, *others)
+            jitted = jax.jit(checked, in_shardings=given, out_shardings=out_shardings, donate_argnums=donate)
             return _OfBatch(jitted, checks_branches=waits_in_branches(self.mesh))
 
         self.step = compiled(programs.step, (specs, P()), (of_state, everywhere), donate=(0,))

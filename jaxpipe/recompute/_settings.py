@@ -1,7 +1,7 @@
 """Settings of recompute: how kept inputs are kept, and how a call of `checkpoint` finds what holds for it."""
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -67,7 +67,7 @@ def set_settings(settings: RecomputeSettings) -> None:
 
 
 @contextmanager
-def use_settings(settings: RecomputeSettings) -> Iterator[Scope]:
+def use_settings(settings: RecomputeSettings) -> Generator[Scope]:
     """Make settings hold inside a `with` block; those from before hold again after it.
 
     Args:
