@@ -29,6 +29,8 @@ SCHEDULES: dict[str, str | type[PipeSchedule]] = {
     "1f1b-v": "1f1b-v",
     "interleaved": "interleaved",
     "zero-bubble": "zero-bubble",
+    "zero-bubble-h1": "zero-bubble-h1",
+    "zero-bubble-v": "zero-bubble-v",
     "zero-bubble-2": resolve_schedule("zero-bubble", num_chunks=2),
     "zero-bubble-4": resolve_schedule("zero-bubble", num_chunks=4),
     "interleaved-4": resolve_schedule("interleaved", num_chunks=4),

@@ -44,8 +44,9 @@ class PipelineConfig(Section):
             reads the key and does nothing with it.
         num_chunks: Model chunks on each stage, for schedules that interleave them; `'auto'` takes the schedule's own
             number, or leaves it to the schedule `'auto'`.
-        max_pending_weights: The most weight gradients, counted on each chunk, that the schedule
-            `'zero-bubble'` keeps pending on a stage; `'auto'` takes the schedule's own number.
+        max_pending_weights: The most weight gradients, counted on each chunk, that the schedules
+            `'zero-bubble'`, `'zero-bubble-h1'` and `'zero-bubble-v'` keep pending on a stage; `'auto'` takes the
+            schedule's own number.
         memory_limit_gb: What the schedule `'auto'` and the partition `'profile'` may plan for on a device, in GB of
             10^9 bytes, all that training holds included; refused where neither is used. `'auto'` takes the device's
             memory.

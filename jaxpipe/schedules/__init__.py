@@ -48,6 +48,8 @@ from jaxpipe.schedules._runs import MAX_RUNS as MAX_RUNS
 from jaxpipe.schedules._timetable import TimetableSchedule as TimetableSchedule
 from jaxpipe.schedules._train import TrainSchedule as TrainSchedule
 from jaxpipe.schedules._zero_bubble import ZeroBubbleSchedule as ZeroBubbleSchedule
+from jaxpipe.schedules._zero_bubble_h1 import ZeroBubbleH1Schedule as ZeroBubbleH1Schedule
+from jaxpipe.schedules._zero_bubble_v import ZeroBubbleVSchedule as ZeroBubbleVSchedule
 
 __all__ = [
     "MAX_RUNS",
@@ -87,7 +89,9 @@ __all__ = [
     "TrainSchedule",
     "TransferBuffers",
     "Transfers",
+    "ZeroBubbleH1Schedule",
     "ZeroBubbleSchedule",
+    "ZeroBubbleVSchedule",
     "bubble_fraction",
     "check_schedule",
     "choose_schedule",

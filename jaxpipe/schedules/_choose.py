@@ -37,9 +37,9 @@ def choose_schedule(
     Each candidate is lowered and its ticks are added up: in lockstep a tick takes as long as its busiest stage (where
     idle actions are skipped) or as long as all kinds of actions of its run together (where they are computed), and the
     overheads. Candidates are the schedules of `schedule_names` that are auto candidates (all but `"gpipe"`) with all
-    numbers of chunks that each can have, with idle actions skipped and computed. A zero-bubble that does not fit is
-    tried again with as many pending weight gradients as do fit. The simplest within `CLEAR_GAIN` of the shortest step
-    wins; where nothing fits, the smallest memory.
+    numbers of chunks that each can have, with idle actions skipped and computed. One with split backwards that does not
+    fit is tried again with as many pending weight gradients as do fit. The simplest within `CLEAR_GAIN` of the shortest
+    step wins; where nothing fits, the smallest memory.
 
     Args:
         costs: What a microbatch costs on the largest stage.
@@ -49,7 +49,7 @@ def choose_schedule(
             gradients, optimiser state and what is recomputed at once. Default: any number.
         chunk_counts: Numbers of chunks to look at, and how many times its share of the largest stage the largest of so
             many chunks takes: 1 where they come out equal. Default: 1, 2 and 4 equal chunks.
-        max_pending: The most weight gradients that a zero-bubble may keep pending. Default: the schedule's own number.
+        max_pending: The most weight gradients that a schedule may keep pending. Default: the schedule's own number.
         skip_idle: Whether idle actions are skipped. Default: both are looked at.
 
     Returns:

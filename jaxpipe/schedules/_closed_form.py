@@ -25,10 +25,12 @@ def closed_form(
     | `"interleaved"`, r microbatches in the last group | `(S - r + (r - 1)/v)(F + B)` |
     | `"zero-bubble"`, `v(M - S) >= S - 2` | `(S - 1)(F + I - W)/v` |
     | `"zero-bubble"`, fewer microbatches, v = 1 or S divides M | `((S - 1)(F + I) - max(0, v(M - S) + 1) W)/v` |
+    | `"zero-bubble-h1"`, `M >= S > 1` | `(S - 1)(F + I - W) + (M - 1) abs(F - I)` |
+    | `"zero-bubble-v"`, `M >= S > 1` | `(S - 1)(F + I - W)/2 + (M - (S + 1)/2) abs(F - I)` |
     | others | that of `makespan`: the sum over steps of the longest action |
 
-    What a program takes in lockstep is `makespan`. It is longer than this for `"zero-bubble"` with `W > min(F, I)`,
-    with a small `max_pending`, or with several chunks where S does not divide M.
+    What a program takes in lockstep is `makespan`. It is longer than this for the zero-bubble schedules with
+    `W > min(F, I)` or a small `max_pending`, and for `"zero-bubble"` with several chunks where S does not divide M.
 
     Args:
         schedule: A name, or a schedule class.

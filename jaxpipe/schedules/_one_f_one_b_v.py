@@ -1,11 +1,10 @@
 """1F1B on combined ticks with the chunks folded: S microbatches in flight."""
 
-from typing import ClassVar
+from ._fold import FoldedTimetable
+from ._timetable import Action
 
-from ._timetable import Action, TimetableSchedule
 
-
-class OneFOneBVSchedule(TimetableSchedule):
+class OneFOneBVSchedule(FoldedTimetable):
     """1F1B with two chunks a stage, the first going down the stages, the second up again: `"1f1b-v"`.
 
     The model is cut into `2S` parts; stage s holds parts `s` and `2S - 1 - s`. Part p runs the forward of microbatch m
@@ -25,30 +24,18 @@ class OneFOneBVSchedule(TimetableSchedule):
         combined ticks.
     """
 
-    num_chunks: ClassVar[int] = 2
-
-    def virtual_stage(self, stage: int, chunk: int) -> int:
-        """`s` for the first chunk, `2S - 1 - s` for the second."""
-        return stage if chunk == 0 else 2 * self.stages - 1 - stage
-
     def num_steps(self) -> int:
         """`2M + 4S - 3`."""
         return 2 * self.micro_batches + 4 * self.stages - 3
 
     def forward_at(self, step: int) -> Action:
         """Part p, `s` or `2S - 1 - s`, and microbatch m with `2m + p = step`."""
-        return self._due(step, direction=1)
+        return self.downwards(step)
 
     def backward_at(self, step: int) -> Action:
         """Part p, `s` or `2S - 1 - s`, and microbatch m with `2m + 4S - 2 - p = step`."""
-        return self._due(step - (4 * self.stages - 2), direction=-1)
+        return self.upwards(step)
 
     def promised_s(self, forward_s: float, backward_s: float, weight_s: float) -> float:
         """`(M + S - 1)(F + B)`."""
         return (self.micro_batches + self.stages - 1) * (forward_s + backward_s)
-
-    def _due(self, since: int, *, direction: int) -> Action:
-        """Find the chunk whose part, passed in this direction, is an even number of steps away."""
-        # Of s and 2S - 1 - s one is even and one odd, so in each step exactly one of the chunks is due.
-        chunk = (since - self.stage_id) % 2
-        return chunk, (since - direction * self.virtual_stage(self.stage_id, chunk)) // 2

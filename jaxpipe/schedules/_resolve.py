@@ -12,6 +12,8 @@ from ._one_f_one_b import OneFOneBSchedule
 from ._one_f_one_b_v import OneFOneBVSchedule
 from ._train import TrainSchedule
 from ._zero_bubble import ZeroBubbleSchedule
+from ._zero_bubble_h1 import ZeroBubbleH1Schedule
+from ._zero_bubble_v import ZeroBubbleVSchedule
 
 
 def schedule_names() -> dict[str, type[PipeSchedule]]:
@@ -25,6 +27,8 @@ def schedule_names() -> dict[str, type[PipeSchedule]]:
         "1f1b-v": OneFOneBVSchedule,
         "interleaved": InterleavedSchedule,
         "zero-bubble": ZeroBubbleSchedule,
+        "zero-bubble-h1": ZeroBubbleH1Schedule,
+        "zero-bubble-v": ZeroBubbleVSchedule,
         "gpipe": GPipeSchedule,
         "train": TrainSchedule,
     }
@@ -38,8 +42,8 @@ def resolve_schedule(
     Args:
         schedule: A name of `schedule_names`, such as `"1f1b"`, or a `PipeSchedule` subclass.
         num_chunks: Model chunks on each stage. Default: the schedule's own number.
-        max_pending: The most weight gradients that a stage keeps pending, for `"zero-bubble"`. Default: the schedule's
-            own number.
+        max_pending: The most weight gradients that a stage keeps pending, where backwards are split. Default: the
+            schedule's own number.
 
     Returns:
         The class, or a subclass of it with these numbers; equal requests give the same one.

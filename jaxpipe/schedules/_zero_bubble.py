@@ -1,14 +1,12 @@
 """Zero-bubble: split backwards, the weight gradients put where the pipeline would idle."""
 
-import functools
 from typing import ClassVar
 
-from ._fill import IDLE, fill_weights
+from ._filled import FilledTimetable
 from ._ring import RingTimetable
-from ._timetable import NOTHING, Action
 
 
-class ZeroBubbleSchedule(RingTimetable):
+class ZeroBubbleSchedule(FilledTimetable, RingTimetable):
     """Combined ticks with the backward B split into an input gradient I and a weight gradient W: `"zero-bubble"`.
 
     Forwards and input gradients run as in `"1f1b"`, or as in `"interleaved"` with `num_chunks` v above 1. Only the
@@ -34,18 +32,10 @@ class ZeroBubbleSchedule(RingTimetable):
     """
 
     min_chunks: ClassVar[int | None] = 1
-    min_pending: ClassVar[int | None] = 1
-    split_backward: ClassVar[bool] = True
 
-    def num_steps(self) -> int:
-        """`R(M - 1) + 2V - 1` for forwards and input gradients, and those for weight gradients alone."""
-        return len(self._filled()[0])
-
-    def weight_at(self, step: int) -> Action:
-        """Chunk and microbatch of the backward that `fill_weights` completes at the step."""
-        row = self._filled()[self.stage_id]
-        unit = row[step] if step >= 0 else IDLE
-        return NOTHING if unit == IDLE else self.backward_at(unit)
+    def num_unfilled_steps(self) -> int:
+        """`R(M - 1) + 2V - 1`."""
+        return RingTimetable.num_steps(self)
 
     def promised_s(self, forward_s: float, backward_s: float, weight_s: float) -> float:
         """`M(F + B) + ((S - 1)(F + I) - hW)/v`, with `h = min(S - 1, v(M - S) + 1)` hidden weight gradients.
@@ -58,18 +48,3 @@ class ZeroBubbleSchedule(RingTimetable):
         hidden = min(stages - 1, max(0, chunks * (micro_batches - stages) + 1))
         bubble_s = (stages - 1) * (tick_s - weight_s) - hidden * weight_s
         return micro_batches * tick_s + max(0.0, bubble_s) / chunks
-
-    def _filled(self) -> tuple[tuple[int, ...], ...]:
-        return _filled(type(self), self.micro_batches, self.stages)
-
-
-@functools.lru_cache(maxsize=4)
-def _filled(kind: type[ZeroBubbleSchedule], num_microbatches: int, num_stages: int) -> tuple[tuple[int, ...], ...]:
-    """Fill the steps of all stages together; each stage's object asks for the same."""
-    stages = [kind(num_microbatches, num_stages, stage) for stage in range(num_stages)]
-    steps = range(RingTimetable.num_steps(stages[0]))
-    there = range(num_microbatches)
-    forwards = [[one.forward_at(step)[1] in there for step in steps] for one in stages]
-    backwards = [[one.backward_at(step)[1] in there for step in steps] for one in stages]
-    # Where S divides M, more than 2S - 1 pending weight gradients hide nothing more.
-    return fill_weights(forwards, backwards, kind.max_pending or 2 * num_stages - 1)

@@ -91,6 +91,8 @@ def slots_by_formula(schedule: str, stages: int, microbatches: int, chunks: int)
         "1f1b-v": min(2 * stages, microbatches + min(microbatches, stages)),
         "interleaved": (chunks - 1) * min(microbatches, stages) + min(microbatches, 2 * (stages - 1) + 1),
         "zero-bubble": min(chunks * microbatches, chunks * stages + stages - 1),
+        "zero-bubble-h1": min(microbatches, stages),
+        "zero-bubble-v": 2 * min(microbatches, stages),
     }[schedule.removesuffix("-2")]
 
 

@@ -34,6 +34,8 @@ def test_steps_are_those_of_the_closed_forms() -> None:
         ("zero-bubble", 1),
         ("zero-bubble", 2),
         ("zero-bubble", 4),
+        ("zero-bubble-h1", 1),
+        ("zero-bubble-v", 2),
         ("train", 1),
     ]
     for one in choice.candidates:
@@ -58,7 +60,10 @@ def test_steps_are_those_of_the_closed_forms() -> None:
         (GPU, 8, 32, {"chunk_counts": {1: 1.0}}, ("zero-bubble", 1, True)),
         (GPU, 8, 32, {"memory_limit_bytes": 10e9}, ("interleaved", 4, False)),
         (GPU, 8, 32, {"memory_limit_bytes": 8.5e9}, ("1f1b-v", 2, False)),
-        (GPU, 8, 32, {"memory_limit_bytes": 9.5e9, "chunk_counts": {1: 1.0}}, ("train", 1, True)),
+        (GPU, 8, 32, {"memory_limit_bytes": 13e9, "chunk_counts": {1: 1.0}}, ("zero-bubble-h1", 1, True)),
+        (GPU, 8, 32, {"memory_limit_bytes": 9.5e9, "chunk_counts": {1: 1.0}}, ("zero-bubble-h1", 1, True)),
+        (GPU, 8, 32, {"memory_limit_bytes": 9e9, "chunk_counts": {1: 1.0}}, ("train", 1, True)),
+        (GPU, 8, 32, {"memory_limit_bytes": 10.5e9, "chunk_counts": {2: 1.0}}, ("zero-bubble-v", 2, True)),
         (GPU, 8, 32, {"chunk_counts": {1: 1.0, 2: 4 / 3}}, ("zero-bubble", 1, True)),
         (dataclasses.replace(GPU, backward_s=0.014), 8, 32, {}, ("interleaved", 4, False)),
         (dataclasses.replace(GPU, tick_overhead_s=0.01), 8, 32, {"skip_idle": False}, ("1f1b", 1, False)),
@@ -81,7 +86,7 @@ def test_pending_weight_gradients_are_limited_to_what_fits() -> None:
     assert (whole.max_pending, whole.pending, whole.fits) == (None, 14, False)
     assert (limited.max_pending, limited.pending, limited.fits) == (2, 2, True)
     assert limited.memory_bytes == 16e9
-    assert choice.best == limited
+    assert chosen(choice) == ("zero-bubble-h1", 1, True)
 
 
 def test_pending_weight_gradients_stay_within_what_is_asked() -> None:
@@ -126,15 +131,18 @@ def test_the_table() -> None:
     assert (
         text
         == """\
-schedule     chunks  pending  idle actions  step      lost   in flight  memory
-1f1b         1       -        skipped       570 ms    15.8%  7          7 GB     too large
-1f1b-v       2       -        skipped       570 ms    15.8%  4          4 GB
-interleaved  2       -        skipped       525 ms    8.6%   5.5        5.5 GB   chosen
-zero-bubble  1       6        skipped       516 ms    7.0%   7          10 GB    too large
-zero-bubble  2       3.5      skipped       498 ms    3.6%   5.5        7.25 GB  too large
-zero-bubble  2       1        skipped       520.5 ms  7.8%   5.5        6 GB
-train        1       -        skipped       720 ms    33.3%  5          5 GB
-interleaved: The simplest within 1% of the shortest step that fits 6 GB."""
+schedule        chunks  pending  idle actions  step      lost   in flight  memory
+1f1b            1       -        skipped       570 ms    15.8%  7          7 GB     too large
+1f1b-v          2       -        skipped       570 ms    15.8%  4          4 GB
+interleaved     2       -        skipped       525 ms    8.6%   5.5        5.5 GB
+zero-bubble     1       6        skipped       516 ms    7.0%   7          10 GB    too large
+zero-bubble     2       3.5      skipped       498 ms    3.6%   5.5        7.25 GB  too large
+zero-bubble     2       1        skipped       520.5 ms  7.8%   5.5        6 GB
+zero-bubble-h1  1       4        skipped       531 ms    9.6%   5          7 GB     too large
+zero-bubble-h1  1       2        skipped       549 ms    12.6%  5          6 GB
+zero-bubble-v   2       2        skipped       511.5 ms  6.2%   4.5        5.5 GB   chosen
+train           1       -        skipped       720 ms    33.3%  5          5 GB
+zero-bubble-v: The simplest within 1% of the shortest step that fits 6 GB."""
     )
 
 

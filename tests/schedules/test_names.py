@@ -12,7 +12,9 @@ from jaxpipe.schedules import (
     StageCosts,
     TimetableSchedule,
     TrainSchedule,
+    ZeroBubbleH1Schedule,
     ZeroBubbleSchedule,
+    ZeroBubbleVSchedule,
     choose_schedule,
     closed_form,
     resolve_schedule,
@@ -24,6 +26,8 @@ NAMES = {
     "1f1b-v": OneFOneBVSchedule,
     "interleaved": InterleavedSchedule,
     "zero-bubble": ZeroBubbleSchedule,
+    "zero-bubble-h1": ZeroBubbleH1Schedule,
+    "zero-bubble-v": ZeroBubbleVSchedule,
     "gpipe": GPipeSchedule,
     "train": TrainSchedule,
 }

@@ -98,8 +98,45 @@ def test_longer_weight_gradients_cost_the_difference() -> None:
         assert takes(program, 1.0, 1.0, 1.5) == 3.5 * count + 0.5 * (num_stages - 1) / num_chunks + 2 * longer
 
 
+@pytest.mark.parametrize(("name", "num_chunks"), [("zero-bubble-h1", 1), ("zero-bubble-v", 2)])
+@pytest.mark.parametrize("num_stages", range(1, 9))
+def test_as_many_in_flight_as_stages(num_stages: int, name: str, num_chunks: int) -> None:
+    for count in (*range(1, 13), 16, 32, 35):
+        program = lower_schedule(name, count, num_stages)
+        assert len(program.runs) <= MAX_RUNS
+        assert program.unbuffered.activations.recv
+        assert program.unbuffered.gradients.recv
+        assert program.peak_in_flight == num_chunks * min(count, num_stages)
+        if count < num_stages:
+            continue
+        assert program.depth.pending == num_stages
+        least = 3.0 * count + (num_stages - 1) / num_chunks
+        assert takes(program, 1.0, 1.0, 1.0) == least == closed_form(name, count, num_stages, 1.0, 2.0)
+        for forward_s, input_s, weight_s in ((2.0, 3.0, 1.0), (3.0, 2.0, 2.0), (2.0, 4.0, 2.0)):
+            work_s = count * (forward_s + input_s + weight_s)
+            bubble_s = (num_stages - 1) * (forward_s + input_s - weight_s) / num_chunks
+            mixed = count - (1 if num_chunks == 1 else (num_stages + 1) / 2) if num_stages > 1 else 0
+            expected = work_s + bubble_s + mixed * abs(forward_s - input_s)
+            assert takes(program, forward_s, input_s, weight_s) == pytest.approx(expected)
+            promised = closed_form(name, count, num_stages, forward_s, input_s + weight_s, weight_s=weight_s)
+            assert promised == pytest.approx(expected)
+
+
+def test_fewer_pending_halves_cost_at_most_one_each() -> None:
+    for name, num_chunks in (("zero-bubble-h1", 1), ("zero-bubble-v", 2)):
+        least = takes(lower_schedule(name, 32, 8), 1.0, 1.0, 1.0)
+        for limit in range(1, 9):
+            program = lower_schedule(resolve_schedule(name, max_pending=limit), 32, 8)
+            assert program.depth.pending == limit
+            most = least + (8 - limit) / num_chunks + 2.0 * (num_chunks - 1)
+            assert takes(program, 1.0, 1.0, 1.0) <= most
+
+
 def test_the_goal() -> None:
     assert takes(zero_bubble(32, 8, 2), 1.0, 1.0, 1.0) == 32 * 3 + 7 / 2
+    folded = lower_schedule("zero-bubble-v", 32, 8)
+    assert (takes(folded, 1.0, 1.0, 1.0), folded.peak_in_flight / 2) == (99.5, 8)
+    assert takes(lower_schedule("1f1b-v", 32, 8), 1.0, 1.0, 1.0) == 117
 
 
 def test_the_steady_part_has_no_idle_action() -> None:
@@ -121,6 +158,24 @@ step     0   1   2     3     4     5     6   7   8   9
 stage 0  F0  F1  F2    F3    I0W0  I1W1  I2  I3  W2  W3
 stage 1  .   F0  F1    F2I0  F3I1  I2W0  I3  W1  W2  W3
 stage 2  .   .   F0I0  F1I1  F2I2  F3I3  W0  W1  W2  W3"""
+    )
+
+
+def test_grids_of_half_ticks() -> None:
+    assert (
+        format_grid("zero-bubble-h1", 4, 3)
+        == """\
+step     0   1   2   3   4   5     6   7   8   9   10  11  12
+stage 0  F0  .   F1  .   F2  I0W0  F3  I1  W1  I2  W2  I3  W3
+stage 1  .   F0  .   F1  I0  F2W0  I1  F3  I2  W1  I3  W2  W3
+stage 2  .   .   F0  I0  F1  I1W0  F2  I2  F3  I3  W1  W2  W3"""
+    )
+    assert (
+        format_grid("zero-bubble-v", 3, 2)
+        == """\
+step     0    1    2    3    4    5        6    7        8    9        10       11   12   13   14
+stage 0  0F0  .    0F1  3F0  3I0  3F1+3W0  0F2  0I0+0W0  3I1  3F2+3W1  3I2+3W2  0I1  0W1  0I2  0W2
+stage 1  .    1F0  2F0  1F1  2F1  2I0+2W0  1I0  1F2+1W0  2F2  2I1+2W1  1I1+1W1  2I2  1I2  2W2  1W2"""
     )
 
 
