@@ -5,8 +5,9 @@ from dataclasses import dataclass
 
 from jaxpipe._typing import PyTree
 from jaxpipe.layers import ModelTrace, PipelineModule
+from jaxpipe.partition import StageCut
 from jaxpipe.schedules import Placement
-from jaxpipe.state import ModelCollections, ModelParams, StageCut
+from jaxpipe.state import ModelCollections, ModelParams
 
 
 @dataclass(frozen=True)

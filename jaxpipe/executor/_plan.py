@@ -1,5 +1,6 @@
 """The decisions made before a pipeline is built: schedule, placement and cut."""
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 from jaxpipe.config import TrainConfig
@@ -16,18 +17,22 @@ class Plan:
         schedule: The training schedule's class.
         program: The same, lowered, with the stage and chunk of each virtual stage.
         forward_only: The program of evaluation.
+        signatures: Per layer a value that is equal for alike layers; all None on a single virtual stage.
         parts: Boundaries of the virtual stages, as layer indices.
         profile: Costs of the layers, where the cut was made by them.
         choice: Where the schedule was `"auto"`, what it was chosen from.
+        notes: Sentences on what the cut costs.
     """
 
     config: TrainConfig
     schedule: type[PipeSchedule]
     program: TickProgram
     forward_only: TickProgram
+    signatures: tuple[Hashable, ...]
     parts: tuple[int, ...]
     profile: Profile | None
     choice: Choice | None
+    notes: tuple[str, ...] = ()
 
     @property
     def skips(self) -> bool:

@@ -10,13 +10,13 @@ from jax.sharding import PartitionSpec as P
 from jaxpipe._typing import PyTree
 from jaxpipe.autodiff import differentiable
 from jaxpipe.jaxpr import output_specs
-from jaxpipe.layers import ModelTrace, PipelineModule, cast_floats, layer_signatures
+from jaxpipe.layers import ModelTrace, PipelineModule, cast_floats
+from jaxpipe.partition import cut_stages
 from jaxpipe.state import (
     ModelCollections,
     ModelParams,
     Storage,
     constrained,
-    cut_stages,
     find_vocab_layers,
     grad_accum_struct,
 )
@@ -72,8 +72,7 @@ class Stage:
         self._grad_dtype = plan.config.data_types.grad_accum_dtype
         self.last = len(placement.locations) - 1
         self.compute_dtype = dtype = module.compute_dtype
-        signatures = layer_signatures(module.layers, trace, dtype) if self.last else (None,) * len(module.layers)
-        cuts = cut_stages(signatures, boundaries)
+        cuts = cut_stages(plan.signatures, boundaries)
         self.ends, self.cuts = find_vocab_layers(module.layers, trace, cuts, module.num_stages)
         self.params = ModelParams(
             trace,
@@ -92,7 +91,9 @@ class Stage:
         self.activations = Packing(outputs, specs)
         self.gradients = Packing([differentiable(x) for x in outputs], list(map(_differentiable_specs, outputs, specs)))
         context = (jax.eval_shape(lambda: jax.random.key(0)), dict(trace.side))
-        blueprint = Blueprint(module, trace, signatures, self.cuts, placement, self.params, self.collections, context)
+        blueprint = Blueprint(
+            module, trace, plan.signatures, self.cuts, placement, self.params, self.collections, context
+        )
         self.trunk = Trunk(blueprint, scan=section.scan_trunk, join=not plan.skips, split=split)
         starts = [cut.trunk.start for cut in self.cuts]
         leaving = self.activations

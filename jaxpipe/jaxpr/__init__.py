@@ -27,16 +27,21 @@ from ._slice import effects_of as effects_of
 from ._slice import evaluate as evaluate
 from ._slice import needed_for as needed_for
 from ._slice import reached_from as reached_from
+from ._work import Work as Work
+from ._work import count_work as count_work
+from ._work import program_work as program_work
 
 __all__ = [
     "REDUCED",
     "Program",
     "Slice",
     "Values",
+    "Work",
     "bind",
     "called_program",
     "computed_by",
     "constrained_axes",
+    "count_work",
     "effects_of",
     "evaluate",
     "flatten",
@@ -46,6 +51,7 @@ __all__ = [
     "output_specs",
     "primitives",
     "program_key",
+    "program_work",
     "programs_inside",
     "propagated_specs",
     "reached_from",

@@ -16,6 +16,9 @@ from ._vocab import vocab_cross_entropy as vocab_cross_entropy
 from ._axes import call_on_one as call_on_one
 from ._axes import on_mesh as on_mesh
 from ._build import NamedLayer as NamedLayer
+from ._estimate import ESTIMATED as ESTIMATED
+from ._estimate import estimate_layers as estimate_layers
+from ._estimate import estimated_s as estimated_s
 from ._precision import cast_floats as cast_floats
 from ._sharding import unbox as unbox
 from ._signature import layer_signatures as layer_signatures
@@ -43,12 +46,15 @@ __all__ = [
     "VocabHead",
     "vocab_cross_entropy",
     # For other rooms.
+    "ESTIMATED",
     "ModelTrace",
     "NamedLayer",
     "ParamPaths",
     "as_arrays",
     "call_on_one",
     "cast_floats",
+    "estimate_layers",
+    "estimated_s",
     "flatten_dict",
     "format_struct",
     "join_path",

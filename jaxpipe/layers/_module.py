@@ -3,7 +3,7 @@
 import copy
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -11,15 +11,16 @@ import jax
 
 from jaxpipe._typing import PyTree
 from jaxpipe.errors import LayerError, PartitionError
-from jaxpipe.partition import Profile, needs_params, partition_layers, profile_source
+from jaxpipe.partition import Profile, is_method, needs_shapes, partition_layers, profile_source
 from jaxpipe.topology import PipeDataParallelTopology, ProcessTopology, automatic_axes
 
 from ._arguments import checked_callable, checked_class_names, checked_dtype, checked_interval, checked_stages
 from ._build import NamedLayer, as_layers
 from ._deepspeed import DeepSpeedNames
+from ._estimate import estimate_layers
 from ._sequential import SequentialModel
 from ._sharding import checked_rules
-from ._signature import repeated_layers
+from ._signature import layer_signatures
 from ._trace import ModelTrace
 
 _SETTINGS = (
@@ -59,9 +60,11 @@ class PipelineModule(SequentialModel, DeepSpeedNames):
         seed_layers: Key the initial weights of layer i from `base_seed + i` alone, whatever key `init` is given.
         seed_fn: With `seed_layers`, makes a JAX key from that integer; `jax.random.key` if None.
         base_seed: Seed of the engine's initial weights and of its dropout.
-        partition_method: `"parameters"` (smallest possible largest stage by parameter count), `"profile"` (fastest
-            possible slowest stage by times that are measured when an engine is built, `"profile:flops"` by counted
-            operations and bytes), `"uniform"`, `"type:regex"`, `"trunk"`, or explicit boundaries such as `[0, 3, 6]`.
+        partition_method: `"best"` (the shortest tick: the slowest stage by operations and bytes counted in traces, and
+            what layers outside the repeated run cost), `"parameters"` (smallest possible largest stage by parameter
+            count, DeepSpeed's default), `"profile"` (fastest possible slowest stage by times that are measured when an
+            engine is built, `"profile:flops"` by counted operations and bytes), `"uniform"`, `"type:regex"`, `"trunk"`,
+            or explicit boundaries such as `[0, 3, 6]`.
         activation_checkpoint_interval: Recompute in groups of this many layers; 0 keeps all activations.
         activation_checkpoint_func: Recomputes a group: a function of `jax.checkpoint`'s form, such as
             `functools.partial(jax.checkpoint, policy=...)`, or of DeepSpeed's `checkpoint(function, *args)`. None:
@@ -109,7 +112,7 @@ class PipelineModule(SequentialModel, DeepSpeedNames):
         seed_layers: bool = False,
         seed_fn: Callable[[int], jax.Array] | None = None,
         base_seed: int = 1234,
-        partition_method: str | Sequence[int] = "parameters",
+        partition_method: str | Sequence[int] = "best",
         activation_checkpoint_interval: int = 0,
         activation_checkpoint_func: Callable[..., Any] | None = None,
         checkpointable_layers: Sequence[str] | None = None,
@@ -207,7 +210,7 @@ class PipelineModule(SequentialModel, DeepSpeedNames):
         self.set_checkpoint_interval(activation_checkpoint_interval)
         self._parts: tuple[int, ...] | None = None
         self._part_stages: tuple[int, ...] | None = None
-        if not (needs_params(partition_method) or self._cuts_trunk or profile_source(partition_method)):
+        if not (needs_shapes(partition_method) or profile_source(partition_method)):
             self._parts = self._partition(None)
         elif self.num_stages > len(self.layers):
             names = ", ".join(named.name for named in self.layers)
@@ -227,7 +230,12 @@ class PipelineModule(SequentialModel, DeepSpeedNames):
         return PipeDataParallelTopology(self.num_stages, max(1, jax.device_count() // self.num_stages))
 
     def partition(
-        self, trace: ModelTrace, num_parts: int | None = None, *, profile: Profile | None = None
+        self,
+        trace: ModelTrace,
+        num_parts: int | None = None,
+        *,
+        profile: Profile | None = None,
+        signatures: Sequence[Hashable] | None = None,
     ) -> tuple[int, ...]:
         """Boundaries of the stages, as layer indices; the module stays as it is, see `with_cut`.
 
@@ -235,7 +243,8 @@ class PipelineModule(SequentialModel, DeepSpeedNames):
             trace: The model's shapes.
             num_parts: Number of parts to cut into, `num_stages * num_chunks` for a schedule with several chunks on
                 each stage. None: one part a stage, or as many as `partition_method` makes where it is boundaries.
-            profile: Costs of the layers, which `"profile"` needs.
+            profile: Costs of the layers, which `"profile"` needs; None lets `"best"` estimate them, without a loss.
+            signatures: Per layer a value that is equal for alike layers; None finds them where the method asks for it.
 
         Returns:
             `num_parts + 1` layer indices: part p holds the layers `[parts[p], parts[p + 1])`.
@@ -243,7 +252,7 @@ class PipelineModule(SequentialModel, DeepSpeedNames):
         Raises:
             PartitionError: The method cannot cut these layers, or `num_parts` is no multiple of `num_stages`.
         """
-        return self._partition(trace, num_parts, profile)
+        return self._partition(trace, num_parts, profile, signatures)
 
     def with_cut(
         self, trace: ModelTrace, parts: Sequence[int], stages: Sequence[int] | None = None
@@ -268,9 +277,9 @@ class PipelineModule(SequentialModel, DeepSpeedNames):
             PartitionError: The method needs shapes or times, and this is not the module of an engine that has them.
         """
         if self._parts is None:
-            counts = not profile_source(self.partition_method)
-            what = "counts parameters and none have been made" if counts else "needs costs and none are known"
-            alone = "Call partition(trace(inputs)), or ask" if counts else "Ask"
+            is_measured = profile_source(self.partition_method)
+            what = "needs costs and none are known" if is_measured else "needs the model's shapes"
+            alone = "Ask" if is_measured else "Call partition(trace(inputs)), or ask"
             raise PartitionError(
                 f"parts must be asked for where the shapes are known, but partition_method={self.partition_method!r} "
                 f"{what}. {alone} engine.module of an engine that has seen a batch or an example of one."
@@ -320,23 +329,26 @@ class PipelineModule(SequentialModel, DeepSpeedNames):
         facts += ["recomputed"] if named.is_marked else []
         return f"    {named.name}{'  ' if facts else ''}{', '.join(facts)}"
 
-    @property
-    def _cuts_trunk(self) -> bool:
-        return isinstance(self.partition_method, str) and self.partition_method.lower() == "trunk"
-
     def _partition(
-        self, trace: ModelTrace | None, num_parts: int | None = None, profile: Profile | None = None
+        self,
+        trace: ModelTrace | None,
+        num_parts: int | None = None,
+        profile: Profile | None = None,
+        signatures: Sequence[Hashable] | None = None,
     ) -> tuple[int, ...]:
+        method, is_cut = self.partition_method, (num_parts or self.num_stages) > 1
+        if signatures is None and trace is not None and is_method(method, "best", "trunk") and is_cut:
+            signatures = layer_signatures(self.layers, trace, self.compute_dtype)
+        if profile is None and trace is not None and is_method(method, "best"):
+            profile = estimate_layers(self, trace, signatures=signatures or ())
         return partition_layers(
-            self.partition_method,
+            method,
             num_stages=self.num_stages,
             num_parts=num_parts,
             names=[named.name for named in self.layers],
             class_names=[named.layer.class_name for named in self.layers],
             num_params=None if trace is None else trace.num_own_params(),
-            repeated=repeated_layers(self.layers, trace, self.compute_dtype)
-            if self._cuts_trunk and trace is not None
-            else None,
+            signatures=signatures,
             profile=profile,
         )
 

@@ -106,22 +106,3 @@ def layer_signatures(
         else:
             found.append(numbers.setdefault(signature_of(named), len(numbers)))
     return tuple(found)
-
-
-def repeated_layers(layers: Sequence[NamedLayer], trace: ModelTrace, compute_dtype: Any = None) -> list[int | None]:
-    """Number the layers that occur more than once.
-
-    Args:
-        layers: The model.
-        trace: Its shapes.
-        compute_dtype: What parameters are cast to before layers see them.
-
-    Returns:
-        Per layer the number of its class of alike layers, or None where it has no like.
-
-    Raises:
-        LayerError: A layer cannot be differentiated.
-    """
-    signatures = layer_signatures(layers, trace, compute_dtype)
-    numbers = {signature: i for i, signature in enumerate(dict.fromkeys(signatures))}
-    return [numbers[s] if signatures.count(s) > 1 else None for s in signatures]

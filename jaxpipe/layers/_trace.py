@@ -61,6 +61,7 @@ class ModelTrace:
             each dim. Those that are not sharded are left out.
         collection_specs: The same of collections.
         stage_dims: For each layer the dims along which a pipeline splits parameters over the `stage` axis, by path.
+        programs: Each layer's call in training; equal layers have one.
         mesh: The mesh that the layers were traced on. Shapes are whole over its automatic axes, and one place's share
             over `stage` and `data`.
         rules: The rules by which logical names were translated.
@@ -76,6 +77,7 @@ class ModelTrace:
     param_specs: tuple[Mapping[Path, PartitionSpec], ...]
     collection_specs: tuple[Mapping[Path, PartitionSpec], ...]
     stage_dims: tuple[Mapping[Path, int], ...]
+    programs: tuple[ClosedJaxpr, ...]
     mesh: AbstractMesh
     rules: Rules
 
@@ -199,7 +201,7 @@ def _trace_layers(  # noqa: PLR0913  # one setting each
 ) -> tuple[ModelTrace, Mapping[str, Mapping[str, bool]]]:
     side_struct = cast_floats(_side_struct(side), compute_dtype)
     boundaries, all_params, all_paths = [cast_floats(struct_of(inputs), compute_dtype)], [], []
-    all_collections, all_aux, all_places = [], [], []
+    all_collections, all_aux, all_places, programs = [], [], [], []
     shared: dict[Path, tuple[str, Any]] = {}
     shared_specs: dict[Path, PartitionSpec | None] = {}
     shared_stage_dims: dict[Path, int | None] = {}
@@ -211,7 +213,7 @@ def _trace_layers(  # noqa: PLR0913  # one setting each
         kind = named.index if alone else (named.layer.identity, struct_key(boundaries[-1]))
         first = known.setdefault(kind, named.index)
         if first < named.index:
-            outputs, params = boundaries[first + 1], all_params[first]
+            outputs, params, program = boundaries[first + 1], all_params[first], programs[first]
             collections, aux, places = all_collections[first], all_aux[first], all_places[first]
         else:
             before = f"the output of layer {layers[named.index - 1].name}" if named.index else "the model's inputs"
@@ -219,7 +221,7 @@ def _trace_layers(  # noqa: PLR0913  # one setting each
             call = _Call(named, before, boundaries[-1], side_struct, compute_dtype, mesh, rules, over_data)
             params, collections, places = call.variables(unflatten_dict(given))
             with rules_in_force(rules):
-                outputs, aux = call.results(params, collections)
+                program, outputs, aux = call.results(params, collections)
                 call.check_evaluation(params, collections)
                 switches[first] = call.open_switches(params, collections)
         _check_params(named, params)
@@ -231,6 +233,7 @@ def _trace_layers(  # noqa: PLR0913  # one setting each
         dims = _with_shared(paths, places[2], shared_stage_dims)
         all_places.append((_with_shared(paths, places[0], shared_specs), places[1], dims))
         all_params.append(params)
+        programs.append(program)
         all_paths.append(paths)
         firsts.append(first)
     trace = ModelTrace(
@@ -240,6 +243,7 @@ def _trace_layers(  # noqa: PLR0913  # one setting each
         side_struct,
         tuple(firsts),
         *map(tuple, (all_collections, all_aux, *zip(*all_places, strict=True))),
+        programs=tuple(programs),
         mesh=mesh,
         rules=rules,
     )
@@ -310,8 +314,8 @@ class _Call:
         of_params = with_fsdp(flatten_dict(params), of_params, dims, self.mesh)
         return params, collections, (of_params, of_collections, dims)
 
-    def results(self, params: PyTree, collections: PyTree) -> tuple[PyTree, PyTree]:
-        """Shapes of what the layer hands over and of what it reports, in training."""
+    def results(self, params: PyTree, collections: PyTree) -> tuple[ClosedJaxpr, PyTree, PyTree]:
+        """The layer's call in training, and the shapes of what it hands over and of what it reports."""
         run = functools.partial(_train, self.named.layer)
         args = self._arguments(params, collections)
         program, (outputs, kept, aux) = self._naming_faults(lambda: jax.make_jaxpr(run, return_shape=True)(*args))
@@ -326,7 +330,7 @@ class _Call:
                 f"layer {self.named.name} must keep collections of one shape, but got {format_struct(collections)} "
                 f"before a call and {format_struct(kept)} after it. Make all of them when the layer is initialised."
             )
-        return _without_sharding(outputs), _without_sharding(aux)
+        return program, _without_sharding(outputs), _without_sharding(aux)
 
     def _check_axes(self, program: ClosedJaxpr) -> None:
         """Refuse what JAX takes without a word and XLA cannot compile, or compiles to something else."""

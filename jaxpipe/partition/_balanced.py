@@ -40,15 +40,15 @@ def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
 
 
 def best_cut(
-    weights: Sequence[int], num_parts: int, last_ends: Sequence[Sequence[int]] | None = None
+    weights: Sequence[int], num_parts: int, allowed: Sequence[Sequence[int]] | None = None
 ) -> list[int] | None:
-    """`partition_balanced` of checked weights, where some parts may be too long to be allowed.
+    """`partition_balanced` of checked weights, where some parts may not be allowed.
 
     Args:
         weights: One non-negative integer per item.
         num_parts: Number of parts, from 1 to `len(weights)`.
-        last_ends: `last_ends[part][start]`: the last end that the part may have if it begins at `start`; an end before
-            the one after `start` allows none. None allows all.
+        allowed: `allowed[part][start]`: the ends that the part may have if it begins at `start`, as the bits of an
+            integer. None allows all.
 
     Returns:
         The boundaries, or None where no cut is allowed.
@@ -57,9 +57,6 @@ def best_cut(
     # The sum of any part is the difference of two prefixes, so the optimum is among these, and bisection ends there.
     prefix = list(accumulate(weights, initial=0))
     sums = sorted({end - start for index, start in enumerate(prefix) for end in prefix[index + 1 :]})
-    allowed = None
-    if last_ends is not None:
-        allowed = [[(1 << (max(last, 0) + 1)) - 1 for last in ends] for ends in last_ends]
     limits = _Limits(prefix, num_parts, allowed, min_sum=0, max_sum=sums[-1], min_size=1, max_size=num_items)
     if _suffixes(limits, _windows(limits)) is None:
         return None
@@ -80,7 +77,7 @@ class _Limits:
 
     prefix: list[int]
     num_parts: int
-    allowed: list[list[int]] | None
+    allowed: Sequence[Sequence[int]] | None
     min_sum: int
     max_sum: int
     min_size: int

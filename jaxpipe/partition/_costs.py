@@ -1,6 +1,6 @@
 """Costs of layers in time and memory, measured or estimated: plain numbers, for cuts and for tables."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -94,6 +94,7 @@ class Profile:
         layers: One cost per layer; the loss is counted with the last one where it is known.
         source: Where the numbers come from, for people to read.
         interval: Layers per recomputed group, counted from a part's first layer; 0 for none.
+        signatures: Per layer a value that is equal for alike layers; empty where that is not known.
         memory: What is known of memory; None: nothing, and nothing is asked.
     """
 
@@ -101,6 +102,7 @@ class Profile:
     source: str = "given"
     interval: int = 0
     memory: StageMemory | None = None
+    signatures: tuple[Hashable, ...] = ()
 
     @property
     def stage_sharded_params(self) -> int:

@@ -1,7 +1,7 @@
 """`PipelineModule`'s partition methods, by name."""
 
 import re
-from collections.abc import Callable, Iterable, Sequence, Sized
+from collections.abc import Callable, Hashable, Iterable, Sequence, Sized
 from dataclasses import dataclass
 from numbers import Integral
 from typing import cast
@@ -9,6 +9,7 @@ from typing import cast
 from jaxpipe.errors import PartitionError, nearest
 
 from ._balanced import partition_balanced
+from ._best import partition_best
 from ._checks import checked_count
 from ._costs import Profile
 from ._profile import partition_profile, profile_source
@@ -28,7 +29,7 @@ class _Layers:
     names: Sequence[str]
     class_names: Sequence[str]
     num_params: Sequence[int] | None
-    repeated: Sequence[int | None] | None
+    signatures: Sequence[Hashable] | None
     profile: Profile | None
 
     def listing(self) -> str:
@@ -41,16 +42,14 @@ class _Layers:
         return f"num_stages={self.num_stages} and num_chunks={self.num_parts // self.num_stages}"
 
 
-def needs_params(method: str | Sequence[int]) -> bool:
-    """True if a partition method cannot do without the number of parameters per layer.
+def is_method(method: object, *names: str) -> bool:
+    """True if a partition method is one of these names, in any case of letters, and not boundaries."""
+    return isinstance(method, str) and method.lower() in names
 
-    Args:
-        method: As for `partition_layers`.
 
-    Returns:
-        True for `'parameters'`, in any case of letters.
-    """
-    return isinstance(method, str) and method.lower() == "parameters"
+def needs_shapes(method: str | Sequence[int]) -> bool:
+    """True if a partition method cannot do without the shapes of the model, but needs nothing measured."""
+    return is_method(method, "best", "parameters", "trunk")
 
 
 def partition_layers(
@@ -61,11 +60,13 @@ def partition_layers(
     names: Sequence[str],
     class_names: Sequence[str],
     num_params: Sequence[int] | None = None,
-    repeated: Sequence[int | None] | None = None,
+    signatures: Sequence[Hashable] | None = None,
     profile: Profile | None = None,
 ) -> tuple[int, ...]:
     r"""Cut a list of layers into stages, or into the chunks of stages, by one of the methods of `PipelineModule`.
 
+    - `'best'`: the shortest tick, by times that are estimated from the layers' operations and bytes, and by what layers
+      outside the trunk cost (`partition_best`).
     - `'uniform'`: equal numbers of layers (`partition_uniform`).
     - `'parameters'`: the lightest possible heaviest stage by number of parameters (`partition_balanced`).
     - `'type:REGEX'`: the same with weight 1 for each layer whose class name the regular expression matches anywhere,
@@ -88,8 +89,8 @@ def partition_layers(
         class_names: One class name per layer, for `'type:'`.
         num_params: Number of parameters per layer that an optimiser updates; `'parameters'` needs it, else it only
             makes messages fuller.
-        repeated: Per layer, an id shared by all layers that are alike, or None; `'trunk'` needs it.
-        profile: Costs of the layers; `'profile'` needs it.
+        signatures: Per layer a value that is equal for alike layers; `'trunk'` needs it.
+        profile: Costs of the layers; `'profile'` and `'best'` need it, the latter with signatures.
 
     Returns:
         The boundaries: `num_parts + 1` layer indices, first 0, last the number of layers, strictly increasing.
@@ -102,7 +103,7 @@ def partition_layers(
     """
     num_stages = checked_count(num_stages, "num_stages")
     num_parts = _num_parts(method, num_stages, num_parts)
-    layers = _checked(_Layers(num_stages, num_parts, names, class_names, num_params, repeated, profile))
+    layers = _checked(_Layers(num_stages, num_parts, names, class_names, num_params, signatures, profile))
     if not isinstance(method, str):
         return _explicit(method, layers)
     return tuple(_method(method, layers)(method, layers))
@@ -124,7 +125,7 @@ def _num_parts(method: object, num_stages: int, num_parts: int | None) -> int:
 
 def _checked(layers: _Layers) -> _Layers:
     num_layers = len(layers.names)
-    for name in ("class_names", "num_params", "repeated"):
+    for name in ("class_names", "num_params", "signatures"):
         value: Sequence[object] | None = getattr(layers, name)
         if value is not None and len(value) != num_layers:
             raise PartitionError(
@@ -147,6 +148,7 @@ def _method(method: str, layers: _Layers) -> Callable[[str, _Layers], Sequence[i
     if name.startswith(_TYPE):
         return _type
     methods: dict[str, Callable[[str, _Layers], Sequence[int]]] = {
+        "best": _best,
         "uniform": _uniform,
         "parameters": _parameters,
         "trunk": _trunk,
@@ -156,7 +158,7 @@ def _method(method: str, layers: _Layers) -> Callable[[str, _Layers], Sequence[i
     if profile_source(method) is not None:
         return _profile
     near = nearest(name.split(":")[0], [*methods, "profile", _TYPE.rstrip(":")])
-    known = "'uniform', 'parameters', 'profile', 'type:REGEX', 'trunk', or boundaries"
+    known = "'best', 'uniform', 'parameters', 'profile', 'type:REGEX', 'trunk', or boundaries"
     hint = "'type:REGEX'" if near == "type" else f"{near!r}"
     raise PartitionError(
         f"partition_method must be one of {known} such as {_example(layers)}, but got partition_method={method!r}. "
@@ -180,12 +182,20 @@ def _parameters(method: str, layers: _Layers) -> Sequence[int]:
 
 
 def _trunk(method: str, layers: _Layers) -> Sequence[int]:
-    if layers.repeated is None:
-        raise _missing(method, "repeated")
-    return partition_trunk(layers.repeated, layers.num_parts, layers.names, layers.listing(), layers.asked())
+    if layers.signatures is None:
+        raise _missing(method, "signatures")
+    return partition_trunk(layers.signatures, layers.num_parts, layers.names, layers.listing(), layers.asked())
+
+
+def _best(method: str, layers: _Layers) -> Sequence[int]:
+    return partition_best(_known_profile(method, layers), layers.num_parts)
 
 
 def _profile(method: str, layers: _Layers) -> Sequence[int]:
+    return partition_profile(_known_profile(method, layers), layers.num_stages, layers.num_parts)
+
+
+def _known_profile(method: str, layers: _Layers) -> Profile:
     if layers.profile is None:
         raise PartitionError(
             f"partition_method={method!r} must be given the costs of the layers, but got profile=None. An engine or a "
@@ -196,7 +206,7 @@ def _profile(method: str, layers: _Layers) -> Sequence[int]:
             f"profile must have one cost per layer ({len(layers.names)}), but got {len(layers.profile.layers)}. "
             "Measure this list of layers."
         )
-    return partition_profile(layers.profile, layers.num_stages, layers.num_parts)
+    return layers.profile
 
 
 def _missing(method: str, name: str) -> PartitionError:

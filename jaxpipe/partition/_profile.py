@@ -96,7 +96,7 @@ def _search(profile: Profile, weights: Sequence[int], num_stages: int, num_parts
     seen: set[tuple[int, ...]] = set()
 
     def add(caps: tuple[int, ...]) -> None:
-        cut = None if caps in seen else best_cut(weights, num_parts, _last_ends(profile, caps))
+        cut = None if caps in seen else best_cut(weights, num_parts, _ends_within(profile, caps))
         seen.add(caps)
         if cut is not None:
             slowest = max(sum(weights[a:b]) for a, b in pairwise(cut))
@@ -134,10 +134,12 @@ def stage_bytes(profile: Profile, boundaries: Sequence[int], num_stages: int) ->
     return totals
 
 
-def _last_ends(profile: Profile, caps: Sequence[int]) -> list[list[int]]:
-    """Per part and first layer the last end with which the part keeps to its cap."""
+def _ends_within(profile: Profile, caps: Sequence[int]) -> list[list[int]]:
+    """Per part and first layer the ends with which the part keeps to its cap, as the bits of an integer."""
     firsts = range(len(profile.layers))
-    return [[_last_end(profile, part, first, cap) for first in firsts] for part, cap in enumerate(caps)]
+    return [
+        [(1 << (_last_end(profile, part, first, cap) + 1)) - 1 for first in firsts] for part, cap in enumerate(caps)
+    ]
 
 
 def _last_end(profile: Profile, part: int, first: int, cap: int) -> int:

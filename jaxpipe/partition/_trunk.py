@@ -1,13 +1,13 @@
 """Equal numbers of the repeated layer in every part."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 from jaxpipe.errors import PartitionError
 
 
 def partition_trunk(
-    repeated: Sequence[int | None], num_parts: int, names: Sequence[str], listing: str, asked: str
+    signatures: Sequence[Hashable], num_parts: int, names: Sequence[str], listing: str, asked: str
 ) -> list[int]:
     """Cut so that every part holds equally many of the layer that the model repeats.
 
@@ -15,7 +15,7 @@ def partition_trunk(
     before the run go to the first part, layers after it to the last. One part takes everything.
 
     Args:
-        repeated: Per layer, the id of its signature class, or None where the layer has no equal.
+        signatures: Per layer a value that is equal for alike layers.
         num_parts: Number of parts, from 1 to the number of layers.
         names: One name per layer.
         listing: The layer list as text, for the messages.
@@ -29,24 +29,24 @@ def partition_trunk(
             one run, or `num_parts` does not divide the length of that run.
     """
     if num_parts == 1:
-        return [0, len(repeated)]
-    counts = Counter(signature for signature in repeated if signature is not None).most_common(2)
-    if not counts or counts[0][1] == 1:
+        return [0, len(signatures)]
+    counts = Counter(signatures).most_common(2)
+    if counts[0][1] == 1:
         raise PartitionError(
             "partition_method='trunk' must find a layer that the model repeats, but got no two layers that are alike. "
             f"Use partition_method='parameters' or explicit boundaries. The layers:{listing}"
         )
     signature, count = counts[0]
-    first = repeated.index(signature)
+    first = signatures.index(signature)
     name = names[first]
     if len(counts) > 1 and counts[1][1] == count:
-        other = names[repeated.index(counts[1][0])]
+        other = names[signatures.index(counts[1][0])]
         raise PartitionError(
             f"partition_method='trunk' must find one most repeated layer, but got {count} x {name} and {count} x "
             f"{other}. Use partition_method='parameters' or explicit boundaries. The layers:{listing}"
         )
     end = first + count
-    if any(other != signature for other in repeated[first:end]):
+    if any(other != signature for other in signatures[first:end]):
         raise PartitionError(
             f"partition_method='trunk' must find the repeated layer in one contiguous run, but got {count} x {name} "
             "with other layers between them. Move those before or after the run, or use partition_method='parameters' "
@@ -58,7 +58,7 @@ def partition_trunk(
             f"partition_method='trunk' must put equally many of the {count} repeated layers ({name}) on every {each}, "
             f"but got {asked}. {_repair(count, num_parts, each)} The layers:{listing}"
         )
-    return [0, *range(first + count // num_parts, end, count // num_parts), len(repeated)]
+    return [0, *range(first + count // num_parts, end, count // num_parts), len(signatures)]
 
 
 def _repair(count: int, num_parts: int, each: str) -> str:

@@ -39,6 +39,7 @@ def describe_pipeline(pipeline: Pipeline, max_width: int = 120) -> str:
             profile=pipeline.plan.profile,
             ties=pipeline.trace.ties(),
         ),
+        *pipeline.plan.notes,
         *([] if pipeline.plan.choice is None else ["", str(pipeline.plan.choice)]),
         "",
         f"{pipeline.program.name}: {_count(pipeline.num_microbatches, 'microbatch', 'es')} of "

@@ -194,7 +194,7 @@ def configure_model(model: PipelineModule, config: TrainConfig) -> PipelineModul
     if section.partition != "best":
         changes["partition_method"] = section.partition
         with errors.catch():
-            _check_agreement("pipeline.partition", section.partition, model, "partition_method", "parameters")
+            _check_agreement("pipeline.partition", section.partition, model, "partition_method", "best")
     if section.activation_checkpoint_interval:
         name = "activation_checkpoint_interval"
         changes[name] = section.activation_checkpoint_interval

@@ -34,13 +34,13 @@ from jaxpipe.executor import (
 )
 from jaxpipe.layers import PipelineModule, flatten_dict, join_path, struct_of, unflatten_dict
 from jaxpipe.optim import LossScaler
+from jaxpipe.partition import StageCut
 from jaxpipe.planner import make_plan
 from jaxpipe.recompute import RecomputeSettings, current_settings, use_settings, warn_unfollowed
 from jaxpipe.schedules import PipeSchedule, TickProgram
 from jaxpipe.state import (
     Catalog,
     Source,
-    StageCut,
     StageInit,
     Storage,
     TrainState,

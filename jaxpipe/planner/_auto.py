@@ -16,8 +16,8 @@ from jaxpipe.config import PipelineConfig, unless_auto
 from jaxpipe.distributed import log
 from jaxpipe.errors import PartitionError
 from jaxpipe.executor import waits_in_branches
-from jaxpipe.layers import ModelTrace, PipelineModule
-from jaxpipe.partition import Profile
+from jaxpipe.layers import ModelTrace, PipelineModule, estimate_layers, layer_signatures
+from jaxpipe.partition import Profile, is_method
 from jaxpipe.schedules import Choice, StageCosts, choose_schedule
 
 from ._profile import agreed, profile_layers, runnable_devices
@@ -52,7 +52,12 @@ def choose_settings(
     """
     runs = bool(runnable_devices(mesh))
     profile = profile_layers(module, trace, mesh, labels, "times" if runs else "counts", split_backward=True)
-    cuts = _possible_cuts(module, trace, profile, unless_auto(section.num_chunks))
+    by = profile
+    if is_method(module.partition_method, "best"):
+        # As the cut itself is made, the same on every machine.
+        signatures = layer_signatures(module.layers, trace, module.compute_dtype)
+        by = estimate_layers(module, trace, labels, signatures)
+    cuts = _possible_cuts(module, trace, by, unless_auto(section.num_chunks))
     cut = cuts[min(cuts)]
     costs, num_params, recomputed_bytes = _largest_stage(profile, cut, module.num_stages)
     param_bytes = round(param_size * num_params)

@@ -1,7 +1,7 @@
 """From a model, its mesh and its settings to the plan of a pipeline."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Literal
 
 import optax
@@ -11,13 +11,14 @@ from jaxpipe._typing import PyTree
 from jaxpipe.config import TrainConfig, unless_auto
 from jaxpipe.errors import ConfigError
 from jaxpipe.executor import Plan, waits_in_branches
-from jaxpipe.layers import ModelTrace, PipelineModule
+from jaxpipe.layers import ModelTrace, PipelineModule, layer_signatures
 from jaxpipe.partition import StageMemory, profile_source
 from jaxpipe.schedules import forward_schedule, lower_schedule, resolve_schedule
 from jaxpipe.topology import FSDP, mesh_shape
 
 from ._auto import choose_settings, limit_of
 from ._costs import bytes_per_param
+from ._notes import notes_on_cut
 from ._profile import cut_module
 
 
@@ -88,12 +89,18 @@ def make_plan(
     if section.gather_weights == "auto" and is_divided:
         gather: Literal["step", "tick"] = "step" if config.zero_optimization.stage == 2 else "tick"
         section = dataclasses.replace(section, gather_weights=gather)
-    profile = None
+    is_cut, profile, notes = len(program.placement.stages) > 1, None, ()
+    signatures: tuple[Hashable, ...] = (None,) * len(module.layers)
+    if is_cut:
+        signatures = layer_signatures(module.layers, trace, module.compute_dtype)
     if parts is None:
         # Every device has a ring as long as the fullest stage needs, so a part needs no less where fewer are in flight.
         in_flight, stages = -(-program.residual_slots // schedule.num_chunks), program.placement.stages
         memory = StageMemory((in_flight,) * len(stages), stages, param_size, limit_of(section, mesh))
-        parts, profile = cut_module(module, trace, mesh, stages=stages, labels=labels, memory=memory)
+        parts, profile = cut_module(
+            module, trace, mesh, stages=stages, labels=labels, memory=memory, signatures=signatures
+        )
+        notes = notes_on_cut(module, trace, labels, signatures, parts) if is_cut else ()
     forward_only = lower_schedule(forward_schedule(schedule), num_microbatches, num_stages, training=False)
     config = dataclasses.replace(config, pipeline=section)
-    return Plan(config, schedule, program, forward_only, tuple(parts), profile, choice)
+    return Plan(config, schedule, program, forward_only, signatures, tuple(parts), profile, choice, notes)

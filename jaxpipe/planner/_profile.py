@@ -6,7 +6,7 @@ import logging
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Literal
 
 import jax
@@ -16,17 +16,14 @@ from jax.sharding import Mesh
 from jaxpipe._typing import PyTree
 from jaxpipe.distributed import gather_texts, log, run_on_all
 from jaxpipe.errors import PartitionError
-from jaxpipe.layers import ModelTrace, PipelineModule
-from jaxpipe.partition import LayerCost, Profile, StageMemory, format_partition, profile_source
+from jaxpipe.jaxpr import count_work
+from jaxpipe.layers import ESTIMATED, ModelTrace, PipelineModule, estimate_layers, estimated_s
+from jaxpipe.partition import LayerCost, Profile, StageMemory, format_partition, is_method, profile_source
 
 from ._costs import Seconds, layer_costs
-from ._flops import count_work
 
 _ROUND_S = 0.01
 """Seconds for which a layer is called again and again, so that starting it counts for little."""
-
-# Of the order of an accelerator; for where layers are cut only the ratio of the two counts.
-_FLOPS_PER_S, _BYTES_PER_S = 1e14, 1e12
 
 
 def cut_module(
@@ -37,6 +34,7 @@ def cut_module(
     stages: Sequence[int] | None = None,
     labels: PyTree = None,
     memory: StageMemory | None = None,
+    signatures: Sequence[Hashable] | None = None,
 ) -> tuple[tuple[int, ...], Profile | None]:
     """Cut a model by its partition method, with the costs of its layers where the method asks for them.
 
@@ -49,6 +47,7 @@ def cut_module(
         stages: The stage of each part; None: one part on each stage, in order.
         labels: A microbatch's labels, or their shapes, for the loss; None leaves it out.
         memory: What is known of memory, and its limit; only `"profile"` keeps to it.
+        signatures: Per layer a value that is equal for alike layers; None finds them where the method asks for it.
 
     Returns:
         `(boundaries, profile)`; the profile is None for methods that need none.
@@ -60,7 +59,10 @@ def cut_module(
     num_parts = None if stages is None else len(stages)
     source = profile_source(module.partition_method)
     if source is None:
-        return module.partition(trace, num_parts), None
+        estimate = None
+        if is_method(module.partition_method, "best") and signatures is not None:
+            estimate = estimate_layers(module, trace, labels, signatures)
+        return module.partition(trace, num_parts, profile=estimate, signatures=signatures), None
     profile = dataclasses.replace(profile_layers(module, trace, mesh, labels, source), memory=memory)
     parts = module.partition(trace, num_parts, profile=profile)
     names = [named.name for named in module.layers]
@@ -104,24 +106,18 @@ def profile_layers(
             return costs(measured_s, f"measured on {devices[0].device_kind}")
 
     if source == "counts":
-        return costs(counted_s, f"estimated, {_FLOPS_PER_S:.3g} FLOP/s and {_BYTES_PER_S:.3g} B/s")
+        return costs(counted_s, ESTIMATED)
     # Times differ from process to process, and all must cut alike: those of process 0 count.
     profile = run_on_all(measured, who=[0])
     fields = agreed(None if profile is None else dataclasses.asdict(profile))
     return Profile(tuple(LayerCost(**cost) for cost in fields["layers"]), fields["source"], fields["interval"])
 
 
-def counted_s(
-    function: Callable[..., Any],
-    *structs: PyTree,
-    flops_per_s: float = _FLOPS_PER_S,
-    bytes_per_s: float = _BYTES_PER_S,
-) -> float:
-    """Estimated seconds of a function: `flops / flops_per_s + moved_bytes / bytes_per_s`, the same on every machine."""
+def counted_s(function: Callable[..., Any], *structs: PyTree) -> float:
+    """Estimated seconds of a function, by `estimated_s`: the same on every machine."""
     # Operations are counted in the trace, not by XLA: its cost analysis counts the body of a scan once, however often
     # it runs, and gives nothing for a program that is compiled for absent GPUs.
-    work = count_work(function, *structs)
-    return work.flops / flops_per_s + work.moved_bytes / bytes_per_s
+    return estimated_s(count_work(function, *structs))
 
 
 def measured_s(function: Callable[..., Any], *structs: PyTree, rounds: int = 5) -> float:

@@ -8,10 +8,6 @@ from ._catalog import read_leaf as read_leaf
 from ._catalog import write_leaf as write_leaf
 from ._collectives import axes_length as axes_length
 from ._collectives import sum_over as sum_over
-from ._cut import StageCut as StageCut
-from ._cut import VocabLayers as VocabLayers
-from ._cut import cut_stages as cut_stages
-from ._cut import find_vocab_layers as find_vocab_layers
 from ._host import HostRows as HostRows
 from ._host import Source as Source
 from ._host import owned as owned
@@ -40,6 +36,8 @@ from ._switch import switch_table as switch_table
 from ._tied import broadcast_tied as broadcast_tied
 from ._tied import sum_tied as sum_tied
 from ._update import Updater as Updater
+from ._vocab_layers import VocabLayers as VocabLayers
+from ._vocab_layers import find_vocab_layers as find_vocab_layers
 from ._zero import ZeroSharding as ZeroSharding
 from ._zero import zero_sharding as zero_sharding
 
@@ -53,7 +51,6 @@ __all__ = [
     "ModelParams",
     "Source",
     "Span",
-    "StageCut",
     "StageInit",
     "Storage",
     "TrainState",
@@ -62,7 +59,6 @@ __all__ = [
     "check_collections",
     "clip_to",
     "constrained",
-    "cut_stages",
     "find_vocab_layers",
     "global_norm",
     "make_catalog",

@@ -16,8 +16,8 @@ from jaxpipe.schedules import Placement
 from jaxpipe.topology import FSDP
 
 from ._collectives import axes_length
-from ._cut import StageCut, VocabLayers, slice_struct
 from ._layout import Layout, Specs, Storage
+from ._vocab_layers import StageCut, VocabLayers, slice_struct
 
 
 @dataclass(frozen=True)

@@ -84,11 +84,12 @@ def test_parts_that_need_no_shapes_are_there_at_once() -> None:
     assert PipelineModule([*_layers(), jnp.tanh], num_stages=4, partition_method="TYPE:dense").parts[:4] == (0, 1, 2, 3)
 
 
-@pytest.mark.parametrize("method", ["parameters", "trunk"])
+@pytest.mark.parametrize("method", ["best", "parameters", "trunk"])
 def test_parts_that_need_shapes_are_asked_for_with_them(method: str) -> None:
     module = PipelineModule(_layers(), num_stages=2, partition_method=method)
     with pytest.raises(
-        PartitionError, match=rf"partition_method='{method}' counts.*Call partition\(trace.*engine.module"
+        PartitionError,
+        match=rf"partition_method='{method}' needs the model's shapes.*Call partition\(trace.*engine.module",
     ):
         _ = module.parts
     assert module.partition(module.trace(X)) == (0, 2, 4)
@@ -111,7 +112,7 @@ def test_settings_are_replaced_on_a_copy() -> None:
     module = PipelineModule(_layers(), num_stages=2)
     other = module.replace(partition_method="uniform", activation_checkpoint_interval=1, base_seed=7)
     assert (other.parts, other.activation_checkpoint_interval, other.base_seed) == ((0, 2, 4), 1, 7)
-    assert (module.partition_method, module.activation_checkpoint_interval, module.base_seed) == ("parameters", 0, 1234)
+    assert (module.partition_method, module.activation_checkpoint_interval, module.base_seed) == ("best", 0, 1234)
     assert other.layers is module.layers
     assert module.replace(seed_fn=None).seed_fn is jax.random.key
 
@@ -179,7 +180,7 @@ def test_a_module_shows_its_layers() -> None:
     layers = [TiedLayerSpec("io", nn.Dense, 4), jnp.tanh, TiedLayerSpec("io", nn.Dense, 4).remat(), nn.Dense(4)]
     module = PipelineModule(layers, num_stages=2, loss_fn=_mean)
     assert repr(module).splitlines() == [
-        "PipelineModule: 4 layers, 2 stages, partition_method='parameters', loss_fn=_mean",
+        "PipelineModule: 4 layers, 2 stages, partition_method='best', loss_fn=_mean",
         "not cut yet",
         "    0_Dense  tied to 'io'",
         "    1_tanh",
@@ -188,7 +189,7 @@ def test_a_module_shows_its_layers() -> None:
     ]
     trace = module.trace(X)
     assert repr(module.with_cut(trace, module.partition(trace))).splitlines() == [
-        "PipelineModule: 4 layers, 2 stages, partition_method='parameters', loss_fn=_mean, 40 parameters",
+        "PipelineModule: 4 layers, 2 stages, partition_method='best', loss_fn=_mean, 40 parameters",
         "stage 0: 2 layers",
         "    0_Dense  20 parameters, tied to 'io'",
         "    1_tanh",

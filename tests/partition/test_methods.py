@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jaxpipe.errors import PartitionError
-from jaxpipe.partition import needs_params, partition_layers, profile_source
+from jaxpipe.partition import needs_shapes, partition_layers, profile_source
 
 NAMES = ["Embed", "Block", "Block", "Block", "Block", "Head"]
 PARAMS = [1024, 100, 100, 100, 100, 1024]
@@ -16,22 +16,21 @@ def _cut(
     num_stages: int,
     names: Sequence[str] = NAMES,
     num_params: Sequence[int] | None = PARAMS,
-    repeated: Sequence[int | None] | None = (None, 0, 0, 0, 0, None),
+    signatures: Sequence[int] | None = (0, 1, 1, 1, 1, 2),
 ) -> tuple[int, ...]:
     return partition_layers(
-        method, num_stages=num_stages, names=names, class_names=names, num_params=num_params, repeated=repeated
+        method, num_stages=num_stages, names=names, class_names=names, num_params=num_params, signatures=signatures
     )
 
 
-def test_only_parameters_needs_parameter_counts() -> None:
-    assert needs_params("parameters")
-    assert needs_params("Parameters")
-    assert not any(needs_params(method) for method in ("uniform", "type:parameters", "trunk", "zzz", [0, 1]))
+def test_methods_that_need_shapes() -> None:
+    assert all(needs_shapes(method) for method in ("best", "parameters", "Parameters", "trunk"))
+    assert not any(needs_shapes(method) for method in ("uniform", "type:parameters", "profile", "zzz", [0, 1]))
 
 
 @pytest.mark.parametrize("method", ["uniform", "UNIFORM"])
 def test_uniform(method: str) -> None:
-    assert _cut(method, 4, num_params=None, repeated=None) == (0, 2, 4, 5, 6)
+    assert _cut(method, 4, num_params=None, signatures=None) == (0, 2, 4, 5, 6)
 
 
 @pytest.mark.parametrize("method", ["parameters", "Parameters"])
@@ -111,7 +110,7 @@ def test_an_invalid_regex() -> None:
         ("type", "Did you mean 'type:REGEX'"),
         ("types:block", "Did you mean 'type:REGEX'"),
         ("profil", "Did you mean 'profile'"),
-        ("best", "Use one of these"),
+        ("bset", "Did you mean 'best'"),
         ("", "Use one of these"),
     ],
 )
@@ -185,32 +184,32 @@ def test_a_trunk_that_does_not_divide(num_stages: int, match: str) -> None:
 
 
 def test_a_trunk_without_repeated_layers() -> None:
-    for repeated in ([None] * 6, [0, 1, 2, 3, 4, 5]):
+    for signatures in ([0, 1, 2, 3, 4, 5], range(6)):
         with pytest.raises(PartitionError, match=r"no two layers that are alike. Use partition_method='parameters'"):
-            _cut("trunk", 2, repeated=repeated)
+            _cut("trunk", 2, signatures=signatures)
 
 
 def test_a_trunk_with_two_candidates() -> None:
     with pytest.raises(PartitionError, match=r"one most repeated layer, but got 2 x Embed and 2 x Block"):
-        _cut("trunk", 2, repeated=[0, 0, 1, 1, None, None])
+        _cut("trunk", 2, signatures=[0, 0, 1, 1, 2, 3])
 
 
 def test_a_trunk_that_is_interrupted() -> None:
     with pytest.raises(PartitionError, match=r"one contiguous run, but got 4 x Block with other layers between them"):
-        _cut("trunk", 2, repeated=[None, 0, 0, None, 0, 0])
+        _cut("trunk", 2, signatures=[1, 0, 0, 2, 0, 0])
 
 
-@pytest.mark.parametrize(("method", "name"), [("parameters", "num_params"), ("trunk", "repeated")])
+@pytest.mark.parametrize(("method", "name"), [("parameters", "num_params"), ("trunk", "signatures")])
 def test_a_method_without_what_it_needs(method: str, name: str) -> None:
     with pytest.raises(PartitionError, match=rf"{method!r} must be given {name}, but got {name}=None"):
-        _cut(method, 2, num_params=None, repeated=None)
+        _cut(method, 2, num_params=None, signatures=None)
 
 
 def test_lists_of_different_lengths() -> None:
     with pytest.raises(PartitionError, match=r"one entry per layer \(6\), but got len\(num_params\)=2"):
         _cut("uniform", 2, num_params=[1, 2])
-    with pytest.raises(PartitionError, match=r"one entry per layer \(6\), but got len\(repeated\)=1"):
-        _cut("uniform", 2, repeated=[1])
+    with pytest.raises(PartitionError, match=r"one entry per layer \(6\), but got len\(signatures\)=1"):
+        _cut("uniform", 2, signatures=[1])
     with pytest.raises(PartitionError, match=r"one entry per layer \(1\), but got len\(class_names\)=2"):
         partition_layers("uniform", num_stages=1, names=["A"], class_names=["A", "B"])
 
@@ -235,7 +234,7 @@ def _chunks(method: str | Sequence[int], num_stages: int, num_parts: int | None)
         names=NAMES,
         class_names=NAMES,
         num_params=PARAMS,
-        repeated=(None, 0, 0, 0, 0, None),
+        signatures=(0, 1, 1, 1, 1, 2),
     )
 
 

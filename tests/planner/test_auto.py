@@ -189,5 +189,5 @@ def test_a_limit_on_memory_that_nothing_keeps_to_is_refused() -> None:
 @pytest.mark.parametrize("section", [{"schedule": "auto"}, {"partition": "profile"}, {"partition": "Profile:flops"}])
 def test_a_limit_on_memory_that_something_keeps_to(section: dict[str, str]) -> None:
     asked = load_config(LIMITED | {"pipeline": {"memory_limit_gb": 80, **section}})
-    configure_model(model("parameters"), asked)
+    configure_model(model("best"), asked)
     assert limit_of(asked.pipeline, MESH) == 80 * 10**9

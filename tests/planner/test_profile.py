@@ -14,11 +14,11 @@ import pytest
 from _parallel import make_batch, make_module
 
 from jaxpipe import LayerSpec, PipeDataParallelTopology, PipelineModule
+from jaxpipe.jaxpr import count_work
 from jaxpipe.layers import VocabEmbed, VocabHead, vocab_cross_entropy
 from jaxpipe.partition import LayerCost, Profile, StageMemory
 from jaxpipe.planner import _costs, _profile
 from jaxpipe.planner._costs import layer_costs, layer_work
-from jaxpipe.planner._flops import count_work
 from jaxpipe.planner._profile import counted_s, cut_module, measured_s, profile_layers
 from jaxpipe.topology import make_pipeline_mesh
 
@@ -66,7 +66,10 @@ def _sleepers(*names: str, loss_fn: Any = _mse, method: str = "profile") -> Pipe
 
 MESH = make_pipeline_mesh(PipeDataParallelTopology(2, 1), jax.devices()[:2])
 MEASURED = functools.partial(measured_s, rounds=1)
-FLOPS = functools.partial(counted_s, flops_per_s=1.0, bytes_per_s=float("inf"))
+
+
+def flops(function: Any, *structs: Any) -> float:
+    return count_work(function, *structs).flops
 
 
 @pytest.mark.slow
@@ -127,7 +130,7 @@ def test_products_are_counted_and_scans_as_often_as_they_run() -> None:
     module = PipelineModule(layers, 2, loss_fn=_mse, partition_method="profile:flops")
     ids = np.zeros((32,), np.int32)
     trace = module.trace(ids)
-    costs = layer_costs(module, trace, None, FLOPS, split_backward=True)
+    costs = layer_costs(module, trace, None, flops, split_backward=True)
     product = 2 * 32 * 16 * 16
     forwards = [layer.forward_s for layer in costs]
     assert forwards[0] < product / 100
@@ -147,7 +150,7 @@ def test_recompute_is_counted() -> None:
     module = PipelineModule([LayerSpec(nn.Sequential, [nn.Dense(8), nn.relu, nn.Dense(8)])], 1)
     x = np.ones((4, 8), np.float32)
     plain, again = (
-        layer_costs(m, m.trace(x), None, FLOPS)[0] for m in (module, module.replace(activation_checkpoint_interval=1))
+        layer_costs(m, m.trace(x), None, flops)[0] for m in (module, module.replace(activation_checkpoint_interval=1))
     )
     product = 2 * 4 * 8 * 8
     assert again.backward_s >= plain.backward_s + product

@@ -13,8 +13,9 @@ from _stages import make_mesh, on_devices, struct
 
 from jaxpipe import LayerSpec, PipelineModule
 from jaxpipe.layers import flatten_dict, layer_signatures, unflatten_dict
+from jaxpipe.partition import cut_stages
 from jaxpipe.schedules import OneFOneBSchedule, lower_schedule
-from jaxpipe.state import ModelParams, Updater, cut_stages
+from jaxpipe.state import ModelParams, Updater
 from jaxpipe.state._zero import ByElements, ByLeaves, Replicated, ShardLayout
 
 ADAMW = optax.adamw(0.1, weight_decay=0.3, mask=lambda tree: jax.tree.map(lambda x: x.ndim > 1, tree))

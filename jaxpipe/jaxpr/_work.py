@@ -1,4 +1,4 @@
-"""Operations and bytes of a traced function."""
+"""Operations and bytes of a traced program."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -8,12 +8,15 @@ import jax
 from jax.extend.core import Jaxpr, Literal
 
 from jaxpipe._typing import PyTree
-from jaxpipe.jaxpr import evaluate, flatten, needed_for, primitives, programs_inside
 
-_FREE = primitives.FORMS | primitives.COMPARISONS | primitives.RANDOM_KEYS | {"random_bits", "shard_map"}
+from ._primitives import ARITHMETIC, COMBINING, COMPARISONS, FORMS, RANDOM_KEYS, SCATTERS, programs_inside
+from ._program import flatten
+from ._slice import evaluate, needed_for
+
+_FREE = FORMS | COMPARISONS | RANDOM_KEYS | {"random_bits", "shard_map"}
 """Computed inside of what reads it, for next to nothing."""
 
-_FUSED = primitives.ARITHMETIC | _FREE
+_FUSED = ARITHMETIC | _FREE
 
 
 class Work(NamedTuple):
@@ -45,9 +48,15 @@ def count_work(function: Callable[..., Any], *args: PyTree) -> Work:
 
     shapes = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in program.inputs]
     live = jax.make_jaxpr(run)(*shapes).jaxpr
+    return program_work(live)
+
+
+def program_work(jaxpr: Jaxpr) -> Work:
+    """Count what all equations of a program do, and the writing of its results."""
     # What is part of its readers' fusion is written to memory only where nothing here reads it: as a result.
-    fused = {var for eqn in live.eqns if eqn.primitive.name in _FUSED for var in eqn.outvars}
-    return _total([_work_of(live), Work(0, _num_bytes(x for x in live.outvars if x in fused))])
+    fused = {var for eqn in jaxpr.eqns if eqn.primitive.name in _FUSED for var in eqn.outvars}
+    results = [x for x in jaxpr.outvars if not isinstance(x, Literal)]
+    return _total([_work_of(jaxpr), Work(0, _num_bytes(x for x in results if x in fused))])
 
 
 def _work_of(jaxpr: Jaxpr) -> Work:
@@ -64,9 +73,9 @@ def _equation(eqn: Any) -> Work:
     inner = [_work_of(program.jaxpr) for program in programs_inside(eqn)]
     if name == "cond":
         return max(inner)  # by operations first, as `Work` compares
-    if inner and name not in primitives.COMBINING:
+    if inner and name not in COMBINING:
         return _total(inner, eqn.params["length"] if name == "scan" else 1)
-    if name in primitives.ARITHMETIC:
+    if name in ARITHMETIC:
         return Work(out, 0)
     if name in _FREE:
         return Work(0, 0)
@@ -74,7 +83,7 @@ def _equation(eqn: Any) -> Work:
         return Work(0, 2 * _num_bytes(eqn.outvars))  # reads the rows that it gives, not the whole table
     if name == "dynamic_update_slice":
         return Work(0, 2 * _num_bytes(eqn.invars[1:2]))
-    if name in primitives.SCATTERS:
+    if name in SCATTERS:
         return Work(_size(eqn.invars[2:]), _num_bytes([*eqn.outvars, *eqn.invars[2:]]))
     moved = _num_bytes([*eqn.invars, *eqn.outvars])
     return Work(_product(eqn) or max(_size(eqn.invars), out), moved)

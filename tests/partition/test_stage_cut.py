@@ -1,6 +1,6 @@
 import pytest
 
-from jaxpipe.state._cut import StageCut, cut_stages
+from jaxpipe.partition import StageCut, cut_stages
 
 
 def sizes(cuts: tuple[StageCut, ...]) -> list[tuple[int, int, int]]:

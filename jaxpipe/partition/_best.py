@@ -1,0 +1,138 @@
+"""The cut with the shortest tick: the slowest part, and what layers outside the trunk cost on all stages."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from ._balanced import best_cut
+from ._checks import checked_parts, exact_weights
+from ._costs import Profile
+from ._stage_cut import cut_stages
+
+_OFF_TRUNK_BYTES = 24
+"""Bytes that every stage moves in a tick for each parameter outside the trunk, as many as the stage with the most has:
+two gradients of zeros in float32, and their sum with the sums so far."""
+
+_BYTES_PER_S = 1e12
+"""Of the order of an accelerator, as the estimated times of layers are."""
+
+_NEAR = 1.03
+"""Cuts whose ticks differ by less are told apart by their trunks: more of the program is the same on all stages."""
+
+
+_LIGHTER = 0.9
+"""Step in which the search asks for fewer parameters in the largest part."""
+
+
+@dataclass(frozen=True)
+class Tick:
+    """The time of a tick under a cut, as far as the cut decides it.
+
+    Attributes:
+        slowest_s: Seconds of the slowest part's layers, forward and backward.
+        off_trunk: Parameters outside the trunk, of the part that has the most.
+        trunk: Layers in each part's trunk.
+    """
+
+    slowest_s: float
+    off_trunk: int
+    trunk: int
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of a tick: work, and what is paid for parameters outside the trunk."""
+        return self.slowest_s + self.off_trunk * _OFF_TRUNK_BYTES / _BYTES_PER_S
+
+
+def tick_of(profile: Profile, boundaries: Sequence[int]) -> Tick:
+    """The tick of a cut.
+
+    Args:
+        profile: Times, parameters and signatures of the layers.
+        boundaries: Of the parts.
+    """
+    seconds = profile.seconds()
+    slowest = max(sum(seconds[first:end]) for first, end in pairwise(boundaries))
+    own = _own_params(profile)
+    cuts = cut_stages(profile.signatures or range(len(own)), boundaries)
+    if len(cuts) == 1:
+        return Tick(slowest, 0, len(own))
+    off_trunk = max(sum(own[i] for i in (*cut.prologue, *cut.epilogue)) for cut in cuts)
+    return Tick(slowest, off_trunk, len(cuts[0].trunk))
+
+
+def partition_best(profile: Profile, num_parts: int) -> list[int]:
+    """Cut so that a tick is as short as possible.
+
+    All stages wait in each tick for the slowest, so its time counts. Layers that not all parts have alike run outside
+    the trunk, behind a switch, and their gradients are filled and summed on every stage. Among cuts whose ticks are
+    about equally long, the one with the fewest parameters outside the trunk is taken.
+
+    The search looks at the cut with the smallest largest part, at the fastest cut, and at slower ones whose largest
+    parts have ever fewer parameters; and so again for each kind of repeated layer, and each number of them that all
+    parts can have, among the cuts that end their parts behind such layers.
+
+    Args:
+        profile: Times and parameters of the layers; with its signatures, alike layers are known.
+        num_parts: Number of parts.
+
+    Returns:
+        The boundaries: `num_parts + 1` indices, first 0, last the number of layers, strictly increasing.
+
+    Raises:
+        PartitionError: There are more parts than layers, or a time is negative or not finite.
+
+    Example:
+        >>> from jaxpipe.partition import LayerCost, Profile
+        >>> costs = [LayerCost(0.0, 0.0, num_params=8), *[LayerCost(1.0, 2.0, num_params=4)] * 4, LayerCost(1.0, 2.0)]
+        >>> partition_best(Profile(tuple(costs), signatures=(0, 1, 1, 1, 1, 2)), 2)
+        [0, 3, 6]
+    """
+    weights = exact_weights(profile.seconds())
+    num_parts = checked_parts(len(weights), num_parts, "layers")
+    cuts = _ever_lighter(profile, weights, num_parts, [1] * len(weights), 1)
+    fastest_s = cuts[0][0].slowest_s
+    balanced = best_cut(_own_params(profile), num_parts) or []
+    cuts.append((tick_of(profile, balanced), balanced))
+    for kind in dict.fromkeys(profile.signatures):
+        of_kind = [int(kind == other) for other in profile.signatures]
+        for each in range(sum(of_kind) // num_parts, 0, -1):
+            cuts += _ever_lighter(profile, weights, num_parts, of_kind, each)
+            if min(tick.seconds for tick, _ in cuts) <= fastest_s * _NEAR:
+                break  # a smaller trunk could make no tick shorter by enough
+    shortest = min(tick.seconds for tick, _ in cuts)
+    return min((tick.off_trunk, tick.seconds, cut) for tick, cut in cuts if tick.seconds <= shortest * _NEAR)[2]
+
+
+def _ever_lighter(
+    profile: Profile, weights: Sequence[int], num_parts: int, of_kind: Sequence[int], each: int
+) -> list[tuple[Tick, list[int]]]:
+    """Cuts whose parts all have `each` layers of a kind: the fastest, and slower ones whose largest part is smaller."""
+    own = _own_params(profile)
+    most, found = sum(own), list[tuple[Tick, list[int]]]()
+    while True:
+        ends = [_ends(own, of_kind, start, each, most) for start in range(len(own))]
+        cut = best_cut(weights, num_parts, [ends] * num_parts)
+        tick = None if cut is None else tick_of(profile, cut)
+        if cut is None or tick is None or (found and tick.slowest_s >= min(tick.seconds for tick, _ in found)):
+            return found
+        found.append((tick, cut))
+        largest = max(sum(own[first:end]) for first, end in pairwise(cut))
+        most = min(largest - 1, int(largest * _LIGHTER))
+
+
+def _own_params(profile: Profile) -> list[int]:
+    """Parameters of each layer, without those that every stage holds."""
+    return [0 if layer.is_stage_sharded else layer.num_params for layer in profile.layers]
+
+
+def _ends(own: Sequence[int], of_kind: Sequence[int], start: int, each: int, most: int) -> int:
+    """Ends that a part may have which begins at `start`, as bits: behind a layer of the kind, or of the model."""
+    ends = count = size = 0
+    for index in range(start, len(own)):
+        count, size = count + of_kind[index], size + own[index]
+        if size > most:
+            break
+        if count >= each and (of_kind[index] or index == len(own) - 1):
+            ends |= 1 << (index + 1)
+    return ends

@@ -1,0 +1,83 @@
+"""What a cut costs, in sentences, for the log and for people who print a pipeline."""
+
+import logging
+from collections.abc import Hashable, Sequence
+
+from jaxpipe._typing import PyTree
+from jaxpipe.distributed import log
+from jaxpipe.layers import ModelTrace, PipelineModule, estimate_layers
+from jaxpipe.partition import Profile, cut_stages, is_method, partition_balanced, partition_best, tick_of
+
+_WORTH_SAYING = 0.1
+"""Share of a tick from which the layers after the trunk are spoken of."""
+
+
+def notes_on_cut(
+    module: PipelineModule, trace: ModelTrace, labels: PyTree, signatures: Sequence[Hashable], parts: Sequence[int]
+) -> tuple[str, ...]:
+    """Compare a cut with another one, and say what the last layers and the loss take; logged, too.
+
+    Args:
+        module: The model.
+        trace: Its shapes.
+        labels: Shapes of a microbatch's labels.
+        signatures: Per layer a value that is equal for alike layers.
+        parts: Boundaries of the parts, at least two.
+
+    Returns:
+        Sentences, none where nothing is known of the work.
+    """
+    profile = estimate_layers(module, trace, labels, signatures)
+    if not tick_of(profile, parts).seconds:
+        return ()
+    notes = (_on_alternative(module, trace, profile, parts), *_on_loss(module, profile, parts))
+    log(logging.INFO, "%s", "; ".join(notes))
+    _warn_of_small_trunk(module, trace, profile, parts)
+    return notes
+
+
+def _on_alternative(module: PipelineModule, trace: ModelTrace, profile: Profile, parts: Sequence[int]) -> str:
+    method, num_parts = module.partition_method, len(parts) - 1
+    tick, cut = tick_of(profile, parts), f"partition_method={method!r} cuts at {list(parts)}"
+    other_method, other = "best", partition_best(profile, num_parts)
+    if is_method(method, "best"):
+        other_method, other = "parameters", partition_balanced(trace.num_own_params(), num_parts)
+    if other == list(parts):
+        return f"{cut}, as {other_method!r} would"
+    ratio = tick_of(profile, other).seconds / tick.seconds
+    return f"{cut}; {other_method!r} would at {other}, for a tick {ratio:.2f} times as long by operations and bytes"
+
+
+def _on_loss(module: PipelineModule, profile: Profile, parts: Sequence[int]) -> list[str]:
+    seconds, epilogue = profile.seconds(), cut_stages(profile.signatures, parts)[-1].epilogue
+    slowest = tick_of(profile, parts).slowest_s
+    share, is_slowest = sum(seconds[i] for i in epilogue) / slowest, sum(seconds[parts[-2] :]) >= slowest
+    if share < _WORTH_SAYING or not is_slowest or profile.layers[-1].is_stage_sharded:
+        return []
+    what = "the loss" if not epilogue else f"{', '.join(module.layers[i].name for i in epilogue)} and the loss"
+    return [
+        f"{what} take {share:.2f} of a tick on the last stage, for which all others wait; split over the stages, as "
+        f"VocabHead splits a vocabulary, they would take {share / module.num_stages:.2f}"
+    ]
+
+
+def _warn_of_small_trunk(module: PipelineModule, trace: ModelTrace, profile: Profile, parts: Sequence[int]) -> None:
+    if not is_method(module.partition_method, "parameters"):
+        return
+    own, cuts = trace.num_own_params(), cut_stages(profile.signatures, parts)
+    sizes = [sum(own[a:b]) for a, b in zip(parts[:-1], parts[1:], strict=True)]
+    largest = sizes.index(max(sizes))
+    trunk = sum(own[i] for i in cuts[largest].trunk)
+    best = partition_best(profile, len(sizes))
+    ratio = tick_of(profile, parts).seconds / tick_of(profile, best).seconds
+    if 2 * trunk < sizes[largest] and ratio > 1:
+        log(
+            logging.WARNING,
+            "partition_method='parameters' leaves %d of the %d parameters of its largest part in the trunk; the others "
+            "run behind a switch, and all stages add up their gradients: partition_method='best' cuts at %s, for a "
+            "tick %.2f times as short",
+            trunk,
+            sizes[largest],
+            best,
+            ratio,
+        )
