@@ -39,7 +39,12 @@ def make_engine(stages: int, data: int, *layers: LayerSpec, **kwargs: Any) -> Pi
     tied = TiedLayerSpec("io", nn.Dense, WIDTH)
     chosen = list(layers) or [tied, dense(jnp.bfloat16), dense(jnp.bfloat16), LayerSpec(Half), jnp.tanh, tied]
     topology = PipeDataParallelTopology(stages, data)
-    module = PipelineModule(chosen, topology=topology, loss_fn=lambda y, labels: jnp.mean((y - labels) ** 2))
+    module = PipelineModule(
+        chosen,
+        topology=topology,
+        loss_fn=lambda y, labels: jnp.mean((y - labels) ** 2),
+        partition_method="parameters",
+    )
     mesh = jaxpipe.mesh_for(module, jax.devices()[: stages * data])
     config = {
         **SIZES,

@@ -13,7 +13,6 @@ from jax.extend.core import ClosedJaxpr
 from jaxpipe.errors import LayerError
 from jaxpipe.jaxpr import program_key, value_numbers
 from jaxpipe.layers import LayerSpec, PipelineModule, TiedLayerSpec, layer_signatures
-from jaxpipe.layers._signature import repeated_layers
 
 X = np.ones((2, 3), np.float32)
 A, B = np.arange(3, dtype=np.float32)[None], np.arange(1, 4, dtype=np.float32)[None]
@@ -151,10 +150,10 @@ def test_layers_that_share_are_alike_to_none() -> None:
     assert not _alike(TiedLayerSpec("k", nn.Dense, 3), TiedLayerSpec("k", nn.Dense, 3))
 
 
-def test_repeated_layers_are_numbered() -> None:
+def test_repeated_layers_share_a_number() -> None:
     layers = [nn.Dense(3), LayerSpec(_Block), jnp.tanh, LayerSpec(_Block), jnp.tanh, nn.Dense(4)]
     model = PipelineModule(layers, num_stages=1)
-    assert repeated_layers(model.layers, model.trace(X)) == [None, 1, 2, 1, 2, None]
+    assert layer_signatures(model.layers, model.trace(X)) == (0, 1, 2, 1, 2, 3)
 
 
 def test_a_layer_without_derivative_is_named() -> None:
