@@ -133,11 +133,11 @@ class Residuals:
         """
         closed = jax.make_jaxpr(self.forward)(*self._arguments)
         _, given, context = map(jax.tree.leaves, self._arguments)
-        leaving = list(zip(closed.out_avals, output_specs(closed), strict=True))[: len(given)]
-        are_alike = [(out.shape, out.dtype) for out, _ in leaving] == [(x.shape, x.dtype) for x in given]
-        said = [spec for _, spec in leaving] if are_alike else [P()] * len(given)
-        arriving = [spec if spec != P() else default for spec, default in zip(said, inputs, strict=True)]
-        found = propagated_specs(closed, [*params, *arriving, *(P() for _ in context)], mesh, MANUAL_AXES)
+        outgoing = list(zip(closed.out_avals, output_specs(closed), strict=True))[: len(given)]
+        are_alike = [(out.shape, out.dtype) for out, _ in outgoing] == [(x.shape, x.dtype) for x in given]
+        constraints = [spec for _, spec in outgoing] if are_alike else [P()] * len(given)
+        incoming = [spec if spec != P() else default for spec, default in zip(constraints, inputs, strict=True)]
+        found = propagated_specs(closed, [*params, *incoming, *(P() for _ in context)], mesh, MANUAL_AXES)
         return found[len(found) - len(self.structs) :]
 
     @functools.cached_property

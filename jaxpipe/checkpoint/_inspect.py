@@ -34,7 +34,7 @@ Row = Sequence[str]
 
 
 @dataclass(frozen=True)
-class _Held:
+class _Totals:
     """Totals of some leaves."""
 
     num_arrays: int
@@ -201,11 +201,11 @@ def _file_sizes(folder: Path) -> Iterator[int]:
                 yield (Path(place) / name).stat().st_size
 
 
-def _sum(leaves: Mapping[str, Leaf], keys: Iterable[str]) -> _Held:
+def _sum(leaves: Mapping[str, Leaf], keys: Iterable[str]) -> _Totals:
     found = [leaves[key] for key in keys]
     sizes = [math.prod(leaf.shape) for leaf in found]
     num_bytes = sum(size * jnp.dtype(leaf.dtype).itemsize for size, leaf in zip(sizes, found, strict=True))
-    return _Held(len(found), sum(sizes), num_bytes)
+    return _Totals(len(found), sum(sizes), num_bytes)
 
 
 def _wrapped(first: str, text: str) -> list[str]:

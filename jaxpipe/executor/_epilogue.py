@@ -30,8 +30,8 @@ class Epilogue:
 
     def outputs(self, storage: PyTree, collections: PyTree, inputs: PyTree, context: Context) -> PyTree:
         """The model's output for one microbatch, outside training."""
-        full = (0, *context, self._segment.collections(collections))
-        return self._segment.run(self._segment.take(storage), inputs, full, train=False)[0]
+        full_context = (0, *context, self._segment.collections(collections))
+        return self._segment.run(self._segment.take(storage), inputs, full_context, train=False)[0]
 
     def loss_and_gradients(
         self,
@@ -57,10 +57,10 @@ class Epilogue:
             values reported)`; the loss is the sum where `loss_fn` returns a sum and a weight.
         """
         segment = self._segment
-        full = (0, *context, segment.collections(collections))
+        full_context = (0, *context, segment.collections(collections))
 
         def total_loss(leaves: dict[str, jax.Array], values: list[jax.Array]) -> tuple[jax.Array, tuple[Any, ...]]:
-            outputs, extras = segment.run(leaves, replace_differentiable(inputs, values), full, train=True)
+            outputs, extras = segment.run(leaves, replace_differentiable(inputs, values), full_context, train=True)
             loss = self._module.loss_terms(outputs, labels)[0].astype(jnp.float32)
             aux_loss, reported = self.aux.collect([aux for _, aux in extras], len(self.aux.names))
             new = segment.put(collections, [collection for collection, _ in extras])

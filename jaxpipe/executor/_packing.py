@@ -85,8 +85,8 @@ def _is_spec(value: Any) -> bool:
 
 
 def _common_spec(*specs: P) -> P:
-    said = {spec for spec in specs if spec != P()}
-    return said.pop() if len(said) == 1 else P()
+    named = {spec for spec in specs if spec != P()}
+    return named.pop() if len(named) == 1 else P()
 
 
 def _by_number(leaves: Sequence[Any]) -> Mapping[str, Any]:

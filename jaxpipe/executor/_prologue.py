@@ -71,13 +71,13 @@ class Prologue:
     ) -> tuple[PyTree, PyTree, PyTree, jax.Array]:
         """Forward in training, as `Stage.forward`: the trunk's input and the residuals are in common form."""
         if self._is_empty:
-            x = self._entering(at, inputs, arrived)
+            x = self._arrived_or_inputs(at, inputs, arrived)
             return x, self._residuals.zeros(), collections, jnp.zeros((0,), jnp.float32)
 
         def run(number: int, program: Segment) -> tuple[Any, ...]:
             x = self._unpacked(program, inputs, arrived)
-            full = (program.offset(at), *context, program.collections(collections))
-            y, residuals, new, values = program.forward(program.take(storage), x, full)
+            full_context = (program.offset(at), *context, program.collections(collections))
+            y, residuals, new, values = program.forward(program.take(storage), x, full_context)
             # Inside the branch: only it knows which of the stage's collections are its own.
             updated = program.put(collections, new)
             y = self._leaving.pack(program.virtual_stage, y)
@@ -130,17 +130,17 @@ class Prologue:
     ) -> PyTree:
         """Forward outside training."""
         if self._is_empty:
-            return self._entering(at, inputs, arrived)
+            return self._arrived_or_inputs(at, inputs, arrived)
 
         def run(_: int, program: Segment) -> PyTree:
             x = self._unpacked(program, inputs, arrived)
-            full = (program.offset(at), *context, program.collections(collections))
-            y = program.run(program.take(storage), x, full, train=False)[0]
+            full_context = (program.offset(at), *context, program.collections(collections))
+            y = program.run(program.take(storage), x, full_context, train=False)[0]
             return self._leaving.pack(program.virtual_stage, y)
 
         return self._switch(at, run)
 
-    def _entering(self, at: VirtualStage, inputs: PyTree, arrived: PyTree) -> PyTree:
+    def _arrived_or_inputs(self, at: VirtualStage, inputs: PyTree, arrived: PyTree) -> PyTree:
         return select(at.is_at(0), inputs, arrived) if 0 in at.candidates else arrived
 
     def _unpacked(self, program: Segment, inputs: PyTree, arrived: PyTree) -> PyTree:

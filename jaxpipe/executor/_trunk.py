@@ -84,8 +84,8 @@ class Trunk:
         """Forward in training, as `Stage.forward`; `params` are prepared."""
         if self.is_empty:
             return inputs, [], collections, jnp.zeros((0,), jnp.float32)
-        full = (self._program.offset(at), *context, self._collections_of(at, collections))
-        y, residuals, new, values = self._program.forward(self._take(at, params), inputs, full)
+        full_context = (self._program.offset(at), *context, self._collections_of(at, collections))
+        y, residuals, new, values = self._program.forward(self._take(at, params), inputs, full_context)
         return y, residuals, self._put(at, collections, new), values
 
     def backward(
@@ -117,15 +117,15 @@ class Trunk:
         """Forward outside training."""
         if self.is_empty:
             return inputs
-        full = (self._program.offset(at), *context, self._collections_of(at, collections))
-        return self._program.run(self._take(at, params), inputs, full, train=False)[0]
+        full_context = (self._program.offset(at), *context, self._collections_of(at, collections))
+        return self._program.run(self._take(at, params), inputs, full_context, train=False)[0]
 
     def _take(self, at: VirtualStage, params: PyTree) -> PyTree:
         if not self._join:
             return self._program.gather(params[at.chunk])
         # A copy of the chunk's parameters in every tick; a switch on the chunk would instead cost the overlap on GPU.
-        own = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, at.chunk, keepdims=False), params)
-        return self._program.gather(own)
+        of_chunk = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, at.chunk, keepdims=False), params)
+        return self._program.gather(of_chunk)
 
     def _collections_of(self, at: VirtualStage, collections: PyTree) -> list[PyTree]:
         each = [chunk.collections(collections) for chunk in self._chunks]

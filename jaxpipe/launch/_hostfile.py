@@ -127,8 +127,8 @@ def choose_nodes(
         return tuple(Node(node.name, named[node.name]) for node in nodes if node.name in named)
     if exclude is not None:
         named = _known(nodes, exclude, "--exclude")
-        kept = [Node(n.name, tuple(slot for slot in n.slots if slot not in named.get(n.name, ()))) for n in nodes]
-        left = tuple(node for node in kept if node.slots)
+        remaining = [Node(n.name, tuple(slot for slot in n.slots if slot not in named.get(n.name, ()))) for n in nodes]
+        left = tuple(node for node in remaining if node.slots)
         if not left:
             raise LaunchError(
                 f"--exclude must leave at least one slot, but got --exclude {exclude!r}. "

@@ -27,7 +27,7 @@ class Node:
 
 
 @dataclass(frozen=True)
-class Place:
+class ProcessSlot:
     """Node and devices of one process.
 
     Args:
@@ -71,20 +71,20 @@ class Layout:
         """Processes on all nodes together."""
         return sum(map(self._on, self.nodes))
 
-    def places(self, node_rank: int) -> tuple[Place, ...]:
+    def process_slots(self, node_rank: int) -> tuple[ProcessSlot, ...]:
         """The processes of one node.
 
         Args:
             node_rank: Its index in `nodes`.
 
         Returns:
-            Their places, in order.
+            Process numbers and devices, in order.
         """
         node = self.nodes[node_rank]
         count = self._on(node)
         first = sum(map(self._on, self.nodes[:node_rank]))
         each = len(node.slots) // count
-        return tuple(Place(first + i, node.slots[i * each : (i + 1) * each]) for i in range(count))
+        return tuple(ProcessSlot(first + i, node.slots[i * each : (i + 1) * each]) for i in range(count))
 
     def rank_of(self, text: str, source: str) -> int:
         """The index of a node, from its index or its name.

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ._layout import Layout, Place
+from ._layout import Layout, ProcessSlot
 from ._members import Command
 from ._program import Program
 from ._variables import (
@@ -58,7 +58,7 @@ class NodeJob:
         Returns:
             One command a process.
         """
-        return tuple(self._command(place, coordinator, attempt, heartbeat_dir) for place in self._places())
+        return tuple(self._command(slot, coordinator, attempt, heartbeat_dir) for slot in self._process_slots())
 
     def shell_lines(self, coordinator: str) -> tuple[str, ...]:
         """The commands as a shell takes them, with the variables that this node sets.
@@ -70,40 +70,38 @@ class NodeJob:
             One line a process.
         """
         return tuple(
-            shlex.join(
-                ["env", *(f"{k}={v}" for k, v in self._variables(place, coordinator, 0).items()), *self._words()]
-            )
-            for place in self._places()
+            shlex.join(["env", *(f"{k}={v}" for k, v in self._variables(slot, coordinator, 0).items()), *self._words()])
+            for slot in self._process_slots()
         )
 
-    def _places(self) -> tuple[Place, ...]:
-        return self.layout.places(self.node_rank)
+    def _process_slots(self) -> tuple[ProcessSlot, ...]:
+        return self.layout.process_slots(self.node_rank)
 
     def _words(self) -> tuple[str, ...]:
         return self.program.words(self.python)
 
-    def _command(self, place: Place, coordinator: str, attempt: int, heartbeat_dir: Path | None) -> Command:
-        variables = self._variables(place, coordinator, attempt)
+    def _command(self, slot: ProcessSlot, coordinator: str, attempt: int, heartbeat_dir: Path | None) -> Command:
+        variables = self._variables(slot, coordinator, attempt)
         heartbeat = None
         if heartbeat_dir is not None:
-            heartbeat = heartbeat_dir / str(place.process_id)
+            heartbeat = heartbeat_dir / str(slot.process_id)
             heartbeat.touch()
             os.utime(heartbeat, (0, 0))  # so that the first step is seen however soon it comes
             variables[HEARTBEAT_FILE] = str(heartbeat)
         return Command(
-            name=f"process {place.process_id}",
+            name=f"process {slot.process_id}",
             words=self._words(),
             environment={**inherited(), **variables},
-            label=str(place.process_id),
+            label=str(slot.process_id),
             heartbeat=heartbeat,
         )
 
-    def _variables(self, place: Place, coordinator: str, attempt: int) -> dict[str, str]:
+    def _variables(self, slot: ProcessSlot, coordinator: str, attempt: int) -> dict[str, str]:
         variables = {
             **self.exports,
             COORDINATOR: coordinator,
             NUM_PROCESSES: str(self.layout.num_processes),
-            PROCESS_ID: str(place.process_id),
+            PROCESS_ID: str(slot.process_id),
             RESTART: str(attempt),
         }
         if self.is_alone:
@@ -111,5 +109,5 @@ class NodeJob:
         if self.cpu_devices is not None:
             variables |= {PLATFORMS: "cpu", NUM_CPU_DEVICES: str(self.cpu_devices)}
         elif self.binds_devices:
-            variables[LOCAL_DEVICES] = ",".join(map(str, place.devices))
+            variables[LOCAL_DEVICES] = ",".join(map(str, slot.devices))
         return variables

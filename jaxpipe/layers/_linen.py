@@ -60,11 +60,12 @@ class LinenLayer(Layer):
         self._module = module
         self._call = call_of(type(module)) if forward_fn is None else forward_fn
         fields = {f.name: (getattr(module, f.name, None), f.default) for f in dataclasses.fields(module)}
-        own = [name for name, (value, _) in fields.items() if isinstance(value, bool)]
+        flag_fields = [name for name, (value, _) in fields.items() if isinstance(value, bool)]
         self._fields = {
             name: in_training
             for name, in_training in flags.items()
-            if name in own and (name not in TRAIN_FLAGS or (name not in given and fields[name][0] == fields[name][1]))
+            if name in flag_fields
+            and (name not in TRAIN_FLAGS or (name not in given and fields[name][0] == fields[name][1]))
         }
         """The fields that are set in each call."""
         skip = [name for name in (*flags, "rngs") if fields.get(name, (None,))[0] is not None]
@@ -81,7 +82,7 @@ class LinenLayer(Layer):
     ) -> tuple[PyTree, dict[str, Any], dict[str, Any]]:
         """See `Layer.init`; variables keep the partition metadata that the module gives them."""
         args, kwargs = self.arguments.select(rngs=None, train=False, side=side)
-        module = self._told(train=False)
+        module = self._with_flags(train=False)
         if given:
             call = nn.apply(self._call, module, mutable=DenyList(["intermediates"]))
             call = functools.partial(call, {"params": given}, inputs, *args, rngs=layer_rngs(key), **kwargs)
@@ -111,14 +112,14 @@ class LinenLayer(Layer):
         """
         args, kwargs = self.arguments.select(rngs=rngs, train=train, side=side)
         mutable = [*collections, *_REPORTED] if train else []
-        run = nn.apply(self._call, self._told(train=train), mutable=mutable)
+        run = nn.apply(self._call, self._with_flags(train=train), mutable=mutable)
         with nn.intercept_methods(_without_mesh_in_dense_general):
             outputs, updated = run({"params": params, **collections}, inputs, *args, rngs=rngs, **kwargs)
         changed = dict(unbox(updated))
         reported = {name: named_scalars(self.class_name, changed.pop(name)) for name in _REPORTED if name in changed}
         return outputs, {**collections, **changed}, reported
 
-    def _told(self, *, train: bool) -> nn.Module:
+    def _with_flags(self, *, train: bool) -> nn.Module:
         """The module, its fields told whether this is training."""
         values = flag_values(self._fields, train=train)
         return self._module.clone(**values) if values else self._module

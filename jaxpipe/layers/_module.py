@@ -323,8 +323,8 @@ class PipelineModule(SequentialModel, DeepSpeedNames):
         return "\n".join(lines)
 
     def _describe(self, named: NamedLayer) -> str:
-        own = 0 if self._num_params is None else self._num_params[0][named.index]
-        facts = [_counted(own, "parameter")] if own else []
+        num_params = 0 if self._num_params is None else self._num_params[0][named.index]
+        facts = [_counted(num_params, "parameter")] if num_params else []
         facts += [f"tied to {named.tied_key!r}"] if named.tied_key is not None else []
         facts += ["recomputed"] if named.is_marked else []
         return f"    {named.name}{'  ' if facts else ''}{', '.join(facts)}"

@@ -149,12 +149,12 @@ class NNXLayer(Layer):
                     f"{type(node).__name__}.{found[0]}. Make it an nnx.Param if it is trained, else compute it in the "
                     "call."
                 )
-            held = node.get_value() if isinstance(node, nnx.Param) else 0.0
-            if not hasattr(held, "dtype") and not isinstance(held, (bool, int, float, complex)):
+            value = node.get_value() if isinstance(node, nnx.Param) else 0.0
+            if not hasattr(value, "dtype") and not isinstance(value, (bool, int, float, complex)):
                 raise LayerError(
                     f"parameter {'.'.join(map(str, path))!r} of layer {self.class_name} must be one array, but got a "
-                    f"{type(held).__name__}: {held!r:.60}. Make an nnx.Param of each array, and keep what is no number "
-                    "in a plain attribute."
+                    f"{type(value).__name__}: {value!r:.60}. Make an nnx.Param of each array, and keep what is no "
+                    "number in a plain attribute."
                 )
         return module
 
@@ -180,8 +180,8 @@ def _check_spec(spec: LayerSpec) -> None:
             f"LayerSpec({name}, ...) must leave rngs to the pipeline, but got rngs={type(kwargs['rngs']).__name__}. "
             "Leave it out: each layer is built with a key of its own."
         )
-    held = (*spec.module_args, *kwargs.values())
-    leaves = jax.tree.leaves(held, is_leaf=lambda x: isinstance(x, nnx.Module))
+    arguments = (*spec.module_args, *kwargs.values())
+    leaves = jax.tree.leaves(arguments, is_leaf=lambda x: isinstance(x, nnx.Module))
     built = [leaf for leaf in leaves if isinstance(leaf, nnx.Module)]
     if built:
         raise LayerError(

@@ -190,10 +190,10 @@ def chain(
         return compose(calls)
     calls_at_once = _calls_at_once(remat)
     wrapped: list[Call] = []
-    for places in group_layers(range(len(calls)), interval):
-        own = [i for i in places if marked is None or not marked[i]]
-        is_recomputed = may_recompute is None or all(may_recompute[i] for i in own)
-        for piece in _pieces(places, marked):
+    for group_indices in group_layers(range(len(calls)), interval):
+        unmarked = [i for i in group_indices if marked is None or not marked[i]]
+        is_recomputed = may_recompute is None or all(may_recompute[i] for i in unmarked)
+        for piece in _pieces(group_indices, marked):
             group = compose([calls[i] for i in piece])
             if not is_recomputed or (marked is not None and marked[piece[0]]):
                 wrapped.append(group)
@@ -202,10 +202,10 @@ def chain(
     return compose(wrapped)
 
 
-def _pieces(places: Sequence[int], marked: Sequence[bool] | None) -> list[list[int]]:
+def _pieces(indices: Sequence[int], marked: Sequence[bool] | None) -> list[list[int]]:
     """A group cut before and after each marked call."""
     pieces: list[list[int]] = []
-    for i in places:
+    for i in indices:
         alone = marked is not None and (marked[i] or (pieces and marked[pieces[-1][-1]]))
         if alone or not pieces:
             pieces.append([i])

@@ -1,4 +1,4 @@
-"""Running some layers one after another, with what they keep and report."""
+"""Running some layers one after another, with their collections and reports."""
 
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -56,17 +56,18 @@ def compose_layers(  # noqa: PLR0913  # one setting each
     def run(
         inputs: PyTree, key: jax.Array | None, side: Mapping[str, PyTree], collections: Sequence[PyTree]
     ) -> tuple[PyTree, Extras]:
-        def call(named: NamedLayer, view: PyTree, kept: PyTree, carried: tuple[PyTree, Extras]) -> tuple[Any, ...]:
+        def call(
+            named: NamedLayer, view: PyTree, collections: PyTree, carried: tuple[PyTree, Extras]
+        ) -> tuple[Any, ...]:
             x, extras = carried
             rngs = None if key is None else layer_rngs(jax.random.fold_in(key, named.index + offset))
-            outputs, kept, aux = named.layer.apply(view, kept, x, rngs=rngs, train=train, side=side)
+            outputs, collections, aux = named.layer.apply(view, collections, x, rngs=rngs, train=train, side=side)
             outputs = as_arrays(outputs)
             if named.index != last:
                 outputs = cast_floats(outputs, compute_dtype)
-            return outputs, (*extras, (as_arrays(kept), aux))
+            return outputs, (*extras, (as_arrays(collections), aux))
 
-        each = zip(layers, views, collections, strict=True)
-        calls = [functools.partial(call, named, view, kept) for named, view, kept in each]
+        calls = [functools.partial(call, *each) for each in zip(layers, views, collections, strict=True)]
         marked = [named.is_marked for named in layers]
         may = [checkpointable is None or named.layer.class_name in checkpointable for named in layers]
         with rules_in_force(rules):

@@ -112,10 +112,10 @@ class SequentialModel:
         """
         place = index if place is None else place
         if self.seed_layers:
-            own = seeded_keys(self.seed_fn, self.base_seed, len(self.layers))[place]
+            layer_key = seeded_keys(self.seed_fn, self.base_seed, len(self.layers))[place]
         else:
-            own = jax.random.fold_in(key, place)
-        return init_layer(self.layers[index], trace, own, self.compute_dtype)
+            layer_key = jax.random.fold_in(key, place)
+        return init_layer(self.layers[index], trace, layer_key, self.compute_dtype)
 
     def apply(
         self,
@@ -174,28 +174,28 @@ class SequentialModel:
             LayerError: Two neighbouring layers do not fit, or parameters or collections are missing.
         """
         try:
-            params, inputs, given = cast_floats(
+            params, inputs, extra_inputs = cast_floats(
                 (params, as_arrays(inputs), as_arrays(dict(side or {}))), self.compute_dtype
             )
             views = [layer_view(named, params) for named in self.layers]
-            held = [collections.get(named.name, {}) for named in self.layers]
+            by_layer = [collections.get(named.name, {}) for named in self.layers]
 
             def run(views: Sequence[PyTree], *args: PyTree) -> tuple[PyTree, Extras]:
-                inputs, given, held = args
-                return self.run_layers(range(len(self.layers)), views, train=train)(inputs, key, given, held)
+                inputs, extra_inputs, by_layer = args
+                return self.run_layers(range(len(self.layers)), views, train=train)(inputs, key, extra_inputs, by_layer)
 
-            outputs, extras = call_on_one(self.automatic_axes, run, views, inputs, given, held)
+            outputs, extras = call_on_one(self.automatic_axes, run, views, inputs, extra_inputs, by_layer)
         except JaxpipeError:
             raise
         except Exception:
             self._name_fault(params, collections, inputs, side)
             raise
-        kept = {named.name: new for named, (new, _) in zip(self.layers, extras, strict=True) if new}
+        updated = {named.name: new for named, (new, _) in zip(self.layers, extras, strict=True) if new}
         aux: dict[str, dict[str, jax.Array]] = {"losses": {}, "metrics": {}}
         for named, (_, reported) in zip(self.layers, extras, strict=True):
             for kind, values in reported.items():
                 aux[kind] |= {f"{named.name}/{name}": value for name, value in values.items()}
-        return outputs, kept, aux
+        return outputs, updated, aux
 
     def _name_fault(
         self, params: PyTree, collections: Mapping[str, PyTree], inputs: PyTree, side: Mapping[str, PyTree] | None

@@ -56,12 +56,12 @@ def rules_on(mesh: AbstractMesh, rules: Rules) -> Rules:
     if not automatic:
         return ()
 
-    def kept(axes: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
+    def automatic_of(axes: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
         if isinstance(axes, tuple):
             return tuple(axis for axis in axes if axis in automatic) or None
         return axes if axes in automatic else None
 
-    return tuple((name, kept(axes)) for name, axes in rules)
+    return tuple((name, automatic_of(axes)) for name, axes in rules)
 
 
 def watched_rules(rules: Rules, used: set[str]) -> Rules:
@@ -199,8 +199,8 @@ def with_fsdp(
 
         def size(dim: int, leaf: Any = leaf, spec: PartitionSpec = spec, path: Path = path) -> tuple[int, bool]:
             """Length of a place's share of a dim, 0 where it cannot be divided further; of two alike the whole one."""
-            share = leaf.shape[dim] // math.prod(mesh.shape[axis] for axis in _tuple(spec[dim]))
-            return share if share % length == 0 and taken.get(path) != dim else 0, spec[dim] is None
+            shard_size = leaf.shape[dim] // math.prod(mesh.shape[axis] for axis in _tuple(spec[dim]))
+            return shard_size if shard_size % length == 0 and taken.get(path) != dim else 0, spec[dim] is None
 
         dim = max(range(len(leaf.shape)), key=size)
         if size(dim)[0]:
@@ -236,12 +236,12 @@ def _resolve(label: str, path: Path, leaf: Any, mesh: AbstractMesh, rules: Rules
     if len(set(names)) < len(names):
         raise _twice(label, path, next(name for name in names if names.count(name) > 1), leaf)
     # A mesh axis stands for itself where no rule says otherwise; other logical names mean None.
-    full = (*rules, *((name, name) for name in automatic_axes(mesh) if name not in ruled))
-    alone = spmd.logical_to_mesh(PartitionSpec(*(x if isinstance(x, str) else None for x in entries)), full)
+    every_rule = (*rules, *((name, name) for name in automatic_axes(mesh) if name not in ruled))
+    alone = spmd.logical_to_mesh(PartitionSpec(*(x if isinstance(x, str) else None for x in entries)), every_rule)
     spec: list[Any] = [None] * ndim
     for dim, (entry, axes) in enumerate(zip(entries, map(_tuple, alone), strict=True)):
         if isinstance(entry, tuple):
-            axes = tuple(a for name in entry for a in _tuple(spmd.logical_to_mesh(PartitionSpec(name), full)[0]))
+            axes = tuple(a for name in entry for a in _tuple(spmd.logical_to_mesh(PartitionSpec(name), every_rule)[0]))
         spec[dim] = axes if len(axes) > 1 else axes[0] if axes else None
     used = [axis for axes in spec for axis in _tuple(axes)]
     if len(set(used)) < len(used):

@@ -36,25 +36,27 @@ def layer_signature(named: NamedLayer, trace: ModelTrace, compute_dtype: Any = N
     """
     params, inputs = cast_floats(trace.params[named.index], compute_dtype), trace.boundaries[named.index]
 
-    def forward(params: PyTree, inputs: PyTree, key: jax.Array, side: PyTree, kept: PyTree, train: bool = False) -> Any:
+    def forward(
+        params: PyTree, inputs: PyTree, key: jax.Array, side: PyTree, collections: PyTree, train: bool = False
+    ) -> Any:
         rngs = layer_rngs(key)
-        outputs, kept, aux = named.layer.apply(params, kept, inputs, rngs=rngs, train=train, side=side)
-        return (outputs, aux.get("losses", {})), (kept, aux)
+        outputs, collections, aux = named.layer.apply(params, collections, inputs, rngs=rngs, train=train, side=side)
+        return (outputs, aux.get("losses", {})), (collections, aux)
 
     def forward_and_backward(
-        params: PyTree, inputs: PyTree, key: jax.Array, side: PyTree, kept: PyTree, scale: jax.Array
+        params: PyTree, inputs: PyTree, key: jax.Array, side: PyTree, collections: PyTree, scale: jax.Array
     ) -> PyTree:
         leaves, treedef = jax.tree.flatten((params, inputs))
-        moving = [i for i, leaf in enumerate(leaves) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+        inexact = [i for i, leaf in enumerate(leaves) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
 
-        def of_moving(values: Sequence[jax.Array]) -> PyTree:
+        def of_inexact(values: Sequence[jax.Array]) -> PyTree:
             merged = list(leaves)
-            for i, value in zip(moving, values, strict=True):
+            for i, value in zip(inexact, values, strict=True):
                 merged[i] = value
             params, inputs = jax.tree.unflatten(treedef, merged)
-            return forward(params, inputs, key, side, kept, train=True)
+            return forward(params, inputs, key, side, collections, train=True)
 
-        outputs, pullback, others = jax.vjp(of_moving, [leaves[i] for i in moving], has_aux=True)
+        outputs, pullback, others = jax.vjp(of_inexact, [leaves[i] for i in inexact], has_aux=True)
         return outputs, others, pullback(jax.tree.map(lambda y: _cotangent(y, scale), outputs))
 
     args = (params, inputs, jax.eval_shape(lambda: jax.random.key(0)), dict(trace.side), trace.collections[named.index])
@@ -68,8 +70,8 @@ def layer_signature(named: NamedLayer, trace: ModelTrace, compute_dtype: Any = N
             "Give what has no derivative one, with jax.custom_vjp or jax.lax.stop_gradient."
         ) from error
     evaluation = jax.make_jaxpr(forward)(*args)
-    held = (params, inputs, trace.boundaries[named.index + 1], trace.collections[named.index], trace.aux[named.index])
-    structures = tuple(jax.tree.structure(tree) for tree in held)
+    facts = (params, inputs, trace.boundaries[named.index + 1], trace.collections[named.index], trace.aux[named.index])
+    structures = tuple(jax.tree.structure(tree) for tree in facts)
     dims = tuple(
         frozenset(each[named.index].items()) for each in (trace.param_specs, trace.collection_specs, trace.stage_dims)
     )

@@ -201,7 +201,7 @@ def _trace_layers(  # noqa: PLR0913  # one setting each
 ) -> tuple[ModelTrace, Mapping[str, Mapping[str, bool]]]:
     side_struct = cast_floats(_side_struct(side), compute_dtype)
     boundaries, all_params, all_paths = [cast_floats(struct_of(inputs), compute_dtype)], [], []
-    all_collections, all_aux, all_places, programs = [], [], [], []
+    all_collections, all_aux, all_shardings, programs = [], [], [], []
     shared: dict[Path, tuple[str, Any]] = {}
     shared_specs: dict[Path, PartitionSpec | None] = {}
     shared_stage_dims: dict[Path, int | None] = {}
@@ -214,12 +214,12 @@ def _trace_layers(  # noqa: PLR0913  # one setting each
         first = known.setdefault(kind, named.index)
         if first < named.index:
             outputs, params, program = boundaries[first + 1], all_params[first], programs[first]
-            collections, aux, places = all_collections[first], all_aux[first], all_places[first]
+            collections, aux, shardings = all_collections[first], all_aux[first], all_shardings[first]
         else:
             before = f"the output of layer {layers[named.index - 1].name}" if named.index else "the model's inputs"
             given = {at[2:]: x for at, (_, x) in shared.items() if at[1] == named.tied_key and named.shares(at[2:])}
             call = _Call(named, before, boundaries[-1], side_struct, compute_dtype, mesh, rules, over_data)
-            params, collections, places = call.variables(unflatten_dict(given))
+            params, collections, shardings = call.variables(unflatten_dict(given))
             with rules_in_force(rules):
                 program, outputs, aux = call.results(params, collections)
                 call.check_evaluation(params, collections)
@@ -230,8 +230,8 @@ def _trace_layers(  # noqa: PLR0913  # one setting each
         boundaries.append(outputs if named.index == len(layers) - 1 else cast_floats(outputs, compute_dtype))
         all_collections.append(collections)
         all_aux.append(aux)
-        dims = _with_shared(paths, places[2], shared_stage_dims)
-        all_places.append((_with_shared(paths, places[0], shared_specs), places[1], dims))
+        dims = _with_shared(paths, shardings[2], shared_stage_dims)
+        all_shardings.append((_with_shared(paths, shardings[0], shared_specs), shardings[1], dims))
         all_params.append(params)
         programs.append(program)
         all_paths.append(paths)
@@ -242,7 +242,7 @@ def _trace_layers(  # noqa: PLR0913  # one setting each
         tuple(all_paths),
         side_struct,
         tuple(firsts),
-        *map(tuple, (all_collections, all_aux, *zip(*all_places, strict=True))),
+        *map(tuple, (all_collections, all_aux, *zip(*all_shardings, strict=True))),
         programs=tuple(programs),
         mesh=mesh,
         rules=rules,
@@ -318,17 +318,17 @@ class _Call:
         """The layer's call in training, and the shapes of what it hands over and of what it reports."""
         run = functools.partial(_train, self.named.layer)
         args = self._arguments(params, collections)
-        program, (outputs, kept, aux) = self._naming_faults(lambda: jax.make_jaxpr(run, return_shape=True)(*args))
+        program, (outputs, updated, aux) = self._naming_faults(lambda: jax.make_jaxpr(run, return_shape=True)(*args))
         self._check_axes(program)
         if outputs is None:
             raise LayerError(
                 f"layer {self.named.name} must return what the next layer or loss_fn gets, but got None. Add the "
                 "return statement."
             )
-        if struct_key(kept) != struct_key(collections):
+        if struct_key(updated) != struct_key(collections):
             raise LayerError(
                 f"layer {self.named.name} must keep collections of one shape, but got {format_struct(collections)} "
-                f"before a call and {format_struct(kept)} after it. Make all of them when the layer is initialised."
+                f"before a call and {format_struct(updated)} after it. Make all of them when the layer is initialised."
             )
         return program, _without_sharding(outputs), _without_sharding(aux)
 
@@ -390,7 +390,7 @@ class _Call:
         return found
 
     def _effects(self, layer: Layer, params: PyTree, collections: PyTree) -> set[str]:
-        """True if a layer draws random numbers in training, and whether its collections follow its inputs."""
+        """What a layer does in training: `"draws"` random numbers, `"moves"` collections by its inputs."""
         args = self._arguments(params, collections)
         draws = used_inputs(functools.partial(_train, layer), *args)[-1]
         moves = used_inputs(lambda *args: _train(layer, *args)[1], *args)[2]
@@ -448,8 +448,8 @@ def _train(
     layer: Layer, params: PyTree, collections: PyTree, inputs: PyTree, side: PyTree, key: jax.Array
 ) -> tuple[PyTree, PyTree, PyTree]:
     rngs = layer_rngs(key)
-    outputs, kept, aux = layer.apply(params, collections, inputs, rngs=rngs, train=True, side=side)
-    return as_arrays(outputs), as_arrays(kept), aux
+    outputs, updated, aux = layer.apply(params, collections, inputs, rngs=rngs, train=True, side=side)
+    return as_arrays(outputs), as_arrays(updated), aux
 
 
 def _warn_of_rules(names: Sequence[str], warned: set[str]) -> None:
@@ -520,13 +520,13 @@ def _check_params(named: NamedLayer, params: PyTree) -> None:
             )
 
 
-def _with_shared(paths: ParamPaths, own: Mapping[Path, T], shared: dict[Path, T | None]) -> Mapping[Path, T]:
-    """What a layer says of its parameters; of those that it shares, what the first layer of the key says."""
+def _with_shared(paths: ParamPaths, values: Mapping[Path, T], shared: dict[Path, T | None]) -> Mapping[Path, T]:
+    """A layer's values by parameter; of parameters that it shares, those of the first layer with the key."""
     found: dict[Path, T | None] = {}
     for path, at in paths.paths.items():
-        said = own.get(path)
-        found[path] = shared.setdefault(at, said) if at[0] == "tied" else said
-    return {path: said for path, said in found.items() if said is not None}
+        value = values.get(path)
+        found[path] = shared.setdefault(at, value) if at[0] == "tied" else value
+    return {path: value for path, value in found.items() if value is not None}
 
 
 def _check_shared(named: NamedLayer, paths: ParamPaths, params: PyTree, shared: dict[Path, tuple[str, Any]]) -> None:

@@ -60,8 +60,8 @@ class ParamPaths:
                     f"tied_weight_attr must name a parameter of layer {named.name}, but got {attr!r}. "
                     f"Name one of its parameters: {known}."
                 )
-        tied, own = ("tied", str(named.tied_key)), ("layers", named.name)
-        self.paths: dict[Path, Path] = {path: (*(tied if named.shares(path) else own), *path) for path in local}
+        tied, untied = ("tied", str(named.tied_key)), ("layers", named.name)
+        self.paths: dict[Path, Path] = {path: (*(tied if named.shares(path) else untied), *path) for path in local}
 
 
 def layer_view(named: NamedLayer, tree: Mapping[str, Any]) -> PyTree:
@@ -69,11 +69,13 @@ def layer_view(named: NamedLayer, tree: Mapping[str, Any]) -> PyTree:
 
     A tied layer sees all that its key shares, also what only another layer of the key uses.
     """
-    own = tree.get("layers", {}).get(named.name, {})
+    unshared = tree.get("layers", {}).get(named.name, {})
     if named.tied_key is None:
-        return own
+        return unshared
     shared = flatten_dict(tree.get("tied", {}).get(named.tied_key, {}))
-    return unflatten_dict({**flatten_dict(own), **{path: leaf for path, leaf in shared.items() if named.shares(path)}})
+    return unflatten_dict(
+        {**flatten_dict(unshared), **{path: leaf for path, leaf in shared.items() if named.shares(path)}}
+    )
 
 
 def merge_layers(all_paths: Sequence[ParamPaths], all_params: Sequence[PyTree]) -> PyTree:

@@ -102,8 +102,8 @@ def muon_labels(params: PyTree) -> PyTree:
         name = jax.tree_util.keystr(path, simple=True, separator="/").lower()
         # By path and number of dims alone: a device that holds a part of the tree gives each leaf the label of the
         # whole.
-        apart = "embed" in name or "lm_head" in name or name.rpartition("/")[2] == "bias"
-        return "muon" if jnp.ndim(leaf) == 2 and not apart else "adam"
+        is_for_adam = "embed" in name or "lm_head" in name or name.rpartition("/")[2] == "bias"
+        return "muon" if jnp.ndim(leaf) == 2 and not is_for_adam else "adam"
 
     return jax.tree.map_with_path(label, params)
 

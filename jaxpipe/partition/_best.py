@@ -53,11 +53,11 @@ def tick_of(profile: Profile, boundaries: Sequence[int]) -> Tick:
     """
     seconds = profile.seconds()
     slowest = max(sum(seconds[first:end]) for first, end in pairwise(boundaries))
-    own = _own_params(profile)
-    cuts = cut_stages(profile.signatures or range(len(own)), boundaries)
+    num_params = _unsharded_params(profile)
+    cuts = cut_stages(profile.signatures or range(len(num_params)), boundaries)
     if len(cuts) == 1:
-        return Tick(slowest, 0, len(own))
-    off_trunk = max(sum(own[i] for i in (*cut.prologue, *cut.epilogue)) for cut in cuts)
+        return Tick(slowest, 0, len(num_params))
+    off_trunk = max(sum(num_params[i] for i in (*cut.prologue, *cut.epilogue)) for cut in cuts)
     return Tick(slowest, off_trunk, len(cuts[0].trunk))
 
 
@@ -92,7 +92,7 @@ def partition_best(profile: Profile, num_parts: int) -> list[int]:
     num_parts = checked_parts(len(weights), num_parts, "layers")
     cuts = _ever_lighter(profile, weights, num_parts, [1] * len(weights), 1)
     fastest_s = cuts[0][0].slowest_s
-    balanced = best_cut(_own_params(profile), num_parts) or []
+    balanced = best_cut(_unsharded_params(profile), num_parts) or []
     cuts.append((tick_of(profile, balanced), balanced))
     for kind in dict.fromkeys(profile.signatures):
         of_kind = [int(kind == other) for other in profile.signatures]
@@ -108,31 +108,31 @@ def _ever_lighter(
     profile: Profile, weights: Sequence[int], num_parts: int, of_kind: Sequence[int], each: int
 ) -> list[tuple[Tick, list[int]]]:
     """Cuts whose parts all have `each` layers of a kind: the fastest, and slower ones whose largest part is smaller."""
-    own = _own_params(profile)
-    most, found = sum(own), list[tuple[Tick, list[int]]]()
+    num_params = _unsharded_params(profile)
+    most, found = sum(num_params), list[tuple[Tick, list[int]]]()
     while True:
-        ends = [_ends(own, of_kind, start, each, most) for start in range(len(own))]
+        ends = [_ends(num_params, of_kind, start, each, most) for start in range(len(num_params))]
         cut = best_cut(weights, num_parts, [ends] * num_parts)
         tick = None if cut is None else tick_of(profile, cut)
         if cut is None or tick is None or (found and tick.slowest_s >= min(tick.seconds for tick, _ in found)):
             return found
         found.append((tick, cut))
-        largest = max(sum(own[first:end]) for first, end in pairwise(cut))
+        largest = max(sum(num_params[first:end]) for first, end in pairwise(cut))
         most = min(largest - 1, int(largest * _LIGHTER))
 
 
-def _own_params(profile: Profile) -> list[int]:
+def _unsharded_params(profile: Profile) -> list[int]:
     """Parameters of each layer, without those that every stage holds."""
     return [0 if layer.is_stage_sharded else layer.num_params for layer in profile.layers]
 
 
-def _ends(own: Sequence[int], of_kind: Sequence[int], start: int, each: int, most: int) -> int:
+def _ends(num_params: Sequence[int], of_kind: Sequence[int], start: int, each: int, most: int) -> int:
     """Ends that a part may have which begins at `start`, as bits: behind a layer of the kind, or of the model."""
     ends = count = size = 0
-    for index in range(start, len(own)):
-        count, size = count + of_kind[index], size + own[index]
+    for index in range(start, len(num_params)):
+        count, size = count + of_kind[index], size + num_params[index]
         if size > most:
             break
-        if count >= each and (of_kind[index] or index == len(own) - 1):
+        if count >= each and (of_kind[index] or index == len(num_params) - 1):
             ends |= 1 << (index + 1)
     return ends

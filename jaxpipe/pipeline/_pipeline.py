@@ -298,8 +298,8 @@ class Pipeline:
             return math.prod(NamedSharding(self.mesh, spec).shard_shape(like.shape)) * like.dtype.itemsize
 
         layouts = self._params.gathered, self._params.at_rest
-        whole, held = (sum(jax.tree.leaves(jax.tree.map(num_bytes, x.struct(), x.spec()))) for x in layouts)
-        return whole - held
+        gathered, at_rest = (sum(jax.tree.leaves(jax.tree.map(num_bytes, x.struct(), x.spec()))) for x in layouts)
+        return gathered - at_rest
 
     @property
     def state_struct(self) -> TrainState:

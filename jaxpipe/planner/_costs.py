@@ -150,13 +150,13 @@ def _layer_cost(
     num_params = trace.num_params()[index]
     if _is_stage_sharded(module, trace, index):
         # Of parameters sharded over the stages a share counts; the layer's others lie on every stage.
-        own = trace.num_own_params()[index]
-        num_params = own + -(-(num_params - own) // module.num_stages)
+        on_every_stage = trace.num_own_params()[index]
+        num_params = on_every_stage + -(-(num_params - on_every_stage) // module.num_stages)
         return LayerCost(0.0, 0.0, num_params=num_params, is_stage_sharded=True)
     work = layer_work(module, trace, index)
     forward_s, backward_s = work.times(seconds)
     weight_s, pending_bytes = _weight_gradient(work, seconds) if split_backward else (0.0, 0)
-    # What a backward makes again is what the layer would have kept without recompute.
+    # What a backward makes again are the residuals that the layer would have without recompute.
     recomputed_bytes = 0
     if module.activation_checkpoint_interval:
         recomputed_bytes = layer_work(module.replace(activation_checkpoint_interval=0), trace, index).residual_bytes
@@ -235,6 +235,6 @@ def bytes_per_param(
     # Over automatic axes a weight and all that goes with it are divided alike.
     specs = trace.tree_specs()
     leaves = flatten_dict(made)
-    places = {path: NamedSharding(trace.mesh, specs.get(path, PartitionSpec())) for path in leaves}
-    share = sum(math.prod(places[path].shard_shape(x.shape)) for path, x in leaves.items()) / num_params
-    return share * (divided / num_shards + is_copied * num_bytes(compute_params) + num_bytes(grads)) / num_params
+    shardings = {path: NamedSharding(trace.mesh, specs.get(path, PartitionSpec())) for path in leaves}
+    fraction = sum(math.prod(shardings[path].shard_shape(x.shape)) for path, x in leaves.items()) / num_params
+    return fraction * (divided / num_shards + is_copied * num_bytes(compute_params) + num_bytes(grads)) / num_params

@@ -64,10 +64,10 @@ def _on_loss(module: PipelineModule, profile: Profile, parts: Sequence[int]) -> 
 def _warn_of_small_trunk(module: PipelineModule, trace: ModelTrace, profile: Profile, parts: Sequence[int]) -> None:
     if not is_method(module.partition_method, "parameters"):
         return
-    own, cuts = trace.num_own_params(), cut_stages(profile.signatures, parts)
-    sizes = [sum(own[a:b]) for a, b in zip(parts[:-1], parts[1:], strict=True)]
+    num_params, cuts = trace.num_own_params(), cut_stages(profile.signatures, parts)
+    sizes = [sum(num_params[a:b]) for a, b in zip(parts[:-1], parts[1:], strict=True)]
     largest = sizes.index(max(sizes))
-    trunk = sum(own[i] for i in cuts[largest].trunk)
+    trunk = sum(num_params[i] for i in cuts[largest].trunk)
     best = partition_best(profile, len(sizes))
     ratio = tick_of(profile, parts).seconds / tick_of(profile, best).seconds
     if 2 * trunk < sizes[largest] and ratio > 1:

@@ -52,7 +52,7 @@ def call_with_stored_inputs(
         # program that it recomputes. `forward` needs no mark, its rule says what is stored.
         return jax.checkpoint(run, policy=policy)(consts, values)
 
-    places: list[tuple[Any, list[int | None]]] = []
+    pullbacks: list[tuple[Any, list[int | None]]] = []
 
     def forward(consts: Sequence[Any], values: Sequence[jax.Array]) -> tuple[list[jax.Array], Any]:
         stored = [store.put(value) for store, value in zip(stores, values, strict=True)]
@@ -63,11 +63,11 @@ def call_with_stored_inputs(
         leaves, treedef = jax.tree.flatten(pullback)
         at = [next((i for i, value in enumerate(values) if leaf is value), None) for leaf in leaves]
         # Beside the result, which holds arrays alone.
-        places.append((treedef, at))
+        pullbacks.append((treedef, at))
         return outputs, (consts, stored, [leaf for leaf, i in zip(leaves, at, strict=True) if i is None])
 
     def backward(residuals: Any, cotangents: list[jax.Array]) -> tuple[Any, Any]:
-        consts, stored, kept = residuals
+        consts, stored, saved = residuals
         with jax.named_scope("rematted_computation"):
             # Without the barrier XLA merges what `forward` computed from equal values with this, and so keeps it.
             values = [lax.optimization_barrier(store.get(value)) for store, value in zip(stores, stored, strict=True)]
@@ -75,7 +75,7 @@ def call_with_stored_inputs(
                 of_inexact, given = _of_inexact(run, consts, values)
                 _, pullback = jax.vjp(of_inexact, given)
             else:
-                (treedef, at), others = places[-1], iter(kept)
+                (treedef, at), others = pullbacks[-1], iter(saved)
                 pullback = jax.tree.unflatten(treedef, [next(others) if i is None else values[i] for i in at])
         found = iter(pullback(cotangents)[0])
         # None: integers and keys have no gradient

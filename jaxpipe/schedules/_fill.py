@@ -74,5 +74,5 @@ def _is_full(step: int, gets: list[bool], pending: list[list[int]], backwards: S
 
 def _complete(gets: list[bool], pending: list[list[int]], filled: list[list[int]]) -> None:
     for runs, waiting, row in zip(gets, pending, filled, strict=True):
-        # The oldest first: what waits for it has been held longest.
+        # The oldest first, because its residuals have occupied their slots longest.
         row.append(waiting.pop(0) if runs and waiting else IDLE)

@@ -30,9 +30,9 @@ def format_grid(
 ) -> str:
     """Draw which microbatch each stage works on in each step.
 
-    Rows are stages, columns steps. `F3` is the forward of microbatch 3, `B3` its backward, `I3` and `W3` the halves
-    of a split backward, `F3B1` both in one step, `.` an idle step. With several chunks a stage the number in front is
-    the part of the model, counted from the input: `5F3+2B1`. The schedule need not be sound.
+    Rows are stages, columns steps. `F3` is the forward of microbatch 3, `B3` its backward, `I3` and `W3` the input and
+    the weight gradient of a split backward, `F3B1` both in one step, `.` an idle step. With several chunks a stage the
+    number in front is the part of the model, counted from the input: `5F3+2B1`. The schedule need not be sound.
 
     Args:
         schedule: A name, a schedule class, the object of one stage, or the objects of all stages in order.

@@ -94,7 +94,7 @@ class _StageTables:
         gradients, grad_slots = self._transfers(stage, backward, received, sent, (after, before))
         # A backward is split if its unit has a weight gradient; a schedule may split some and leave others whole.
         split = self._only(backward, self._units_of(weight))
-        whole = [-1 if own >= 0 else unit for unit, own in zip(backward, split, strict=True)]
+        whole = [-1 if split_unit >= 0 else unit for unit, split_unit in zip(backward, split, strict=True)]
         stored = forward if checked.training else [-1] * len(forward)
         # A split backward gives its residuals back only when its weight gradient has run.
         residuals = assign_slots(self._num_units, stored, [whole, weight])
@@ -208,9 +208,9 @@ def _unbuffered(tables: Tables[Table]) -> Buffers[bool]:
     def of(transfers: Transfers[Table]) -> TransferBuffers[bool]:
         # Sent in the tick after it was made, always: then one value at a time waits, and needs no slot.
         made, sent = _marks(transfers.write), _marks(transfers.send)
-        is_prompt = all([False, *one] == [*other, False] for one, other in zip(made, sent, strict=True))
+        is_next_tick = all([False, *one] == [*other, False] for one, other in zip(made, sent, strict=True))
         return TransferBuffers(
-            recv=transfers.read == transfers.recv, send=is_prompt and any(map(any, sent)), local=False
+            recv=transfers.read == transfers.recv, send=is_next_tick and any(map(any, sent)), local=False
         )
 
     # Equal tables: what is written in a tick is read from the same slot in the same tick.

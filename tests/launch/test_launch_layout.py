@@ -1,7 +1,7 @@
 import pytest
 
 from jaxpipe.errors import LaunchError
-from jaxpipe.launch._layout import Layout, Node, Place, equal_nodes, read_layout
+from jaxpipe.launch._layout import Layout, Node, ProcessSlot, equal_nodes, read_layout
 
 UNEVEN = (Node("a", (1, 3)), Node("b", (0, 1, 2, 3)))
 
@@ -9,19 +9,27 @@ UNEVEN = (Node("a", (1, 3)), Node("b", (0, 1, 2, 3)))
 def test_one_process_a_slot() -> None:
     layout = Layout(UNEVEN)
     assert layout.num_processes == 6
-    assert layout.places(0) == (Place(0, (1,)), Place(1, (3,)))
-    assert layout.places(1) == (Place(2, (0,)), Place(3, (1,)), Place(4, (2,)), Place(5, (3,)))
+    assert layout.process_slots(0) == (ProcessSlot(0, (1,)), ProcessSlot(1, (3,)))
+    assert layout.process_slots(1) == (
+        ProcessSlot(2, (0,)),
+        ProcessSlot(3, (1,)),
+        ProcessSlot(4, (2,)),
+        ProcessSlot(5, (3,)),
+    )
 
 
 def test_one_process_a_node() -> None:
     layout = Layout(UNEVEN, 1)
     assert layout.num_processes == 2
-    assert [layout.places(rank) for rank in (0, 1)] == [(Place(0, (1, 3)),), (Place(1, (0, 1, 2, 3)),)]
+    assert [layout.process_slots(rank) for rank in (0, 1)] == [
+        (ProcessSlot(0, (1, 3)),),
+        (ProcessSlot(1, (0, 1, 2, 3)),),
+    ]
 
 
 def test_processes_share_the_slots() -> None:
     layout = Layout(UNEVEN, 2)
-    assert layout.places(1) == (Place(2, (0, 1)), Place(3, (2, 3)))
+    assert layout.process_slots(1) == (ProcessSlot(2, (0, 1)), ProcessSlot(3, (2, 3)))
 
 
 def test_slots_that_cannot_be_dealt() -> None:
