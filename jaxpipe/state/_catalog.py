@@ -83,6 +83,7 @@ def read_leaf(leaf: Leaf, row: Callable[[str, int], np.ndarray]) -> np.ndarray:
         The leaf.
     """
     shape, slices = leaf.slice_shape(), []
+    # One copy stands for all: `broadcast_tied` keeps those of a parameter equal to the bit.
     for span in leaf.copies[0]:
         # With ZeRO-1 a slice is cut by elements over the rows of the replicas, and the last row is padded.
         pieces = [row(span.array, index)[span.start : span.stop] for index in span.rows]
@@ -135,7 +136,9 @@ def make_catalog(
 
     def add(key: str, struct: Any, stage: int, spans: Sequence[Span], path: Path | None, blocks: Grid = ()) -> None:
         stage_dim = None if path is None else params.stage_dims.get(path)
+        # NumPy and files know no keys of random numbers: these are catalogued as the words they are made of.
         words = as_words(struct)
+        # A leaf comes once for each stage that holds it: a tied one as a copy, a sliced one as a slice.
         draft = drafts.setdefault(key, _Draft(words, stage_dim, blocks or (1,) * len(words.shape), []))
         draft.add(stage, spans)
 
@@ -196,6 +199,7 @@ class _Draft:
         found = {}
         for stage, spans in self.given:
             for at, span in zip(np.ndindex(*self.blocks), spans, strict=True):
+                # Stage s has the s-th slice along the dim; blocks, one for each place of automatic axes, count inside it.
                 found[tuple(i + stage * self.blocks[dim] if d == dim else i for d, i in enumerate(at))] = span
         return Leaf(shape, dtype, grid, (tuple(found[at] for at in sorted(found)),))
 
@@ -203,6 +207,7 @@ class _Draft:
 def _spans(field: str, layout: Layout, form: int, name: str, rows: Sequence[int], blocks: Grid = ()) -> list[Span]:
     """A leaf's elements in some rows, block by block."""
     array, start, stop = layout.span(form, name)
+    # Blocks of a piece lie one after another in its row (`ByElements`), all of one size.
     count = math.prod(blocks)
     size = (stop - start) // count
     return [Span(f"{field}/{array}", tuple(rows), start + i * size, start + (i + 1) * size) for i in range(count)]

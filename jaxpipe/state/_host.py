@@ -67,6 +67,8 @@ def read_leaves(catalog: Catalog, field: str, storage: PyTree, keys: Iterable[st
     if all(leaf.is_fully_addressable for leaf in jax.tree.leaves(storage)):
         storage = jax.device_get(storage)
     else:
+        # A process sees the rows of its own devices alone. All of them are gathered, whatever leaves are asked for: a
+        # collective must be called alike by all processes.
         storage = jax.tree.map(lambda x: np.asarray(multihost_utils.process_allgather(x, tiled=True)), storage)
     arrays = _named(field, storage)
     return {key: read_leaf(catalog[key], lambda name, row: arrays[name][row].reshape(-1)) for key in keys}
@@ -113,10 +115,12 @@ class HostRows(dict[tuple[str, int], np.ndarray]):
         self._arrays = dict(arrays)
         self._devices: dict[str, list[tuple[Any, Index]]] = {}
         for name, like in arrays.items():
+            # The rows of a stage follow one another (`ShardLayout.rows_of`), so a row's quotient is its stage.
             num_rows = like.shape[0] // num_stages
             indices = like.sharding.addressable_devices_indices_map(like.shape)
             self._devices[name] = [(device, at) for device, at in indices.items() if _row(at) // num_rows == stage]
             for row in {_row(at) for _, at in self._devices[name]}:
+                # Not `np.empty`: no leaf covers the padding of a row, and the optimiser runs over it as over the rest.
                 self[name, row] = np.zeros(math.prod(like.shape[1:]), like.dtype)
             for shard in like.addressable_shards if _has_values(like) else ():
                 if (name, _row(shard.index)) in self:
@@ -173,6 +177,7 @@ def place_everywhere(tree: PyTree, mesh: Mesh) -> PyTree:
 
     def place(leaf: Any) -> jax.Array:
         if isinstance(leaf, jax.Array) and is_key(leaf.dtype):
+            # NumPy has no arrays of keys.
             return jax.random.wrap_key_data(place(jax.random.key_data(leaf)), impl=jax.random.key_impl(leaf))
         value = np.asarray(leaf)
         return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
@@ -194,6 +199,7 @@ def place_samples(leaf: Any, like: Any, replicas: range, num_replicas: int) -> j
         The global array `[num_microbatches, microbatch_size * replicas, ...]`.
     """
     value = np.asarray(owned(leaf))
+    # Indices below are those of the global array, `value` begins with the samples of `replicas`.
     first = replicas.start * (like.shape[1] // num_replicas)
 
     def share(index: Any) -> np.ndarray:

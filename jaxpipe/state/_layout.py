@@ -85,6 +85,7 @@ class Layout:
             name: jax.ShapeDtypeStruct(like.shape, like.dtype)
             for name, like in first.items()
             if all(name in other and _same(other[name], like) for other in stages)
+            # One array for all stages has one sharding.
             and len({of_stage.get(name) for of_stage in self._specs}) == 1
         }
         self._names = [tuple(stage) for stage in stages]
@@ -101,6 +102,7 @@ class Layout:
             if name in self.stacked:
                 continue
             kind = like.dtype.name if spec is None else _kind(like, spec)
+            # In a flat buffer counted in elements; of sharded leaves, which have an array each, in arrays.
             start = used.get(kind, 0)
             used[kind] = end = start + (math.prod(shape) if spec is None else 1)
             if spec is None:
@@ -208,6 +210,7 @@ class Layout:
                 buffers[buffer] = constrained(found[0], self._buffer_specs[buffer])
                 continue
             pieces, end = [], 0
+            # By their offsets, in the order in which `_place` dealt these out: what lies between two is not given.
             for name, slot in given.items():
                 pieces += [jnp.zeros((slot.offset - end,), like.dtype)] if slot.offset > end else []
                 pieces.append(_whole(_as(leaves[name], like.dtype)).reshape(-1))

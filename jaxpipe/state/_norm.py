@@ -49,5 +49,6 @@ def clip_to(limit: float, norm: jax.Array, grads: PyTree) -> PyTree:
     """Scale gradients so that their global norm is at most `limit`; 0 leaves them as they are."""
     if not limit:
         return grads
+    # In the dtype of the gradients below: a float32 factor would widen those of bfloat16 and, with them, the update.
     factor = jnp.minimum(1.0, limit / (norm + _EPSILON))
     return jax.tree.map(lambda g: g * factor.astype(g.real.dtype), grads)

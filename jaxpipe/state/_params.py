@@ -89,6 +89,8 @@ class ModelParams:
         paths = [paths.paths for paths in trace.paths]
         self.stages: tuple[StageLeaves, ...] = name_leaves(paths, cuts, placement, vocab.layers)
         self.stage_dims = vocab.dims
+        # Updates are small beside the weights: added in bfloat16, with 8 bits of precision, most would round to
+        # nothing.
         master_dtype = None if dtype is None else jnp.float32
         struct = {
             path: cast_floats(slice_struct(leaf, vocab.dims.get(path), placement.num_stages), master_dtype)
@@ -113,6 +115,7 @@ class ModelParams:
         holders: dict[str, list[int]] = {}
         for s, stage in enumerate(self.stages):
             for name, path in stage.off_trunk.items():
+                # Slices of one parameter have one name on all stages too, but are no copies.
                 if path not in vocab.dims:
                     holders.setdefault(name, []).append(s)
         self.tied = {name: tuple(stages) for name, stages in holders.items() if len(stages) > 1}
@@ -214,6 +217,7 @@ def mean_over_replicas(storage: Storage) -> Storage:
 
     def one(leaf: jax.Array) -> jax.Array:
         is_float = jnp.issubdtype(leaf.dtype, jnp.inexact)
+        # Of equal integers the largest is the value; a mean would make them floating point.
         return jax.lax.pmean(leaf, "data") if is_float else jax.lax.pmax(leaf, "data")
 
     return jax.tree.map(one, storage)
@@ -236,6 +240,7 @@ def name_leaves(
         for chunk, virtual_stage in enumerate(virtual_stages):
             cut = cuts[virtual_stage]
             _name_layers(paths, (*cut.prologue, *cut.trunk, *cut.epilogue), cut.trunk, chunk, stage)
+        # Without a trunk, so that each is named after its path: one name on all stages.
         _name_layers(paths, everywhere, range(0), 0, stage)
         stages.append(stage)
     return tuple(stages)
@@ -248,6 +253,8 @@ def _name_layers(
         names = stage.layers[index] = {}
         for local, path in paths[index].items():
             if index in trunk:
+                # By the index in the trunk, not in the model: leaves of equal layers then have one name on all stages,
+                # and are stacked.
                 names[local] = join_path(("trunk", str(chunk), str(index - trunk.start), *local))
                 stage.trunk[names[local]] = path
             else:

@@ -46,6 +46,7 @@ def state_specs(rows: P, collections: P) -> TrainState:
         rows: How rows lie on the mesh.
         collections: How collections lie on it.
     """
+    # `shard_map` takes a spec for all that is under a field, where the field's type asks for arrays.
     everywhere, by_row, by_stage = cast("tuple[Any, ...]", (P(), rows, collections))
     return TrainState(
         step=everywhere,

@@ -25,6 +25,8 @@ def switch_stages(stage: jax.Array, numbers: Sequence[int], function: Callable[.
     Returns:
         What the function returns.
     """
+    # Compared as traces, not by what the numbers stand for: a conditional is saved wherever stages differ in nothing
+    # that the program shows, such as names. With one number there is nothing to compare, and no trace to pay for.
     branches = {number: functools.partial(function, number) for number in numbers}
     known: dict[Hashable, int] = {}
     shared = {
@@ -54,6 +56,7 @@ def switch_table(
     used = sorted(set(table))
     if len(used) == 1:
         return branches[used[0]](*args)
+    # A constant that each device looks itself up in: no communication.
     numbers = jnp.asarray([used.index(number) for number in table], jnp.int32)
     return jax.lax.switch(numbers[index], [branches[number] for number in used], *args)
 

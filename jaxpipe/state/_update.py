@@ -55,6 +55,7 @@ class Updater:
         trace = trace_optimizer(optimizer, unflatten_dict(params.struct))
         is_apart = len(forms) > 1 or 0 < len(self._trunk_names) < len(params.struct)
         if is_apart:
+            # Several programs update the model, each with some of its parameters: none may ask for the others.
             check_leafwise(trace)
         is_uniform = len(forms) == 1 or is_uniform_over_stages(
             trace, [{s.trunk[name]: name for name in self._trunk_names} for s in params.stages]
@@ -64,6 +65,7 @@ class Updater:
             paths = params.stages[sharding.stage_of(form)].paths
             off_trunk = {name: paths[name] for name in shards.names(form) if name not in self._trunk_names}
             others[form] = _Group(shards, form, off_trunk, optimizer, params.vocab_names)
+            # Where trunks are treated alike the program of form 0 updates all of them.
             if form == 0 or not is_uniform:
                 trunk[form] = _Group(shards, form, {name: paths[name] for name in self._trunk_names}, optimizer)
         if is_apart:

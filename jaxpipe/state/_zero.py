@@ -164,6 +164,7 @@ class ByElements(_Sharded):
 
     def _piece(self, name: str, like: Any) -> jax.ShapeDtypeStruct:
         num_blocks = math.prod(self._blocks.get(name, ()))
+        # Rounded up block by block: `all_gather` and `psum_scatter` take pieces of one size from all replicas.
         size = -(-math.prod(like.shape) // num_blocks // self.num_shards) * num_blocks
         return jax.ShapeDtypeStruct((1,) * (len(like.shape) - 1) + (size,), like.dtype)
 
@@ -245,6 +246,7 @@ class ByLeaves(_Sharded):
         used = [0] * self.num_shards
         owner = {name: i % self.num_shards for i, name in enumerate(tied)}
         sizes = {name: math.prod(self.gathered.struct_of(stage, name).shape) for name in names}
+        # Tied leaves before all others: their replicas are given, and the rest is dealt out around what they take.
         for name in sorted(names, key=lambda name: (name not in owner, -sizes[name], names.index(name))):
             replica = owner.setdefault(name, used.index(min(used)))
             used[replica] += sizes[name]
@@ -326,6 +328,7 @@ def zero_sharding(
     if num_shards == 1:
         return ZeroSharding(*(Replicated(layout) for layout in layouts))
     shards = [ByElements(layout, num_shards, mesh) for layout in layouts]
+    # Asked of the master's layout for all three: they differ in dtypes alone.
     if not all(_is_elementwise(params, shards[0], s, optimizer) for s in range(len(params.stages))):
         return ZeroSharding(*(ByLeaves(x, num_shards, tuple(params.tied)) for x in layouts))
     return ZeroSharding(*shards)
