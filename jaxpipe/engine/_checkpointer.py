@@ -81,6 +81,7 @@ class Checkpointer:
         )
         background = self._section.async_save
         self._writer.save(save_dir, pipeline, state, run, tag=tag, save_latest=save_latest, background=background)
+        # Writing takes longer than a step; the launcher is not to take it for a stall.
         trainer.heartbeat.touch()
 
     def wait(self) -> None:
@@ -131,6 +132,7 @@ class Checkpointer:
                 "initialize(example_batch=...) the shapes of its batches."
             ) from error
         trainer.block_until_ready()
+        # Without an optimiser there is a state to fill, but nothing that its numbers would be for.
         optimizer = what.optimizer and not what.module_only and trainer.optimizer is not None
         lr_scheduler = what.lr_scheduler and not what.module_only
         # Then nothing of the present state is used, and one that has not been made, or is lost, need not be.
@@ -188,6 +190,7 @@ class Checkpointer:
             self.wait()
         except CheckpointError as error:
             log(logging.WARNING, "%s", error)
+        # Even where an earlier save failed: this is the last chance to keep what was trained.
         self.save(save_dir, None, client_state(), save_latest=True)
         self.wait()
         log(logging.WARNING, "asked to end: saved after %d steps in %s", self._trainer.global_steps, save_dir)

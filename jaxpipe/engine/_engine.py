@@ -176,6 +176,7 @@ class Engine(ABC):
                 "train_batch must have an optimizer, but got optimizer=None. Give initialize(optimizer=...) an optax "
                 "transformation, or name one in the config."
             )
+        # Before data are pulled: a batch that cannot be trained is not to be lost.
         trainer.watch.check()
         with self._source.transaction():
             pipeline, batch = self._pull(data_iter, self.micro_batches, is_training=True)
@@ -265,6 +266,7 @@ class Engine(ABC):
         trainer = self._trainer
         batch, num_samples = split_samples(inputs, side, self.micro_batch_size * trainer.num_replicas)
         num_microbatches = jax.tree.leaves(batch)[0].shape[0]
+        # Whole on every process, as the caller gave it: each gives all samples, and gets all outputs.
         pipeline = trainer.programs.for_batch(batch, num_microbatches, has_labels=False, is_whole=True)
         check_outputs(pipeline)
         outputs = trainer.run("prediction", pipeline.predict, pipeline.place_batch(batch))

@@ -46,6 +46,7 @@ class GradientAccumulator:
         weight = metrics["weight"]
         # 1 for a microbatch that weighs nothing, whose gradients are 0 and stay so.
         divisor = loss_divisor(weight)
+        # The gradients are those of a sum over its weight; the product is that of the sum, which adds up.
         gradients = jax.tree.map(lambda g: g * divisor.astype(g.real.dtype), gradients)
         reported: ReportedMetrics = {}
         if "losses" in metrics:
@@ -117,6 +118,7 @@ def compile_update(
         state, more = pipeline.update(state, gradients)
         return dataclasses.replace(state, collections=collections_after(more, collections, new)), {**metrics, **more}
 
+    # As the state lay: the next program is compiled for it.
     of_state = jax.tree.map(lambda x: x.sharding, pipeline.state_struct)
     return jax.jit(update, donate_argnums=0, out_shardings=(of_state, None))
 

@@ -133,6 +133,7 @@ class ProgramCache:
         self._programs.move_to_end(key)
         # After it was built: shapes that were refused do not bind the batches that follow.
         self._like |= {name: part for name, part in struct._asdict().items() if name != "labels" or has_labels}
+        # `latest` is what parameters and state are read through: one that can train, once there is one.
         if has_labels or not self._latest_has_labels:
             self.latest, self._latest_has_labels = pipeline, has_labels
         return pipeline
@@ -162,6 +163,7 @@ class ProgramCache:
         # What is chosen stays for all shapes, so the first choice must be for training, not for an evaluation.
         if self._form is None and self._is_open and num_microbatches != planned:
             self._make(struct, planned, has_labels)
+        # A pipeline needs a loss to be built; this one is 0 for any outputs, and never asked for.
         module = self.module if has_labels else self.module.replace(loss_fn=_no_loss)
         parts = None if self._form is None else self._form.boundaries
         pipeline = Pipeline(
@@ -249,6 +251,8 @@ def _check_form(new: _Form, first: _Form) -> None:
                 f"the shapes of a batch must leave the parameters as they are, but got inputs={new.inputs} with "
                 f"{name}={_shown(found)} where inputs={first.inputs} had {name}={_shown(wanted)}. {repair}"
             )
+    # Cuts too: signatures that differ with the shapes move layers out of the trunk, and their parameters into other
+    # arrays.
     if new.cuts != first.cuts or not _same(new.state, first.state):
         raise DataError(
             "the shapes of a batch must leave the form of the state as it is, but got "

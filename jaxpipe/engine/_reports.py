@@ -112,6 +112,7 @@ class Reports:
         )
         now, since = self._now(), self._clock
         if since is not None and now.num_samples > since.num_samples:
+            # After `float(loss)` above has waited for the batch: else only the calls would be timed.
             elapsed_s = now.at_s - since.at_s
             parts.append(f"{(now.num_samples - since.num_samples) / elapsed_s:.1f} samples/s")
             if now.num_tokens and since.num_tokens is not None:

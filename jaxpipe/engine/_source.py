@@ -39,6 +39,7 @@ class _Pulled:
     def detach(self) -> None:
         """Replace arrays that the iterator may fill anew by their copies."""
         self.entries[: len(self.stack)] = self.stack.entries()
+        # The copies are mapped already, and must not go through `set_batch_fn` again.
         self.num_mapped = max(self.num_mapped, len(self.stack))
 
 
@@ -203,6 +204,7 @@ class MicrobatchSource:
                 "Pass an iterator, or call set_dataiterator."
             )
         if is_training:
+            # Evaluations do not count: the state that a checkpoint stores is that of the training data.
             self._trained = iterator
             self._resume(iterator)
         pulled = self._begin(iterator, num_microbatches)

@@ -68,6 +68,7 @@ class Trainer:
         self.data_shard = process_shard(mesh)
         self.programs = ProgramCache(
             module,
+            # An engine that only evaluates has a state too, one of an optimiser that keeps nothing.
             optax.identity() if optimizer is None else optimizer,
             mesh,
             config,
@@ -111,6 +112,8 @@ class Trainer:
         if self._state is None:
             pipeline, given = self.pipeline, self.model_parameters
             self.check_parameters()
+            # Made here, not when the engine is: until now a checkpoint could be loaded without paying for initial
+            # weights.
             self._state = pipeline.init() if given is None else pipeline.init_from(given)
             self.model_parameters = None
         if self.present() is None:
@@ -132,6 +135,7 @@ class Trainer:
 
     def present(self) -> TrainState | None:
         """The state if there is one whose arrays are there."""
+        # A step that was broken off has taken the buffers of the state it was given.
         for leaf in jax.tree.leaves(self._state):
             if leaf.is_deleted():
                 return None

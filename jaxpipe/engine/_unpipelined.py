@@ -312,6 +312,7 @@ class UnpipelinedEngine(Engine):
         num_replicas = len(self.data_shard.replicas)
         shapes = [leaf.shape for leaf in jax.tree.leaves(inputs)]
         num_samples = shapes[0][1] if shapes and len(shapes[0]) > 1 else 0
+        # Each process looks at the part of the replicas that it feeds.
         size, rest = divmod(num_samples, num_replicas)
         # Too many or none: left to the check of the full size, whose error names the leaf.
         if not 0 < num_samples < self.micro_batch_size * num_replicas:
@@ -344,6 +345,7 @@ class UnpipelinedEngine(Engine):
 
     def _apply(self) -> None:
         trainer, begun = self._trainer, self._batch
+        # One for all shapes of batches: an update sees the state and the gradients alone.
         self._update = self._update or compile_update(self.pipeline)
         arguments = (begun.collections, begun.total)
         state = trainer.prepare("the update", self._update, *arguments)

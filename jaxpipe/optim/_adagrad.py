@@ -72,6 +72,7 @@ def _build(values: Mapping[str, Any]) -> tuple[Factory, Hyperparams]:
     def factory(learning_rate: Any, weight_decay: Any) -> optax.GradientTransformation:
         return optax.chain(
             *maximized(values["maximize"]),
+            # Before the sums, which take it in with the gradient, as in PyTorch.
             optax.add_decayed_weights(weight_decay),
             scale_by_total_squares(values["initial_accumulator_value"], values["eps"], values["lr_decay"]),
             optax.scale_by_learning_rate(learning_rate),

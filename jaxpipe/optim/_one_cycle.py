@@ -72,6 +72,7 @@ class OneCycle(LRSchedule):
     def __post_init__(self) -> None:
         super().__post_init__()
         for half, size, stairs in zip(("first", "second"), self._halves, self._stairs, strict=True):
+            # `_climb` multiplies the two in int32.
             if size * stairs >= 2**31:
                 rule = f"below 2**31 / cycle_{half}_step_size={size}"
                 raise wrong_value(f"{SECTION}.cycle_{half}_stair_count", rule, stairs, "Use fewer stairs, or 0")

@@ -98,6 +98,7 @@ def _chain(
 ) -> optax.GradientTransformation:
     return optax.chain(
         *maximized(values["maximize"]),
+        # Before the momentum, which sums it up with the gradient, as in PyTorch.
         optax.add_decayed_weights(weight_decay),
         momentum,
         optax.scale_by_learning_rate(learning_rate),

@@ -40,6 +40,7 @@ class Hyperparams:
         schedules: Mapping[str, optax.Schedule],
         shardings: PyTree,
     ) -> None:
+        # As the master parameters are cut, so is the optimiser's state.
         self._updater, self._sharding, self._schedules = updater, sharding.master, schedules
         rows = sharding.row_spec
         known = read_hyperparams(self._blank(0)) or {}
@@ -62,6 +63,7 @@ class Hyperparams:
         """
         if not self.names:
             return {}
+        # Each shard's state has them all, with equal values: one row that lies here will do.
         return {name: rows.addressable_shards[0].data[0].item() for name, rows in self._read(opt_state).items()}
 
     def write(self, opt_state: PyTree, values: Mapping[str, Any]) -> PyTree:
@@ -78,6 +80,7 @@ class Hyperparams:
             ConfigError: The state keeps no hyperparameter of that name, or one that follows a schedule; or a value is
                 no finite number. Nothing is donated then.
         """
+        # On zeros first, for its errors alone: the state is donated to the program that writes.
         set_hyperparams(self._blank(0), **values)
         return self._write(opt_state, {name: np.float32(value) for name, value in values.items()})
 
@@ -113,6 +116,7 @@ class Hyperparams:
     def _leaf_numbers(self, form: int, name: str) -> list[int]:
         """Indices of a hyperparameter among the leaves of a state."""
         blank = self._blank(form)
+        # Flattened, leaves have no names: of a state in which it was set, it is those that are other objects.
         marked = set_hyperparams(blank, **{name: 0.0})
         pairs = zip(jax.tree.leaves(blank), jax.tree.leaves(marked), strict=True)
         return [i for i, (old, new) in enumerate(pairs) if new is not old]

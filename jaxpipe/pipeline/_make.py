@@ -129,6 +129,7 @@ def prepare(
         JaxpipeError: What does not fit, together with `errors`: a `ConfigError` that lists it where it is more than
             one thing.
     """
+    # All are tried, whatever failed before, so that a user sees at once all that is to be changed; these stand in.
     chosen, sizes = ChosenOptimizer(None), BatchSizes(1, 1, 1)
     with errors.catch(compares=True):
         chosen = choose_optimizer(config, optimizer, lr_scheduler)
@@ -141,6 +142,7 @@ def prepare(
                 section.schedule, unless_auto(section.num_chunks), unless_auto(section.max_pending_weights)
             )
     with errors.catch(compares=True):
+        # Made for its errors alone, as the schedule above is: what is wrong with it shows before anything is traced.
         LossScaler.from_config(config)
     with errors.catch(compares=True):
         mesh = mesh_for(model) if mesh is None else adopt_mesh(mesh)
@@ -164,6 +166,7 @@ def mesh_for(model: PipelineModule, devices: Sequence[Any] | None = None) -> Mes
         LaunchError: JAX finds no devices of the platform that it is told to use.
     """
     if devices is None:
+        # For its error, which says what to install; `jax.device_count` below would fail with JAX's own.
         check_devices()
     num_devices = jax.device_count() if devices is None else len(devices)
     return make_pipeline_mesh(topology_for(model.num_stages, model.given_topology, num_devices), devices)

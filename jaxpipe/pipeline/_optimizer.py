@@ -110,6 +110,7 @@ def _constructed(optimizer: Any, schedule: optax.Schedule | None) -> ChosenOptim
 
 
 def _check_finished(config: TrainConfig, optimizer: Any, lr_scheduler: Any) -> None:
+    # No `GradientTransformation` itself: the next error would advise to build what is built.
     if isinstance(optimizer, optax.MultiSteps):
         raise ConfigError(
             "optimizer must update the parameters at every step, but got optimizer=optax.MultiSteps, which adds up "

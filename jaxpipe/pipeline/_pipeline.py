@@ -193,6 +193,7 @@ class Pipeline:
         parts: Sequence[int] | None,
     ) -> None:
         mesh, zero_stage = adopt_mesh(mesh), config.zero_optimization.stage
+        # As it was given: what ZeRO 2 and 3 make of the axes next is in no topology of the user's.
         check_mesh(module, mesh)
         self.module, self.num_microbatches = module, num_microbatches
         self.mesh = with_fsdp_axis(mesh) if zero_stage >= 2 else mesh
@@ -207,16 +208,20 @@ class Pipeline:
         check_collections(module.layers, self.trace)
         self.plan = plan = make_plan(module, self.trace, self.mesh, labels, num_microbatches, config, optimizer, parts)
         self.config, self.loss_scaler = plan.config, LossScaler.from_config(config)
+        # Without the places along `fsdp`: these compute on one microbatch together, and its loss is one term.
         outputs, num_terms = self.trace.boundaries[-1], num_microbatches * shape["data"]
         objective = self.trace.on_mesh(lambda: Objective(module, outputs, labels, num_terms))
         wanted = unless_auto(config.pipeline.spread_inputs)
         shard_dims = batch_shard_dims(microbatch, num_microbatches, module.num_stages, wanted)
         self._batch_specs = jax.tree.map(batch_spec, shard_dims)
+        # On the mesh, here and above: a layer's constraint names axes, and fails where there is no mesh.
         self._stages = self.trace.on_mesh(lambda: Stage(module, self.trace, plan))
         self._params = self._stages.params
         vocab_loss = self._stages.vocab_loss
         if vocab_loss is not None:
             self.trace.on_mesh(lambda: vocab_loss.check_loss(labels))
+        # With ZeRO 2 and 3 `data` is one long by now, unless the mesh came with an axis `fsdp`: then ZeRO-1 goes over
+        # `data` besides.
         num_shards = shape["data"] if zero_stage else 1
         check_sharded(optimizer, self.trace, self._params)
         self._sharding = zero_sharding(self._params, optimizer, num_shards, shape)
@@ -366,6 +371,7 @@ class Pipeline:
         Returns:
             The state.
         """
+        # Values are made as placing asks for them, one stage after another: host memory never holds the whole model.
         made = StageInit(self.module, self.trace, self._key if key is None else key)
         return self._state(made.params, made.collections)
 
@@ -528,6 +534,8 @@ class Pipeline:
             jitted = jax.jit(checked, in_shardings=given, out_shardings=out_shardings, donate_argnums=donate)
             return _OfBatch(jitted, checks_branches=waits_in_branches(self.mesh))
 
+        # Donated: old and new state need not fit side by side. Gradients and evaluations give no new state and leave
+        # it.
         self.step = compiled(programs.step, (specs, P()), (of_state, everywhere), donate=(0,))
         of_gradients = (P(), rows, P("stage")), (everywhere, of_state.params, of_state.collections)
         self.gradients = compiled(programs.gradients, *of_gradients)
@@ -535,6 +543,7 @@ class Pipeline:
         self.predict = compiled(programs.predict, over_data, of_outputs)
         self.evaluate_and_predict = compiled(programs.evaluate_and_predict, (P(), over_data), (everywhere, of_outputs))
         self.partial_gradients = compiled(programs.partial_gradients, *of_gradients, others=(everywhere, everywhere))
+        # Of no batch, so nothing is checked; the gradients come from `gradients`, in the state's form.
         update = self._shard_map(programs.update, (specs, rows), (specs, P()))
         self.update = jax.jit(update, out_shardings=(of_state, everywhere), donate_argnums=(0,))
 

@@ -204,6 +204,7 @@ def check_sharded(optimizer: optax.GradientTransformation, trace: ModelTrace, pa
     # All at once first: nearly every optimiser fits, and each question costs a trace of its update.
     if not trees[0] or fits(list(trees[0])):
         return
+    # One that fails by itself; where they fail together only, any of them.
     path = next((path for path in trees[0] if not fits([path])), next(iter(trees[0])))
     raise ConfigError(
         "the optimizer must treat every element by itself where a parameter is split over the stages, but got one "

@@ -21,6 +21,7 @@ class BufferTracker:
 
     def __init__(self, schedule: PipeSchedule, flags: list[int], done: list[int]) -> None:
         count = schedule.num_pipe_buffers()
+        # Not `isinstance`: True would count as one buffer.
         if type(count) is not int or count < 1:
             raise ScheduleError(
                 f"num_pipe_buffers() must be a whole number of at least 1, but got num_pipe_buffers()={count!r} on "
@@ -119,6 +120,7 @@ class BufferTracker:
                 "run each microbatch once", f"micro_batch_id={microbatch} a second time", "Take one of the two out."
             )
         self._entered[unit] = 1
+        # First in, first out: an instruction that names no microbatch means the one after the last that entered.
         self._following[chunk] = microbatch + 1
         return unit
 

@@ -38,6 +38,8 @@ class _Link:
     downstream: bool
 
 
+# Looked at from both sides: a send without its receive and a receive without its send are different mistakes, and the
+# error names the one that stands alone.
 _LINKS = (
     _Link("SendActivation", "act_send", "RecvActivation", "act_recv", downstream=True),
     _Link("RecvActivation", "act_recv", "SendActivation", "act_send", downstream=False),

@@ -155,6 +155,7 @@ class _Chooser:
 
     def _step_s(self, program: TickProgram, *, skip_idle: bool) -> float:
         costs = self.costs
+        # Given apart, since a whole backward may take less than its two parts: what both need is computed or read once.
         backward_s = costs.input_s + costs.weight_s if program.has_split_backward else costs.whole_backward_s
         span = makespan(
             program, costs.forward_s, backward_s, weight_s=min(costs.weight_s, backward_s), skip_idle=skip_idle

@@ -99,6 +99,8 @@ class _Costs:
         columns = [list(zip(*table, strict=True)) for table in actions]
         ticks = [[self._times(*each) for each in zip(*column, strict=True)] for column in zip(*columns, strict=True)]
         if skip_idle:
+            # Within a tick a stage runs its actions one after another, and all stages wait for the one that takes
+            # longest.
             return sum(max(map(sum, stages)) for stages in ticks)
         # Nothing is skipped: every device runs each kind of action of the run in each of its ticks.
         total = 0.0
@@ -119,6 +121,7 @@ class _Costs:
                 microbatch = tables.forward.microbatch[stage][tick]
                 if microbatch >= 0:
                     part = program.placement.virtual[stage][tables.forward.chunk[stage][tick]]
+                    # Part 0 takes the batch, which is always there; likewise the last part its loss, below.
                     ready = forward_done.get((part - 1, microbatch), 0.0)
                     now[stage] = forward_done[part, microbatch] = max(now[stage], ready) + self._forward
                 microbatch = tables.backward.microbatch[stage][tick]

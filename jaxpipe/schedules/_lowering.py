@@ -47,6 +47,7 @@ def lower_schedule(
     tables = _with_model_ends(tables, checked.placement)
     slots = [stage.slots for stage in stages]
     stage_depth: Buffers[Row] = map_fields(lambda *each: tuple(one.depth for one in each), *slots)
+    # All devices run one program: a buffer is as deep on each as the stage with most needs it.
     depth: Buffers[int] = map_fields(max, stage_depth)
     runs = tick_runs(checked.stages[0].num_steps, tables)
     # Only now that the runs are known: a masked forward computes in ticks whose run holds forwards, and nowhere else.
@@ -137,6 +138,7 @@ class _StageTables:
             sent: Units that are sent.
             neighbours: By chunk where its values come from, and where they go.
         """
+        # At the ends of the model there is no neighbour; the stage itself stands in, and no row asks for it.
         sources, targets = ([stage if one is None else one[0] for one in each] for each in neighbours)
         to_local = [one[1] if one is not None and one[0] == stage else -1 for one in neighbours[1]]
         # Only what is really sent takes a slot: the last part's output and the first part's gradient go nowhere.
@@ -157,6 +159,7 @@ class _StageTables:
             send_to=self._stages_of(sent, targets),
             recv=slots.recv.row(received),
             recv_from=recv_from,
+            # For what is sent at the end of the tick that computes it: it arrives by the exchange of the tick after.
             next_recv_from=(*recv_from[1:], -1),
             read=slots.recv.row(incoming),
             write=slots.send.row(outgoing),

@@ -44,6 +44,7 @@ class RingTimetable(TimetableSchedule):
         return (self.num_slots() + self.stages - 1) * (forward_s + backward_s) / self.num_chunks
 
     def _turn(self, slot: int) -> Action:
+        # S turns for each chunk, one a microbatch of the group, before the next group begins.
         group, position = divmod(slot, self.num_chunks * self.stages)
-        chunk, member = divmod(position, self.stages)
-        return chunk, group * self.stages + member
+        chunk, in_group = divmod(position, self.stages)
+        return chunk, group * self.stages + in_group

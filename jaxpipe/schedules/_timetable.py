@@ -127,6 +127,7 @@ class TimetableSchedule(PipeSchedule):
             if self._runs(weight):
                 buffer, names = buffers.find(weight)
                 computing.append(BackwardWeight(buffer, **names))
+            # After all of the step has its buffers: what ends in a step lives until its end.
             buffers.free(self._freed(step, ends))
             if step == num_steps - 1:
                 computing += [ReduceTiedGrads(), ReduceGrads(), OptimizerStep()]
@@ -152,6 +153,7 @@ class _Ends:
     """Neighbours of a chunk: the stages, if any, of the parts before and after it."""
 
     def __init__(self, stage: int, before: int | None, after: int | None) -> None:
+        # The first part takes inputs from the batch, the last one labels.
         self.loads = before is None or after is None
         self.from_chunk = before == stage
         self.from_stage = before not in (None, stage)

@@ -39,6 +39,7 @@ class TrainSchedule(PipeSchedule):
         num_steps = 2 * (self.micro_batches + self.stages - 1)
         num_buffers = self.num_pipe_buffers()
         for step in range(num_steps):
+            # Forward m is at half tick 2m + s, its backward at 2(S + m) - s - 1, an odd number later: never both.
             if (step - self.stage_id) % 2 == 0:
                 commands = self._forward_step(step, num_buffers)
             else:

@@ -174,6 +174,8 @@ class StageWalk:
         flags = self._flags[unit]
         lacking = rule.needs[chunk] & ~flags
         if lacking:
+            # Of the bits that lack the lowest, which comes first in a unit's life; between chunks of one stage no
+            # receive sets it.
             local = (lacking & -lacking) == ARRIVED and self._is_local(self._before[chunk])
             local = local or ((lacking & -lacking) == GRAD_ARRIVED and self._is_local(self._after[chunk]))
             wanted = first_lacking(lacking, local=local)
@@ -201,6 +203,7 @@ class StageWalk:
         """Move a value between two chunks of this stage, for which there is no send or receive."""
         chunk, microbatch = divmod(unit, self._microbatches)
         towards, back = (ARRIVED, SENT) if event & FORWARD else (GRAD_SENT, GRAD_ARRIVED)
+        # Forwards and input gradients alone give another chunk something.
         if not event & (FORWARD | INPUT):
             return
         for neighbour, bit in ((self._after[chunk], towards), (self._before[chunk], back)):
@@ -236,6 +239,7 @@ class StageWalk:
             self._require_last(location, commands, actions.num_steps)
 
     def _require_last(self, location: Location, commands: list[PipeInstruction], num_steps: int) -> None:
+        # One stage has nobody to share a tied parameter with.
         wanted = {ReduceGrads} if self._schedule.stages == 1 else {ReduceGrads, ReduceTiedGrads}
         for kind in sorted(wanted - self._reductions, key=lambda kind: kind.__name__):
             raise location.refuse(

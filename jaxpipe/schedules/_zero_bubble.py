@@ -47,4 +47,5 @@ class ZeroBubbleSchedule(FilledTimetable, RingTimetable):
         # Filling and draining take S - 1 ticks of F and I; h weight gradients of each stage run while it drains.
         hidden = min(stages - 1, max(0, chunks * (micro_batches - stages) + 1))
         bubble_s = (stages - 1) * (tick_s - weight_s) - hidden * weight_s
+        # No step is shorter than its work.
         return micro_batches * tick_s + max(0.0, bubble_s) / chunks

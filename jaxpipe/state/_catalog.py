@@ -199,7 +199,7 @@ class _Draft:
         found = {}
         for stage, spans in self.given:
             for at, span in zip(np.ndindex(*self.blocks), spans, strict=True):
-                # Stage s has the s-th slice along the dim; blocks, one for each place of automatic axes, count inside it.
+                # Stage s has the s-th slice along the dim. Blocks, one for each place of automatic axes, lie inside it.
                 found[tuple(i + stage * self.blocks[dim] if d == dim else i for d, i in enumerate(at))] = span
         return Leaf(shape, dtype, grid, (tuple(found[at] for at in sorted(found)),))
 
