@@ -266,10 +266,9 @@ class Stage:
         """Shapes and dtypes of the summed gradients of one chunk's trunk."""
         return jax.tree.map(lambda like: grad_accum_struct(like, self._grad_dtype), self.trunk.struct)
 
-    def pin_trunk_grads(self, grads: PyTree, *, has_chunks: bool) -> PyTree:
-        """Summed gradients of the trunk, sharded over automatic axes as its parameters are."""
-        lead = [None] if has_chunks else []
-        return jax.tree.map(lambda g, spec: constrained(g, P(*lead, *spec)), grads, self.trunk.specs)
+    def pin_trunk_grads(self, grads: PyTree) -> PyTree:
+        """Summed gradients of one chunk's trunk, sharded over automatic axes as its parameters are."""
+        return jax.tree.map(constrained, grads, self.trunk.specs)
 
     def pin_off_trunk(self, grads: Storage) -> Storage:
         """The same of the stage's parameters off the trunk."""

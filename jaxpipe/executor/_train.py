@@ -32,7 +32,7 @@ class TrainCarry:
         pending: What split backwards left for their weight gradients, `[slots, ...]`.
         loss_gradients: Gradients of the model's output that wait for their backward, in the slots of the residuals;
             empty where every loss is followed by its backward in the same tick.
-        trunk_grads: Summed gradients of the trunk, `[num_chunks, ...]`; without that dim where there is one chunk.
+        trunk_grads: Summed gradients of the trunk, a tree for each chunk.
         off_trunk_grads: Those of the stage's other parameters.
         vocab_grads: Those of vocabulary-parallel layers, by name.
         loss: Summed losses, on the stage of the last part.
@@ -46,7 +46,7 @@ class TrainCarry:
     residuals: PyTree
     pending: PyTree
     loss_gradients: PyTree
-    trunk_grads: PyTree
+    trunk_grads: tuple[PyTree, ...]
     off_trunk_grads: PyTree
     vocab_grads: dict[str, jax.Array]
     loss: jax.Array
@@ -61,7 +61,7 @@ class BatchSums:
 
     Attributes:
         loss: Losses, on the stage of the last part, else 0.
-        trunk_grads: Gradients of the trunk, `[num_chunks, ...]`.
+        trunk_grads: Gradients of the trunk, a tree for each chunk.
         off_trunk_grads: Gradients of the stage's other parameters.
         vocab_grads: Gradients of vocabulary-parallel layers, by name.
         collections: The stage's collections after the last microbatch.
@@ -69,7 +69,7 @@ class BatchSums:
     """
 
     loss: jax.Array
-    trunk_grads: PyTree
+    trunk_grads: tuple[PyTree, ...]
     off_trunk_grads: PyTree
     vocab_grads: dict[str, jax.Array]
     collections: PyTree
@@ -97,17 +97,14 @@ class TrainLoop(TickLoop):
         """Run the whole program."""
         stage, program = self.stage, self.program
         loss_slots = 0 if self._has_fused_loss else program.residual_slots
-        # One chunk has no dim of its own: with it XLA (CPU and GPU, JAX 0.10) copies every sum in every tick.
-        is_single = program.num_chunks == 1
-        trunk_struct = stage.trunk_grad_struct
         carry = TrainCarry(
             activations=self.activations.empty(),
             gradients=self._gradients.empty(),
             residuals=self._to_memory(make_ring(stage.residuals, program.residual_slots), jax.memory.Space.Host),
             pending=make_ring(stage.pending, program.depth.pending),
             loss_gradients=make_ring(stage.gradients.struct, loss_slots) if loss_slots else (),
-            trunk_grads=self._pinned(
-                zeros_of(trunk_struct) if is_single else make_ring(trunk_struct, program.num_chunks)
+            trunk_grads=tuple(
+                stage.pin_trunk_grads(zeros_of(stage.trunk_grad_struct)) for _ in range(program.num_chunks)
             ),
             off_trunk_grads=stage.zero_off_trunk_grads(),
             vocab_grads=stage.zero_vocab_grads(),
@@ -119,7 +116,7 @@ class TrainLoop(TickLoop):
         carry = self.scan(device, lambda run, carry, row: self._tick(device, run, carry, row), carry)
         return BatchSums(
             loss=carry.loss,
-            trunk_grads=jax.tree.map(lambda x: x[None], carry.trunk_grads) if is_single else carry.trunk_grads,
+            trunk_grads=carry.trunk_grads,
             off_trunk_grads=carry.off_trunk_grads,
             vocab_grads=carry.vocab_grads,
             collections=carry.collections,
@@ -297,21 +294,31 @@ class TrainLoop(TickLoop):
 
     def _add(self, carry: TrainCarry, chunk: jax.Array, trunk: PyTree, off_trunk: PyTree) -> None:
         """Add an action's gradients to the sums; leaves of the trunk that are None are not its to give."""
-        sums, treedef = jax.tree.flatten(carry.trunk_grads)
-        at = jnp.maximum(chunk, 0)
+        leaves, treedef = jax.tree.flatten(self.stage.trunk_grad_struct)
+        grads = dict(enumerate(treedef.flatten_up_to(trunk)))
+        given = {number: g for number, g in grads.items() if g is not None}
 
-        def add(total: jax.Array, g: jax.Array) -> jax.Array:
-            g = g.astype(total.dtype)  # sums are wider than bfloat16: thousands of microbatches would round away
-            return write_ring(total, read_ring(total, at) + g, at) if self.program.num_chunks > 1 else total + g
+        def add(_: Any, totals: dict[int, jax.Array]) -> dict[int, jax.Array]:
+            # Sums are wider than bfloat16: thousands of microbatches would round away.
+            return {number: total + given[number].astype(total.dtype) for number, total in totals.items()}
 
-        grads = treedef.flatten_up_to(trunk)
-        added = [total if g is None else add(total, g) for total, g in zip(sums, grads, strict=True)]
-        carry.trunk_grads = self._pinned(jax.tree.unflatten(treedef, added))
+        def added(of_chunk: int, sums: PyTree) -> PyTree:
+            totals = dict(enumerate(treedef.flatten_up_to(sums)))
+            own = {number: totals[number] for number in given}
+            if self.program.num_chunks == 1:
+                own = add(0, own)
+            elif own:
+                # A loop of one round or none, as what a loop carries is updated in place (XLA of JAX 0.10, GPU and
+                # CPU). What goes through a branch is mostly copied, and of one array `[num_chunks, ...]` the new sum
+                # is written to a temporary first: 18 bytes a parameter instead of 10.
+                own = jax.lax.fori_loop(0, (chunk == of_chunk).astype(jnp.int32), add, own)
+            return jax.tree.unflatten(treedef, [(totals | own)[number] for number in range(len(leaves))])
+
+        carry.trunk_grads = tuple(
+            self.stage.pin_trunk_grads(added(number, sums)) for number, sums in enumerate(carry.trunk_grads)
+        )
         if self.stage.prologue.has_params:
             carry.off_trunk_grads = self.stage.pin_off_trunk(jax.tree.map(jnp.add, carry.off_trunk_grads, off_trunk))
-
-    def _pinned(self, trunk_grads: PyTree) -> PyTree:
-        return self.stage.pin_trunk_grads(trunk_grads, has_chunks=self.program.num_chunks > 1)
 
 
 def _loss_is_followed_by_backward(program: TickProgram, stage: Stage) -> bool:

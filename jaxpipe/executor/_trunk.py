@@ -1,5 +1,7 @@
 """The trunk: the same layers in every virtual stage, run as one straight program without a conditional."""
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
@@ -70,11 +72,11 @@ class Trunk:
         # Once a step, outside the loop: inside, XLA would stack them again in every tick.
         return jax.tree.map(lambda *xs: jnp.stack(xs), *each) if self._join else each
 
-    def named(self, grads: PyTree) -> dict[str, jax.Array]:
-        """Gradients by name, from those of all chunks along a first dim."""
+    def named(self, grads: Sequence[PyTree]) -> dict[str, jax.Array]:
+        """Gradients by name, from a tree for each chunk."""
         found: dict[str, jax.Array] = {}
-        for number, chunk in enumerate(self._chunks):
-            of_chunk = self._program.by_name(jax.tree.map(lambda x, number=number: x[number], grads))
+        for chunk, tree in zip(self._chunks, grads, strict=True):
+            of_chunk = self._program.by_name(tree)
             found |= zip(chunk.names, (of_chunk[name] for name in self._program.names), strict=True)
         return found
 
