@@ -6,12 +6,3 @@ from ._residuals import differentiable as differentiable
 from ._residuals import replace_differentiable as replace_differentiable
 from ._split import SplitBackward as SplitBackward
 from ._split import split_backward as split_backward
-
-__all__ = [
-    "Residuals",
-    "SplitBackward",
-    "differentiable",
-    "replace_differentiable",
-    "split_backward",
-    "without_complex",
-]

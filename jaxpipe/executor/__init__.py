@@ -19,25 +19,3 @@ from ._stage import Stage as Stage
 from ._step import DevicePrograms as DevicePrograms
 from ._step import collections_after as collections_after
 from ._train import TrainLoop as TrainLoop
-
-__all__ = [
-    "Plan",
-    "microbatch_key",
-    "DevicePrograms",
-    "EvaluateLoop",
-    "EvaluationMetrics",
-    "GradientMetrics",
-    "Metrics",
-    "Objective",
-    "ReportedMetrics",
-    "Stage",
-    "TrainLoop",
-    "UpdateMetrics",
-    "WHOLE",
-    "batch_spec",
-    "check_branches",
-    "collections_after",
-    "loss_divisor",
-    "batch_shard_dims",
-    "waits_in_branches",
-]

@@ -3,6 +3,7 @@
 from ._base import LRSchedule as LRSchedule
 from ._hyperparams import next_hyperparams as next_hyperparams
 from ._hyperparams import read_hyperparams as read_hyperparams
+from ._hyperparams import replace_hyperparams as replace_hyperparams
 from ._hyperparams import set_hyperparams as set_hyperparams
 from ._loss_scale import LossScaler as LossScaler
 from ._loss_scale import LossScaleState as LossScaleState
@@ -43,6 +44,7 @@ __all__ = [
     "next_hyperparams",
     "optimizer_lr",
     "read_hyperparams",
+    "replace_hyperparams",
     "set_hyperparams",
     "with_schedule",
     "is_elementwise",

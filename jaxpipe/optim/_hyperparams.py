@@ -114,6 +114,11 @@ def set_hyperparams(opt_state: PyTree, **values: float) -> PyTree:
         if not abs(real) <= _LARGEST:
             raise ConfigError(f"{name} must be a finite number, but got {name}={shown(value)}. Use for instance 0.001.")
         _reader(name)(real, name)
+    return replace_hyperparams(opt_state, values)
+
+
+def replace_hyperparams(opt_state: PyTree, values: Mapping[str, Any]) -> PyTree:
+    """The state with other values, which nothing checks: they may be traced."""
     return _replace_states(opt_state, lambda state: _with_values(state, values))
 
 
@@ -165,7 +170,7 @@ def _replace_states(tree: PyTree, change: Callable[[Any], Any]) -> PyTree:
     return jax.tree.map(changed, tree, is_leaf=_is_state)
 
 
-def _with_values(state: Any, values: Mapping[str, float]) -> Any:
+def _with_values(state: Any, values: Mapping[str, Any]) -> Any:
     hyperparams = {
         name: _filled(old, values[name]) if name in values else old for name, old in state.hyperparams.items()
     }
@@ -177,7 +182,7 @@ def _copy(state: Any, **changes: Any) -> Any:
     return replace(state, **changes) if replace_named is None else replace_named(**changes)
 
 
-def _filled(old: Any, value: float) -> Any:
+def _filled(old: Any, value: Any) -> Any:
     """A number in the shape, dtype and sharding of an array."""
     # A traced value has no sharding yet.
     if isinstance(old, Tracer) or not isinstance(old, jax.Array):

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe._typing import PyTree
-from jaxpipe.optim import next_hyperparams, read_hyperparams, set_hyperparams
+from jaxpipe.optim import next_hyperparams, read_hyperparams, replace_hyperparams, set_hyperparams
 from jaxpipe.state import Updater, ZeroSharding, switch_stages
 
 
@@ -93,11 +93,7 @@ class Hyperparams:
 
     def _changed(self, opt_state: PyTree, values: Mapping[str, jax.Array]) -> PyTree:
         def change(form: int, shard: PyTree, values: Mapping[str, jax.Array]) -> PyTree:
-            leaves, treedef = jax.tree.flatten(self._updater.tree(form, shard))
-            for name, value in values.items():
-                for i in self._leaf_numbers(form, name):
-                    leaves[i] = jnp.broadcast_to(value, leaves[i].shape).astype(leaves[i].dtype)
-            return self._updater.storage(form, jax.tree.unflatten(treedef, leaves))
+            return self._updater.storage(form, replace_hyperparams(self._updater.tree(form, shard), values))
 
         return self._on_shards(change, opt_state, values)
 
@@ -112,11 +108,3 @@ class Hyperparams:
         """A state of a form of shards, all zeros that take no memory."""
         struct = jax.eval_shape(lambda shard: self._updater.tree(form, shard), self._updater.struct())
         return jax.tree.map(lambda x: np.broadcast_to(np.zeros((), x.dtype), x.shape), struct)
-
-    def _leaf_numbers(self, form: int, name: str) -> list[int]:
-        """Indices of a hyperparameter among the leaves of a state."""
-        blank = self._blank(form)
-        # Flattened, leaves have no names: of a state in which it was set, it is those that are other objects.
-        marked = set_hyperparams(blank, **{name: 0.0})
-        pairs = zip(jax.tree.leaves(blank), jax.tree.leaves(marked), strict=True)
-        return [i for i, (old, new) in enumerate(pairs) if new is not old]

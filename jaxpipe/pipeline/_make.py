@@ -194,24 +194,20 @@ def configure_model(model: PipelineModule, config: TrainConfig) -> PipelineModul
         )
         errors.add([ConfigError(message, paths=["pipeline.stages"])])
     changes: dict[str, Any] = {}
-    if section.partition != "best":
-        changes["partition_method"] = section.partition
-        with errors.catch():
-            _check_agreement("pipeline.partition", section.partition, model, "partition_method", "best")
-    if section.activation_checkpoint_interval:
-        name = "activation_checkpoint_interval"
-        changes[name] = section.activation_checkpoint_interval
-        with errors.catch():
-            _check_agreement(f"pipeline.{name}", section.activation_checkpoint_interval, model, name, 0)
-    if section.seed_layers is not None:
-        changes["seed_layers"] = section.seed_layers
-        with errors.catch():
-            _check_agreement("pipeline.seed_layers", section.seed_layers, model, "seed_layers", False)
-    if config.compute_dtype != "float32":
-        changes["compute_dtype"] = config.compute_dtype
-        key = "bf16.enabled" if config.bf16.enabled else "fp16.enabled"
-        with errors.catch():
-            _check_agreement(key, config.compute_dtype, model, "compute_dtype", None)
+    interval = section.activation_checkpoint_interval
+    precision = "bf16.enabled" if config.bf16.enabled else "fp16.enabled"
+    dtype = None if config.compute_dtype == "float32" else config.compute_dtype
+    # The key, what it asks for (None: nothing), the argument of the module, and the default that this has.
+    for key, asked, name, default in (
+        ("pipeline.partition", None if section.partition == "best" else section.partition, "partition_method", "best"),
+        ("pipeline.activation_checkpoint_interval", interval or None, "activation_checkpoint_interval", 0),
+        ("pipeline.seed_layers", section.seed_layers, "seed_layers", False),
+        (precision, dtype, "compute_dtype", None),
+    ):
+        if asked is not None:
+            changes[name] = asked
+            with errors.catch():
+                _check_agreement(key, asked, model, name, default)
     with errors.catch(compares=True):
         model = model.replace(**changes) if changes else model
         _check_memory_limit(config, model)

@@ -1,7 +1,3 @@
 """Costs of layers, and what is decided by them before a pipeline is built: schedule, cut and idle actions."""
 
 from ._plan import make_plan as make_plan
-
-__all__ = [
-    "make_plan",
-]

@@ -4,6 +4,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable
+from itertools import pairwise
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ from jaxpipe.distributed import log
 from jaxpipe.errors import PartitionError
 from jaxpipe.executor import waits_in_branches
 from jaxpipe.layers import ModelTrace, PipelineModule, estimate_layers, layer_signatures
-from jaxpipe.partition import Profile, is_method
+from jaxpipe.partition import Profile, is_method, tick_of
 from jaxpipe.schedules import Choice, StageCosts, choose_schedule
 
 from ._profile import agreed, profile_layers, runnable_devices
@@ -75,7 +76,7 @@ def choose_settings(
         module.num_stages,
         num_microbatches,
         memory_limit_bytes=None if limit is None else max(limit - param_bytes - recomputed_bytes, 0),
-        chunk_counts={count: count * _slowest_part_s(profile, cut) / stage_s for count, cut in cuts.items()},
+        chunk_counts={count: count * tick_of(profile, cut).slowest_s / stage_s for count, cut in cuts.items()},
         max_pending=unless_auto(section.max_pending_weights),
         skip_idle=skip_idle,
     )
@@ -128,18 +129,13 @@ def _possible_cuts(
     return found
 
 
-def _slowest_part_s(profile: Profile, boundaries: tuple[int, ...]) -> float:
-    seconds = profile.seconds()
-    return max(sum(seconds[first:end]) for first, end in zip(boundaries[:-1], boundaries[1:], strict=True))
-
-
 def _largest_stage(profile: Profile, boundaries: tuple[int, ...], num_stages: int) -> tuple[StageCosts, int, int]:
     """Costs of the slowest stage, and the most that a stage holds whatever the schedule.
 
     This is the number of its parameters, and the bytes that a backward makes again, for one microbatch at a time. Where
     stages hold several parts, part p is taken to be on stage `p % num_stages`.
     """
-    chunks = [profile.layers[first:end] for first, end in zip(boundaries[:-1], boundaries[1:], strict=True)]
+    chunks = [profile.layers[first:end] for first, end in pairwise(boundaries)]
     stages = [[layer for chunk in chunks[s::num_stages] for layer in chunk] for s in range(num_stages)]
     slowest = max(stages, key=lambda layers: sum(layer.forward_s + layer.backward_s for layer in layers))
     weight_s = sum(layer.weight_s for layer in slowest)

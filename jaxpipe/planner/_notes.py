@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Hashable, Sequence
+from itertools import pairwise
 
 from jaxpipe._typing import PyTree
 from jaxpipe.distributed import log
@@ -65,7 +66,7 @@ def _warn_of_small_trunk(module: PipelineModule, trace: ModelTrace, profile: Pro
     if not is_method(module.partition_method, "parameters"):
         return
     num_params, cuts = trace.num_own_params(), cut_stages(profile.signatures, parts)
-    sizes = [sum(num_params[a:b]) for a, b in zip(parts[:-1], parts[1:], strict=True)]
+    sizes = [sum(num_params[a:b]) for a, b in pairwise(parts)]
     largest = sizes.index(max(sizes))
     trunk = sum(num_params[i] for i in cuts[largest].trunk)
     best = partition_best(profile, len(sizes))

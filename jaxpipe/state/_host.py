@@ -1,6 +1,5 @@
 """The way between a model's leaves on the host and the global arrays of a state on the devices."""
 
-import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -41,16 +40,12 @@ def state_arrays(state: TrainState) -> dict[str, Any]:
 
 def with_arrays(state: TrainState, arrays: Mapping[str, jax.Array]) -> TrainState:
     """The state with some of these arrays replaced."""
-    changes = {}
-    for field in _FIELDS:
-        tree = getattr(state, field)
-        names = _named(field, tree)
-        leaves = [
-            _like(old, arrays[name]) if name in arrays else old
-            for name, old in zip(names, jax.tree.leaves(tree), strict=True)
-        ]
-        changes[field] = jax.tree.unflatten(jax.tree.structure(tree), leaves)
-    return dataclasses.replace(state, **changes)
+
+    def replaced(path: Any, old: Any) -> Any:
+        name = _path_name(path)
+        return _like(old, arrays[name]) if name in arrays else old
+
+    return jax.tree.map_with_path(replaced, state)
 
 
 def read_leaves(catalog: Catalog, field: str, storage: PyTree, keys: Iterable[str]) -> dict[str, np.ndarray]:
@@ -233,10 +228,11 @@ def owned(leaf: Any) -> Any:
 
 
 def _named(field: str, tree: PyTree) -> dict[str, Any]:
-    found = jax.tree.leaves_with_path(tree)
-    return {
-        f"{field}/{jax.tree_util.keystr(path, simple=True, separator='/')}": _as_words(leaf) for path, leaf in found
-    }
+    return {f"{field}/{_path_name(path)}": _as_words(leaf) for path, leaf in jax.tree.leaves_with_path(tree)}
+
+
+def _path_name(path: Any) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 def _whole(like: Any, shards: Sequence[jax.Array]) -> jax.Array:

@@ -62,14 +62,9 @@ class ShardLayout(abc.ABC):
         """The form of the shards of a stage that a leaf lies in."""
         return next(form for form in self.forms(stage) if name in self.shards.names(form))
 
-    def replicas_of(self, form: int) -> Sequence[int]:
-        """The replicas whose shards have a form; replica 0 stands for all where there is one shard for all."""
-        return range(self.num_shards) if self.is_uniform else (form % self.num_shards,)
-
     def rows_of(self, form: int) -> tuple[int, ...]:
-        """The rows of the global arrays that are shards of a form."""
-        first = self.stage_of(form) * self.num_shards
-        return tuple(first + replica for replica in self.replicas_of(form))
+        """The rows of the global arrays that are shards of a form: stage after stage, in each by replica."""
+        return tuple(range(form * self.num_shards, (form + 1) * self.num_shards)) if self.is_uniform else (form,)
 
     def block_counts(self, name: str) -> tuple[int, ...]:
         """Into how many blocks a leaf is cut along each dim before each block is cut into shards; empty: none."""
