@@ -4,7 +4,9 @@ Compiled ahead of time, so no GPU is needed, only the CUDA plugin: 8 stages, one
 blocks at the widths of a 70B model (D 8192, SwiGLU of 28672, 64 heads and 8 of keys and values, T 4096), bfloat16,
 1f1b, one sample a microbatch, AdamW, embedding and head split over the stages. Weights are split by columns, then by
 rows, by `nn.with_partitioning` alone; the residual stream is `whole` on each place, or split over `model` along the
-`sequence` between the sublayers, by `with_sharding_constraint` alone.
+`sequence` between the sublayers, by `with_sharding_constraint` alone. `step` and `tick` have no word of sharding in a
+layer: the 8 GPUs of a stage are places of `fsdp`, each with a sample of its own, and weights are gathered once a step,
+or in every tick.
 
 - Collectives: of a steady tick, per block, forward, recomputed and backward.
 - Memory: bytes per device, beside a count by hand.
@@ -15,9 +17,10 @@ Expected per block: `whole` 2 all-reduces forward and 2 backward; `sequence` 2 a
 and as many backward, and 2 recomputed all-gathers, which Megatron repeats, too. Recompute repeats one reduction of the
 two (the other is not needed again) where sums are not kept, and none where they are, for one array more a block in the
 ring. Two collective-permutes a tick, of the stream, or of an eighth of it. Arguments within 1 % of the count by hand,
-temporaries within 10 %. Nothing whole.
+temporaries within 10 %. Nothing whole. With `fsdp` the six weights of a block are gathered forward and again backward
+with `tick` and not at all in a tick with `step`, and their gradients are reduced and scattered, 6 in each tick.
 
-Run: JAX_PLATFORMS=cpu python -m benchmarks.annotated [--forms whole,sequence] [--keep 0,1] [--blocks 2]
+Run: JAX_PLATFORMS=cpu python -m benchmarks.annotated [--forms whole,sequence,step,tick] [--keep 0,1] [--blocks 2]
      [--attention einsum] [--dump DIRECTORY] [--smoke]
 """
 
@@ -48,6 +51,7 @@ from jaxpipe.layers import VocabEmbed, VocabHead, vocab_cross_entropy
 TARGET = Path(__file__).parents[1] / "tests/gpu/h200_target.txtpb"
 STAGES, PLACES, MICROBATCHES = 8, 8, 16
 STREAM = {"whole": P(), "sequence": P(None, "model", None)}
+AXIS = {"whole": "model", "sequence": "model", "step": "fsdp", "tick": "fsdp"}
 
 
 @dataclass(frozen=True)
@@ -90,38 +94,45 @@ class Block(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """Map `[batch, time, dim]` to the same shape."""
-        stream = STREAM[self.form]
-        x = with_sharding_constraint(x, stream)
-        h = with_sharding_constraint(nn.RMSNorm()(x), P())
+        x = self._constrain(x)
+        h = self._constrain(nn.RMSNorm()(x), P())
         q = jnp.einsum("btd,dhk->bthk", h, self._weight("query", (None, "model", None)))
         kv = jnp.einsum("btd,dhk->bthk", h, self._weight("key_value", (None, "model", None)))
         h = self._mix(q, *jnp.split(kv, 2, axis=-1))
         h = jnp.einsum("bthk,hkd->btd", h, self._weight("project", ("model", None, None)))
         x = x + self._reduced(h)
-        h = with_sharding_constraint(nn.RMSNorm()(x), P())
+        h = self._constrain(nn.RMSNorm()(x), P())
         h = nn.silu(h @ self._weight("gate", (None, "model"))) * (h @ self._weight("up", (None, "model")))
-        return with_sharding_constraint(x + self._reduced(h @ self._weight("down", ("model", None))), stream)
+        return self._constrain(x + self._reduced(h @ self._weight("down", ("model", None))))
+
+    def _constrain(self, x: jax.Array, spec: P | None = None) -> jax.Array:
+        """Sharded so, or as the stream is, where `model` is an axis."""
+        if AXIS[self.form] != "model":
+            return x
+        return with_sharding_constraint(x, STREAM[self.form] if spec is None else spec)
 
     def _weight(self, name: str, axes: tuple[str | None, ...]) -> jax.Array:
-        init = nn.with_partitioning(nn.initializers.normal(0.02), axes)
+        init = nn.initializers.normal(0.02)
+        if AXIS[self.form] == "model":
+            init = nn.with_partitioning(init, axes)
         return self.param(name, init, self.size.weights[name])
 
     def _reduced(self, y: jax.Array) -> jax.Array:
         """The sum of what the places have, which recompute may keep."""
         # Whole first: in the backward both products then take one gathered gradient. Without it XLA gathers it twice.
-        y = with_sharding_constraint(y, P())
-        return checkpoint_name(with_sharding_constraint(y, STREAM[self.form]), "reduced")
+        y = self._constrain(y, P())
+        return checkpoint_name(self._constrain(y), "reduced")
 
     def _mix(self, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         """Causal attention with fewer heads of keys than of queries."""
         if self.attention != "einsum":
             q, k, v = (a.astype(jnp.bfloat16) for a in (q, k, v))  # where parameters are made, all is in float32
             mix = functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation=self.attention)
-            # JAX (0.10) cannot partition cuDNN's attention where some axes are manual; each place has its own heads.
-            heads = P(None, None, "model", None)
-            return jax.shard_map(mix, in_specs=(heads,) * 3, out_specs=heads, axis_names={"model"}, check_vma=False)(
-                q, k, v
-            )
+            # JAX (0.10) cannot partition cuDNN's attention where some axes are manual; each place has its own heads, or
+            # samples.
+            axis = AXIS[self.form]
+            own = P(None, None, "model", None) if axis == "model" else P(axis)
+            return jax.shard_map(mix, in_specs=(own,) * 3, out_specs=own, axis_names={axis}, check_vma=False)(q, k, v)
         batch, length, heads, width = q.shape
         q = q.reshape(batch, length, k.shape[2], heads // k.shape[2], width)
         scores = jnp.einsum("btngk,bsnk->bngts", q, k) / width**0.5
@@ -135,7 +146,8 @@ def build(size: Size, form: str, attention: str, *, keep: bool) -> jaxpipe.Pipel
         platform="cuda", topology=f"1x{STAGES}x{PLACES}", target_config=TARGET.read_text()
     )
     devices = np.array(description.devices).reshape(STAGES, 1, PLACES)
-    mesh = Mesh(devices, ("stage", "data", "model"), axis_types=(AxisType.Auto,) * 3)
+    axis = AXIS[form]
+    mesh = Mesh(devices, ("stage", "data", axis), axis_types=(AxisType.Auto,) * 3)
     kept = jax.checkpoint_policies.save_only_these_names("reduced") if keep else None
     layers = [
         VocabEmbed(size.vocab, size.dim),
@@ -150,8 +162,9 @@ def build(size: Size, form: str, attention: str, *, keep: bool) -> jaxpipe.Pipel
         partition_method="trunk",
         compute_dtype="bfloat16",
     )
-    example = jax.ShapeDtypeStruct((1, size.time), jnp.int32)
-    settings = TrainConfig(pipeline=PipelineConfig(schedule="1f1b"))
+    example = jax.ShapeDtypeStruct((PLACES if axis == "fsdp" else 1, size.time), jnp.int32)
+    gather = form if axis == "fsdp" else "auto"
+    settings = TrainConfig(pipeline=PipelineConfig(schedule="1f1b", gather_weights=gather))
     return jaxpipe.Pipeline(model, optax.adamw(1e-4), mesh, (example, example), MICROBATCHES, settings)
 
 
@@ -242,7 +255,7 @@ class Tick:
         if "rematted" in origin and "transpose" in origin and "Block._reduced/sharding" not in origin:
             return "recomputed"
         if "Block" not in origin:
-            return "embedding, head, loss"
+            return "weights, embedding, head, loss"
         return "backward" if "transpose" in origin else "forward"
 
 
@@ -252,9 +265,9 @@ def _axis(line: Line) -> str:
     )
     text = groups.group(1) if groups else ""
     if text.startswith(f"[{STAGES},{PLACES}]<=") and "T(" not in text:
-        return "model"
+        return "inside a stage"
     members = [int(n) for n in text.split(",")] if "[" not in text else []
-    return "model" if len(members) > 1 and members[1] - members[0] == 1 else "stage"
+    return "inside a stage" if len(members) > 1 and members[1] - members[0] == 1 else "stages"
 
 
 def _plain(dims: tuple[int, ...]) -> tuple[int, ...]:
@@ -275,6 +288,8 @@ def count_by_hand(size: Size, form: str, attention: str, *, keep: bool) -> tuple
     Returns:
         `(arguments, and temporaries that live through the step; bytes of a tick's own)`.
     """
+    if AXIS[form] == "fsdp":
+        return _count_fsdp(size, form, keep=keep)
     split = PLACES if form == "sequence" else 1
     block = sum(map(np.prod, size.weights.values())) / PLACES + 2 * size.dim
     # Embedding and head are split over the stages, and whole on each place; every stage has room for the last norm.
@@ -291,6 +306,21 @@ def count_by_hand(size: Size, form: str, attention: str, *, keep: bool) -> tuple
     own += (2 + 4 + 4) * size.time * size.vocab / STAGES + 2 * 2 * size.vocab * size.dim / STAGES
     scores = 2 * 4 * size.time**2 * size.heads / PLACES
     return lasting, own + (scores if attention == "einsum" else 0)
+
+
+def _count_fsdp(size: Size, form: str, *, keep: bool) -> tuple[Memory, float]:
+    """The same where weights and samples are divided over `fsdp`: each place works as one without it would."""
+    block, tables = sum(map(np.prod, size.weights.values())), 2 * size.vocab * size.dim / STAGES
+    whole = size.blocks * (block + 2 * size.dim) + tables + size.dim
+    params = (size.blocks * block + tables) / PLACES + (2 * size.blocks + 1) * size.dim
+    stream = 2 * size.time * size.dim
+    kept = size.blocks * (2 if keep else 1) * stream
+    gathered = 2 * whole if form == "step" else 2 * params
+    lasting = Memory(12 * params, gathered + 4 * params + (2 * STAGES - 1) * kept)
+    own = kept + 7 * stream + 6 * 2 * size.time * size.ffn
+    own += PLACES * (2 + 4 + 4) * size.time * size.vocab / STAGES / PLACES + 2 * 2 * tables
+    # The largest weight, gathered, and its gradient before it is reduced; all of a block's where XLA gathers ahead.
+    return lasting, own + 2 * 2 * size.dim * size.ffn + (0 if form == "step" else 2 * block)
 
 
 def measure(size: Size, form: str, attention: str, *, keep: bool, dump: Path | None) -> None:
@@ -321,6 +351,8 @@ def measure(size: Size, form: str, attention: str, *, keep: bool, dump: Path | N
         *("temporaries", f"{temporaries / 1e9:.2f}", f"{hand.temporaries / 1e9:.2f}"),
         *(f"{temporaries / hand.temporaries:.3f}", f"{own / 1e9:.2f}", f"{temporaries / (hand.temporaries + own):.3f}"),
     )
+    if AXIS[form] == "fsdp":
+        return  # weights are to be whole in a tick
     shapes: set[tuple[int, ...]] = {*size.weights.values(), *(_merged(dims) for dims in size.weights.values())}
     if form == "sequence":
         shapes.add((built.program.residual_slots, size.time, size.dim))
