@@ -85,16 +85,18 @@ def first_values_then_pairs(
     """
     values, pairs = ([to_case(x) for x in covering(factors, is_valid, strength)] for strength in (1, 2))
     rest = [case for case in pairs if case not in values]
-    return [*values, *slow_after(0, rest[::2]), *(pytest.param(case, marks=pytest.mark.soak) for case in rest[1::2])]
+    return [*values, *slow_after(0, rest, soak=True)]
 
 
-def slow_after(count: int, cases: Sequence[Any], *, unpack: bool = False) -> list[Any]:
+def slow_after(count: int, cases: Sequence[Any], *, unpack: bool = False, soak: bool = False) -> list[Any]:
     """Parameters of a test of which only the first few run by default; the others are marked slow.
 
     Args:
         count: How many run by default.
         cases: The values.
         unpack: Whether each is a tuple of values of several arguments.
+        soak: Mark every other one of these soak instead.
     """
-    rest = [pytest.param(*(case if unpack else (case,)), marks=pytest.mark.slow) for case in cases[count:]]
+    marks = [pytest.mark.slow, pytest.mark.soak if soak else pytest.mark.slow]
+    rest = [pytest.param(*(case if unpack else (case,)), marks=marks[i % 2]) for i, case in enumerate(cases[count:])]
     return [*cases[:count], *rest]

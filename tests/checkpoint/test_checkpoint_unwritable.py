@@ -99,6 +99,7 @@ def leave_room(path: Path, num_pages: int) -> None:
     ballast.write_bytes(bytes(room(path) - num_pages * PAGE))
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_full_at_any_moment(run: Run, disk: Path) -> None:
     """With a little more room at each try, until there is enough."""
     before = run.held()

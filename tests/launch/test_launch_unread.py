@@ -52,9 +52,8 @@ def _wait_until_blocked(here: Path) -> None:
     wait_until(is_blocked)
 
 
-@pytest.mark.parametrize(
-    "how", ["TERM", *(pytest.param(each, marks=pytest.mark.slow) for each in ("death", "INT", "HUP"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["TERM", "death", "INT", "HUP"])
 def test_nobody_reads_and_the_job_ends(here: Path, how: str) -> None:
     program = script(here.parent, PROGRAM)
     with start("--nproc", 2, program, here, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as launcher:

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 from _job import Job
 
 PROGRAM = """
@@ -33,6 +34,7 @@ print("cut", parts, repr(profile), flush=True)
 """
 
 
+@pytest.mark.slow
 def test_what_process_0_measured_decides_for_all(tmp_path: Path) -> None:
     job = Job(tmp_path, 2, 1).start([], {}, program=PROGRAM)
     try:

@@ -53,7 +53,7 @@ COUPLING = {
 }
 
 
-@pytest.mark.parametrize("name", slow_after(4, [*LEAFWISE]))
+@pytest.mark.parametrize("name", slow_after(2, [*LEAFWISE]))
 def test_leafwise_optimisers_do_what_they_do_unpipelined(name: str) -> None:
     optimizer = LEAFWISE[name]
     case = Case(stages=4, cut="trunk", optimizer=optimizer)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from _covering import slow_after
 from _settings import make_settings
 from _tolerances import assert_close
 from jax.ad_checkpoint import checkpoint_name
@@ -119,7 +120,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", slow_after(1, ["each layer", *(name for name in CASES if name != "each layer")]))
 def test_gradients_are_those_of_one_device(case: str) -> None:
     pipeline = make_pipeline(**CASES[case])
     params, loss, grads = one_device()
@@ -128,7 +129,7 @@ def test_gradients_are_those_of_one_device(case: str) -> None:
     assert_close(pipeline.params_tree(storage), grads)
 
 
-@pytest.mark.parametrize("case", ["each layer", "marked", "constraints", "scanned", "split backward"])
+@pytest.mark.parametrize("case", slow_after(1, ["each layer", "marked", "constraints", "scanned", "split backward"]))
 def test_nothing_is_reduced_again(case: str) -> None:
     settings = {name: value for name, value in CASES[case].items() if name in ("schedule", "scan_trunk")}
     kept, recomputed = make_pipeline(**settings), make_pipeline(**CASES[case])
@@ -136,12 +137,13 @@ def test_nothing_is_reduced_again(case: str) -> None:
     assert num_reduced(recomputed) == num_reduced(kept)
 
 
-@pytest.mark.parametrize("case", [{"names": False, "interval": 1}, CASES["own policy"]])
+@pytest.mark.parametrize("case", slow_after(1, [{"names": False, "interval": 1}, CASES["own policy"]]))
 def test_what_is_not_named_or_not_kept_is_reduced_again(case: dict[str, Any]) -> None:
     # In each of the two blocks of a stage, in the ticks with a backward and those after the last forward.
     assert num_reduced(make_pipeline(**case)) >= num_reduced(make_pipeline()) + BLOCKS // 2
 
 
+@pytest.mark.slow
 def test_where_inputs_are_sharded_names_save_the_sums_alike() -> None:
     # More sums than without: what is computed from inputs that are sharded by features sums over them.
     unnamed = make_pipeline(names=False, interval=1, recompute=PARTITION)
@@ -155,7 +157,7 @@ def test_a_named_value_is_kept_once_a_layer() -> None:
     assert make_pipeline(mark=remat(KEEPS_INPUTS)).residual_bytes == inputs_alone.residual_bytes
 
 
-@pytest.mark.parametrize("case", ["each layer", "marked", "inputs sharded", "scanned"])
+@pytest.mark.parametrize("case", slow_after(1, ["each layer", "marked", "inputs sharded", "scanned"]))
 @pytest.mark.filterwarnings("ignore:No effect")
 def test_without_an_axis_to_reduce_over_names_change_nothing(case: str) -> None:
     def lowered(names: bool) -> str:

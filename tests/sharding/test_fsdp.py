@@ -83,11 +83,11 @@ def sequential() -> tuple[list[float], Any, Any, Any]:
 @pytest.mark.parametrize(
     ("stages", "data", "axes", "settings"),
     slow_after(
-        3,
+        1,
         [
-            (2, 1, {"fsdp": 2}, {}),
             (2, 1, {"fsdp": 4}, {"gather_weights": "step", "schedule": "zero-bubble"}),
             (2, 1, {"fsdp": 2, "model": 2}, {"skip_idle": False}),
+            (2, 1, {"fsdp": 2}, {}),
             (2, 2, {"fsdp": 2}, {"zero_stage": 1}),
             (2, 4, {}, {"zero_stage": 2}),
             (2, 4, {}, {"zero_stage": 3}),
@@ -133,7 +133,7 @@ def test_an_engine_returns_the_outputs_of_all_samples() -> None:
     assert_loss(engine.train_batch(iter(entries)), losses[0])
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", slow_after(1, [2, 4]))
 def test_bytes_at_rest_fall_by_the_axis(size: int) -> None:
     pipeline, whole = make_pipeline(2, 1, {"fsdp": size}), make_pipeline(2, 1, {"model": 1})
 

@@ -37,11 +37,11 @@ def check(case: Sharded) -> None:
 @pytest.mark.parametrize(
     "case",
     slow_after(
-        3,
+        1,
         [
+            make_case("logical", (2, 1, 4), schedule="interleaved", skip_idle=False),
             make_case("block", (2, 2, 2), skip_idle=True),
             make_case("tied", (1, 2, 2), interval=1),
-            make_case("logical", (2, 1, 4), schedule="interleaved", skip_idle=False),
             make_case("nested", (2, 2, 2), skip_idle=True),
             make_case("nnx", (2, 1, 4), skip_idle=False),
             make_case("experts", (2, 2, 2), skip_idle=False),

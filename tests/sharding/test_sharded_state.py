@@ -75,7 +75,7 @@ def largest_stage_bytes(case: Sharded, boundaries: tuple[int, ...]) -> int:
 @pytest.mark.parametrize(
     "case",
     slow_after(
-        1,
+        0,
         [
             Sharded(annotated="block", data=2, optimizer=ADAM, cut="trunk"),
             Sharded(annotated="block", axes=(("model", 4),), optimizer=ADAM, cut="trunk"),

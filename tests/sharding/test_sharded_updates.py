@@ -52,7 +52,7 @@ def check(case: Sharded) -> None:
 @pytest.mark.parametrize(
     "case",
     slow_after(
-        2,
+        1,
         [
             Sharded(annotated="tied", data=2, optimizer=ADAM, settings={**CLIP, **ZERO}),
             Sharded(annotated="stats", data=2, optimizer=SGD, skip_idle=True),
@@ -80,6 +80,7 @@ def check(case: Sharded) -> None:
             Sharded(annotated="fsdp_model", axes=(("fsdp", 2), ("model", 2)), optimizer=ADAM, settings=CLIP),
             Sharded(annotated="block", data=2, optimizer=SGD, settings={"loss_scaler": LossScaler(1024.0)}),
         ],
+        soak=True,
     ),
     ids=str,
 )
