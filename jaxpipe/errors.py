@@ -81,6 +81,11 @@ def shown(value: object, text_of: Callable[[object], str] = repr) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
+def counted(number: int, noun: str, plural: str = "s") -> str:
+    """A number with its noun, which gets the ending where it is not one."""
+    return f"{number:,} {noun}{'' if number == 1 else plural}"
+
+
 def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
     """Find the known name that an unknown one may stand for, in capitals or not.
 

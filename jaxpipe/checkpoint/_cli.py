@@ -6,9 +6,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxpipe.errors import CheckpointError
+from jaxpipe.errors import CheckpointError, counted
 
-from ._inspect import count, format_bytes, inspect_checkpoint
+from ._inspect import format_bytes, inspect_checkpoint
 from ._safetensors import export_safetensors
 from ._verify import verify_checkpoint
 
@@ -63,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
 def _verify(args: argparse.Namespace) -> str:
     found = verify_checkpoint(args.path, args.tag)
     return (
-        f"{found.path} is as it was written: {count(found.num_rows, 'row')} of {count(found.num_arrays, 'array')}, "
+        f"{found.path} is as it was written: {counted(found.num_rows, 'row')} of {counted(found.num_arrays, 'array')}, "
         f"{format_bytes(found.num_bytes)}"
     )
 

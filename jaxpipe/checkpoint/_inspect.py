@@ -13,7 +13,7 @@ from pathlib import Path
 
 import jax.numpy as jnp
 
-from jaxpipe.errors import CheckpointError
+from jaxpipe.errors import CheckpointError, counted
 from jaxpipe.state import Leaf
 
 from ._directory import committed_tags
@@ -77,26 +77,21 @@ def format_bytes(num_bytes: int) -> str:
     return f"{num_bytes / 1024**power:,.{1 if power else 0}f} {_UNITS[power]}"
 
 
-def count(number: int, noun: str, plural: str = "s") -> str:
-    """A number with its noun."""
-    return f"{number:,} {noun}{'' if number == 1 else plural}"
-
-
 def _facts(checkpoint: Checkpoint) -> list[str]:
     index, commit = checkpoint.index, checkpoint.commit
     scalars = index.scalars
-    topology = " x ".join(count(n, _AXES.get(axis, axis)) for axis, n in index.mesh.items())
+    topology = " x ".join(counted(n, _AXES.get(axis, axis)) for axis, n in index.mesh.items())
     scale = scalars["loss_scale"].get("scale")
     places = sum(isinstance(each, dict) and each.get("state") is not None for each in index.data_iterators)
     beside = [f"client state ({', '.join(index.client_state)})"] if index.client_state else []
-    beside += [f"the place of {count(places, 'data iterator')}"] if places else []
+    beside += [f"the place of {counted(places, 'data iterator')}"] if places else []
     versions = [f"{name} {version}" for name, version in index.versions.items() if version[:1].isdigit()]
     facts = {
         "checkpoint": str(checkpoint.path),
         "tag": checkpoint.tag + ("" if commit.is_latest else " (saved with save_latest=False)"),
         "saved": _moment(commit.saved_at),
-        "trained": f"{count(index.global_steps, 'step')}, {count(index.global_samples, 'sample')}"
-        + (f", {count(scalars['skipped_steps'], 'step')} skipped" if scalars["skipped_steps"] else ""),
+        "trained": f"{counted(index.global_steps, 'step')}, {counted(index.global_samples, 'sample')}"
+        + (f", {counted(scalars['skipped_steps'], 'step')} skipped" if scalars["skipped_steps"] else ""),
         "topology": f"{topology}, ZeRO stage {index.zero_stage}",
         "loss scale": "" if scale is None else f"{scale:,.12g}",
         "also holds": ", ".join(beside),
@@ -121,7 +116,7 @@ def _others(checkpoint: Checkpoint) -> str:
         commits = committed_tags(checkpoint.path.parent)
     except CheckpointError as error:
         return str(error)
-    others = [f"{tag} ({count(each.global_steps, 'step')})" for tag, each in commits.items() if tag != checkpoint.tag]
+    others = [f"{tag} ({counted(each.global_steps, 'step')})" for tag, each in commits.items() if tag != checkpoint.tag]
     return ", ".join(others) or "no other checkpoint"
 
 
@@ -134,7 +129,7 @@ def _layers(index: Index) -> list[str]:
         layers = list(members)
         total = _sum(index.leaves, {key for layer in layers for key in layer.parameters})
         rows.append(
-            (str(stage), count(len(layers), "layer"), f"{total.num_elements:,}", format_bytes(total.num_bytes), "")
+            (str(stage), counted(len(layers), "layer"), f"{total.num_elements:,}", format_bytes(total.num_bytes), "")
         )
         details.append("")
         for _, run in groupby(layers, lambda layer: (layer.kind, layer.signature, _shapes(index, layer))):
@@ -185,7 +180,7 @@ def _totals(checkpoint: Checkpoint) -> list[str]:
                 (name + once, f"{total.num_elements:,}", f"{total.num_arrays:,}", format_bytes(total.num_bytes))
             )
     sizes = list(_file_sizes(checkpoint.path))
-    rows.append((f"on disk, in {count(len(sizes), 'file')}", "", f"{len(index.arrays):,}", format_bytes(sum(sizes))))
+    rows.append((f"on disk, in {counted(len(sizes), 'file')}", "", f"{len(index.arrays):,}", format_bytes(sum(sizes))))
     widths = [max(len(row[column]) for row in rows) for column in range(4)]
     return [
         "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))])

@@ -15,7 +15,7 @@ from jaxpipe._typing import Path, PyTree
 from jaxpipe.config import TrainConfig
 from jaxpipe.data import Batch, structures_differ
 from jaxpipe.distributed import log
-from jaxpipe.errors import DataError
+from jaxpipe.errors import DataError, counted
 from jaxpipe.layers import PipelineModule, flatten_dict, format_struct, struct_of
 from jaxpipe.partition import profile_source
 from jaxpipe.pipeline import Pipeline, entry_struct
@@ -221,7 +221,7 @@ class ProgramCache:
 def describe_batch(batch: Batch) -> str:
     """Description of a batch in a line on compiling; leaves `[num_microbatches, ...]`."""
     count = jax.tree.leaves(batch)[0].shape[0]
-    return f" for {count} microbatch{'' if count == 1 else 'es'} of {_describe(_entry_of(batch))}"
+    return f" for {counted(count, 'microbatch', 'es')} of {_describe(_entry_of(batch))}"
 
 
 def _entry_of(batch: Batch) -> Batch:

@@ -45,7 +45,7 @@ class Packing:
         self.struct: PyTree = first if self.is_identity else self._layout.struct().packed
         self._spec: PyTree = None
         if specs and self.is_identity:
-            self._spec = jax.tree.map(_common_spec, *specs, is_leaf=_is_spec)
+            self._spec = jax.tree.map(_common_spec, *specs)
 
     def describe(self, member: int) -> tuple[object, ...]:
         """A value that is equal for members that are packed alike."""
@@ -78,10 +78,6 @@ class Packing:
             return self.constrain(packed)
         leaves = self._layout.unpack(member, Storage(packed))
         return jax.tree.unflatten(self._treedefs[member], list(leaves.values()))
-
-
-def _is_spec(value: Any) -> bool:
-    return isinstance(value, P)
 
 
 def _common_spec(*specs: P) -> P:

@@ -87,7 +87,7 @@ class Segment:
         if not automatic_axes(trace.mesh):
             return [P() for _ in self.residuals.structs]
         gathered = self._specs_in(self._blueprint.params.gathered)
-        params = jax.tree.leaves(gathered, is_leaf=lambda x: isinstance(x, P))
+        params = jax.tree.leaves(gathered)
         inputs = [samples_spec(x, trace.mesh) for x in jax.tree.leaves(trace.boundaries[self.layers.start])]
         return trace.on_mesh(lambda: self.residuals.specs(params, inputs, trace.mesh))
 

@@ -321,5 +321,5 @@ def boundary_specs(module: PipelineModule, trace: ModelTrace, stops: Sequence[in
 
 
 def _differentiable_specs(struct: PyTree, specs: PyTree) -> list[P]:
-    pairs = zip(jax.tree.leaves(struct), jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, P)), strict=True)
+    pairs = zip(jax.tree.leaves(struct), jax.tree.leaves(specs), strict=True)
     return [spec for leaf, spec in pairs if differentiable([leaf])]

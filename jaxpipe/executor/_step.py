@@ -17,6 +17,7 @@ from jaxpipe.state import (
     TrainState,
     Updater,
     ZeroSharding,
+    broadcast_sum,
     broadcast_tied,
     clip_to,
     global_norm,
@@ -104,12 +105,13 @@ class DevicePrograms:
 
     def predict(self, state: TrainState, batch: Batch) -> PyTree:
         """Outputs of the model for every microbatch, on every stage."""
-        return jax.tree.map(_from_last, self._results(state, batch, lambda outputs, _: self._whole(outputs)))
+        # All stages but the last have zeros.
+        return broadcast_sum(self._results(state, batch, lambda outputs, _: self._whole(outputs)), "stage")
 
     def evaluate_and_predict(self, state: TrainState, batch: Batch) -> tuple[EvaluationMetrics, PyTree]:
         """Both at once."""
         terms, outputs = self._results(state, batch, lambda y, t: (self._objective.measure(y, t), self._whole(y)))
-        return _mean_losses(terms), jax.tree.map(_from_last, outputs)
+        return _mean_losses(terms), broadcast_sum(outputs, "stage")
 
     def _pinned(self, rows: Storage) -> Storage:
         """This device's row of parameters or gradients, sharded over automatic axes as its layout says."""
@@ -234,13 +236,6 @@ def _mean_losses(terms: tuple[jax.Array, jax.Array]) -> EvaluationMetrics:
         "loss": jnp.sum(sums) / loss_divisor(jnp.sum(weights)),
         "microbatch_losses": sums / loss_divisor(weights),
     }
-
-
-def _from_last(x: jax.Array) -> jax.Array:
-    """Value of the last stage, on all stages; the others have zeros."""
-    if x.dtype == jnp.bool_:
-        return sum_over(x.astype(jnp.int32), "stage") > 0
-    return sum_over(x, "stage")
 
 
 def _squeeze(tree: PyTree) -> PyTree:

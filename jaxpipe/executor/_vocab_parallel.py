@@ -6,7 +6,7 @@ the end. The gradients of what is the same on all stages are summed over the sta
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -17,6 +17,7 @@ from jaxpipe.autodiff import differentiable, replace_differentiable
 from jaxpipe.errors import LayerError
 from jaxpipe.jaxpr import output_dependence
 from jaxpipe.layers import format_struct
+from jaxpipe.state import broadcast_sum
 
 from ._batch import Context
 from ._blueprint import Blueprint
@@ -78,7 +79,7 @@ class VocabLoss:
     """
 
     def __init__(self, blueprint: Blueprint, layers: range) -> None:
-        self._blueprint, self._module, self._whole = blueprint, blueprint.module, blueprint.trace.boundaries[-1]
+        self._module, self._whole = blueprint.module, blueprint.trace.boundaries[-1]
         self._outputs_struct = _outputs_struct(blueprint, Segment(blueprint, 0, [layers]))
         first = next(i for i in layers if blueprint.trace.stage_dims[i])
         self._unsharded = Segment(blueprint, 0, [range(layers.start, first)])
@@ -96,7 +97,7 @@ class VocabLoss:
         struct, whole = self._outputs_struct, self._whole
         if format_struct(struct) == format_struct(whole):
             return
-        closed = _trace(self._blueprint, self._module.loss_terms, struct, labels)[0]
+        closed = jax.make_jaxpr(self._module.loss_terms)(struct, labels)
         bits = [int(i < len(jax.tree.leaves(whole))) for i in range(len(closed.jaxpr.invars))]
         has_axis = any(getattr(effect, "name", None) == _AXIS for effect in closed.effects)
         if not has_axis and any(output_dependence(closed.jaxpr, bits)):
@@ -164,7 +165,9 @@ class VocabLoss:
         self, is_last: jax.Array, unsharded: Leaves, sharded: Leaves, inputs: PyTree, context: Context, *, train: bool
     ) -> PyTree:
         handed = _run(self._unsharded, unsharded, inputs, context, train=train)
-        return _run(self._sharded, sharded, _from_last(is_last, handed), context, train=train)
+        # The transpose of this broadcast sends the cotangent back to the last stage.
+        handed = broadcast_sum(select(is_last, handed, zeros_of(handed)), _AXIS)
+        return _run(self._sharded, sharded, handed, context, train=train)
 
 
 def _outputs_struct(blueprint: Blueprint, segment: Segment) -> PyTree:
@@ -172,7 +175,7 @@ def _outputs_struct(blueprint: Blueprint, segment: Segment) -> PyTree:
     inputs, layers = blueprint.trace.boundaries[segment.layers.start], blueprint.module.layers
     try:
         run = functools.partial(_run, segment, train=False)
-        return _trace(blueprint, run, segment.struct, inputs, blueprint.context)[1]
+        return jax.eval_shape(run, segment.struct, inputs, blueprint.context)
     except Exception as error:
         raise LayerError(
             f"the layers {', '.join(layers[i].name for i in segment.layers)}, which all stages run together, must "
@@ -182,21 +185,5 @@ def _outputs_struct(blueprint: Blueprint, segment: Segment) -> PyTree:
         ) from error
 
 
-def _trace(blueprint: Blueprint, function: Callable[..., Any], *args: PyTree) -> tuple[Any, PyTree]:
-    return jax.make_jaxpr(function, return_shape=True)(*args)
-
-
 def _run(segment: Segment, leaves: Leaves, inputs: PyTree, context: Context, *, train: bool) -> PyTree:
     return segment.run(leaves, inputs, (0, *context, [{} for _ in segment.layers]), train=train)[0]
-
-
-def _from_last(is_last: jax.Array, tree: PyTree) -> PyTree:
-    """Value of the last stage, on all stages."""
-
-    def one(leaf: jax.Array) -> jax.Array:
-        # A psum of zeros and one value is a broadcast whose transpose sends the cotangent back.
-        number = leaf.astype(jnp.int32) if leaf.dtype == jnp.bool_ else leaf
-        total = jax.lax.psum(jnp.where(is_last, number, jnp.zeros((), number.dtype)), _AXIS)
-        return total.astype(leaf.dtype)
-
-    return jax.tree.map(one, tree)

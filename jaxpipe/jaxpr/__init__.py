@@ -21,6 +21,7 @@ from ._reduced import save_whole as save_whole
 from ._sharding import constrained_axes as constrained_axes
 from ._sharding import output_specs as output_specs
 from ._sharding import propagated_specs as propagated_specs
+from ._sharding import spec_axes as spec_axes
 from ._slice import Slice as Slice
 from ._slice import computed_by as computed_by
 from ._slice import effects_of as effects_of
@@ -59,6 +60,7 @@ __all__ = [
     "reduced",
     "save_reduced",
     "save_whole",
+    "spec_axes",
     "value_numbers",
     "value_of",
     "variables",

@@ -30,7 +30,7 @@ def constrained_axes(closed: ClosedJaxpr) -> set[str]:
     found: set[str] = set()
     for eqn in closed.jaxpr.eqns:
         if eqn.primitive.name == "sharding_constraint":
-            found |= {axis for names in eqn.params["sharding"].spec for axis in _tuple(names)}
+            found |= {axis for names in eqn.params["sharding"].spec for axis in spec_axes(names)}
         found = found.union(*map(constrained_axes, programs_inside(eqn)))
     return found
 
@@ -108,7 +108,7 @@ def _results(eqn: Any, values: list[jax.Array]) -> list[jax.Array]:
         final, steps = found[: eqn.params["num_carry"]], found[eqn.params["num_carry"] :]
         stacked = eqn.outvars[eqn.params["num_carry"] :]
         return [*final, *(_placed(_blank(x), P(None, *_spec(y))) for x, y in zip(stacked, steps, strict=True))]
-    axes = dict.fromkeys(axis for value in values for names in _spec(value) for axis in _tuple(names))
+    axes = dict.fromkeys(axis for value in values for names in _spec(value) for axis in spec_axes(names))
     for without in ((), *((axis,) for axis in axes), tuple(axes)):
         given = [_placed(value, _spec(value), without) if axes else value for value in values]
         try:
@@ -127,7 +127,7 @@ def _blank(x: Any) -> jax.Array:
 
 
 def _placed(value: jax.Array, spec: P, without: Sequence[str] = ()) -> jax.Array:
-    names = [tuple(axis for axis in _tuple(entry) if axis not in without) or None for entry in spec]
+    names = [tuple(axis for axis in spec_axes(entry) if axis not in without) or None for entry in spec]
     wanted = P(*names, *[None] * (value.ndim - len(names)))
     return value if _spec(value) == wanted else jax.sharding.reshard(value, wanted)
 
@@ -136,5 +136,6 @@ def _spec(value: jax.Array) -> P:
     return jax.typeof(value).sharding.spec
 
 
-def _tuple(names: Any) -> tuple[str, ...]:
+def spec_axes(names: Any) -> tuple[str, ...]:
+    """The axes that a dim is sharded over, from its entry in a spec."""
     return names if isinstance(names, tuple) else (names,) if isinstance(names, str) else ()

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from jaxpipe._typing import PyTree
-from jaxpipe.errors import LayerError, PartitionError
+from jaxpipe.errors import LayerError, PartitionError, counted
 from jaxpipe.partition import Profile, is_method, needs_shapes, partition_layers, profile_source
 from jaxpipe.topology import PipeDataParallelTopology, ProcessTopology, automatic_axes
 
@@ -308,23 +308,23 @@ class PipelineModule(SequentialModel, DeepSpeedNames):
         return part % self.num_stages if self._part_stages is None else self._part_stages[part]
 
     def __repr__(self) -> str:
-        counts = [f"{_counted(len(self.layers), 'layer')}", _counted(self.num_stages, "stage")]
+        counts = [f"{counted(len(self.layers), 'layer')}", counted(self.num_stages, "stage")]
         counts.append(f"partition_method={self.partition_method!r}")
         if self.loss_fn is not None:
             counts.append(f"loss_fn={getattr(self.loss_fn, '__qualname__', repr(self.loss_fn))}")
         if self._num_params is not None:
-            counts.append(_counted(self._num_params[1], "parameter"))
+            counts.append(counted(self._num_params[1], "parameter"))
         lines = [f"PipelineModule: {', '.join(counts)}"]
         if self._parts is None:
             return "\n".join([*lines, "not cut yet", *map(self._describe, self.layers)])
         for first, end in pairwise(self._parts):
-            lines.append(f"stage {self.stage_owner(first)}: {_counted(end - first, 'layer')}")
+            lines.append(f"stage {self.stage_owner(first)}: {counted(end - first, 'layer')}")
             lines += map(self._describe, self.layers[first:end])
         return "\n".join(lines)
 
     def _describe(self, named: NamedLayer) -> str:
         num_params = 0 if self._num_params is None else self._num_params[0][named.index]
-        facts = [_counted(num_params, "parameter")] if num_params else []
+        facts = [counted(num_params, "parameter")] if num_params else []
         facts += [f"tied to {named.tied_key!r}"] if named.tied_key is not None else []
         facts += ["recomputed"] if named.is_marked else []
         return f"    {named.name}{'  ' if facts else ''}{', '.join(facts)}"
@@ -351,7 +351,3 @@ class PipelineModule(SequentialModel, DeepSpeedNames):
             signatures=signatures,
             profile=profile,
         )
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"

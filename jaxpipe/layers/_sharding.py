@@ -13,6 +13,7 @@ from jax.sharding import AbstractMesh, PartitionSpec
 
 from jaxpipe._typing import Path, PyTree
 from jaxpipe.errors import LayerError
+from jaxpipe.jaxpr import spec_axes
 from jaxpipe.topology import FSDP, MANUAL_AXES, automatic_axes
 
 Rules = tuple[tuple[str, str | tuple[str, ...] | None], ...]
@@ -93,7 +94,7 @@ def check_rules(mesh: AbstractMesh, rules: Rules) -> None:
         LayerError: There is one, and the mesh has automatic axes.
     """
     for name, axes in rules if automatic_axes(mesh) else ():
-        for axis in _tuple(axes):
+        for axis in spec_axes(axes):
             if axis not in mesh.axis_names and axis not in _PLACED:
                 raise LayerError(
                     f"sharding_rules must map to axes of the mesh, but got {(name, axes)!r} for a mesh with the axes "
@@ -127,7 +128,7 @@ def stage_dims(label: str, tree: PyTree) -> Mapping[Path, int]:
     """
     found = {}
     for path, leaf in _boxes(tree):
-        dims = [dim for dim, names in enumerate(leaf.get_partition_spec()) if "stage" in _tuple(names)]
+        dims = [dim for dim, names in enumerate(leaf.get_partition_spec()) if "stage" in spec_axes(names)]
         if len(dims) > 1:
             raise _twice(label, path, "stage", leaf)
         if dims:
@@ -173,7 +174,7 @@ def paths_over_data(label: str, tree: PyTree, mesh: AbstractMesh, rules: Rules) 
         f"{'.'.join(path)!r} of layer {label}"
         for path, leaf in _boxes(tree)
         if not isinstance(leaf, nn.LogicallyPartitioned)
-        and any("data" in _tuple(entry) for entry in leaf.get_partition_spec())
+        and any("data" in spec_axes(entry) for entry in leaf.get_partition_spec())
     ]
 
 
@@ -194,18 +195,18 @@ def with_fsdp(
     length, found = mesh.shape.get(FSDP, 0), dict(specs)
     for path, leaf in params.items() if length else ():
         spec = specs.get(path, PartitionSpec(*[None] * len(leaf.shape)))
-        if len(leaf.shape) < 2 or any(FSDP in _tuple(entry) for entry in spec):
+        if len(leaf.shape) < 2 or any(FSDP in spec_axes(entry) for entry in spec):
             continue
 
         def size(dim: int, leaf: Any = leaf, spec: PartitionSpec = spec, path: Path = path) -> tuple[int, bool]:
             """Length of a place's share of a dim, 0 where it cannot be divided further; of two alike the whole one."""
-            shard_size = leaf.shape[dim] // math.prod(mesh.shape[axis] for axis in _tuple(spec[dim]))
+            shard_size = leaf.shape[dim] // math.prod(mesh.shape[axis] for axis in spec_axes(spec[dim]))
             return shard_size if shard_size % length == 0 and taken.get(path) != dim else 0, spec[dim] is None
 
         dim = max(range(len(leaf.shape)), key=size)
         if size(dim)[0]:
             # Behind the other axes of the dim, so that each place divides what it holds already.
-            axes = (*_tuple(spec[dim]), FSDP)
+            axes = (*spec_axes(spec[dim]), FSDP)
             entry = axes if len(axes) > 1 else FSDP
             found[path] = PartitionSpec(*(entry if d == dim else names for d, names in enumerate(spec)))
     return found
@@ -220,7 +221,7 @@ def _resolve(label: str, path: Path, leaf: Any, mesh: AbstractMesh, rules: Rules
         check_rules(mesh, rules)
     rules = rules_on(mesh, rules)
     ruled = {str(name) for name, _ in rules}
-    names = [name for entry in entries for name in _tuple(entry)]
+    names = [name for entry in entries for name in spec_axes(entry)]
     unknown = [name for name in names if name not in (*ruled, *mesh.axis_names, *_PLACED)]
     if unknown and not is_logical:
         raise LayerError(
@@ -239,11 +240,13 @@ def _resolve(label: str, path: Path, leaf: Any, mesh: AbstractMesh, rules: Rules
     every_rule = (*rules, *((name, name) for name in automatic_axes(mesh) if name not in ruled))
     alone = spmd.logical_to_mesh(PartitionSpec(*(x if isinstance(x, str) else None for x in entries)), every_rule)
     spec: list[Any] = [None] * ndim
-    for dim, (entry, axes) in enumerate(zip(entries, map(_tuple, alone), strict=True)):
+    for dim, (entry, axes) in enumerate(zip(entries, map(spec_axes, alone), strict=True)):
         if isinstance(entry, tuple):
-            axes = tuple(a for name in entry for a in _tuple(spmd.logical_to_mesh(PartitionSpec(name), every_rule)[0]))
+            axes = tuple(
+                a for name in entry for a in spec_axes(spmd.logical_to_mesh(PartitionSpec(name), every_rule)[0])
+            )
         spec[dim] = axes if len(axes) > 1 else axes[0] if axes else None
-    used = [axis for axes in spec for axis in _tuple(axes)]
+    used = [axis for axes in spec for axis in spec_axes(axes)]
     if len(set(used)) < len(used):
         raise _twice(label, path, next(axis for axis in used if used.count(axis) > 1), leaf)
     return PartitionSpec(*spec)
@@ -251,14 +254,16 @@ def _resolve(label: str, path: Path, leaf: Any, mesh: AbstractMesh, rules: Rules
 
 def _check_divides(label: str, path: Path, leaf: Any, spec: PartitionSpec, mesh: AbstractMesh) -> None:
     for dim, names in enumerate(spec):
-        length, size = math.prod(mesh.shape[axis] for axis in _tuple(names)), leaf.shape[dim]
+        lengths, size = {axis: mesh.shape[axis] for axis in spec_axes(names)}, leaf.shape[dim]
+        length = math.prod(lengths.values())
         if size % length:
+            axes = " x ".join(f"{axis}={each}" for axis, each in lengths.items())
             below, above = size // length * length, -(-size // length) * length
             nearest = f"{below} or {above}" if below else f"{above}"
             raise LayerError(
                 f"{'.'.join(path)!r} of layer {label} must be sharded along dims that the mesh divides, but got size "
-                f"{size} at dim {dim} over {' x '.join(f'{axis}={mesh.shape[axis]}' for axis in _tuple(names))}. Make "
-                f"it {nearest}, or leave the axis out of its partition metadata or of sharding_rules."
+                f"{size} at dim {dim} over {axes}. Make it {nearest}, or leave the axis out of its partition metadata "
+                "or of sharding_rules."
             )
 
 
@@ -277,10 +282,6 @@ def _boxes(tree: PyTree) -> Iterator[tuple[Path, Any]]:
 
 def _is_box(leaf: Any) -> bool:
     return isinstance(leaf, meta.AxisMetadata)
-
-
-def _tuple(names: Any) -> tuple[str, ...]:
-    return names if isinstance(names, tuple) else (names,) if isinstance(names, str) else ()
 
 
 def _listed(names: Sequence[Any]) -> str:

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
+from jaxpipe.errors import counted
+
 from ._costs import Profile
 
 _LISTED = 60  # longer lists leave out the middle
@@ -42,7 +44,7 @@ def format_layers(names: Sequence[str], num_params: Sequence[int] | None) -> str
         One line per layer, each after a newline and indented; the middle of a list of more than 60 layers is left out.
     """
     lines = [
-        f"\n  {index}: {name}" + ("" if num_params is None else f" ({_plural(num_params[index], 'parameter')})")
+        f"\n  {index}: {name}" + ("" if num_params is None else f" ({counted(num_params[index], 'parameter')})")
         for index, name in enumerate(names)
     ]
     if len(lines) > _LISTED:
@@ -109,14 +111,14 @@ def format_partition(
     ]
     lines += [
         f"* tied {tie.key!r}: layers {', '.join(names[i] for i in tie.layers)} share "
-        f"{_plural(tie.num_params, 'parameter')}, which count once in the total"
+        f"{counted(tie.num_params, 'parameter')}, which count once in the total"
         for tie in ties
         if num_params is not None
     ]
     if profile is not None:
         lines.append(f"times: {profile.source}")
         if profile.stage_sharded_params:
-            lines.append(f"every stage also holds {_plural(profile.stage_sharded_params, 'parameter')} of split layers")
+            lines.append(f"every stage also holds {counted(profile.stage_sharded_params, 'parameter')} of split layers")
     return "\n".join(lines)
 
 
@@ -151,7 +153,3 @@ def _short_names(names: Sequence[str]) -> str:
     if len(parts) > _NAME_RUNS:
         parts = [parts[0], parts[1], "...", parts[-1]]
     return ", ".join(parts)
-
-
-def _plural(count: int, noun: str) -> str:
-    return f"{count:,} {noun}" + ("" if count == 1 else "s")

@@ -4,6 +4,7 @@ import math
 
 import jax
 
+from jaxpipe.errors import counted
 from jaxpipe.partition import format_partition
 from jaxpipe.schedules import format_grid
 from jaxpipe.topology import FSDP
@@ -25,7 +26,7 @@ def describe_pipeline(pipeline: Pipeline, max_width: int = 120) -> str:
     names = [named.name for named in layers]
     stages, replicas = pipeline.module.num_stages, pipeline.num_replicas
     others = [(name, size) for name, size in pipeline.mesh.shape.items() if name not in ("stage", "data")]
-    ranks = "".join(f" x {_count(size, f'{name} rank')}" for name, size in others)
+    ranks = "".join(f" x {counted(size, f'{name} rank')}" for name, size in others)
     leaves = jax.tree.leaves(pipeline.state_struct.params)
     num_bytes = sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
     on_device, on_host = pipeline.residual_bytes
@@ -42,12 +43,12 @@ def describe_pipeline(pipeline: Pipeline, max_width: int = 120) -> str:
         *pipeline.plan.notes,
         *([] if pipeline.plan.choice is None else ["", str(pipeline.plan.choice)]),
         "",
-        f"{pipeline.program.name}: {_count(pipeline.num_microbatches, 'microbatch', 'es')} of "
-        f"{_count(pipeline.microbatch_size, 'sample')} on {_count(stages, 'stage')} x {_count(replicas, 'replica')}"
+        f"{pipeline.program.name}: {counted(pipeline.num_microbatches, 'microbatch', 'es')} of "
+        f"{counted(pipeline.microbatch_size, 'sample')} on {counted(stages, 'stage')} x {counted(replicas, 'replica')}"
         f"{ranks}, at most {pipeline.program.peak_in_flight} in flight",
         format_grid(pipeline.schedule, pipeline.num_microbatches, stages, max_width=max_width, max_rows=8),
         "",
-        f"trunk of every stage: {_count(len(pipeline.cuts[0].trunk), 'layer')}; parameters per device: "
+        f"trunk of every stage: {counted(len(pipeline.cuts[0].trunk), 'layer')}; parameters per device: "
         f"{_size(num_bytes)}",
         f"residuals of each microbatch: {_size(on_device)}{hosted}; slots: {pipeline.program.residual_slots}",
     ]
@@ -66,7 +67,3 @@ def describe_pipeline(pipeline: Pipeline, max_width: int = 120) -> str:
 
 def _size(num_bytes: int) -> str:
     return f"{num_bytes / 2**20:,.1f} MiB" if num_bytes >= 2**20 else f"{num_bytes / 2**10:,.1f} KiB"
-
-
-def _count(number: int, noun: str, plural: str = "s") -> str:
-    return f"{number} {noun}{'' if number == 1 else plural}"

@@ -291,20 +291,20 @@ class Pipeline:
         off_trunk = [P() for _ in jax.tree.leaves(stages.prologue.residuals)]
         leaves = map(jax.tree.leaves, (stages.residuals, stages.is_hosted))
         for leaf, is_hosted, spec in zip(*leaves, [*off_trunk, *stages.trunk.residual_specs], strict=True):
-            shape = NamedSharding(self.mesh, spec).shard_shape(leaf.shape)
-            sizes[is_hosted] += math.prod(shape) * leaf.dtype.itemsize
+            sizes[is_hosted] += self._device_bytes(leaf, spec)
         return sizes[0], sizes[1]
 
     @property
     def gathered_bytes(self) -> int:
         """Bytes of the weights of a stage, in the dtype they compute in, that a device gathers over `fsdp`."""
-
-        def num_bytes(like: Any, spec: P) -> int:
-            return math.prod(NamedSharding(self.mesh, spec).shard_shape(like.shape)) * like.dtype.itemsize
-
         layouts = self._params.gathered, self._params.at_rest
-        gathered, at_rest = (sum(jax.tree.leaves(jax.tree.map(num_bytes, x.struct(), x.spec()))) for x in layouts)
+        gathered, at_rest = (
+            sum(jax.tree.leaves(jax.tree.map(self._device_bytes, x.struct(), x.spec()))) for x in layouts
+        )
         return gathered - at_rest
+
+    def _device_bytes(self, like: Any, spec: P) -> int:
+        return math.prod(NamedSharding(self.mesh, spec).shard_shape(like.shape)) * like.dtype.itemsize
 
     @property
     def state_struct(self) -> TrainState:
@@ -510,7 +510,7 @@ class Pipeline:
         specs, over_data = self._specs, P(None, "data")
         of_state, of_batch = jax.tree.map(lambda x: x.sharding, (state, self.batch_struct))
         everywhere, of_outputs = NamedSharding(self.mesh, P()), self._batch_sharding(over_data)
-        if all(spec == over_data for spec in jax.tree.leaves(self._batch_specs, is_leaf=_is_spec)):
+        if all(spec == over_data for spec in jax.tree.leaves(self._batch_specs)):
             # One for all leaves: a batch of another structure then meets `check_batch`, not an error of jit's.
             of_batch = of_outputs
 
@@ -552,10 +552,6 @@ def _from_tree(field: str, tree: PyTree) -> Source:
     """Leaves of a tree that is in memory, by their keys in the catalog."""
     leaves = {join_path((field, *path)): leaf for path, leaf in flatten_dict(tree).items()}
     return lambda keys: ((key, leaves[key]) for key in keys)
-
-
-def _is_spec(value: Any) -> bool:
-    return isinstance(value, P)
 
 
 def _scaled(x: Any, num_replicas: int, num_given: int) -> Any:

@@ -1,6 +1,7 @@
 """Costs of one layer by itself, cut into forward and backward as the executor cuts a stage."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
@@ -198,10 +199,7 @@ def _work(
     function: Callable[..., Any], params: PyTree, inputs: PyTree, context: PyTree, mesh: AbstractMesh
 ) -> LayerWork:
     axes = automatic_axes(mesh)
-
-    def on_one(*args: PyTree) -> PyTree:
-        return call_on_one(axes, function, *args)
-
+    on_one = functools.partial(call_on_one, axes, function)
     num_shares = math.prod(mesh.shape[axis] for axis in axes)
     return LayerWork(Residuals(on_one, params, inputs, context), params, inputs, context, num_shares)
 

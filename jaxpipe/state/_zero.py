@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec as P
 
+from jaxpipe.jaxpr import spec_axes
 from jaxpipe.layers import unflatten_dict
 from jaxpipe.optim import is_elementwise
 
@@ -147,7 +148,7 @@ class ByElements(_Sharded):
             {name: gathered.struct_of(s, name) for name in gathered.names(s)} for s in range(gathered.num_stages)
         ]
         specs = {
-            name: P(*[None] * (len(spec) - 1), tuple(axis for axes in spec for axis in _spec_axes(axes)))
+            name: P(*[None] * (len(spec) - 1), tuple(axis for axes in spec for axis in spec_axes(axes)))
             for name, spec in gathered.specs.items()
         }
         pieces = [{name: self._piece(name, like) for name, like in struct.items()} for struct in structs]
@@ -360,11 +361,6 @@ def _cast(source: Layout, target: Layout, form: jax.Array, storage: Storage) -> 
     return Storage(switch_stages(form, range(target.num_stages), cast, storage.packed), stacked)
 
 
-def _spec_axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    """Axes that a dim is sharded over, from its entry in a spec."""
-    return (entry,) if isinstance(entry, str) else entry or ()
-
-
 def _block_counts(spec: P, mesh: Mapping[str, int]) -> tuple[int, ...]:
     """Number of blocks along each dim of a leaf: one for each place of the axes it is sharded over.
 
@@ -372,7 +368,7 @@ def _block_counts(spec: P, mesh: Mapping[str, int]) -> tuple[int, ...]:
         spec: Its sharding.
         mesh: Lengths of the mesh's axes.
     """
-    return tuple(math.prod(mesh[axis] for axis in _spec_axes(entry)) for entry in spec)
+    return tuple(math.prod(mesh[axis] for axis in spec_axes(entry)) for entry in spec)
 
 
 def _to_blocks(leaf: jax.Array, counts: Sequence[int]) -> jax.Array:
