@@ -13,6 +13,7 @@ What to look at first:
     `make_pipeline`, `describe_pipeline`: the same without an engine, and what was decided.
     `jaxpipe.schedules`: 1F1B, interleaved, zero-bubble, GPipe, and the base of one's own.
     `jaxpipe.config`: the keys of a configuration. `jaxpipe.errors`: what is raised.
+    `attention`: for transformer blocks, by cuDNN where it can. `jaxpipe.transformer`: DeepSpeed's layer of them.
     `jaxpipe.checkpoint`: files on disk. `jaxpipe.checkpointing`: recompute, by DeepSpeed's name for it.
     `jaxpipe.deepspeed`: DeepSpeed's names that have no counterpart in JAX.
     `jaxpipe launch`, on the command line: many processes.
@@ -30,6 +31,7 @@ from jaxpipe import optim as optim
 from jaxpipe import partition as partition
 from jaxpipe import schedules as schedules
 from jaxpipe import topology as topology
+from jaxpipe import transformer as transformer
 from jaxpipe.config import TrainConfig as TrainConfig
 from jaxpipe.config import add_config_arguments as add_config_arguments
 from jaxpipe.data import RepeatingLoader as RepeatingLoader
@@ -57,6 +59,7 @@ from jaxpipe.state import TrainState as TrainState
 from jaxpipe.topology import PipeDataParallelTopology as PipeDataParallelTopology
 from jaxpipe.topology import PipeModelDataParallelTopology as PipeModelDataParallelTopology
 from jaxpipe.topology import ProcessTopology as ProcessTopology
+from jaxpipe.transformer import attention as attention
 
 __version__ = "0.1.0"
 
@@ -82,6 +85,7 @@ __all__ = [
     "TrainState",
     "UnpipelinedEngine",
     "add_config_arguments",
+    "attention",
     "checkpoint",
     "checkpointing",
     "config",
@@ -100,4 +104,5 @@ __all__ = [
     "partition",
     "schedules",
     "topology",
+    "transformer",
 ]

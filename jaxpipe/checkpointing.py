@@ -19,6 +19,7 @@ from jaxpipe.recompute import checkpoint as checkpoint
 from jaxpipe.recompute import configure as configure
 from jaxpipe.recompute import current_settings as current_settings
 from jaxpipe.recompute import is_configured as is_configured
+from jaxpipe.recompute import keep_kernels as keep_kernels
 from jaxpipe.recompute import partition_activations_in_checkpoint as partition_activations_in_checkpoint
 from jaxpipe.recompute import reduced as reduced
 from jaxpipe.recompute import save_reduced as save_reduced
@@ -37,6 +38,7 @@ __all__ = [
     "current_settings",
     "get_cuda_rng_tracker",
     "is_configured",
+    "keep_kernels",
     "model_parallel_cuda_manual_seed",
     "model_parallel_reconfigure_tp_seed",
     "non_reentrant_checkpoint",

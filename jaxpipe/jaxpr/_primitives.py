@@ -58,9 +58,14 @@ SCATTERS = frozenset({"scatter", "scatter-add", "scatter-max", "scatter-min", "s
 COMBINING = SCATTERS | {"reduce", "reduce_window"}
 """Hold a program of two elements, which they run for each element; not a program of arrays."""
 
-PRODUCTS = frozenset(
+KERNELS = frozenset({"ffi_call", "pallas_call"})
+"""Programs of unknown content."""
+
+CUDNN_ATTENTION = "dot_product_attention_fwd"
+"""Begins the names of cuDNN's attention kernels; no set, as JAX has them only where there is cuDNN."""
+
+PRODUCTS = KERNELS | frozenset(
     {"dot_general", "conv_general_dilated", "ragged_dot_general", "scaled_dot", "scaled_matmul_wrapper"}
-    | {"ffi_call", "pallas_call"}
 )
 """Products and convolutions; kernels of unknown content count as such."""
 

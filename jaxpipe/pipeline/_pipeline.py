@@ -177,7 +177,8 @@ class Pipeline:
     ) -> None:
         # The one place that gives the settings to calls of `checkpoint` inside layers: all of a pipeline's tracing goes
         # through it, here and when a program is first called, and these calls have no argument for them.
-        self._tracing = functools.partial(use_settings, current_settings() if recompute is None else recompute)
+        mesh, settings = adopt_mesh(mesh), current_settings() if recompute is None else recompute
+        self._tracing = functools.partial(use_settings, settings, mesh.devices.flat[0].platform)
         with self._tracing() as scope:
             self._build(module, optimizer, mesh, example, num_microbatches, config, parts)
         self._unfollowed = None if scope.is_followed else recompute
@@ -192,7 +193,7 @@ class Pipeline:
         config: TrainConfig,
         parts: Sequence[int] | None,
     ) -> None:
-        mesh, zero_stage = adopt_mesh(mesh), config.zero_optimization.stage
+        zero_stage = config.zero_optimization.stage
         # As it was given: what ZeRO 2 and 3 make of the axes next is in no topology of the user's.
         check_mesh(module, mesh)
         self.module, self.num_microbatches = module, num_microbatches

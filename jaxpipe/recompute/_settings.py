@@ -1,10 +1,11 @@
 """Settings of recompute: how kept inputs are kept, and how a call of `checkpoint` finds what holds for it."""
 
+import dataclasses
 import warnings
 from collections.abc import Generator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from jaxpipe.config import ConfigWarning
 
@@ -33,10 +34,14 @@ class Scope:
     Attributes:
         settings: The settings.
         is_followed: Whether a call of `checkpoint` has followed them.
+        platform: What the devices are that a pipeline traces its programs for; None outside of one.
+        notes: What has been said of the layers that were traced here.
     """
 
     settings: RecomputeSettings = RecomputeSettings()
     is_followed: bool = False
+    platform: str | None = None
+    notes: set[str] = field(default_factory=set[str])
 
 
 _SCOPE: ContextVar[Scope] = ContextVar("jaxpipe_recompute_scope")
@@ -63,20 +68,34 @@ def follow_settings() -> RecomputeSettings:
 
 def set_settings(settings: RecomputeSettings) -> None:
     """Make settings hold from now on in this thread, or up to the end of the surrounding `use_settings`."""
-    _SCOPE.set(Scope(settings))
+    _SCOPE.set(dataclasses.replace(_SCOPE.get(Scope()), settings=settings, is_followed=False))
+
+
+def traced_platform() -> str | None:
+    """The platform of the mesh that a pipeline traces its programs for, such as `"gpu"`; None outside of one."""
+    return _SCOPE.get(Scope()).platform
+
+
+def is_first(note: str) -> bool:
+    """True if a note of a layer has not been made before in this trace of a model; always, outside a pipeline."""
+    notes = _SCOPE.get(Scope()).notes
+    is_new = note not in notes
+    notes.add(note)
+    return is_new
 
 
 @contextmanager
-def use_settings(settings: RecomputeSettings) -> Generator[Scope]:
+def use_settings(settings: RecomputeSettings, platform: str | None = None) -> Generator[Scope]:
     """Make settings hold inside a `with` block; those from before hold again after it.
 
     Args:
         settings: What `checkpoint` follows inside the block. A program that is traced there keeps to them for good.
+        platform: What the devices are that it will run on; None where that is JAX's default.
 
     Yields:
         The scope, which tells whether anything followed the settings.
     """
-    scope = Scope(settings)
+    scope = Scope(settings, platform=platform)
     token = _SCOPE.set(scope)
     try:
         yield scope

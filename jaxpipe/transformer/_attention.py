@@ -1,0 +1,243 @@
+"""`attention`: softmax attention by cuDNN where that can, else in blocks."""
+
+import functools
+import logging
+from typing import Literal, get_args
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from jaxpipe.distributed import log
+from jaxpipe.errors import LayerError
+from jaxpipe.recompute import is_first, traced_platform
+from jaxpipe.topology import FSDP
+
+from ._blocked import Pattern, Visibility, blocked_attention
+
+Implementation = Literal["auto", "blocked", "cudnn", "xla"]
+"""How attention is computed."""
+
+MODEL = "model"
+"""The axis over which heads are divided."""
+
+Segments = jax.Array | tuple[jax.Array, jax.Array] | None
+
+
+def attention(  # noqa: PLR0913  # what may hide a key, one argument each
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    causal: bool = False,
+    mask: jax.Array | None = None,
+    lengths: jax.Array | None = None,
+    segment_ids: Segments = None,
+    window: int | None = None,
+    dropout_rate: float = 0.0,
+    key: jax.Array | None = None,
+    scale: float | None = None,
+    implementation: Implementation = "auto",
+) -> jax.Array:
+    """Attention of queries to keys, `softmax(scale * q @ k.T) @ v` per head, with nothing of shape `[T, S]` kept.
+
+    What hides keys adds up: a query sees those that all of `causal`, `mask`, `lengths`, `segment_ids` and `window`
+    leave. A query that sees none gets zero (with `implementation="xla"` the mean of `v`). For the backward are kept q,
+    k, v, the output and one number per row, which `checkpointing.keep_kernels` keeps in layers that recompute.
+
+    Args:
+        q: Queries `[B, T, N, D]`.
+        k: Keys `[B, S, K, D]`. `K` divides `N`: each head of keys serves `N / K` neighbouring heads of queries.
+        v: Values, as the keys.
+        causal: Query i sees keys up to i.
+        mask: `[B or 1, N or 1, T or 1, S or 1]`; booleans, true where a query sees a key, or numbers added to the
+            scaled scores. No gradient flows to it.
+        lengths: Integers `[B]`: only the first so many keys of a sample are seen.
+        segment_ids: Integers `[B, T]`, or a pair for queries and keys: only keys of the query's number are seen.
+        window: Query i sees keys less than this many positions away, itself included.
+        dropout_rate: Share of the probabilities that are set to zero; the others are divided by the rest.
+        key: For dropout: the same key drops the same, also where the backward computes it again.
+        scale: Factor of the scores. None: `D ** -0.5`.
+        implementation: `"auto"`: cuDNN's kernel where the devices are NVIDIA GPUs with cuDNN, the dtype has 16 bits,
+            the head size fits, nothing but `causal`, `lengths` and a causal `window` hides keys and nothing is dropped;
+            else `"blocked"`. In a pipeline the devices are those of its mesh, elsewhere JAX's default ones. The logger
+            `jaxpipe` says which was chosen and why. `"blocked"`: in blocks of queries and keys, in plain JAX: any
+            backend and dtype, and all of the above. `"cudnn"`: that or an error. `"xla"`: JAX's, which makes all scores
+            at once; without dropout.
+
+    Returns:
+        `[B, T, N, D]`, in the dtype of `q`.
+
+    Raises:
+        LayerError: Shapes, dtypes or arguments do not fit together, or an implementation was asked for that cannot.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jaxpipe
+        >>> q = jax.random.normal(jax.random.key(0), (2, 5, 4, 8))
+        >>> jaxpipe.attention(q, q[:, :, :2], q[:, :, :2], causal=True).shape
+        (2, 5, 4, 8)
+
+    Reference:
+        Dao, "FlashAttention-2" (2023).
+    """
+    _check_arrays(q, k, v)
+    if implementation not in get_args(Implementation):
+        raise LayerError(
+            f"implementation must be one of {', '.join(get_args(Implementation))}, but got {implementation!r}. "
+            'Leave it out for "auto".'
+        )
+    if not 0.0 <= dropout_rate < 1.0 or (dropout_rate and key is None):
+        raise LayerError(
+            f"attention's dropout_rate must be in [0, 1) and stand beside a key, but got dropout_rate={dropout_rate} "
+            f"and key={key}. Pass key=self.make_rng('dropout'), or dropout_rate=0.0 outside of training."
+        )
+    if window is not None and (not isinstance(window, int) or isinstance(window, bool) or window < 1):
+        raise LayerError(f"window must be an integer >= 1 or None, but got window={window!r}. It counts positions.")
+    pattern = Pattern(causal, window, q.shape[-1] ** -0.5 if scale is None else scale, dropout_rate)
+    visibility = _visibility(q, k, mask, lengths, segment_ids)
+    visibility = visibility._replace(key=key if dropout_rate else None)
+    if implementation == "auto":
+        implementation = _chosen(pattern, q, k, v, visibility)
+    elif implementation == "cudnn" and (refusal := _cudnn_refusal(pattern, q, k, v, visibility)):
+        raise LayerError(
+            f"cuDNN's attention must be able to compute this, but got: {refusal}. "
+            'Leave implementation out, or say implementation="blocked".'
+        )
+    if implementation == "blocked":
+        return blocked_attention(pattern, q, k, v, visibility)
+    if implementation == "cudnn":
+        return _cudnn(pattern, q, k, v, visibility.lengths)
+    return _xla(pattern, q, k, v, visibility)
+
+
+def _chosen(
+    pattern: Pattern, q: jax.Array, k: jax.Array, v: jax.Array, visibility: Visibility
+) -> Literal["blocked", "cudnn"]:
+    refusal = _platform_refusal() or _cudnn_refusal(pattern, q, k, v, visibility)
+    chosen, why = ("blocked", refusal) if refusal else ("cudnn", "the devices, dtype and head size allow it")
+    shape = f"q {q.dtype}{list(q.shape)}, k {list(k.shape)}"
+    if is_first(f"attention {shape} {chosen} {why}"):
+        log(logging.INFO, "attention of %s: %s, because %s", shape, chosen, why)
+    return chosen
+
+
+def _platform_refusal() -> str | None:
+    platform = traced_platform() or jax.default_backend()
+    return None if platform in ("gpu", "cuda") else f"the devices are of platform {platform!r}, not NVIDIA GPUs"
+
+
+def _cudnn_refusal(pattern: Pattern, q: jax.Array, k: jax.Array, v: jax.Array, visibility: Visibility) -> str | None:
+    """Why cuDNN's kernels cannot compute this; None if they can."""
+    found = {
+        f"the dtype is {q.dtype}, and its kernels take float16 and bfloat16": q.dtype
+        not in (jnp.float16, jnp.bfloat16),
+        "probabilities are dropped, which it can do by a constant seed alone": pattern.dropout_rate > 0,
+        "there is a mask, whose gradient it would compute": visibility.mask is not None,
+        "there are segment_ids, for which it would need a mask": visibility.query_segments is not None,
+        "a window looks at later keys, too": pattern.window is not None and not pattern.causal,
+    }
+    refusals = [why for why, holds in found.items() if holds]
+    if refusals:
+        return refusals[0]
+
+    def train(q: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array | None) -> jax.Array:
+        return jax.vjp(lambda q, k, v: _cudnn(pattern, q, k, v, lengths), q, k, v)[0]
+
+    # JAX knows the rest: head sizes by version and device, and whether there is a cuDNN. It says so while tracing.
+    try:
+        jax.eval_shape(train, q, k, v, visibility.lengths)
+    except (NotImplementedError, RuntimeError, ValueError) as error:
+        return str(error).partition("\n")[0].rstrip(".")
+    return None
+
+
+def _cudnn(pattern: Pattern, q: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array | None) -> jax.Array:
+    def call(q: jax.Array, k: jax.Array, v: jax.Array, *lengths: jax.Array) -> jax.Array:
+        given = lengths[0] if lengths else None
+        return _jax_attention(pattern, "cudnn")(q, k, v, key_value_seq_lengths=given)
+
+    mesh = jax.sharding.get_abstract_mesh()
+    axes = {axis for axis in mesh.auto_axes if mesh.shape[axis] > 1} if mesh.manual_axes else set[str]()
+    arrays = (q, k, v) if lengths is None else (q, k, v, lengths)
+    if not axes:
+        return call(*arrays)
+    # JAX (0.10) cannot partition the kernel where other axes are manual: each device calls it for its own heads.
+    samples = FSDP if FSDP in axes and q.shape[0] % mesh.shape[FSDP] == 0 else None
+    heads = MODEL if MODEL in axes and k.shape[2] % mesh.shape[MODEL] == 0 else None
+    each = P(samples, None, heads)
+    specs = (each, each, each) if lengths is None else (each, each, each, P(samples))
+    return jax.shard_map(call, in_specs=specs, out_specs=each, axis_names=axes, check_vma=False)(*arrays)
+
+
+def _xla(pattern: Pattern, q: jax.Array, k: jax.Array, v: jax.Array, visibility: Visibility) -> jax.Array:
+    if pattern.dropout_rate:
+        raise LayerError(
+            f'implementation="xla" must be without dropout, but got dropout_rate={pattern.dropout_rate}. '
+            'Say implementation="blocked", or leave it out.'
+        )
+    bias, mask = visibility.mask, None
+    if bias is not None and bias.dtype == jnp.bool_:
+        bias, mask = None, bias
+    if visibility.query_segments is not None and visibility.key_segments is not None:
+        same = visibility.query_segments[:, None, :, None] == visibility.key_segments[:, None, None, :]
+        mask = same if mask is None else mask & same
+    bias = None if bias is None else jax.lax.stop_gradient(bias.astype(q.dtype))
+    call = _jax_attention(pattern, "xla")
+    return call(q, k, v, bias, mask, key_value_seq_lengths=visibility.lengths)
+
+
+def _jax_attention(pattern: Pattern, implementation: Literal["cudnn", "xla"]) -> functools.partial[jax.Array]:
+    sides = None if pattern.window is None else (pattern.window - 1, 0 if pattern.causal else pattern.window - 1)
+    return functools.partial(
+        jax.nn.dot_product_attention,
+        scale=pattern.scale,
+        is_causal=pattern.causal,
+        local_window_size=sides,
+        implementation=implementation,
+    )
+
+
+def _check_arrays(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
+    shapes = [tuple(jnp.shape(x)) for x in (q, k, v)]
+    if any(len(shape) != 4 for shape in shapes) or shapes[1] != shapes[2]:
+        raise _misfit("q must be [B, T, N, D] and k and v [B, S, K, D]", q, k, v)
+    if (shapes[0][0], shapes[0][3]) != (shapes[1][0], shapes[1][3]) or shapes[0][2] % max(shapes[1][2], 1):
+        raise _misfit("q, k and v must have equal B and D, and heads of keys that divide those of queries", q, k, v)
+    if len({x.dtype for x in (q, k, v)}) > 1 or not jnp.issubdtype(q.dtype, jnp.floating):
+        raise _misfit("q, k and v must have one floating-point dtype", q, k, v)
+
+
+def _visibility(
+    q: jax.Array, k: jax.Array, mask: jax.Array | None, lengths: jax.Array | None, segment_ids: Segments
+) -> Visibility:
+    batch, num_queries, heads, num_keys = q.shape[0], q.shape[1], q.shape[2], k.shape[1]
+    full = (batch, heads, num_queries, num_keys)
+    if mask is not None:
+        mask = jnp.asarray(mask)
+        fits = mask.ndim == 4 and all(size in (1, of) for size, of in zip(mask.shape, full, strict=True))
+        if not fits or not (mask.dtype == jnp.bool_ or jnp.issubdtype(mask.dtype, jnp.floating)):
+            raise LayerError(
+                f"mask must hold booleans or floats of shape [B or 1, N or 1, T or 1, S or 1] with [B, N, T, S]="
+                f"{list(full)}, but got {mask.dtype}{list(mask.shape)}. Give dims of 1 to what it has none for."
+            )
+    lengths = None if lengths is None else _integers("lengths", lengths, batch)
+    if segment_ids is None:
+        return Visibility(mask, lengths)
+    of_queries, of_keys = segment_ids if isinstance(segment_ids, tuple) else (segment_ids, segment_ids)
+    of_queries = _integers("segment_ids of queries", of_queries, batch, num_queries)
+    return Visibility(mask, lengths, of_queries, _integers("segment_ids of keys", of_keys, batch, num_keys))
+
+
+def _integers(name: str, value: jax.Array, *shape: int) -> jax.Array:
+    value = jnp.asarray(value)
+    if value.shape != shape or not jnp.issubdtype(value.dtype, jnp.integer):
+        raise LayerError(
+            f"{name} must hold integers of shape {list(shape)}, but got {value.dtype}{list(value.shape)}. "
+            "Give one per sample for lengths, one per position for segment_ids."
+        )
+    return value.astype(jnp.int32)
+
+
+def _misfit(rule: str, q: jax.Array, k: jax.Array, v: jax.Array) -> LayerError:
+    given = ", ".join(f"{name} {x.dtype}{list(jnp.shape(x))}" for name, x in (("q", q), ("k", k), ("v", v)))
+    return LayerError(f"{rule}, but got {given}. Positions come before heads: reshape [B, T, N * D] to [B, T, N, D].")

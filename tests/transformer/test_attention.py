@@ -1,0 +1,191 @@
+"""Attention in blocks against all scores at once: values, gradients, what is kept, and what is refused."""
+
+import functools
+import logging
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from _tolerances import assert_close
+
+from jaxpipe import attention
+from jaxpipe.checkpointing import keep_kernels
+from jaxpipe.errors import LayerError
+
+B, T, N, K, D = 2, 300, 4, 2, 8  # more than a block, and no whole number of them
+
+
+def reference(q: Any, k: Any, v: Any, hidden: Any, bias: Any = 0.0, keep: Any = 1.0) -> Any:
+    """All scores at once; `hidden` and what else there is are `[B, N, T, S]`."""
+    k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
+    scores = jnp.einsum("btnd,bsnd->bnts", q, k) / np.sqrt(q.shape[3]) + bias
+    scores = jnp.where(hidden, -1e30, scores)
+    weights = jnp.where(hidden.all(-1, keepdims=True), 0.0, jax.nn.softmax(scores)) * keep
+    return jnp.einsum("bnts,bsnd->btnd", weights, v)
+
+
+def inputs(seed: int = 0, num_keys: int = T) -> tuple[Any, Any, Any, Any]:
+    keys = jax.random.split(jax.random.key(seed), 4)
+    shapes = (B, T, N, D), (B, num_keys, K, D), (B, num_keys, K, D), (B, T, N, D)
+    q, k, v, grad = (jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True))
+    return q, k, v, grad
+
+
+def values_and_gradients(function: Any, q: Any, k: Any, v: Any, grad: Any) -> Any:
+    @jax.jit
+    def run(q: Any, k: Any, v: Any) -> Any:
+        out, pullback = jax.vjp(function, q, k, v)
+        return out, pullback(grad)
+
+    return jax.device_get(run(q, k, v))
+
+
+def hidden_by(num_keys: int = T, **given: Any) -> Any:
+    rows, cols = jnp.arange(T)[:, None], jnp.arange(num_keys)[None]
+    hidden = jnp.zeros((B, N, T, num_keys), bool)
+    if given.get("causal"):
+        hidden |= (cols > rows)[None, None]
+    if "window" in given:
+        hidden |= (jnp.abs(rows - cols) >= given["window"])[None, None]
+    if "lengths" in given:
+        hidden |= cols[None, None] >= given["lengths"][:, None, None, None]
+    if "segment_ids" in given:
+        ids = given["segment_ids"]
+        hidden |= (ids[:, :, None] != ids[:, None, :])[:, None]
+    if given.get("mask") is not None and given["mask"].dtype == jnp.bool_:
+        hidden |= ~given["mask"]
+    return hidden
+
+
+RNG = np.random.default_rng(0)
+CASES: dict[str, dict[str, Any]] = {
+    "all": {},
+    "causal": {"causal": True},
+    "window": {"window": 20},
+    "causal_window_segments": {"causal": True, "window": 280, "segment_ids": jnp.arange(B * T).reshape(B, T) // 130},
+    "lengths": {"lengths": jnp.array([0, 270])},
+    "of_keys": {"mask": jnp.asarray(RNG.random((B, 1, 1, T)) < 0.8)},
+    "of_pairs": {"mask": jnp.asarray(RNG.random((1, N, T, T)) < 0.8), "causal": True},
+    "added": {"mask": jnp.asarray(RNG.normal(size=(B, 1, 1, T)), jnp.float32)},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_blocks_give_what_all_scores_at_once_give(name: str) -> None:
+    q, k, v, grad = inputs()
+    given = CASES[name]
+    bias = given["mask"] if name == "added" else 0.0
+    found = values_and_gradients(functools.partial(attention, **given), q, k, v, grad)
+    wanted = values_and_gradients(lambda *x: reference(*x, hidden_by(**given), bias), q, k, v, grad)
+    assert_close(found, wanted)
+
+
+def test_keys_may_be_more_than_queries() -> None:
+    q, k, v, grad = inputs(num_keys=2 * T)
+    found = values_and_gradients(attention, q, k, v, grad)
+    assert_close(found, values_and_gradients(lambda *x: reference(*x, hidden_by(2 * T)), q, k, v, grad))
+
+
+def test_jax_own_gives_the_same() -> None:
+    q, k, v, grad = inputs()
+    given: dict[str, Any] = {**CASES["causal_window_segments"], "mask": CASES["added"]["mask"]}
+    found, wanted = (
+        values_and_gradients(functools.partial(attention, implementation=name, **given), q, k, v, grad)
+        for name in ("blocked", "xla")
+    )
+    assert_close(found, wanted)
+
+
+def test_dropout_is_the_same_in_the_backward() -> None:
+    """Probabilities are seen through values that are the rows of the identity."""
+    rate, key = 0.3, jax.random.key(3)
+    q, k, v, grad = inputs()
+    drop = functools.partial(attention, causal=True, dropout_rate=rate, key=key)
+    eye = jnp.broadcast_to(jnp.eye(T).reshape(1, T, 1, T), (B, T, N, T))
+    wide = [jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, T - D))) for x in (q, jnp.repeat(k, N // K, axis=2))]
+    hidden = hidden_by(causal=True)
+    keep = jnp.swapaxes(drop(*wide, eye, scale=D**-0.5) != 0, 1, 2) / (1 - rate)
+    share = float(jnp.mean(keep > 0, where=~hidden))
+    assert share == pytest.approx(1 - rate, abs=0.01)
+    assert_close(
+        values_and_gradients(drop, q, k, v, grad),
+        values_and_gradients(lambda *x: reference(*x, hidden, keep=keep), q, k, v, grad),
+    )
+
+
+def test_sixteen_bits_are_summed_in_more() -> None:
+    q, k, v, _ = (x.astype(jnp.bfloat16) for x in inputs())
+    found = attention(q, k, v, causal=True)
+    assert found.dtype == jnp.bfloat16
+    wanted = reference(*(x.astype(jnp.float32) for x in (q, k, v)), hidden_by(causal=True))
+    np.testing.assert_allclose(np.asarray(found, np.float32), wanted, atol=0.02)
+
+
+def kept(function: Any, *args: Any) -> list[tuple[int, ...]]:
+    """Shapes of what a function keeps for its backward, its arguments excepted."""
+    pullback = jax.eval_shape(lambda *x: jax.vjp(function, *x)[1], *args)
+    shapes = [leaf.shape for leaf in jax.tree.leaves(pullback)]
+    for argument in args:
+        if argument.shape in shapes:
+            shapes.remove(argument.shape)
+    return sorted(shapes)
+
+
+def scans(function: Any, *args: Any) -> int:
+    return str(jax.make_jaxpr(jax.grad(lambda *x: function(*x).sum()))(*args)).count(" scan[")
+
+
+def test_a_policy_keeps_the_kernel_and_runs_it_once() -> None:
+    x = jnp.ones((B, 512, D))
+
+    def layer(x: jax.Array) -> jax.Array:
+        q = jnp.sin(x).reshape(B, 512, 1, D)
+        return jnp.cos(attention(q, 2 * q, 3 * q)).reshape(x.shape)
+
+    named = jax.checkpoint(layer, policy=keep_kernels)
+    assert kept(named, x) == [(B, 1, 1, 512), (B, 512, 1, D)]
+    assert scans(named, x) == 2
+    assert scans(jax.checkpoint(layer), x) == 3
+
+
+def test_no_array_holds_all_scores() -> None:
+    q = jax.ShapeDtypeStruct((1, 1024, 2, D), jnp.float32)
+    text = jax.jit(jax.grad(lambda q: attention(q, q, q, causal=True).sum())).lower(q).as_text()
+    assert "1024x1024" not in text
+    assert "256x256" in text
+
+
+def test_the_log_says_what_was_chosen_and_why(caplog: pytest.LogCaptureFixture) -> None:
+    q, k, v, _ = inputs()
+    with caplog.at_level(logging.INFO, "jaxpipe"):
+        attention(q, k, v)
+    (record,) = caplog.records
+    assert record.getMessage().endswith("blocked, because the devices are of platform 'cpu', not NVIDIA GPUs")
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"q": jnp.ones((B, T, N * D))}, r"q must be \[B, T, N, D\].*q float32\[2, 300, 32\]"),
+        ({"k": jnp.ones((B, T, 3, D)), "v": jnp.ones((B, T, 3, D))}, "divide those of queries.*3, 8"),
+        ({"v": jnp.ones((B, T, K, D + 1))}, r"but got .*v float32\[2, 300, 2, 9\]"),
+        ({"q": jnp.ones((B, T, N, D), jnp.bfloat16)}, "one floating-point dtype, but got q bfloat16"),
+        ({"mask": jnp.ones((B, T), bool)}, r"mask must hold .*\[2, 4, 300, 300\], but got bool\[2, 300\]"),
+        ({"mask": jnp.ones((B, 1, 1, T), int)}, r"booleans or floats .* but got int"),
+        ({"lengths": jnp.ones((B, 1), int)}, r"lengths must hold integers of shape \[2\], but got int32\[2, 1\]"),
+        ({"segment_ids": jnp.ones((B, T))}, r"segment_ids of queries must hold integers of shape \[2, 300\], but"),
+        ({"dropout_rate": 0.1}, "dropout_rate=0.1 and key=None. Pass key="),
+        ({"dropout_rate": 1.0, "key": jax.random.key(0)}, r"in \[0, 1\).*dropout_rate=1.0"),
+        ({"window": 0}, "window must be an integer >= 1 or None, but got window=0"),
+        ({"implementation": "flash"}, "one of auto, blocked, cudnn, xla, but got 'flash'"),
+        ({"implementation": "cudnn"}, "the dtype is float32, and its kernels take float16 and bfloat16"),
+        ({"implementation": "xla", "dropout_rate": 0.1, "key": jax.random.key(0)}, "without dropout, but got .*=0.1"),
+    ],
+)
+def test_what_does_not_fit_is_refused(change: dict[str, Any], match: str) -> None:
+    q, k, v, _ = inputs()
+    given = {"q": q, "k": k, "v": v, **change}
+    with pytest.raises(LayerError, match=match):
+        attention(**given)
