@@ -36,8 +36,8 @@ class PipelineConfig(Section):
         partition: Name of the partition method, or the layer boundaries; `'best'` takes the module's method.
         schedule: Name of the training schedule, or (in a dictionary) a `PipeSchedule` class; `'auto'` chooses one.
         activation_checkpoint_interval: Number of layers per recomputed group; 0 takes the module's.
-        skip_idle: Whether idle actions are branched around instead of computed and dropped; `'auto'` decides by backend
-            and schedule.
+        skip_idle: Whether idle actions are branched around instead of computed and dropped; `'auto'` decides by
+            backend, schedule and mesh.
         scan_trunk: Whether equal layers of a stage run as one scan, for compile time that does not grow with depth; it
             costs a copy of the trunk's parameters per step.
         seed_layers: Whether each layer's random keys depend on its place alone; None takes the module's. DeepSpeed

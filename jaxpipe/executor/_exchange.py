@@ -12,10 +12,10 @@ from ._packing import Packing
 class Channel:
     """One kind of value that travels, from stage to stage and between the chunks of one stage.
 
-    What was computed in one tick and is sent in the next does not wait in a buffer. Where no action is branched around,
-    it is sent at the end of its own tick if `sends_early`: the exchange then lies under the tick's backward. Where idle
-    actions are skipped nothing computes beside an exchange, and one amid a tick would make stages without a forward
-    wait for those that have one; there it is sent at the beginning of the next tick.
+    What was computed in one tick and is sent in the next does not wait in a buffer. With `sends_early` it is sent at
+    the end of its own tick: the exchange then lies under the tick's backward. On CPU an exchange waits for the other
+    stage, and where idle actions are skipped one amid a tick would make stages without a forward wait for those that
+    have one; there it is sent at the beginning of the next tick.
 
     Args:
         form: The form in which values travel.

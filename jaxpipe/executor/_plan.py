@@ -21,6 +21,7 @@ class Plan:
         parts: Boundaries of the virtual stages, as layer indices.
         profile: Costs of the layers, where the cut was made by them.
         choice: Where the schedule was `"auto"`, what it was chosen from.
+        sends_early: Whether activations leave at the end of the tick that computes them, to travel under its backward.
         notes: Sentences on what the cut costs.
     """
 
@@ -32,6 +33,7 @@ class Plan:
     parts: tuple[int, ...]
     profile: Profile | None
     choice: Choice | None
+    sends_early: bool
     notes: tuple[str, ...] = ()
 
     @property

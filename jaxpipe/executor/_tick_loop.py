@@ -62,16 +62,18 @@ class TickLoop:
         program: The lowered schedule.
         skip_idle: Branch around idle actions, and on the chunk; otherwise idle actions compute and the result is
             dropped.
+        sends_early: Send activations at the end of the tick that computes them, not at the beginning of the next.
     """
 
-    def __init__(self, stage: Stage, program: TickProgram, *, skip_idle: bool) -> None:
-        self.stage, self.program, self.skip_idle = stage, program, skip_idle
+    def __init__(self, stage: Stage, program: TickProgram, *, skip_idle: bool, sends_early: bool) -> None:
+        self.stage, self.program = stage, program
+        self.skip_idle, self.sends_early = skip_idle, sends_early
         self.activations = Channel(
             stage.activations,
             program.num_stages,
             program.depth.activations,
             program.unbuffered.activations,
-            sends_early=not skip_idle,
+            sends_early=sends_early,
         )
 
     def scan(self, device: Device, tick: Callable[[TickRun, _Carry, Row], None], carry: _Carry) -> _Carry:

@@ -84,10 +84,11 @@ class TrainLoop(TickLoop):
         program: The lowered training schedule.
         skip_idle: Branch around idle actions, and on the chunk; otherwise idle actions compute and the result is
             dropped.
+        sends_early: Send activations at the end of the tick that computes them, not at the beginning of the next.
     """
 
-    def __init__(self, stage: Stage, program: TickProgram, *, skip_idle: bool) -> None:
-        super().__init__(stage, program, skip_idle=skip_idle)
+    def __init__(self, stage: Stage, program: TickProgram, *, skip_idle: bool, sends_early: bool) -> None:
+        super().__init__(stage, program, skip_idle=skip_idle, sends_early=sends_early)
         # Gradients always leave at the beginning of the next tick, where its forward hides the exchange.
         depth, unbuffered = program.depth.gradients, program.unbuffered.gradients
         self._gradients = Channel(stage.gradients, program.num_stages, depth, unbuffered, sends_early=False)
@@ -159,7 +160,7 @@ class TrainLoop(TickLoop):
         # Also where the forward was idle: the program names a slot that nothing living uses, so no branch is needed.
         hosted = self._to_memory(residuals, jax.memory.Space.Host)
         carry.residuals = write_ring(carry.residuals, hosted, row.residual_write)
-        if not self.skip_idle:
+        if self.sends_early:
             # Without the barrier XLA merges exchanges of gradients and activations in one direction, and neither of
             # them lies under an action any more.
             output, gradient = jax.lax.optimization_barrier((output, gradient))

@@ -1,5 +1,6 @@
 """NaNs travel as NaNs, and only where they belong."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -13,6 +14,8 @@ from _oracle import SCHEDULES
 from _settings import make_settings
 
 from jaxpipe import LayerSpec, PipeDataParallelTopology, Pipeline, PipelineModule
+from jaxpipe.executor import Plan
+from jaxpipe.pipeline import _pipeline
 from jaxpipe.topology import make_pipeline_mesh
 
 MICROBATCHES, SIZE = 4, 4
@@ -46,13 +49,25 @@ def test_one_nan_makes_the_loss_nan(stages: int, data: int, skip_idle: bool) -> 
         assert all(np.isnan(leaf).any() for leaf in jax.tree.leaves(pipeline.params_tree(state.params)))
 
 
-LEAKS = [(4, "zero-bubble-v"), (2, "1f1b"), (1, "train"), (2, "split"), (4, "zero-bubble-h1"), (2, "zero-bubble-v")]
+LEAKS = [(4, "zero-bubble-v"), (2, "1f1b"), (1, "train"), (2, "split"), (2, "interleaved")]
+LEAKS += [(4, "zero-bubble-h1"), (2, "zero-bubble-v"), (2, "1f1b-v"), (4, "1f1b-v"), (2, "zero-bubble-2")]
 LEAKS += [(s, name) for s in (1, 2, 4) for name in ("1f1b", "train", "one_by_one", "split") if (s, name) not in LEAKS]
+SENT_EARLY = ("zero-bubble-v", "interleaved", "1f1b-v", "zero-bubble-2")
 
 
-@pytest.mark.parametrize(("stages", "schedule"), slow_after(4, LEAKS, unpack=True))
-def test_masked_actions_do_not_leak(stages: int, schedule: str) -> None:
-    """A layer that is NaN on zeros: idle actions that compute on empty slots must not spoil anything."""
+@pytest.mark.parametrize(("stages", "schedule"), slow_after(5, LEAKS, unpack=True))
+def test_masked_actions_do_not_leak(monkeypatch: pytest.MonkeyPatch, stages: int, schedule: str) -> None:
+    """A layer that is NaN on zeros: idle actions that compute on empty slots must not spoil anything.
+
+    Nor must what an idle stage sends early, as on accelerators.
+    """
+    early: list[bool] = []
+    plan_of = _pipeline.make_plan
+
+    def make_plan(*args: Any, **kwargs: Any) -> Plan:
+        return dataclasses.replace(plan_of(*args, **kwargs), sends_early=early[-1])
+
+    monkeypatch.setattr(_pipeline, "make_plan", make_plan)
 
     def pole(x: jax.Array) -> jax.Array:
         return x + 0.1 * jnp.sin(1.0 / jnp.sum(x**2, -1, keepdims=True))
@@ -60,7 +75,8 @@ def test_masked_actions_do_not_leak(stages: int, schedule: str) -> None:
     layers = [pole, LayerSpec(Widen, SIZE), pole, LayerSpec(Widen, SIZE), pole, LayerSpec(Widen, SIZE), pole]
     layers = [*layers, LayerSpec(Widen, SIZE)]
     results = []
-    for skip_idle in (False, True):
+    for skip_idle, sends_early in ((False, True), (True, schedule in SENT_EARLY)):
+        early.append(sends_early)
         module = PipelineModule(
             layers, num_stages=stages, loss_fn=lambda y, t: jnp.mean((y - t) ** 2), partition_method="uniform"
         )

@@ -34,7 +34,7 @@ def make_loop(schedule: str, *, skip_idle: bool) -> TickLoop:
     }
     mesh = jaxpipe.mesh_for(model)
     pipeline = jaxpipe.make_pipeline(model, optax.sgd(0.1), config, mesh, (X, X))
-    return TickLoop(pipeline._stages, pipeline.program, skip_idle=skip_idle)
+    return TickLoop(pipeline._stages, pipeline.program, skip_idle=skip_idle, sends_early=not skip_idle)
 
 
 @chex.dataclass

@@ -1,10 +1,14 @@
 """Reading the scheduled HLO of a compiled step: loops, what lies between two instructions, and what is copied."""
 
+import math
 import re
 from dataclasses import dataclass
 
 _HEAD = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\{$")
 _LINE = re.compile(r"^(?:ROOT )?%?([\w.\-]+) = (.*?) ([\w\-]+)\((.*)$")
+_TYPED = re.compile(r"([a-z]+\d*)\[([\d,]*)\]")
+_SLICED = ("slice", "dynamic-slice", "dynamic-update-slice")
+_FREE = ("parameter", "get-tuple-element", "tuple", "bitcast", "constant", "opt-barrier", "collective-permute-done")
 _ARRAY = re.compile(r"[a-z]+\d+\[([\d,]*)\]")
 
 
@@ -28,9 +32,21 @@ class Instruction:
         return [tuple(int(n) for n in dims.split(",") if n) for dims in _ARRAY.findall(self.shape)]
 
     @property
+    def num_bytes(self) -> int:
+        """Of all its arrays."""
+        sizes = {kind: int(re.sub(r"\D", "", kind) or 8) // 8 for kind, _ in _TYPED.findall(self.shape)}
+        arrays = _TYPED.findall(self.shape)
+        return sum(sizes[kind] * math.prod(int(n) for n in dims.split(",") if n) for kind, dims in arrays)
+
+    @property
+    def operands(self) -> list[str]:
+        """Names of what it takes."""
+        return re.findall(r"%([\w.\-]+)", self.rest.split(")")[0])
+
+    @property
     def num_operands(self) -> int:
         """How many arrays it takes."""
-        return self.rest.split(")")[0].count("%")
+        return len(self.operands)
 
     @property
     def group_size(self) -> int:
@@ -67,6 +83,71 @@ class Program:
         inside = self.computations.get(called.group(1), []) if called else []
         return line.op == "dot" or any(self.is_product(inner) for inner in inside)
 
+    def branches(self, line: Instruction) -> list[list[Instruction]]:
+        """The branches of a conditional."""
+        listed = re.search(r"branch_computations=\{([^}]*)\}", line.rest)
+        names = listed.group(1).replace("%", "").split(", ") if listed else []
+        names += re.findall(r"(?:true|false)_computation=%?([\w.\-]+)", line.rest)
+        return [self.computations[name] for name in names]
+
+    def num_products(self, line: Instruction) -> int:
+        """Matrix products that it runs; of a conditional those of its largest branch."""
+        inside = (sum(map(self.is_product, branch)) for branch in self.branches(line))
+        return max(inside, default=int(self.is_product(line)))
+
+    def bytes_moved(self, body: list[Instruction], num_rounds: float = 1.0) -> float:
+        """Bytes that a loop's round reads and writes in memory; of a conditional those of its largest branch.
+
+        Slots of larger arrays count as what is read or written of them.
+
+        Args:
+            body: The loop.
+            num_rounds: How often each loop inside it goes round, on average.
+        """
+        known = {line.name: line for line in body}
+        total = 0.0
+        for line in body:
+            operands = [known[name].num_bytes for name in line.operands if name in known]
+            if line.op == "conditional":
+                total += max(self.bytes_moved(branch, num_rounds) for branch in self.branches(line))
+            elif line.op == "while":
+                inner = re.search(r"body=%?([\w.\-]+)", line.rest)
+                assert inner is not None
+                total += num_rounds * self.bytes_moved(self.computations[inner.group(1)], num_rounds)
+            elif line.op == "fusion":
+                total += self._bytes_of_fusion(line)
+            elif line.op in ("slice", "dynamic-slice"):
+                total += 2 * line.num_bytes
+            elif line.op == "dynamic-update-slice":
+                total += 2 * operands[1]
+            elif line.op not in _FREE:
+                total += line.num_bytes + sum(operands)
+        return total
+
+    def _bytes_of_fusion(self, line: Instruction) -> int:
+        called = re.search(r"calls=%?([\w.\-]+)", line.rest)
+        assert called is not None
+        inside = self.computations[called.group(1)]
+        known = {inner.name: inner for inner in inside}
+
+        def uses(name: str) -> list[tuple[Instruction, str]]:
+            found = [(inner, name) for inner in inside if name in inner.operands]
+            return [use for one, _ in found for use in (uses(one.name) if one.op == "bitcast" else [(one, name)])]
+
+        total = 0
+        for parameter in (inner for inner in inside if inner.op == "parameter"):
+            used = uses(parameter.name)
+            in_place = all(one.op in _SLICED and one.operands[:1] == [name] for one, name in used)
+            read = [one.num_bytes for one, _ in used if one.op != "dynamic-update-slice"]
+            total += sum(read) if used and in_place else parameter.num_bytes
+        root = inside[-1]
+        for output in [known[name] for name in root.operands] if root.op == "tuple" else [root]:
+            while output.op == "bitcast":
+                output = known[output.operands[0]]
+            is_update = output.op == "dynamic-update-slice"
+            total += known[output.operands[1]].num_bytes if is_update else output.num_bytes
+        return total
+
     def under(self, body: list[Instruction]) -> dict[str, int]:
         """For each exchange of a loop the number of products that run while it travels."""
         counts = {}
@@ -74,7 +155,7 @@ class Program:
             if line.op == "collective-permute-start":
                 done = next(j for j, other in enumerate(body) if _is_done(other, line.name))
                 is_sync = '"is_sync":true' in line.rest
-                counts[line.name] = 0 if is_sync else sum(self.is_product(between) for between in body[i:done])
+                counts[line.name] = 0 if is_sync else sum(map(self.num_products, body[i:done]))
         return counts
 
     def shapes(self, body: list[Instruction]) -> set[tuple[int, ...]]:
