@@ -1,6 +1,7 @@
 """Run an example as its user would, in a process of its own."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -18,3 +19,14 @@ def run_example(name: str, *arguments: str, status: int = 0) -> str:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == status, done.stderr[-4000:]
     return done.stdout or done.stderr
+
+
+def check_sharded_run(printed: str, largest_share: float) -> None:
+    """Losses fell, the first device holds more than a fourth of the parameters but not much, and one device agrees."""
+    losses = [float(loss) for loss in re.findall(r"^step \d+: loss (\S+)", printed, re.MULTILINE)]
+    assert losses[-1] < 0.7 * losses[0]
+    found = re.findall(r"parameters: (\S+) of the model, (\S+) on", printed)[0]
+    whole, first = (int(number.replace(",", "")) for number in found)
+    assert whole / 4 < first < largest_share * whole
+    pipelined, alone = map(float, re.findall(r"(?:first|next) batch: (\S+), on one device (\S+)", printed)[0])
+    assert abs(pipelined - alone) < 1e-5

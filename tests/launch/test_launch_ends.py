@@ -31,17 +31,6 @@ def step():
 WAIT = "note(); wait_for_all()\n"
 
 
-@pytest.fixture
-def here(tmp_path: Path) -> Iterator[Path]:
-    """A folder of notes; afterwards, no process that left one is running."""
-    folder = tmp_path / "notes"
-    folder.mkdir()
-    yield folder
-    pids = [int(path.name.partition("-")[2]) for path in folder.glob("pid-*")]
-    assert pids
-    wait_until(lambda: not any(map(is_running, pids)))
-
-
 def _run(here: Path, num_processes: int, source: str, *options: object) -> int:
     return launch("--nproc", num_processes, *options, script(here.parent, COMMON + source), here)
 

@@ -4,11 +4,10 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from _launching import PATIENCE_S, is_running, script, start, wait_until
+from _launching import PATIENCE_S, script, start, wait_until
 
 # Prints until told to end, which it notices between two lines, as a training loop does between two steps.
 PROGRAM = """
@@ -24,17 +23,6 @@ while not ended:
 print("y" * 300000)
 (here / f"saved-{me}").touch()
 """
-
-
-@pytest.fixture
-def here(tmp_path: Path) -> Iterator[Path]:
-    """A folder of notes; afterwards, no process that left one is running."""
-    folder = tmp_path / "notes"
-    folder.mkdir()
-    yield folder
-    pids = [int(path.name.partition("-")[2]) for path in folder.glob("pid-*")]
-    assert pids
-    wait_until(lambda: not any(map(is_running, pids)))
 
 
 def _printed(here: Path) -> list[str]:

@@ -10,7 +10,7 @@ import optax
 import pytest
 from _models import VOCAB, Embed, Head, cross_entropy
 from _oracle import Case
-from _schedules import TwoChunkSchedule
+from _schedules import FoldedSchedule
 from _settings import make_settings
 
 from jaxpipe import LayerSpec, PipeDataParallelTopology, Pipeline, PipelineModule, make_pipeline, mesh_for
@@ -150,9 +150,9 @@ def test_a_mesh_of_another_number_of_stages() -> None:
 
 def test_chunks_that_a_schedule_cannot_have() -> None:
     with pytest.raises(
-        ScheduleError, match=r"must be 2 for TwoChunkSchedule, but got num_chunks=3\. Leave num_chunks out"
+        ScheduleError, match=r"must be 2 for FoldedSchedule, but got num_chunks=3\. Leave num_chunks out"
     ):
-        Pipeline(module(), SGD, mesh(), (TOKENS, TOKENS), 2, make_settings(schedule=TwoChunkSchedule, num_chunks=3))
+        Pipeline(module(), SGD, mesh(), (TOKENS, TOKENS), 2, make_settings(schedule=FoldedSchedule, num_chunks=3))
 
 
 def test_an_unknown_schedule() -> None:
