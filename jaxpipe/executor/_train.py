@@ -14,7 +14,7 @@ from jaxpipe._typing import PyTree
 from jaxpipe.schedules import TickProgram, TickRun, TransferBuffers
 
 from ._batch import Microbatch
-from ._buffers import make_ring, read_ring, run_or_zeros, select, to_memory, write_ring, write_ring_if, zeros_of
+from ._buffers import make_ring, read_ring, run_or_zeros, select, to_memory, write_ring, zeros_of
 from ._exchange import Channel
 from ._stage import Stage
 from ._tick_loop import Device, Row, TickLoop, is_never_idle
@@ -250,7 +250,7 @@ class TrainLoop(TickLoop):
             device, run, self.program.tables.backward, row.backward, functions, which
         )
         if True in kinds:
-            carry.pending = write_ring_if(carry.pending, pending, row.pending_write)
+            carry.pending = self._write_pending(run, carry.pending, pending, row.pending_write)
         # No sends are named: gradients never leave early.
         carry.gradients = self._gradients.send(carry.gradients, {}, row.gradients, device.stage, outgoing)
         self._add(carry, row.backward.chunk, trunk, off_trunk)
@@ -275,6 +275,16 @@ class TrainLoop(TickLoop):
 
         trunk, off_trunk = self.action(device, run, self.program.tables.weight, row.weight, [weight])
         self._add(carry, row.weight.chunk, trunk, off_trunk)
+
+    def _write_pending(self, run: TickRun, ring: PyTree, pending: PyTree, slot: jax.Array) -> PyTree:
+        """Overwrite a slot, or leave all slots as they are where the slot is -1."""
+        if self._kinds_of_backward(run) == [True] and is_never_idle(self.program.tables.backward, run):
+            return write_ring(ring, pending, slot)
+        # A loop of one round or none, in place: a select would read the slot in every tick, and write all of it. These
+        # are gigabytes with recompute, and a slot to spare, for ticks that leave nothing, would be as large.
+        return jax.lax.fori_loop(
+            0, (slot >= 0).astype(jnp.int32), lambda _, slots: write_ring(slots, pending, slot), ring
+        )
 
     def _kinds_of_backward(self, run: TickRun) -> list[bool]:
         """True if the backwards of a run are split; both where there are such and such, whole ones first."""
