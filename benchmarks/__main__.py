@@ -34,6 +34,7 @@ QUICK = {
     "checkpoint": ["--repeats", "1"],
     "vocab": ["--repeats", "1"],
     "gpu": ["--smoke"],
+    "gpu_program": ["--smoke"],
 }
 """The benchmarks in the order in which they run, and what makes each quick."""
 

@@ -1,0 +1,162 @@
+"""What would the step's program cost on H200s? Compiled ahead of time, without a GPU.
+
+Each job is compiled for 8 or 64 H200s, and its scheduled HLO is read. Printed are
+
+- memory of a device as XLA plans it, beside a hand count: 12 bytes a parameter for masters and moments (as divided by
+  ZeRO), 2 for the compute parameters, 4 for the sums of gradients, the rings of residuals and of pending weight
+  gradients;
+- one microbatch of the steady run by category: milliseconds, GB and TFLOP on a stage in the middle;
+- the projected step and its MFU (6 N + 12 L T D, attention's whole square, N without the embedding), M microbatches.
+
+Bytes, operations and memory are the program's; **times are a model**, no measurement: each kernel takes the longer of
+its operations at .70 (products) or .50 (attention, the causal half) of 989 TFLOP/s and its bytes at .85 of 4.8 TB/s,
+each conditional 25 us, exchanges .8 of 450 GB/s in a host and 50 GB/s between hosts, and 15 us; stages wait for their
+neighbours as the exchanges say. Without a GPU products compile to Triton, where autotuning might take cuBLAS.
+
+Needs the CUDA plugin, and for cuDNN's attention its library on LD_LIBRARY_PATH:
+`pip install "jax[cuda13-local]" nvidia-cudnn-cu13`.
+
+Run: JAX_PLATFORMS=cpu python -m benchmarks.gpu_program [--only 1f1b,interleaved] [--json FILE] [--text FOLDER]
+     [--smoke]
+"""
+
+import argparse
+import json
+import math
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import jax
+
+import jaxpipe
+from benchmarks._table import print_head, print_row
+
+from ._cost import CATEGORIES, Costs, Machine
+from ._hlo import Module
+from ._jobs import JOBS, SMOKE, Job
+from ._project import Projection, Simulation
+
+
+def tree_bytes(tree: Any) -> int:
+    """Bytes of a tree of arrays or their shapes."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def hand_count(job: Job, pipeline: jaxpipe.Pipeline) -> dict[str, float]:
+    """GB that a device must hold, by what for."""
+    leaves = jax.tree.leaves(pipeline.state_struct.params)
+    own = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in leaves)
+    whole = own * (job.data if job.zero_stage else 1)
+    program, stages = pipeline.program, pipeline._stages
+    counted = {
+        "masters and moments": 12 * own,
+        "compute parameters": 2 * whole,
+        "sums": 4 * whole,
+        "residuals": tree_bytes(stages.residuals) * program.residual_slots,
+        "pending": tree_bytes(stages.pending) * program.depth.pending,
+    }
+    return {name: num_bytes / 1e9 for name, num_bytes in counted.items()}
+
+
+def measure(job: Job, text_at: Path | None) -> dict[str, Any]:
+    """Compile a job and read its program."""
+    start = time.perf_counter()
+    pipeline = job.pipeline()
+    compiled = pipeline.step.lower(pipeline.state_struct, pipeline.batch_struct).compile()
+    compile_s = time.perf_counter() - start
+    memory, text = compiled.memory_analysis(), compiled.as_text()
+    assert memory is not None
+    assert text is not None
+    if text_at is not None:
+        text_at.write_text(text)
+    total = memory.argument_size_in_bytes + memory.temp_size_in_bytes
+    total += memory.output_size_in_bytes - memory.alias_size_in_bytes
+    hand, module, block = hand_count(job, pipeline), Module(text), type(job.block).__name__
+    real, ideal = (
+        Simulation(Costs(module, machine), pipeline.program, job.num_devices, block).run()
+        for machine in (Machine(), Machine().ideal)
+    )
+    return {
+        "compile_s": compile_s,
+        "arguments_gb": memory.argument_size_in_bytes / 1e9,
+        "temporary_gb": memory.temp_size_in_bytes / 1e9,
+        "total_gb": total / 1e9,
+        "hand_gb": hand,
+        "ratio": total / 1e9 / sum(hand.values()),
+        "real": _projected(job, real),
+        "ideal": _projected(job, ideal),
+    }
+
+
+def _projected(job: Job, found: Projection) -> dict[str, Any]:
+    mfu = job.flops / job.num_devices / Machine().flops / found.step_s
+    stages = {"middle": found.middle, "longest": found.longest}
+    return {"step_ms": found.step_s * 1e3, "outside_ms": found.outside_s * 1e3, "mfu": mfu} | {
+        name: {
+            "ms": {key: value * 1e3 for key, value in cost.seconds.items()},
+            "gb": {key: value / 1e9 for key, value in cost.bytes.items()},
+            "tflop": {key: value / 1e12 for key, value in cost.flops.items()},
+            "total_ms": cost.total_s * 1e3,
+        }
+        for name, cost in stages.items()
+    }
+
+
+def report(results: dict[str, dict[str, Any]]) -> None:
+    """Print the tables."""
+    print("\nMemory of a device, GB\n")
+    print_head("job", "compile s", "arguments", "temporary", "total", "by hand", "ratio", "residuals", "pending")
+    for name, found in results.items():
+        hand = found["hand_gb"]
+        sizes = (found["arguments_gb"], found["temporary_gb"], found["total_gb"], sum(hand.values()))
+        rest = f"{found['ratio']:.2f}", f"{hand['residuals']:.1f}", f"{hand['pending']:.1f}"
+        print_row(name, f"{found['compile_s']:.0f}", *(f"{size:.1f}" for size in sizes), *rest)
+    for what, unit, digits in (("ms", "ms", 2), ("gb", "GB", 2), ("tflop", "TFLOP", 2)):
+        print(f"\nA microbatch of the steady run on a stage in the middle, {unit}\n")
+        names = CATEGORIES if what != "tflop" else ("gemm", "attention")
+        print_head("job", *names, "sum", *(("longest stage",) if what == "ms" else ()))
+        for name, found in results.items():
+            middle = found["real"]["middle"][what]
+            cells = [f"{middle.get(key, 0.0):.{digits}f}" for key in names]
+            longest = [f"{found['real']['longest']['total_ms']:.2f}"] if what == "ms" else []
+            print_row(name, *cells, f"{sum(middle.values()):.{digits}f}", *longest)
+    print("\nProjected step\n")
+    print_head("job", "step ms", "before and after the ticks ms", "MFU", "step ms at peaks", "MFU at peaks")
+    for name, found in results.items():
+        real, ideal = found["real"], found["ideal"]
+        cells = f"{real['step_ms']:.0f}", f"{real['outside_ms']:.1f}", f"{real['mfu']:.3f}"
+        print_row(name, *cells, f"{ideal['step_ms']:.0f}", f"{ideal['mfu']:.3f}")
+
+
+def main() -> None:
+    """Compile every job and print what is found."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", help=f"jobs among {', '.join(JOBS)}")
+    parser.add_argument("--json", type=Path, help="where the figures go")
+    parser.add_argument("--text", type=Path, help="folder where each job's HLO goes")
+    parser.add_argument("--smoke", action="store_true", help="a tiny job; its figures mean nothing")
+    options = parser.parse_args()
+    jobs = SMOKE if options.smoke else JOBS
+    names = options.only.split(",") if options.only else list(jobs)
+    if unknown := set(names) - set(jobs):
+        parser.error(f"--only must name jobs of {', '.join(jobs)}, but got {', '.join(sorted(unknown))}.")
+    results: dict[str, dict[str, Any]] = {}
+    failed = []
+    for name in names:
+        try:
+            results[name] = measure(jobs[name], options.text / f"{name}.txt" if options.text else None)
+        except Exception:  # noqa: BLE001 - the other jobs go on; this one's end is told
+            traceback.print_exc(limit=-3)
+            failed.append(name)
+        if options.json:
+            options.json.write_text(json.dumps(results, indent=1) + "\n")
+    print(f"JAX {jax.__version__}; times are a model, see the docstring")
+    report(results)
+    if failed:
+        raise SystemExit(f"could not be compiled, see above: {', '.join(failed)}")
+
+
+if __name__ == "__main__":
+    main()

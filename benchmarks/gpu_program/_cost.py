@@ -1,0 +1,157 @@
+"""What kernels cost by a roofline, and what kind each is."""
+
+import functools
+import math
+import re
+from dataclasses import dataclass, field, replace
+
+from ._hlo import Instruction, Module
+
+CATEGORIES = ("gemm", "attention", "sums", "packed", "ring", "slices", "elementwise", "exchange", "branch")
+"""Matrix products; cuDNN's attention; sums of gradients over microbatches; what moves flat buffers of parameters off
+the trunk; writes to rings; slices and copies; all else; collectives that nothing hides; waits at conditionals."""
+
+_MANY = 2**20
+_MOVES = ("slice", "dynamic-slice", "copy", "transpose", "bitcast", "concatenate")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A GPU and its wires, and what share of the peaks programs reach.
+
+    Attributes:
+        flops: Peak of bfloat16 products, operations a second.
+        memory: Bytes a second.
+        wire: Bytes a second and direction between GPUs of a host.
+        network: The same between hosts.
+        gpus_per_host: GPUs of a host.
+        gemm: Share of `flops` that matrix products reach.
+        attention: Share of `flops` that attention reaches.
+        traffic: Share of `memory` reached.
+        wire_share: Share of `wire` reached.
+        latency_s: Seconds of a collective beside its bytes.
+        branch_s: Seconds that a conditional waits for the host.
+    """
+
+    flops: float = 989e12
+    memory: float = 4.8e12
+    wire: float = 450e9
+    network: float = 50e9
+    gpus_per_host: int = 8
+    gemm: float = 0.70
+    attention: float = 0.50
+    traffic: float = 0.85
+    wire_share: float = 0.8
+    latency_s: float = 15e-6
+    branch_s: float = 25e-6
+
+    @property
+    def ideal(self) -> "Machine":
+        """The same, reaching its peaks."""
+        return replace(self, gemm=1.0, attention=1.0, traffic=1.0, wire_share=1.0, latency_s=0.0, branch_s=0.0)
+
+
+@dataclass
+class Cost:
+    """Seconds, bytes and operations, by category."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    bytes: dict[str, float] = field(default_factory=dict)
+    flops: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def total_s(self) -> float:
+        """Seconds of all categories."""
+        return sum(self.seconds.values())
+
+    def add(self, category: str, seconds: float, num_bytes: float = 0.0, flops: float = 0.0) -> None:
+        """Count one kernel."""
+        for table, value in ((self.seconds, seconds), (self.bytes, num_bytes), (self.flops, flops)):
+            table[category] = table.get(category, 0.0) + value
+
+    def merge(self, other: "Cost", times: float = 1.0) -> None:
+        """Count another cost, some times."""
+        for mine, theirs in ((self.seconds, other.seconds), (self.bytes, other.bytes), (self.flops, other.flops)):
+            for category, value in theirs.items():
+                mine[category] = mine.get(category, 0.0) + times * value
+
+
+class Costs:
+    """Costs of the kernels of a module on a machine."""
+
+    def __init__(self, module: Module, machine: Machine) -> None:
+        self.module, self.machine = module, machine
+
+    @functools.cache  # noqa: B019 - a module is looked at once, and its loops tick by tick
+    def kernel(self, computation: str, line: Instruction) -> Cost:
+        """Cost of one kernel: the longer of its arithmetic and its traffic."""
+        module, machine, cost = self.module, self.machine, Cost()
+        num_bytes = module.num_bytes(computation, line)
+        flops, attention = module.flops(computation, line), module.attention_flops(line)
+        arithmetic_s = flops / (machine.flops * machine.gemm) + attention / (machine.flops * machine.attention)
+        seconds = max(arithmetic_s, num_bytes / (machine.memory * machine.traffic))
+        cost.add(self.category(line, flops, attention), seconds, num_bytes, flops + attention)
+        return cost
+
+    def category(self, line: Instruction, flops: float, attention: float) -> str:
+        """Kind of a kernel."""
+        if attention or flops:
+            return "attention" if attention else "gemm"
+        large = [array for array in line.arrays if math.prod(array.dims) >= _MANY]
+        if large and all(len(array.dims) == 1 for array in large):
+            return "packed"
+        if updates := self.module.updates(line):
+            put = [self.module.update_array(line, update) for update in updates] if line.op == "fusion" else line.arrays
+            # Sums are float32 and have the dims of weights; rings hold activations, in float32 only vectors.
+            return "sums" if any(a.dtype == "f32" and sum(n > 1 for n in a.dims) > 1 for a in put) else "ring"
+        if _is_sum(line):
+            return "sums"
+        inside = self.module.lines(line.called) if line.op == "fusion" else [line]
+        return "slices" if _moves_only(inside) else "elementwise"
+
+    def wire_s(self, line: Instruction, num_devices: int) -> float:
+        """Seconds of a collective alone."""
+        machine, group = self.machine, line.group or tuple(range(num_devices))
+        size = len(group)
+        joined = line.pairs or [(group[0], device) for device in group]
+        is_inside = all(a // machine.gpus_per_host == b // machine.gpus_per_host for a, b in joined)
+        speed = machine.wire * machine.wire_share if is_inside else machine.network
+        num_bytes = max((array.num_bytes for array in line.arrays), default=0)
+        kind = line.op.removesuffix("-start")
+        if kind == "collective-permute":
+            share = 1.0
+        elif kind == "reduce-scatter" and line.op == kind:
+            share = size - 1.0  # its result is one share of what travels
+        else:
+            share = (2.0 if kind == "all-reduce" else 1.0) * (size - 1) / size
+        return machine.latency_s + share * num_bytes / speed
+
+    @functools.cache  # noqa: B019 - as above
+    def straight(self, computation: str, num_devices: int) -> Cost:
+        """Cost of a computation, of each conditional its longest branch, collectives not hidden."""
+        cost = Cost()
+        for line in self.module.lines(computation):
+            if line.op == "conditional":
+                branches = [self.straight(name, num_devices) for name in line.branches]
+                cost.merge(max(branches, key=lambda branch: branch.total_s))
+                cost.add("branch", self.machine.branch_s)
+            elif line.op == "while":
+                cost.merge(self.straight(line.body, num_devices), line.trip_count)
+            elif self.module.is_collective(line):
+                if not line.op.endswith("-done"):
+                    cost.add("exchange", self.wire_s(line, num_devices))
+            elif self.module.is_kernel(line):
+                cost.merge(self.kernel(computation, line))
+        return cost
+
+
+def _is_sum(line: Instruction) -> bool:
+    """Whether it adds a gradient to the sum over microbatches: float32, and outside of any layer."""
+    inner = re.sub(r"jit\([\w.]*\)/|shard_map/|while/|body/|closed_call/|cond/|branch_\d+_fun/", "", line.scope)
+    return inner == "add" and any(array.dtype == "f32" and sum(array.dims) > 1 for array in line.arrays)
+
+
+def _moves_only(inside: list[Instruction]) -> bool:
+    """Whether nothing but places in memory is computed."""
+    moves = {*_MOVES, "parameter", "constant", "tuple", "get-tuple-element", "reshape"}
+    return all(line.op in moves or sum(array.num_bytes for array in line.arrays) <= 64 for line in inside)

@@ -1,0 +1,159 @@
+"""The training jobs that are compiled, for GPUs that are not there."""
+
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.experimental import topologies
+from jax.sharding import AxisType, Mesh
+
+import jaxpipe
+from jaxpipe.config import BF16Section, PipelineConfig, TrainConfig, ZeroSection
+
+from ._models import HEAD_DIM, GPT2Block, LlamaBlock, TensorParallelBlock, language_model
+
+TARGET = Path(__file__).parents[2] / "tests" / "gpu" / "h200_target.txtpb"
+GPUS_PER_HOST = 8
+
+
+@dataclass(frozen=True)
+class Job:
+    """A model, a mesh and a schedule.
+
+    Attributes:
+        schedule: Name of the schedule.
+        num_chunks: Chunks a stage; None: the schedule's own number.
+        blocks: Blocks of the model.
+        dim: Width.
+        hidden: Width of the feed-forward layer; 0: a block of GPT-2.
+        kv_heads: Heads of keys and values.
+        time: Tokens of a sample.
+        samples: Samples of a microbatch on one replica.
+        vocab: Tokens there are.
+        split_vocab: Whether embedding and head are divided over the stages.
+        stages: Stages.
+        data: Replicas.
+        model: Places that weights are divided over.
+        zero_stage: ZeRO's stage over the replicas.
+        num_microbatches: Microbatches of a step.
+        interval: Blocks of a recomputed group; 0: nothing is recomputed.
+        attention: Implementation of attention.
+    """
+
+    schedule: str
+    num_chunks: int | None = None
+    blocks: int = 32
+    dim: int = 4096
+    hidden: int = 11008
+    kv_heads: int = 8
+    time: int = 4096
+    samples: int = 1
+    vocab: int = 32768
+    split_vocab: bool = False
+    stages: int = 8
+    data: int = 1
+    model: int = 1
+    zero_stage: int = 0
+    num_microbatches: int = 32
+    interval: int = 0
+    attention: Any = "cudnn"
+
+    @property
+    def num_devices(self) -> int:
+        """GPUs."""
+        return self.stages * self.data * self.model
+
+    @property
+    def block(self) -> nn.Module:
+        """The layer that is repeated."""
+        if not self.hidden:
+            return GPT2Block(self.attention)
+        kind = TensorParallelBlock if self.model > 1 else LlamaBlock
+        return kind(self.hidden, self.kv_heads, self.attention)
+
+    @property
+    def flops(self) -> float:
+        """Operations of a step: 6 for each weight of a product and token, and 12 L T D for attention's square."""
+        each = 12 * self.dim**2
+        if self.hidden:
+            each = 2 * self.dim**2 + 2 * self.dim * self.kv_heads * HEAD_DIM + 3 * self.dim * self.hidden
+        weights = self.blocks * each + self.vocab * self.dim
+        tokens = self.num_microbatches * self.samples * self.data * self.time
+        return tokens * (6 * weights + 12 * self.blocks * self.time * self.dim)
+
+    def pipeline(self) -> jaxpipe.Pipeline:
+        """Cut the model for its mesh."""
+        module = language_model(
+            self.block,
+            self.blocks,
+            self.stages,
+            vocab=self.vocab,
+            dim=self.dim,
+            split_vocab=self.split_vocab,
+            interval=self.interval,
+        )
+        tokens = jax.ShapeDtypeStruct((self.samples * self.data, self.time), jnp.int32)
+        chunks: Any = self.num_chunks or "auto"
+        config = TrainConfig(
+            pipeline=PipelineConfig(schedule=self.schedule, num_chunks=chunks),
+            gradient_clipping=1.0,
+            bf16=BF16Section(enabled=True),
+            zero_optimization=ZeroSection(stage=self.zero_stage),
+        )
+        mesh = _mesh(self.stages, self.data, self.model)
+        return jaxpipe.Pipeline(module, optax.adamw(1e-4), mesh, (tokens, tokens), self.num_microbatches, config)
+
+
+@functools.cache
+def _mesh(stages: int, data: int, model: int) -> Mesh:
+    count = stages * data * model
+    hosts = max(1, count // GPUS_PER_HOST)
+    description = topologies.get_topology_desc(
+        platform="cuda", topology=f"1x{hosts}x{count // hosts}", target_config=TARGET.read_text()
+    )
+    shape = {"stage": stages, "data": data} | ({"model": model} if model > 1 else {})
+    devices = np.array(description.devices).reshape(*shape.values())
+    return Mesh(devices, tuple(shape), axis_types=(AxisType.Auto,) * len(shape))
+
+
+JOBS = {
+    "1f1b": Job("1f1b"),
+    "interleaved": Job("interleaved", 2),
+    "1f1b-v": Job("1f1b-v", 2),
+    "zero-bubble": Job("zero-bubble", 1),
+    "zero-bubble-2": Job("zero-bubble", 2),
+    "zero-bubble-v": Job("zero-bubble-v"),
+    "zero-bubble-h1": Job("zero-bubble-h1"),
+    "1f1b-128k": Job("1f1b", vocab=131072),
+    "1f1b-128k-split": Job("1f1b", vocab=131072, split_vocab=True),
+    "1f1b-split": Job("1f1b", split_vocab=True),
+    "zero-bubble-split": Job("zero-bubble", 1, split_vocab=True),
+    "interleaved-split": Job("interleaved", 2, split_vocab=True),
+    "1f1b-64": Job("1f1b", data=8, zero_stage=1),
+    "1f1b-recompute": Job("1f1b", interval=1),
+    # Widths of a model of 70 billion parameters, a fifth of its 80 blocks.
+    "70b-64": Job("1f1b", blocks=16, dim=8192, hidden=28672, model=8, interval=1),
+    # Sixteen of its 48 blocks.
+    "gpt2-xl": Job("1f1b", blocks=16, dim=1600, hidden=0, time=1024, samples=8, vocab=50304, stages=4),
+}
+"""The jobs, by name."""
+
+_TINY: dict[str, Any] = {
+    "blocks": 2,
+    "dim": 128,
+    "hidden": 256,
+    "kv_heads": 1,
+    "time": 128,
+    "vocab": 512,
+    "stages": 2,
+    "num_microbatches": 2,
+    "attention": "xla",
+}
+SMOKE = {"1f1b": Job("1f1b", **_TINY)}
+"""A tiny one."""

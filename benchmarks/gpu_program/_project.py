@@ -1,0 +1,221 @@
+"""A step's time from its HLO: every stage runs the loops' kernels, takes its own branches and waits for its neighbours.
+
+All devices run one program, so a tick is one list of events alike on all stages: kernels, conditionals, and the starts
+and ends of exchanges. Kernels advance a stage's clock; a conditional by the branch that the schedule's tables say; the
+end of an exchange waits for its start here and on the stage that sends or receives, and for the wire.
+"""
+
+from dataclasses import dataclass
+
+from jaxpipe.schedules import TickProgram, TickRun
+
+from ._cost import Cost, Costs
+from ._hlo import Instruction
+
+
+@dataclass(frozen=True)
+class Projection:
+    """A projected step.
+
+    Attributes:
+        step_s: Seconds of the step.
+        outside_s: Seconds of them before and after the ticks: casts, reductions, the update.
+        middle: Cost of a microbatch, forward and backward, in the steady run, on the median stage.
+        longest: The same on the stage where it is longest.
+    """
+
+    step_s: float
+    outside_s: float
+    middle: Cost
+    longest: Cost
+
+
+class Simulation:
+    """The loops of a training step, on all stages.
+
+    Args:
+        costs: Costs of the module's kernels.
+        program: The schedule's ticks.
+        num_devices: Devices of the program; its stages lie side by side, with equally many devices each.
+        block: Class name of the model's blocks, which tells branches around whole actions from those of the ends.
+    """
+
+    def __init__(self, costs: Costs, program: TickProgram, num_devices: int, block: str) -> None:
+        self._costs, self._program, self._block = costs, program, block
+        self._module = costs.module
+        self._num_devices, self._stages = num_devices, range(program.num_stages)
+        self._per_stage = num_devices // program.num_stages
+        self._now = [0.0] * program.num_stages
+        self._tick_costs = [Cost() for _ in self._stages]
+
+    def run(self) -> Projection:
+        """Go through the whole step."""
+        module, entry = self._module, self._module.entry
+        loops = self._matched_loops()
+        outside = Cost()
+        for line in module.lines(entry):
+            if line.op == "while" and line.name in loops:
+                self._loop(line, loops[line.name])
+            elif line.op == "conditional":
+                branches = [self._costs.straight(name, self._num_devices) for name in line.branches]
+                outside.merge(max(branches, key=lambda branch: branch.total_s))
+            elif module.is_collective(line):
+                if not line.op.endswith("-done"):
+                    outside.add("exchange", self._costs.wire_s(line, self._num_devices))
+            elif module.is_kernel(line):
+                outside.merge(self._costs.kernel(entry, line))
+        found = self._steady(loops)
+        return Projection(max(self._now) + outside.total_s, outside.total_s, found[len(found) // 2], found[-1])
+
+    def _matched_loops(self) -> dict[str, TickRun]:
+        """The run of each loop. A run of one tick may have no loop: XLA puts it into the entry."""
+        loops, found = self._module.loops(), {}
+        runs = iter(self._program.runs)
+        for loop in loops:
+            for run in runs:
+                if run.stop - run.start == loop.trip_count:
+                    found[loop.name] = run
+                    break
+                if run.stop - run.start > 1:
+                    raise ValueError(f"a loop of {loop.trip_count} ticks must be a run, but got {run}.")
+        return found
+
+    def _loop(self, loop: Instruction, run: TickRun) -> None:
+        for tick in range(run.start, run.stop):
+            self._tick(loop.body, run, tick)
+
+    def _steady(self, loops: dict[str, TickRun]) -> list[Cost]:
+        """Costs of a microbatch in the longest run with all kinds of action, by stage, cheapest first."""
+        program, saved = self._program, list(self._now)
+        run = max(loops.values(), key=lambda run: (run.has_forward and run.has_backward, run.stop - run.start))
+        body = next(line.body for line in self._module.loops() if loops.get(line.name) is run)
+        self._tick_costs = [Cost() for _ in self._stages]
+        for tick in range(run.start, run.stop):
+            self._tick(body, run, tick)
+        self._now = saved
+        kinds = (program.tables.forward, program.tables.backward, program.tables.weight)[: 2 + run.has_weight]
+        found = []
+        for stage, cost in enumerate(self._tick_costs):
+            # A tick is a forward and a backward of a chunk, also where they are idle and dropped. Where backwards are
+            # split idle actions cost nothing, and a stage has done as much as its actions amount to.
+            actions = sum(chunk >= 0 for kind in kinds for chunk in kind.chunk[stage][run.start : run.stop])
+            done = actions / len(kinds) if run.has_weight else run.stop - run.start
+            found.append(Cost())
+            found[-1].merge(cost, program.num_chunks / done)
+        return sorted(found, key=lambda cost: cost.total_s)
+
+    def _tick(self, body: str, run: TickRun, tick: int) -> None:
+        started: dict[str, tuple[list[float], float, Instruction]] = {}
+        actions = iter([name for name in ("forward", "backward", "weight") if getattr(run, f"has_{name}")])
+        current = "forward"
+        for line in self._module.lines(body):
+            if line.op == "conditional":
+                if self._is_action(line):
+                    current = next(actions, current)
+                    self._branches(line, tick, current)
+                else:
+                    self._branches(line, tick, None)
+            elif self._module.is_collective(line):
+                self._collective(line, started)
+            elif line.op == "while":
+                self._advance([self._costs.straight(line.body, self._num_devices)] * len(self._now), line.trip_count)
+            elif self._module.is_kernel(line):
+                self._advance([self._costs.kernel(body, line)] * len(self._now))
+
+    def _advance(self, costs: list[Cost], times: float = 1.0) -> None:
+        for stage, cost in enumerate(costs):
+            self._now[stage] += times * cost.total_s
+            self._tick_costs[stage].merge(cost, times)
+
+    def _collective(self, line: Instruction, started: dict[str, tuple[list[float], float, Instruction]]) -> None:
+        if line.op.endswith("-done"):
+            self._end(*started.pop(line.operands[0]))
+            return
+        event = list(self._now), self._costs.wire_s(line, self._num_devices), line
+        if line.op.endswith("-start") and not line.is_sync:
+            started[line.name] = event
+        elif line.op.endswith("-start"):
+            # Nothing runs until it has ended: what lies before its end in the text comes after it.
+            started[line.name] = event[0], 0.0, line
+            self._end(*event)
+        else:
+            self._end(*event)
+
+    def _end(self, start: list[float], wire_s: float, line: Instruction) -> None:
+        for stage, clock in enumerate(list(self._now)):
+            others = self._others(stage, line)
+            if not others:
+                continue
+            until = max(start[other] for other in (*others, stage)) + wire_s
+            # What the wire takes beyond the work above it is the exchange's cost; waiting for a neighbour is idle time.
+            alone = start[stage] + wire_s
+            self._tick_costs[stage].add("exchange", max(0.0, alone - clock))
+            self._now[stage] = max(clock, until)
+
+    def _others(self, stage: int, line: Instruction) -> set[int]:
+        """Stages that a stage waits for in a collective; itself where it stays within the stage."""
+        pairs = {(a // self._per_stage, b // self._per_stage) for a, b in line.pairs}
+        if pairs:
+            return {b for a, b in pairs if a == stage} | {a for a, b in pairs if b == stage}
+        group = line.group or range(self._num_devices)
+        stages = {device // self._per_stage for device in group}
+        return set(self._stages) if len(stages) > 1 else {stage}
+
+    def _branches(self, line: Instruction, tick: int, action: str | None) -> None:
+        found = []
+        for stage in self._stages:
+            cost = Cost()
+            self._conditional(line, stage, tick, action, cost)
+            found.append(cost)
+        self._advance(found)
+
+    def _conditional(self, line: Instruction, stage: int, tick: int, action: str | None, cost: Cost) -> None:
+        cost.add("branch", self._costs.machine.branch_s)
+        self._computation(line.branches[self._index(line, stage, tick, action)], stage, tick, cost)
+
+    def _computation(self, name: str, stage: int, tick: int, cost: Cost) -> None:
+        for line in self._module.lines(name):
+            if line.op == "conditional":
+                self._conditional(line, stage, tick, None, cost)
+            elif self._module.is_collective(line):
+                if not line.op.endswith("-done"):
+                    cost.add("exchange", self._costs.wire_s(line, self._num_devices))
+            elif line.op == "while":
+                cost.merge(self._costs.straight(line.body, self._num_devices), line.trip_count)
+            elif self._module.is_kernel(line):
+                cost.merge(self._costs.kernel(name, line))
+
+    def _is_action(self, line: Instruction) -> bool:
+        """Whether its branches are whole actions: they run blocks."""
+        return any(self._block in self._module.scopes(name) for name in line.branches)
+
+    def _index(self, line: Instruction, stage: int, tick: int, action: str | None) -> int:
+        """Branch that a stage takes: of an action the one of its chunk, of the ends the longest where it has them."""
+        tables = self._program.tables
+        times = [self._costs.straight(name, self._num_devices).total_s for name in line.branches]
+        shortest, longest = times.index(min(times)), times.index(max(times))
+        if action is not None:
+            now = getattr(tables, action)
+            if now.microbatch[stage][tick] < 0:
+                return shortest
+            chunks = len(times) - 1
+            return 1 + now.chunk[stage][tick] % chunks if chunks > 1 else longest
+        return longest if self._has_end(line, stage, tick) else shortest
+
+    def _has_end(self, line: Instruction, stage: int, tick: int) -> bool:
+        """Whether a stage runs the model's first or last layers in a tick, which a conditional holds."""
+        tables, virtual = self._program.tables, self._program.placement.virtual
+        scopes = "\n".join(self._module.scopes(name) for name in line.branches)
+        is_backward = "transpose(jvp(" in scopes
+        if "Vocab" in scopes:  # run by all stages at once
+            if "VocabHead" in scopes:
+                return tables.loss_microbatch[stage][tick] >= 0
+            return (tables.input_grad_microbatch if is_backward else tables.input_microbatch)[stage][tick] >= 0
+        if "Head" in scopes or "log" in scopes:
+            now, part = tables.forward, len(self._program.placement.locations) - 1
+        else:
+            now, part = (tables.backward if is_backward else tables.forward), 0
+        chunk = now.chunk[stage][tick]
+        if now is tables.backward and tables.weight.microbatch[stage][tick] >= 0:
+            chunk = chunk if chunk >= 0 else tables.weight.chunk[stage][tick]
+        return chunk >= 0 and virtual[stage][chunk] == part
