@@ -94,8 +94,11 @@ class Stage:
         blueprint = Blueprint(
             module, trace, plan.signatures, self.cuts, placement, self.params, self.collections, context
         )
+        # Where idle actions are skipped there is a branch for each chunk; else the chunk is an index into all chunks'
+        # weights.
         self.trunk = Trunk(blueprint, scan=section.scan_trunk, join=not plan.skips, split=split)
         starts = [cut.trunk.start for cut in self.cuts]
+        # Without a trunk the prologue's output goes on as it is.
         leaving = self.activations
         if not self.trunk.is_empty:
             leaving = Packing([trace.boundaries[start] for start in starts], boundary_specs(module, trace, starts))
@@ -105,6 +108,7 @@ class Stage:
         self.vocab_loss = VocabLoss(blueprint, self.ends.last) if self.ends.last else None
         self.residuals = (self.prologue.residuals, self.trunk.residuals)
         self.pending = (self.prologue.pending, self.trunk.pending)
+        # What a layer's recompute asks for is heeded in the trunk alone; the setting holds for all.
         hosted = (jax.tree.map(lambda _: False, self.prologue.residuals), self.trunk.is_hosted)
         self.is_hosted = jax.tree.map(lambda moves: moves or section.offload_activations, hosted)
 
@@ -121,6 +125,7 @@ class Stage:
             of_stage: list[tuple[str, str]] = []
             for v in chunks:
                 of_prologue = list(self.prologue.aux[v].names)
+                # Padded, as the vector is: all branches of the prologue's switch return one length.
                 of_stage += of_prologue + [("", "")] * (self.prologue.num_reported - len(of_prologue))
                 of_stage += self.trunk.aux[v].names
             names.append(of_stage + list(self.epilogue.aux.names if s == self.placement.locations[-1][0] else ()))
@@ -303,6 +308,7 @@ def boundary_specs(module: PipelineModule, trace: ModelTrace, stops: Sequence[in
 
     def specs(stop: int) -> PyTree:
         struct = trace.boundaries[stop]
+        # Before the model's inputs no layer constrains anything, and without automatic axes nothing is sharded.
         if not stop or not automatic_axes(trace.mesh):
             return jax.tree.map(lambda x: samples_spec(x, trace.mesh), struct)
         index = stop - 1
@@ -316,6 +322,7 @@ def boundary_specs(module: PipelineModule, trace: ModelTrace, stops: Sequence[in
         pairs = zip(leaves, output_specs(jax.make_jaxpr(run)(*args)), strict=True)
         return jax.tree.unflatten(treedef, [samples_spec(x, trace.mesh) if spec == P() else spec for x, spec in pairs])
 
+    # Each costs a trace of a layer, and virtual stages may share a boundary.
     known = {stop: specs(stop) for stop in set(stops)}
     return [known[stop] for stop in stops]
 

@@ -98,17 +98,21 @@ def _results(eqn: Any, values: list[jax.Array]) -> list[jax.Array]:
     if name == "sharding_constraint":
         return [_placed(values[0], eqn.params["sharding"].spec)]
     if name == "cond":
+        # The first branch speaks for all: which one runs is not known.
         return _follow(eqn.params["branches"][0].jaxpr, values[1:])
     if name == "shard_map":
         return [_placed(_blank(x), spec) for x, spec in zip(eqn.outvars, eqn.params["out_specs"], strict=True)]
     if name == "scan":
         num_fixed = eqn.params["num_consts"] + eqn.params["num_carry"]
         sliced = [jax.lax.index_in_dim(x, 0, keepdims=False) for x in values[num_fixed:]]
+        # One turn of the body: the carry at its end stands for that of the last one.
         found = _follow(eqn.params["jaxpr"].jaxpr, [*values[:num_fixed], *sliced])
         final, steps = found[: eqn.params["num_carry"]], found[eqn.params["num_carry"] :]
         stacked = eqn.outvars[eqn.params["num_carry"] :]
         return [*final, *(_placed(_blank(x), P(None, *_spec(y))) for x, y in zip(stacked, steps, strict=True))]
     axes = dict.fromkeys(axis for value in values for names in _spec(value) for axis in spec_axes(names))
+    # JAX's rules refuse what its partitioner would settle, such as operands that disagree or a sharded dim that is
+    # summed. One axis is then given up, and if that does not do, all: less is known, but nothing wrong.
     for without in ((), *((axis,) for axis in axes), tuple(axes)):
         given = [_placed(value, _spec(value), without) if axes else value for value in values]
         try:

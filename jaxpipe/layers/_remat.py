@@ -81,6 +81,7 @@ def _content_key(value: Any) -> Hashable:
     if isinstance(value, types.FunctionType):
         closure = tuple(_content_key(cell.cell_contents) for cell in value.__closure__ or ())
         defaults = (_content_key(value.__defaults__ or ()), _content_key(value.__kwdefaults__ or {}))
+        # The globals too: the same code in two modules may read other values by one name.
         return value.__code__, closure, defaults, id(value.__globals__)
     if isinstance(value, functools.partial):
         return functools.partial, _content_key(value.func), _content_key(value.args), _content_key(value.keywords)

@@ -71,7 +71,9 @@ def layer_signature(named: NamedLayer, trace: ModelTrace, compute_dtype: Any = N
         ) from error
     evaluation = jax.make_jaxpr(forward)(*args)
     facts = (params, inputs, trace.boundaries[named.index + 1], trace.collections[named.index], trace.aux[named.index])
+    # Traces know leaves alone: their names must be the same, too.
     structures = tuple(jax.tree.structure(tree) for tree in facts)
+    # Programs with equal traces differ for the partitioner where their weights are sharded otherwise.
     dims = tuple(
         frozenset(each[named.index].items()) for each in (trace.param_specs, trace.collection_specs, trace.stage_dims)
     )
@@ -81,6 +83,7 @@ def layer_signature(named: NamedLayer, trace: ModelTrace, compute_dtype: Any = N
 def _cotangent(output: jax.Array, scale: jax.Array) -> Any:
     if jnp.issubdtype(output.dtype, jnp.inexact):
         return jnp.broadcast_to(scale.astype(output.dtype), output.shape)
+    # JAX takes no other cotangents of what is not floating point.
     return np.zeros(output.shape, jax.dtypes.float0)
 
 

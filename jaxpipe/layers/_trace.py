@@ -209,6 +209,8 @@ def _trace_layers(  # noqa: PLR0913  # one setting each
     firsts: list[int] = []
     switches: dict[int, dict[str, bool]] = {}
     for named in layers:
+        # A layer of the class, settings and inputs of an earlier one is traced once for both. Not a tied one, whose
+        # parameters depend on what the layers before it have made.
         alone = named.tied_key is not None or named.layer.identity is None
         kind = named.index if alone else (named.layer.identity, struct_key(boundaries[-1]))
         first = known.setdefault(kind, named.index)
@@ -286,6 +288,8 @@ class _Call:
         def made_alone_or_given() -> tuple[PyTree, PyTree]:
             inputs = init_inputs((self.inputs, self.side), self.dtype)
             try:
+                # First as it makes its variables by itself, so that shapes which do not fit those it shares show; a
+                # layer that only reads what is shared, such as a tied head, is given it.
                 return jax.eval_shape(make, *inputs, {})
             except Exception:
                 if not given:
@@ -408,6 +412,7 @@ class _Call:
         except Exception as error:
             if is_unbound_axis(error):
                 raise axis_fault(f"layer {self.named.name}", error, automatic_axes(self.mesh)) from error
+            # JAX (0.10) has no class for either of these errors: their words are all that tells them.
             if any(words in str(error) for words in ("with_sharding_constraint", "Resource axis:")):
                 raise self._constraint_fault(str(error).partition(". ")[0].rstrip(".")) from error
             if "mesh passed to shard_map" in str(error):

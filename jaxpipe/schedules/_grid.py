@@ -123,6 +123,8 @@ def _stage_cells(schedule: PipeSchedule) -> list[str]:
         for op in _buffer_ops(commands):
             buffer = op.buffer_id
             enters = isinstance(op, (LoadMicroBatch, RecvActivation, ForwardPass))
+            # An unsound schedule is to be shown as well: numbers follow from the order in which buffers are filled, and
+            # nothing is refused.
             if enters and buffer not in entered:
                 chunk, microbatch = op.chunk_id, op.micro_batch_id
                 if microbatch is None:

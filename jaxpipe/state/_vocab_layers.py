@@ -58,11 +58,13 @@ def find_vocab_layers(
             reports something.
     """
     marked = [i for i, dims in enumerate(trace.stage_dims) if dims]
+    # On one stage nothing is sliced, and the layers are like any others.
     if num_stages == 1 or not marked:
         return VocabLayers(), tuple(cuts)
     head, tail = cuts[0].prologue, cuts[-1].epilogue
     vocab = VocabLayers(
         first=range(max((i + 1 for i in marked if i in head), default=0)),
+        # All of the tail: what stands between trunk and head feeds it, and what stands behind it takes its slices.
         last=tail if any(i in tail for i in marked) else range(tail.stop, tail.stop),
         dims=trace.split_dims(),
     )
