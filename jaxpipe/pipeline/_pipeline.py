@@ -179,20 +179,6 @@ class Pipeline:
         # through it, here and when a program is first called, and these calls have no argument for them.
         mesh, settings = adopt_mesh(mesh), current_settings() if recompute is None else recompute
         self._tracing = functools.partial(use_settings, settings, mesh.devices.flat[0].platform)
-        with self._tracing() as scope:
-            self._build(module, optimizer, mesh, example, num_microbatches, config, parts)
-        self._unfollowed = None if scope.is_followed else recompute
-
-    def _build(
-        self,
-        module: PipelineModule,
-        optimizer: optax.GradientTransformation,
-        mesh: Mesh,
-        example: Sequence[PyTree],
-        num_microbatches: int,
-        config: TrainConfig,
-        parts: Sequence[int] | None,
-    ) -> None:
         zero_stage = config.zero_optimization.stage
         # As it was given: what ZeRO 2 and 3 make of the axes next is in no topology of the user's.
         check_mesh(module, mesh)
@@ -205,39 +191,43 @@ class Pipeline:
         size = self.microbatch_size * self.num_replicas // shape["data"]
         microbatch = jax.tree.map(lambda x: jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype), self._entry)
         self.microbatch_struct, (inputs, labels, side) = microbatch, microbatch
-        self.trace = module.trace(inputs, side, self.mesh.abstract_mesh)
-        check_collections(module.layers, self.trace)
-        self.plan = plan = make_plan(module, self.trace, self.mesh, labels, num_microbatches, config, optimizer, parts)
-        self.config, self.loss_scaler = plan.config, LossScaler.from_config(config)
-        # Without the places along `fsdp`: these compute on one microbatch together, and its loss is one term.
-        outputs, num_terms = self.trace.boundaries[-1], num_microbatches * shape["data"]
-        objective = self.trace.on_mesh(lambda: Objective(module, outputs, labels, num_terms))
-        wanted = unless_auto(config.pipeline.spread_inputs)
-        shard_dims = batch_shard_dims(microbatch, num_microbatches, module.num_stages, wanted)
-        self._batch_specs = jax.tree.map(batch_spec, shard_dims)
-        # On the mesh, here and above: a layer's constraint names axes, and fails where there is no mesh.
-        self._stages = self.trace.on_mesh(lambda: Stage(module, self.trace, plan))
-        self._params = self._stages.params
-        vocab_loss = self._stages.vocab_loss
-        if vocab_loss is not None:
-            self.trace.on_mesh(lambda: vocab_loss.check_loss(labels))
-        # With ZeRO 2 and 3 `data` is one long by now, unless the mesh came with an axis `fsdp`: then ZeRO-1 goes over
-        # `data` besides.
-        num_shards = shape["data"] if zero_stage else 1
-        check_sharded(optimizer, self.trace, self._params)
-        self._sharding = zero_sharding(self._params, optimizer, num_shards, shape)
-        self._updater = Updater(self._params, self._sharding.master, optimizer)
-        self._programs = DevicePrograms(
-            self._stages,
-            self._sharding,
-            self._updater,
-            TrainLoop(self._stages, plan.program, skip_idle=plan.skips, sends_early=plan.sends_early),
-            EvaluateLoop(self._stages, plan.forward_only, skip_idle=plan.skips, sends_early=plan.sends_early),
-            objective,
-            config,
-            shard_dims,
-        )
-        self._compile()
+        with self._tracing() as scope:
+            self.trace = module.trace(inputs, side, self.mesh.abstract_mesh)
+            check_collections(module.layers, self.trace)
+            self.plan = plan = make_plan(
+                module, self.trace, self.mesh, labels, num_microbatches, config, optimizer, parts
+            )
+            self.config, self.loss_scaler = plan.config, LossScaler.from_config(config)
+            # Without the places along `fsdp`: these compute on one microbatch together, and its loss is one term.
+            outputs, num_terms = self.trace.boundaries[-1], num_microbatches * shape["data"]
+            objective = self.trace.on_mesh(lambda: Objective(module, outputs, labels, num_terms))
+            wanted = unless_auto(config.pipeline.spread_inputs)
+            shard_dims = batch_shard_dims(microbatch, num_microbatches, module.num_stages, wanted)
+            self._batch_specs = jax.tree.map(batch_spec, shard_dims)
+            # On the mesh, here and above: a layer's constraint names axes, and fails where there is no mesh.
+            self._stages = self.trace.on_mesh(lambda: Stage(module, self.trace, plan))
+            self._params = self._stages.params
+            vocab_loss = self._stages.vocab_loss
+            if vocab_loss is not None:
+                self.trace.on_mesh(lambda: vocab_loss.check_loss(labels))
+            # With ZeRO 2 and 3 `data` is one long by now, unless the mesh came with an axis `fsdp`: then ZeRO-1
+            # goes over `data` besides.
+            num_shards = shape["data"] if zero_stage else 1
+            check_sharded(optimizer, self.trace, self._params)
+            self._sharding = zero_sharding(self._params, optimizer, num_shards, shape)
+            self._updater = Updater(self._params, self._sharding.master, optimizer)
+            self._programs = DevicePrograms(
+                self._stages,
+                self._sharding,
+                self._updater,
+                TrainLoop(self._stages, plan.program, skip_idle=plan.skips, sends_early=plan.sends_early),
+                EvaluateLoop(self._stages, plan.forward_only, skip_idle=plan.skips, sends_early=plan.sends_early),
+                objective,
+                config,
+                shard_dims,
+            )
+            self._compile()
+        self._unfollowed = None if scope.is_followed else recompute
 
     def check_recompute(self) -> None:
         """Warn where settings of recompute were given and no layer is recomputed."""
