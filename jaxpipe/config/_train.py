@@ -46,10 +46,12 @@ class PipelineConfig(Section):
             number, or leaves it to the schedule `'auto'`.
         max_pending_weights: The most weight gradients, counted on each chunk, that the schedules
             `'zero-bubble'`, `'zero-bubble-h1'` and `'zero-bubble-v'` keep pending on a stage; `'auto'` takes the
-            schedule's own number.
-        memory_limit_gb: What the schedule `'auto'` and the partition `'profile'` may plan for on a device, in GB of
-            10^9 bytes, all that training holds included; refused where neither is used. `'auto'` takes the device's
-            memory.
+            schedule's own number, or as many as fit where `memory_limit_gb` is set. With recompute they are what takes
+            most memory: about 26 GB for a model of 7B parameters on 8 stages (1.85 GB each).
+        memory_limit_gb: What the schedule `'auto'`, the pending weight gradients of the schedules with split backwards
+            and the partition `'profile'` may plan for on a device, in GB of 10^9 bytes, all that training holds
+            included; refused where none is used. `'auto'` takes the device's memory, but leaves the pending weight
+            gradients of a named schedule as they are.
         spread_inputs: Whether inputs and labels are sharded over the stages, and each microbatch gathered when it
             is needed; `'auto'` does so with arrays of at least 32 MiB.
         offload_activations: Whether what waits between forward and backward lies in host memory.

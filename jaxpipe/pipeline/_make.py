@@ -16,6 +16,7 @@ from jaxpipe.errors import ConfigError
 from jaxpipe.layers import PipelineModule
 from jaxpipe.optim import LossScaler
 from jaxpipe.partition import profile_source
+from jaxpipe.planner import limits_pending
 from jaxpipe.recompute import settings_for
 from jaxpipe.schedules import resolve_schedule
 from jaxpipe.topology import adopt_mesh, make_pipeline_mesh, num_batch_shards, topology_for
@@ -231,10 +232,12 @@ def _check_memory_limit(config: TrainConfig, model: PipelineModule) -> None:
     section = config.pipeline
     if "auto" in (section.memory_limit_gb, section.schedule) or profile_source(model.partition_method):
         return
+    if limits_pending(section):
+        return
     raise ConfigError(
-        "pipeline.memory_limit_gb must be set only where a choice keeps to it, which the schedule 'auto' and the "
-        f"partition 'profile' do, but got pipeline.memory_limit_gb={section.memory_limit_gb!r}, "
-        f"pipeline.schedule={section.schedule!r} and partition_method={model.partition_method!r}. Remove it, or use "
-        "one of the two.",
+        "pipeline.memory_limit_gb must be set only where a choice keeps to it, which the schedule 'auto', the pending "
+        "weight gradients of 'zero-bubble' and the partition 'profile' do, but got "
+        f"pipeline.memory_limit_gb={section.memory_limit_gb!r}, pipeline.schedule={section.schedule!r} and "
+        f"partition_method={model.partition_method!r}. Remove it, or use one of these.",
         paths=["pipeline.memory_limit_gb", "pipeline.schedule", "pipeline.partition"],
     )

@@ -19,7 +19,7 @@ from jaxpipe.errors import PartitionError
 from jaxpipe.executor import waits_in_branches
 from jaxpipe.layers import ModelTrace, PipelineModule, estimate_layers, layer_signatures
 from jaxpipe.partition import Profile, is_method, tick_of
-from jaxpipe.schedules import Choice, StageCosts, choose_schedule
+from jaxpipe.schedules import Choice, StageCosts, choose_schedule, resolve_schedule, schedule_names
 
 from ._profile import agreed, profile_layers, runnable_devices
 
@@ -41,7 +41,8 @@ def choose_settings(
     Layers are timed on the mesh's devices, or their operations counted where nothing can be run on these. The
     arguments are those of `make_plan`, with its section of settings that has `schedule="auto"`, of which
     `num_chunks`, `max_pending_weights` and `skip_idle` stay as they are where they are set, and the bytes of a
-    parameter, its gradient and the optimiser's numbers for it.
+    parameter, its gradient and the optimiser's numbers for it. Of a section that names a schedule with split backwards
+    only `max_pending_weights` is chosen, by counted operations: the most that fits.
 
     Returns:
         The choice, and the settings that follow.
@@ -51,14 +52,18 @@ def choose_settings(
         ScheduleError: The work takes no time.
         LayerError: A layer cannot be differentiated.
     """
-    runs = bool(runnable_devices(mesh))
+    name = None if section.schedule == "auto" else str(section.schedule)
+    runs = bool(runnable_devices(mesh)) and name is None
     profile = profile_layers(module, trace, mesh, labels, "times" if runs else "counts", split_backward=True)
     by = profile
     if is_method(module.partition_method, "best"):
         # As the cut itself is made, the same on every machine.
         signatures = layer_signatures(module.layers, trace, module.compute_dtype)
         by = estimate_layers(module, trace, labels, signatures)
-    cuts = _possible_cuts(module, trace, by, unless_auto(section.num_chunks))
+    num_chunks = unless_auto(section.num_chunks)
+    if name is not None:
+        num_chunks = resolve_schedule(name, num_chunks).num_chunks
+    cuts = _possible_cuts(module, trace, by, num_chunks)
     cut = cuts[min(cuts)]
     costs, num_params, recomputed_bytes = _largest_stage(profile, cut, module.num_stages)
     param_bytes = round(param_size * num_params)
@@ -67,7 +72,7 @@ def choose_settings(
     if runs:
         tick_s, branch_s = _overheads(mesh, trace.boundaries[cut[1]] if module.num_stages > 1 else ())
         costs = dataclasses.replace(costs, tick_overhead_s=tick_s, branch_overhead_s=branch_s)
-    limit, skip_idle = limit_of(section, mesh), unless_auto(section.skip_idle)
+    limit, skip_idle = limit_of(section, mesh), unless_auto(section.skip_idle) if name is None else True
     # On CPU a branch costs next to nothing, and idle actions, where they are computed, all their time.
     if skip_idle is None and mesh.devices.flat[0].platform == "cpu":
         skip_idle = not waits_in_branches(mesh)
@@ -79,6 +84,7 @@ def choose_settings(
         chunk_counts={count: count * tick_of(profile, cut).slowest_s / stage_s for count, cut in cuts.items()},
         max_pending=unless_auto(section.max_pending_weights),
         skip_idle=skip_idle,
+        names=None if name is None else (name,),
     )
     best, level = choice.best, logging.INFO
     if limit is not None and (param_bytes > limit or not best.fits):
@@ -89,14 +95,20 @@ def choose_settings(
             f"{param_bytes:,} of {limit:,} bytes. Use more stages, or raise pipeline.memory_limit_gb{less}"
         )
         choice = dataclasses.replace(choice, reason=reason)
-    log(level, "schedule='auto', with layers %s:\n%s", profile.source, choice)
+    log(level, "schedule=%r, with layers %s:\n%s", section.schedule, profile.source, choice)
+    section = dataclasses.replace(section, max_pending_weights="auto" if best.max_pending is None else best.max_pending)
+    if name is not None:
+        return choice, section
     return choice, dataclasses.replace(
-        section,
-        schedule=best.schedule,
-        num_chunks=best.num_chunks,
-        max_pending_weights="auto" if best.max_pending is None else best.max_pending,
-        skip_idle=best.skip_idle,
+        section, schedule=best.schedule, num_chunks=best.num_chunks, skip_idle=best.skip_idle
     )
+
+
+def limits_pending(section: PipelineConfig) -> bool:
+    """True if the pending weight gradients of a named schedule are to be as many as a given limit on memory allows."""
+    kind = schedule_names().get(section.schedule) if isinstance(section.schedule, str) else None
+    is_open = section.max_pending_weights == "auto" and section.memory_limit_gb != "auto"
+    return is_open and kind is not None and kind.min_pending is not None
 
 
 def limit_of(section: PipelineConfig, mesh: Mesh) -> int | None:

@@ -16,7 +16,7 @@ from jaxpipe.partition import StageMemory, profile_source
 from jaxpipe.schedules import TickProgram, forward_schedule, lower_schedule, resolve_schedule
 from jaxpipe.topology import FSDP, automatic_axes, mesh_shape
 
-from ._auto import choose_settings, limit_of
+from ._auto import choose_settings, limit_of, limits_pending
 from ._costs import bytes_per_param
 from ._notes import notes_on_cut
 from ._profile import cut_module
@@ -56,7 +56,8 @@ def make_plan(
     """
     choice, param_size, section = None, 16.0, config.pipeline
     is_profiled = parts is None and profile_source(module.partition_method) is not None
-    if optimizer is not None and (section.schedule == "auto" or is_profiled):
+    is_planned = section.schedule == "auto" or limits_pending(section)
+    if optimizer is not None and (is_planned or is_profiled):
         param_size = bytes_per_param(
             trace,
             optimizer,
@@ -66,6 +67,8 @@ def make_plan(
         )
     if section.schedule == "auto":
         choice, section = choose_settings(module, trace, mesh, labels, num_microbatches, section, param_size)
+    elif is_planned:
+        _, section = choose_settings(module, trace, mesh, labels, num_microbatches, section, param_size)
     num_stages = module.num_stages
     schedule = resolve_schedule(
         section.schedule, unless_auto(section.num_chunks), unless_auto(section.max_pending_weights)

@@ -1,6 +1,6 @@
 """Choosing a schedule from what a stage costs."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -31,6 +31,7 @@ def choose_schedule(
     chunk_counts: Mapping[int, float] = EVEN_CHUNKS,
     max_pending: int | None = None,
     skip_idle: bool | None = None,
+    names: Collection[str] | None = None,
 ) -> Choice:
     """Choose the schedule with the shortest step whose activations fit.
 
@@ -51,6 +52,7 @@ def choose_schedule(
             many chunks takes: 1 where they come out equal. Default: 1, 2 and 4 equal chunks.
         max_pending: The most weight gradients that a schedule may keep pending. Default: the schedule's own number.
         skip_idle: Whether idle actions are skipped. Default: both are looked at.
+        names: The schedules to look at. Default: all candidates.
 
     Returns:
         The choice, with all candidates.
@@ -79,7 +81,7 @@ def choose_schedule(
         one
         for name, kind in schedule_names().items()
         for chunks in sorted(chunk_counts)
-        if kind.is_auto_candidate and kind.can_have(chunks)
+        if kind.is_auto_candidate and (names is None or name in names) and kind.can_have(chunks)
         for one in chooser.candidates(name, chunks, policies)
     )
     fitting = [one for one in candidates if one.fits]

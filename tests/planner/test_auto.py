@@ -1,5 +1,6 @@
 """What the schedule `"auto"` may choose from: what the cut can have, and what the settings leave open."""
 
+import dataclasses
 import logging
 from typing import Any
 
@@ -16,7 +17,7 @@ from jaxpipe.config import PipelineConfig, load_config
 from jaxpipe.errors import ConfigError, JaxpipeError
 from jaxpipe.partition import LayerCost, Profile
 from jaxpipe.pipeline import configure_model
-from jaxpipe.planner._auto import choose_settings, limit_of
+from jaxpipe.planner._auto import choose_settings, limit_of, limits_pending
 from jaxpipe.planner._costs import bytes_per_param
 from jaxpipe.planner._plan import make_plan
 from jaxpipe.schedules import Choice
@@ -130,6 +131,20 @@ def test_what_is_made_again_counts_once(num_chunks: int, recomputed: int) -> Non
     assert choice.memory_limit_bytes == 10**6 - 16 * 4 * 1000 - recomputed
     for one in choice.candidates:
         assert one.memory_bytes == one.in_flight * kept + one.pending * 4 * 30
+
+
+@pytest.mark.parametrize(("room", "most"), [(10_000, "auto"), (7 * 400 + 5 * 120, 5), (7 * 400 + 2 * 120 + 1, 2)])
+def test_pending_weight_gradients_of_a_named_schedule_fit_the_limit(room: int, most: int | str) -> None:
+    section = make_settings("zero-bubble", memory_limit_gb=(64_000 + 1000 + room) / 1e9).pipeline
+    assert limits_pending(section)
+    module = model()
+    choice, settings = choose_settings(module, module.trace(X), MESH, X, 8, section)
+    assert found(choice) == {("zero-bubble", 1)}
+    assert choice.best.fits
+    assert settings == dataclasses.replace(section, max_pending_weights=most)
+    assert not limits_pending(dataclasses.replace(section, max_pending_weights=3))
+    assert not limits_pending(dataclasses.replace(section, memory_limit_gb="auto"))
+    assert not limits_pending(dataclasses.replace(section, schedule="1f1b"))
 
 
 @pytest.mark.parametrize(
