@@ -71,7 +71,9 @@ def choose_settings(
     stage_s = costs.forward_s + costs.input_s + costs.weight_s or 1.0
     if runs:
         tick_s, branch_s = _overheads(mesh, trace.boundaries[cut[1]] if module.num_stages > 1 else ())
-        costs = dataclasses.replace(costs, tick_overhead_s=tick_s, branch_overhead_s=branch_s)
+        weight_size = jnp.dtype(module.compute_dtype or jnp.float32).itemsize
+        copy_s = weight_size * num_params * _seconds_per_byte(mesh) if max(cuts) > 1 else 0.0
+        costs = dataclasses.replace(costs, tick_overhead_s=tick_s, branch_overhead_s=branch_s, copy_s=copy_s)
     limit, skip_idle = limit_of(section, mesh), unless_auto(section.skip_idle) if name is None else True
     # On CPU a branch costs next to nothing, and idle actions, where they are computed, all their time.
     if skip_idle is None and mesh.devices.flat[0].platform == "cpu":
@@ -162,6 +164,19 @@ def _largest_stage(profile: Profile, boundaries: tuple[int, ...], num_stages: in
     )
     most = max(num_params for num_params, _, _ in sums) + profile.stage_sharded_params
     return costs, most, max(recomputed for _, _, recomputed in sizes)
+
+
+def _seconds_per_byte(mesh: Mesh) -> float:
+    """Seconds that a device takes to copy a byte within its memory, as process 0 measures them."""
+    # Beyond the caches, and short beside the layers' own measuring.
+    num_bytes = 1 << 26
+    copy, value = jax.jit(jnp.copy), jnp.zeros(num_bytes, jnp.int8, device=runnable_devices(mesh)[0])
+    seconds: list[float] = []
+    for _ in range(5):
+        start = time.perf_counter()
+        jax.block_until_ready(copy(value))
+        seconds.append(time.perf_counter() - start)
+    return agreed([min(seconds)])[0] / num_bytes
 
 
 def _overheads(mesh: Mesh, activation: PyTree) -> tuple[float, float]:

@@ -13,7 +13,9 @@ class StageCosts:
         weight_s: Seconds of the weight gradient of its backward.
         backward_s: Seconds of its backward where it is not split. Default: `input_s + weight_s`.
         tick_overhead_s: Seconds that each tick takes beside its actions: exchanges that nothing hides, the loop.
-        branch_overhead_s: Seconds that a branch around an action costs, where idle actions are skipped.
+        branch_overhead_s: Seconds that a branch around an action costs, where idle actions are skipped, and that each
+            question whether to go on costs a loop that adds gradients to the sums of one of several chunks.
+        copy_s: Seconds that a copy of a stage's weights takes, from one place in the device's memory to another.
         activation_bytes: Bytes of its residuals, from its forward to its backward.
         pending_bytes: Bytes that wait beside them from the input gradient to the weight gradient.
     """
@@ -24,6 +26,7 @@ class StageCosts:
     backward_s: float | None = None
     tick_overhead_s: float = 0.0
     branch_overhead_s: float = 0.0
+    copy_s: float = 0.0
     activation_bytes: float = 0.0
     pending_bytes: float = 0.0
 

@@ -37,7 +37,8 @@ def choose_schedule(
 
     Each candidate is lowered and its ticks are added up: in lockstep a tick takes as long as its busiest stage (where
     idle actions are skipped) or as long as all kinds of actions of its run together (where they are computed), and the
-    overheads. Candidates are the schedules of `schedule_names` that are auto candidates (all but `"gpipe"`) with all
+    overheads. Several chunks cost loops that add to the sums of each, and copies of weights where idle actions are
+    computed. Candidates are the schedules of `schedule_names` that are auto candidates (all but `"gpipe"`) with all
     numbers of chunks that each can have, with idle actions skipped and computed. One with split backwards that does not
     fit is tried again with as many pending weight gradients as do fit. The simplest within `CLEAR_GAIN` of the shortest
     step wins; where nothing fits, the smallest memory.
@@ -162,9 +163,20 @@ class _Chooser:
         span = makespan(
             program, costs.forward_s, backward_s, weight_s=min(costs.weight_s, backward_s), skip_idle=skip_idle
         )
-        branches = sum((run.stop - run.start) * _branches(program, run) for run in program.runs) if skip_idle else 0
+        num_chunks, branches, copies = program.num_chunks, 0, 0
+        for run in program.runs:
+            num_ticks = run.stop - run.start
+            if skip_idle:
+                branches += num_ticks * _branches(program, run)
+            elif num_chunks > 1:
+                # The weights of a chunk that is an index are taken out of those of all, by each action.
+                copies += num_ticks * (run.has_forward + run.has_backward)
+            if num_chunks > 1:
+                # Each chunk's sums are added to in a loop of their own, which asks before each round: once for those
+                # that have none, twice for the one that has one.
+                branches += num_ticks * (num_chunks + 1) * (run.has_backward + run.has_weight)
         overhead_s = program.num_ticks * costs.tick_overhead_s + branches * costs.branch_overhead_s
-        return self.chunk_counts[program.num_chunks] * span + overhead_s
+        return self.chunk_counts[num_chunks] * span + overhead_s + copies * costs.copy_s / num_chunks
 
 
 def _branches(program: TickProgram, run: TickRun) -> int:

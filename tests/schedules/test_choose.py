@@ -55,8 +55,10 @@ def test_steps_are_those_of_the_closed_forms() -> None:
     [
         (COSTS, 1, 8, {}, ("1f1b", 1, False)),
         (COSTS, 4, 1024, {}, ("1f1b", 1, False)),
-        (GPU, 8, 32, {}, ("zero-bubble", 2, True)),
+        (GPU, 8, 32, {}, ("zero-bubble", 1, True)),
         (GPU, 8, 32, {"skip_idle": False}, ("interleaved", 4, False)),
+        (dataclasses.replace(GPU, copy_s=2e-3), 8, 32, {"skip_idle": False}, ("1f1b", 1, False)),
+        (dataclasses.replace(GPU, copy_s=2e-3), 8, 32, {"names": {"interleaved"}}, ("interleaved", 2, True)),
         (GPU, 8, 32, {"chunk_counts": {1: 1.0}}, ("zero-bubble", 1, True)),
         (GPU, 8, 32, {"memory_limit_bytes": 10e9}, ("interleaved", 4, False)),
         (GPU, 8, 32, {"memory_limit_bytes": 8.5e9}, ("1f1b-v", 2, False)),
@@ -65,7 +67,7 @@ def test_steps_are_those_of_the_closed_forms() -> None:
         (GPU, 8, 32, {"memory_limit_bytes": 9e9, "chunk_counts": {1: 1.0}}, ("train", 1, True)),
         (GPU, 8, 32, {"memory_limit_bytes": 10.5e9, "chunk_counts": {2: 1.0}}, ("zero-bubble-v", 2, True)),
         (GPU, 8, 32, {"chunk_counts": {1: 1.0, 2: 4 / 3}}, ("zero-bubble", 1, True)),
-        (dataclasses.replace(GPU, backward_s=0.014), 8, 32, {}, ("interleaved", 4, False)),
+        (dataclasses.replace(GPU, backward_s=0.014), 8, 32, {}, ("interleaved", 2, False)),
         (dataclasses.replace(GPU, tick_overhead_s=0.01), 8, 32, {"skip_idle": False}, ("1f1b", 1, False)),
     ],
 )
