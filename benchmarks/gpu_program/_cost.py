@@ -136,7 +136,7 @@ class Costs:
                 cost.merge(max(branches, key=lambda branch: branch.total_s))
                 cost.add("branch", self.machine.branch_s)
             elif line.op == "while":
-                cost.merge(self.straight(line.body, num_devices), line.trip_count)
+                cost.merge(self.straight(line.body, num_devices), line.trip_count or 1)
             elif self.module.is_collective(line):
                 if not line.op.endswith("-done"):
                     cost.add("exchange", self.wire_s(line, num_devices))

@@ -100,8 +100,8 @@ class Instruction:
 
     @property
     def trip_count(self) -> int:
-        """Iterations of a loop; 1 where it does not say."""
-        return int(self._find(r'known_trip_count":\s*\{"n":\s*"(\d+)"') or 1)
+        """Iterations of a loop; 0 where it does not say."""
+        return int(self._find(r'known_trip_count":\s*\{"n":\s*"(\d+)"') or 0)
 
     @cached_property
     def branches(self) -> tuple[str, ...]:

@@ -93,34 +93,58 @@ class Simulation:
         for tick in range(run.start, run.stop):
             self._tick(body, run, tick)
         self._now = saved
+        is_branched = any(line.op == "conditional" and self._is_action(line) for line in self._module.lines(body))
         kinds = (program.tables.forward, program.tables.backward, program.tables.weight)[: 2 + run.has_weight]
         found = []
         for stage, cost in enumerate(self._tick_costs):
-            # A tick is a forward and a backward of a chunk, also where they are idle and dropped. Where backwards are
-            # split idle actions cost nothing, and a stage has done as much as its actions amount to.
+            # A tick is a forward and a backward of a chunk, also where they are idle and dropped. Where idle actions
+            # are branched around they cost nothing, and a stage has done as much as its actions amount to.
             actions = sum(chunk >= 0 for kind in kinds for chunk in kind.chunk[stage][run.start : run.stop])
-            done = actions / len(kinds) if run.has_weight else run.stop - run.start
+            done = actions / len(kinds) if is_branched else run.stop - run.start
             found.append(Cost())
             found[-1].merge(cost, program.num_chunks / done)
         return sorted(found, key=lambda cost: cost.total_s)
 
     def _tick(self, body: str, run: TickRun, tick: int) -> None:
         started: dict[str, tuple[list[float], float, Instruction]] = {}
-        actions = iter([name for name in ("forward", "backward", "weight") if getattr(run, f"has_{name}")])
-        current = "forward"
+        actions = iter(self._branched_actions(run))
         for line in self._module.lines(body):
             if line.op == "conditional":
-                if self._is_action(line):
-                    current = next(actions, current)
-                    self._branches(line, tick, current)
-                else:
-                    self._branches(line, tick, None)
+                self._branches(line, run, tick, next(actions, None) if self._is_action(line) else None)
             elif self._module.is_collective(line):
                 self._collective(line, started)
             elif line.op == "while":
-                self._advance([self._costs.straight(line.body, self._num_devices)] * len(self._now), line.trip_count)
+                self._advance([self._sums(line, stage, tick) for stage in self._stages])
             elif self._module.is_kernel(line):
                 self._advance([self._costs.kernel(body, line)] * len(self._now))
+
+    def _branched_actions(self, run: TickRun) -> list[str]:
+        """Kinds of action that a run has, in the order in which a tick runs them, but for those without a branch."""
+        found = []
+        for name in ("forward", "backward", "weight"):
+            chunks = self._chunks(run, name)
+            if getattr(run, f"has_{name}") and (chunks[0] < 0 or len(chunks) > 1):
+                found.append(name)
+        return found
+
+    def _chunks(self, run: TickRun, action: str) -> list[int]:
+        """Chunks that actions of a run work on; -1 before them where some are idle."""
+        rows = getattr(self._program.tables, action).chunk
+        return sorted({chunk for row in rows for chunk in row[run.start : run.stop]})
+
+    def _sums(self, line: Instruction, stage: int, tick: int) -> Cost:
+        """Cost of a loop in a tick: where it has no known length it adds to a chunk's sums once, or not at all."""
+        cost, body = Cost(), self._costs.straight(line.body, self._num_devices)
+        if line.trip_count:
+            cost.merge(body, line.trip_count)
+            return cost
+        tables = self._program.tables
+        is_whole = tables.backward.chunk[stage][tick] >= 0 and tables.pending_write[stage][tick] < 0
+        # There is such a loop for each chunk, and one of them runs. The host waits for its condition, each time.
+        rounds = (is_whole or tables.weight.chunk[stage][tick] >= 0) / self._program.num_chunks
+        cost.merge(body, rounds)
+        cost.add("branch", self._costs.machine.branch_s * (1 + rounds))
+        return cost
 
     def _advance(self, costs: list[Cost], times: float = 1.0) -> None:
         for stage, cost in enumerate(costs):
@@ -161,27 +185,30 @@ class Simulation:
         stages = {device // self._per_stage for device in group}
         return set(self._stages) if len(stages) > 1 else {stage}
 
-    def _branches(self, line: Instruction, tick: int, action: str | None) -> None:
+    def _branches(self, line: Instruction, run: TickRun, tick: int, action: str | None) -> None:
         found = []
         for stage in self._stages:
             cost = Cost()
-            self._conditional(line, stage, tick, action, cost)
+            index = self._end_index(line, stage, tick)
+            if action is not None:
+                index = self._action_index(line, run, stage, tick, action)
+            self._branch(line, index, stage, tick, cost)
             found.append(cost)
         self._advance(found)
 
-    def _conditional(self, line: Instruction, stage: int, tick: int, action: str | None, cost: Cost) -> None:
+    def _branch(self, line: Instruction, index: int, stage: int, tick: int, cost: Cost) -> None:
         cost.add("branch", self._costs.machine.branch_s)
-        self._computation(line.branches[self._index(line, stage, tick, action)], stage, tick, cost)
+        self._computation(line.branches[index], stage, tick, cost)
 
     def _computation(self, name: str, stage: int, tick: int, cost: Cost) -> None:
         for line in self._module.lines(name):
             if line.op == "conditional":
-                self._conditional(line, stage, tick, None, cost)
+                self._branch(line, self._end_index(line, stage, tick), stage, tick, cost)
             elif self._module.is_collective(line):
                 if not line.op.endswith("-done"):
                     cost.add("exchange", self._costs.wire_s(line, self._num_devices))
             elif line.op == "while":
-                cost.merge(self._costs.straight(line.body, self._num_devices), line.trip_count)
+                cost.merge(self._sums(line, stage, tick))
             elif self._module.is_kernel(line):
                 cost.merge(self._costs.kernel(name, line))
 
@@ -189,18 +216,20 @@ class Simulation:
         """Whether its branches are whole actions: they run blocks."""
         return any(self._block in self._module.scopes(name) for name in line.branches)
 
-    def _index(self, line: Instruction, stage: int, tick: int, action: str | None) -> int:
-        """Branch that a stage takes: of an action the one of its chunk, of the ends the longest where it has them."""
-        tables = self._program.tables
+    def _action_index(self, line: Instruction, run: TickRun, stage: int, tick: int, action: str) -> int:
+        """Branch that a stage takes around whole actions: zeros, then whole and split ones of each chunk."""
+        tables, chunks = self._program.tables, [chunk for chunk in self._chunks(run, action) if chunk >= 0]
+        chunk, num_branches = getattr(tables, action).chunk[stage][tick], len(line.branches)
+        if chunk < 0:
+            return 0
+        kinds = (num_branches - 1) // len(chunks)
+        is_split = action == "backward" and kinds > 1 and tables.pending_write[stage][tick] >= 0
+        return min(1 + is_split * len(chunks) + chunks.index(chunk), num_branches - 1)
+
+    def _end_index(self, line: Instruction, stage: int, tick: int) -> int:
+        """Branch that a stage takes around the model's ends: the longest where it has them."""
         times = [self._costs.straight(name, self._num_devices).total_s for name in line.branches]
-        shortest, longest = times.index(min(times)), times.index(max(times))
-        if action is not None:
-            now = getattr(tables, action)
-            if now.microbatch[stage][tick] < 0:
-                return shortest
-            chunks = len(times) - 1
-            return 1 + now.chunk[stage][tick] % chunks if chunks > 1 else longest
-        return longest if self._has_end(line, stage, tick) else shortest
+        return times.index((max if self._has_end(line, stage, tick) else min)(times))
 
     def _has_end(self, line: Instruction, stage: int, tick: int) -> bool:
         """Whether a stage runs the model's first or last layers in a tick, which a conditional holds."""
@@ -211,7 +240,7 @@ class Simulation:
             if "VocabHead" in scopes:
                 return tables.loss_microbatch[stage][tick] >= 0
             return (tables.input_grad_microbatch if is_backward else tables.input_microbatch)[stage][tick] >= 0
-        if "Head" in scopes or "log" in scopes:
+        if "Head" in scopes:
             now, part = tables.forward, len(self._program.placement.locations) - 1
         else:
             now, part = (tables.backward if is_backward else tables.forward), 0
