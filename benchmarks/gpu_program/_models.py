@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 import jaxpipe
 from jaxpipe.layers import VocabEmbed, VocabHead, vocab_cross_entropy
+from jaxpipe.transformer import attention
 
 HEAD_DIM = 128
 Dense = functools.partial(nn.Dense, use_bias=False)
@@ -88,7 +89,8 @@ class TensorParallelBlock(nn.Module):
             columns(heads * HEAD_DIM)(normed).reshape(batch, time, heads, HEAD_DIM)
             for heads in (dim // HEAD_DIM, self.kv_heads, self.kv_heads)
         )
-        mixed = attend(rotary(q), rotary(k), v, self.attention)
+        narrow = (each.astype(jnp.bfloat16) for each in (rotary(q), rotary(k), v))
+        mixed = attention(*narrow, causal=True, implementation=self.attention).astype(x.dtype)
         x = x + rows(dim)(mixed.reshape(batch, time, dim))
         normed = RMSNorm()(x)
         return x + rows(dim)(nn.silu(columns(self.hidden)(normed)) * columns(self.hidden)(normed))

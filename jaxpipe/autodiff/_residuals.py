@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
@@ -67,20 +68,31 @@ class Residuals:
         params: Shapes and dtypes of the parameters.
         inputs: Shapes and dtypes of the inputs.
         context: Shapes and dtypes of the context.
+        dtype: What floating residuals that are wider are rounded to; None: none are.
 
     Attributes:
         structs: Shapes and dtypes of the residuals.
         is_hosted: For each of them whether recompute asked for it to wait in host memory.
     """
 
-    def __init__(self, function: Callable[..., PyTree], params: PyTree, inputs: PyTree, context: PyTree) -> None:
+    def __init__(
+        self,
+        function: Callable[..., PyTree],
+        params: PyTree,
+        inputs: PyTree,
+        context: PyTree,
+        *,
+        dtype: str | None = None,
+    ) -> None:
+        self._dtype = None if dtype is None else jnp.dtype(dtype)
         self._params, self._arguments = params, (params, inputs, context)
         closed, shapes = jax.make_jaxpr(function, return_shape=True)(params, inputs, context)
         self._cotangents = differentiable(shapes[0])
         self._results = jax.tree.structure(shapes)
         structs = params, inputs, context
         self._cut = _fewest_bytes(
-            find_regions(closed), lambda kinds: _Cut(arrange(closed, set().union(*kinds)), self._results, *structs)
+            find_regions(closed),
+            lambda kinds: _Cut(arrange(closed, set().union(*kinds)), self._results, self._dtype, *structs),
         )
         self.is_hosted = self._cut.is_hosted
         self._encodings: list[Encoding] = []
@@ -98,7 +110,7 @@ class Residuals:
         part = needed_for(program, [*self._cut.outputs, *cut], forced=effects_of(program))
         values, given = evaluate(program, args, part, {}, cut)
         outputs, others = jax.tree.unflatten(self._results, [value_of(values, x) for x in self._cut.outputs])
-        self._encodings = [Encoding.of(given[x]) for x in cut]
+        self._encodings = [Encoding.of(given[x], self._dtype) for x in cut]
         return outputs, others, [code.encode(given[x]) for code, x in zip(self._encodings, cut, strict=True)]
 
     def backward(
@@ -185,6 +197,7 @@ class _Cut:
     Args:
         function: Of the leaves of `(params, inputs, context)`, which are given as shapes and dtypes.
         results: The structure of its results, `(outputs, others)`.
+        dtype: What wider floating residuals are rounded to, and count as; None: none are.
 
     Attributes:
         program: The forward, with its moves between memories.
@@ -195,7 +208,13 @@ class _Cut:
     """
 
     def __init__(
-        self, function: Callable[..., list[Any]], results: Any, params: PyTree, inputs: PyTree, context: PyTree
+        self,
+        function: Callable[..., list[Any]],
+        results: Any,
+        dtype: np.dtype[Any] | None,
+        params: PyTree,
+        inputs: PyTree,
+        context: PyTree,
     ) -> None:
         pullbacks: list[tuple[Any, list[Encoding]]] = []
 
@@ -224,7 +243,10 @@ class _Cut:
         hosted = set(variables(x for x, code in leaves if code.is_hosted))
 
         def price(var: Any, size: int) -> int:
-            return 0 if var in hosted else size  # host memory is not what runs short
+            if var in hosted:
+                return 0  # host memory is not what runs short
+            narrow = _narrowed(var.aval.dtype, dtype)
+            return size if narrow is None else size * narrow.itemsize // var.aval.dtype.itemsize
 
         self.variables, self.num_bytes = smallest_cut(program, self._leaves, batch_dependent, program.variables, price)
         self.is_hosted = [var in hosted for var in self.variables]
@@ -245,26 +267,42 @@ class Encoding(NamedTuple):
     Attributes:
         key_impl: The generator that it is a key of; None for other values.
         is_hosted: Whether it is in host memory.
+        dtype: Its own dtype, where the numbers are rounded to another.
+        stored_dtype: What they are rounded to; None: they are not.
     """
 
     key_impl: Any
     is_hosted: bool
+    dtype: Any = None
+    stored_dtype: Any = None
 
     @staticmethod
-    def of(value: jax.Array) -> "Encoding":
-        """The encoding of an array."""
+    def of(value: jax.Array, narrowest: np.dtype[Any] | None = None) -> "Encoding":
+        """The encoding of an array; a floating one that is wider than `narrowest` is rounded to that."""
         is_key = jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
         is_hosted = jax.typeof(value).memory_space == jax.memory.Space.Host
-        return Encoding(jax.random.key_impl(value) if is_key else None, is_hosted)
+        stored = _narrowed(value.dtype, narrowest)
+        return Encoding(jax.random.key_impl(value) if is_key else None, is_hosted, value.dtype, stored)
 
     def encode(self, value: Any) -> jax.Array:
         """The numbers, in the device's memory."""
         if self.is_hosted:
-            return jax.device_put(value, jax.memory.Space.Device)
+            value = jax.device_put(value, jax.memory.Space.Device)
+        if self.stored_dtype is not None:
+            return value.astype(self.stored_dtype)
         return value if self.key_impl is None else jax.random.key_data(value)
 
     def decode(self, value: jax.Array) -> Any:
         """The value again."""
+        if self.stored_dtype is not None:
+            value = value.astype(self.dtype)
         if self.is_hosted:
             return jax.device_put(value, jax.memory.Space.Host)
         return value if self.key_impl is None else jax.random.wrap_key_data(value, impl=self.key_impl)
+
+
+def _narrowed(dtype: Any, narrowest: np.dtype[Any] | None) -> np.dtype[Any] | None:
+    """What values of a dtype are stored in where it is floating and wider than `narrowest`; None: as they are."""
+    if narrowest is None or not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize <= narrowest.itemsize:
+        return None
+    return narrowest

@@ -10,7 +10,7 @@ from jaxpipe.errors import ConfigError
 from ._batch import BatchSizes, resolve_batch_sizes
 from ._checkpoint import CheckpointSection
 from ._optimizer import OptimizerSection, SchedulerSection
-from ._precision import BF16Section, DataTypesSection, Dtype, FP16Section
+from ._precision import BF16Section, DataTypesSection, Dtype, FP16Section, read_dtype
 from ._recompute import ActivationCheckpointingSection
 from ._section import Section, setting, subsection
 from ._values import (
@@ -58,6 +58,12 @@ class PipelineConfig(Section):
         gather_weights: When weights that are divided over an axis `fsdp` are gathered: `'step'`, once, and held to the
             end of the step, or `'tick'`, by every action of every microbatch again, and held only meanwhile; `'auto'`
             does the first with `zero_optimization.stage` 2, and else the second.
+        residual_dtype: Dtype, float32, bfloat16 or float16, in which residuals wait between forward and backward that
+            are floating point and wider; None, the default, keeps them as they are. Outputs and losses do not change,
+            but gradients do: the backward sees every such value, also a norm's or attention's statistics, rounded
+            to 8 bits of significand (bfloat16) or 11 (float16, which also makes infinities of values above 65504 and
+            zeros of the smallest). A model that computes in bfloat16 has few such values, and gains nothing. The
+            schedule `'auto'` and the partition `'profile'` plan with residuals as wide as they are computed.
 
     Raises:
         ConfigError: A value is of the wrong type or out of range.
@@ -78,6 +84,7 @@ class PipelineConfig(Section):
     spread_inputs: bool | Literal["auto"] = setting("auto", auto_or(read_flag))
     offload_activations: bool = setting(False, read_flag)
     gather_weights: Literal["auto", "step", "tick"] = setting("auto", one_of("auto", "step", "tick"))
+    residual_dtype: Dtype | None = setting(None, read_dtype)
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ class Blueprint:
         params: Where the parameters lie, in the dtype the layers compute in.
         collections: Where the layers' collections lie.
         context: Shapes and dtypes of a microbatch's key and side inputs.
+        residual_dtype: What wider residuals wait in; None: as they are.
     """
 
     module: PipelineModule
@@ -33,3 +34,4 @@ class Blueprint:
     params: ModelParams
     collections: ModelCollections
     context: tuple[PyTree, PyTree]
+    residual_dtype: str | None = None

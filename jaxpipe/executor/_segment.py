@@ -78,7 +78,8 @@ class Segment:
         trace = self._blueprint.trace
         collections = [trace.collections[i] for i in self.layers]
         context = (jax.ShapeDtypeStruct((), jnp.int32), *self._blueprint.context, collections)
-        return Residuals(self._train, self.struct, trace.boundaries[self.layers.start], context)
+        inputs, dtype = trace.boundaries[self.layers.start], self._blueprint.residual_dtype
+        return Residuals(self._train, self.struct, inputs, context, dtype=dtype)
 
     @functools.cached_property
     def residual_specs(self) -> list[P]:

@@ -92,7 +92,15 @@ class Stage:
         self.gradients = Packing([differentiable(x) for x in outputs], list(map(_differentiable_specs, outputs, specs)))
         context = (jax.eval_shape(lambda: jax.random.key(0)), dict(trace.side))
         blueprint = Blueprint(
-            module, trace, plan.signatures, self.cuts, placement, self.params, self.collections, context
+            module,
+            trace,
+            plan.signatures,
+            self.cuts,
+            placement,
+            self.params,
+            self.collections,
+            context,
+            section.residual_dtype,
         )
         # Where idle actions are skipped there is a branch for each chunk; else the chunk is an index into all chunks'
         # weights.
