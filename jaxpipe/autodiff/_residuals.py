@@ -133,7 +133,7 @@ class Residuals:
         return jax.tree.unflatten(treedef, grads[: treedef.num_leaves]), grads[treedef.num_leaves :]
 
     def specs(self, params: Sequence[P], inputs: Sequence[P], mesh: AbstractMesh) -> list[P]:
-        """How the residuals are sharded over automatic axes: at least so, as XLA may divide what nothing is said of.
+        """Shardings of the residuals over automatic axes, at least: XLA may divide what nothing is said of.
 
         Args:
             params: The shardings of the parameters' leaves.
@@ -262,7 +262,7 @@ class _Cut:
 
 
 class Encoding(NamedTuple):
-    """How a value is an array of numbers on the device, the only kind that rings and branches hold.
+    """Form of a value as an array of numbers on the device, the only kind that rings and branches hold.
 
     Attributes:
         key_impl: The generator that it is a key of; None for other values.

@@ -85,7 +85,7 @@ class ProgramCache:
         return len(self._programs)
 
     def for_batch(self, batch: Batch, num_microbatches: int, **options: Any) -> Pipeline:
-        """What `get` returns for the microbatches of a batch, leaves `[num_microbatches, samples, ...]`."""
+        """Pipeline that `get` returns for the microbatches of a batch, leaves `[num_microbatches, samples, ...]`."""
         return self.get(_entry_of(batch), num_microbatches, **options)
 
     def get(

@@ -64,7 +64,7 @@ class Segment:
 
     @property
     def specs(self) -> PyTree:
-        """How these are sharded over automatic axes."""
+        """Their shardings over automatic axes."""
         return self._specs_in(self._blueprint.params.grad_layout)
 
     def _specs_in(self, layout: Layout) -> PyTree:
@@ -83,7 +83,7 @@ class Segment:
 
     @functools.cached_property
     def residual_specs(self) -> list[P]:
-        """How these residuals are at least sharded over automatic axes."""
+        """Shardings of these residuals over automatic axes, at least."""
         trace = self._blueprint.trace
         if not automatic_axes(trace.mesh):
             return [P() for _ in self.residuals.structs]
@@ -109,7 +109,7 @@ class Segment:
         return self.gather(leaves) if not self._scan else leaves
 
     def gather(self, params: PyTree) -> PyTree:
-        """What `run` computes with, whole along `fsdp`, from parameters as they are held during a step."""
+        """Parameters as `run` takes them, whole along `fsdp`, from the form that lasts through a step."""
         layout, gathered = self._blueprint.params.layout, self._blueprint.params.gathered
         if layout is gathered:
             return params

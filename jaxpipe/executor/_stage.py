@@ -300,7 +300,7 @@ class Stage:
 
 
 def boundary_specs(module: PipelineModule, trace: ModelTrace, stops: Sequence[int]) -> list[PyTree]:
-    """How what layers hand over is sharded over automatic axes: as the last layer before constrains its output.
+    """Shardings of boundaries over automatic axes: as the last layer before each constrains its output.
 
     What no layer constrains is whole, so that it is not sharded one way on one stage and another way on the next; its
     samples are divided over `fsdp`.

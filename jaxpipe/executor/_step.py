@@ -109,7 +109,7 @@ class DevicePrograms:
         return broadcast_sum(self._results(state, batch, lambda outputs, _: self._whole(outputs)), "stage")
 
     def evaluate_and_predict(self, state: TrainState, batch: Batch) -> tuple[EvaluationMetrics, PyTree]:
-        """Both at once."""
+        """Losses and outputs, in one run."""
         terms, outputs = self._results(state, batch, lambda y, t: (self._objective.measure(y, t), self._whole(y)))
         return _mean_losses(terms), broadcast_sum(outputs, "stage")
 

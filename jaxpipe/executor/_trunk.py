@@ -60,7 +60,7 @@ class Trunk:
 
     @property
     def residual_specs(self) -> list[P]:
-        """How the residuals are at least sharded over automatic axes."""
+        """Shardings of the residuals over automatic axes, at least."""
         return [] if self.is_empty else self._program.residual_specs
 
     def prepare(self, stacked: dict[str, jax.Array]) -> PyTree:

@@ -113,7 +113,7 @@ def mesh_for_init(names: Sequence[str]) -> AbstractMesh:
 
 
 def axis_fault(subject: str, error: BaseException, automatic: Sequence[str]) -> LayerError:
-    """What is told of a collective over an axis that is not manual.
+    """Error for a collective over an axis that is not manual.
 
     Args:
         subject: Who uses it, such as `layer 0_Block`.

@@ -1,4 +1,4 @@
-"""How variables are sharded inside a stage: Flax's partition metadata, with the model's rules."""
+"""Shardings of variables inside a stage: Flax's partition metadata, with the model's rules."""
 
 import contextlib
 import math
@@ -137,7 +137,7 @@ def stage_dims(label: str, tree: PyTree) -> Mapping[Path, int]:
 
 
 def partition_specs(label: str, tree: PyTree, mesh: AbstractMesh, rules: Rules) -> Mapping[Path, PartitionSpec]:
-    """How variables are sharded over the mesh's automatic axes, by Flax's partition metadata.
+    """Shardings of variables over the mesh's automatic axes, by Flax's partition metadata.
 
     Args:
         label: How errors name the layer.

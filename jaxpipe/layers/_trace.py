@@ -124,7 +124,7 @@ class ModelTrace:
         return found
 
     def tree_specs(self) -> dict[Path, PartitionSpec]:
-        """How sharded parameters are, by path in the model's tree; of a shared one its first layer decides."""
+        """Shardings of parameters by path in the model's tree; of a shared one its first layer decides."""
         return {
             at: self.param_specs[index][local]
             for at, (index, local) in self.owners().items()
@@ -394,7 +394,7 @@ class _Call:
         return found
 
     def _effects(self, layer: Layer, params: PyTree, collections: PyTree) -> set[str]:
-        """What a layer does in training: `"draws"` random numbers, `"moves"` collections by its inputs."""
+        """Effects of a layer in training: it `"draws"` random numbers, or `"moves"` collections by its inputs."""
         args = self._arguments(params, collections)
         draws = used_inputs(functools.partial(_train, layer), *args)[-1]
         moves = used_inputs(lambda *args: _train(layer, *args)[1], *args)[2]

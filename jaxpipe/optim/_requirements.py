@@ -1,4 +1,4 @@
-"""What a pipeline requires of an optimiser, found from its trace.
+"""Requirements of a pipeline on an optimiser, found from its trace.
 
 Each device hands the optimiser a tree of its own parameters, so the result must be that of the whole tree:
 

@@ -1,4 +1,4 @@
-"""What a cut costs, in sentences, for the log and for people who print a pipeline."""
+"""Costs of a cut, in sentences, for the log and for people who print a pipeline."""
 
 import logging
 from collections.abc import Hashable, Sequence

@@ -27,7 +27,7 @@ class FilledTimetable(TimetableSchedule):
         """
 
     def num_steps(self) -> int:
-        """Those of forwards and input gradients, and those for weight gradients alone."""
+        """Steps of forwards and input gradients, and those for weight gradients alone."""
         return len(self._filled()[0])
 
     def weight_at(self, step: int) -> Action:

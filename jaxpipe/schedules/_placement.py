@@ -1,4 +1,4 @@
-"""Where the chunks of a schedule lie in the model."""
+"""Placement of a schedule's chunks in the model."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

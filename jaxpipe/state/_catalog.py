@@ -59,7 +59,7 @@ class Leaf:
         return tuple(size // count for size, count in zip(self.shape, self.grid, strict=True))
 
     def slices(self) -> list[tuple[slice, ...]]:
-        """Where the slices of a copy lie in the leaf, in the order of its spans."""
+        """Indices of a copy's slices in the leaf, in the order of its spans."""
         shape = self.slice_shape()
         return [
             tuple(slice(at * size, (at + 1) * size) for at, size in zip(index, shape, strict=True))
