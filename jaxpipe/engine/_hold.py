@@ -48,5 +48,6 @@ def hold_signals() -> Generator[None]:
 def _deliver(number: int, handler: Callable[..., Any], received: dict[int, int]) -> None:
     """Restore a handler, and deliver the signal that came for it."""
     signal.signal(number, handler)
+    # Only now: it is the restored handler that is to run.
     if number in received:
         signal.raise_signal(number)

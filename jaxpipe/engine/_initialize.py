@@ -124,6 +124,7 @@ def initialize(  # noqa: PLR0913  # DeepSpeed's arguments
     for name, (value, instead) in refused.items():
         if value is not None:
             raise ConfigError(f"{name} must be None, but got {name}={value!r}. Instead, {instead}.")
+    # Before anything below asks JAX for devices: from then on a process can no longer join others.
     if dist_init_required or (dist_init_required is None and names_other_processes()):
         init_distributed()
     errors = Collector()
@@ -132,6 +133,7 @@ def initialize(  # noqa: PLR0913  # DeepSpeed's arguments
     if model_parameters is not None:
         model_parameters = read_params(model_parameters)
     if jax.process_count() > 1:
+        # Before minutes are spent on compiling: what does not answer is found, and named, by a program of a few bytes.
         handshake(mesh, HANDSHAKE_TIMEOUT_S)
     loader = None
     if training_data is not None:

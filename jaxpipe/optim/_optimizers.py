@@ -83,6 +83,8 @@ def make_optimizer(
     factory, hyperparams = recipe.build(read_params(recipe, params))
     warn_of_tuning(params)
     hyperparams |= _followed(recipe, params, hyperparams, schedule)
+    # Else optax gives them the widest dtype of the parameters in the tree: bfloat16 would round a rate, and on a device
+    # that holds other parameters it may be another dtype.
     return optax.inject_hyperparams(factory, hyperparam_dtype=jnp.float32)(**hyperparams)
 
 

@@ -129,6 +129,7 @@ class StageWalk:
     def _rules(self, rows: dict[str, list[int]]) -> dict[type, _Rule]:
         none, forward, split = ([bits] * len(self._done) for bits in (0, FORWARD, INPUT))
         fed = [
+            # The last part needs its labels as the first does its inputs.
             (LOADED if before is None or after is None else 0) | (ARRIVED if before is not None else 0)
             for before, after in zip(self._before, self._after, strict=True)
         ]
