@@ -164,7 +164,7 @@ class DevicePrograms:
         grads = sum_tied(self._tied, self._stage.params.grad_layout, device.stage, grads)
         grads = self._sharding.reduce_gradients(device.stage, self._form(), grads)
         grads = self._sharding.master.shards.constrain(grads)
-        reported = gather_values(sums.reported, self._stage.aux_names, self._objective.num_terms)
+        reported = gather_values(sums.all_reported, self._stage.aux_names, self._objective.num_terms)
         # Zero on all stages but the last, so that the sum over them is a broadcast.
         loss = sum_over(sums.loss, ("stage", "data")) / divisor
         metrics: GradientMetrics = {"loss": sum(reported["losses"].values(), loss), "weight": weight}

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import chex
@@ -23,7 +22,7 @@ from ._virtual_stage import VirtualStage
 
 @chex.dataclass
 class TrainCarry:
-    """Carry of a device from tick to tick.
+    """Carry of a device from tick to tick; after the last one, its sums over the microbatches of a batch.
 
     Attributes:
         activations: Activations on their way.
@@ -35,8 +34,8 @@ class TrainCarry:
         trunk_grads: Summed gradients of the trunk, a tree for each chunk.
         off_trunk_grads: Those of the stage's other parameters.
         vocab_grads: Those of vocabulary-parallel layers, by name.
-        loss: Summed losses, on the stage of the last part.
-        collections: The stage's collections.
+        loss: Summed losses, on the stage of the last part, else 0.
+        collections: The stage's collections after the microbatches so far.
         reported: Summed values that prologues and trunks report, `[num_chunks, n]`.
         loss_reported: Those that the epilogue reports.
     """
@@ -54,26 +53,10 @@ class TrainCarry:
     reported: jax.Array
     loss_reported: jax.Array
 
-
-@dataclass(frozen=True)
-class BatchSums:
-    """Sums of a device over the microbatches of a batch.
-
-    Attributes:
-        loss: Losses, on the stage of the last part, else 0.
-        trunk_grads: Gradients of the trunk, a tree for each chunk.
-        off_trunk_grads: Gradients of the stage's other parameters.
-        vocab_grads: Gradients of vocabulary-parallel layers, by name.
-        collections: The stage's collections after the last microbatch.
-        reported: What the stage's layers reported.
-    """
-
-    loss: jax.Array
-    trunk_grads: tuple[PyTree, ...]
-    off_trunk_grads: PyTree
-    vocab_grads: dict[str, jax.Array]
-    collections: PyTree
-    reported: jax.Array
+    @property
+    def all_reported(self) -> jax.Array:
+        """Summed values that the stage's layers report."""
+        return jnp.concatenate([self.reported.reshape(-1), self.loss_reported])
 
 
 class TrainLoop(TickLoop):
@@ -94,8 +77,8 @@ class TrainLoop(TickLoop):
         self._gradients = Channel(stage.gradients, program.num_stages, depth, unbuffered, sends_early=False)
         self._has_fused_loss = _loss_is_followed_by_backward(program, stage)
 
-    def run(self, device: Device) -> BatchSums:
-        """Run the whole program."""
+    def run(self, device: Device) -> TrainCarry:
+        """Run the whole program; gives the carry after its last tick."""
         stage, program = self.stage, self.program
         loss_slots = 0 if self._has_fused_loss else program.residual_slots
         carry = TrainCarry(
@@ -114,15 +97,7 @@ class TrainLoop(TickLoop):
             reported=jnp.zeros((program.num_chunks, stage.num_reported), jnp.float32),
             loss_reported=jnp.zeros((len(stage.epilogue.aux.names),), jnp.float32),
         )
-        carry = self.scan(device, lambda run, carry, row: self._tick(device, run, carry, row), carry)
-        return BatchSums(
-            loss=carry.loss,
-            trunk_grads=carry.trunk_grads,
-            off_trunk_grads=carry.off_trunk_grads,
-            vocab_grads=carry.vocab_grads,
-            collections=carry.collections,
-            reported=jnp.concatenate([carry.reported.reshape(-1), carry.loss_reported]),
-        )
+        return self.scan(device, lambda run, carry, row: self._tick(device, run, carry, row), carry)
 
     def _tick(self, device: Device, run: TickRun, carry: TrainCarry, row: Row) -> None:
         activation, carry.activations = self.activations.recv(
