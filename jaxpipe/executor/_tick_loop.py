@@ -117,6 +117,7 @@ class TickLoop:
         now: Actions[jax.Array],
         functions: Sequence[Callable[[VirtualStage], Any]],
         which: jax.Array | int = 0,
+        chunk: jax.Array | None = None,
     ) -> Any:
         """Run a tick's action of one kind, for the chunk it is on.
 
@@ -130,6 +131,8 @@ class TickLoop:
             now: The tick's.
             functions: What can be computed; all give trees of the same form.
             which: Index of the function.
+            chunk: For loops that compute idle actions: the action's chunk, or any one where it is idle. Default: the
+                first one there.
 
         Returns:
             The result, or zeros where the action is idle.
@@ -138,10 +141,10 @@ class TickLoop:
         chunks: list[Any] = sorted({c for row in actions.chunk for c in row[run.start : run.stop] if c >= 0})
         if self.skip_idle and len(chunks) > 1:
             # One branch for each function and chunk: the functions' first, in the order of `branches` below.
-            chunk = jnp.searchsorted(jnp.asarray(chunks, jnp.int32), now.chunk).astype(jnp.int32)
-            which = which * len(chunks) + chunk
+            number = jnp.searchsorted(jnp.asarray(chunks, jnp.int32), now.chunk).astype(jnp.int32)
+            which = which * len(chunks) + number
         elif len(chunks) > 1:
-            chunks = [jnp.maximum(now.chunk, 0)]
+            chunks = [jnp.maximum(now.chunk if chunk is None else chunk, 0)]
         branches = [
             lambda function=function, chunk=chunk: function(VirtualStage(device.stage, chunk, placement))
             for function in functions

@@ -126,7 +126,7 @@ class TrainLoop(TickLoop):
             return stage.forward(at, device.weights, batch, collections, arrived)
 
         output, residuals, updated, reported = self.action(
-            device, run, self.program.tables.forward, row.forward, [forward]
+            device, run, self.program.tables.forward, row.forward, [forward], chunk=self._common_chunk(run, row)
         )
         # An idle forward may have computed on garbage, or given zeros: neither may replace collections.
         collections = select(row.forward.microbatch >= 0, updated, collections)
@@ -222,7 +222,13 @@ class TrainLoop(TickLoop):
             functions[1] = lambda at: _fill(split(at), jax.eval_shape(lambda: whole(at)))
             which = (row.pending_write >= 0).astype(jnp.int32)
         trunk, off_trunk, outgoing, pending = self.action(
-            device, run, self.program.tables.backward, row.backward, functions, which
+            device,
+            run,
+            self.program.tables.backward,
+            row.backward,
+            functions,
+            which,
+            chunk=self._common_chunk(run, row),
         )
         if True in kinds:
             carry.pending = self._write_pending(run, carry.pending, pending, row.pending_write)
@@ -250,6 +256,21 @@ class TrainLoop(TickLoop):
 
         trunk, off_trunk = self.action(device, run, self.program.tables.weight, row.weight, [weight])
         self._add(carry, row.weight.chunk, trunk, off_trunk)
+
+    def _common_chunk(self, run: TickRun, row: Row) -> jax.Array | None:
+        """The chunk of a tick's forward and backward; None where some tick of the run has them for different ones.
+
+        With one index for both XLA takes the chunk's weights out of those of all once in a tick, not twice.
+        """
+        ticks = slice(run.start, run.stop)
+        pairs = [
+            (forward, backward)
+            for rows in zip(self.program.tables.forward.chunk, self.program.tables.backward.chunk, strict=True)
+            for forward, backward in zip(*(row[ticks] for row in rows), strict=True)
+        ]
+        if any(forward != backward and min(forward, backward) >= 0 for forward, backward in pairs):
+            return None
+        return jnp.maximum(row.forward.chunk, row.backward.chunk)
 
     def _write_pending(self, run: TickRun, ring: PyTree, pending: PyTree, slot: jax.Array) -> PyTree:
         """Overwrite a slot, or leave all slots as they are where the slot is -1."""
