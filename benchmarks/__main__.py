@@ -30,6 +30,7 @@ QUICK = {
     "memory": ["--stages", "2", "--only", "1f1b,gpipe"],
     "compile": ["--repeats", "1"],
     "peers": ["--repeats", "1", "--sizes", "64x4x32x4", "--microbatches", "8"],
+    "jax_peers": ["--smoke"],
     "processes": ["--repeats", "1"],
     "checkpoint": ["--repeats", "1"],
     "vocab": ["--repeats", "1"],
