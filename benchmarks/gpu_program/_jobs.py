@@ -138,7 +138,7 @@ JOBS = {
     "1f1b-64": Job("1f1b", data=8, zero_stage=1),
     "1f1b-recompute": Job("1f1b", interval=1),
     # Widths of a model of 70 billion parameters, a fifth of its 80 blocks.
-    "70b-64": Job("1f1b", blocks=16, dim=8192, hidden=28672, model=8, interval=1),
+    "70b-64": Job("1f1b", blocks=16, dim=8192, hidden=28672, model=8, split_vocab=True, interval=1),
     # Sixteen of its 48 blocks.
     "gpt2-xl": Job("1f1b", blocks=16, dim=1600, hidden=0, time=1024, samples=8, vocab=50304, stages=4),
 }

@@ -5,6 +5,7 @@ and ends of exchanges. Kernels advance a stage's clock; a conditional by the bra
 end of an exchange waits for its start here and on the stage that sends or receives, and for the wire.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from jaxpipe.schedules import TickProgram, TickRun
@@ -106,17 +107,25 @@ class Simulation:
         return sorted(found, key=lambda cost: cost.total_s)
 
     def _tick(self, body: str, run: TickRun, tick: int) -> None:
+        self._events(body, run, tick, iter(self._branched_actions(run)))
+
+    def _events(self, computation: str, run: TickRun, tick: int, actions: Iterator[str]) -> None:
         started: dict[str, tuple[list[float], float, Instruction]] = {}
-        actions = iter(self._branched_actions(run))
-        for line in self._module.lines(body):
-            if line.op == "conditional":
+        for line in self._module.lines(computation):
+            if line.op == "conditional" and self._is_shared(line):
+                # All stages take the same branch, and wait for each other at its collectives.
+                branch = Cost()
+                branch.add("branch", self._costs.machine.branch_s)
+                self._advance([branch] * len(self._now))
+                self._events(line.branches[self._end_index(line, 0, tick)], run, tick, actions)
+            elif line.op == "conditional":
                 self._branches(line, run, tick, next(actions, None) if self._is_action(line) else None)
             elif self._module.is_collective(line):
                 self._collective(line, started)
             elif line.op == "while":
                 self._advance([self._sums(line, stage, tick) for stage in self._stages])
             elif self._module.is_kernel(line):
-                self._advance([self._costs.kernel(body, line)] * len(self._now))
+                self._advance([self._costs.kernel(computation, line)] * len(self._now))
 
     def _branched_actions(self, run: TickRun) -> list[str]:
         """Kinds of action that a run has, in the order in which a tick runs them, but for those without a branch."""
@@ -211,6 +220,10 @@ class Simulation:
                 cost.merge(self._sums(line, stage, tick))
             elif self._module.is_kernel(line):
                 cost.merge(self._costs.kernel(name, line))
+
+    def _is_shared(self, line: Instruction) -> bool:
+        """Whether its branches are the work of vocabulary-parallel layers, which all stages do at once."""
+        return not self._is_action(line) and any("Vocab" in self._module.scopes(name) for name in line.branches)
 
     def _is_action(self, line: Instruction) -> bool:
         """Whether its branches are whole actions: they run blocks."""
