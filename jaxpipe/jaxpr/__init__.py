@@ -14,6 +14,7 @@ from ._program import operands as operands
 from ._program import read as read
 from ._program import value_of as value_of
 from ._program import variables as variables
+from ._program import without_mesh as without_mesh
 from ._reduced import REDUCED as REDUCED
 from ._reduced import reduced as reduced
 from ._reduced import save_reduced as save_reduced
@@ -64,4 +65,5 @@ __all__ = [
     "value_numbers",
     "value_of",
     "variables",
+    "without_mesh",
 ]

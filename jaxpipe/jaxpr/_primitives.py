@@ -43,6 +43,12 @@ RANDOM_KEYS = frozenset({"random_fold_in", "random_seed", "random_split", "rando
 RANDOM_BITS = frozenset({"random_bits", "threefry2x32"})
 """Draw numbers from a key."""
 
+DEVICE_RANDOM_BITS = frozenset({"rng_bit_generator", "rng_uniform"})
+"""Draw numbers with a generator of the device, whose numbers depend on how the result is sharded."""
+
+CALLBACKS = frozenset({"pure_callback", "io_callback", "debug_callback"})
+"""Call Python back while the program runs."""
+
 MAKING_COMPLEX = frozenset({"complex", "eig", "fft"})
 """Make complex numbers of real ones."""
 

@@ -5,12 +5,15 @@ that a scan too can be run in part. Every other equation with an inner program s
 """
 
 from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+from jax.extend.core.primitives import copy_p, sharding_constraint_p
+from jax.sharding import AbstractMesh
 
 from ._primitives import called_program, is_barrier
 
@@ -88,6 +91,28 @@ def flatten(closed: ClosedJaxpr, *, moves: bool = False) -> Program:
     return Program(flat.jaxpr.invars, flat.jaxpr.outvars, eqns, consts, scans, found)
 
 
+def without_mesh(program: Program) -> Program:
+    """The program as it runs on one device: without sharding constraints, and in the scope of no mesh.
+
+    What runs on another mesh than it was traced on must not remember that.
+    """
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+        nowhere = jax.make_jaxpr(jnp.negative)(1.0).eqns[0].ctx
+
+    def plain(value: Any) -> Any:
+        # A scalar that was made on a mesh remembers it, too.
+        return np.asarray(value) if jnp.shape(value) == () and not _is_key(value) else value
+
+    def alone(eqn: Any) -> Any:
+        atoms = [Literal(plain(x.val), x.aval) if isinstance(x, Literal) else x for x in eqn.invars]
+        eqn = eqn.replace(ctx=nowhere, invars=atoms)
+        return eqn.replace(primitive=copy_p, params={}) if eqn.primitive is sharding_constraint_p else eqn
+
+    consts = {var: plain(value) for var, value in program.consts.items()}
+    scans = {i: scan._replace(body=without_mesh(scan.body)) for i, scan in program.scans.items()}
+    return replace(program, eqns=[alone(eqn) for eqn in program.eqns], consts=consts, scans=scans)
+
+
 def operands(eqn: Any) -> list[tuple[list[Any], list[Any]]]:
     """Operands of each result of an equation, as `(results, operands)`; literals left out."""
     if is_barrier(eqn):
@@ -116,6 +141,10 @@ def value_of(values: Values, x: Any) -> jax.Array:
 def variables(atoms: Iterable[Any]) -> list[Any]:
     """The variables among atoms, without the literals."""
     return [x for x in atoms if not isinstance(x, Literal)]
+
+
+def _is_key(value: Any) -> bool:
+    return jnp.issubdtype(getattr(value, "dtype", float), jax.dtypes.prng_key)
 
 
 def _scan(eqn: Any, moves: bool) -> Scan:

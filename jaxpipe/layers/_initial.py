@@ -58,15 +58,14 @@ def init_layer(
 
 
 def init_params(
-    make: Callable[[int, ModelTrace, jax.Array, jax.Array], PyTree], trace: ModelTrace, key: jax.Array
+    make: Callable[[int, ModelTrace, jax.Array], PyTree], trace: ModelTrace, key_of: Callable[[int], jax.Array]
 ) -> PyTree:
     """Make the parameters of a whole model; layers of equal code and shapes share one compiled program.
 
     Args:
-        make: `make(index, trace, key, place)`: parameters and collections of layer `index`, with the weights of layer
-            `place`.
+        make: `make(index, trace, key)`: parameters and collections of layer `index`, from the layer's key.
         trace: The model's shapes.
-        key: The model's key.
+        key_of: The key of each layer.
 
     Returns:
         The model's parameter tree.
@@ -78,22 +77,21 @@ def init_params(
         if index not in made:
             first = trace.firsts[index]
             program = programs.setdefault(first, jax.jit(functools.partial(make, first, trace)))
-            made[index] = flatten_dict(program(key, index)[0])
+            made[index] = flatten_dict(program(key_of(index))[0])
         leaves[path] = made[index][local]
     return unflatten_dict(leaves)
 
 
-def seeded_keys(seed_fn: Callable[[int], jax.Array], base_seed: int, num_layers: int) -> jax.Array:
-    """The keys of all layers, each from a seed of its own.
+def seeded_key(seed_fn: Callable[[int], jax.Array], seed: int) -> jax.Array:
+    """The key that a seed makes.
 
     Raises:
         LayerError: `seed_fn` makes no key.
     """
     with jax.ensure_compile_time_eval():
-        keys = [seed_fn(base_seed + index) for index in range(num_layers)]
-        for key in keys:
-            if not isinstance(key, jax.Array):
-                raise LayerError(
-                    f"seed_fn must return a JAX key, but got {key!r}. Return jax.random.key(seed), or leave it out."
-                )
-        return jnp.stack(keys)
+        key: Any = seed_fn(seed)
+    if not isinstance(key, jax.Array):
+        raise LayerError(
+            f"seed_fn must return a JAX key, but got {key!r}. Return jax.random.key(seed), or leave it out."
+        )
+    return key

@@ -14,7 +14,7 @@ from jaxpipe.errors import JaxpipeError, LayerError
 from ._arguments import checked_loss
 from ._axes import axis_fault, call_on_one, is_unbound_axis, one_device_mesh
 from ._build import NamedLayer
-from ._initial import init_layer, init_params, seeded_keys
+from ._initial import init_layer, init_params, seeded_key
 from ._precision import cast_floats
 from ._run import Extras, Runner, compose_layers
 from ._sharding import Rules, rules_in_force
@@ -76,7 +76,7 @@ class SequentialModel:
             LayerError: Two neighbouring layers do not fit, or `seed_fn` makes no key.
         """
         trace = self.trace(inputs, side)
-        return init_params(self.init_layer, trace, key)
+        return init_params(self.init_layer, trace, functools.partial(self.layer_key, key))
 
     def init_collections(
         self, key: jax.Array, inputs: PyTree, *, side: Mapping[str, PyTree] | None = None
@@ -91,31 +91,29 @@ class SequentialModel:
         """
         trace = self.trace(inputs, side)
         holders = [named for named in self.layers if trace.collections[named.index]]
-        return {named.name: self.init_layer(named.index, trace, key)[1] for named in holders}
+        keys = {named.index: self.layer_key(key, named.index) for named in holders}
+        return {named.name: self.init_layer(named.index, trace, keys[named.index])[1] for named in holders}
 
-    def init_layer(
-        self, index: int, trace: ModelTrace, key: jax.Array, place: jax.Array | int | None = None
-    ) -> tuple[PyTree, PyTree]:
-        """Make one layer's parameters and collections, with the paths inside the layer; traceable.
-
-        Args:
-            index: The layer.
-            trace: The model's shapes.
-            key: The model's key.
-            place: The index that keys its weights, where it is only known while running; `index` if None.
-
-        Returns:
-            `(parameters, collections)`.
+    def layer_key(self, key: jax.Array, index: int) -> jax.Array:
+        """The key of a layer's initial values, from the model's.
 
         Raises:
             LayerError: `seed_fn` makes no key.
         """
-        place = index if place is None else place
-        if self.seed_layers:
-            layer_key = seeded_keys(self.seed_fn, self.base_seed, len(self.layers))[place]
-        else:
-            layer_key = jax.random.fold_in(key, place)
-        return init_layer(self.layers[index], trace, layer_key, self.compute_dtype)
+        return seeded_key(self.seed_fn, self.base_seed + index) if self.seed_layers else jax.random.fold_in(key, index)
+
+    def init_layer(self, index: int, trace: ModelTrace, key: jax.Array) -> tuple[PyTree, PyTree]:
+        """Make one layer's parameters and collections, with the paths inside the layer; traceable.
+
+        Args:
+            index: The layer, or one of equal code and shapes.
+            trace: The model's shapes.
+            key: The layer's key, from `layer_key`.
+
+        Returns:
+            `(parameters, collections)`.
+        """
+        return init_layer(self.layers[index], trace, key, self.compute_dtype)
 
     def apply(
         self,

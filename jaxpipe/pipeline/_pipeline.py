@@ -47,11 +47,14 @@ from jaxpipe.state import (
     Updater,
     VocabLayers,
     check_collections,
+    collection_places,
     make_catalog,
+    param_places,
     place_everywhere,
     place_leaves,
     place_samples,
     read_leaves,
+    state_arrays,
     state_specs,
     with_arrays,
     zero_sharding,
@@ -364,7 +367,7 @@ class Pipeline:
         """
         # Values are made as placing asks for them, one stage after another: host memory never holds the whole model.
         made = StageInit(self.module, self.trace, self._key if key is None else key)
-        return self._state(made.params, made.collections)
+        return self._state(self._draw("params", made) | self._draw("collections", made))
 
     def init_from(self, tree: PyTree, collections: PyTree | None = None) -> TrainState:
         """Make an initial state from the model's parameter tree.
@@ -379,9 +382,11 @@ class Pipeline:
         Raises:
             LayerError: A parameter is missing, unexpected, of another shape, or no array of floating-point numbers.
         """
-        made = StageInit(self.module, self.trace, self._key)
-        others = made.collections if collections is None else _from_tree("collections", collections)
-        return self._state(_from_tree("params", self.check_params(tree)), others)
+        arrays = self._place("params", _from_tree("params", self.check_params(tree)))
+        if collections is None:
+            made = StageInit(self.module, self.trace, self._key)
+            return self._state(arrays | self._draw("collections", made))
+        return self._state(arrays | self._place("collections", _from_tree("collections", collections)))
 
     def check_params(self, tree: PyTree) -> PyTree:
         """Compare a parameter tree with the model's.
@@ -464,7 +469,23 @@ class Pipeline:
         return state_specs(self._sharding.row_spec, P("stage"))
 
     def _place(self, field: str, source: Source) -> dict[str, jax.Array]:
-        return place_leaves(self.catalog, field, self.state_struct, source, self.module.num_stages)
+        return self._place_some(self._keys_of(field), source)
+
+    def _place_some(self, keys: Sequence[str], source: Source) -> dict[str, jax.Array]:
+        return place_leaves(self.catalog, state_arrays(self.state_struct), keys, source, self.module.num_stages)
+
+    def _keys_of(self, field: str) -> list[str]:
+        return [key for key in self.catalog if key.startswith(f"{field}/")]
+
+    def _draw(self, field: str, made: StageInit) -> dict[str, jax.Array]:
+        """Initial arrays of a field."""
+        if field == "params":
+            places = param_places(self._params, self.trace, self._sharding.master, self._sharding.row_spec)
+        else:
+            places = collection_places(self._stages.collections, self.module)
+        arrays = state_arrays(self.state_struct)
+        structs = {name: like for name, like in arrays.items() if name.startswith(f"{field}/")}
+        return made.draw(places, structs, lambda keys: self._place_some(keys, made.source), self._keys_of(field))
 
     def _tree(self, field: str, storage: Storage, paths: Iterable[Path]) -> dict[str, PyTree]:
         keys = {path: join_path((field, *path)) for path in paths}
@@ -479,9 +500,8 @@ class Pipeline:
         fields = {"step": number, "loss_scale": loss_scale, "skipped_steps": number, "rng": self._key}
         return place_everywhere(fields, self.mesh)
 
-    def _state(self, params: Source, collections: Source) -> TrainState:
+    def _state(self, arrays: Mapping[str, jax.Array]) -> TrainState:
         rows = self._sharding.row_spec
-        arrays = self._place("params", params) | self._place("collections", collections)
         state = with_arrays(self.state_struct, arrays)
         # On the devices: the optimiser's state never lies in host memory, which may not hold it.
         shardings = jax.tree.map(lambda x: x.sharding, self.state_struct.opt_state)

@@ -206,7 +206,7 @@ class _Draft:
 
 def _spans(field: str, layout: Layout, form: int, name: str, rows: Sequence[int], blocks: Grid = ()) -> list[Span]:
     """A leaf's elements in some rows, block by block."""
-    array, start, stop = layout.span(form, name)
+    array, start, stop, _ = layout.span(form, name)
     # Blocks of a piece lie one after another in its row (`ByElements`), all of one size.
     count = math.prod(blocks)
     size = (stop - start) // count

@@ -69,23 +69,25 @@ def read_leaves(catalog: Catalog, field: str, storage: PyTree, keys: Iterable[st
     return {key: read_leaf(catalog[key], lambda name, row: arrays[name][row].reshape(-1)) for key in keys}
 
 
-def place_leaves(catalog: Catalog, field: str, like: TrainState, source: Source, num_stages: int) -> dict[str, Any]:
-    """Build the global arrays of a field of a state from leaves on the host.
+def place_leaves(
+    catalog: Catalog, like: Mapping[str, Any], keys: Sequence[str], source: Source, num_stages: int
+) -> dict[str, Any]:
+    """Build global arrays of a state from leaves on the host.
 
     Host memory holds one stage's rows at a time, and no leaf is asked for that lies on no device of this process.
 
     Args:
         catalog: Where leaves lie.
-        field: `params` or `collections`.
-        like: Shapes, dtypes and shardings of the state.
+        like: Shapes, dtypes and shardings of the state's arrays, by name.
+        keys: The leaves; what lies beside them in the same arrays is zero.
         source: Gives the leaves.
         num_stages: Stages of the pipeline.
 
     Returns:
         The arrays by name, as `with_arrays` takes them.
     """
-    structs = _named(field, getattr(like, field))
-    keys = [key for key in catalog if key.startswith(f"{field}/")]
+    names = {span.array: None for key in keys for copy in catalog[key].copies for span in copy}
+    structs = {name: like[name] for name in names}
     shards: dict[str, list[jax.Array]] = {name: [] for name in structs}
     for stage in range(num_stages):
         rows = HostRows(structs, stage, num_stages)

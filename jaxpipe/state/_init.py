@@ -1,22 +1,164 @@
-"""Initial parameters: made leaf by leaf in host memory, so that a device never holds more than its own stage's."""
+"""Initial parameters and collections: drawn on the devices that keep them, so that no host holds them."""
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any
+import logging
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import Literal
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jaxpipe._typing import Path, PyTree
+from jaxpipe.distributed import log
+from jaxpipe.jaxpr import (
+    Program,
+    Slice,
+    effects_of,
+    evaluate,
+    flatten,
+    needed_for,
+    primitives,
+    program_key,
+    read,
+    without_mesh,
+)
 from jaxpipe.layers import ModelTrace, PipelineModule, flatten_dict, split_path
 
-from ._switch import traced_key
+from ._layout import is_key
+from ._params import ModelCollections, ModelParams
+from ._zero import Replicated, ShardLayout
+
+_THREEFRY = "key<fry>"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one leaf that a layer makes is kept.
+
+    Attributes:
+        name: Its name in the layout.
+        index: The layer that makes it.
+        local: Its path in there.
+        stage_dim: The dim along which it is sliced over the stages, or None.
+    """
+
+    name: str
+    index: int
+    local: Path
+    stage_dim: int | None = None
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where all leaves of one field of a state are kept.
+
+    Attributes:
+        field: `params` or `collections`.
+        sharding: How they are cut into shards.
+        rows: How rows of the global arrays lie on the mesh.
+        forms: For each form of shards its leaves.
+    """
+
+    field: str
+    sharding: ShardLayout
+    rows: P
+    forms: tuple[tuple[Place, ...], ...]
+
+
+def param_places(params: ModelParams, trace: ModelTrace, master: ShardLayout, rows: P) -> Places:
+    """Where parameters are kept; a tied one is made by the first layer that holds it, on each stage that does.
+
+    Args:
+        params: The parameters.
+        trace: The model's shapes.
+        master: How they are cut into shards.
+        rows: How rows of the global arrays lie on the mesh.
+    """
+    owners, dims = trace.owners(), params.stage_dims
+    forms = []
+    for form, stage in enumerate(master.stages_of_forms):
+        paths = params.stages[stage].paths
+        names = ((name, paths[name]) for name in master.shards.names(form))
+        forms.append(tuple(Place(name, *owners[path], dims.get(path)) for name, path in names))
+    return Places("params", master, rows, tuple(forms))
+
+
+def collection_places(collections: ModelCollections, module: PipelineModule) -> Places:
+    """Where collections are kept."""
+    indices = {named.name: named.index for named in module.layers}
+    forms: list[list[Place]] = [[] for _ in range(collections.layout.num_stages)]
+    for stage, name, (layer, *local) in collections.leaves():
+        forms[stage].append(Place(name, indices[layer], tuple(local)))
+    return Places("collections", Replicated(collections.layout), P("stage"), tuple(map(tuple, forms)))
+
+
+@dataclass(frozen=True)
+class _Recipe:
+    """The program that makes a layer's leaves from its key.
+
+    Attributes:
+        number: Its number; equal programs have one.
+        program: What it computes.
+        leaves: The variables that are leaves, by field and path inside the layer.
+        fault: Why it cannot run on any device but the host, if so.
+    """
+
+    number: int
+    program: Program
+    leaves: Mapping[tuple[str, Path], Any]
+    fault: str
+
+    def run(self, key: jax.Array, wanted: Sequence[tuple[str, Path]]) -> list[jax.Array]:
+        """Some of the leaves."""
+        atoms = [self.leaves[name] for name in wanted]
+        part = needed_for(self.program, atoms)
+        values, _ = evaluate(self.program, dict(zip(self.program.inputs, [key], strict=True)), part, {}, ())
+        return [jnp.asarray(read(values, atom)) for atom in atoms]
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """One leaf among those that a run makes.
+
+    Attributes:
+        place: The leaf, with the name that it has in the first place where it is made.
+        target: Index of the array that it is written into.
+        is_flat: That array is a flat buffer, else the leaf alone.
+    """
+
+    place: Place
+    target: int
+    is_flat: bool
+
+
+@dataclass
+class _Round:
+    """One run of a recipe, in which every device makes at most one layer.
+
+    Attributes:
+        slots: The leaves.
+        targets: Names of the arrays that they are written into.
+        layers: By form the layer, and for each slot its offset in a flat buffer.
+    """
+
+    slots: tuple[_Slot, ...]
+    targets: tuple[str, ...]
+    layers: dict[int, tuple[int, list[int]]]
 
 
 class StageInit:
-    """Makes initial parameters and collections in host memory, layer by layer.
+    """Makes initial parameters and collections.
 
-    The values are those of `PipelineModule.init` with the same key, whatever the number of stages. Layers whose
-    initialisation is the same program are compiled once.
+    The values are those of `PipelineModule.init` with the same key on one such device, bit by bit, whatever the number
+    of stages and however leaves are sharded. A layer is made on the devices that keep it, each of which holds it whole
+    until it has cut off its shard; then the next one is made. Alike layers are compiled once. In host memory, layer by
+    layer, is made what an initialiser does not compute alone: one that holds arrays, as those of numpy are, has side
+    effects, calls Python back while it runs, or draws with another generator than threefry, whose numbers depend on the
+    device.
 
     Args:
         module: The model.
@@ -26,36 +168,263 @@ class StageInit:
 
     def __init__(self, module: PipelineModule, trace: ModelTrace, key: jax.Array) -> None:
         self._module, self._trace, self._key = module, trace, key
-        self._indices = {named.name: named.index for named in module.layers}
         self._owners = trace.owners()
-        self._compiled: dict[Hashable, Callable[..., PyTree]] = {}
+        self._indices = {named.name: named.index for named in module.layers}
+        self._recipes: dict[int, _Recipe] = {}
+        self._numbers: dict[Hashable, int] = {}
+        self._programs: dict[Hashable, Callable[..., Any]] = {}
+        self._on_host: dict[int, Callable[..., tuple[PyTree, PyTree]]] = {}
 
-    def params(self, keys: Sequence[str]) -> Iterator[tuple[str, Any]]:
-        """Parameters by their keys in the catalog; those of a layer are made together, once a call."""
-        made: dict[int, dict[Path, Any]] = {}
+    def draw(
+        self,
+        places: Places,
+        structs: Mapping[str, Any],
+        place_on_host: Callable[[Sequence[str]], Mapping[str, jax.Array]],
+        keys: Sequence[str],
+    ) -> dict[str, jax.Array]:
+        """Make a field of a state. All processes must call.
+
+        Args:
+            places: Where its leaves are kept.
+            structs: Shapes, dtypes and shardings of its arrays, by name.
+            place_on_host: Makes the arrays in which some leaves lie from values in host memory, by the leaves' keys.
+            keys: Keys of all leaves in the catalog.
+
+        Returns:
+            The arrays by name.
+        """
+        on_host = [key for key in keys if self._recipe(self._maker(key)[0]).fault]
+        self._report([self._maker(key)[0] for key in on_host], places.field)
+        arrays = dict(place_on_host(on_host) if on_host else {})
+        left = {name: like for name, like in structs.items() if name not in arrays}
+        arrays |= _zeros(left)
+        for one in self._rounds(places):
+            self._run(one, places, arrays)
+        return arrays
+
+    def source(self, keys: Sequence[str]) -> Iterator[tuple[str, Any]]:
+        """Leaves in host memory, by their keys in the catalog; those of a layer are made together, once a call."""
+        made: dict[int, dict[tuple[str, Path], Any]] = {}
         for key in keys:
-            index, local = self._owners[split_path(key)[1:]]
+            index, name = self._maker(key)
             if index not in made:
-                made[index] = flatten_dict(self._layer(index)[0])
-            yield key, made[index][local]
+                made[index] = self._make_on_host(index)
+            yield key, made[index][name]
 
-    def collections(self, keys: Sequence[str]) -> Iterator[tuple[str, Any]]:
-        """Collections, likewise."""
-        made: dict[str, dict[Path, Any]] = {}
-        for key in keys:
-            _, name, *local = split_path(key)
-            if name not in made:
-                made[name] = flatten_dict(self._layer(self._indices[name])[1])
-            yield key, made[name][tuple(local)]
+    def _maker(self, key: str) -> tuple[int, tuple[str, Path]]:
+        """The layer that makes a leaf of the catalog, and what it is called in there."""
+        field, *path = split_path(key)
+        if field == "params":
+            index, local = self._owners[tuple(path)]
+            return index, (field, local)
+        return self._indices[path[0]], (field, tuple(path[1:]))
 
-    def _layer(self, index: int) -> tuple[PyTree, PyTree]:
-        def make(key: jax.Array, number: jax.Array) -> tuple[PyTree, PyTree]:
-            return self._module.init_layer(index, self._trace, key, number)
+    def _report(self, indices: Sequence[int], field: str) -> None:
+        names = list(dict.fromkeys(self._module.layers[index].name for index in indices))
+        if names:
+            fault = self._recipe(indices[0]).fault
+            more = f" and {len(names) - 1} more layers" if len(names) > 1 else ""
+            log(logging.INFO, "%s of %s%s are made in host memory: the initialiser %s", field, names[0], more, fault)
 
+    def _recipe(self, index: int) -> _Recipe:
+        first = self._trace.firsts[index]
+        if first not in self._recipes:
+            names: list[tuple[str, Path]] = []
+
+            def make(key: jax.Array) -> list[Any]:
+                leaves = self._make(first, key)
+                names[:] = leaves
+                return list(leaves.values())
+
+            like = jax.eval_shape(lambda: self._layer_key(first))
+            closed = jax.make_jaxpr(make)(like)
+            program = without_mesh(flatten(closed))
+            leaves = dict(zip(names, program.outputs, strict=True))
+            part = needed_for(program, program.outputs)
+            number = self._numbers.setdefault((program_key(closed), tuple(names)), len(self._numbers))
+            self._recipes[first] = _Recipe(number, program, leaves, _fault(program, part))
+        return self._recipes[first]
+
+    def _make(self, index: int, key: jax.Array) -> dict[tuple[str, Path], Any]:
+        made = zip(("params", "collections"), self._module.init_layer(index, self._trace, key), strict=True)
+        return {(field, path): leaf for field, tree in made for path, leaf in flatten_dict(tree or {}).items()}
+
+    def _make_on_host(self, index: int) -> dict[tuple[str, Path], Any]:
+        first = self._trace.firsts[index]
         with jax.default_device(_host()):
-            args = (jax.device_put(self._key, _host()), np.int32(index))
-            run = self._compiled.setdefault(traced_key(make, *args), jax.jit(make))
-            return run(*args)
+            run = self._on_host.setdefault(first, jax.jit(lambda key: list(self._make(first, key).values())))
+            return dict(
+                zip(self._recipe(index).leaves, run(jax.device_put(self._layer_key(index), _host())), strict=True)
+            )
+
+    def _layer_key(self, index: int) -> jax.Array:
+        return self._module.layer_key(self._key, index)
+
+    def _rounds(self, places: Places) -> list[_Round]:
+        """The runs that make all leaves, each layer on every device that keeps some of it."""
+        rounds: dict[Hashable, _Round] = {}
+        layout = places.sharding.shards
+        for form, leaves in enumerate(places.forms):
+            by_layer: dict[int, list[Place]] = {}
+            for place in leaves:
+                if not self._recipe(place.index).fault:
+                    by_layer.setdefault(place.index, []).append(place)
+            numbers: dict[Hashable, int] = {}
+            for index, group in by_layer.items():
+                arrays, offsets, _, are_flat = zip(*(layout.span(form, place.name) for place in group), strict=True)
+                targets = tuple(dict.fromkeys(f"{places.field}/{array}" for array in arrays))
+                at = [targets.index(f"{places.field}/{array}") for array in arrays]
+                slots = tuple(map(_Slot, group, at, are_flat))
+                kind = self._recipe(index).number, tuple(place.local for place in group), arrays
+                # The n-th layer of this kind on each device.
+                number = numbers[kind] = numbers.get(kind, -1) + 1
+                one = rounds.setdefault((kind, number), _Round(slots, targets, {}))
+                one.layers[form] = index, list(offsets)
+        return list(rounds.values())
+
+    def _run(self, one: _Round, places: Places, arrays: dict[str, jax.Array]) -> None:
+        targets, sharding = [arrays[name] for name in one.targets], places.sharding
+        rows = [form for stage in range(sharding.gathered.num_stages) for form in _forms_of_rows(sharding, stage)]
+        keys = {form: self._layer_key(index) for form, (index, _) in one.layers.items()}
+        words = {form: np.asarray(jax.random.key_data(key) if is_key(key.dtype) else key) for form, key in keys.items()}
+        some = next(iter(one.layers))
+        nothing, none = np.zeros_like(words[some]), (0, [0] * len(one.slots))
+        at_rows = NamedSharding(cast("NamedSharding", targets[0].sharding).mesh, places.rows)
+
+        def by_row(values: list[Any], dtype: Any = None) -> jax.Array:
+            whole = np.asarray(values, dtype)
+            return jax.make_array_from_callback(whole.shape, at_rows, lambda at: whole[at])
+
+        is_here = by_row([form in one.layers for form in rows])
+        offsets = by_row([one.layers.get(form, none)[1] for form in rows], np.int32)
+        recipe = self._recipe(one.layers[some][0])
+        impl = jax.random.key_impl(keys[some]) if is_key(keys[some].dtype) else None
+        draw = self._drawing(recipe, one.slots, places, cast("Mesh", at_rows.mesh), impl)
+        leaves = draw(by_row([words.get(form, nothing) for form in rows]), is_here)
+        put = self._putting(recipe, one.slots, places, [cast("NamedSharding", x.sharding) for x in targets])
+        arrays.update(zip(one.targets, put(targets, leaves, is_here, offsets), strict=True))
+
+    def _drawing(
+        self, recipe: _Recipe, slots: Sequence[_Slot], places: Places, mesh: Mesh, impl: Any
+    ) -> Callable[..., list[jax.Array]]:
+        """The jitted program that makes leaves, whole on each device that keeps some of them."""
+        names = [(places.field, slot.place.local) for slot in slots]
+
+        def draw(words: jax.Array, is_here: jax.Array) -> list[jax.Array]:
+            def made() -> list[jax.Array]:
+                leaves = recipe.run(words[0] if impl is None else jax.random.wrap_key_data(words[0], impl=impl), names)
+                return [jax.random.key_data(leaf) if is_key(leaf.dtype) else leaf for leaf in leaves]
+
+            def zeros() -> list[jax.Array]:
+                return [jnp.zeros(like.shape, like.dtype) for like in jax.eval_shape(made)]
+
+            return [leaf[None] for leaf in jax.lax.cond(is_here[0], made, zeros)]
+
+        # Every axis is manual and nothing is cut here: each device runs what one device runs. Where XLA divides the
+        # work, or fuses it with what reads it, it multiplies constants in another order, and last bits differ (JAX
+        # 0.10, CPU).
+        rows = places.rows
+        mapped = jax.shard_map(draw, mesh=mesh, in_specs=rows, out_specs=P(mesh.axis_names), check_vma=False)
+        return self._programs.setdefault((recipe.number, tuple(names)), jax.jit(mapped))
+
+    def _putting(
+        self, recipe: _Recipe, slots: Sequence[_Slot], places: Places, shardings: list[NamedSharding]
+    ) -> Callable[..., list[jax.Array]]:
+        """The jitted program that writes what each device keeps of drawn leaves into its arrays.
+
+        One program for all rounds of a recipe whose leaves are kept alike.
+        """
+        sharding, specs = places.sharding, [one.spec for one in shardings]
+
+        def cut(slot: _Slot, leaf: jax.Array, target: jax.Array) -> jax.Array:
+            stage, dim = jax.lax.axis_index("stage"), slot.place.stage_dim
+            leaf = leaf if dim is None else _block(leaf, dim, stage, sharding.gathered.num_stages)
+            piece = sharding.piece_of(slot.place.name, leaf, jax.lax.axis_index("data")).astype(target.dtype)
+            if slot.is_flat:
+                return piece.reshape(-1, *target.shape[1:])
+            for dim, axes in enumerate(specs[slot.target][1:]):
+                if axes is not None:
+                    piece = _block(piece, dim, jax.lax.axis_index(axes), jax.lax.axis_size(axes))
+            return piece
+
+        def put(
+            targets: list[jax.Array], leaves: list[jax.Array], is_here: jax.Array, offsets: jax.Array
+        ) -> list[jax.Array]:
+            arrays = [target[0] for target in targets]
+            for i, (slot, leaf) in enumerate(zip(slots, leaves, strict=True)):
+                old = arrays[slot.target]
+                piece = cut(slot, leaf[0], old)
+                if slot.is_flat:
+                    here = jax.lax.dynamic_slice_in_dim(old, offsets[0, i], len(piece))
+                    piece = jnp.where(is_here[0], piece, here)
+                    arrays[slot.target] = jax.lax.dynamic_update_slice_in_dim(old, piece, offsets[0, i], 0)
+                else:
+                    arrays[slot.target] = jnp.where(is_here[0], piece, old)
+            return [array[None] for array in arrays]
+
+        described = [
+            (slot.place.local, slot.place.stage_dim, slot.target, slot.is_flat, sharding.block_counts(slot.place.name))
+            for slot in slots
+        ]
+        mesh, rows = shardings[0].mesh, places.rows
+        in_specs = (specs, P(mesh.axis_names), rows, rows)
+        mapped = jax.shard_map(put, mesh=mesh, in_specs=in_specs, out_specs=specs, check_vma=False)
+        jitted = jax.jit(mapped, out_shardings=shardings, donate_argnums=(0,))
+        return self._programs.setdefault((recipe.number, tuple(described), tuple(shardings)), jitted)
+
+
+def _forms_of_rows(sharding: ShardLayout, stage: int) -> list[int]:
+    """The form of each row of a stage."""
+    return [int(sharding.form(stage, replica)) for replica in range(sharding.num_shards)]
+
+
+def _fault(program: Program, part: Slice) -> str:
+    """Why a program cannot run on the devices, as said of an initialiser; empty if it can."""
+    eqns = _equations(program, part)
+    if effects_of(program) & part.steps:
+        return "has side effects"
+    names = {eqn.primitive.name for eqn in eqns}
+    if names & primitives.CALLBACKS:
+        return "calls Python back"
+    atoms = [x for eqn in eqns for x in eqn.invars]
+    held = [x.val for x in atoms if isinstance(x, Literal)] + [
+        program.consts[x] for x in part.variables if x in program.consts
+    ]
+    if any(np.ndim(value) > 0 for value in held if not is_key(getattr(value, "dtype", None))):
+        return "holds arrays"
+    keys = {str(x.aval.dtype) for x in atoms if is_key(getattr(x.aval, "dtype", None))}
+    if keys - {_THREEFRY} or names & primitives.DEVICE_RANDOM_BITS:
+        return "draws with another generator than threefry"
+    return ""
+
+
+def _equations(program: Program, part: Slice) -> list[Any]:
+    """The equations that run, those inside of others included."""
+    found: list[Any] = []
+
+    def add(eqns: Sequence[Any]) -> None:
+        for eqn in eqns:
+            found.append(eqn)
+            for inner in primitives.programs_inside(eqn):
+                add(inner.jaxpr.eqns)
+
+    add([eqn for eqn in program.eqns if id(eqn) in part.steps])
+    return found
+
+
+def _block(leaf: jax.Array, dim: int, index: jax.Array, count: int) -> jax.Array:
+    """One of `count` equal blocks of a leaf along a dim."""
+    size = leaf.shape[dim] // count
+    return jax.lax.dynamic_slice_in_dim(leaf, index * size, size, dim)
+
+
+def _zeros(structs: Mapping[str, Any]) -> dict[str, jax.Array]:
+    shardings = {name: like.sharding for name, like in structs.items()}
+
+    def make() -> dict[str, jax.Array]:
+        return {name: jnp.zeros(like.shape, like.dtype) for name, like in structs.items()}
+
+    return jax.jit(make, out_shardings=shardings)() if structs else {}
 
 
 def _host() -> Any:

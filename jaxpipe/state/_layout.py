@@ -177,12 +177,12 @@ class Layout:
         """Slot of a leaf; equal for leaves that one program can read on different stages."""
         return name if name in self.stacked else self._slots[stage][name]
 
-    def span(self, stage: int, name: str) -> tuple[str, int, int]:
-        """Name of the array that a leaf lies in, and where in a row of it the leaf begins and ends."""
+    def span(self, stage: int, name: str) -> tuple[str, int, int, bool]:
+        """Array that a leaf lies in, where in a row of it the leaf begins and ends, and if that is a flat buffer."""
         if name in self.stacked:
-            return f"stacked/{name}", 0, math.prod(as_words(self.stacked[name]).shape)
+            return f"stacked/{name}", 0, math.prod(as_words(self.stacked[name]).shape), False
         slot = self._slots[stage][name]
-        return f"packed/{slot.buffer}", slot.offset, slot.end
+        return f"packed/{slot.buffer}", slot.offset, slot.end, slot.is_flat
 
     def get(self, stage: int, name: str, storage: Storage) -> jax.Array:
         """One leaf of a stage, from that stage's storage."""

@@ -71,6 +71,10 @@ class ShardLayout(abc.ABC):
         """Into how many blocks a leaf is cut along each dim before each block is cut into shards; empty: none."""
         return ()
 
+    def piece_of(self, name: str, leaf: jax.Array, replica: jax.Array) -> jax.Array:
+        """What a replica's shard holds of a leaf, where it holds any."""
+        return leaf
+
     @property
     def stages_of_forms(self) -> list[int]:
         """The stage of each form."""
@@ -157,6 +161,10 @@ class ByElements(_Sharded):
     def block_counts(self, name: str) -> tuple[int, ...]:
         """See `ShardLayout.block_counts`: one for each place of the axes that the leaf is sharded over."""
         return self._blocks.get(name, ())
+
+    def piece_of(self, name: str, leaf: jax.Array, replica: jax.Array) -> jax.Array:
+        """See `ShardLayout.piece_of`."""
+        return self._to_pieces(name, leaf)[replica]
 
     def _piece(self, name: str, like: Any) -> jax.ShapeDtypeStruct:
         num_blocks = math.prod(self._blocks.get(name, ()))

@@ -7,6 +7,7 @@ import jax
 import jax.extend.core.primitives
 import jax.numpy as jnp
 import pytest
+from jax.experimental import io_callback
 from jax.experimental import pallas as pl
 from jax.extend.core import Primitive
 from jax.sharding import PartitionSpec as P
@@ -26,6 +27,8 @@ def traced() -> Iterator[Any]:
     yield jax.make_jaxpr(lambda x: jax.lax.ragged_dot(x, x[None], jnp.array([4])))(X)
     yield jax.make_jaxpr(lambda x: jax.lax.scaled_dot(x, x))(X)
     yield jax.make_jaxpr(lambda x, s: jax.nn.scaled_matmul(x, x, s, s))(quantised, scales)
+    yield jax.make_jaxpr(lambda x: (jax.debug.callback(print, x), jax.pure_callback(print, struct, x))[1])(X)
+    yield jax.make_jaxpr(lambda x: io_callback(print, struct, x))(X)
     yield jax.make_jaxpr(lambda x: jax.ffi.ffi_call("any", struct)(x))(X)
     yield jax.make_jaxpr(pl.pallas_call(lambda x, y: None, out_shape=struct))(X)
     yield jax.make_jaxpr(jax.shard_map(lambda x: x, mesh=mesh, in_specs=P(), out_specs=P()))(X)

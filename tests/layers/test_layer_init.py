@@ -42,7 +42,7 @@ def test_each_layer_is_keyed_by_its_place() -> None:
     kernels = [tree[name]["kernel"] for name in tree]
     assert all(not np.array_equal(a, b) for i, a in enumerate(kernels) for b in kernels[:i])
     model = PipelineModule(_layers(), num_stages=1)
-    again, _ = model.init_layer(0, model.trace(X), jax.random.key(1))
+    again, _ = model.init_layer(0, model.trace(X), model.layer_key(jax.random.key(1), 0))
     assert not np.array_equal(again["kernel"], kernels[0])
     keys = jax.random.fold_in(KEY, 1)
     by_hand = nn.Dense(4).init({"params": jax.random.fold_in(keys, 0)}, X)["params"]
@@ -54,11 +54,11 @@ def test_shapes_alone_suffice() -> None:
     assert _equal(model.init(KEY, jax.ShapeDtypeStruct(X.shape, X.dtype)), model.init(KEY, X))
 
 
-def test_one_layers_weights_at_a_place_known_only_while_running() -> None:
+def test_alike_layers_differ_by_their_keys_alone() -> None:
     model = _short()
     trace = model.trace(X)
     whole = model.init(KEY, X)["layers"]
-    moved, _ = jax.jit(lambda place: model.init_layer(0, trace, KEY, place))(jnp.int32(1))
+    moved, _ = jax.jit(lambda key: model.init_layer(0, trace, key))(model.layer_key(KEY, 1))
     assert _equal(moved, whole["1_Dense"])
 
 
@@ -66,13 +66,12 @@ def test_one_layers_weights_at_a_place_known_only_while_running() -> None:
 def test_seeded_layers_depend_on_base_seed_and_place_alone(seed_fn: Any) -> None:
     model = _short().replace(seed_layers=True, seed_fn=seed_fn, base_seed=3)
     trace, tree = model.trace(X), model.init(KEY, X)
-    assert _equal(tree["layers"]["0_Dense"], model.init_layer(0, trace, jax.random.key(9))[0])
-    assert not _equal(tree["layers"]["0_Dense"], model.replace(base_seed=4).init_layer(0, trace, KEY)[0])
+    assert _equal(tree["layers"]["0_Dense"], model.init(jax.random.key(9), X)["layers"]["0_Dense"])
+    assert not _equal(tree["layers"]["0_Dense"], model.replace(base_seed=4).init(KEY, X)["layers"]["0_Dense"])
     keys = (seed_fn or jax.random.key)(3 + 1)
     by_hand = nn.Dense(4).init({"params": jax.random.fold_in(keys, 0)}, X)["params"]
     assert _equal(by_hand, tree["layers"]["1_Dense"])
-    moved, _ = jax.jit(lambda place: model.init_layer(0, trace, KEY, place))(jnp.int32(1))
-    assert _equal(moved, by_hand)
+    assert _equal(model.init_layer(0, trace, model.layer_key(KEY, 1))[0], by_hand)
 
 
 def test_a_seed_fn_must_make_a_key() -> None:
@@ -106,7 +105,7 @@ def test_tied_parameters_are_made_by_the_first_layer_that_holds_them() -> None:
         "tied": {"k": {"table": {"embedding": (5, 4)}, "extra": {"kernel": (4, 5), "bias": (5,)}}}
     }
     trace = model.trace(ids)
-    first, second = (model.init_layer(i, trace, KEY)[0] for i in (0, 2))
+    first, second = (model.init_layer(i, trace, model.layer_key(KEY, i))[0] for i in (0, 2))
     np.testing.assert_array_equal(tree["tied"]["k"]["table"]["embedding"], first["table"]["embedding"])
     np.testing.assert_array_equal(tree["tied"]["k"]["extra"]["kernel"], second["extra"]["kernel"])
     assert float(abs(second["extra"]["kernel"]).max()) > 0

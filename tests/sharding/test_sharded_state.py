@@ -95,6 +95,7 @@ def largest_stage_bytes(case: Sharded, boundaries: tuple[int, ...]) -> int:
 def test_masters_moments_and_gradients_are_sharded(case: Sharded) -> None:
     pipeline = case.pipeline()
     state = pipeline.init()
+    jax.tree.map(np.testing.assert_array_equal, pipeline.params_tree(state.params), sequential_model(case.model).params)
     _, gradients, _ = pipeline.gradients(state, case.batch())
     check_shards(case, gradients)
     state, _ = pipeline.step(state, case.batch())

@@ -1,5 +1,7 @@
-"""Initial parameters: the module's own, whatever the initialiser, and never on a device that does not own them."""
+"""Initial parameters: the module's own, bit by bit, made on the devices that keep them."""
 
+import logging
+from collections.abc import Iterator
 from typing import Any
 
 import flax.linen as nn
@@ -8,12 +10,17 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from _covering import slow_after
+from _oracle import Case, sequential_model
+from _settings import make_settings
 
 from jaxpipe import LayerSpec, PipeDataParallelTopology, Pipeline, PipelineModule
 from jaxpipe.errors import LayerError
+from jaxpipe.state import HostRows
 from jaxpipe.topology import make_pipeline_mesh
 
 SIZE = 300
+ADAM, LAMB = optax.adam(0.1), optax.lamb(0.1)
 
 
 class Table(nn.Module):
@@ -112,3 +119,110 @@ def test_many_differences_are_counted() -> None:
     pipeline, _ = build([LayerSpec(nn.Dense, SIZE) for _ in range(6)])
     with pytest.raises(LayerError, match=r"got 12 differences: .*; and 4 more\. Give a tree"):
         pipeline.init_from({})
+
+
+@pytest.fixture
+def compiled() -> Iterator[list[str]]:
+    """Names of the functions that XLA compiles while the test runs."""
+    names: list[str] = []
+
+    def listen(event: str, duration_secs: float, **kwargs: Any) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            names.append(str(kwargs.get("fun_name")))
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield names
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def refuse(*args: Any) -> None:
+    raise AssertionError("values lie in host memory")
+
+
+@pytest.mark.parametrize(
+    "case",
+    slow_after(
+        2,
+        [
+            Case(model="split_tied", data=2, optimizer=ADAM, settings={"zero_stage": 1}),
+            Case(model="norm_reports", data=2, optimizer=LAMB, settings={"zero_stage": 1}),
+            Case(model="tied_many", stages=4, data=2, optimizer=ADAM, settings={"zero_stage": 3}),
+            Case(model="nnx", optimizer=ADAM, schedule="1f1b-v"),
+            Case(model="side", stages=1, optimizer=ADAM),
+            Case(model="mixed", stages=4, optimizer=ADAM),
+        ],
+    ),
+    ids=str,
+)
+def test_values_are_those_of_one_device(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    pipeline, wanted = case.pipeline(), sequential_model(case.model)
+    monkeypatch.setattr(HostRows, "__init__", refuse)
+    state = pipeline.init()
+    jax.tree.map(np.testing.assert_array_equal, pipeline.params_tree(state.params), wanted.params)
+    found = pipeline.collections_tree(state.collections)
+    jax.tree.map(np.testing.assert_array_equal, found, dict(wanted.collections))
+
+
+def test_alike_layers_are_compiled_once(compiled: list[str]) -> None:
+    pipeline, wanted = build([LayerSpec(nn.Dense, SIZE) for _ in range(32)], stages=4, data=2)
+    compiled.clear()
+    state = pipeline.init()
+    assert [compiled.count(f"jit({name})") for name in ("draw", "put")] == [1, 1]
+    jax.tree.map(np.testing.assert_array_equal, pipeline.params_tree(state.params), wanted)
+
+
+class Mixed(nn.Module):
+    """Starts from what only the host can make, in one way or another."""
+
+    how: str
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        def start(key: jax.Array) -> jax.Array:
+            if self.how == "callback":
+                return jax.pure_callback(lambda: np.ones(SIZE, np.float32), jax.ShapeDtypeStruct((SIZE,), jnp.float32))
+            return jax.random.normal(jax.random.key(3, impl="rbg"), (SIZE,))
+
+        return x * self.param("scale", start).reshape(1, SIZE)
+
+
+@pytest.mark.parametrize(
+    ("layer", "fault"),
+    [
+        (LayerSpec(Table, 0.5), "holds arrays"),
+        (LayerSpec(Mixed, "callback"), "calls Python back"),
+        (LayerSpec(Mixed, "rbg"), "draws with another generator than threefry"),
+    ],
+)
+def test_what_only_the_host_can_make_is_made_there(layer: Any, fault: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "jaxpipe")
+    pipeline, wanted = build([LayerSpec(nn.Dense, SIZE), layer, LayerSpec(nn.Dense, SIZE), LayerSpec(nn.Dense, SIZE)])
+    found = pipeline.params_tree(pipeline.init().params)
+    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+    lines = [r.getMessage() for r in caplog.records if "host memory" in r.getMessage()]
+    name = f"1_{layer.typename.__name__}"
+    assert lines == [f"params of {name} are made in host memory: the initialiser {fault}"]
+
+
+class Normed(nn.Module):
+    """Starts from rows of length 1: sums, whose order would depend on how they are sharded."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        def start(key: jax.Array) -> jax.Array:
+            kernel = jax.random.normal(key, (SIZE, SIZE))
+            return kernel / jnp.linalg.norm(kernel, axis=1, keepdims=True)
+
+        scale = self.param("scale", nn.initializers.orthogonal(), (SIZE, SIZE))
+        return x @ self.param("kernel", start) @ scale
+
+
+def test_sums_of_an_initialiser_do_not_depend_on_shards() -> None:
+    module = PipelineModule(
+        [LayerSpec(Normed) for _ in range(2)], num_stages=2, loss_fn=lambda y, t: jnp.mean((y - t) ** 2)
+    )
+    x = np.ones((4, SIZE), np.float32)
+    mesh = make_pipeline_mesh(PipeDataParallelTopology(2, 2))
+    pipeline = Pipeline(module, ADAM, mesh, (x, x), 2, make_settings(zero_stage=3))
+    wanted = jax.device_get(module.init(jax.random.key(module.base_seed), x[:2]))
+    jax.tree.map(np.testing.assert_array_equal, pipeline.params_tree(pipeline.init().params), wanted)
