@@ -320,3 +320,17 @@ def test_dependence_follows_calls_and_scans() -> None:
 
     closed = jax.make_jaxpr(function)(1.0, 2.0, 3.0)
     assert output_dependence(closed.jaxpr, [1, 2, 4]) == [1, 2, 6, 6, 1, 7, 0]
+
+
+def test_rotary_by_split_keeps_the_product_and_no_float32_halves() -> None:
+    """Halves in float32 follow from the product by cheap equations, and take twice its bytes."""
+
+    def function(params: Any, x: jax.Array, context: Any) -> Any:
+        q = x @ params
+        a, b = jnp.split(q.astype(jnp.float32), 2, axis=-1)
+        turned = jnp.concatenate([a * 0.6 - b * 0.8, b * 0.6 + a * 0.8], -1).astype(q.dtype)
+        return (jnp.einsum("ik,jk->ij", turned, turned),), ()
+
+    structs = jax.ShapeDtypeStruct((8, 8), jnp.bfloat16), jax.ShapeDtypeStruct((16, 8), jnp.bfloat16), ()
+    found = Residuals(function, *structs).structs
+    assert sorted((str(s.dtype), s.shape) for s in found) == [("bfloat16", (16, 8))] * 2

@@ -16,6 +16,8 @@ sys.path.append(str(ROOT))  # benchmarks are no part of the installed package
 from benchmarks.gpu_program._cost import Costs, Machine  # noqa: E402
 from benchmarks.gpu_program._hlo import Instruction, Module  # noqa: E402
 from benchmarks.gpu_program._jobs import Job  # noqa: E402
+from benchmarks.gpu_program._project import Simulation  # noqa: E402
+from jaxpipe.schedules import lower_schedule  # noqa: E402
 
 MODULE = Module(Path(__file__).with_name("small_program.txt").read_text())
 ACTIVATION, RING, WEIGHT = 64 * 128 * 2, 4 * 64 * 128 * 2, 128 * 256
@@ -82,6 +84,40 @@ def test_operations_of_a_step_are_counted_as_published() -> None:
     block = 2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 11008
     token = 6 * (32 * block + 32768 * 4096) + 12 * 32 * 4096 * 4096
     assert job.flops == 32 * 4096 * token
+
+
+HEAD = """
+%no_loss (a.1: f32[1]) -> f32[1] {
+  ROOT %a.1 = f32[1]{0} parameter(0)
+}
+%loss (a.2: f32[1]) -> f32[1] {
+  %a.2 = f32[1]{0} parameter(0)
+  ROOT %head = f32[2]{0} custom-call(), custom_call_target="x", metadata={op_name="branch_1_fun/Head/dot_general"}
+}
+"""
+TICK = """
+%body{i} (a.3: f32[1]) -> f32[1] {{
+  %a.3 = f32[1]{{0}} parameter(0)
+  %send = (f32[1]{{0}}, f32[1]{{0}}) collective-permute-start(%a.3), source_target_pairs={{{{0,1}}}}
+  %block = f32[5]{{0}} custom-call(), custom_call_target="x", metadata={{op_name="Block_0/dot_general"}}
+  %ends = f32[1]{{0}} conditional(%a.3, %a.3, %a.3), branch_computations={{%no_loss, %loss}}
+  ROOT %arrived = f32[1]{{0}} collective-permute-done(%send)
+}}
+"""
+
+
+def test_stages_take_their_own_branches_and_wait_for_each_other() -> None:
+    """A block of 20 bytes in every tick, 8 more for the loss of each of 4 microbatches, at a byte a second."""
+    program = lower_schedule("1f1b", 4, 2)
+    text = [HEAD, *(TICK.format(i=i) for i in range(len(program.runs))), "ENTRY %main (a: f32[1]) -> f32[1] {"]
+    for i, run in enumerate(program.runs):
+        count = f'backend_config={{"known_trip_count":{{"n":"{run.stop - run.start}"}}}}'
+        text.append(f"  %loop{i} = f32[1]{{0}} while(), condition=%no_loss, body=%body{i}, {count}")
+    machine = Machine(memory=1.0, traffic=1.0, wire=1e9, latency_s=0.0, branch_s=0.0)
+    costs = Costs(Module("\n".join([*text, "}"])), machine)
+    found = Simulation(costs, program, 2, "Block").run()
+    assert found.step_s == pytest.approx(program.num_ticks * 20 + 4 * 8, rel=1e-6)
+    assert found.longest.total_s == pytest.approx(28, rel=1e-6)
 
 
 @pytest.mark.gpu_aot
