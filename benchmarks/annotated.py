@@ -119,6 +119,8 @@ class Block(nn.Module):
 
     def _reduced(self, y: jax.Array) -> jax.Array:
         """The sum of what the places have, which recompute may keep."""
+        if AXIS[self.form] != "model":
+            return y
         # Whole first: in the backward both products then take one gathered gradient. Without it XLA gathers it twice.
         y = self._constrain(y, P())
         return checkpoint_name(self._constrain(y), "reduced")

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import Literal
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
@@ -21,6 +22,7 @@ from jaxpipe._typing import PyTree
 from jaxpipe.jaxpr import (
     Program,
     Slice,
+    Turns,
     effects_of,
     evaluate,
     flatten,
@@ -28,6 +30,7 @@ from jaxpipe.jaxpr import (
     output_specs,
     propagated_specs,
     reached_from,
+    turns_of,
     value_of,
     variables,
 )
@@ -114,7 +117,12 @@ class Residuals:
         return outputs, others, [code.encode(given[x]) for code, x in zip(self._encodings, cut, strict=True)]
 
     def backward(
-        self, params: PyTree, residuals: Sequence[jax.Array], cotangents: Sequence[jax.Array]
+        self,
+        params: PyTree,
+        residuals: Sequence[jax.Array],
+        cotangents: Sequence[jax.Array],
+        groups: Sequence[Sequence[int]] = (),
+        reduce: Callable[[int, jax.Array], jax.Array] | None = None,
     ) -> tuple[PyTree, list[jax.Array]]:
         """Compute the gradients.
 
@@ -122,12 +130,20 @@ class Residuals:
             params: The same parameters as in `forward`.
             residuals: As `forward` returned them.
             cotangents: Gradients of the differentiable leaves of the outputs.
+            groups: Indices among the leaves of the parameters, by layer: those whose gradients are reduced, each
+                layer's under the backward of the layer before it.
+            reduce: From a leaf's index and its gradient, what is returned of it.
 
         Returns:
             `(gradients of the parameters, gradients of the differentiable leaves of the inputs)`.
         """
         args = [*jax.tree.leaves(params), *residuals, *cotangents]
-        values, _ = evaluate(self.program, dict(zip(self.program.inputs, args, strict=True)), self._part, {}, [])
+        turns: Turns = {}
+        if reduce is not None:
+            indices = {x: i for i, x in enumerate(self.program.outputs) if not isinstance(x, Literal)}
+            leaving = [[self.program.outputs[i] for i in group] for group in groups]
+            turns = turns_of(self.program, self._part, leaving, lambda x, grad: reduce(indices[x], grad))
+        values, _ = evaluate(self.program, dict(zip(self.program.inputs, args, strict=True)), self._part, {}, [], turns)
         grads = [value_of(values, x) for x in self.program.outputs]
         treedef = jax.tree.structure(params)
         return jax.tree.unflatten(treedef, grads[: treedef.num_leaves]), grads[treedef.num_leaves :]

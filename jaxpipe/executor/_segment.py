@@ -1,7 +1,7 @@
 """Segments: the prologue, the trunk or the epilogue of a virtual stage as one function, with its backward."""
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -91,6 +91,19 @@ class Segment:
         params = jax.tree.leaves(gathered)
         inputs = [samples_spec(x, trace.mesh) for x in jax.tree.leaves(trace.boundaries[self.layers.start])]
         return trace.on_mesh(lambda: self.residuals.specs(params, inputs, trace.mesh))
+
+    @functools.cached_property
+    def _reduced_in_turns(self) -> tuple[list[list[int]], Callable[[int, jax.Array], jax.Array] | None]:
+        """By layer the parameters, as indices among all leaves, whose gradients are divided again over `fsdp`."""
+        params = self._blueprint.params
+        whole, divided = self._specs_in(params.gathered), self._specs_in(params.grad_layout)
+        # Layers that are scanned have one backward, whose gradients are complete at its end. Those off the trunk run in
+        # branches, and what they have is divided in `off_trunk`.
+        if self._scan or whole == divided or not self._leaves.trunk.keys() >= set(self.names):
+            return [], None
+        names = sorted(self.names)  # as the leaves of a dictionary are
+        by_layer = [[names.index(x) for x in self._leaves.names_of([i]) if whole[x] != divided[x]] for i in self.layers]
+        return by_layer, lambda i, grad: constrained(grad, divided[names[i]])
 
     @functools.cached_property
     def split(self) -> SplitBackward | None:
@@ -196,7 +209,8 @@ class Segment:
         cotangents = [*gradient, *([reported_cotangent] if self.aux.has_losses else [])]
         if split and self.split is not None:
             return self.split.backward_input(params, residuals, cotangents)
-        return *self.residuals.backward(params, residuals, cotangents), zeros_of(self.pending)
+        groups, reduce = self._reduced_in_turns
+        return *self.residuals.backward(params, residuals, cotangents, groups, reduce), zeros_of(self.pending)
 
     def backward_weight(self, params: PyTree, residuals: list[jax.Array], pending: list[jax.Array]) -> PyTree:
         """Compute the gradients of parameters that a split backward has left."""

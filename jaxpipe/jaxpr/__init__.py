@@ -29,6 +29,8 @@ from ._slice import effects_of as effects_of
 from ._slice import evaluate as evaluate
 from ._slice import needed_for as needed_for
 from ._slice import reached_from as reached_from
+from ._turns import Turns as Turns
+from ._turns import turns_of as turns_of
 from ._work import Work as Work
 from ._work import count_work as count_work
 from ._work import program_work as program_work
@@ -37,6 +39,7 @@ __all__ = [
     "REDUCED",
     "Program",
     "Slice",
+    "Turns",
     "Values",
     "Work",
     "bind",
@@ -61,6 +64,7 @@ __all__ = [
     "reduced",
     "save_reduced",
     "save_whole",
+    "turns_of",
     "spec_axes",
     "value_numbers",
     "value_of",

@@ -33,8 +33,8 @@ def reduced(values: PyTree) -> PyTree:
 def save_reduced(primitive: Any, *inputs: Any, **params: Any) -> bool:
     """The `jax.checkpoint` policy that keeps what is named `REDUCED`, beside a function's inputs.
 
-    It is the default of recompute on meshes with axes other than `stage` and `data`: each named value costs its memory
-    once a recomputed group and microbatch, and saves one all-reduce in the backward.
+    It is the default of recompute on meshes with axes other than `stage`, `data` and `fsdp`: each named value costs its
+    memory once a recomputed group and microbatch, and saves one all-reduce in the backward.
 
     Args:
         primitive: What is asked about.

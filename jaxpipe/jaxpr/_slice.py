@@ -1,6 +1,6 @@
 """The part of a program that some of its values need, and running it."""
 
-from collections.abc import Callable, Collection, Iterable, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -114,7 +114,14 @@ def effects_of(program: Program) -> set[int]:
     return found
 
 
-def evaluate(program: Program, args: Values, part: Slice, given: Values, taken: Sequence[Any]) -> tuple[Values, Values]:
+def evaluate(  # noqa: PLR0913  # a function, what of it, what is known, what is asked
+    program: Program,
+    args: Values,
+    part: Slice,
+    given: Values,
+    taken: Sequence[Any],
+    turns: Mapping[int, Callable[[Values], Values]] | None = None,
+) -> tuple[Values, Values]:
     """Run a part of a program.
 
     Args:
@@ -124,6 +131,7 @@ def evaluate(program: Program, args: Values, part: Slice, given: Values, taken: 
         given: What is known already, with values of bodies stacked.
         taken: Variables to hand out. What is computed from them here sees them as they are handed out: XLA may carry
             a number of 16 bits with more precision than that up to where it is stored.
+        turns: By the index of an equation what is done when it has run; see `turns_of`.
 
     Returns:
         `(values of the program's own variables, values taken)`, those of bodies stacked.
@@ -146,6 +154,8 @@ def evaluate(program: Program, args: Values, part: Slice, given: Values, taken: 
             results = dict(zip(eqn.outvars, bind(eqn, [read(env, x) for x in eqn.invars]), strict=True))
         # An equation of several results may run for one of them: what is given of the others stays as it is given.
         env.update((v, _rounded(x) if v in narrow else x) for v, x in results.items() if v not in given)
+        if turns and i in turns:
+            env.update(turns[i](env))
     return env, {var: env[var] if var in env else inner[var] for var in taken if var in env or var in inner}
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from jaxpipe._typing import PyTree
 from jaxpipe.errors import LayerError
 from jaxpipe.jaxpr import save_reduced
-from jaxpipe.topology import automatic_axes
+from jaxpipe.topology import FSDP, automatic_axes
 
 from ._settings import follow_settings
 from ._stored import call_with_stored_inputs, model_axis_size
@@ -23,8 +23,8 @@ def checkpoint(function: Callable[..., PyTree], *args: Any) -> PyTree:
     It is `jax.checkpoint(function)(*args)` until `configure` asks for more: then the inputs are kept sharded over
     the `model` axis, or in host memory. These two have no forward-mode derivative, and in host memory no second one.
     Values and gradients are those of `function(*args)`; random keys are inputs like any other, so dropout is the same
-    in both runs. On a mesh with axes other than `stage` and `data` what the function names by `reduced(x)` is kept,
-    too, so that the backward pass does not reduce it over these axes again; see `save_reduced`.
+    in both runs. On a mesh with axes other than `stage`, `data` and `fsdp` what the function names by `reduced(x)` is
+    kept, too, so that the backward pass does not reduce it over these axes again; see `save_reduced`.
 
     Only floating-point arrays among `args` are kept in another way; what the function closes over, its parameters
     usually, stays where it is. Python values among `args` (flags, numbers, strings) reach the function as they are.
@@ -77,9 +77,9 @@ def checkpoint(function: Callable[..., PyTree], *args: Any) -> PyTree:
 
 
 def _is_sharded_inside() -> bool:
-    """True if the mesh around this code has automatic axes, along which there is something to reduce."""
+    """True if the mesh around this code has automatic axes along which layers reduce: along `fsdp` they are whole."""
     mesh = jax.sharding.get_abstract_mesh()
-    return any(mesh.shape[axis] > 1 for axis in automatic_axes(mesh))
+    return any(mesh.shape[axis] > 1 for axis in automatic_axes(mesh) if axis != FSDP)
 
 
 def _is_array(leaf: Any) -> bool:
