@@ -59,12 +59,16 @@ from jaxpipe.state import TrainState as TrainState
 from jaxpipe.topology import PipeDataParallelTopology as PipeDataParallelTopology
 from jaxpipe.topology import PipeModelDataParallelTopology as PipeModelDataParallelTopology
 from jaxpipe.topology import ProcessTopology as ProcessTopology
+from jaxpipe.transformer import DeepSpeedTransformerConfig as DeepSpeedTransformerConfig
+from jaxpipe.transformer import DeepSpeedTransformerLayer as DeepSpeedTransformerLayer
 from jaxpipe.transformer import attention as attention
 
 __version__ = "0.1.0"
 
 __all__ = [
     "DataParallelSchedule",
+    "DeepSpeedTransformerConfig",
+    "DeepSpeedTransformerLayer",
     "GPipeSchedule",
     "InferenceSchedule",
     "LayerSpec",

@@ -3,6 +3,7 @@
 from ._devices import check_devices as check_devices
 from ._environment import DEFAULT_PORT as DEFAULT_PORT
 from ._environment import Job as Job
+from ._environment import asks_for_determinism as asks_for_determinism
 from ._errors import raise_on_all as raise_on_all
 from ._errors import run_on_all as run_on_all
 from ._gather import gather_numbers as gather_numbers
@@ -22,6 +23,7 @@ __all__ = [
     "DEFAULT_PORT",
     "Heartbeat",
     "Tail",
+    "asks_for_determinism",
     "check_devices",
     "gather_numbers",
     "gather_texts",

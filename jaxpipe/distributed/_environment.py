@@ -1,5 +1,6 @@
 """Descriptions of a job in the environment, by launcher."""
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -159,3 +160,9 @@ def _number(name: str, text: str) -> int:
     if number is None:
         raise LaunchError(f"{name} must be a number, but got {name}={shown(text)}. Set it to one, or remove it.")
     return number
+
+
+def asks_for_determinism() -> bool:
+    """True if XLA is told by its flags to give the same bits in each run, on GPUs too."""
+    flags = os.environ.get("XLA_FLAGS", "").split()
+    return any(flag in ("--xla_gpu_deterministic_ops", "--xla_gpu_deterministic_ops=true") for flag in flags)

@@ -181,7 +181,7 @@ class Pipeline:
         # The one place that gives the settings to calls of `checkpoint` inside layers: all of a pipeline's tracing goes
         # through it, here and when a program is first called, and these calls have no argument for them.
         mesh, settings = adopt_mesh(mesh), current_settings() if recompute is None else recompute
-        self._tracing = functools.partial(use_settings, settings, mesh.devices.flat[0].platform)
+        self._tracing = functools.partial(use_settings, settings, mesh)
         zero_stage = config.zero_optimization.stage
         # As it was given: what ZeRO 2 and 3 make of the axes next is in no topology of the user's.
         check_mesh(module, mesh)

@@ -15,7 +15,7 @@ from ._kernels import keep_kernels as keep_kernels
 from ._settings import RecomputeSettings as RecomputeSettings
 from ._settings import current_settings as current_settings
 from ._settings import is_first as is_first
-from ._settings import traced_platform as traced_platform
+from ._settings import traced_mesh as traced_mesh
 from ._settings import use_settings as use_settings
 from ._settings import warn_unfollowed as warn_unfollowed
 
@@ -34,7 +34,7 @@ __all__ = [
     "save_reduced",
     "save_whole",
     "settings_for",
-    "traced_platform",
+    "traced_mesh",
     "use_settings",
     "warn_unfollowed",
 ]

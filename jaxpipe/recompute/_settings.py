@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
+from jax.sharding import Mesh
+
 from jaxpipe.config import ConfigWarning
 
 
@@ -34,13 +36,13 @@ class Scope:
     Attributes:
         settings: The settings.
         is_followed: Whether a call of `checkpoint` has followed them.
-        platform: What the devices are that a pipeline traces its programs for; None outside of one.
+        mesh: What a pipeline traces its programs for; None outside of one.
         notes: What has been said of the layers that were traced here.
     """
 
     settings: RecomputeSettings = RecomputeSettings()
     is_followed: bool = False
-    platform: str | None = None
+    mesh: Mesh | None = None
     notes: set[str] = field(default_factory=set[str])
 
 
@@ -71,9 +73,12 @@ def set_settings(settings: RecomputeSettings) -> None:
     _SCOPE.set(dataclasses.replace(_SCOPE.get(Scope()), settings=settings, is_followed=False))
 
 
-def traced_platform() -> str | None:
-    """The platform of the mesh that a pipeline traces its programs for, such as `"gpu"`; None outside of one."""
-    return _SCOPE.get(Scope()).platform
+def traced_mesh() -> Mesh | None:
+    """The mesh that a pipeline traces its programs for, as it was given; None outside of one.
+
+    Variables are traced without a mesh around them, and an abstract one knows no devices.
+    """
+    return _SCOPE.get(Scope()).mesh
 
 
 def is_first(note: str) -> bool:
@@ -85,17 +90,17 @@ def is_first(note: str) -> bool:
 
 
 @contextmanager
-def use_settings(settings: RecomputeSettings, platform: str | None = None) -> Generator[Scope]:
+def use_settings(settings: RecomputeSettings, mesh: Mesh | None = None) -> Generator[Scope]:
     """Make settings hold inside a `with` block; those from before hold again after it.
 
     Args:
         settings: What `checkpoint` follows inside the block. A program that is traced there keeps to them for good.
-        platform: What the devices are that it will run on; None where that is JAX's default.
+        mesh: What it will run on; None where that is JAX's default device.
 
     Yields:
         The scope, which tells whether anything followed the settings.
     """
-    scope = Scope(settings, platform=platform)
+    scope = Scope(settings, mesh=mesh)
     token = _SCOPE.set(scope)
     try:
         yield scope

@@ -2,5 +2,7 @@
 
 from ._attention import Implementation as Implementation
 from ._attention import attention as attention
+from ._config import DeepSpeedTransformerConfig as DeepSpeedTransformerConfig
+from ._layer import DeepSpeedTransformerLayer as DeepSpeedTransformerLayer
 
-__all__ = ["Implementation", "attention"]
+__all__ = ["DeepSpeedTransformerConfig", "DeepSpeedTransformerLayer", "Implementation", "attention"]

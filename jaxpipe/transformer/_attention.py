@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpipe.distributed import log
 from jaxpipe.errors import LayerError
-from jaxpipe.recompute import is_first, traced_platform
+from jaxpipe.recompute import is_first, traced_mesh
 from jaxpipe.topology import FSDP
 
 from ._blocked import Pattern, Visibility, blocked_attention
@@ -19,7 +19,7 @@ Implementation = Literal["auto", "blocked", "cudnn", "xla"]
 """How attention is computed."""
 
 MODEL = "model"
-"""The axis over which heads are divided."""
+"""The axis over which heads and features are divided."""
 
 Segments = jax.Array | tuple[jax.Array, jax.Array] | None
 
@@ -122,7 +122,8 @@ def _chosen(
 
 
 def _platform_refusal() -> str | None:
-    platform = traced_platform() or jax.default_backend()
+    mesh = traced_mesh()
+    platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
     return None if platform in ("gpu", "cuda") else f"the devices are of platform {platform!r}, not NVIDIA GPUs"
 
 
@@ -162,11 +163,20 @@ def _cudnn(pattern: Pattern, q: jax.Array, k: jax.Array, v: jax.Array, lengths: 
     if not axes:
         return call(*arrays)
     # JAX (0.10) cannot partition the kernel where other axes are manual: each device calls it for its own heads.
-    samples = FSDP if FSDP in axes and q.shape[0] % mesh.shape[FSDP] == 0 else None
-    heads = MODEL if MODEL in axes and k.shape[2] % mesh.shape[MODEL] == 0 else None
+    samples, heads = dividing_axes(q.shape[0], k.shape[2])
     each = P(samples, None, heads)
     specs = (each, each, each) if lengths is None else (each, each, each, P(samples))
     return jax.shard_map(call, in_specs=specs, out_specs=each, axis_names=axes, check_vma=False)(*arrays)
+
+
+def dividing_axes(samples: int, heads: int) -> tuple[str | None, str | None]:
+    """The automatic axes around this code over which samples and heads are divided; None where one is not."""
+    mesh = jax.sharding.get_abstract_mesh()
+
+    def dividing(axis: str, size: int) -> str | None:
+        return axis if axis in mesh.auto_axes and mesh.shape[axis] > 1 and size % mesh.shape[axis] == 0 else None
+
+    return dividing(FSDP, samples), dividing(MODEL, heads)
 
 
 def _xla(pattern: Pattern, q: jax.Array, k: jax.Array, v: jax.Array, visibility: Visibility) -> jax.Array:

@@ -1,0 +1,167 @@
+"""What a transformer layer computes, and the one policy that says what of it is kept for the backward."""
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec as P
+
+from jaxpipe.recompute import REDUCED, checkpoint, keep_kernels, reduced
+
+from ._attention import attention, dividing_axes
+from ._config import DeepSpeedTransformerConfig
+
+_NORM, _GELU, _KEPT = "transformer_norm", "transformer_gelu", "transformer_product"
+
+
+@dataclass(frozen=True)
+class KeepNamed:
+    """The `jax.checkpoint` policy that keeps what has one of some names.
+
+    Equal to another of the same names, as layers are compared, policies and all. What JAX's own policy for this makes
+    is a new function each time.
+    """
+
+    names: frozenset[str]
+
+    def __call__(self, primitive: Any, *inputs: Any, **params: Any) -> bool:
+        return primitive.name == "name" and params["name"] in self.names
+
+
+@dataclass(frozen=True)
+class KeepKernels(KeepNamed):
+    """`keep_kernels`, and what has one of some names."""
+
+    def __call__(self, primitive: Any, *inputs: Any, **params: Any) -> bool:
+        return keep_kernels(primitive, *inputs, **params) or super().__call__(primitive, *inputs, **params)
+
+
+@dataclass(frozen=True)
+class Body:
+    """The layer as a function of its weights, its input, what hides positions, and a key for dropout.
+
+    Attributes:
+        config: Sizes and switches.
+        dtype: What it computes in.
+    """
+
+    config: DeepSpeedTransformerConfig
+    dtype: Any
+
+    def recomputed(self) -> Callable[..., jax.Array]:
+        """The same, which keeps for the backward what the memory switches and `recompute` leave."""
+        config = self.config
+        if config.recompute is None and not config.saves_memory:
+            return self
+        if config.recompute == "all":
+            return functools.partial(checkpoint, self)
+        if callable(config.recompute):
+            return jax.checkpoint(self, policy=config.recompute)
+        is_sharded = dividing_axes(1, config.heads)[1] is not None
+        sums = frozenset({REDUCED}) if is_sharded else frozenset[str]()
+        if config.recompute == "kernels":
+            return jax.checkpoint(self, policy=KeepKernels(sums))
+        # Never scores: without a switch JAX may keep them, with one they are always computed again.
+        switched_off = {_NORM: config.normalize_invertible, _GELU: config.gelu_checkpoint}
+        kept = {name for name, is_off in switched_off.items() if not is_off}
+        return jax.checkpoint(self, policy=KeepKernels(sums | kept | {_KEPT}))
+
+    def __call__(
+        self,
+        params: Mapping[str, jax.Array],
+        x: jax.Array,
+        mask: jax.Array | None,
+        lengths: jax.Array | None,
+        key: jax.Array | None,
+    ) -> jax.Array:
+        """Run the layer.
+
+        Args:
+            params: Its weights by name.
+            x: `[B, T, H]`.
+            mask: As `attention` takes it, or None.
+            lengths: `[B]`, or None.
+            key: For dropout; None where nothing is dropped.
+
+        Returns:
+            `[B, T, H]`.
+        """
+        config, params = self.config, {name: value.astype(self.dtype) for name, value in params.items()}
+        if key is not None:
+            key = self._own(key)
+        h = self._norm(params, "norm_", x) if config.pre_layer_norm else x
+        h = self._attention(params, h, mask, lengths, key)
+        x = checkpoint_name(x + self._dropped(h, key, 1), _KEPT)
+        if not config.pre_layer_norm:
+            x = self._norm(params, "attn_n", x)
+        h = self._norm(params, "attn_n", x) if config.pre_layer_norm else x
+        h = self._feed_forward(params, h)
+        x = checkpoint_name(x + self._dropped(h, key, 2), _KEPT)
+        return x if config.pre_layer_norm else self._norm(params, "norm_", x)
+
+    def _attention(
+        self,
+        params: Mapping[str, jax.Array],
+        h: jax.Array,
+        mask: jax.Array | None,
+        lengths: jax.Array | None,
+        key: jax.Array | None,
+    ) -> jax.Array:
+        config = self.config
+        samples, heads = dividing_axes(h.shape[0], config.heads)
+        qkv = jnp.einsum("bth,hcnd->btcnd", h, params["attn_qkvw"]) + params["attn_qkvb"][None, None]
+        qkv = checkpoint_name(_constrained(qkv, P(samples, None, None, heads)), _KEPT)
+        context = attention(
+            *(qkv[:, :, part] for part in range(3)),
+            causal=config.causal,
+            mask=mask,
+            lengths=lengths,
+            dropout_rate=0.0 if key is None else config.attn_dropout_ratio,
+            key=None if key is None else jax.random.fold_in(key, 0),
+            implementation=config.attention,
+        )
+        y = jnp.einsum("btnd,ndh->bth", context, params["attn_ow"])
+        return _summed(y, P(samples)) + params["attn_ob"].reshape(1, 1, -1)
+
+    def _feed_forward(self, params: Mapping[str, jax.Array], h: jax.Array) -> jax.Array:
+        samples, features = dividing_axes(h.shape[0], self.config.intermediate_size)
+        h = h @ params["inter_w"] + params["inter_b"].reshape(1, 1, -1)
+        h = checkpoint_name(_constrained(h, P(samples, None, features)), _KEPT)
+        h = checkpoint_name(self.config.activation(h), _GELU)
+        return _summed(h @ params["output_w"], P(samples)) + params["output_b"].reshape(1, 1, -1)
+
+    def _norm(self, params: Mapping[str, jax.Array], name: str, x: jax.Array) -> jax.Array:
+        x = x if self.config.stochastic_mode else x.astype(jnp.promote_types(self.dtype, jnp.float32))
+        # In two passes: the mean of squares less the square of the mean loses digits where the mean is large.
+        x = x - x.mean(-1, keepdims=True)
+        x = x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + self.config.layer_norm_eps)
+        weight, bias = (params[f"{name}{suffix}"].reshape(1, 1, -1) for suffix in "wb")
+        return checkpoint_name((x * weight + bias).astype(self.dtype), _NORM)
+
+    def _dropped(self, x: jax.Array, key: jax.Array | None, place: int) -> jax.Array:
+        rate = self.config.hidden_dropout_ratio
+        if key is None or not rate:
+            return x
+        keep = jax.random.bernoulli(jax.random.fold_in(key, place), 1.0 - rate, x.shape)
+        return jnp.where(checkpoint_name(keep, _KEPT), x / (1.0 - rate), 0.0)
+
+    def _own(self, key: jax.Array) -> jax.Array:
+        """The layer's key for dropout."""
+        key = key if self.config.seed < 0 else jax.random.fold_in(key, self.config.seed)
+        if not self.config.stochastic_mode:
+            return key
+        # The device's own generator: several times faster than threefry, other bits on other devices and shardings.
+        return jax.random.wrap_key_data(jnp.resize(jax.random.key_data(key), (4,)), impl="rbg")
+
+
+def _constrained(x: jax.Array, spec: P) -> jax.Array:
+    return jax.lax.with_sharding_constraint(x, spec) if jax.sharding.get_abstract_mesh().auto_axes else x
+
+
+def _summed(x: jax.Array, spec: P) -> jax.Array:
+    """A product with weights that are divided along the dim it sums over, whole on each device and named as such."""
+    return reduced(_constrained(x, spec))

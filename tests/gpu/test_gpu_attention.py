@@ -1,0 +1,95 @@
+"""Transformer layers on H200s: cuDNN's attention is called, once a layer where it is kept, and no scores are held."""
+
+import functools
+import importlib.util
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from _h200 import build, compile_step, h200_mesh
+from _hlo import Program
+
+from jaxpipe import DeepSpeedTransformerConfig, DeepSpeedTransformerLayer, LayerSpec, PipelineModule
+
+PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
+pytestmark = [
+    pytest.mark.gpu_aot,
+    pytest.mark.skipif(
+        not any(map(importlib.util.find_spec, PLUGINS)), reason="needs the CUDA plugin: pip install jaxpipe[cuda12]"
+    ),
+]
+SAMPLES, TIME, DIM, HEADS, STAGES, LAYERS_OF_A_STAGE = 4, 320, 128, 2, 2, 2
+
+
+@functools.cache
+def has_cudnn() -> bool:
+    q = jax.ShapeDtypeStruct((1, 8, 1, 8), jnp.bfloat16)
+    try:
+        jax.eval_shape(functools.partial(jax.nn.dot_product_attention, implementation="cudnn"), q, q, q)
+    except RuntimeError:
+        return False
+    return True
+
+
+@functools.cache
+def step_of(model: int = 1, schedule: str = "1f1b", side: str = "", **given: Any) -> Any:
+    config = DeepSpeedTransformerConfig(
+        hidden_size=DIM, heads=HEADS, num_hidden_layers=STAGES * LAYERS_OF_A_STAGE, causal=not side, **given
+    )
+    module = PipelineModule(
+        [LayerSpec(DeepSpeedTransformerLayer, config) for _ in range(STAGES * LAYERS_OF_A_STAGE)],
+        num_stages=STAGES,
+        loss_fn=lambda y, t: jnp.mean((y - t) ** 2),
+        partition_method="uniform",
+        compute_dtype="bfloat16",
+    )
+    x = jax.ShapeDtypeStruct((SAMPLES, TIME, DIM), jnp.float32)
+    sides = {
+        "lengths": jax.ShapeDtypeStruct((SAMPLES,), jnp.int32),
+        "attention_mask": jax.ShapeDtypeStruct((SAMPLES, TIME), jnp.bool_),
+    }
+    example = (x, x, {side: sides[side]}) if side else (x, x)
+    pipeline = build(module, h200_mesh(STAGES, 1, model=model), example, schedule=schedule)
+    return pipeline, Program(compile_step(pipeline).as_text())
+
+
+def kernels(program: Program) -> list[tuple[int, int]]:
+    """Forward and backward calls of cuDNN's attention in each loop."""
+
+    def count(body: Any, name: str) -> int:
+        return sum(f'custom_call_target="{name}"' in line.rest for line in body)
+
+    names = "__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"
+    return [(count(body, names[0]), count(body, names[1])) for body in program.loops()]
+
+
+def has_scores(program: Program) -> bool:
+    arrays = [dims for body in program.computations.values() for line in body for dims in line.all_dims]
+    return any(dims[-2:] == (TIME, TIME) for dims in arrays)
+
+
+@pytest.mark.parametrize(
+    ("model", "side", "given", "forward"),
+    [
+        (1, "", {}, 1),
+        (1, "", {"recompute": "kernels"}, 1),
+        (1, "", {"recompute": "all"}, 2),
+        (2, "", {"recompute": "kernels"}, 1),
+        (1, "lengths", {}, 1),
+    ],
+)
+def test_kernels_of_a_tick(model: int, side: str, given: dict[str, Any], forward: int) -> None:
+    if not has_cudnn():
+        pytest.skip("needs cuDNN: pip install nvidia-cudnn-cu13, its lib folder in LD_LIBRARY_PATH")
+    _, program = step_of(model, side=side, **given)
+    steady = max(kernels(program))
+    assert steady == (forward * LAYERS_OF_A_STAGE, LAYERS_OF_A_STAGE)
+    assert not has_scores(program)
+
+
+@pytest.mark.parametrize(("side", "given"), [("attention_mask", {}), ("", {"attn_dropout_ratio": 0.1})])
+def test_in_blocks_no_scores_are_held_either(side: str, given: dict[str, Any]) -> None:
+    _, program = step_of(side=side, **given)
+    assert set(kernels(program)) == {(0, 0)}
+    assert not has_scores(program)
