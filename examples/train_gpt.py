@@ -218,11 +218,8 @@ class Block(nn.Module):
         residual_init = nn.initializers.variance_scaling(1 / (2 * self.blocks), "fan_in", "normal")
         h = nn.LayerNorm(name="norm_attention")(x)
         qkv = nn.Dense(3 * self.dim, use_bias=False, name="qkv")(h)
-        q, k, v = jnp.moveaxis(qkv.reshape(batch, length, 3, self.heads, -1), (2, 3), (0, 2))
-        scores = jnp.einsum("bhqd,bhkd->bhqk", q, k) / (self.dim // self.heads) ** 0.5
-        scores = jnp.where(jnp.tril(jnp.ones((length, length), bool)), scores, -1e9)
-        h = jnp.einsum("bhqk,bhkd->bhqd", nn.softmax(scores), v)
-        h = jnp.moveaxis(h, 1, 2).reshape(batch, length, self.dim)
+        q, k, v = jnp.moveaxis(qkv.reshape(batch, length, 3, self.heads, -1), 2, 0)
+        h = jaxpipe.attention(q, k, v, causal=True).reshape(batch, length, self.dim)
         x = x + nn.Dense(self.dim, use_bias=False, kernel_init=residual_init, name="project")(h)
         h = nn.LayerNorm(name="norm_mlp")(x)
         h = nn.gelu(nn.Dense(4 * self.dim, name="widen")(h))
