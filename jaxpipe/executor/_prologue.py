@@ -125,6 +125,10 @@ class Prologue:
 
         return self._switch(at, run)
 
+    def has_params_at(self, at: VirtualStage) -> jax.Array:
+        """True if a virtual stage has parameters before the trunk."""
+        return jnp.asarray([bool(self._programs[number].names) for number in self._program_of])[at.index]
+
     def evaluate(
         self, at: VirtualStage, storage: PyTree, collections: PyTree, inputs: PyTree, arrived: PyTree, context: Context
     ) -> PyTree:

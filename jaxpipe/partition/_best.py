@@ -9,9 +9,9 @@ from ._checks import checked_parts, exact_weights
 from ._costs import Profile
 from ._stage_cut import cut_stages
 
-_OFF_TRUNK_BYTES = 24
+_OFF_TRUNK_BYTES = 8
 """Bytes that every stage moves in a tick for each parameter outside the trunk, as many as the stage with the most has:
-two gradients of zeros in float32, and their sum with the sums so far."""
+two gradients of zeros in float32. They are added to the sums so far on the stages alone that give some."""
 
 _BYTES_PER_S = 1e12
 """Of the order of an accelerator, as the estimated times of layers are."""
