@@ -35,6 +35,7 @@ from jaxpipe.schedules import closed_form, lower_schedule, makespan, resolve_sch
 SCHEDULES = (
     *(("1f1b", 1), ("gpipe", 1), ("train", 1), ("1f1b-v", 2), ("interleaved", 2), ("interleaved", 4)),
     *(("zero-bubble", 1), ("zero-bubble", 2), ("zero-bubble", 4), ("zero-bubble-h1", 1), ("zero-bubble-v", 2)),
+    ("dual-pipe-v", 2),
 )
 COLUMNS = ("schedule", "chunks", "S", "M", "F:I:W", "formula s", "lockstep", "step s", "ratio", "spread")
 

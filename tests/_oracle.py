@@ -31,6 +31,7 @@ SCHEDULES: dict[str, str | type[PipeSchedule]] = {
     "zero-bubble": "zero-bubble",
     "zero-bubble-h1": "zero-bubble-h1",
     "zero-bubble-v": "zero-bubble-v",
+    "dual-pipe-v": "dual-pipe-v",
     "zero-bubble-2": resolve_schedule("zero-bubble", num_chunks=2),
     "zero-bubble-4": resolve_schedule("zero-bubble", num_chunks=4),
     "interleaved-4": resolve_schedule("interleaved", num_chunks=4),

@@ -45,9 +45,9 @@ class PipelineConfig(Section):
         num_chunks: Model chunks on each stage, for schedules that interleave them; `'auto'` takes the schedule's own
             number, or leaves it to the schedule `'auto'`.
         max_pending_weights: The most weight gradients, counted on each chunk, that the schedules
-            `'zero-bubble'`, `'zero-bubble-h1'` and `'zero-bubble-v'` keep pending on a stage; `'auto'` takes the
-            schedule's own number, or as many as fit where `memory_limit_gb` is set. With recompute they are what takes
-            most memory: about 26 GB for a model of 7B parameters on 8 stages (1.85 GB each).
+            `'zero-bubble'`, `'zero-bubble-h1'`, `'zero-bubble-v'` and `'dual-pipe-v'` keep pending on a stage; `'auto'`
+            takes the schedule's own number, or as many as fit where `memory_limit_gb` is set. With recompute they are
+            what takes most memory: about 26 GB for a model of 7B parameters on 8 stages (1.85 GB each).
         memory_limit_gb: What the schedule `'auto'`, the pending weight gradients of the schedules with split backwards
             and the partition `'profile'` may plan for on a device, in GB of 10^9 bytes, all that training holds
             included; refused where none is used. `'auto'` takes the device's memory, but leaves the pending weight

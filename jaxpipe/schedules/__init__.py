@@ -10,6 +10,7 @@ from jaxpipe.schedules._closed_form import closed_form as closed_form
 from jaxpipe.schedules._cost import bubble_fraction as bubble_fraction
 from jaxpipe.schedules._cost import makespan as makespan
 from jaxpipe.schedules._data_parallel import DataParallelSchedule as DataParallelSchedule
+from jaxpipe.schedules._dual_pipe_v import DualPipeVSchedule as DualPipeVSchedule
 from jaxpipe.schedules._forward_only import forward_schedule as forward_schedule
 from jaxpipe.schedules._gpipe import GPipeSchedule as GPipeSchedule
 from jaxpipe.schedules._grid import format_grid as format_grid
@@ -52,6 +53,7 @@ from jaxpipe.schedules._zero_bubble_h1 import ZeroBubbleH1Schedule as ZeroBubble
 from jaxpipe.schedules._zero_bubble_v import ZeroBubbleVSchedule as ZeroBubbleVSchedule
 
 __all__ = [
+    "DualPipeVSchedule",
     "MAX_RUNS",
     "Actions",
     "BackwardInput",

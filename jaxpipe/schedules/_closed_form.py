@@ -27,6 +27,7 @@ def closed_form(
     | `"zero-bubble"`, fewer microbatches, v = 1 or S divides M | `((S - 1)(F + I) - max(0, v(M - S) + 1) W)/v` |
     | `"zero-bubble-h1"`, `M >= S > 1` | `(S - 1)(F + I - W) + (M - 1) abs(F - I)` |
     | `"zero-bubble-v"`, `M >= S > 1` | `(S - 1)(F + I - W)/2 + (M - (S + 1)/2) abs(F - I)` |
+    | `"dual-pipe-v"`, `M >= S` | `(S - 1)(F + I)` |
     | others | that of `makespan`: the sum over steps of the longest action |
 
     What a program takes in lockstep is `makespan`. It is longer than this for the zero-bubble schedules with

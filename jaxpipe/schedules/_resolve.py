@@ -6,6 +6,7 @@ import inspect
 from jaxpipe.errors import ScheduleError, nearest
 
 from ._base import PipeSchedule
+from ._dual_pipe_v import DualPipeVSchedule
 from ._gpipe import GPipeSchedule
 from ._interleaved import InterleavedSchedule
 from ._one_f_one_b import OneFOneBSchedule
@@ -29,6 +30,7 @@ def schedule_names() -> dict[str, type[PipeSchedule]]:
         "zero-bubble": ZeroBubbleSchedule,
         "zero-bubble-h1": ZeroBubbleH1Schedule,
         "zero-bubble-v": ZeroBubbleVSchedule,
+        "dual-pipe-v": DualPipeVSchedule,
         "gpipe": GPipeSchedule,
         "train": TrainSchedule,
     }

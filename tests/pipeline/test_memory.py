@@ -93,6 +93,7 @@ def slots_by_formula(schedule: str, stages: int, microbatches: int, chunks: int)
         "zero-bubble": min(chunks * microbatches, chunks * stages + stages - 1),
         "zero-bubble-h1": min(microbatches, stages),
         "zero-bubble-v": 2 * min(microbatches, stages),
+        "dual-pipe-v": 2 * min(microbatches, stages),
     }[schedule.removesuffix("-2")]
 
 

@@ -36,6 +36,7 @@ def test_steps_are_those_of_the_closed_forms() -> None:
         ("zero-bubble", 4),
         ("zero-bubble-h1", 1),
         ("zero-bubble-v", 2),
+        ("dual-pipe-v", 2),
         ("train", 1),
     ]
     for one in choice.candidates:
@@ -61,7 +62,8 @@ def test_steps_are_those_of_the_closed_forms() -> None:
         (dataclasses.replace(GPU, copy_s=2e-3), 8, 32, {"names": {"interleaved"}}, ("interleaved", 2, True)),
         (GPU, 8, 32, {"chunk_counts": {1: 1.0}}, ("zero-bubble", 1, True)),
         (GPU, 8, 32, {"memory_limit_bytes": 10e9}, ("interleaved", 4, False)),
-        (GPU, 8, 32, {"memory_limit_bytes": 8.5e9}, ("1f1b-v", 2, False)),
+        (GPU, 8, 32, {"memory_limit_bytes": 8.5e9}, ("dual-pipe-v", 2, True)),
+        (GPU, 8, 32, {"memory_limit_bytes": 8.2e9}, ("1f1b-v", 2, False)),
         (GPU, 8, 32, {"memory_limit_bytes": 13e9, "chunk_counts": {1: 1.0}}, ("zero-bubble-h1", 1, True)),
         (GPU, 8, 32, {"memory_limit_bytes": 9.5e9, "chunk_counts": {1: 1.0}}, ("zero-bubble-h1", 1, True)),
         (GPU, 8, 32, {"memory_limit_bytes": 9e9, "chunk_counts": {1: 1.0}}, ("train", 1, True)),
@@ -143,6 +145,7 @@ zero-bubble     2       1        skipped       520.5 ms  7.8%   5.5        6 GB
 zero-bubble-h1  1       4        skipped       531 ms    9.6%   5          7 GB     too large
 zero-bubble-h1  1       2        skipped       549 ms    12.6%  5          6 GB
 zero-bubble-v   2       2        skipped       511.5 ms  6.2%   4.5        5.5 GB   chosen
+dual-pipe-v     2       0.5      skipped       543 ms    11.6%  4          4.25 GB
 train           1       -        skipped       720 ms    33.3%  5          5 GB
 zero-bubble-v: The simplest within 1% of the shortest step that fits 6 GB."""
     )

@@ -4,6 +4,7 @@ import pytest
 
 from jaxpipe.errors import ScheduleError
 from jaxpipe.schedules import (
+    DualPipeVSchedule,
     GPipeSchedule,
     InterleavedSchedule,
     OneFOneBSchedule,
@@ -28,6 +29,7 @@ NAMES = {
     "zero-bubble": ZeroBubbleSchedule,
     "zero-bubble-h1": ZeroBubbleH1Schedule,
     "zero-bubble-v": ZeroBubbleVSchedule,
+    "dual-pipe-v": DualPipeVSchedule,
     "gpipe": GPipeSchedule,
     "train": TrainSchedule,
 }

@@ -198,3 +198,26 @@ def test_filling_rows_of_any_kind() -> None:
     backwards = [[False, False, True, True], [False, True, True, False]]
     assert fill_weights(forwards, backwards, 9) == ((-1, -1, 2, -1, 3), (-1, -1, -1, 1, 2))
     assert fill_weights(forwards, backwards, 1) == ((-1, -1, 2, -1, 3), (-1, 1, -1, 2, -1))
+
+
+@pytest.mark.parametrize("num_stages", range(1, 9))
+def test_folded_combined_ticks_keep_their_time_whatever_actions_cost(num_stages: int) -> None:
+    for count in (*range(1, 13), 16, 32, 35):
+        program = lower_schedule("dual-pipe-v", count, num_stages)
+        assert len(program.runs) <= MAX_RUNS
+        assert (program.peak_in_flight, program.depth.pending) == (2 * min(count, num_stages), 1)
+        if count < num_stages:
+            continue
+        for forward_s, input_s, weight_s in ((1.0, 1.0, 1.0), (2.0, 4.0, 2.0), (3.0, 2.0, 2.0), (1.0, 1.5, 1.5)):
+            expected = count * (forward_s + input_s + weight_s) + (num_stages - 1) * (forward_s + input_s)
+            assert takes(program, forward_s, input_s, weight_s) == pytest.approx(expected)
+            whole_s = input_s + weight_s
+            promised = closed_form("dual-pipe-v", count, num_stages, forward_s, whole_s, weight_s=weight_s)
+            assert promised == pytest.approx(expected)
+
+
+def test_with_recompute_folded_combined_ticks_are_the_fastest_with_so_little_in_flight() -> None:
+    programs = {name: lower_schedule(name, 32, 8) for name in ("1f1b-v", "zero-bubble-v", "dual-pipe-v")}
+    assert {one.peak_in_flight for one in programs.values()} == {16}
+    seconds = {name: takes(one, 1.0, 2.0, 1.0) for name, one in programs.items()}
+    assert seconds == {"1f1b-v": 156.0, "zero-bubble-v": 162.5, "dual-pipe-v": 149.0}
