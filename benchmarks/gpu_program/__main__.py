@@ -142,6 +142,8 @@ def main() -> None:
     names = options.only.split(",") if options.only else list(jobs)
     if unknown := set(names) - set(jobs):
         parser.error(f"--only must name jobs of {', '.join(jobs)}, but got {', '.join(sorted(unknown))}.")
+    if options.text:
+        options.text.mkdir(parents=True, exist_ok=True)
     results: dict[str, dict[str, Any]] = {}
     failed = []
     for name in names:
