@@ -200,6 +200,8 @@ class StageInit:
         arrays |= _zeros(left)
         for one in self._rounds(places):
             self._run(one, places, arrays)
+            # Else many rounds are begun at once, and leaves of all of them lie beside the state.
+            jax.block_until_ready([arrays[name] for name in one.targets])
         return arrays
 
     def source(self, keys: Sequence[str]) -> Iterator[tuple[str, Any]]:
@@ -350,17 +352,19 @@ class StageInit:
         def put(
             targets: list[jax.Array], leaves: list[jax.Array], is_here: jax.Array, offsets: jax.Array
         ) -> list[jax.Array]:
-            arrays = [target[0] for target in targets]
-            for i, (slot, leaf) in enumerate(zip(slots, leaves, strict=True)):
-                old = arrays[slot.target]
-                piece = cut(slot, leaf[0], old)
-                if slot.is_flat:
-                    here = jax.lax.dynamic_slice_in_dim(old, offsets[0, i], len(piece))
-                    piece = jnp.where(is_here[0], piece, here)
-                    arrays[slot.target] = jax.lax.dynamic_update_slice_in_dim(old, piece, offsets[0, i], 0)
-                else:
-                    arrays[slot.target] = jnp.where(is_here[0], piece, old)
-            return [array[None] for array in arrays]
+            def write(_: Any, arrays: list[jax.Array]) -> list[jax.Array]:
+                written = list(arrays)
+                for i, (slot, leaf) in enumerate(zip(slots, leaves, strict=True)):
+                    old = written[slot.target]
+                    piece = cut(slot, leaf[0], old)
+                    if slot.is_flat:
+                        piece = jax.lax.dynamic_update_slice_in_dim(old, piece, offsets[0, i], 0)
+                    written[slot.target] = piece
+                return written
+
+            # A loop of one round or none: what it carries is written in place, and elsewhere left alone.
+            kept = jax.lax.fori_loop(0, is_here[0].astype(jnp.int32), write, [target[0] for target in targets])
+            return [array[None] for array in kept]
 
         described = [
             (slot.place.local, slot.place.stage_dim, slot.target, slot.is_flat, sharding.block_counts(slot.place.name))
