@@ -151,6 +151,9 @@ class Simulation:
         is_whole = tables.backward.chunk[stage][tick] >= 0 and tables.pending_write[stage][tick] < 0
         # There is such a loop for each chunk, and one of them runs. The host waits for its condition, each time.
         rounds = (is_whole or tables.weight.chunk[stage][tick] >= 0) / self._program.num_chunks
+        if body.seconds.get("packed", 0.0) > body.total_s / 2:
+            # Sums off the trunk: one such loop where the loss is, and one where the first layers' backward is.
+            rounds = sum(self._is_end(stage, tick, action) for action in ("forward", "backward")) / 2
         cost.merge(body, rounds)
         cost.add("branch", self._costs.machine.branch_s * (1 + rounds))
         return cost
@@ -224,6 +227,12 @@ class Simulation:
     def _is_shared(self, line: Instruction) -> bool:
         """Whether its branches are the work of vocabulary-parallel layers, which all stages do at once."""
         return not self._is_action(line) and any("Vocab" in self._module.scopes(name) for name in line.branches)
+
+    def _is_end(self, stage: int, tick: int, action: str) -> bool:
+        """Whether a stage's forward is that of the last part of the model, or its backward that of the first."""
+        chunk, placement = getattr(self._program.tables, action).chunk[stage][tick], self._program.placement
+        part = len(placement.locations) - 1 if action == "forward" else 0
+        return chunk >= 0 and placement.virtual[stage][chunk] == part
 
     def _is_action(self, line: Instruction) -> bool:
         """Whether its branches are whole actions: they run blocks."""
