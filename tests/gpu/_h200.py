@@ -1,12 +1,14 @@
 """Pipelines compiled for H200s that are not there."""
 
 import functools
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import jax
 import numpy as np
 import optax
+from _hlo import Program
 from _settings import make_settings
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh
@@ -33,3 +35,22 @@ def build(module: PipelineModule, mesh: Mesh, example: Any, microbatches: int = 
 
 def compile_step(pipeline: Pipeline) -> jax.stages.Compiled:
     return pipeline.step.lower(pipeline.state_struct, pipeline.batch_struct).compile()
+
+
+@dataclass(frozen=True)
+class Step:
+    """A compiled step."""
+
+    pipeline: Pipeline
+    program: Program
+    memory: Any
+
+    @classmethod
+    def of(cls, pipeline: Pipeline) -> Self:
+        compiled = compile_step(pipeline)
+        return cls(pipeline, Program(compiled.as_text()), compiled.memory_analysis())
+
+    @property
+    def steady(self) -> list[Any]:
+        """The loop in which most is sent, and most computed."""
+        return max(self.program.loops(), key=len)

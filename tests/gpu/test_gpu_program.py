@@ -2,7 +2,6 @@
 
 import functools
 import importlib.util
-from dataclasses import dataclass
 from typing import Any
 
 import flax.linen as nn
@@ -10,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from _h200 import build, compile_step, h200_mesh
+from _h200 import Step, build, compile_step, h200_mesh
 from _hlo import Program
 
-from jaxpipe import LayerSpec, Pipeline, PipelineModule
+from jaxpipe import LayerSpec, PipelineModule
 
 PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 pytestmark = [
@@ -55,20 +54,6 @@ def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
 
-@dataclass(frozen=True)
-class Step:
-    """A compiled step of a language model."""
-
-    pipeline: Pipeline
-    program: Program
-    memory: Any
-
-    @property
-    def steady(self) -> list[Any]:
-        """The loop in which most is sent, and most computed."""
-        return max(self.program.loops(), key=len)
-
-
 @functools.cache
 def language_model(data: int = 1, hosts: int = 1, microbatches: int = 16, **settings: Any) -> Step:
     module = PipelineModule(
@@ -80,8 +65,7 @@ def language_model(data: int = 1, hosts: int = 1, microbatches: int = 16, **sett
     )
     tokens = jax.ShapeDtypeStruct((SAMPLES * data, TIME), jnp.int32)
     pipeline = build(module, h200_mesh(STAGES, data, hosts), (tokens, tokens), microbatches, **settings)
-    compiled = compile_step(pipeline)
-    return Step(pipeline, Program(compiled.as_text()), compiled.memory_analysis())
+    return Step.of(pipeline)
 
 
 @pytest.mark.parametrize(("data", "hosts"), [(1, 1), (8, 8)], ids=["8", "64"])

@@ -3,19 +3,16 @@
 import functools
 import importlib.util
 import math
-from dataclasses import dataclass
-from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import pytest
-from _h200 import build, compile_step, h200_mesh
-from _hlo import Program
+from _h200 import Step, build, h200_mesh
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
-from jaxpipe import LayerSpec, Pipeline, PipelineModule
+from jaxpipe import LayerSpec, PipelineModule
 
 PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 pytestmark = [
@@ -45,18 +42,8 @@ class Block(nn.Module):
         return constrain(nn.tanh(x + y), STREAM[self.form])
 
 
-@dataclass(frozen=True)
-class Step:
-    """A compiled step."""
-
-    pipeline: Pipeline
-    program: Program
-    memory: Any
-
-    @property
-    def steady(self) -> list[Any]:
-        """The loop in which most is sent, and most computed."""
-        return max(self.program.loops(), key=len)
+class SplitStep(Step):
+    """A compiled step whose blocks are split over `model`."""
 
     def inside_stages(self, kind: str) -> int:
         """How many arrays of the residual stream's size a steady tick exchanges so over `model`."""
@@ -69,7 +56,7 @@ class Step:
 
 
 @functools.cache
-def step_of(form: str = "whole") -> Step:
+def step_of(form: str = "whole") -> SplitStep:
     kept = jax.checkpoint_policies.save_only_these_names("reduced")
     module = PipelineModule(
         [LayerSpec(Block, form).remat(kept) for _ in range(BLOCKS)],
@@ -80,8 +67,7 @@ def step_of(form: str = "whole") -> Step:
     )
     x = jax.ShapeDtypeStruct((SAMPLES, TIME, DIM), jnp.float32)
     pipeline = build(module, h200_mesh(STAGES, 1, model=PLACES), (x, x), 16)
-    compiled = compile_step(pipeline)
-    return Step(pipeline, Program(compiled.as_text()), compiled.memory_analysis())
+    return SplitStep.of(pipeline)
 
 
 def test_a_split_sublayer_takes_one_sum_in_each_direction() -> None:
