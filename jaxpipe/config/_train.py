@@ -58,6 +58,11 @@ class PipelineConfig(Section):
         gather_weights: When weights that are divided over an axis `fsdp` are gathered: `'step'`, once, and held to the
             end of the step, or `'tick'`, by every action of every microbatch again, and held only meanwhile; `'auto'`
             does the first with `zero_optimization.stage` 2, and else the second.
+        split_vocabulary: Whether an ordinary embedding (`nn.Embed`, `nnx.Embed`), which is the first layer, the last
+            layer, which makes the logits (`nn.Dense`, `nnx.Linear`, or the embedding again, tied, by `attend`), and the
+            cross entropy of the loss are split over the stages, as `VocabEmbed`, `VocabHead` and
+            `vocab_cross_entropy` are: the loss then takes an equal share of a tick on every stage. Numbers, names and
+            checkpoints stay; layers and losses of another form are refused.
         residual_dtype: Dtype, float32, bfloat16 or float16, in which residuals wait between forward and backward that
             are floating point and wider; None, the default, keeps them as they are. Outputs and losses do not change,
             but gradients do: the backward sees every such value, also a norm's or attention's statistics, rounded
@@ -84,6 +89,7 @@ class PipelineConfig(Section):
     spread_inputs: bool | Literal["auto"] = setting("auto", auto_or(read_flag))
     offload_activations: bool = setting(False, read_flag)
     gather_weights: Literal["auto", "step", "tick"] = setting("auto", one_of("auto", "step", "tick"))
+    split_vocabulary: bool = setting(False, read_flag)
     residual_dtype: Dtype | None = setting(None, read_dtype)
 
 

@@ -7,6 +7,7 @@ from ._nnx import Metric as Metric
 from ._protocol import Layer as Layer
 from ._spec import LayerSpec as LayerSpec
 from ._spec import TiedLayerSpec as TiedLayerSpec
+from ._split_vocabulary import split_vocabulary as split_vocabulary
 from ._vocab import VocabEmbed as VocabEmbed
 from ._vocab import VocabHead as VocabHead
 from ._vocab import vocab_cross_entropy as vocab_cross_entropy
@@ -63,6 +64,7 @@ __all__ = [
     "num_bytes",
     "on_mesh",
     "split_path",
+    "split_vocabulary",
     "struct_of",
     "unbox",
     "unflatten_dict",

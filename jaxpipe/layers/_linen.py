@@ -57,7 +57,7 @@ class LinenLayer(Layer):
                 f"a Linen layer must be unbound, but got a bound {self.class_name}. "
                 "Put the module itself into the list, and the variables into model_parameters=."
             )
-        self._module = module
+        self.module, self.forward_fn = module, forward_fn
         self._call = call_of(type(module)) if forward_fn is None else forward_fn
         fields = {f.name: (getattr(module, f.name, None), f.default) for f in dataclasses.fields(module)}
         flag_fields = [name for name, (value, _) in fields.items() if isinstance(value, bool)]
@@ -122,7 +122,7 @@ class LinenLayer(Layer):
     def _with_flags(self, *, train: bool) -> nn.Module:
         """The module, its fields told whether this is training."""
         values = flag_values(self._fields, train=train)
-        return self._module.clone(**values) if values else self._module
+        return self.module.clone(**values) if values else self.module
 
 
 def _without_mesh_in_dense_general(call: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:

@@ -57,7 +57,7 @@ class NNXLayer(Layer):
     def __init__(self, spec: LayerSpec, forward_fn: Callable[..., Any] | None = None) -> None:
         self.class_name = getattr(spec.typename, "__name__", "Module")
         _check_spec(spec)
-        self._spec = spec
+        self._spec, self.forward_fn = spec, forward_fn
         flags = {**TRAIN_FLAGS, **spec.train_flags}
         arguments = (spec.module_args, tuple(spec.module_kwargs.items()))
         self.identity = identity_of(spec.typename, *arguments, forward_fn, tuple(flags.items()))
@@ -73,14 +73,19 @@ class NNXLayer(Layer):
             raise (axis_fault(f"layer {self.class_name}", error, ()) if is_unbound_axis(error) else error) from error
 
     @property
+    def module(self) -> Any:
+        """The module without values."""
+        graph, *states = self._structure
+        return nnx.merge(graph, *states)
+
+    @property
     def holds_streams(self) -> bool:
         """See `Layer.holds_streams`."""
         return bool(jax.tree.leaves(self._structure[2]))
 
     def takes_flag(self, name: str) -> bool:
         """See `Layer.takes_flag`; a boolean attribute of a module in it is one too."""
-        graph, *states = self._structure
-        return bool(_holders(nnx.merge(graph, *states), name)) or super().takes_flag(name)
+        return bool(_holders(self.module, name)) or super().takes_flag(name)
 
     def init(
         self, key: jax.Array, inputs: PyTree, *, side: Mapping[str, PyTree], given: PyTree | None = None

@@ -32,7 +32,7 @@ from jaxpipe.executor import (
     check_branches,
     waits_in_branches,
 )
-from jaxpipe.layers import PipelineModule, flatten_dict, join_path, struct_of, unflatten_dict
+from jaxpipe.layers import PipelineModule, flatten_dict, join_path, split_vocabulary, struct_of, unflatten_dict
 from jaxpipe.optim import LossScaler
 from jaxpipe.partition import StageCut
 from jaxpipe.planner import make_plan
@@ -185,7 +185,7 @@ class Pipeline:
         zero_stage = config.zero_optimization.stage
         # As it was given: what ZeRO 2 and 3 make of the axes next is in no topology of the user's.
         check_mesh(module, mesh)
-        self.module, self.num_microbatches = module, num_microbatches
+        self.num_microbatches = num_microbatches
         self.mesh = with_fsdp_axis(mesh) if zero_stage >= 2 else mesh
         shape, self.num_replicas = mesh_shape(self.mesh), num_batch_shards(self.mesh)
         self.microbatch_size = infer_microbatch_size(example, self.num_replicas)
@@ -194,6 +194,7 @@ class Pipeline:
         size = self.microbatch_size * self.num_replicas // shape["data"]
         microbatch = jax.tree.map(lambda x: jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype), self._entry)
         self.microbatch_struct, (inputs, labels, side) = microbatch, microbatch
+        self.module = module = split_vocabulary(module, labels) if config.pipeline.split_vocabulary else module
         with self._tracing() as scope:
             self.trace = module.trace(inputs, side, self.mesh.abstract_mesh)
             check_collections(module.layers, self.trace)

@@ -58,7 +58,7 @@ def _on_loss(module: PipelineModule, profile: Profile, parts: Sequence[int]) -> 
     what = "the loss" if not epilogue else f"{', '.join(module.layers[i].name for i in epilogue)} and the loss"
     return [
         f"{what} take {share:.2f} of a tick on the last stage, for which all others wait; split over the stages, as "
-        f"VocabHead splits a vocabulary, they would take {share / module.num_stages:.2f}"
+        f"pipeline.split_vocabulary or VocabHead do, they would take {share / module.num_stages:.2f}"
     ]
 
 

@@ -1,0 +1,281 @@
+"""An ordinary embedding, head and cross entropy, split over the stages as `VocabEmbed` and `VocabHead` are."""
+
+import copy
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from flax.core import meta
+
+from jaxpipe._typing import PyTree
+from jaxpipe.errors import LayerError
+from jaxpipe.jaxpr import Program, evaluate, flatten, needed_for, value_of
+
+from ._build import NamedLayer
+from ._linen import LinenLayer
+from ._nnx import NNXLayer
+from ._protocol import Applied, Layer, Rngs
+from ._sharding import unbox
+from ._vocab import STAGE, VocabEmbed, VocabHead, vocab_cross_entropy
+
+_TOLERANCE = 1e-5
+"""Relative, of cross entropies in float32."""
+
+
+class _SplitLayer(Layer):
+    """A layer whose variables are another's, split over the stages, and which computes as a layer of this room does.
+
+    Args:
+        layer: The user's layer: names, initial values and arguments are its own.
+        split: What computes from whole parameters or slices.
+        specs: Names of the axes of its parameters.
+    """
+
+    def __init__(self, layer: Layer, split: Layer, specs: Mapping[str, tuple[str | None, ...]]) -> None:
+        self._layer, self._split, self._specs = layer, split, specs
+        self.class_name, self.arguments = layer.class_name, layer.arguments
+        self.identity = None if layer.identity is None else ("split", layer.identity)
+
+    def init(
+        self, key: jax.Array, inputs: PyTree, *, side: Mapping[str, PyTree], given: PyTree | None = None
+    ) -> tuple[PyTree, dict[str, Any], dict[str, Any]]:
+        """See `Layer.init`; the parameters are marked as split."""
+        outputs, params, collections = self._layer.init(key, inputs, side=side, given=given)
+        params = {name: meta.Partitioned(unbox(value), self._specs[name]) for name, value in params.items()}
+        return outputs, params, collections
+
+    def apply(
+        self,
+        params: PyTree,
+        collections: Mapping[str, PyTree],
+        inputs: PyTree,
+        *,
+        rngs: Rngs | None,
+        train: bool,
+        side: Mapping[str, PyTree],
+    ) -> Applied:
+        """See `Layer.apply`."""
+        return self._split.apply(params, collections, inputs, rngs=rngs, train=train, side=side)
+
+
+def split_layers(layers: Sequence[NamedLayer]) -> tuple[tuple[NamedLayer, ...], int]:
+    """The layers with the first and the last one split over the stages; names and initial values stay.
+
+    Args:
+        layers: A model's: the first is an `nn.Embed` or `nnx.Embed`, the last an `nn.Dense` or `nnx.Linear`, or it uses
+            the embedding's table through a `forward_fn` that calls `attend`.
+
+    Returns:
+        `(layers, size of the vocabulary)`.
+
+    Raises:
+        LayerError: One of the two is of another form.
+    """
+    first, last = layers[0], layers[-1]
+    embed, size = _split_embed(first)
+    if last.tied_key is not None and last.tied_key == first.tied_key:
+        head, num_logits = _split_embed(last)
+    else:
+        head, num_logits = _split_head(last)
+    if size != num_logits:
+        raise LayerError(
+            f"pipeline.split_vocabulary must find one vocabulary, but got {size} rows in layer {first.name} and "
+            f"{num_logits} logits of layer {last.name}. Make both as large, padded where one is smaller."
+        )
+    middle = layers[1:-1]
+    return (dataclasses.replace(first, layer=embed), *middle, dataclasses.replace(last, layer=head)), size
+
+
+def _split_embed(named: NamedLayer) -> tuple[Layer, int]:
+    module, call = _module_of(named, (nn.Embed, nnx.Embed), "the first layer", "nn.Embed or nnx.Embed")
+    args = module.num_embeddings, module.features, module.dtype, module.param_dtype
+    split = LinenLayer(VocabEmbed(*args), _on_table(named, call))
+    return _SplitLayer(named.layer, split, {"embedding": (STAGE, None)}), args[0]
+
+
+def _on_table(named: NamedLayer, call: Callable[..., Any] | None) -> Callable[..., Any] | None:
+    """A `forward_fn` of an embedding for one that is split."""
+    if call is None or call in (nn.Embed.attend, nnx.Embed.attend):
+        return call and VocabEmbed.attend
+
+    @functools.wraps(call)
+    def attend(module: VocabEmbed, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return call(module, *args, **kwargs)
+        except AttributeError as error:
+            raise _refused(named, "the last layer", "a forward_fn that calls attend", f"{error}") from error
+
+    return attend
+
+
+def _split_head(named: NamedLayer) -> tuple[Layer, int]:
+    wanted = "nn.Dense, nnx.Linear, or the first one again, tied, with a forward_fn that calls attend"
+    module, _ = _module_of(named, (nn.Dense, nnx.Linear), "the last layer", wanted)
+    if module.precision is not None:
+        raise _refused(named, "the last layer", "of default precision", f"precision={module.precision!r}")
+    size = module.features if isinstance(module, nn.Dense) else module.out_features
+    split = LinenLayer(VocabHead(size, module.use_bias, module.dtype, module.param_dtype))
+    return _SplitLayer(named.layer, split, {"kernel": (None, STAGE), "bias": (STAGE,)}), size
+
+
+def _module_of(named: NamedLayer, kinds: tuple[type, ...], place: str, wanted: str) -> tuple[Any, Any]:
+    """A layer's module and the `forward_fn` of its spec."""
+    layer = named.layer
+    if isinstance(layer, (LinenLayer, NNXLayer)) and type(layer.module) in kinds:
+        return layer.module, layer.forward_fn
+    found = "one that recomputes itself" if named.is_marked else layer.class_name
+    raise _refused(named, place, wanted, found)
+
+
+def _refused(named: NamedLayer, place: str, wanted: str, found: str) -> LayerError:
+    return LayerError(
+        f"pipeline.split_vocabulary needs {place} to be {wanted}, but got {found} for layer {named.name}. Make it one, "
+        "with what else it does in a layer of its own, or use VocabEmbed, VocabHead and vocab_cross_entropy."
+    )
+
+
+class _Entropies(NamedTuple):
+    """Where a loss has the cross entropies of all positions, or their negatives.
+
+    Attributes:
+        num_eqns: Length of the program in which this is so.
+        eqn: The equation.
+        place: Which of its results.
+        sign: 1, or -1 for negatives.
+        label: Which leaf of the labels they are of.
+    """
+
+    num_eqns: int
+    eqn: int
+    place: int
+    sign: int
+    label: int
+
+
+class SplitLoss:
+    """A loss of cross entropies, computed from this stage's slice of the logits.
+
+    The loss is traced. It must read the logits through the cross entropy of each position with one of the labels alone,
+    whatever it is written with; which of its values that is, is found by evaluating it on random logits. The rest of
+    it, masks, weights and means, runs as it is.
+
+    Args:
+        loss_fn: `loss_fn(logits, labels)`, on whole logits.
+        labels: Shapes and dtypes of a microbatch's labels.
+        num_embeddings: Number of all logits.
+
+    Raises:
+        LayerError: It is no function of cross entropies alone.
+    """
+
+    def __init__(self, loss_fn: Callable[[PyTree, PyTree], Any], labels: PyTree, num_embeddings: int) -> None:
+        self._loss_fn, self._size = loss_fn, num_embeddings
+        leaves, treedef = jax.tree.flatten(labels)
+        # Two of each dim are enough; a loss that was written for certain lengths takes only these.
+        tries = [treedef.unflatten(each) for each in ([_small(x) for x in leaves], leaves)]
+        targets = [i for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.integer) and x.ndim]
+        found = next((x for i in targets for each in tries if (x := self._find(each, i)) is not None), None)
+        if found is None:
+            raise LayerError(
+                "pipeline.split_vocabulary needs a loss_fn that reads the logits through their cross entropy with the "
+                f"labels alone, one for each position, but got {getattr(loss_fn, '__name__', loss_fn)!r}, which is "
+                "not seen to do so. Leave label smoothing and terms of the logits out, shift labels in the data "
+                "instead of in the loss, or use VocabHead with a loss of vocab_cross_entropy."
+            )
+        self._entropies = found
+
+    def __call__(self, logits: PyTree, labels: PyTree) -> Any:
+        """The loss of a microbatch, from whole logits or from this stage's slice of them."""
+        if not isinstance(logits, jax.Array) or logits.shape[-1] == self._size:
+            return self._loss_fn(logits, labels)
+        leaves, at = jax.tree.leaves(labels), self._entropies
+        whole = jax.ShapeDtypeStruct((*logits.shape[:-1], self._size), logits.dtype)
+        program, results = self._trace(whole, labels)
+        if len(program.eqns) != at.num_eqns:
+            raise LayerError(
+                "pipeline.split_vocabulary needs a loss_fn that does the same for labels of all shapes, but got "
+                f"{len(program.eqns)} operations for logits {list(whole.shape)}, and {at.num_eqns} before. Use "
+                "VocabHead with a loss of vocab_cross_entropy."
+            )
+        var = program.eqns[at.eqn].outvars[at.place]
+        entropies = at.sign * vocab_cross_entropy(logits, leaves[at.label], self._size)
+        given = {var: entropies.reshape(var.aval.shape).astype(var.aval.dtype)}
+        args = dict(zip(program.inputs[1:], leaves, strict=True))
+        values, _ = evaluate(program, args, needed_for(program, program.outputs, given=given), given, [])
+        return jax.tree.unflatten(results, [value_of(values, x) for x in program.outputs])
+
+    def _trace(self, logits: jax.ShapeDtypeStruct, labels: PyTree) -> tuple[Program, Any]:
+        closed, shapes = jax.make_jaxpr(self._loss_fn, return_shape=True)(logits, labels)
+        return flatten(closed), jax.tree.structure(shapes)
+
+    def _find(self, labels: PyTree, label: int) -> "_Entropies | None":
+        leaves = jax.tree.leaves(labels)
+        logits = jax.ShapeDtypeStruct((*leaves[label].shape, self._size), jnp.float32)
+        try:
+            program, _ = self._trace(logits, labels)
+        except Exception:  # noqa: BLE001  # whatever a user's code raises of other shapes than its own
+            return None
+        rng = np.random.default_rng(0)
+        values = [rng.integers(0, min(self._size, 2**15), x.shape).astype(x.dtype) for x in leaves]
+        outputs = rng.normal(size=logits.shape).astype(np.float32)
+        wanted = np.asarray(vocab_cross_entropy(jnp.asarray(outputs), jnp.asarray(values[label]), self._size))
+        args = dict(zip(program.inputs, map(jnp.asarray, (outputs, *values)), strict=True))
+        # Outside of scans: a value of a scan's body is not one for all positions.
+        known, _ = evaluate(program, args, needed_for(program, [*program.outputs, *_made(program)]), {}, [])
+        for i, eqn in enumerate(program.eqns):
+            for place, var in enumerate(eqn.outvars):
+                sign = _sign(known[var], wanted) if var in known else 0
+                if sign and program.inputs[0] not in needed_for(program, program.outputs, given=[var]).variables:
+                    return _Entropies(len(program.eqns), i, place, sign, label)
+        return None
+
+
+def _sign(found: jax.Array, wanted: np.ndarray) -> int:
+    """1 where values are those wanted, in whatever shape, -1 where they are their negatives, else 0."""
+    if found.size != wanted.size or not jnp.issubdtype(found.dtype, jnp.floating):
+        return 0
+    values = np.asarray(found, np.float32).reshape(wanted.shape)
+    signs = [sign for sign in (1, -1) if np.allclose(sign * values, wanted, rtol=_TOLERANCE, atol=_TOLERANCE)]
+    return signs[0] if signs else 0
+
+
+def _made(program: Program) -> list[Any]:
+    return [var for i, eqn in enumerate(program.eqns) if i not in program.scans for var in eqn.outvars]
+
+
+def _small(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(tuple(min(n, 2) for n in leaf.shape), leaf.dtype)
+
+
+def split_vocabulary(module: Any, labels: PyTree) -> Any:
+    """A module whose embedding, head and loss are split over the stages; the same numbers and names.
+
+    Args:
+        module: A `PipelineModule`.
+        labels: Shapes and dtypes of a microbatch's labels.
+
+    Raises:
+        LayerError: The first or the last layer, or the loss, is of a form that cannot be.
+    """
+    if module.num_stages == 1:
+        return module
+    if module.loss_fn is None:
+        raise LayerError(
+            "pipeline.split_vocabulary needs a loss_fn, but got loss_fn=None. Give PipelineModule a loss_fn, such as "
+            "the mean of optax.softmax_cross_entropy_with_integer_labels."
+        )
+    layers, size = split_layers(module.layers)
+    if size % module.num_stages:
+        raise LayerError(
+            f"pipeline.split_vocabulary needs a vocabulary that num_stages divides, but got {size} for "
+            f"num_stages={module.num_stages}. Pad it to {-(-size // module.num_stages) * module.num_stages}."
+        )
+    other = copy.copy(module.replace(loss_fn=SplitLoss(module.loss_fn, labels, size)))
+    other.layers = layers
+    return other

@@ -1,0 +1,228 @@
+"""An ordinary embedding, head and cross entropy that the setting `split_vocabulary` splits over the stages."""
+
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from _covering import slow_after
+from _models import DIM, ROWS, Block, specs, split_text
+from _settings import make_settings
+from _tolerances import GRADIENT, assert_close, assert_loss
+from flax import nnx
+
+import jaxpipe
+from jaxpipe import LayerSpec, Pipeline, PipelineModule, ProcessTopology, TiedLayerSpec
+from jaxpipe.errors import LayerError
+from jaxpipe.layers._split_vocabulary import SplitLoss
+from jaxpipe.topology import make_pipeline_mesh
+
+MICROBATCHES, SAMPLES = 4, 4
+ADAM = optax.adamw(1e-2)
+
+
+def mean(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+
+def weighted(logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
+    mask = (labels % 3 > 0).reshape(-1)
+    logits, safe = logits.reshape(-1, ROWS), jnp.where(mask, labels.reshape(-1), 0)
+    each = optax.softmax_cross_entropy_with_integer_labels(logits, labels.reshape(-1))
+    return jnp.where(mask, each, 0).sum() + 0 * safe.sum(), mask.sum()
+
+
+def one_hot(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    return optax.softmax_cross_entropy(logits, jax.nn.one_hot(labels, ROWS)).mean()
+
+
+def gathered(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    return -jnp.take_along_axis(jax.nn.log_softmax(logits), labels[..., None], -1).mean()
+
+
+def table(**kwargs: Any) -> TiedLayerSpec:
+    return TiedLayerSpec("table", nn.Embed, ROWS, DIM, **kwargs)
+
+
+MODELS: dict[str, tuple[Callable[[], list[Any]], Callable[..., Any]]] = {
+    "tied": (lambda: [table(), *specs(Block), nn.LayerNorm(), table(forward_fn=nn.Embed.attend)], weighted),
+    "untied": (lambda: [nn.Embed(ROWS, DIM), *specs(Block), nn.LayerNorm(), LayerSpec(nn.Dense, ROWS)], mean),
+    "no bias": (lambda: [nn.Embed(ROWS, DIM), *specs(Block), nn.Dense(ROWS, use_bias=False)], gathered),
+    "nnx": (lambda: [LayerSpec(nnx.Embed, ROWS, DIM), *specs(Block), LayerSpec(nnx.Linear, DIM, ROWS)], one_hot),
+    "tied by a function": (
+        lambda: [table(), *specs(Block), nn.LayerNorm(), table(forward_fn=lambda embed, x: embed.attend(x))],
+        mean,
+    ),
+}
+
+
+def make_module(model: str, **kwargs: Any) -> PipelineModule:
+    layers, loss_fn = MODELS[model]
+    return PipelineModule(layers(), loss_fn=loss_fn, **kwargs)
+
+
+def make_batch(step: int = 0) -> Any:
+    return split_text(np.random.default_rng(step), MICROBATCHES, SAMPLES)
+
+
+def make_pipeline(model: str, stages: int, data: int, axes: dict[str, int], split: bool, **settings: Any) -> Pipeline:
+    topology = ProcessTopology(["pipe", "data", *axes], [stages, data, *axes.values()])
+    config = make_settings(split_vocabulary=split, **settings)
+    example = jax.tree.map(lambda x: x[0], make_batch())
+    module = make_module(model, topology=topology)
+    return Pipeline(module, ADAM, make_pipeline_mesh(topology), example, MICROBATCHES, config)
+
+
+@pytest.mark.parametrize(
+    ("model", "stages", "data", "axes", "settings"),
+    slow_after(
+        2,
+        [
+            ("tied", 2, 2, {}, {"schedule": "interleaved"}),
+            ("nnx", 4, 1, {}, {"skip_idle": False}),
+            ("untied", 4, 2, {}, {"schedule": "zero-bubble", "zero_stage": 1}),
+            ("no bias", 2, 1, {"fsdp": 2}, {}),
+            ("untied", 2, 2, {"model": 2}, {"skip_idle": True}),
+            ("tied by a function", 8, 1, {}, {"schedule": "gpipe"}),
+            ("tied", 4, 1, {}, {"schedule": "zero-bubble-v"}),
+        ],
+        unpack=True,
+    ),
+)
+def test_gradients_and_steps_are_those_of_one_device(
+    model: str, stages: int, data: int, axes: dict[str, int], settings: dict[str, Any]
+) -> None:
+    pipeline, module = make_pipeline(model, stages, data, axes, True, **settings), make_module(model, num_stages=1)
+    params = first = jax.device_get(module.init(jax.random.key(module.base_seed), make_batch()[0][0]))
+
+    @jax.jit
+    def objective(params: Any, inputs: Any, labels: Any) -> Any:
+        terms = [module.loss_terms(module.apply(params, x), t) for x, t in zip(inputs, labels, strict=True)]
+        return sum(total for total, _ in terms) / sum(1 if weight is None else weight for _, weight in terms)
+
+    state = pipeline.init()
+    assert_close(pipeline.params_tree(state.params), first)
+    assert {pipeline._params.struct[path].shape[dim] for path, dim in pipeline._params.stage_dims.items()} == {
+        ROWS // stages
+    }
+    loss, grads = jax.value_and_grad(objective)(params, *make_batch()[:2])
+    metrics, storage, _ = pipeline.gradients(state, make_batch())
+    assert_loss(metrics["loss"], loss)
+    assert_close(pipeline.params_tree(storage), jax.device_get(grads))
+    opt_state = ADAM.init(params)
+    updates, _ = ADAM.update(grads, opt_state, params)
+    state, _ = pipeline.step(state, make_batch())
+    assert_close(pipeline.params_tree(state.params), jax.device_get(optax.apply_updates(params, updates)))
+    inputs, labels, _ = make_batch(1)
+    _, outputs = pipeline.evaluate_and_predict(state, make_batch(1))
+    wanted = np.stack([module.apply(pipeline.params_tree(state.params), x) for x in inputs])
+    np.testing.assert_allclose(outputs, wanted, rtol=GRADIENT, atol=GRADIENT)
+
+
+def smoothed(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    return optax.softmax_cross_entropy(logits, optax.smooth_labels(jax.nn.one_hot(labels, ROWS), 0.1)).mean()
+
+
+def shifted(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    return optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], labels[:, 1:]).mean()
+
+
+def penalised(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    return mean(logits, labels) + 1e-4 * jnp.mean(jax.nn.logsumexp(logits, axis=-1) ** 2)
+
+
+@pytest.mark.parametrize("loss_fn", [smoothed, shifted, penalised, lambda y, t: jnp.mean(y[..., 0])])
+def test_losses_of_more_than_cross_entropies_are_refused(loss_fn: Callable[..., Any]) -> None:
+    labels = jax.ShapeDtypeStruct((2, 3), jnp.int32)
+    with pytest.raises(LayerError, match="(?s)reads the logits through their cross entropy.*shift"):
+        SplitLoss(loss_fn, labels, ROWS)
+
+
+@pytest.mark.parametrize("loss_fn", [mean, weighted, one_hot, gathered])
+def test_whole_logits_are_taken_too(loss_fn: Callable[..., Any]) -> None:
+    rng = np.random.default_rng(0)
+    logits, labels = rng.normal(size=(2, 3, ROWS)).astype(np.float32), rng.integers(0, ROWS, (2, 3), np.int32)
+    split = SplitLoss(loss_fn, jax.eval_shape(jnp.asarray, labels), ROWS)
+    jax.tree.map(np.testing.assert_array_equal, split(jnp.asarray(logits), labels), loss_fn(logits, labels))
+
+
+def test_labels_may_be_trees() -> None:
+    rng = np.random.default_rng(0)
+    labels = {"mask": rng.integers(0, 2, (2, 3)).astype(bool), "tokens": rng.integers(0, ROWS, (2, 3), np.int32)}
+
+    def masked(logits: jax.Array, labels: dict[str, Any]) -> jax.Array:
+        each = optax.softmax_cross_entropy_with_integer_labels(logits, labels["tokens"])
+        return jnp.sum(each, where=labels["mask"]) / labels["mask"].sum()
+
+    logits = rng.normal(size=(2, 3, ROWS)).astype(np.float32)
+    np.testing.assert_allclose(SplitLoss(masked, labels, ROWS)(jnp.asarray(logits), labels), masked(logits, labels))
+
+
+@pytest.mark.parametrize(
+    ("layers", "match"),
+    [
+        ([nn.Embed(ROWS, DIM), nn.Dense(ROWS + 2)], r"one vocabulary, but got 16 rows in layer 0_Embed and 18 logits"),
+        ([lambda x: x, nn.Embed(ROWS, DIM), nn.Dense(ROWS)], r"the first layer to be nn.Embed or nnx.Embed, but got"),
+        (
+            [nn.Embed(ROWS, DIM), nn.Dense(ROWS), jnp.tanh],
+            r"the last layer to be nn.Dense.*got tanh for layer 2_tanh",
+        ),
+        (
+            [nn.Embed(ROWS, DIM), LayerSpec(nn.Dense, ROWS).remat()],
+            r"got one that recomputes itself for layer 1_Dense",
+        ),
+        (
+            [nn.Embed(ROWS, DIM), nn.Dense(ROWS, precision="highest")],
+            r"default precision, but got precision='highest'",
+        ),
+        ([nn.Embed(15, DIM), nn.Dense(15)], r"num_stages divides, but got 15 for num_stages=2. Pad it to 16"),
+        ([table(), table(forward_fn=lambda m, x: x @ m.embedding.T)], r"a forward_fn that calls attend, but got"),
+    ],
+)
+def test_other_layers_are_refused(layers: list[Any], match: str) -> None:
+    topology = ProcessTopology(["pipe", "data"], [2, 1])
+    module = PipelineModule(layers, loss_fn=mean, topology=topology, partition_method="uniform")
+    example = jax.tree.map(lambda x: x[0], make_batch())
+    with pytest.raises(LayerError, match=f"(?s){match}"):
+        Pipeline(module, ADAM, make_pipeline_mesh(topology), example, 2, make_settings(split_vocabulary=True))
+
+
+def test_a_loss_is_needed() -> None:
+    module = PipelineModule([nn.Embed(ROWS, DIM), nn.Dense(ROWS)], num_stages=2, partition_method="uniform")
+    mesh = make_pipeline_mesh(ProcessTopology(["pipe", "data"], [2, 1]))
+    example = jax.tree.map(lambda x: x[0], make_batch())
+    with pytest.raises(LayerError, match=r"needs a loss_fn, but got loss_fn=None"):
+        Pipeline(module, ADAM, mesh, example, 2, make_settings(split_vocabulary=True))
+
+
+def test_one_stage_has_nothing_to_split() -> None:
+    pipeline = make_pipeline("untied", 1, 2, {}, True)
+    assert not pipeline._params.stage_dims
+
+
+def test_an_engine_opens_what_an_unsplit_one_saved(tmp_path: Any) -> None:
+    config = {"train_micro_batch_size_per_gpu": SAMPLES, "gradient_accumulation_steps": MICROBATCHES}
+
+    def engine(stages: int, split: bool) -> Any:
+        settings = {**config, "pipeline": {"split_vocabulary": split}}
+        module, example = make_module("untied", num_stages=stages), jax.tree.map(lambda x: x[0], make_batch())
+        mesh = jaxpipe.mesh_for(module, jax.devices()[:stages])
+        return jaxpipe.initialize(model=module, config=settings, optimizer=ADAM, mesh=mesh, example_batch=example)[0]
+
+    def entries(step: int) -> Any:
+        inputs, labels, _ = make_batch(step)
+        return iter(list(zip(inputs, labels, strict=True)))
+
+    whole, split = engine(2, False), engine(4, True)
+    whole.train_batch(entries(0))
+    whole.save_checkpoint(tmp_path)
+    split.load_checkpoint(tmp_path)
+    assert_loss(split.train_batch(entries(1)), whole.train_batch(entries(1)))
+    assert_loss(split.eval_batch(entries(2)), whole.eval_batch(entries(2)), tolerance=2e-6)
+    split.save_checkpoint(tmp_path, "split")
+    whole.load_checkpoint(tmp_path, "split")
+    jax.tree.map(np.testing.assert_array_equal, split.module_state_dict(), whole.module_state_dict())
