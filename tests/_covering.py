@@ -73,7 +73,7 @@ def first_values_then_pairs(
 ) -> list[Any]:
     """Parameters of a test: cases with every value of every factor, then all pairs of values.
 
-    Every other case of the pairs is marked slow, the rest soak.
+    Half of the first run by default, the others are slow; every other case of the pairs is slow, the rest soak.
 
     Args:
         factors: As for `covering`.
@@ -85,7 +85,7 @@ def first_values_then_pairs(
     """
     values, pairs = ([to_case(x) for x in covering(factors, is_valid, strength)] for strength in (1, 2))
     rest = [case for case in pairs if case not in values]
-    return [*values, *slow_after(0, rest, soak=True)]
+    return [*slow_after(len(values) // 2, values), *slow_after(0, rest, soak=True)]
 
 
 def slow_after(count: int, cases: Sequence[Any], *, unpack: bool = False, soak: bool = False) -> list[Any]:

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from _covering import slow_after
 from _oracle import Case, cached_reference
 from _tolerances import assert_close, assert_loss, tree_error
 
@@ -32,8 +33,8 @@ def ring_bytes(pipeline: Pipeline) -> int:
     return sum(x.size * x.dtype.itemsize for x in leaves if jnp.issubdtype(x.dtype, jnp.floating))
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
-@pytest.mark.parametrize("skip_idle", [True, False], ids=["skipped", "computed"])
+@pytest.mark.parametrize("schedule", slow_after(1, ["zero-bubble", "1f1b"]))
+@pytest.mark.parametrize("skip_idle", slow_after(1, [False, True]))
 def test_half_the_bytes_and_gradients_to_rounding(schedule: str, skip_idle: bool) -> None:
     wide, loss, grads = gradients(schedule, None, skip_idle=skip_idle)
     narrow, narrow_loss, narrow_grads = gradients(schedule, "bfloat16", skip_idle=skip_idle)
@@ -46,7 +47,7 @@ def test_half_the_bytes_and_gradients_to_rounding(schedule: str, skip_idle: bool
     assert_close(grads, wanted)
 
 
-@pytest.mark.parametrize("skip_idle", [True, False], ids=["skipped", "computed"])
+@pytest.mark.parametrize("skip_idle", slow_after(1, [False, True]))
 def test_nothing_is_rounded_that_is_not_wider(skip_idle: bool) -> None:
     _, loss, grads = gradients("1f1b", None, skip_idle=skip_idle)
     pipeline, same_loss, same = gradients("1f1b", "float32", skip_idle=skip_idle)

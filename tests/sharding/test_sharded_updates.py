@@ -52,7 +52,7 @@ def check(case: Sharded) -> None:
 @pytest.mark.parametrize(
     "case",
     slow_after(
-        1,
+        0,
         [
             Sharded(annotated="tied", data=2, optimizer=ADAM, settings={**CLIP, **ZERO}),
             Sharded(annotated="stats", data=2, optimizer=SGD, skip_idle=True),

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from _covering import slow_after
 from _tolerances import assert_close
 
 from jaxpipe import attention
@@ -72,7 +73,9 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", slow_after(3, sorted(CASES, key=lambda x: x not in ("causal_window_segments", "lengths", "of_pairs")))
+)
 def test_blocks_give_what_all_scores_at_once_give(name: str) -> None:
     q, k, v, grad = inputs()
     given = CASES[name]

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from _covering import slow_after
 from _reference import dropout_of
 from _reference import layer as reference
 from _tolerances import assert_close
@@ -59,7 +60,9 @@ HIDDEN["added"] = (HIDDEN["added"][0], {"added": jnp.where(SEEN, 0.0, -2.0)[:, N
 
 
 @pytest.mark.parametrize("pre_layer_norm", [True, False])
-@pytest.mark.parametrize(("hidden", "causal"), [*((name, False) for name in HIDDEN), ("lengths", True)])
+@pytest.mark.parametrize(
+    ("hidden", "causal"), slow_after(1, [("lengths", True), *((name, False) for name in HIDDEN)], unpack=True)
+)
 def test_it_is_the_reference(pre_layer_norm: bool, hidden: str, causal: bool) -> None:
     config = make_config(pre_layer_norm=pre_layer_norm, causal=causal)
     given, known = HIDDEN[hidden]

@@ -144,7 +144,7 @@ def pairs() -> list[Case]:
 @pytest.mark.parametrize(
     "case",
     slow_after(
-        3,
+        1,
         [
             Case(switches="kernels", dropout=True, schedule="zero-bubble"),
             Case(pre=False, hidden="mask", data=2),
