@@ -15,7 +15,7 @@ from jaxpipe.data import BatchLoader, RepeatingLoader, process_shard
 from jaxpipe.distributed import handshake, init_distributed, log, names_other_processes
 from jaxpipe.errors import ConfigError
 from jaxpipe.layers import PipelineModule
-from jaxpipe.pipeline import ConfigLike, prepare, read_params
+from jaxpipe.pipeline import ConfigLike, check_mesh, prepare, read_params
 
 from ._compile import Reporter, print_line
 from ._pipelined import PipelineEngine
@@ -133,6 +133,7 @@ def initialize(  # noqa: PLR0913  # DeepSpeed's arguments
     if model_parameters is not None:
         model_parameters = read_params(model_parameters)
     if jax.process_count() > 1:
+        check_mesh(module, mesh)
         # Before minutes are spent on compiling: what does not answer is found, and named, by a program of a few bytes.
         handshake(mesh, HANDSHAKE_TIMEOUT_S)
     loader = None

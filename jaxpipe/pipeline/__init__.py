@@ -10,6 +10,7 @@ from ._make import prepare as prepare
 from ._optimizer import ChosenOptimizer as ChosenOptimizer
 from ._optimizer import choose_optimizer as choose_optimizer
 from ._pipeline import Pipeline as Pipeline
+from ._validate import check_mesh as check_mesh
 from ._validate import check_params as check_params
 from ._validate import entry_struct as entry_struct
 from ._validate import read_params as read_params
@@ -20,6 +21,7 @@ __all__ = [
     "ConfigLike",
     "Hyperparams",
     "Pipeline",
+    "check_mesh",
     "check_params",
     "choose_optimizer",
     "configure_model",
