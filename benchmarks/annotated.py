@@ -4,9 +4,9 @@ Compiled ahead of time, so no GPU is needed, only the CUDA plugin: 8 stages, one
 blocks at the widths of a 70B model (D 8192, SwiGLU of 28672, 64 heads and 8 of keys and values, T 4096), bfloat16,
 1f1b, one sample a microbatch, AdamW, embedding and head split over the stages. Weights are split by columns, then by
 rows, by `nn.with_partitioning` alone; the residual stream is `whole` on each place, or split over `model` along the
-`sequence` between the sublayers, by `with_sharding_constraint` alone. `step` and `tick` have no word of sharding in a
-layer: the 8 GPUs of a stage are places of `fsdp`, each with a sample of its own, and weights are gathered once a step,
-or in every tick.
+`sequence` between the sublayers, by `with_sharding_constraint` alone. `step`, `chunk` and `tick`
+have no word of sharding in a layer: the 8 GPUs of a stage are places of `fsdp`, each with a sample of its own, and
+weights are gathered once a step, when a stage turns to another of its `--chunks`, or in every tick.
 
 - Collectives: of a steady tick, per block, forward, recomputed and backward.
 - Memory: bytes per device, beside a count by hand.
@@ -21,11 +21,12 @@ temporaries within 10 %. Nothing whole. With `fsdp` the six weights of a block a
 with `tick` and not at all in a tick with `step`, and their gradients are reduced and scattered, 6 in each tick.
 
 Run: JAX_PLATFORMS=cpu python -m benchmarks.annotated [--forms whole,sequence,step,tick] [--keep 0,1] [--blocks 2]
-     [--attention einsum] [--dump DIRECTORY] [--smoke]
+     [--chunks 1] [--attention einsum] [--dump DIRECTORY] [--smoke]
 """
 
 import argparse
 import collections
+import dataclasses
 import functools
 import re
 import time
@@ -46,17 +47,18 @@ from jax.sharding import PartitionSpec as P
 import jaxpipe
 from benchmarks._table import print_head, print_row
 from jaxpipe.config import PipelineConfig, TrainConfig
+from jaxpipe.errors import counted
 from jaxpipe.layers import VocabEmbed, VocabHead, vocab_cross_entropy
 
 TARGET = Path(__file__).parents[1] / "tests/gpu/h200_target.txtpb"
 STAGES, PLACES, MICROBATCHES = 8, 8, 16
 STREAM = {"whole": P(), "sequence": P(None, "model", None)}
-AXIS = {"whole": "model", "sequence": "model", "step": "fsdp", "tick": "fsdp"}
+AXIS = {"whole": "model", "sequence": "model", "step": "fsdp", "chunk": "fsdp", "tick": "fsdp"}
 
 
 @dataclass(frozen=True)
 class Size:
-    """Widths of the model; `blocks` on each stage."""
+    """Widths of the model; `blocks` on each stage, in `chunks`."""
 
     dim: int = 8192
     ffn: int = 28672
@@ -65,6 +67,7 @@ class Size:
     time: int = 4096
     vocab: int = 32768
     blocks: int = 2
+    chunks: int = 1
 
     @property
     def head_dim(self) -> int:
@@ -166,7 +169,8 @@ def build(size: Size, form: str, attention: str, *, keep: bool) -> jaxpipe.Pipel
     )
     example = jax.ShapeDtypeStruct((PLACES if axis == "fsdp" else 1, size.time), jnp.int32)
     gather = form if axis == "fsdp" else "auto"
-    settings = TrainConfig(pipeline=PipelineConfig(schedule="1f1b", gather_weights=gather))
+    schedule = "1f1b" if size.chunks == 1 else "interleaved"
+    settings = TrainConfig(pipeline=PipelineConfig(schedule=schedule, num_chunks=size.chunks, gather_weights=gather))
     return jaxpipe.Pipeline(model, optax.adamw(1e-4), mesh, (example, example), MICROBATCHES, settings)
 
 
@@ -239,6 +243,13 @@ class Tick:
                 results = line.arrays if kind[1] == "all-reduce" else line.arrays[num:]
                 for dims in results[:num]:
                     found[kind[1], _axis(line), self._part(line)].append(int(np.prod(dims)))
+        # Loops in a tick have one round or none; those that gather run when a stage turns to another chunk.
+        loops = [re.search(r"body=%?([\w.\-]+)", line.rest) for line in self.lines() if line.op == "while"]
+        for line in (line for loop in loops if loop for line in self._computations[loop.group(1)]):
+            if re.match(r"all-gather(-start)?$", line.op):
+                num = len(line.operands) if line.op.endswith("start") else 0
+                for dims in line.arrays[num:]:
+                    found["all-gather", _axis(line), "a turn to another chunk"].append(int(np.prod(dims)))
         return found
 
     def whole(self, shapes: set[tuple[int, ...]]) -> list[str]:
@@ -318,11 +329,13 @@ def _count_fsdp(size: Size, form: str, *, keep: bool) -> tuple[Memory, float]:
     stream = 2 * size.time * size.dim
     kept = size.blocks * (2 if keep else 1) * stream
     gathered = 2 * whole if form == "step" else 2 * params
+    if form == "chunk":  # one chunk's blocks for forwards, one for backwards
+        gathered += 2 * 2 * size.blocks * block / size.chunks
     lasting = Memory(12 * params, gathered + 4 * params + (2 * STAGES - 1) * kept)
     own = kept + 7 * stream + 6 * 2 * size.time * size.ffn
     own += PLACES * (2 + 4 + 4) * size.time * size.vocab / STAGES / PLACES + 2 * 2 * tables
     # The largest weight, gathered, and its gradient before it is reduced; all of a block's where XLA gathers ahead.
-    return lasting, own + 2 * 2 * size.dim * size.ffn + (0 if form == "step" else 2 * block)
+    return lasting, own + 2 * 2 * size.dim * size.ffn + (2 * block if form == "tick" else 0)
 
 
 def measure(size: Size, form: str, attention: str, *, keep: bool, dump: Path | None) -> None:
@@ -336,7 +349,8 @@ def measure(size: Size, form: str, attention: str, *, keep: bool, dump: Path | N
         dump.mkdir(parents=True, exist_ok=True)
         (dump / f"{form}_{int(keep)}.txt").write_text(text)
     tick = Tick(text)
-    print(f"\n### {label}: {size.blocks} blocks a stage, {attention}, compiled in {seconds:.0f} s\n")
+    blocks = f"{size.blocks} blocks a stage in {counted(size.chunks, 'chunk')}"
+    print(f"\n### {label}: {blocks}, {attention}, compiled in {seconds:.0f} s\n")
     print_head("collective of a tick", "over", "of", "number", "per block", "largest, elements")
     for (kind, axis, part), sizes in sorted(tick.collectives().items()):
         per_block = f"{len(sizes) / size.blocks:g}" if part in ("forward", "backward", "recomputed") else ""
@@ -354,6 +368,7 @@ def measure(size: Size, form: str, attention: str, *, keep: bool, dump: Path | N
         *(f"{temporaries / hand.temporaries:.3f}", f"{own / 1e9:.2f}", f"{temporaries / (hand.temporaries + own):.3f}"),
     )
     if AXIS[form] == "fsdp":
+        print(f"\n{jaxpipe.describe_pipeline(built).splitlines()[-2]}", flush=True)
         return  # weights are to be whole in a tick
     shapes: set[tuple[int, ...]] = {*size.weights.values(), *(_merged(dims) for dims in size.weights.values())}
     if form == "sequence":
@@ -374,11 +389,13 @@ def main() -> None:
     parser.add_argument("--forms", default="whole,sequence", help="how the residual stream lies over `model`")
     parser.add_argument("--keep", default="0,1", help="whether recompute keeps what reductions give")
     parser.add_argument("--blocks", type=int, default=2, help="on each stage; 10 are a 70B model")
+    parser.add_argument("--chunks", type=int, default=1, help="of a stage, interleaved")
     parser.add_argument("--attention", default="einsum", choices=("einsum", "xla", "cudnn"))
     parser.add_argument("--dump", type=Path, help="folder for the scheduled HLO")
     parser.add_argument("--smoke", action="store_true", help="small widths")
     options = parser.parse_args()
-    size = Size(1024, 4096, 16, 8, 512, 1024, options.blocks) if options.smoke else Size(blocks=options.blocks)
+    size = Size(1024, 4096, 16, 8, 512, 1024) if options.smoke else Size()
+    size = dataclasses.replace(size, blocks=options.blocks, chunks=options.chunks)
     for form in options.forms.split(","):
         for keep in map(int, options.keep.split(",")):
             measure(size, form, options.attention, keep=bool(keep), dump=options.dump)

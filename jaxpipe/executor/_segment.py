@@ -123,12 +123,15 @@ class Segment:
 
     def gather(self, params: PyTree) -> PyTree:
         """Parameters as `run` takes them, whole along `fsdp`, from the form that lasts through a step."""
-        layout, gathered = self._blueprint.params.layout, self._blueprint.params.gathered
-        if layout is gathered:
+        if self._blueprint.params.layout is self._blueprint.params.gathered:
             return params
         # Behind a barrier: what does not change from tick to tick XLA would otherwise gather before the loop, and hold.
         params = jax.lax.optimization_barrier(params)
-        return jax.tree.map(constrained, params, self._specs_in(gathered))
+        return self.pin_gathered(params)
+
+    def pin_gathered(self, params: PyTree) -> PyTree:
+        """Parameters as `run` takes them, pinned: whole along `fsdp`."""
+        return jax.tree.map(constrained, params, self._specs_in(self._blueprint.params.gathered))
 
     def prepare(self, leaves: Mapping[str, jax.Array]) -> PyTree:
         """The parameters as `run` takes them, from those by name."""

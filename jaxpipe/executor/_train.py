@@ -18,6 +18,7 @@ from ._buffers import make_ring, read_ring, run_or_zeros, select, to_memory, wri
 from ._exchange import Channel
 from ._stage import Stage
 from ._tick_loop import Device, Row, TickLoop, is_never_idle
+from ._trunk import GatheredChunk
 from ._virtual_stage import VirtualStage
 
 LOOPED_BYTES = 2**26
@@ -36,6 +37,8 @@ class TrainCarry:
         pending: What split backwards left for their weight gradients, `[slots, ...]`.
         loss_gradients: Gradients of the model's output that wait for their backward, in the slots of the residuals;
             empty where every loss is followed by its backward in the same tick.
+        gathered: Chunks whose trunk is gathered over `fsdp` till their stage turns to another: that of the forward and
+            that of the backward, one where both are always the same, none where weights are gathered otherwise.
         trunk_grads: Summed gradients of the trunk, a tree for each chunk.
         off_trunk_grads: Those of the stage's other parameters.
         vocab_grads: Those of vocabulary-parallel layers, by name.
@@ -50,6 +53,7 @@ class TrainCarry:
     residuals: PyTree
     pending: PyTree
     loss_gradients: PyTree
+    gathered: tuple[GatheredChunk, ...]
     trunk_grads: tuple[PyTree, ...]
     off_trunk_grads: PyTree
     vocab_grads: dict[str, jax.Array]
@@ -92,6 +96,7 @@ class TrainLoop(TickLoop):
             residuals=self._to_memory(make_ring(stage.residuals, program.residual_slots), jax.memory.Space.Host),
             pending=make_ring(stage.pending, program.depth.pending),
             loss_gradients=make_ring(stage.gradients.struct, loss_slots) if loss_slots else (),
+            gathered=(stage.trunk.no_chunk(),) * (stage.gathers_by_chunk * (1 if program.is_of_one_chunk() else 2)),
             trunk_grads=tuple(
                 stage.pin_trunk_grads(zeros_of(stage.trunk_grad_struct)) for _ in range(program.num_chunks)
             ),
@@ -111,6 +116,14 @@ class TrainLoop(TickLoop):
         gradient, carry.gradients = self._gradients.recv(
             carry.gradients, run.gradient_sends, row.gradients, device.stage
         )
+        if carry.gathered:
+            chunks = [row.forward.chunk, row.backward.chunk]
+            if len(carry.gathered) == 1:
+                chunks = [jnp.maximum(*chunks)]
+            carry.gathered = tuple(
+                self.stage.trunk.turned(of_before, device.weights.trunk, chunk)
+                for of_before, chunk in zip(carry.gathered, chunks, strict=True)
+            )
         loss_gradient = self.stage.gradients.zeros()
         if run.has_forward:
             loss_gradient, gradient = self._forward(device, run, carry, row, activation, gradient)
@@ -125,10 +138,10 @@ class TrainLoop(TickLoop):
     ) -> tuple[PyTree, PyTree]:
         """Run the forward; gives the gradient of the loss, and the gradient that arrived."""
         stage, collections = self.stage, carry.collections
-        batch = self.microbatch(device, run, row, train=True)
+        batch, weights = self.microbatch(device, run, row, train=True), device.weights.with_trunk(carry.gathered[:1])
 
         def forward(at: VirtualStage) -> tuple[Any, ...]:
-            return stage.forward(at, device.weights, batch, collections, arrived)
+            return stage.forward(at, weights, batch, collections, arrived)
 
         output, residuals, updated, reported = self.action(
             device, run, self.program.tables.forward, row.forward, [forward], chunk=self._common_chunk(run, row)
@@ -210,11 +223,11 @@ class TrainLoop(TickLoop):
         if not self._has_fused_loss:
             loss_gradient = read_ring(carry.loss_gradients, row.residual_read)
         gradient = select(self.is_last(device, row.backward.chunk), loss_gradient, arrived)
-        ring = carry.residuals
+        ring, weights = carry.residuals, device.weights.with_trunk(carry.gathered[-1:])
 
         def backward(at: VirtualStage, *, split: bool) -> tuple[Any, ...]:
             residuals = self._read_residuals(ring, row.residual_read)
-            return stage.backward(at, device.weights, residuals, gradient, device.cotangents.reported, split=split)
+            return stage.backward(at, weights, residuals, gradient, device.cotangents.reported, split=split)
 
         kinds = self._kinds_of_backward(run)
         functions: list[Callable[[VirtualStage], tuple[Any, ...]]] = [
@@ -257,6 +270,7 @@ class TrainLoop(TickLoop):
         def weight(at: VirtualStage) -> tuple[PyTree, PyTree]:
             residuals = self._read_residuals(residual_ring, row.weight_residual_read)
             pending = read_ring(pending_ring, row.pending_read)
+            # Gathered by itself, and only what it reads: a product's weight gradient needs no weight.
             return self.stage.backward_weight(at, device.weights, residuals, pending)
 
         trunk, off_trunk = self.action(device, run, self.program.tables.weight, row.weight, [weight])
@@ -267,13 +281,7 @@ class TrainLoop(TickLoop):
 
         With one index for both XLA takes the chunk's weights out of those of all once in a tick, not twice.
         """
-        ticks = slice(run.start, run.stop)
-        pairs = [
-            (forward, backward)
-            for rows in zip(self.program.tables.forward.chunk, self.program.tables.backward.chunk, strict=True)
-            for forward, backward in zip(*(row[ticks] for row in rows), strict=True)
-        ]
-        if any(forward != backward and min(forward, backward) >= 0 for forward, backward in pairs):
+        if not self.program.is_of_one_chunk(run.start, run.stop):
             return None
         return jnp.maximum(row.forward.chunk, row.backward.chunk)
 

@@ -54,15 +54,32 @@ def describe_pipeline(pipeline: Pipeline, max_width: int = 120) -> str:
     ]
     fsdp, gathered = pipeline.mesh.shape.get(FSDP, 1), _size(pipeline.gathered_bytes)
     if fsdp > 1:
-        once = pipeline.config.pipeline.gather_weights == "step"
-        when = "once a step, and held to its end" if once else "by every forward and every backward, and held meanwhile"
+        when = {
+            "step": "gathered once a step, and held to its end",
+            "chunk": f"used, {_turns(pipeline)}",
+            "tick": "gathered by every forward and every backward, and held meanwhile",
+        }[pipeline.config.pipeline.gather_weights]
         lines.append(
-            f"weights divided over fsdp={fsdp}: {gathered} are gathered {when}; as many of gradients are reduced by "
+            f"weights divided over fsdp={fsdp}: {gathered} are {when}; as many of gradients are reduced by "
             "every backward"
         )
     if pipeline.ends.layers:
         lines.append(f"vocabulary-parallel, on all stages: {', '.join(names[i] for i in pipeline.ends.layers)}")
     return "\n".join(lines)
+
+
+def _turns(pipeline: Pipeline) -> str:
+    """What is gathered once a turn to another chunk, how often, and how much of it is held."""
+    program = pipeline.program
+    turns = max(map(program.num_turns, range(program.num_stages)))
+    of_chunk = pipeline.gathered_trunk_bytes // program.num_chunks
+    held = 1 if program.is_of_one_chunk() else 2
+    return (
+        f"of them {_size(of_chunk)} for each chunk's trunk, gathered when a stage turns to another chunk, up to "
+        f"{counted(turns, 'time')} a step, and held till it turns again ({_size(held * of_chunk)}, "
+        f"{'one chunk for both' if held == 1 else 'a chunk for forwards and one for backwards'}), the others by every "
+        "forward and every backward"
+    )
 
 
 def _size(num_bytes: int) -> str:

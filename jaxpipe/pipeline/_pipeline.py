@@ -292,9 +292,17 @@ class Pipeline:
     @property
     def gathered_bytes(self) -> int:
         """Bytes of the weights of a stage, in the dtype they compute in, that a device gathers over `fsdp`."""
-        layouts = self._params.gathered, self._params.at_rest
+        return self._gathered_bytes(lambda storage: storage)
+
+    @property
+    def gathered_trunk_bytes(self) -> int:
+        """Those of the trunk of all chunks of a stage alone."""
+        return self._gathered_bytes(lambda storage: [storage.stacked[name] for name in self._params.trunk_names])
+
+    def _gathered_bytes(self, some: Callable[[Storage], PyTree]) -> int:
         gathered, at_rest = (
-            sum(jax.tree.leaves(jax.tree.map(self._device_bytes, x.struct(), x.spec()))) for x in layouts
+            sum(jax.tree.leaves(jax.tree.map(self._device_bytes, some(x.struct()), some(x.spec()))))
+            for x in (self._params.gathered, self._params.at_rest)
         )
         return gathered - at_rest
 

@@ -92,6 +92,9 @@ def make_plan(
     if section.gather_weights == "auto" and is_divided:
         gather: Literal["step", "tick"] = "step" if config.zero_optimization.stage == 2 else "tick"
         section = dataclasses.replace(section, gather_weights=gather)
+    if section.gather_weights == "chunk" and program.num_chunks == 1:
+        # There is no other chunk to turn to.
+        section = dataclasses.replace(section, gather_weights="step")
     is_cut, profile, notes = len(program.placement.stages) > 1, None, ()
     signatures: tuple[Hashable, ...] = (None,) * len(module.layers)
     if is_cut:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from ._placement import Placement
@@ -225,6 +226,26 @@ class TickProgram:
             Number of microbatches, counted on each chunk; 0 if the program has no backwards.
         """
         return self.stage_depth.residuals[stage]
+
+    def is_of_one_chunk(self, start: int = 0, stop: int | None = None) -> bool:
+        """True if forward and backward of each tick from `start` on, where a stage has both, are of one chunk."""
+        pairs = zip(self.tables.forward.chunk, self.tables.backward.chunk, strict=True)
+        ticks = [both for rows in pairs for both in zip(*(row[start:stop] for row in rows), strict=True)]
+        return all(forward == backward or min(forward, backward) < 0 for forward, backward in ticks)
+
+    def num_turns(self, stage: int) -> int:
+        """Give how often a stage turns to a chunk other than that of the forward, or of the backward, before.
+
+        Args:
+            stage: The stage.
+
+        Returns:
+            Turns of its forwards and of its backwards, counted together where both are always of one chunk.
+        """
+        rows = [self.tables.forward.chunk[stage], self.tables.backward.chunk[stage]]
+        if self.is_of_one_chunk():
+            rows = [tuple(map(max, *rows))]
+        return sum(1 for row in rows for _ in groupby(chunk for chunk in row if chunk >= 0))
 
     @property
     def peak_in_flight(self) -> int:

@@ -19,12 +19,13 @@ TARGET = Path(__file__).with_name("h200_target.txtpb")
 
 
 @functools.cache
-def h200_mesh(stages: int, data: int, hosts: int = 1, *, model: int = 1) -> Mesh:
+def h200_mesh(stages: int, data: int, hosts: int = 1, *, model: int = 1, fsdp: int = 1) -> Mesh:
     """A mesh of GPUs that can be compiled for, `hosts` computers of equally many."""
     description = topologies.get_topology_desc(
-        platform="cuda", topology=f"1x{hosts}x{stages * data * model // hosts}", target_config=TARGET.read_text()
+        platform="cuda", topology=f"1x{hosts}x{stages * data * model * fsdp // hosts}", target_config=TARGET.read_text()
     )
     shape = {"stage": stages, "data": data} | ({"model": model} if model > 1 else {})
+    shape |= {"fsdp": fsdp} if fsdp > 1 else {}
     devices = np.array(description.devices).reshape(*shape.values())
     return Mesh(devices, tuple(shape), axis_types=(AxisType.Auto,) * len(shape))
 

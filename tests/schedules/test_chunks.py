@@ -1,5 +1,7 @@
 """Schedules with several chunks a stage: what they promise, against what their programs show."""
 
+import itertools
+
 import pytest
 
 from jaxpipe.schedules import (
@@ -20,6 +22,26 @@ COUNTS = (1, 2, 3, 4, 7, 8, 16, 32)
 
 def in_flight(program: TickProgram) -> list[int]:
     return [program.in_flight(stage) for stage in range(program.num_stages)]
+
+
+@pytest.mark.parametrize(
+    ("name", "num_chunks", "turns"), [("1f1b", 1, 1), ("interleaved", 2, 8), ("interleaved", 4, 16)]
+)
+def test_stages_turn_to_another_chunk_after_as_many_microbatches_as_stages(
+    name: str, num_chunks: int, turns: int
+) -> None:
+    program = lower_schedule(resolve_schedule(name, num_chunks), 8, 4)
+    # Forwards and backwards each turn num_microbatches / num_stages times to each chunk.
+    assert {program.num_turns(stage) for stage in range(4)} == {turns}
+    assert program.is_of_one_chunk() == (num_chunks == 1)
+
+
+def test_folded_chunks_turn_for_forward_and_backward_together() -> None:
+    program = lower_schedule(OneFOneBVSchedule, 8, 4)
+    assert program.is_of_one_chunk()
+    chunks = [max(pair) for pair in zip(program.tables.forward.chunk[0], program.tables.backward.chunk[0], strict=True)]
+    taken = [chunk for chunk in chunks if chunk >= 0]
+    assert program.num_turns(0) == 1 + sum(a != b for a, b in itertools.pairwise(taken)) < 4 * 8
 
 
 @pytest.mark.parametrize("num_stages", range(1, 9))

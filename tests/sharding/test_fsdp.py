@@ -1,6 +1,7 @@
 """Weights and samples divided over the axis `fsdp`, by metadata or by the default rule, against one device."""
 
 import functools
+import re
 from typing import Any
 
 import flax.linen as nn
@@ -21,6 +22,7 @@ from jaxpipe.topology import make_pipeline_mesh
 
 DIM, HIDDEN, SAMPLES, MICROBATCHES, LIMIT = 8, 16, 8, 3, 0.5
 ADAM = optax.adam(1e-2)
+CHUNKED = ("interleaved", "1f1b-v", "zero-bubble-v")
 
 
 class Block(nn.Module):
@@ -50,7 +52,8 @@ def make_batch(step: int = 0) -> tuple[Any, Any, dict[str, Any]]:
 
 def make_pipeline(stages: int, data: int, axes: dict[str, int], **settings: Any) -> Pipeline:
     topology = ProcessTopology(["pipe", "data", *axes], [stages, data, *axes.values()])
-    cut = [0, 3, 6] if stages == 2 and settings.get("schedule") != "interleaved" else "uniform"
+    # With chunks a block in each part, and the ends off the trunk.
+    cut = [0, 2, 3, 4, 6] if settings.get("schedule") in CHUNKED else [0, 3, 6] if stages == 2 else "uniform"
     module = make_module("model" in axes, topology=topology, partition_method=cut)
     example = jax.tree.map(lambda x: x[0], make_batch())
     config = make_settings(gradient_clipping=LIMIT, **settings)
@@ -83,8 +86,9 @@ def sequential() -> tuple[list[float], Any, Any, Any]:
 @pytest.mark.parametrize(
     ("stages", "data", "axes", "settings"),
     slow_after(
-        1,
+        2,
         [
+            (2, 1, {"fsdp": 2}, {"gather_weights": "chunk", "schedule": "interleaved"}),
             (2, 1, {"fsdp": 4}, {"gather_weights": "step", "schedule": "zero-bubble"}),
             (2, 1, {"fsdp": 2, "model": 2}, {"skip_idle": False}),
             (2, 1, {"fsdp": 2}, {}),
@@ -94,6 +98,12 @@ def sequential() -> tuple[list[float], Any, Any, Any]:
             (2, 2, {"model": 2}, {"zero_stage": 3}),
             (2, 1, {"fsdp": 2, "model": 2}, {"gather_weights": "step"}),
             (2, 1, {"fsdp": 4}, {"schedule": "interleaved"}),
+            (2, 1, {"fsdp": 2, "model": 2}, {"gather_weights": "chunk", "schedule": "1f1b-v"}),
+            (2, 1, {"fsdp": 2}, {"gather_weights": "chunk", "schedule": "zero-bubble-v"}),
+            (2, 2, {"fsdp": 2}, {"gather_weights": "chunk", "schedule": "interleaved", "zero_stage": 1}),
+            (2, 4, {}, {"gather_weights": "chunk", "schedule": "interleaved", "zero_stage": 3, "skip_idle": True}),
+            (1, 1, {"fsdp": 4}, {"gather_weights": "chunk", "schedule": "interleaved", "num_chunks": 4}),
+            (2, 1, {"fsdp": 4}, {"gather_weights": "chunk"}),
             (2, 1, {"fsdp": 4}, {"scan_trunk": True}),
             (1, 1, {"fsdp": 4}, {}),
             (4, 1, {"fsdp": 2}, {"schedule": "gpipe"}),
@@ -180,6 +190,22 @@ def test_what_is_gathered_is_told(settings: dict[str, Any], match: str) -> None:
     assert match in describe_pipeline(pipeline)
     kernels = 2 * 2 * DIM * HIDDEN + 5 * DIM + DIM * 3
     assert pipeline.gathered_bytes == kernels * 4 // 2
+
+
+def test_once_a_turn_to_another_chunk_is_told() -> None:
+    pipeline = make_pipeline(2, 1, {"fsdp": 2}, gather_weights="chunk", schedule="interleaved")
+    # Two blocks on a stage, of each of whose two kernels half is gathered.
+    assert pipeline.gathered_trunk_bytes == 2 * 2 * DIM * HIDDEN * 4 // 2
+    # Of three microbatches two pass each chunk in one turn and the third in another, forward and backward.
+    told = r"0.5 KiB for each chunk's trunk, gathered .* up to 8 times a step, and held .* \(1.0 KiB, a chunk for"
+    assert re.search(told, describe_pipeline(pipeline))
+    folded = describe_pipeline(make_pipeline(2, 1, {"fsdp": 2}, gather_weights="chunk", schedule="1f1b-v"))
+    assert re.search(r"held till it turns again \(0.5 KiB, one chunk for both\)", folded)
+
+
+def test_one_chunk_is_gathered_once_a_step() -> None:
+    pipeline = make_pipeline(2, 1, {"fsdp": 2}, gather_weights="chunk")
+    assert pipeline.config.pipeline.gather_weights == "step"
 
 
 def test_samples_must_be_enough_for_the_axis() -> None:

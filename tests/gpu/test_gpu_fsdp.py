@@ -1,0 +1,68 @@
+"""Weights divided over `fsdp` on 8 H200s: where a step gathers those of a stage's chunks."""
+
+import functools
+import importlib.util
+import re
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import pytest
+from _h200 import Step, build, h200_mesh
+from _hlo import Instruction
+
+from jaxpipe import LayerSpec, PipelineModule
+
+PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
+pytestmark = [
+    pytest.mark.gpu_aot,
+    pytest.mark.skipif(
+        not any(map(importlib.util.find_spec, PLUGINS)), reason="needs the CUDA plugin: pip install jaxpipe[cuda12]"
+    ),
+]
+DIM, HIDDEN, SAMPLES, STAGES, PLACES, CHUNKS = 512, 1536, 1024, 2, 4, 4
+
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x + nn.Dense(DIM, use_bias=False)(nn.gelu(nn.Dense(HIDDEN, use_bias=False)(x)))
+
+
+@functools.cache
+def step_of(policy: str) -> Step:
+    module = PipelineModule(
+        [LayerSpec(Block) for _ in range(STAGES * CHUNKS)],
+        num_stages=STAGES,
+        loss_fn=lambda y, t: jnp.mean((y - t) ** 2),
+        partition_method="uniform",
+        compute_dtype="bfloat16",
+    )
+    x = jax.ShapeDtypeStruct((SAMPLES, DIM), jnp.float32)
+    mesh = h200_mesh(STAGES, 1, fsdp=PLACES)
+    return Step.of(build(module, mesh, (x, x), 8, schedule="interleaved", num_chunks=CHUNKS, gather_weights=policy))
+
+
+def gathered(lines: list[Instruction]) -> int:
+    """Weights that are whole after a gather among these instructions."""
+    shapes = {(DIM, HIDDEN), (HIDDEN, DIM)}
+    starts = [line for line in lines if re.match(r"all-gather(-start)?$", line.op)]
+    return sum(dims in shapes for line in starts for dims in line.all_dims)
+
+
+def test_a_chunk_is_gathered_in_a_loop_that_its_turn_enters() -> None:
+    step = step_of("chunk")
+    loops = [re.search(r"body=%?([\w.\-]+)", line.rest) for line in step.steady if line.op == "while"]
+    inside = [gathered(step.program.computations[loop.group(1)]) for loop in loops if loop]
+    assert sorted(n for n in inside if n) == [2, 2], "both kernels of a block, for forward and for backward"
+    assert gathered(step.steady) == 0
+
+
+def test_the_others_gather_in_every_tick_and_in_none() -> None:
+    assert [gathered(step_of(policy).steady) for policy in ("tick", "step")] == [4, 0]
+
+
+def test_memory_lies_between_that_of_the_others() -> None:
+    chunk, step, tick = (step_of(policy).memory.temp_size_in_bytes for policy in ("chunk", "step", "tick"))
+    one = 2 * 2 * DIM * HIDDEN  # bytes of a chunk in bfloat16
+    assert tick < chunk < step - one
