@@ -6,7 +6,8 @@ blocks at the widths of a 70B model (D 8192, SwiGLU of 28672, 64 heads and 8 of 
 rows, by `nn.with_partitioning` alone; the residual stream is `whole` on each place, or split over `model` along the
 `sequence` between the sublayers, by `with_sharding_constraint` alone. `step`, `chunk` and `tick`
 have no word of sharding in a layer: the 8 GPUs of a stage are places of `fsdp`, each with a sample of its own, and
-weights are gathered once a step, when a stage turns to another of its `--chunks`, or in every tick.
+weights are gathered once a step, when a stage turns to another of its `--chunks`, or in every tick. `data` is the
+same blocks on 8 replicas with ZeRO-1: weights gathered, and gradients summed, once a step.
 
 - Collectives: of a steady tick, per block, forward, recomputed and backward.
 - Memory: bytes per device, beside a count by hand.
@@ -46,14 +47,14 @@ from jax.sharding import PartitionSpec as P
 
 import jaxpipe
 from benchmarks._table import print_head, print_row
-from jaxpipe.config import PipelineConfig, TrainConfig
+from jaxpipe.config import PipelineConfig, TrainConfig, ZeroSection
 from jaxpipe.errors import counted
 from jaxpipe.layers import VocabEmbed, VocabHead, vocab_cross_entropy
 
 TARGET = Path(__file__).parents[1] / "tests/gpu/h200_target.txtpb"
 STAGES, PLACES, MICROBATCHES = 8, 8, 16
 STREAM = {"whole": P(), "sequence": P(None, "model", None)}
-AXIS = {"whole": "model", "sequence": "model", "step": "fsdp", "chunk": "fsdp", "tick": "fsdp"}
+AXIS = {"whole": "model", "sequence": "model", "step": "fsdp", "chunk": "fsdp", "tick": "fsdp", "data": "data"}
 
 
 @dataclass(frozen=True)
@@ -136,6 +137,8 @@ class Block(nn.Module):
             # JAX (0.10) cannot partition cuDNN's attention where some axes are manual; each place has its own heads, or
             # samples.
             axis = AXIS[self.form]
+            if axis == "data":  # manual already
+                return mix(q, k, v)
             own = P(None, None, "model", None) if axis == "model" else P(axis)
             return jax.shard_map(mix, in_specs=(own,) * 3, out_specs=own, axis_names={axis}, check_vma=False)(q, k, v)
         batch, length, heads, width = q.shape
@@ -150,9 +153,10 @@ def build(size: Size, form: str, attention: str, *, keep: bool) -> jaxpipe.Pipel
     description = topologies.get_topology_desc(
         platform="cuda", topology=f"1x{STAGES}x{PLACES}", target_config=TARGET.read_text()
     )
-    devices = np.array(description.devices).reshape(STAGES, 1, PLACES)
     axis = AXIS[form]
-    mesh = Mesh(devices, ("stage", "data", axis), axis_types=(AxisType.Auto,) * 3)
+    shape = {"stage": STAGES, "data": 1, axis: PLACES}
+    devices = np.array(description.devices).reshape(*shape.values())
+    mesh = Mesh(devices, tuple(shape), axis_types=(AxisType.Auto,) * len(shape))
     kept = jax.checkpoint_policies.save_only_these_names("reduced") if keep else None
     layers = [
         VocabEmbed(size.vocab, size.dim),
@@ -167,10 +171,11 @@ def build(size: Size, form: str, attention: str, *, keep: bool) -> jaxpipe.Pipel
         partition_method="trunk",
         compute_dtype="bfloat16",
     )
-    example = jax.ShapeDtypeStruct((PLACES if axis == "fsdp" else 1, size.time), jnp.int32)
+    example = jax.ShapeDtypeStruct((1 if axis == "model" else PLACES, size.time), jnp.int32)
     gather = form if axis == "fsdp" else "auto"
     schedule = "1f1b" if size.chunks == 1 else "interleaved"
-    settings = TrainConfig(pipeline=PipelineConfig(schedule=schedule, num_chunks=size.chunks, gather_weights=gather))
+    section = PipelineConfig(schedule=schedule, num_chunks=size.chunks, gather_weights=gather)
+    settings = TrainConfig(pipeline=section, zero_optimization=ZeroSection(stage=1 if axis == "data" else 0))
     return jaxpipe.Pipeline(model, optax.adamw(1e-4), mesh, (example, example), MICROBATCHES, settings)
 
 
@@ -301,8 +306,8 @@ def count_by_hand(size: Size, form: str, attention: str, *, keep: bool) -> tuple
     Returns:
         `(arguments, and temporaries that live through the step; bytes of a tick's own)`.
     """
-    if AXIS[form] == "fsdp":
-        return _count_fsdp(size, form, keep=keep)
+    if AXIS[form] != "model":
+        return _count_divided(size, form, keep=keep)
     split = PLACES if form == "sequence" else 1
     block = sum(map(np.prod, size.weights.values())) / PLACES + 2 * size.dim
     # Embedding and head are split over the stages, and whole on each place; every stage has room for the last norm.
@@ -321,17 +326,19 @@ def count_by_hand(size: Size, form: str, attention: str, *, keep: bool) -> tuple
     return lasting, own + (scores if attention == "einsum" else 0)
 
 
-def _count_fsdp(size: Size, form: str, *, keep: bool) -> tuple[Memory, float]:
-    """The same where weights and samples are divided over `fsdp`: each place works as one without it would."""
+def _count_divided(size: Size, form: str, *, keep: bool) -> tuple[Memory, float]:
+    """The same where weights and samples are divided over `fsdp` or `data`: each place works as one alone."""
     block, tables = sum(map(np.prod, size.weights.values())), 2 * size.vocab * size.dim / STAGES
     whole = size.blocks * (block + 2 * size.dim) + tables + size.dim
     params = (size.blocks * block + tables) / PLACES + (2 * size.blocks + 1) * size.dim
     stream = 2 * size.time * size.dim
     kept = size.blocks * (2 if keep else 1) * stream
-    gathered = 2 * whole if form == "step" else 2 * params
+    gathered = 2 * whole if form in ("step", "data") else 2 * params
     if form == "chunk":  # one chunk's blocks for forwards, one for backwards
         gathered += 2 * 2 * size.blocks * block / size.chunks
-    lasting = Memory(12 * params, gathered + 4 * params + (2 * STAGES - 1) * kept)
+    # Sums over `data` are made at the end of the step, of whole ones.
+    sums = 4 * (whole if form == "data" else params)
+    lasting = Memory(12 * params, gathered + sums + (2 * STAGES - 1) * kept)
     own = kept + 7 * stream + 6 * 2 * size.time * size.ffn
     own += PLACES * (2 + 4 + 4) * size.time * size.vocab / STAGES / PLACES + 2 * 2 * tables
     # The largest weight, gathered, and its gradient before it is reduced; all of a block's where XLA gathers ahead.
@@ -352,11 +359,14 @@ def measure(size: Size, form: str, attention: str, *, keep: bool, dump: Path | N
     blocks = f"{size.blocks} blocks a stage in {counted(size.chunks, 'chunk')}"
     print(f"\n### {label}: {blocks}, {attention}, compiled in {seconds:.0f} s\n")
     print_head("collective of a tick", "over", "of", "number", "per block", "largest, elements")
-    for (kind, axis, part), sizes in sorted(tick.collectives().items()):
+    found = tick.collectives()
+    scattered = sum(len(sizes) for (kind, *_), sizes in found.items() if kind == "reduce-scatter")
+    for (kind, axis, part), sizes in sorted(found.items()):
         per_block = f"{len(sizes) / size.blocks:g}" if part in ("forward", "backward", "recomputed") else ""
         print_row(kind, axis, part, len(sizes), per_block, max(sizes))
+    reductions = re.findall(r" reduce-scatter(?:-start)?\(", text)
+    print(f"\nReduce-scatters in the whole program: {len(reductions)}, in a tick {scattered}.\n")
     hand, own = count_by_hand(size, form, attention, keep=keep)
-    print()
     print_head("GB per device", "found", "by hand", "ratio", "a tick's own by hand", "ratio with it")
     arguments, temporaries = memory.argument_size_in_bytes, memory.temp_size_in_bytes
     print_row(
@@ -367,8 +377,8 @@ def measure(size: Size, form: str, attention: str, *, keep: bool, dump: Path | N
         *("temporaries", f"{temporaries / 1e9:.2f}", f"{hand.temporaries / 1e9:.2f}"),
         *(f"{temporaries / hand.temporaries:.3f}", f"{own / 1e9:.2f}", f"{temporaries / (hand.temporaries + own):.3f}"),
     )
-    if AXIS[form] == "fsdp":
-        print(f"\n{jaxpipe.describe_pipeline(built).splitlines()[-2]}", flush=True)
+    if AXIS[form] != "model":
+        print("\n".join(["", *jaxpipe.describe_pipeline(built).splitlines()[-2:]]), flush=True)
         return  # weights are to be whole in a tick
     shapes: set[tuple[int, ...]] = {*size.weights.values(), *(_merged(dims) for dims in size.weights.values())}
     if form == "sequence":

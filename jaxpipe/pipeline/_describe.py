@@ -59,10 +59,13 @@ def describe_pipeline(pipeline: Pipeline, max_width: int = 120) -> str:
             "chunk": f"used, {_turns(pipeline)}",
             "tick": "gathered by every forward and every backward, and held meanwhile",
         }[pipeline.config.pipeline.gather_weights]
-        lines.append(
-            f"weights divided over fsdp={fsdp}: {gathered} are {when}; as many of gradients are reduced by "
-            "every backward"
-        )
+        reduced = "as many of gradients are reduced by every backward"
+        if pipeline.config.pipeline.gather_weights == "step":
+            more = _size(pipeline.whole_sums_bytes)
+            reduced += (
+                f" (once a step over 'data' with zero_optimization.stage=1, whose sums take at least {more} more)"
+            )
+        lines.append(f"weights divided over fsdp={fsdp}: {gathered} are {when}; {reduced}")
     if pipeline.ends.layers:
         lines.append(f"vocabulary-parallel, on all stages: {', '.join(names[i] for i in pipeline.ends.layers)}")
     return "\n".join(lines)

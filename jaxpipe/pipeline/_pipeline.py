@@ -40,6 +40,7 @@ from jaxpipe.recompute import RecomputeSettings, current_settings, use_settings,
 from jaxpipe.schedules import PipeSchedule, TickProgram
 from jaxpipe.state import (
     Catalog,
+    Layout,
     Source,
     StageInit,
     Storage,
@@ -292,19 +293,32 @@ class Pipeline:
     @property
     def gathered_bytes(self) -> int:
         """Bytes of the weights of a stage, in the dtype they compute in, that a device gathers over `fsdp`."""
-        return self._gathered_bytes(lambda storage: storage)
+        return self._bytes_beside(self._params.gathered, self._params.at_rest)
 
     @property
     def gathered_trunk_bytes(self) -> int:
         """Those of the trunk of all chunks of a stage alone."""
-        return self._gathered_bytes(lambda storage: [storage.stacked[name] for name in self._params.trunk_names])
-
-    def _gathered_bytes(self, some: Callable[[Storage], PyTree]) -> int:
-        gathered, at_rest = (
-            sum(jax.tree.leaves(jax.tree.map(self._device_bytes, some(x.struct()), some(x.spec()))))
-            for x in (self._params.gathered, self._params.at_rest)
+        return self._bytes_beside(
+            self._params.gathered,
+            self._params.at_rest,
+            lambda storage: [storage.stacked[name] for name in self._params.trunk_names],
         )
-        return gathered - at_rest
+
+    @property
+    def whole_sums_bytes(self) -> int:
+        """Bytes that a device would need more for sums of gradients if they were whole along `fsdp`."""
+        divided = self._params.grad_layout
+        return self._bytes_beside(divided.cast(lambda leaf: leaf, whole_along=FSDP), divided)
+
+    def _bytes_beside(
+        self, whole: Layout, divided: Layout, some: Callable[[Storage], PyTree] = lambda storage: storage
+    ) -> int:
+        """Bytes that a device needs more for one layout, or some of it, than for the other."""
+        more, less = (
+            sum(jax.tree.leaves(jax.tree.map(self._device_bytes, some(x.struct()), some(x.spec()))))
+            for x in (whole, divided)
+        )
+        return more - less
 
     def _device_bytes(self, like: Any, spec: P) -> int:
         return math.prod(NamedSharding(self.mesh, spec).shard_shape(like.shape)) * like.dtype.itemsize
