@@ -100,6 +100,7 @@ def sequential() -> tuple[list[float], Any, Any, Any]:
             (2, 1, {"fsdp": 4}, {"schedule": "interleaved"}),
             (2, 1, {"fsdp": 2, "model": 2}, {"gather_weights": "chunk", "schedule": "1f1b-v"}),
             (2, 1, {"fsdp": 2}, {"gather_weights": "chunk", "schedule": "zero-bubble-v"}),
+            (2, 1, {"fsdp": 4}, {"gather_weights": "chunk", "schedule": "interleaved", "scan_trunk": True}),
             (2, 2, {"fsdp": 2}, {"gather_weights": "chunk", "schedule": "interleaved", "zero_stage": 1}),
             (2, 4, {}, {"gather_weights": "chunk", "schedule": "interleaved", "zero_stage": 3, "skip_idle": True}),
             (1, 1, {"fsdp": 4}, {"gather_weights": "chunk", "schedule": "interleaved", "num_chunks": 4}),
