@@ -115,7 +115,7 @@ def must_be_refused(path: Path, damage: str) -> set[Path]:
     """The files that nothing else repeats: the commit, the index, and the one that holds most arrays."""
     folder = path / TAG
     largest = max(files_of(data_of(path) / "arrays"), key=lambda file: file.stat().st_size)
-    most = [largest] if damage in ("missing", "empty", "half", "inside") else []  # the ends may be unused
+    most = [] if damage in ("first", "inside", "last") else [largest]  # what one byte held may be used no longer
     latest = [path / "latest"] if damage != "missing" else []
     return {folder / "commit.json", data_of(path) / "index.json", *latest, *most}
 
@@ -130,10 +130,13 @@ def damaged(content: bytes, damage: str) -> bytes | None:
         return {"missing": None, "empty": b"", "half": content[: len(content) // 2]}[damage]
     if not content:
         return content
-    return flip(content, {"first": 0, "inside": len(content) // 3, "last": len(content) - 1}[damage])
+    third = len(content) // 3
+    if damage == "middle":
+        return content[:third] + bytes(byte ^ 1 for byte in content[third : 2 * third]) + content[2 * third :]
+    return flip(content, {"first": 0, "inside": third, "last": len(content) - 1}[damage])
 
 
-@pytest.mark.parametrize("damage", slow_after(2, ["missing", "empty", "half", "first", "inside", "last"]))
+@pytest.mark.parametrize("damage", slow_after(2, ["missing", "empty", "half", "middle", "first", "inside", "last"]))
 def test_each_file_damaged_in_turn(kept: Kept, then: Path, damage: str) -> None:
     refused: set[Path] = set()
     for file in files_of(then):
