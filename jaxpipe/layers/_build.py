@@ -16,7 +16,7 @@ from ._linen import LinenLayer
 from ._nnx import NNXLayer
 from ._protocol import TRAIN_FLAGS, Layer
 from ._remat import remat_layer
-from ._spec import LayerSpec, TiedLayerSpec
+from ._spec import LayerSpec, TiedLayerSpec, is_equinox
 
 
 @dataclass(frozen=True)
@@ -100,29 +100,34 @@ def _name(index: int, item: Any) -> NamedLayer:
 
 
 def _adapt(index: int, item: Any) -> Layer:
-    forward_fn = item.forward_fn if isinstance(item, TiedLayerSpec) else None
+    forward_fn = item.forward_fn if isinstance(item, LayerSpec) else None
     flags, given = TRAIN_FLAGS, ()
     if isinstance(item, LayerSpec):
         if isinstance(item.typename, type) and issubclass(item.typename, nnx.Module):
             return _checked(index, item, lambda: NNXLayer(item, forward_fn))
+        if isinstance(item.typename, type) and is_equinox(item.typename):
+            from ._equinox import EquinoxLayer  # an optional dependency, which is there where a class of it is
+
+            return _checked(index, item, lambda: EquinoxLayer(item, forward_fn))
         flags, given = {**TRAIN_FLAGS, **item.train_flags}, item.given_names()
         item = _checked(index, item, item.build)
     if isinstance(item, nn.Module):
         return LinenLayer(item, forward_fn, flags, given)
     kind = type(item).__name__
-    if isinstance(item, nnx.Module):
+    if isinstance(item, nnx.Module) or is_equinox(type(item)):
+        made_by = "NNX" if isinstance(item, nnx.Module) else "Equinox"
         raise LayerError(
-            f"layer {index} must be given as LayerSpec({kind}, ...), but got a built NNX module. "
+            f"layer {index} must be given as LayerSpec({kind}, ...), but got a built {made_by} module. "
             "A built one already holds the parameters of every stage on one device."
         )
     if forward_fn is not None:
         raise LayerError(
-            f"forward_fn must stand beside a Linen or NNX module, but layer {index} is {item!r}. "
+            f"forward_fn must stand beside a Linen, NNX or Equinox module, but layer {index} is {item!r}. "
             "Put the function into the list itself."
         )
     if isinstance(item, DeepSpeedNames):
         raise LayerError(f"layer {index} must not be a PipelineModule, but got {kind}. Put its layers into the list.")
-    if isinstance(item, type) and issubclass(item, (nn.Module, nnx.Module)):
+    if isinstance(item, type) and (issubclass(item, (nn.Module, nnx.Module)) or is_equinox(item)):
         raise LayerError(
             f"layer {index} must be a layer, but got the class {item.__name__}. Write LayerSpec({item.__name__}, ...)."
         )

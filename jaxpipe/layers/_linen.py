@@ -31,7 +31,7 @@ _REPORTED = ("losses", "metrics")
 
 
 class LinenLayer(Layer):
-    """A Linen module, called by its `__call__` or through a tied layer's `forward_fn`.
+    """A Linen module, called by its `__call__` or through its spec's `forward_fn`.
 
     Args:
         module: An unbound module.

@@ -164,7 +164,7 @@ def call_of(cls: type) -> Callable[..., Any]:
             return cls.__call__
     raise LayerError(
         f"a layer's class must have a method __call__(self, inputs), but got {cls.__name__}, which has none. "
-        "Define it, or use TiedLayerSpec with a forward_fn that calls another method."
+        "Define it, or give LayerSpec a forward_fn that calls another method."
     )
 
 
@@ -176,7 +176,7 @@ class CallArguments:
     static.
 
     Args:
-        function: The layer's call, or a tied layer's `forward_fn`.
+        function: The layer's call, or its spec's `forward_fn`.
         num_leading: How many parameters come first and are passed by position (a module, the inputs).
         label: How errors name the layer.
         flags: What tells it whether this is training: names with their values in training.

@@ -15,35 +15,59 @@ from jaxpipe.errors import LayerError
 from ._remat import RematMark
 
 
+def is_equinox(kind: type) -> bool:
+    """True if a class is an Equinox module; found by names, so that the library is not imported for it."""
+    return any(base.__name__ == "Module" and base.__module__.startswith("equinox.") for base in kind.__mro__)
+
+
 class LayerSpec:
     """A layer to be built later, from its class and arguments.
 
-    DeepSpeed's name. The class may be a Flax Linen module, a Flax NNX module (built with `rngs=`), or any callable
-    that returns a plain function.
+    DeepSpeed's name. The class may be a Flax Linen module, a Flax NNX module (built with `rngs=`), an Equinox module
+    (built with `key=`, called per sample), or any callable that returns a Linen module or a plain function.
 
     Args:
-        typename: The class, or a callable that makes the layer.
+        typename: The class, a callable that makes the layer, or a built Linen module.
         *module_args: Positional arguments of the class.
+        forward_fn: `forward_fn(module, inputs)` in place of the layer's own call, for a block that takes or returns
+            more than a pipeline hands over; `module` is the bound Linen module, the NNX or the Equinox object. It too
+            receives `train`, `deterministic`, `rngs` or a side input if it names them.
         **module_kwargs: Keyword arguments of the class.
 
     Raises:
-        LayerError: `typename` is not callable, or is a built layer where its class belongs.
+        LayerError: `typename` is not callable, is a built NNX or Equinox module where its class belongs, or a built
+            Linen module with arguments; or `forward_fn` is not callable.
 
     Example:
         >>> import flax.linen as nn
         >>> LayerSpec(nn.Dense, 4, use_bias=False)
         Dense(4, use_bias=False)
+        >>> LayerSpec(nn.MultiHeadDotProductAttention, 4, forward_fn=lambda block, x, mask: x + block(x, mask=mask))
+        MultiHeadDotProductAttention(4, forward_fn=<lambda>)
     """
 
-    def __init__(self, typename: Callable[..., Any], *module_args: Any, **module_kwargs: Any) -> None:
-        if not callable(typename) or isinstance(typename, (nn.Module, nnx.Module)):
-            built = callable(typename)
+    def __init__(
+        self,
+        typename: Callable[..., Any] | nn.Module,
+        *module_args: Any,
+        forward_fn: Callable[..., Any] | None = None,
+        **module_kwargs: Any,
+    ) -> None:
+        is_built = isinstance(typename, (nn.Module, nnx.Module)) or is_equinox(type(typename))
+        takes_built = isinstance(typename, nn.Module) and not module_args and not module_kwargs
+        if not takes_built and (is_built or not callable(typename)):
             raise LayerError(
                 "LayerSpec must be given a class or a callable that makes a layer, but got typename="
-                f"{type(typename).__name__ + ' instance' if built else repr(typename)}. "
-                "Write LayerSpec(Class, arguments...), or put a built Linen module into the list as it is."
+                f"{type(typename).__name__ + ' instance' if is_built else repr(typename)}. "
+                "Write LayerSpec(Class, arguments...); only a Linen module may be a built one, without arguments."
+            )
+        if forward_fn is not None and not callable(forward_fn):
+            raise LayerError(
+                f"forward_fn must be callable as forward_fn(module, inputs), but got forward_fn={forward_fn!r}. "
+                "Leave it out to call the layer itself."
             )
         self.typename = typename
+        self.forward_fn = forward_fn
         self.module_args = module_args
         self.module_kwargs = module_kwargs
         self.remat_mark: RematMark | None = None
@@ -127,14 +151,21 @@ class LayerSpec:
         """
         if log:
             write_log(logging.INFO, "building %r", self)
+        if isinstance(self.typename, nn.Module):
+            return self.typename.clone(**more) if more else self.typename
         return self.typename(*self.module_args, **self.module_kwargs, **more)
 
     def __repr__(self) -> str:
         args = [repr(a) for a in self.module_args] + [f"{k}={v!r}" for k, v in self.module_kwargs.items()]
+        if self.forward_fn is not None:
+            args.append(f"forward_fn={getattr(self.forward_fn, '__name__', repr(self.forward_fn))}")
         marks = "" if self.remat_mark is None else f".{self.remat_mark!r}"
         for name, in_training in self.train_flags.items():
             marks += f".train_flag({name!r}{'' if in_training else ', in_training=False'})"
-        return f"{getattr(self.typename, '__name__', repr(self.typename))}({', '.join(args)}){marks}"
+        name = getattr(self.typename, "__name__", repr(self.typename))
+        if isinstance(self.typename, nn.Module):
+            name, args = "LayerSpec", [type(self.typename).__name__ + " instance", *args]
+        return f"{name}({', '.join(args)}){marks}"
 
 
 class TiedLayerSpec(LayerSpec):
@@ -147,39 +178,32 @@ class TiedLayerSpec(LayerSpec):
         key: Layers with equal keys share.
         typename: As in `LayerSpec`.
         *module_args: Positional arguments of the class.
-        forward_fn: `forward_fn(module, inputs)` in place of the layer's own call; `module` is the bound Linen module
-            or the NNX object. It too receives `train`, `deterministic`, `rngs` or a side input if it names them.
+        forward_fn: As in `LayerSpec`.
         tied_weight_attr: Dotted path, or paths, of the parameters to share, such as `"embedding"` or
             `"token.embedding"`; a path that names a subtree shares all of it. None shares everything.
         **module_kwargs: Keyword arguments of the class.
 
     Raises:
-        LayerError: As in `LayerSpec`; or the key is not a non-empty string without a slash, `forward_fn` is not
-            callable, or `tied_weight_attr` holds anything but non-empty strings.
+        LayerError: As in `LayerSpec`; or the key is not a non-empty string without a slash, or `tied_weight_attr` holds
+            anything but non-empty strings.
     """
 
     def __init__(
         self,
         key: str,
-        typename: Callable[..., Any],
+        typename: Callable[..., Any] | nn.Module,
         *module_args: Any,
         forward_fn: Callable[..., Any] | None = None,
         tied_weight_attr: str | Sequence[str] | None = None,
         **module_kwargs: Any,
     ) -> None:
-        super().__init__(typename, *module_args, **module_kwargs)
+        super().__init__(typename, *module_args, forward_fn=forward_fn, **module_kwargs)
         if not isinstance(key, str) or not key or "/" in key:
             raise LayerError(
                 f"TiedLayerSpec must have a non-empty string without '/' as its key, but got key={key!r}. "
                 "The key names the shared parameters, as in tied/<key>."
             )
-        if forward_fn is not None and not callable(forward_fn):
-            raise LayerError(
-                f"forward_fn must be callable as forward_fn(module, inputs), but got forward_fn={forward_fn!r}. "
-                "Leave it out to call the layer itself."
-            )
         self.key = key
-        self.forward_fn = forward_fn
         attrs = (tied_weight_attr,) if isinstance(tied_weight_attr, str) else tied_weight_attr
         is_paths = isinstance(attrs, Sequence) and len(attrs) and all(isinstance(a, str) and a for a in attrs)
         if attrs is not None and not is_paths:

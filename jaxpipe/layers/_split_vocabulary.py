@@ -116,7 +116,9 @@ def _on_table(named: NamedLayer, call: Callable[..., Any] | None) -> Callable[..
 
 def _split_head(named: NamedLayer) -> tuple[Layer, int]:
     wanted = "nn.Dense, nnx.Linear, or the first one again, tied, with a forward_fn that calls attend"
-    module, _ = _module_of(named, (nn.Dense, nnx.Linear), "the last layer", wanted)
+    module, call = _module_of(named, (nn.Dense, nnx.Linear), "the last layer", wanted)
+    if call is not None:
+        raise _refused(named, "the last layer", "called as it is", "a forward_fn")
     if module.precision is not None:
         raise _refused(named, "the last layer", "of default precision", f"precision={module.precision!r}")
     size = module.features if isinstance(module, nn.Dense) else module.out_features

@@ -44,13 +44,20 @@ def test_a_spec_without_a_class_name_prints_the_callable() -> None:
     [
         ("Dense", "typename='Dense'"),
         (None, "typename=None"),
-        (nn.Dense(3), "typename=Dense instance"),
         (nnx.Linear(2, 3, rngs=nnx.Rngs(0)), "typename=Linear instance"),
     ],
 )
 def test_a_spec_of_anything_but_a_class_is_refused(typename: Any, got: str) -> None:
     with pytest.raises(LayerError, match=rf"LayerSpec must be given a class.*{got}.*Write LayerSpec\(Class"):
         LayerSpec(typename)
+
+
+def test_a_built_linen_module_takes_no_arguments() -> None:
+    dense = nn.Dense(3)
+    assert LayerSpec(dense).build() is dense
+    assert repr(LayerSpec(dense, forward_fn=nn.Dense.__call__)) == "LayerSpec(Dense instance, forward_fn=__call__)"
+    with pytest.raises(LayerError, match="typename=Dense instance.*only a Linen module may be a built one, without"):
+        LayerSpec(dense, 3)
 
 
 @pytest.mark.parametrize("key", ["", "a/b", 3, None])
@@ -62,6 +69,8 @@ def test_a_tied_key_must_name_a_subtree(key: Any) -> None:
 def test_a_forward_fn_must_be_callable() -> None:
     with pytest.raises(LayerError, match="forward_fn='attend'.*Leave it out"):
         TiedLayerSpec("k", nn.Dense, 3, forward_fn="attend")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(LayerError, match="forward_fn=3.*Leave it out"):
+        LayerSpec(nn.Dense, 3, forward_fn=3)  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize("attr", ["", [], ["kernel", ""], [3], 3])

@@ -1,0 +1,128 @@
+"""Equinox modules as layers. Of jaxpipe's files this one alone imports `equinox`, when such a layer is built."""
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import equinox as eqx
+import jax
+
+from jaxpipe._typing import Path, PyTree
+from jaxpipe.errors import LayerError
+
+from ._protocol import TRAIN_FLAGS, Applied, CallArguments, Layer, Rngs, call_of, identity_of
+from ._spec import LayerSpec
+from ._tree import flatten_dict, unflatten_dict
+
+
+class EquinoxLayer(Layer):
+    """An Equinox module described by a `LayerSpec`, built with `key=` inside the tracing of `init`.
+
+    Equinox modules are written for one sample: without `forward_fn` the module is called under `jax.vmap` over the
+    samples of a microbatch and of its side inputs, with a random key for each sample where the call names `key`. A
+    `forward_fn` gets the module and the whole microbatch, and one key if it names it. The key is None outside training,
+    where the module is in Equinox's inference mode.
+
+    Floating-point arrays are parameters, `layer/0/weight` for `module.layer[0].weight`; other arrays stay as built.
+
+    Args:
+        spec: Makes the module.
+        forward_fn: `forward_fn(module, inputs)` in place of the call per sample.
+
+    Raises:
+        LayerError: The spec fixes `key`, or the module holds `equinox.nn.State`, two arrays under one path, or has no
+            `__call__`.
+    """
+
+    def __init__(self, spec: LayerSpec, forward_fn: Callable[..., Any] | None = None) -> None:
+        self.class_name = getattr(spec.typename, "__name__", "Module")
+        self._spec, self.forward_fn = spec, forward_fn
+        if "key" in spec.module_kwargs:
+            raise LayerError(
+                f"LayerSpec({self.class_name}, ...) must leave key to the pipeline, but got key="
+                f"{type(spec.module_kwargs['key']).__name__}. Leave it out: each layer is built with a key of its own."
+            )
+        flags = {**TRAIN_FLAGS, **spec.train_flags}
+        arguments = (spec.module_args, tuple(spec.module_kwargs.items()))
+        self.identity = identity_of(spec.typename, *arguments, forward_fn, tuple(flags.items()))
+        parameters = inspect.signature(spec.typename).parameters
+        self._takes_key = "key" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        call = call_of(spec.typename) if forward_fn is None else forward_fn  # pyright: ignore[reportArgumentType]
+        self.arguments = CallArguments(call, 2, f"layer {self.class_name}", flags)
+        self._check()
+
+    def init(
+        self, key: jax.Array, inputs: PyTree, *, side: Mapping[str, PyTree], given: PyTree | None = None
+    ) -> tuple[PyTree, dict[str, Any], dict[str, Any]]:
+        """See `Layer.init`; a module makes all its parameters itself, whichever of them are given."""
+        arrays = self._arrays_of(self._build(key))
+        params = {path: leaf for path, leaf in arrays.items() if eqx.is_inexact_array(leaf)}
+        others = {path: leaf for path, leaf in arrays.items() if path not in params}
+        variables = unflatten_dict(params), {"arrays": unflatten_dict(others)} if others else {}
+        outputs, _, _ = self.apply(*variables, inputs, rngs=None, train=False, side=side)
+        return outputs, *variables
+
+    def apply(
+        self,
+        params: PyTree,
+        collections: Mapping[str, PyTree],
+        inputs: PyTree,
+        *,
+        rngs: Rngs | None,
+        train: bool,
+        side: Mapping[str, PyTree],
+    ) -> Applied:
+        """See `Layer.apply`."""
+        values = {**flatten_dict(params), **flatten_dict(collections.get("arrays", {}))}
+        leaves, treedef = jax.tree.flatten_with_path(self._structure)
+        module = jax.tree.unflatten(treedef, [values.get(_path(keys), leaf) for keys, leaf in leaves])
+        if not train:
+            module = eqx.nn.inference_mode(module)
+        key = rngs["dropout"] if train and rngs is not None and "dropout" in rngs else None
+        if self.forward_fn is not None:
+            args, kwargs = self.arguments.select(rngs=rngs, train=train, side={"key": key, **side})
+            return self.forward_fn(module, inputs, *args, **kwargs), {**collections}, {}
+        if key is not None:
+            key = jax.random.split(key, jax.tree.leaves(inputs)[0].shape[0])
+        given = self.arguments.select(rngs=rngs, train=train, side={"key": key, **side})
+        mapped, fixed = eqx.partition(given, eqx.is_array)
+
+        def one(inputs: PyTree, mapped: PyTree) -> PyTree:
+            args, kwargs = eqx.combine(mapped, fixed)
+            return module(inputs, *args, **kwargs)
+
+        return jax.vmap(one)(inputs, mapped), {**collections}, {}
+
+    @functools.cached_property
+    def _structure(self) -> Any:
+        """The module, its arrays as shapes and dtypes."""
+        return eqx.filter_eval_shape(self._build, jax.random.key(0))
+
+    def _build(self, key: jax.Array) -> Any:
+        return self._spec.build(key=key) if self._takes_key else self._spec.build()
+
+    def _arrays_of(self, module: Any) -> dict[Path, Any]:
+        leaves = jax.tree.leaves_with_path(module)
+        return {_path(keys): leaf for keys, leaf in leaves if eqx.is_array_like(leaf) and hasattr(leaf, "dtype")}
+
+    def _check(self) -> None:
+        is_state = lambda leaf: isinstance(leaf, eqx.nn.StateIndex)  # noqa: E731
+        for keys, leaf in jax.tree.leaves_with_path(self._structure, is_leaf=is_state):
+            if is_state(leaf):
+                raise LayerError(
+                    f"layer {self.class_name} must hold no equinox.nn.State, but got one at "
+                    f"{'.'.join(_path(keys))!r}. Use a module without state, such as equinox.nn.LayerNorm or "
+                    "equinox.nn.GroupNorm, or a Linen or NNX module, whose collections are kept."
+                )
+        paths = [_path(keys) for keys, _ in jax.tree.leaves_with_path(self._structure)]
+        twice = [".".join(path) for path in set(paths) if paths.count(path) > 1]
+        if twice:
+            raise LayerError(
+                f"layer {self.class_name} must have a path of its own for each array, but got two at {twice[0]!r}. "
+                "Rename one of the keys of its dictionaries."
+            )
+
+
+def _path(keys: tuple[Any, ...]) -> Path:
+    return tuple(jax.tree_util.keystr((key,), simple=True) for key in keys)
