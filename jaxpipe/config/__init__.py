@@ -11,6 +11,10 @@ from ._classes import TrainingConfig as TrainingConfig
 from ._collect import Collector as Collector
 from ._load import ConfigWarning as ConfigWarning
 from ._load import load_config as load_config
+from ._monitors import CometSection as CometSection
+from ._monitors import CSVMonitorSection as CSVMonitorSection
+from ._monitors import TensorBoardSection as TensorBoardSection
+from ._monitors import WandbSection as WandbSection
 from ._optimizer import OptimizerSection as OptimizerSection
 from ._optimizer import SchedulerSection as SchedulerSection
 from ._params import Params as Params
@@ -19,6 +23,7 @@ from ._precision import DataTypesSection as DataTypesSection
 from ._precision import Dtype as Dtype
 from ._precision import FP16Section as FP16Section
 from ._recompute import ActivationCheckpointingSection as ActivationCheckpointingSection
+from ._section import without_secrets as without_secrets
 from ._struct import Config as Config
 from ._train import PipelineConfig as PipelineConfig
 from ._train import TrainConfig as TrainConfig
@@ -37,8 +42,10 @@ __all__ = [
     "BF16Section",
     "BatchConfig",
     "BatchSizes",
+    "CSVMonitorSection",
     "CheckpointSection",
     "Collector",
+    "CometSection",
     "Config",
     "ConfigWarning",
     "DataTypesSection",
@@ -50,8 +57,10 @@ __all__ = [
     "Reader",
     "PipelineConfig",
     "SchedulerSection",
+    "TensorBoardSection",
     "TrainConfig",
     "TrainingConfig",
+    "WandbSection",
     "ZeroSection",
     "add_config_arguments",
     "as_number",
@@ -63,5 +72,6 @@ __all__ = [
     "read_flag",
     "resolve_batch_sizes",
     "unless_auto",
+    "without_secrets",
     "wrong_value",
 ]

@@ -106,7 +106,6 @@ _FETCH_FLAGS = ("allgather_sequential", "use_all_reduce_for_fetch_params")
 _fetch, _fetch_flag = _size._replace(reason=_FETCHED), _flag._replace(reason=_FETCHED)
 _gather_on_save = _flag._replace(reason="what is saved or exported is whole at any stage of ZeRO")
 _object = Unused(optional(read_object), _TUNING, _ENABLED)
-_monitor = _object._replace(reason="metrics are not written anywhere; log what train_batch returns, or engine.metrics")
 _profiler = _object._replace(reason="it measures PyTorch; use jax.profiler")
 
 UNUSED: Mapping[str, Unused] = MappingProxyType(
@@ -119,9 +118,7 @@ UNUSED: Mapping[str, Unused] = MappingProxyType(
             optional(one_of("Ignore", "Warn", "Fail")), "tags that differ between processes are always an error", _NEVER
         ),
         "checkpoint.writer": _object,
-        "comet": _monitor,
         "comms_logger": _profiler,
-        "csv_monitor": _monitor,
         "dataloader_drop_last": Unused(
             optional(read_flag), "a last batch of training_data that is not full is dropped all the same", (True,)
         ),
@@ -135,18 +132,16 @@ UNUSED: Mapping[str, Unused] = MappingProxyType(
         "log_level": Unused(optional(read_text), "set the level of Python's logger 'jaxpipe'", _NEVER),
         "max_elements_per_comm": _old_size,
         "memory_breakdown": _flag._replace(reason=_profiler.reason),
-        "monitor_config": _monitor,
+        "monitor_config": _object._replace(reason="use the sections tensorboard, wandb, csv_monitor and comet"),
         "optimizer.legacy_fusion": _flag,
         "pipeline.grad_partitioned": _flag,
         "pipeline.pipe_partitioned": _flag,
         "pipeline.use_reentrant": _flag,
         "prescale_gradients": _flag._replace(reason=_AVERAGING),
         "sparse_gradients": _flag,
-        "tensorboard": _monitor,
         "timers": _object._replace(off=(*_ENABLED, {"throughput": {"enabled": False}})),
         "vocabulary_size": Unused(optional(integer_of_at_least(1)), _TUNING, _NEVER),
         "wall_clock_breakdown": _flag._replace(reason=_profiler.reason),
-        "wandb": _monitor,
         "zero_allow_untested_optimizer": _flag._replace(reason="every optimizer that is accepted works with ZeRO"),
         "zero_force_ds_cpu_optimizer": _flag,
         "zero_max_elements_per_comm": _old_size,

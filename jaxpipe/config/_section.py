@@ -1,7 +1,7 @@
 """The base of all sections of the configuration, and the reading of one."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import MISSING, Field, dataclass, field, fields
+from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar, cast
 
@@ -53,17 +53,25 @@ class Section:
         return ()
 
 
-def setting(default: Any, reader: Reader) -> Any:
+def setting(default: Any, reader: Reader, *, is_secret: bool = False) -> Any:
     """Declare a key of a section.
 
     Args:
         default: Its value where the key is absent.
         reader: Checks and converts its value.
+        is_secret: Whether its value is shown and stored nowhere.
 
     Returns:
         A dataclass field.
     """
-    return field(default=default, metadata={"reader": reader})
+    return field(default=default, repr=not is_secret, metadata={"reader": reader})
+
+
+def without_secrets(section: S) -> S:
+    """A section without the values that are to be shown and stored nowhere."""
+    inner = {x.name: getattr(section, x.name) for x in fields(section) if "section" in x.metadata}
+    changes = {name: without_secrets(value) for name, value in inner.items() if value is not None}
+    return replace(section, **changes, **{x.name: x.default for x in fields(section) if not x.repr})
 
 
 def required(reader: Reader) -> Any:

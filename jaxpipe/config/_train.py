@@ -9,6 +9,7 @@ from jaxpipe.errors import ConfigError
 
 from ._batch import BatchSizes, resolve_batch_sizes
 from ._checkpoint import CheckpointSection
+from ._monitors import CometSection, CSVMonitorSection, TensorBoardSection, WandbSection
 from ._optimizer import OptimizerSection, SchedulerSection
 from ._precision import BF16Section, DataTypesSection, Dtype, FP16Section, read_dtype
 from ._recompute import ActivationCheckpointingSection
@@ -117,6 +118,10 @@ class TrainConfig(Section):
         scheduler: The section `scheduler`; None: no learning-rate schedule is named.
         activation_checkpointing: The section `activation_checkpointing`.
         checkpoint: The section `checkpoint`.
+        tensorboard: The section `tensorboard`.
+        wandb: The section `wandb`.
+        csv_monitor: The section `csv_monitor`.
+        comet: The section `comet`.
 
     Raises:
         ConfigError: A value is of the wrong type or out of range, or `fp16` and `bf16` are both enabled.
@@ -138,6 +143,10 @@ class TrainConfig(Section):
     scheduler: SchedulerSection | None = subsection(SchedulerSection, absent=True)
     activation_checkpointing: ActivationCheckpointingSection = subsection(ActivationCheckpointingSection)
     checkpoint: CheckpointSection = subsection(CheckpointSection)
+    tensorboard: TensorBoardSection = subsection(TensorBoardSection)
+    wandb: WandbSection = subsection(WandbSection)
+    csv_monitor: CSVMonitorSection = subsection(CSVMonitorSection)
+    comet: CometSection = subsection(CometSection)
 
     def check(self) -> Iterable[ConfigError]:
         """Check that one dtype is computed in."""

@@ -192,6 +192,24 @@ def read_text(value: object, path: str) -> str:
     return value
 
 
+def read_string(value: object, path: str) -> str:
+    """Read a text, which may be empty.
+
+    Args:
+        value: The value.
+        path: Its JSON path.
+
+    Returns:
+        The text.
+
+    Raises:
+        ConfigError: The value is something else.
+    """
+    if not isinstance(value, str):
+        raise wrong_value(path, "a text", value, "Write it in quotes")
+    return value
+
+
 def one_of(*names: str) -> Reader:
     """Make the reader of a name, in capitals or not.
 

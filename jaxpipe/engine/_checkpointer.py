@@ -24,6 +24,7 @@ from jaxpipe.checkpoint import (
     load_struct,
     reread,
 )
+from jaxpipe.config import without_secrets
 from jaxpipe.distributed import gather_numbers, gather_texts, log, run_on_all
 from jaxpipe.errors import CheckpointError
 
@@ -77,7 +78,7 @@ class Checkpointer:
             global_samples=trainer.global_samples,
             data_iterator={"is_own": self._source.is_own, "state": self._source.get_state()},
             client_state=client_state,
-            config=_as_json(dataclasses.asdict(trainer.config)),
+            config=_as_json(dataclasses.asdict(without_secrets(trainer.config))),
         )
         background = self._section.async_save
         self._writer.save(save_dir, pipeline, state, run, tag=tag, save_latest=save_latest, background=background)

@@ -16,6 +16,7 @@ from jaxpipe.data import Batch, RepeatingLoader, Shard, split_entry
 from jaxpipe.errors import ConfigError, DataError, PipelineError
 from jaxpipe.executor import Metrics
 from jaxpipe.layers import PipelineModule
+from jaxpipe.monitor import Monitor, check_monitors
 from jaxpipe.pipeline import ChosenOptimizer, Pipeline
 from jaxpipe.state import TrainState
 from jaxpipe.topology import PipelineParallelGrid, mesh_shape, mesh_topology, rank_devices
@@ -29,6 +30,7 @@ from ._outputs import check_outputs, join_samples, split_samples
 from ._overflow import OverflowWatch
 from ._reports import Reports
 from ._source import Entry, MicrobatchSource
+from ._telemetry import Telemetry
 from ._trainer import Trainer
 from ._turn import Turn, one_thread
 
@@ -59,6 +61,7 @@ class Engine(ABC):
         example_batch: One entry, arrays or shapes; None: the first batch gives the first shapes.
         data_iter: What `train_batch()` and `eval_batch()` read when not given an iterator.
         reporter: As for `initialize`.
+        monitors: As for `initialize`.
 
     Attributes:
         optimizer: The optax transformation in use; None: the engine only evaluates.
@@ -87,7 +90,11 @@ class Engine(ABC):
         example_batch: Entry | None = None,
         data_iter: Iterator[Entry] | None = None,
         reporter: Reporter | None = print_line,
+        monitors: Sequence[Monitor] = (),
     ) -> None:
+        for monitor in monitors:
+            _check_monitor(monitor)
+        check_monitors(config)
         self.config, self.mesh = config, mesh
         self.optimizer, self.lr_scheduler = chosen.transformation, chosen.lr_scheduler
         self._trainer = Trainer(
@@ -99,6 +106,7 @@ class Engine(ABC):
         self._source, self._lockstep = MicrobatchSource(data_iter), Lockstep(self.data_shard)
         self._reports = Reports(self._trainer, chosen.schedules)
         self._checkpointer = Checkpointer(self._trainer, self._source, self._when_loaded)
+        self._telemetry = Telemetry(self._trainer, self._reports, config, monitors)
         is_repeated = isinstance(data_iter, RepeatingLoader)
         self.training_dataloader: Any = data_iter.loader if is_repeated else data_iter
         self._micro_steps = 0
@@ -107,6 +115,8 @@ class Engine(ABC):
         if example_batch is not None:
             self._trainer.programs.get(example_batch, self.micro_batches)
             self._trainer.check_parameters()
+        # Last, so that what is wrong above leaves no files and no runs behind.
+        self._telemetry.open()
 
     def __repr__(self) -> str:
         shape = mesh_shape(self.mesh)
@@ -359,7 +369,8 @@ class Engine(ABC):
             DeepSpeed's `save_checkpoint`, whose files are pickles.
         """
         self._check_between_batches("save_checkpoint")
-        self._checkpointer.save(save_dir, tag, client_state, save_latest=save_latest)
+        with self._telemetry.timed("save_checkpoint"):
+            self._checkpointer.save(save_dir, tag, client_state, save_latest=save_latest)
         return True
 
     def wait_for_checkpoint(self) -> None:
@@ -410,7 +421,8 @@ class Engine(ABC):
             DeepSpeed's `load_checkpoint`, which returns `(None, None)` where there is none.
         """
         what = LoadOptions(load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only)
-        return self._checkpointer.load(load_dir, tag, what)
+        with self._telemetry.timed("load_checkpoint"):
+            return self._checkpointer.load(load_dir, tag, what)
 
     def save_on_preemption(
         self,
@@ -484,6 +496,25 @@ class Engine(ABC):
         if collections is not None:
             state = trainer.pipeline.replace_collections(state, tree.wrap_collections(collections))
         trainer.state = state
+
+    @one_thread
+    def add_monitor(self, monitor: Monitor) -> None:
+        """Give a function the numbers of all steps from now on; all processes call, and in process 0 it is called.
+
+        What it is given, when and where is as for `initialize(monitors=...)`.
+
+        Args:
+            monitor: A function of a list of `Event`.
+
+        Raises:
+            ConfigError: It is not callable.
+        """
+        _check_monitor(monitor)
+        self._telemetry.add(monitor)
+
+    def flush_monitors(self) -> None:
+        """Wait until the numbers of all steps so far have been given to the monitors."""
+        self._telemetry.flush()
 
     @property
     def metrics(self) -> dict[str, Any]:
@@ -728,6 +759,8 @@ class Engine(ABC):
 
     def _end_step(self) -> None:
         """Report an update, and end where that was asked for."""
+        if self._telemetry.is_on:
+            self._telemetry.note_step()
         every = self.config.steps_per_print
         if every and self.global_steps % every == 0:
             line = self._reports.line()  # on all processes, which must agree
@@ -739,6 +772,7 @@ class Engine(ABC):
         trainer.watch = OverflowWatch(trainer.scaler)  # the old one holds flags of steps that are no more
         trainer.model_parameters = None
         self._reports.forget()
+        self._telemetry.forget()
         self._micro_steps = trainer.global_steps * self.micro_batches
         self._begin_batch()
 
@@ -749,6 +783,14 @@ class Engine(ABC):
 def _first_rank(devices: Sequence[Any]) -> int:
     """The rank of this process's first device; 0 where it has none."""
     return next((rank for rank, device in enumerate(devices) if device.process_index == jax.process_index()), 0)
+
+
+def _check_monitor(monitor: Any) -> None:
+    if not callable(monitor):
+        raise ConfigError(
+            f"a monitor must be a function of a list of events, but got monitor={monitor!r}. Pass for instance "
+            "lambda events: print(*events)."
+        )
 
 
 def _check_evaluation(reduce_output: Any, num_micro_batches: Any) -> None:

@@ -15,6 +15,7 @@ from jaxpipe.data import BatchLoader, RepeatingLoader, process_shard
 from jaxpipe.distributed import handshake, init_distributed, log, names_other_processes
 from jaxpipe.errors import ConfigError
 from jaxpipe.layers import PipelineModule
+from jaxpipe.monitor import Monitor
 from jaxpipe.pipeline import ConfigLike, check_mesh, prepare, read_params
 
 from ._compile import Reporter, print_line
@@ -50,6 +51,7 @@ def initialize(  # noqa: PLR0913  # DeepSpeed's arguments
     mesh: Mesh | None = None,
     shuffle: bool = True,
     reporter: Reporter | None = print_line,
+    monitors: Sequence[Monitor] = (),
 ) -> Initialized:
     """Build an engine for a model.
 
@@ -86,6 +88,13 @@ def initialize(  # noqa: PLR0913  # DeepSpeed's arguments
         reporter: Called in process 0 with each line for the person who watches: one every `steps_per_print` steps, with
             loss, rate and speed, and one before and after each compile. By default they go to stderr;
             `logging.getLogger("train").info` puts them into a log, None drops them.
+        monitors: Functions that are given the numbers of each step, beside what the configuration's sections
+            `tensorboard`, `wandb`, `csv_monitor` and `comet` write. They are called in process 0, in a thread of their
+            own, when the devices have computed the step, with a list of `Event(name, value, samples)`; one that raises
+            is switched off with a warning in the log. Names begin with `Train/Samples/`: `train_loss`, `lr` (of the
+            next update, as `get_lr`), `grad_norm`, `losses/*` and `metrics/*` that layers report, `loss_scale` in
+            float16, `skipped_steps`, `samples_per_s`, `tokens_per_s`, `peak_memory_gb` (the largest of the process's
+            devices), `elapsed_time_ms_save_checkpoint` and `elapsed_time_ms_load_checkpoint`.
 
     Returns:
         `(engine, optimizer, dataloader, lr_scheduler)`: what is in use, None where there is none. The dataloader gives
@@ -167,6 +176,7 @@ def initialize(  # noqa: PLR0913  # DeepSpeed's arguments
         example_batch=example_batch,
         data_iter=None if loader is None else RepeatingLoader(loader),
         reporter=reporter,
+        monitors=monitors,
     )
     return engine, engine.optimizer, loader, engine.lr_scheduler
 

@@ -99,6 +99,20 @@ class Reports:
         if self._clock is None:
             self._clock = self._now()
 
+    @property
+    def num_tokens(self) -> int | None:
+        """Tokens trained so far; None where a batch held something else."""
+        return self._num_tokens
+
+    def start_rates(self) -> dict[str, jax.Array]:
+        """The learning rates of the next update, computed while the caller goes on; `lr` is DeepSpeed's name."""
+        if self._trainer.optimizer is None:
+            return {}
+        # Nothing is waited for: the program exchanges nothing, so that it can wait for no other.
+        found = self._access_to_state().start_read(self._trainer.state.opt_state)
+        rates = {name: value for name, value in found.items() if name.endswith(_RATE)}
+        return {"lr" if name == _RATE else name: value for name, value in rates.items()}
+
     def line(self) -> str:
         """A line on the last batch and the speed since the last line; waits for it."""
         metrics = self.metrics
@@ -126,6 +140,9 @@ class Reports:
     def _hyperparams(self) -> Hyperparams:
         """Access to the optimiser's state, with no program in flight on simulated devices."""
         self._trainer.block_until_ready()
+        return self._access_to_state()
+
+    def _access_to_state(self) -> Hyperparams:
         if self._access is None:
             self._access = self._trainer.pipeline.hyperparams(self._schedules)
         return self._access

@@ -61,10 +61,19 @@ class Hyperparams:
         Returns:
             Name to number. One that follows a schedule which is not known has the value of the last update.
         """
-        if not self.names:
-            return {}
         # Each shard's state has them all, with equal values: one row that lies here will do.
-        return {name: rows.addressable_shards[0].data[0].item() for name, rows in self._read(opt_state).items()}
+        return {name: rows.addressable_shards[0].data[0].item() for name, rows in self.start_read(opt_state).items()}
+
+    def start_read(self, opt_state: PyTree) -> Mapping[str, jax.Array]:
+        """Start the program of `read`, without waiting for it.
+
+        Args:
+            opt_state: As for `read`.
+
+        Returns:
+            Name to array `[num_rows]`, equal numbers.
+        """
+        return self._read(opt_state) if self.names else {}
 
     def write(self, opt_state: PyTree, values: Mapping[str, Any]) -> PyTree:
         """Set hyperparameters for all updates from now on.

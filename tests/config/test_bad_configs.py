@@ -4,6 +4,7 @@ import copy
 import json
 import random
 import re
+import types
 from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,7 +16,7 @@ from _keys import KEYS, Key
 from jaxpipe.config import load_config
 from jaxpipe.errors import ConfigError
 
-NUM_CASES = 200
+NUM_CASES = 300
 FLAG = [1, 0, "true", [], {}]
 INTEGER = ["4", 4.5, True, [4], {}]
 NUMBER = ["1.0", True, [1.0], {}]
@@ -39,7 +40,8 @@ _BY_HAND: dict[str, list[Any]] = {
 def _of_other_types(path: str, key: Key) -> list[Any]:
     if path in _BY_HAND:
         return _BY_HAND[path]
-    return SECTION if key.is_section else {bool: FLAG, int: INTEGER, float: NUMBER, str: TEXT}[key.kind()]
+    wrong = SECTION if key.is_section else {bool: FLAG, int: INTEGER, float: NUMBER, str: TEXT}[key.kind()]
+    return [value for value in wrong if value is not None or types.NoneType not in key.kinds]
 
 
 WRONG_TYPES = {path: _of_other_types(path, key) for path, key in KEYS.items()}
@@ -73,6 +75,14 @@ WRONG_VALUES: dict[str, list[Any]] = {
     "activation_checkpointing.number_checkpoints": [0, -1],
     "checkpoint.keep_last": [0, -3, None],
     "checkpoint.keep_every": [0, -1],
+    "tensorboard.job_name": [""],
+    "csv_monitor.job_name": [""],
+    "wandb.group": [""],
+    "wandb.team": [""],
+    "wandb.project": [""],
+    "comet.samples_log_interval": [0, -1],
+    "comet.project": [""],
+    "comet.mode": ["new", ""],
     **{path: [{"enabled": True}] for path in OFF if not path.startswith("bf16.")},  # FULL has bf16 off
     **{path: [-1, "many"] for path, values in UNUSED.items() if type(values[0]) in (int, float)},
 }

@@ -35,7 +35,12 @@ def _named(*names: str) -> st.SearchStrategy[dict[str, Any]]:
     return st.fixed_dictionaries({"type": st.sampled_from(names)}, optional={"params": params})
 
 
-_PLAIN: dict[Any, st.SearchStrategy[Any]] = {bool: flags, int: positive, float: st.floats(1e-3, 1e6)}
+_PLAIN: dict[Any, st.SearchStrategy[Any]] = {
+    bool: flags,
+    int: positive,
+    float: st.floats(1e-3, 1e6),
+    str: st.text(min_size=1),
+}
 _BY_HAND: dict[str, st.SearchStrategy[Any]] = {
     "gradient_clipping": numbers,
     "pipeline.partition": st.sampled_from(["best", "uniform", "type:x"]) | st.lists(st.integers(0, 99), min_size=1),

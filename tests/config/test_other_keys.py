@@ -75,7 +75,7 @@ def test_their_values_are_checked_all_the_same(path: str) -> None:
     ("path", "value", "match"),
     [
         ("wall_clock_breakdown", True, "use jax.profiler"),
-        ("tensorboard", {"enabled": True}, "log what train_batch returns, or engine.metrics"),
+        ("monitor_config", {"enabled": True}, "use the sections tensorboard, wandb, csv_monitor and comet"),
         ("dump_state", True, "log engine.config"),
         ("dataloader_drop_last", False, "is not full is dropped all the same"),
         ("prescale_gradients", True, "averaged over the axis data once a step"),

@@ -1,0 +1,109 @@
+"""The sections that say where the numbers of a run are written to, with DeepSpeed's names and defaults."""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from ._section import Section, setting
+from ._values import integer_of_at_least, one_of, optional, read_flag, read_string, read_text
+
+_JOB = "DeepSpeedJobName"
+
+
+@dataclass(frozen=True)
+class TensorBoardSection(Section):
+    """The section `tensorboard`: event files for TensorBoard.
+
+    Attributes:
+        enabled: Whether to write them; needs the extra `jaxpipe[tensorboard]`.
+        output_path: The folder in which `job_name` is made; empty: the working directory.
+        job_name: The run's folder.
+
+    Raises:
+        ConfigError: A value is of the wrong type.
+    """
+
+    path: ClassVar[str] = "tensorboard"
+    switch: ClassVar[str | None] = "enabled"
+
+    enabled: bool = setting(False, read_flag)
+    output_path: str = setting("", read_string)
+    job_name: str = setting(_JOB, read_text)
+
+
+@dataclass(frozen=True)
+class CSVMonitorSection(Section):
+    """The section `csv_monitor`: a file of samples and values for each name.
+
+    Attributes:
+        enabled: Whether to write them.
+        output_path: The folder in which `job_name` is made; empty: the working directory.
+        job_name: The run's folder.
+
+    Raises:
+        ConfigError: A value is of the wrong type.
+    """
+
+    path: ClassVar[str] = "csv_monitor"
+    switch: ClassVar[str | None] = "enabled"
+
+    enabled: bool = setting(False, read_flag)
+    output_path: str = setting("", read_string)
+    job_name: str = setting(_JOB, read_text)
+
+
+@dataclass(frozen=True)
+class WandbSection(Section):
+    """The section `wandb`: a run of Weights & Biases; the one that the program has begun, where it has.
+
+    Attributes:
+        enabled: Whether to log there; needs the extra `jaxpipe[wandb]`.
+        group: The group of runs.
+        team: The team or user that the project belongs to.
+        project: The project.
+
+    Raises:
+        ConfigError: A value is of the wrong type.
+    """
+
+    path: ClassVar[str] = "wandb"
+    switch: ClassVar[str | None] = "enabled"
+
+    enabled: bool = setting(False, read_flag)
+    group: str | None = setting(None, optional(read_text))
+    team: str | None = setting(None, optional(read_text))
+    project: str = setting("deepspeed", read_text)
+
+
+@dataclass(frozen=True)
+class CometSection(Section):
+    """The section `comet`: an experiment of Comet. What is None is Comet's own to find, in its file or environment.
+
+    Attributes:
+        enabled: Whether to log there; needs the extra `jaxpipe[comet]`.
+        samples_log_interval: Samples from one value of a name to the next that is logged.
+        project: The project.
+        workspace: The workspace.
+        api_key: The key; it is not stored in checkpoints.
+        experiment_name: The experiment's name.
+        experiment_key: The experiment's key.
+        online: Whether it goes to the server, or to a file.
+        mode: Whether the experiment is made anew, gone on with, or either.
+
+    Raises:
+        ConfigError: A value is of the wrong type or out of range.
+    """
+
+    path: ClassVar[str] = "comet"
+    switch: ClassVar[str | None] = "enabled"
+
+    enabled: bool = setting(False, read_flag)
+    samples_log_interval: int = setting(100, integer_of_at_least(1))
+    project: str | None = setting(None, optional(read_text))
+    workspace: str | None = setting(None, optional(read_text))
+    api_key: str | None = setting(None, optional(read_text), is_secret=True)
+    experiment_name: str | None = setting(None, optional(read_text))
+    experiment_key: str | None = setting(None, optional(read_text))
+    online: bool | None = setting(None, optional(read_flag))
+    mode: Literal["get", "create", "get_or_create"] | None = setting(
+        None, optional(one_of("get", "create", "get_or_create"))
+    )

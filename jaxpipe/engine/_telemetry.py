@@ -1,0 +1,131 @@
+"""`Telemetry`: what an engine tells its monitors."""
+
+import contextlib
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpipe.config import TrainConfig
+from jaxpipe.monitor import Event, Monitor, MonitorLog, open_monitors
+
+from ._reports import Reports
+from ._trainer import Trainer
+
+_PREFIX = "Train/Samples/"
+
+
+class Telemetry:
+    """Gives the numbers of each step to monitors, which read them when the devices have computed them.
+
+    Args:
+        trainer: The state and its counters.
+        reports: The metrics.
+        config: The configuration: the sections of monitors count.
+        monitors: Users' monitors.
+
+    Attributes:
+        is_on: Whether there are or were monitors. It is the same in all processes, each of which takes part in the
+            programs that read the state.
+    """
+
+    def __init__(self, trainer: Trainer, reports: Reports, config: TrainConfig, monitors: Sequence[Monitor]) -> None:
+        self._trainer, self._reports, self._config = trainer, reports, config
+        self._log, self._speed = MonitorLog(monitors), _Speed()
+        sections = (config.tensorboard, config.wandb, config.csv_monitor, config.comet)
+        self.is_on = bool(monitors) or any(section.enabled for section in sections)
+
+    def open(self) -> None:
+        """Begin to write what the configuration asks for."""
+        if self.is_on and jax.process_index() == 0:
+            for monitor in open_monitors(self._config):
+                self._log.add(monitor)
+
+    def add(self, monitor: Monitor) -> None:
+        """See `Engine.add_monitor`."""
+        self.is_on = True
+        self._log.add(monitor)
+
+    def flush(self) -> None:
+        """See `Engine.flush_monitors`."""
+        self._log.flush()
+
+    def note_step(self) -> None:
+        """A step has been started; called where `is_on` is true."""
+        arrays, samples, num_tokens = self._arrays(), self._trainer.global_samples, self._reports.num_tokens
+        devices, speed = self._trainer.mesh.local_devices, self._speed
+
+        def read() -> list[Event]:
+            values = {name: _number(array) for name, array in arrays.items()}
+            # After the values have been waited for: else only the calls would be timed.
+            values |= speed.after(samples, num_tokens)
+            peaks = [stats["peak_bytes_in_use"] for device in devices if (stats := device.memory_stats())]
+            values |= {"peak_memory_gb": max(peaks) / 1e9} if peaks else {}
+            return [Event(_PREFIX + name, value, samples) for name, value in values.items()]
+
+        self._put(read)
+
+    @contextlib.contextmanager
+    def timed(self, what: str) -> Generator[None]:
+        """Log how long a call outside of steps takes."""
+        began = time.perf_counter()
+        yield
+        elapsed_ms = 1000 * (time.perf_counter() - began)
+        event = Event(f"{_PREFIX}elapsed_time_ms_{what}", elapsed_ms, self._trainer.global_samples)
+        self._put(lambda: [event])
+
+    def forget(self) -> None:
+        """Forget the steps so far."""
+        self._speed = _Speed()
+
+    def _arrays(self) -> dict[str, jax.Array]:
+        """Scalars of the last step, or rows of equal ones, by name."""
+        trainer, metrics = self._trainer, self._reports.metrics
+        assert metrics is not None, "a step has been started"
+        found = {"train_loss": metrics["loss"], "grad_norm": metrics["grad_norm"]}
+        if "overflow" in metrics:
+            # Copied, as the next step takes the state's buffers.
+            found["skipped_steps"] = jnp.copy(trainer.state.skipped_steps)
+        if trainer.scaler is not None and trainer.scaler.enabled and "loss_scale" in metrics:
+            found["loss_scale"] = metrics["loss_scale"]
+        found |= {f"losses/{name}": value for name, value in metrics.get("losses", {}).items()}
+        found |= {f"metrics/{name}": value for name, value in metrics.get("metrics", {}).items()}
+        return found | self._reports.start_rates()
+
+    def _put(self, record: Callable[[], list[Event]]) -> None:
+        if jax.process_index() == 0:
+            self._log.put(record)
+
+
+class _Speed:
+    """Samples and tokens a second, from one step's end to the next; belongs to the thread that waits for steps."""
+
+    def __init__(self) -> None:
+        self._last: tuple[int, int | None, float] | None = None
+
+    def after(self, num_samples: int, num_tokens: int | None) -> Mapping[str, float]:
+        """Speed of the step that has just ended; nothing after the first, which compiled.
+
+        Args:
+            num_samples: Samples trained so far.
+            num_tokens: Tokens trained so far, where they are counted.
+
+        Returns:
+            Name to number.
+        """
+        now = time.perf_counter()
+        last, self._last = self._last, (num_samples, num_tokens, now)
+        if last is None or now <= last[2]:
+            return {}
+        elapsed_s = now - last[2]
+        speed = {"samples_per_s": (num_samples - last[0]) / elapsed_s}
+        if num_tokens and last[1] is not None:
+            speed["tokens_per_s"] = (num_tokens - last[1]) / elapsed_s
+        return speed
+
+
+def _number(array: jax.Array) -> float:
+    """The scalar that this process's part of an array holds."""
+    return float(np.asarray(array.addressable_shards[0].data).reshape(-1)[0])

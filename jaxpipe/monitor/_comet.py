@@ -1,0 +1,50 @@
+"""`CometMonitor`: an experiment of Comet."""
+
+from collections.abc import Sequence
+from typing import Any, final
+
+from jaxpipe.config import CometSection
+
+from ._event import Event
+
+
+@final
+class CometMonitor:
+    """Logs into an experiment of Comet, each name once in `samples_log_interval` samples.
+
+    Args:
+        section: The configuration.
+    """
+
+    def __init__(self, section: CometSection) -> None:
+        import comet_ml
+
+        self._experiment: Any = comet_ml.start(
+            api_key=section.api_key,
+            workspace=section.workspace,
+            project=section.project,
+            experiment_key=section.experiment_key,
+            mode=section.mode,
+            online=section.online,
+        )
+        if section.experiment_name is not None:
+            self._experiment.set_name(section.experiment_name)
+        self._interval = section.samples_log_interval
+        self._logged: dict[str, int] = {}
+
+    def __call__(self, events: Sequence[Event]) -> None:
+        due = [event for event in events if self._is_due(event)]
+        if due:
+            self._experiment.log_metrics({event.name: event.value for event in due}, step=due[0].samples)
+
+    def close(self) -> None:
+        """End the experiment."""
+        self._experiment.end()
+
+    def _is_due(self, event: Event) -> bool:
+        last = self._logged.get(event.name)
+        # A checkpoint that was loaded may lie before what has been logged.
+        if last is not None and last <= event.samples < last + self._interval:
+            return False
+        self._logged[event.name] = event.samples
+        return True

@@ -1,0 +1,145 @@
+"""`MonitorLog`: events on their way to monitors, in a thread of their own."""
+
+import atexit
+import contextlib
+import logging
+import queue
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+
+from jaxpipe.distributed import log
+
+from ._event import Event, Monitor
+
+Record = Callable[[], Sequence[Event]]
+"""Makes events of arrays on the devices, and may wait for them."""
+
+_MOST_WAITING = 4096
+"""Records that may wait, arrays of a few bytes each: training does not wait for a monitor that hangs."""
+
+_LAST_WAIT_S = 30.0
+"""Seconds that the end of the program waits for what is still to be written."""
+
+
+class MonitorLog:
+    """Gives events to monitors in the order of their steps, without making anybody wait.
+
+    A monitor that raises, because its disk is full or its server is gone, is switched off with one warning in the log;
+    the others go on. What waits when the program ends is written then.
+
+    Args:
+        monitors: Who takes the events.
+    """
+
+    def __init__(self, monitors: Iterable[Monitor] = ()) -> None:
+        self._worker = _Worker()
+        for monitor in monitors:
+            self.add(monitor)
+        # The thread holds the worker and not this object, so that both end with the engine.
+        weakref.finalize(self, self._worker.end).atexit = False
+
+    @property
+    def is_empty(self) -> bool:
+        """True if no monitor is left."""
+        return not self._worker.monitors
+
+    def add(self, monitor: Monitor) -> None:
+        """Give a monitor the events from now on."""
+        self._worker.monitors.append(monitor)
+
+    def put(self, record: Record) -> None:
+        """Write events as soon as they are there; returns at once."""
+        if not self.is_empty:
+            self._worker.put(record)
+
+    def flush(self) -> None:
+        """Wait until everything that was put has been written."""
+        self._worker.waiting.join()
+
+
+class _Worker:
+    """The thread, and what it works on."""
+
+    def __init__(self) -> None:
+        self.monitors: list[Monitor] = []
+        self.waiting: queue.Queue[Record | None] = queue.Queue(_MOST_WAITING)
+        self._thread: threading.Thread | None = None
+        self._has_warned = False
+
+    def put(self, record: Record) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, daemon=True, name="monitors")
+            self._thread.start()
+            # Registered after JAX's own, and so called before it: later there are no devices to read from.
+            atexit.register(self._end_and_wait)
+        try:
+            self.waiting.put_nowait(record)
+        except queue.Full:
+            if not self._has_warned:
+                self._has_warned = True
+                log(
+                    logging.WARNING,
+                    "monitors must keep up with training, but %d steps wait to be written; until there is room, what "
+                    "comes is not logged",
+                    _MOST_WAITING,
+                )
+
+    def end(self) -> None:
+        """Let the thread end when it has written what waits."""
+        if self._thread is None:
+            self._close()
+            return
+        with contextlib.suppress(queue.Full):  # then a monitor hangs, and nothing is to wait for it
+            self.waiting.put_nowait(None)
+        atexit.unregister(self._end_and_wait)
+
+    def _end_and_wait(self) -> None:
+        thread = self._thread
+        self.end()
+        if thread is not None:
+            thread.join(_LAST_WAIT_S)
+
+    def _run(self) -> None:
+        while True:
+            record = self.waiting.get()
+            try:
+                if record is None:
+                    self._close()
+                    return
+                self._write(record)
+            finally:
+                self.waiting.task_done()
+
+    def _write(self, record: Record) -> None:
+        try:
+            events = record()
+        except Exception:  # noqa: BLE001  # the step failed on the devices: who waits for its loss is told so
+            return
+        for monitor in list(self.monitors):
+            try:
+                monitor(events)
+            except Exception as error:  # noqa: BLE001  # whatever a library or a user's function raises
+                self.monitors.remove(monitor)
+                _warn(monitor, error)
+
+    def _close(self) -> None:
+        for monitor in self.monitors:
+            close = getattr(monitor, "close", None)
+            try:
+                if callable(close):
+                    close()
+            except Exception as error:  # noqa: BLE001  # as above
+                _warn(monitor, error)
+        self.monitors.clear()
+
+
+def _warn(monitor: Monitor, error: Exception) -> None:
+    name = getattr(monitor, "__qualname__", type(monitor).__qualname__)
+    log(
+        logging.WARNING,
+        "the monitor %s failed and is switched off, training goes on: %s: %s",
+        name,
+        type(error).__name__,
+        error,
+    )

@@ -1,0 +1,31 @@
+"""`WandbMonitor`: a run of Weights & Biases."""
+
+from collections.abc import Sequence
+from typing import Any, final
+
+from jaxpipe.config import WandbSection
+
+from ._event import Event
+
+
+@final
+class WandbMonitor:
+    """Logs into a run of Weights & Biases: the one that the program has begun, else one of its own.
+
+    Args:
+        section: The configuration.
+    """
+
+    def __init__(self, section: WandbSection) -> None:
+        import wandb
+
+        self._is_own = wandb.run is None
+        self._run: Any = wandb.run or wandb.init(project=section.project, group=section.group, entity=section.team)
+
+    def __call__(self, events: Sequence[Event]) -> None:
+        self._run.log({event.name: event.value for event in events}, step=events[0].samples)
+
+    def close(self) -> None:
+        """End the run, if it was begun here."""
+        if self._is_own:
+            self._run.finish()

@@ -1,0 +1,214 @@
+"""What an engine tells its monitors, read back by the libraries that they write through."""
+
+import csv
+import importlib.util
+import json
+import logging
+import resource
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import flax.linen as nn
+import jax
+import pytest
+from _small import Reporting, build, entries, entry, module
+
+from jaxpipe import LayerSpec, PipelineEngine
+from jaxpipe.errors import ConfigError
+from jaxpipe.monitor import Event
+
+WARMUP = {"type": "WarmupLR", "params": {"warmup_num_steps": 4, "warmup_type": "linear"}}
+FP16 = {"enabled": True, "initial_scale_power": 1, "hysteresis": 1}
+TAG = "Train/Samples/"
+STEPS, SAMPLES = 3, 4
+
+
+class Recording:
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+
+    def __call__(self, events: Sequence[Event]) -> None:
+        self.events += events
+
+    def of(self, name: str) -> dict[int, float]:
+        return {event.samples: event.value for event in self.events if event.name == TAG + name}
+
+
+def train(engine: PipelineEngine, steps: int = STEPS) -> list[float]:
+    losses = [float(engine.train_batch(entries(step))) for step in range(steps)]
+    engine.flush_monitors()
+    return losses
+
+
+def test_the_numbers_of_every_step(tmp_path: Path) -> None:
+    first, second = Recording(), Recording()
+    model = module(LayerSpec(Reporting), LayerSpec(nn.Dense, 1), data=2)
+    section = {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}
+    engine = build(model, {"scheduler": WARMUP, "fp16": FP16, "csv_monitor": section}, monitors=[first])
+    rates, losses = [], []
+    for step in range(STEPS):
+        if step == 1:
+            engine.add_monitor(second)
+        losses.append(float(engine.train_batch(entries(step, samples=4))))
+        rates.append(engine.get_lr()[0])
+    bad = [(x * float("inf"), y) for x, y in entries(samples=4)]
+    engine.train_batch(iter(bad))
+    engine.save_checkpoint(tmp_path / "saved")
+    engine.load_checkpoint(tmp_path / "saved")
+    engine.train_batch(entries(samples=4))
+    engine.flush_monitors()
+    at = [8 * (step + 1) for step in range(STEPS)]
+    assert {n: first.of("train_loss")[n] for n in at} == dict(zip(at, losses, strict=True))
+    assert [first.of("lr")[n] for n in at] == pytest.approx(rates)
+    assert first.of("skipped_steps") == {8: 0, 16: 0, 24: 0, 32: 1, 40: 1}
+    assert first.of("loss_scale") == {8: 2, 16: 2, 24: 2, 32: 2, 40: 1}
+    assert set(first.of("losses/0_Reporting/size")) == set(first.of("metrics/0_Reporting/largest")) == {*at, 32, 40}
+    assert set(first.of("grad_norm")) == {*at, 32, 40}
+    # Neither the first step, which compiled, nor the first after a load, which begins anew.
+    assert set(first.of("samples_per_s")) == {16, 24, 32}
+    assert min(first.of("samples_per_s").values()) > 0
+    assert {name: list(first.of(f"elapsed_time_ms_{name}_checkpoint")) for name in ("save", "load")} == {
+        "save": [32],
+        "load": [32],
+    }
+    assert [event for event in first.events if event.samples > 8] == second.events
+    with (tmp_path / "job" / "Train_Samples_train_loss.csv").open() as file:
+        rows = list(csv.reader(file))
+    assert rows[0] == ["step", "train_loss"]
+    assert [(int(n), float(value)) for n, value in rows[1:4]] == list(zip(at, losses, strict=True))
+
+
+def test_a_plain_model_and_text(tmp_path: Path) -> None:
+    import jaxpipe
+
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, tokens: jax.Array) -> jax.Array:
+            return nn.Embed(9, 3)(tokens).sum() ** 2
+
+    recording = Recording()
+    config = {"train_batch_size": 8, "optimizer": {"type": "Muon"}}
+    engine = jaxpipe.initialize(model=Model(), config=config, monitors=[recording])[0]
+    batch = jax.numpy.ones((8, 5), int)
+    losses = []
+    for _ in range(2):
+        losses.append(float(engine(batch)))
+        engine.backward(engine.forward.__self__._batch.pending[0])
+        engine.step()
+    engine.flush_monitors()
+    assert list(recording.of("train_loss").values()) == losses
+    assert recording.of("lr") == {8: pytest.approx(0.02), 16: pytest.approx(0.02)}
+    assert recording.of("tokens_per_s")[16] == pytest.approx(5 * recording.of("samples_per_s")[16])
+
+
+def test_tensorboard_reads_its_files(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    engine = build(config={"tensorboard": {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}})
+    losses = train(engine)
+    reader = EventAccumulator(str(tmp_path / "job")).Reload()
+    found = [(event.step, float(event.tensor_proto.float_val[0])) for event in reader.Tensors(TAG + "train_loss")]
+    assert found == [(SAMPLES * (step + 1), pytest.approx(loss)) for step, loss in enumerate(losses)]
+    assert {TAG + name for name in ("lr", "grad_norm", "samples_per_s")} <= set(reader.Tags()["tensors"])
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
+def test_wandb_without_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb = pytest.importorskip("wandb")
+    for name, value in {"MODE": "offline", "DIR": str(tmp_path), "SILENT": "true"}.items():
+        monkeypatch.setenv(f"WANDB_{name}", value)
+    engine = build(config={"wandb": {"enabled": True, "project": "p", "group": "g", "team": "t"}})
+    run = wandb.run
+    assert (run.project, run.group, run.entity, run.offline) == ("p", "g", "t", True)
+    losses = train(engine)
+    run.log({}, commit=True)  # what was logged last waits for more of its step
+    summary = dict(run.summary)
+    run.finish()
+    assert (summary["_step"], summary[TAG + "train_loss"]) == (SAMPLES * STEPS, losses[-1])
+    assert {TAG + "lr", TAG + "grad_norm"} <= set(summary)
+    assert list(tmp_path.rglob("run-*.wandb"))
+
+
+def test_comet_as_the_section_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    comet_ml = pytest.importorskip("comet_ml")
+    started: list[dict[str, Any]] = []
+    logged: list[tuple[dict[str, float], int]] = []
+
+    class Experiment:
+        def set_name(self, name: str) -> None:
+            started[0]["name"] = name
+
+        def log_metrics(self, values: dict[str, float], step: int) -> None:
+            logged.append((values, step))
+
+        def end(self) -> None: ...
+
+    monkeypatch.setattr(comet_ml, "start", lambda **kwargs: started.append(kwargs) or Experiment())
+    section = {"samples_log_interval": 8, "api_key": "secret", "experiment_name": "e", "online": False}
+    engine = build(config={"comet": {"enabled": True, **section}})
+    losses = train(engine)
+    assert started[0] | {"api_key": "secret", "name": "e", "online": False, "mode": None} == started[0]
+    # Samples from one value of a name to the next: those of the second step lie between.
+    assert [step for values, step in logged if TAG + "train_loss" in values] == [4, 12]
+    assert logged[0][0][TAG + "train_loss"] == losses[0]
+    assert "secret" not in repr(engine.config)
+
+
+def test_a_key_is_not_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jaxpipe.engine._telemetry.open_monitors", lambda config: [])
+    monkeypatch.setattr("jaxpipe.engine._engine.check_monitors", lambda config: None)
+    engine = build(config={"comet": {"enabled": True, "api_key": "secret", "project": "p"}}, example_batch=entry())
+    engine.save_checkpoint(tmp_path, "t")
+    texts = [path.read_text() for path in tmp_path.rglob("*.json")]
+    stored = next(json.loads(text)["config"]["comet"] for text in texts if '"config"' in text)
+    assert stored["project"] == "p"
+    assert stored["api_key"] is None
+    assert not any("secret" in text for text in texts)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_full_disk_ends_a_monitor_and_not_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    recording, section = Recording(), {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}
+    sections = {"csv_monitor": section, **({"tensorboard": section} if importlib.util.find_spec("tensorboard") else {})}
+    engine = build(config=sections, monitors=[recording])
+    train(engine, 1)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1, hard))
+    try:
+        with caplog.at_level(logging.WARNING, "jaxpipe"):
+            losses = train(engine)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    for thread in threading.enumerate():
+        if type(thread).__name__ == "_AsyncWriterThread":  # TensorBoard's, whose error is this test's and no other's
+            thread.join(10)
+    assert list(recording.of("train_loss").values())[1:] == losses
+    assert sorted(record.args[0] for record in caplog.records) == sorted(
+        {"csv_monitor": "CSVMonitor", "tensorboard": "TensorBoardMonitor"}[name] for name in sections
+    )
+
+
+def test_one_that_cannot_begin_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "job").write_text("a file")
+    with caplog.at_level(logging.WARNING, "jaxpipe"):
+        engine = build(config={"csv_monitor": {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}})
+    assert "csv_monitor could not begin and is switched off, training goes on: FileExistsError" in caplog.text
+    train(engine, 1)
+
+
+@pytest.mark.parametrize("section", ["tensorboard", "wandb", "comet"])
+def test_a_missing_library_is_named_before_anything_compiles(section: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    match = rf"^{section}.enabled must be false unless the package \w+ is installed.*pip install 'jaxpipe\[{section}\]'"
+    with pytest.raises(ConfigError, match=match):
+        build(config={section: {"enabled": True}})
+
+
+def test_a_monitor_must_be_callable() -> None:
+    with pytest.raises(ConfigError, match=r"must be a function of a list of events, but got monitor=3\. Pass"):
+        build(monitors=[3])
+    with pytest.raises(ConfigError, match=r"but got monitor='print'\. Pass"):
+        build().add_monitor("print")

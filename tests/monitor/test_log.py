@@ -1,0 +1,89 @@
+"""Events reach monitors in order, and no monitor costs anybody else anything."""
+
+import logging
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from jaxpipe.config import CSVMonitorSection
+from jaxpipe.monitor import Event, MonitorLog
+from jaxpipe.monitor._csv import CSVMonitor
+
+
+def test_events_come_in_order_from_another_thread() -> None:
+    got: list[tuple[Event, str]] = []
+    log = MonitorLog([lambda events: got.extend((event, threading.current_thread().name) for event in events)])
+    for step in range(50):
+        log.put(lambda step=step: [Event("a", step, step), Event("b", -step, step)])
+    log.flush()
+    assert got == [(Event(name, sign * i, i), "monitors") for i in range(50) for name, sign in (("a", 1), ("b", -1))]
+
+
+def test_putting_does_not_wait(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jaxpipe.monitor._log._MOST_WAITING", 2)
+    may_go, got = threading.Event(), list[int]()
+
+    def slow(events: Sequence[Event]) -> None:
+        may_go.wait()
+        got.append(events[0].samples)
+
+    log = MonitorLog([slow])
+    with caplog.at_level(logging.WARNING, "jaxpipe"):
+        for step in range(9):
+            log.put(lambda step=step: [Event("a", 0.0, step)])
+    may_go.set()
+    log.flush()
+    assert got == sorted(got)
+    assert 2 <= len(got) <= 3
+    assert [record.message.startswith("monitors must keep up") for record in caplog.records] == [True]
+
+
+def test_one_that_raises_is_switched_off_alone(caplog: pytest.LogCaptureFixture) -> None:
+    calls, got = [], list[int]()
+
+    def fails(events: Sequence[Event]) -> None:
+        calls.append(events)
+        raise OSError(28, "No space left on device")
+
+    log = MonitorLog([fails, lambda events: got.append(events[0].samples)])
+    with caplog.at_level(logging.WARNING, "jaxpipe"):
+        for step in range(3):
+            log.put(lambda step=step: [Event("a", 0.0, step)])
+        log.put(lambda: 1 / 0)  # what cannot be read is told to who waits for it
+        log.flush()
+    assert (len(calls), got) == (1, [0, 1, 2])
+    (record,) = caplog.records
+    assert "fails failed and is switched off, training goes on: OSError: [Errno 28] No space" in record.message
+
+
+def test_a_log_that_is_dropped_closes_its_monitors(tmp_path: Path) -> None:
+    closed = threading.Event()
+
+    class Closing(CSVMonitor):  # type: ignore[misc]
+        def close(self) -> None:
+            closed.set()
+
+    log = MonitorLog([Closing(CSVMonitorSection(True, str(tmp_path), "job"))])
+    log.put(lambda: [Event("Train/Samples/a b", 2.5, 8)])
+    del log
+    assert closed.wait(10)
+    assert (tmp_path / "job" / "Train_Samples_a_b.csv").read_text().split() == ["step,a", "b", "8,2.5"]
+
+
+def test_what_waits_at_the_end_of_the_program_is_written() -> None:
+    program = """
+import time, jax.numpy as jnp
+from jaxpipe.monitor import Event, MonitorLog
+class Prints:
+    def __call__(self, events): time.sleep(0.1); print(events[0].value, flush=True)
+    def close(self): print("closed", flush=True)
+log = MonitorLog([Prints()])
+for step in range(3):
+    log.put(lambda array=jnp.float32(step): [Event("a", float(array), 0)])
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert (done.stdout.split(), done.stderr) == (["0.0", "1.0", "2.0", "closed"], "")
