@@ -14,6 +14,7 @@ What to look at first:
     `jaxpipe.schedules`: 1F1B, interleaved, zero-bubble, GPipe, and the base of one's own.
     `jaxpipe.config`: the keys of a configuration. `jaxpipe.errors`: what is raised.
     `attention`: for transformer blocks, by cuDNN where it can. `jaxpipe.transformer`: DeepSpeed's layer of them.
+    `jaxpipe.models`: Llama, Mistral, Qwen, SmolLM as lists of layers.
     `jaxpipe.checkpoint`: files on disk. `jaxpipe.checkpointing`: recompute, by DeepSpeed's name for it.
     `jaxpipe.deepspeed`: DeepSpeed's names that have no counterpart in JAX.
     `jaxpipe launch`, on the command line: many processes.
@@ -27,6 +28,7 @@ from jaxpipe import deepspeed as deepspeed
 from jaxpipe import errors as errors
 from jaxpipe import launch as launch
 from jaxpipe import layers as layers
+from jaxpipe import models as models
 from jaxpipe import optim as optim
 from jaxpipe import partition as partition
 from jaxpipe import schedules as schedules
@@ -104,6 +106,7 @@ __all__ = [
     "make_pipeline",
     "mesh_for",
     "microbatch_key",
+    "models",
     "optim",
     "partition",
     "schedules",

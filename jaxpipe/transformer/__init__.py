@@ -1,8 +1,27 @@
 """DeepSpeed's transformer layer, and the attention that it and layers of users' own are made of."""
 
+# For users.
 from ._attention import Implementation as Implementation
 from ._attention import attention as attention
 from ._config import DeepSpeedTransformerConfig as DeepSpeedTransformerConfig
 from ._layer import DeepSpeedTransformerLayer as DeepSpeedTransformerLayer
 
-__all__ = ["DeepSpeedTransformerConfig", "DeepSpeedTransformerLayer", "Implementation", "attention"]
+# isort: split
+# For other rooms.
+from ._sharding import MODEL as MODEL
+from ._sharding import Divided as Divided
+from ._sharding import constrained as constrained
+from ._sharding import dividing_axes as dividing_axes
+
+__all__ = [
+    # For users.
+    "DeepSpeedTransformerConfig",
+    "DeepSpeedTransformerLayer",
+    "Implementation",
+    "attention",
+    # For other rooms.
+    "MODEL",
+    "Divided",
+    "constrained",
+    "dividing_axes",
+]

@@ -11,15 +11,12 @@ from jax.sharding import PartitionSpec as P
 from jaxpipe.distributed import log
 from jaxpipe.errors import LayerError
 from jaxpipe.recompute import is_first, traced_mesh
-from jaxpipe.topology import FSDP
 
 from ._blocked import Pattern, Visibility, blocked_attention
+from ._sharding import dividing_axes
 
 Implementation = Literal["auto", "blocked", "cudnn", "xla"]
 """How attention is computed."""
-
-MODEL = "model"
-"""The axis over which heads and features are divided."""
 
 Segments = jax.Array | tuple[jax.Array, jax.Array] | None
 
@@ -167,16 +164,6 @@ def _cudnn(pattern: Pattern, q: jax.Array, k: jax.Array, v: jax.Array, lengths: 
     each = P(samples, None, heads)
     specs = (each, each, each) if lengths is None else (each, each, each, P(samples))
     return jax.shard_map(call, in_specs=specs, out_specs=each, axis_names=axes, check_vma=False)(*arrays)
-
-
-def dividing_axes(samples: int, heads: int) -> tuple[str | None, str | None]:
-    """The automatic axes around this code over which samples and heads are divided; None where one is not."""
-    mesh = jax.sharding.get_abstract_mesh()
-
-    def dividing(axis: str, size: int) -> str | None:
-        return axis if axis in mesh.auto_axes and mesh.shape[axis] > 1 and size % mesh.shape[axis] == 0 else None
-
-    return dividing(FSDP, samples), dividing(MODEL, heads)
 
 
 def _xla(pattern: Pattern, q: jax.Array, k: jax.Array, v: jax.Array, visibility: Visibility) -> jax.Array:

@@ -8,12 +8,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import PartitionSpec as P
 
-from jaxpipe.recompute import REDUCED, checkpoint, keep_kernels, reduced
+from jaxpipe.recompute import REDUCED, checkpoint, keep_kernels
 
-from ._attention import attention, dividing_axes
+from ._attention import attention
 from ._config import DeepSpeedTransformerConfig
+from ._sharding import constrained, dividing_axes, summed
 
 _NORM, _GELU, _KEPT = "transformer_norm", "transformer_gelu", "transformer_product"
 
@@ -114,7 +114,7 @@ class Body:
         config = self.config
         samples, heads = dividing_axes(h.shape[0], config.heads)
         qkv = jnp.einsum("bth,hcnd->btcnd", h, params["attn_qkvw"]) + params["attn_qkvb"][None, None]
-        qkv = checkpoint_name(_constrained(qkv, P(samples, None, None, heads)), _KEPT)
+        qkv = checkpoint_name(constrained(qkv, samples, None, None, heads), _KEPT)
         context = attention(
             *(qkv[:, :, part] for part in range(3)),
             causal=config.causal,
@@ -125,14 +125,14 @@ class Body:
             implementation=config.attention,
         )
         y = jnp.einsum("btnd,ndh->bth", context, params["attn_ow"])
-        return _summed(y, P(samples)) + params["attn_ob"].reshape(1, 1, -1)
+        return summed(y, samples) + params["attn_ob"].reshape(1, 1, -1)
 
     def _feed_forward(self, params: Mapping[str, jax.Array], h: jax.Array) -> jax.Array:
         samples, features = dividing_axes(h.shape[0], self.config.intermediate_size)
         h = h @ params["inter_w"] + params["inter_b"].reshape(1, 1, -1)
-        h = checkpoint_name(_constrained(h, P(samples, None, features)), _KEPT)
+        h = checkpoint_name(constrained(h, samples, None, features), _KEPT)
         h = checkpoint_name(self.config.activation(h), _GELU)
-        return _summed(h @ params["output_w"], P(samples)) + params["output_b"].reshape(1, 1, -1)
+        return summed(h @ params["output_w"], samples) + params["output_b"].reshape(1, 1, -1)
 
     def _norm(self, params: Mapping[str, jax.Array], name: str, x: jax.Array) -> jax.Array:
         x = x if self.config.stochastic_mode else x.astype(jnp.promote_types(self.dtype, jnp.float32))
@@ -156,12 +156,3 @@ class Body:
             return key
         # The device's own generator: several times faster than threefry, other bits on other devices and shardings.
         return jax.random.wrap_key_data(jnp.resize(jax.random.key_data(key), (4,)), impl="rbg")
-
-
-def _constrained(x: jax.Array, spec: P) -> jax.Array:
-    return jax.lax.with_sharding_constraint(x, spec) if jax.sharding.get_abstract_mesh().auto_axes else x
-
-
-def _summed(x: jax.Array, spec: P) -> jax.Array:
-    """A product with weights that are divided along the dim it sums over, whole on each device and named as such."""
-    return reduced(_constrained(x, spec))

@@ -13,9 +13,9 @@ from jaxpipe.config import ConfigWarning
 from jaxpipe.errors import LayerError
 from jaxpipe.recompute import is_first, traced_mesh
 
-from ._attention import MODEL
 from ._body import Body
 from ._config import DeepSpeedTransformerConfig
+from ._sharding import MODEL, Divided
 
 
 class DeepSpeedTransformerLayer(nn.Module):
@@ -136,12 +136,9 @@ class DeepSpeedTransformerLayer(nn.Module):
             "norm_b": (zeros, (hidden,), (None,)),
         }
         given = {**_values(self.initial_weights, "w"), **_values(self.initial_biases, "b")}
-        mesh = traced_mesh()
-        is_divided = mesh is None or MODEL in mesh.axis_names  # a pipeline refuses axes that its mesh lacks
 
         def weight(name: str, init: Any, shape: tuple[int, ...], axes: tuple[str | None, ...]) -> Any:
-            init = _initializer(given.get(name), init)
-            return self.param(name, nn.with_partitioning(init, axes) if is_divided else init, shape, jnp.float32)
+            return self.param(name, Divided(_initializer(given.get(name), init), axes), shape, jnp.float32)
 
         return {name: weight(name, *said) for name, said in declared.items()}
 

@@ -1,0 +1,208 @@
+"""Llama 2 and 3, Mistral, Qwen 2, 2.5 and 3, SmolLM: one decoder.
+
+Inside a stage, heads and features are divided over a mesh axis `model`: products that widen by columns, those that
+narrow by rows, with one sum over the axis after each of the two parts of a block. Without such an axis that means
+nothing.
+"""
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from jaxpipe.layers import LayerSpec, TiedLayerSpec
+from jaxpipe.recompute import reduced
+from jaxpipe.transformer import MODEL, Divided, attention, constrained, dividing_axes
+
+from ._llama_config import LlamaConfig
+from ._rotary import rotary, rotate
+
+
+class LlamaBlock(nn.Module):
+    """One block: attention and a feed-forward part, each after a norm and added to the residual stream.
+
+    `[B, T, H]` to the same shape.
+
+    Args:
+        config: Sizes and switches.
+        window: How many positions a query sees, its own included; None for all before it.
+    """
+
+    config: LlamaConfig
+    window: int | None = None
+
+    @nn.compact
+    def __call__(
+        self,
+        x: jax.Array,
+        positions: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
+        *,
+        train: bool = False,
+    ) -> jax.Array:
+        """Run the block.
+
+        Args:
+            x: `[B, T, H]`.
+            positions: Integers `[B, T]` that queries and keys are turned by; None: 0 to T - 1. In a pipeline a side
+                input of that name.
+            segment_ids: Integers `[B, T]`: only positions of the same number are seen, for several texts packed into
+                one sequence. In a pipeline a side input of that name.
+            train: Whether dropout is on.
+
+        Returns:
+            `[B, T, H]`.
+        """
+        config = self.config
+        attend = LlamaAttention(config, self.window, name="attention")
+        x = x + self._added(attend(_norm(config, "attention_norm")(x), positions, segment_ids, train=train))
+        x = x + self._added(LlamaFeedForward(config, name="feed_forward")(_norm(config, "feed_forward_norm")(x)))
+        return constrained(x, *self._axes(x)) if config.shard_sequence else x
+
+    def _added(self, y: jax.Array) -> jax.Array:
+        """What products by rows give, summed over `model` and named, so that recomputing does not repeat the sum.
+
+        Said to be whole first: with the shares of positions alone XLA would gather the gradient of the product twice.
+        """
+        samples, length = self._axes(y)
+        y = constrained(y, samples)
+        return reduced(constrained(y, samples, length) if self.config.shard_sequence else y)
+
+    def _axes(self, x: jax.Array) -> tuple[str | None, str | None]:
+        return dividing_axes(x.shape[0], x.shape[1])
+
+
+class LlamaAttention(nn.Module):
+    """Causal attention of N heads of queries to K heads of keys, with rotary positions.
+
+    Args:
+        config: Sizes and switches.
+        window: How many positions a query sees; None for all before it.
+    """
+
+    config: LlamaConfig
+    window: int | None = None
+
+    @nn.compact
+    def __call__(
+        self, x: jax.Array, positions: jax.Array | None, segment_ids: jax.Array | None, *, train: bool
+    ) -> jax.Array:
+        """Map `[B, T, H]` to the same shape; see `LlamaBlock`."""
+        config = self.config
+        batch, length, _ = x.shape
+
+        def heads(name: str, num_heads: int) -> jax.Array:
+            y = _columns(config, num_heads * config.head_dim, name, use_bias=config.qkv_bias)(x)
+            samples, over = dividing_axes(batch, num_heads)
+            return constrained(y.reshape(batch, length, num_heads, config.head_dim), samples, None, over)
+
+        q = heads("query", config.num_attention_heads)
+        k, v = (heads(name, config.num_key_value_heads) for name in ("key", "value"))
+        if config.qk_norm:
+            q, k = _norm(config, "query_norm")(q), _norm(config, "key_norm")(k)
+        positions = jnp.arange(length)[None] if positions is None else positions
+        cos, sin = rotary(positions, config.head_dim, config.rope_theta, config.rope_scaling)
+        drops = train and config.attention_dropout > 0 and not self.is_initializing()
+        y = attention(
+            rotate(q, cos, sin),
+            rotate(k, cos, sin),
+            v,
+            causal=True,
+            window=self.window,
+            segment_ids=segment_ids,
+            dropout_rate=config.attention_dropout if drops else 0.0,
+            key=self.make_rng("dropout") if drops else None,
+        )
+        return _rows(config, "out", use_bias=config.out_bias)(y.reshape(batch, length, -1))
+
+
+class LlamaFeedForward(nn.Module):
+    """SwiGLU: `down(silu(gate(x)) * up(x))`.
+
+    Args:
+        config: Sizes and switches.
+    """
+
+    config: LlamaConfig
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Map `[B, T, H]` to the same shape."""
+        config = self.config
+        samples, features = dividing_axes(x.shape[0], config.intermediate_size)
+
+        def wide(name: str) -> jax.Array:
+            y = _columns(config, config.intermediate_size, name, use_bias=config.mlp_bias)(x)
+            return constrained(y, samples, None, features)
+
+        return _rows(config, "down", use_bias=config.mlp_bias)(nn.silu(wide("gate")) * wide("up"))
+
+
+def llama(config: LlamaConfig) -> list[LayerSpec]:
+    """The decoder as layers for `PipelineModule`: tokens `[B, T]` to logits `[B, T, V]`.
+
+    The first layer is an `nn.Embed` and the last an `nn.Dense`, or the embedding again where it is tied: with
+    `pipeline.split_vocabulary` each stage holds a share of them. Blocks take side inputs `positions` and `segment_ids`
+    where the batch has them.
+
+    Args:
+        config: Sizes and switches.
+
+    Returns:
+        Embedding, `num_hidden_layers` blocks, norm, head.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jaxpipe
+        >>> from jaxpipe.models import LlamaConfig, llama
+        >>> sizes = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2)
+        >>> model = jaxpipe.PipelineModule(llama(LlamaConfig(**sizes, num_attention_heads=4)), num_stages=1)
+        >>> tokens = jnp.zeros((1, 5), int)
+        >>> model.apply(model.init(jax.random.key(0), tokens), tokens).shape
+        (1, 5, 64)
+
+    Reference:
+        Touvron et al., "LLaMA" (2023), and `LlamaForCausalLM` of Hugging Face's `transformers`.
+    """
+    normal = nn.initializers.normal(config.initializer_range)
+    table: dict[str, Any] = {
+        "num_embeddings": config.vocab_size,
+        "features": config.hidden_size,
+        "dtype": config.dtype,
+        "embedding_init": Divided(normal, (MODEL, None), is_vocabulary=True),
+    }
+    blocks = [LayerSpec(LlamaBlock, config, config.window(layer)) for layer in range(config.num_hidden_layers)]
+    norm = LayerSpec(nn.RMSNorm, config.rms_norm_eps, dtype=config.dtype)
+    if config.tie_word_embeddings:
+        first = TiedLayerSpec("embedding", nn.Embed, **table)
+        return [first, *blocks, norm, TiedLayerSpec("embedding", nn.Embed, **table, forward_fn=nn.Embed.attend)]
+    kernel_init = Divided(normal, (None, MODEL), is_vocabulary=True)
+    head = LayerSpec(nn.Dense, config.vocab_size, use_bias=False, dtype=config.dtype, kernel_init=kernel_init)
+    return [LayerSpec(nn.Embed, **table), *blocks, norm, head]
+
+
+def _norm(config: LlamaConfig, name: str) -> nn.RMSNorm:
+    return nn.RMSNorm(config.rms_norm_eps, dtype=config.dtype, name=name)
+
+
+def _columns(config: LlamaConfig, features: int, name: str, *, use_bias: bool) -> nn.Dense:
+    """A product of whose features each device along `model` has some."""
+    return _dense(config, features, (None, MODEL), name, use_bias=use_bias)
+
+
+def _rows(config: LlamaConfig, name: str, *, use_bias: bool) -> nn.Dense:
+    """A product to the residual stream, of whose inputs each device along `model` has some."""
+    return _dense(config, config.hidden_size, (MODEL, None), name, use_bias=use_bias)
+
+
+def _dense(
+    config: LlamaConfig, features: int, axes: tuple[str | None, str | None], name: str, *, use_bias: bool
+) -> nn.Dense:
+    return nn.Dense(
+        features,
+        use_bias,
+        config.dtype,
+        kernel_init=Divided(nn.initializers.normal(config.initializer_range), axes),
+        bias_init=Divided(nn.initializers.zeros, axes[1:]),
+        name=name,
+    )

@@ -1,0 +1,202 @@
+"""Sizes and switches of the Llama decoder, and how they are read from Hugging Face's `config.json`."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+
+from jaxpipe.errors import ConfigError
+
+from ._huggingface import ConfigKeys, Source
+from ._rotary import RotaryScaling
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+
+_SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+
+
+@dataclass(frozen=True)
+class LlamaConfig:
+    """Sizes and switches of a decoder, by Hugging Face's names where it has them.
+
+    Attributes:
+        vocab_size: Number V of tokens.
+        hidden_size: Width H of the residual stream.
+        intermediate_size: Width of the feed-forward part.
+        num_hidden_layers: Number of blocks.
+        num_attention_heads: Heads N of queries.
+        num_key_value_heads: Heads K of keys and values, which divides N. None: N.
+        head_dim: Size D of a head. None: H / N.
+        rms_norm_eps: Added to the mean of squares in norms.
+        rope_theta: Base of the wavelengths of rotary positions.
+        rope_scaling: Changes these wavelengths.
+        qkv_bias: Whether queries, keys and values have biases.
+        out_bias: Whether the attention's output has one.
+        mlp_bias: Whether the feed-forward part has them.
+        qk_norm: Whether each head of queries and keys is normalised before it is turned.
+        sliding_window: How many positions a query sees, its own included, in layers with a window. None: all.
+        layer_types: For each layer `"full_attention"` or `"sliding_attention"`. None: each has the window.
+        tie_word_embeddings: Whether the head is the embedding's table.
+        attention_dropout: Share of the attention's probabilities that training drops.
+        initializer_range: Standard deviation of initial weights.
+        dtype: What layers compute in. None: the dtype of weights and inputs, which a pipeline's `compute_dtype` sets.
+        shard_sequence: Whether the residual stream between products is divided over the mesh axis `model` along the
+            positions, where that divides them.
+
+    Raises:
+        ConfigError: A value is of a wrong type or range, or contradicts another.
+
+    Example:
+        >>> from jaxpipe.models import LlamaConfig
+        >>> sizes = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2)
+        >>> LlamaConfig(**sizes, num_attention_heads=4).head_dim
+        8
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int = None  # pyright: ignore[reportAssignmentType]  # an integer once it is made
+    head_dim: int = None  # pyright: ignore[reportAssignmentType]
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    rope_scaling: RotaryScaling | None = None
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    sliding_window: int | None = None
+    layer_types: tuple[str, ...] | None = None
+    tie_word_embeddings: bool = False
+    attention_dropout: float = 0.0
+    initializer_range: float = 0.02
+    dtype: Any = None
+    shard_sequence: bool = False
+
+    def __post_init__(self) -> None:
+        are_sizes = _is_size(self.hidden_size) and _is_size(self.num_attention_heads)
+        size = self.hidden_size // self.num_attention_heads if are_sizes else None
+        for name, default in {"num_key_value_heads": self.num_attention_heads, "head_dim": size}.items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, default)
+        if isinstance(self.layer_types, list):
+            object.__setattr__(self, "layer_types", tuple(self.layer_types))
+        for name, holds, rule, repair in self._rules():
+            if not holds:
+                raise ConfigError(f"{name} must be {rule}, but got {name}={getattr(self, name)!r}. {repair}")
+
+    @classmethod
+    def from_huggingface(cls, source: Source) -> "LlamaConfig":
+        """Read a `config.json` of Llama, Mistral, Qwen 2, 2.5 or 3, SmolLM or SmolLM 2.
+
+        Args:
+            source: The folder that holds it, the file, or its contents. What a key has no value for is as
+                `transformers` has it.
+
+        Raises:
+            ConfigError: A key has a value that these layers do not compute, or is not known and has a value.
+        """
+        keys = ConfigKeys(source, MODEL_TYPES)
+        family = keys.model_type
+        keys.check("hidden_act", "silu")
+        keys.check("rope_interleaved", False)
+        keys.check("quantization_config")
+        theta, scaling = _rotary(keys)
+        has_bias = keys.get("attention_bias", False) if family in ("llama", "qwen3") else False
+        config = cls(
+            **{name: keys.required(name) for name in _SIZES},
+            num_key_value_heads=keys.get("num_key_value_heads", _KEY_HEADS.get(family)),
+            head_dim=keys.get("head_dim", 128 if family == "qwen3" else None),
+            rms_norm_eps=keys.get("rms_norm_eps", 1e-6),
+            rope_theta=theta,
+            rope_scaling=scaling,
+            qkv_bias=has_bias or family == "qwen2",
+            out_bias=has_bias,
+            mlp_bias=keys.get("mlp_bias", False) if family == "llama" else False,
+            qk_norm=family == "qwen3",
+            **_windows(keys),
+            tie_word_embeddings=keys.get("tie_word_embeddings", False),
+            attention_dropout=keys.get("attention_dropout", 0.0),
+            initializer_range=keys.get("initializer_range", 0.02),
+        )
+        keys.finish()
+        return config
+
+    def window(self, layer: int) -> int | None:
+        """How many positions a query of a layer sees; None for all."""
+        is_full = self.layer_types is not None and self.layer_types[layer] == FULL
+        return None if is_full else self.sliding_window
+
+    def _rules(self) -> Iterator[tuple[str, bool, str, str]]:
+        """For fields whether a rule holds, the rule, and the repair; later ones count on earlier ones."""
+        for name in (*_SIZES, "num_key_value_heads", "head_dim"):
+            yield name, _is_size(getattr(self, name)), "an integer >= 1", "Pass one."
+        heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
+        yield (
+            *("num_key_value_heads", heads % kv_heads == 0, f"a divisor of num_attention_heads={heads}"),
+            "Each of these heads serves an equal number of heads of queries.",
+        )
+        yield "head_dim", self.head_dim % 2 == 0, "even", "Positions turn pairs of dims."
+        window = self.sliding_window
+        yield "sliding_window", window is None or _is_size(window), "an integer >= 1 or None", "It counts positions."
+        kinds = self.layer_types
+        is_listed = kinds is None or (isinstance(kinds, tuple) and len(kinds) == self.num_hidden_layers)
+        rule = f"None or one of {FULL!r} and {SLIDING!r} for each of num_hidden_layers={self.num_hidden_layers}"
+        are_known = is_listed and set(kinds or ()) <= {FULL, SLIDING}
+        yield "layer_types", are_known, rule, "Layers of other types are not known here."
+        needs = SLIDING in (kinds or ())
+        yield "sliding_window", window is not None or not needs, f"given for layers of {SLIDING!r}", "Pass it."
+        drops = self.attention_dropout
+        yield "attention_dropout", isinstance(drops, (int, float)) and 0 <= drops < 1, "in [0, 1)", "Use 0.0 for none."
+        is_float = self.dtype is None or jnp.issubdtype(self.dtype, jnp.floating)
+        yield "dtype", is_float, "a floating-point dtype or None", "Leave it out."
+
+
+_KEY_HEADS: Mapping[str, int] = {"mistral": 8, "qwen2": 32, "qwen3": 32}
+"""What `transformers` takes where the key is left out, if that is not the number of heads of queries."""
+
+
+def _rotary(keys: ConfigKeys) -> tuple[float, RotaryScaling | None]:
+    """Base and scaling, of today's `rope_parameters` or of `rope_theta` and `rope_scaling`."""
+    values = {**(keys.get("rope_scaling", None) or {}), **(keys.get("rope_parameters", None) or {})}
+    theta = values.pop("rope_theta", keys.get("rope_theta", 10000.0))
+    keys.check("partial_rotary_factor", 1.0)
+    if values.pop("partial_rotary_factor", None) not in (None, 1.0):
+        keys.check("rope_parameters")
+    kind = values.pop("type", "default")
+    kind = values.setdefault("rope_type", kind)
+    if kind == "default":
+        return theta, None
+    context = keys.get("original_max_position_embeddings", keys.get("max_position_embeddings", 0))
+    values = {name: value for name, value in values.items() if value is not None}
+    if kind == "dynamic":
+        values["original_max_position_embeddings"] = keys.get("max_position_embeddings", 0)
+    elif kind in ("llama3", "yarn"):
+        values.setdefault("original_max_position_embeddings", context)
+    else:
+        values.pop("original_max_position_embeddings", None)
+    return theta, RotaryScaling.from_dict(values)
+
+
+def _windows(keys: ConfigKeys) -> dict[str, Any]:
+    """The window, and which layers have it."""
+    if keys.model_type == "llama":
+        return {}
+    window = keys.get("sliding_window", 4096)  # null means none
+    if keys.model_type == "mistral":
+        return {"sliding_window": window}
+    is_used, first = keys.get("use_sliding_window", False), keys.get("max_window_layers", 28)
+    kinds, num_layers = keys.get("layer_types", None), keys.required("num_hidden_layers")
+    if not is_used or window is None:
+        return {}
+    kinds = kinds or [SLIDING if layer >= first else FULL for layer in range(num_layers)]
+    return {"sliding_window": window, "layer_types": kinds}
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

@@ -1,0 +1,160 @@
+"""Rotary position embedding, and how its angles are slowed for contexts longer than those trained on."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpipe.errors import ConfigError, nearest
+
+_REQUIRED = {
+    "linear": ("factor",),
+    "dynamic": ("factor", "original_max_position_embeddings"),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor", "original_max_position_embeddings"),
+}
+"""What each kind of scaling needs."""
+
+
+@dataclass(frozen=True)
+class RotaryScaling:
+    """How a model was made to see further than it was trained to; names are those of Hugging Face's `rope_parameters`.
+
+    Attributes:
+        rope_type: `"linear"`: all angles are divided by `factor`. `"dynamic"`: the base grows with what a sequence has
+            more than `original_max_position_embeddings` (its length decides, not its positions, so that a sample's
+            angles depend on no other). `"llama3"`: waves longer than the original context are divided by `factor`,
+            with a ramp between the two other factors. `"yarn"`: the same with a ramp over dims, and scores scaled.
+        factor: How many times longer the context is.
+        original_max_position_embeddings: The context before.
+        low_freq_factor: Waves longer than the original context over this are slowed down by `factor`.
+        high_freq_factor: Waves shorter than the original context over this stay.
+        beta_fast: From so many turns in the original context on, a dim stays.
+        beta_slow: Up to so many turns, a dim is slowed down by `factor`.
+        attention_factor: Factor of cosine and sine; None: as the paper has it, from `factor`.
+        mscale: With `mscale_all_dim`, another way to say `attention_factor`.
+        mscale_all_dim: See `mscale`.
+        truncate: Whether the ramp begins and ends at whole dims.
+
+    Raises:
+        ConfigError: The kind is not one of these, or lacks something.
+
+    Reference:
+        Peng et al., "YaRN" (2023); Dubey et al., "The Llama 3 herd of models" (2024).
+    """
+
+    rope_type: str
+    factor: float = 0.0
+    original_max_position_embeddings: int = 0
+    low_freq_factor: float = 0.0
+    high_freq_factor: float = 0.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+
+    def __post_init__(self) -> None:
+        if self.rope_type not in _REQUIRED:
+            raise ConfigError(
+                f"rope_parameters.rope_type must be one of default, {', '.join(_REQUIRED)}, but got "
+                f"rope_type={self.rope_type!r}. Angles of other kinds are not known here: use another model."
+            )
+        for name in _REQUIRED[self.rope_type]:
+            value = getattr(self, name)
+            if not isinstance(value, (int, float)) or value <= 0:
+                raise ConfigError(
+                    f"rope_parameters.{name} must be given and > 0 with rope_type={self.rope_type!r}, but got "
+                    f"{name}={value!r}. Copy it from the model's config.json."
+                )
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "RotaryScaling":
+        """Make one of a dictionary.
+
+        Raises:
+            ConfigError: It has an unknown key, or as the class.
+        """
+        known = [field.name for field in fields(cls)]
+        for name, value in values.items():
+            if name not in known:
+                guess = nearest(name, known)
+                hint = f"Did you mean {guess}?" if guess else f"Known are {', '.join(known)}."
+                raise ConfigError(f"rope_parameters.{name}={value!r} is not a known key. {hint}")
+        return cls(**values)
+
+    def frequencies(self, theta: float, dim: int, length: int) -> np.ndarray:
+        """Angle per position of each pair of dims, as `frequencies`."""
+        if self.rope_type == "dynamic":
+            excess = max(length / self.original_max_position_embeddings, 1.0)
+            theta *= (self.factor * excess - (self.factor - 1)) ** (dim / (dim - 2))
+        freq = _plain(theta, dim)
+        if self.rope_type == "dynamic":
+            return freq
+        if self.rope_type == "linear":
+            return freq / np.float32(self.factor)
+        if self.rope_type == "llama3":
+            turns = self.original_max_position_embeddings * freq / (2 * math.pi)
+            kept = np.clip((turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor), 0, 1)
+        else:
+            low, high = (self._dim_with_turns(turns, theta, dim) for turns in (self.beta_fast, self.beta_slow))
+            if self.truncate:
+                low, high = math.floor(low), math.ceil(high)
+            low, high = max(low, 0), min(high, dim - 1)
+            ramp = (np.arange(dim // 2, dtype=np.float32) - low) / (high - low or 0.001)
+            kept = 1 - np.clip(ramp, 0, 1)
+        return (freq * kept + freq / self.factor * (1 - kept)).astype(np.float32)
+
+    def magnitude(self) -> float:
+        """Factor of cosine and sine, by which scores grow with its square."""
+        if self.rope_type != "yarn":
+            return 1.0
+        if self.attention_factor is not None:
+            return self.attention_factor
+
+        def scale(weight: float) -> float:
+            return 0.1 * weight * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
+
+        if self.mscale and self.mscale_all_dim:
+            return scale(self.mscale) / scale(self.mscale_all_dim)
+        return scale(1.0)
+
+    def _dim_with_turns(self, turns: float, theta: float, dim: int) -> float:
+        """The dim that makes so many turns in the original context."""
+        return dim * math.log(self.original_max_position_embeddings / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+
+def rotary(
+    positions: jax.Array, dim: int, theta: float, scaling: RotaryScaling | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """Cosine and sine of the angles of positions.
+
+    Args:
+        positions: Integers `[B or 1, T]`.
+        dim: Size D of a head.
+        theta: The base of the wavelengths.
+        scaling: Changes the angles.
+
+    Returns:
+        Two arrays `float32[B or 1, T, 1, D / 2]`.
+    """
+    # By numpy, as constants: XLA's powers differ from it in the last digits, which long positions multiply.
+    freq = _plain(theta, dim) if scaling is None else scaling.frequencies(theta, dim, positions.shape[1])
+    angles = positions.astype(jnp.float32)[:, :, None, None] * jnp.asarray(freq).reshape(1, 1, 1, -1)
+    magnitude = 1.0 if scaling is None else scaling.magnitude()
+    return jnp.cos(angles) * magnitude, jnp.sin(angles) * magnitude
+
+
+def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Turn pairs of dims of `[B, T, N, D]`, the i-th of the first half with the i-th of the second."""
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+
+
+def _plain(theta: float, dim: int) -> np.ndarray:
+    return (np.float32(theta) ** -(np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim))).astype(np.float32)

@@ -1,0 +1,188 @@
+"""The Llama decoder against `transformers` on random small configurations; needs torch and transformers."""
+
+import json
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from _covering import slow_after
+from _settings import make_settings
+
+from jaxpipe import PipeDataParallelTopology, Pipeline, PipelineModule
+from jaxpipe.errors import ConfigError
+from jaxpipe.models import LlamaConfig, llama
+from jaxpipe.topology import make_pipeline_mesh
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of theirs
+VOCAB, LENGTH, LAYERS = 64, 24, 2
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 16,
+}
+ORIGINAL = {"original_max_position_embeddings": 16, "rope_theta": 10000.0}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, **ORIGINAL}
+YARN = {"rope_type": "yarn", "factor": 4.0, **ORIGINAL}
+WINDOWS = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama3": ("Llama", {"rope_parameters": LLAMA3}),
+    "qwen3": ("Qwen3", {"head_dim": 16, **WINDOWS, "tie_word_embeddings": True, "rms_norm_eps": 1e-5}),
+    "llama2": ("Llama", {"num_key_value_heads": 4}),
+    "biases": ("Llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 6}),
+    "linear": ("Llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5e5}}),
+    "dynamic": ("Llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 5e5}}),
+    "yarn": ("Qwen2", {"rope_parameters": YARN}),
+    "yarn_mscale": ("Llama", {"rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.5, "truncate": False}}),
+    "yarn_betas": ("Llama", {"rope_parameters": {**YARN, "beta_fast": 4, "beta_slow": 2, "attention_factor": 1.3}}),
+    "mistral": ("Mistral", {"sliding_window": 5}),
+    "mistral_unlimited": ("Mistral", {"sliding_window": None, "tie_word_embeddings": True}),
+    "qwen2": ("Qwen2", {}),
+    "qwen2_windows": ("Qwen2", WINDOWS),
+}
+MODULES = {
+    "attention/query": "self_attn.q_proj",
+    "attention/key": "self_attn.k_proj",
+    "attention/value": "self_attn.v_proj",
+    "attention/out": "self_attn.o_proj",
+    "attention/query_norm": "self_attn.q_norm",
+    "attention/key_norm": "self_attn.k_norm",
+    "feed_forward/gate": "mlp.gate_proj",
+    "feed_forward/up": "mlp.up_proj",
+    "feed_forward/down": "mlp.down_proj",
+    "attention_norm": "input_layernorm",
+    "feed_forward_norm": "post_attention_layernorm",
+}
+
+
+def make(family: str, **changes: Any) -> tuple[Any, LlamaConfig]:
+    """A model of theirs with random weights, norms and biases too, and what its config.json says to us."""
+    sizes = {**SIZES, **changes}
+    config = getattr(transformers, family + "Config")(**sizes, attn_implementation="eager")
+    model = getattr(transformers, family + "ForCausalLM")(config).eval()
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            torch.nn.init.normal_(parameter, 1.0 if parameter.ndim == 1 else 0.0, 0.2)
+    return model, LlamaConfig.from_huggingface(json.loads(config.to_json_string()))
+
+
+def params_of(weights: dict[str, Any], like: Any) -> Any:
+    """Their weights as a tree of ours."""
+
+    def leaf(path: Any, shape: Any) -> jax.Array:
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        module, kind = name.rsplit("/", 1)
+        suffix = "bias" if kind == "bias" else "weight"
+        if "Block" in module:
+            layer, inner = module.removeprefix("layers/").split("/", 1)
+            theirs = f"model.layers.{int(layer.split('_')[0]) - 1}.{MODULES[inner]}"
+        else:
+            theirs = {"Embed": "model.embed_tokens", "RMSNorm": "model.norm", "Dense": "lm_head"}.get(
+                module.split("_")[-1], "model.embed_tokens"
+            )
+        value = weights[f"{theirs}.{suffix}"]
+        value = value.T if kind == "kernel" else value
+        assert value.shape == shape.shape, name
+        return jnp.asarray(value)
+
+    return jax.tree.map_with_path(leaf, like)
+
+
+def weights_of(model: Any) -> dict[str, np.ndarray]:
+    return {name: value.detach().numpy().copy() for name, value in model.named_parameters(remove_duplicate=False)}
+
+
+def to_ours(model: Any, module: PipelineModule, weights: Any = None) -> Any:
+    tokens = jax.ShapeDtypeStruct((1, LENGTH), jnp.int32)
+    like = jax.eval_shape(lambda: module.init(jax.random.key(0), jnp.zeros(tokens.shape, tokens.dtype)))
+    return params_of(weights_of(model) if weights is None else weights, like)
+
+
+@pytest.mark.parametrize("case", slow_after(2, list(CASES)))
+def test_logits(case: str) -> None:
+    family, changes = CASES[case]
+    model, config = make(family, **changes)
+    module = PipelineModule(llama(config), num_stages=1)
+    tokens = np.random.default_rng(0).integers(0, VOCAB, (2, LENGTH))
+    with torch.no_grad():
+        wanted = model(torch.tensor(tokens)).logits.numpy()
+    logits = jax.jit(module.apply)(to_ours(model, module), tokens)
+    np.testing.assert_allclose(logits, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_packed_texts_are_as_each_alone() -> None:
+    model, config = make("Qwen2", **WINDOWS)
+    module = PipelineModule(llama(config), num_stages=1)
+    tokens = np.random.default_rng(0).integers(0, VOCAB, (1, LENGTH))
+    starts = (0, 7, 16, LENGTH)
+    with torch.no_grad():
+        wanted = [model(torch.tensor(tokens[:, a:b])).logits.numpy() for a, b in zip(starts, starts[1:], strict=False)]
+    ids = np.searchsorted(starts, np.arange(LENGTH), side="right")[None]
+    positions = np.arange(LENGTH)[None] - np.asarray(starts)[ids - 1]
+    side = {"segment_ids": ids, "positions": positions}
+    logits = module.apply(to_ours(model, module), tokens, side=side)
+    np.testing.assert_allclose(logits, np.concatenate(wanted, axis=1), rtol=1e-5, atol=1e-5)
+
+
+def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["Llama", "Qwen3"])
+def test_a_step_through_four_stages_of_two_replicas_is_theirs(family: str) -> None:
+    tied = family == "Qwen3"
+    model, config = make(family, tie_word_embeddings=tied, num_hidden_layers=4)
+    topology = PipeDataParallelTopology(4, 2)
+    module = PipelineModule(llama(config), topology=topology, loss_fn=cross_entropy)
+    tokens = np.random.default_rng(0).integers(0, VOCAB, (4, 4, LENGTH + 1)).astype(np.int32)
+    inputs, labels = tokens[..., :-1], tokens[..., 1:]
+    # Adam divides by what it is given, so that rounding of gradients near zero would count for much with its usual eps.
+    rate, decay, eps = 1e-3, 0.1, 1e-4
+    adamw, mesh = optax.adamw(rate, weight_decay=decay, eps=eps), make_pipeline_mesh(topology)
+    pipeline = Pipeline(module, adamw, mesh, (inputs[0], labels[0], {}), 4, make_settings())
+    state, metrics = pipeline.step(pipeline.init_from(to_ours(model, module)), (inputs, labels, {}))
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=decay, eps=eps)
+    logits = model(torch.tensor(inputs.reshape(16, LENGTH))).logits
+    loss = torch.nn.functional.cross_entropy(logits.reshape(-1, VOCAB), torch.tensor(labels.reshape(-1)).long())
+    loss.backward()
+    optimizer.step()
+    np.testing.assert_allclose(metrics["loss"], loss.item(), rtol=1e-6)
+    found, wanted = pipeline.params_tree(state.params), to_ours(model, module)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), found, wanted)
+
+
+REFUSED = [
+    ({"hidden_act": "gelu"}, "hidden_act must be 'silu', but got hidden_act='gelu'"),
+    ({"rope_parameters": {"rope_type": "longrope"}}, "rope_type must be one of .*, but got rope_type='longrope'"),
+    ({"rope_parameters": {"rope_type": "linear"}}, "factor must be given and > 0"),
+    (
+        {"rope_scaling": {"type": "linear", "factor": 2.0, "fator": 1}},
+        "fator=1 is not a known key. Did you mean factor",
+    ),
+    ({"partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1.0, but got partial_rotary_factor=0.5"),
+    ({"quantization_config": {"bits": 4}}, "quantization_config must be left out"),
+    ({"residual_multiplier": 0.2}, "residual_multiplier=0.2. If it does not, pass"),
+    ({"model_type": "gemma"}, "model_type must be one of llama, .*, but got model_type='gemma'"),
+    ({"num_key_value_heads": 3}, "num_key_value_heads must be a divisor of num_attention_heads=4, but got"),
+    ({"hidden_size": None}, "hidden_size must be given"),
+    ({"head_dim": 7}, "head_dim must be even"),
+    ({"model_type": "qwen2", **WINDOWS, "layer_types": ["chunked"] * 2}, "layer_types must be None or one of"),
+]
+
+
+@pytest.mark.parametrize(("changes", "match"), REFUSED, ids=lambda x: next(iter(x)) if isinstance(x, dict) else "")
+def test_what_would_change_numbers_is_refused(changes: dict[str, Any], match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        LlamaConfig.from_huggingface({"model_type": "llama", **SIZES, **changes})

@@ -1,0 +1,133 @@
+"""The Llama decoder on stages, replicas and `model` against itself on one device."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from _covering import slow_after
+from _settings import make_settings
+from _tolerances import assert_close, assert_loss
+
+from jaxpipe import Pipeline, PipelineModule, ProcessTopology
+from jaxpipe.errors import ConfigError
+from jaxpipe.models import LlamaConfig, RotaryScaling, llama
+from jaxpipe.topology import make_pipeline_mesh
+
+VOCAB, LENGTH, MICROBATCH, MICROBATCHES = 32, 8, 2, 2
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.3,
+}
+
+
+def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+
+def make_batch(replicas: int, *, is_packed: bool) -> Any:
+    rng = np.random.default_rng(0)
+    shape = (MICROBATCHES, MICROBATCH * replicas, LENGTH)
+    inputs, labels = rng.integers(0, VOCAB, (2, *shape)).astype(np.int32)
+    ids = np.sort(rng.integers(0, 3, shape), axis=-1).astype(np.int32)
+    starts = np.maximum.accumulate(np.where(np.diff(ids, prepend=-1) != 0, np.arange(LENGTH), 0), axis=-1)
+    positions = (np.arange(LENGTH) - starts).astype(np.int32)
+    return inputs, labels, {"segment_ids": ids, "positions": positions} if is_packed else {}
+
+
+def check(config: LlamaConfig, axes: dict[str, int], *, is_packed: bool = False, **pipeline: Any) -> Pipeline:
+    """Loss and gradients of a pipeline are those of one device."""
+    batch = make_batch(axes["data"], is_packed=is_packed)
+    alone = PipelineModule(llama(config), num_stages=1, loss_fn=cross_entropy)
+    first = jax.tree.map(lambda x: x[0, :MICROBATCH], batch)
+    params = alone.init(jax.random.key(0), first[0], side=first[2])
+
+    @jax.jit
+    @jax.value_and_grad
+    def gradient(params: Any, inputs: Any, labels: Any, side: Any) -> jax.Array:
+        return alone.loss(alone.apply(params, inputs, train=True, key=jax.random.key(0), side=side), labels)
+
+    found = [
+        jax.device_get(gradient(params, *jax.tree.map(lambda x, m=m, r=r: x[m, r : r + MICROBATCH], batch)))
+        for m in range(MICROBATCHES)
+        for r in range(0, MICROBATCH * axes["data"], MICROBATCH)
+    ]
+    loss, wanted = jax.tree.map(lambda *xs: np.mean(np.asarray(xs, np.float64), 0).astype(np.float32), *found)
+
+    topology = ProcessTopology(list(axes), list(axes.values()))
+    module = PipelineModule(llama(config), topology=topology, loss_fn=cross_entropy, partition_method="uniform")
+    example, mesh = jax.tree.map(lambda x: x[0], batch), make_pipeline_mesh(topology)
+    made = Pipeline(module, optax.identity(), mesh, example, MICROBATCHES, make_settings(**pipeline))
+    metrics, gradients, _ = made.gradients(made.init_from(params), batch)
+    assert_loss(metrics["loss"], loss)
+    assert_close(made.params_tree(gradients), wanted)
+    return made
+
+
+EVERYTHING = {
+    "qkv_bias": True,
+    "out_bias": True,
+    "mlp_bias": True,
+    "qk_norm": True,
+    "sliding_window": 3,
+    "layer_types": ("full_attention", "sliding_attention") * 2,
+    "rope_scaling": RotaryScaling("yarn", 4.0, 8),
+}
+CASES: dict[str, tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = {
+    "model": (
+        {"tie_word_embeddings": True, "num_hidden_layers": 2},
+        {"pipe": 2, "data": 2, "model": 2},
+        {"is_packed": True},
+    ),
+    "sequence": ({"shard_sequence": True}, {"pipe": 2, "data": 2, "model": 2}, {}),
+    "everything": (EVERYTHING, {"pipe": 2, "data": 1, "model": 2}, {"is_packed": True}),
+    "uneven_heads": ({"num_key_value_heads": 1}, {"pipe": 2, "data": 1, "model": 4}, {}),
+    "fsdp": ({}, {"pipe": 2, "data": 1, "fsdp": 2}, {}),
+    "fsdp_model": ({"tie_word_embeddings": True}, {"pipe": 2, "data": 1, "fsdp": 2, "model": 2}, {"is_packed": True}),
+    "split": ({}, {"pipe": 2, "data": 2, "model": 2}, {"split_vocabulary": True}),
+    "split_tied": ({"tie_word_embeddings": True}, {"pipe": 4, "data": 2}, {"split_vocabulary": True}),
+    "data_alone": ({}, {"pipe": 1, "data": 2, "model": 2}, {}),
+    "one": ({"tie_word_embeddings": True}, {"pipe": 1, "data": 1}, {}),
+    "zero_bubble": ({}, {"pipe": 2, "data": 2, "model": 2}, {"schedule": "zero-bubble"}),
+    "interleaved": ({}, {"pipe": 2, "data": 2}, {"schedule": "interleaved"}),
+}
+
+
+@pytest.mark.parametrize("case", slow_after(1, list(CASES)))
+def test_gradients(case: str) -> None:
+    changes, axes, settings = CASES[case]
+    check(LlamaConfig(**{**SIZES, **changes}), axes, **settings)
+
+
+def test_a_folder_is_read_and_what_would_change_numbers_is_refused(tmp_path: Path) -> None:
+    values = {**SIZES, "model_type": "qwen2", "sliding_window": 4, "rope_theta": 5e5, "rope_interleaved": False}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(values))
+    config = LlamaConfig.from_huggingface(tmp_path)
+    assert config == LlamaConfig(**SIZES, qkv_bias=True, rope_theta=5e5)
+    assert hash(config) == hash(LlamaConfig.from_huggingface(path))
+    with pytest.raises(
+        ConfigError, match=r"rope_type must be one of default, linear, .*, but got rope_type='longrope'"
+    ):
+        LlamaConfig.from_huggingface({**values, "rope_parameters": {"rope_type": "longrope"}})
+    with pytest.raises(ConfigError, match="logit_scale=0.5. If it does not, pass"):
+        LlamaConfig.from_huggingface({**values, "logit_scale": 0.5})
+    with pytest.raises(ConfigError, match=r"must be readable, but got .*missing"):
+        LlamaConfig.from_huggingface(tmp_path / "missing")
+
+
+def test_half_precision_is_what_is_asked_for() -> None:
+    module = PipelineModule(llama(LlamaConfig(**SIZES, dtype=jnp.bfloat16)), num_stages=1)
+    tokens = jnp.zeros((1, 3), jnp.int32)
+    shapes = jax.eval_shape(lambda: module.init(jax.random.key(0), tokens))
+    assert {x.dtype for x in jax.tree.leaves(shapes)} == {jnp.dtype(jnp.float32)}
+    assert jax.eval_shape(module.apply, shapes, tokens).dtype == jnp.bfloat16
