@@ -1,9 +1,11 @@
 """`Engine`: DeepSpeed's names, over the objects that do the work."""
 
+import json
 import signal
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from os import PathLike
+from pathlib import Path
 from typing import Any, NoReturn
 
 import jax
@@ -18,6 +20,7 @@ from jaxpipe.executor import Metrics
 from jaxpipe.layers import PipelineModule
 from jaxpipe.monitor import Monitor, check_monitors
 from jaxpipe.pipeline import ChosenOptimizer, Pipeline
+from jaxpipe.schedules import timeline, trace_of
 from jaxpipe.state import TrainState
 from jaxpipe.topology import PipelineParallelGrid, mesh_shape, mesh_topology, rank_devices
 
@@ -303,6 +306,32 @@ class Engine(ABC):
         pipeline = self._trainer.programs.for_batch(whole, self.micro_batches, is_whole=True)
         pipeline.check_batch(whole)
         return pipeline.step.lower(pipeline.state_struct, pipeline.batch_struct)
+
+    def schedule_trace(
+        self,
+        path: str | PathLike[str],
+        *,
+        forward_s: float = 1e-3,
+        backward_s: float = 2e-3,
+        weight_s: float | None = None,
+    ) -> None:
+        """Write a step of the schedule as a trace for https://ui.perfetto.dev or chrome://tracing.
+
+        A track a stage, with every forward and backward at the time that is planned for it. In notebooks,
+        `jaxpipe.schedules.draw(engine.pipeline.program)` shows the same as a picture.
+
+        Args:
+            path: The file, JSON.
+            forward_s: Seconds of the forward of one microbatch through a whole stage, all its chunks.
+            backward_s: Seconds of its whole backward.
+            weight_s: Seconds of the weight gradient of that, where backwards are split. Default: half of it.
+
+        Raises:
+            PipelineError: No shapes are known yet.
+            ScheduleError: The times are none.
+        """
+        planned = timeline(self.pipeline.program, forward_s, backward_s, weight_s=weight_s)
+        Path(path).write_text(json.dumps(trace_of({"planned": planned})), encoding="utf-8")
 
     def set_dataiterator(self, iterator: Iterator[Entry]) -> None:
         """Store the iterator that `train_batch()` reads.

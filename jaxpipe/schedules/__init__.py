@@ -7,8 +7,10 @@ from jaxpipe.schedules._choice import Choice as Choice
 from jaxpipe.schedules._choice import StageCosts as StageCosts
 from jaxpipe.schedules._choose import choose_schedule as choose_schedule
 from jaxpipe.schedules._closed_form import closed_form as closed_form
+from jaxpipe.schedules._cost import Slice as Slice
 from jaxpipe.schedules._cost import bubble_fraction as bubble_fraction
 from jaxpipe.schedules._cost import makespan as makespan
+from jaxpipe.schedules._cost import timeline as timeline
 from jaxpipe.schedules._data_parallel import DataParallelSchedule as DataParallelSchedule
 from jaxpipe.schedules._dual_pipe_v import DualPipeVSchedule as DualPipeVSchedule
 from jaxpipe.schedules._forward_only import forward_schedule as forward_schedule
@@ -33,6 +35,9 @@ from jaxpipe.schedules._interleaved import InterleavedSchedule as InterleavedSch
 from jaxpipe.schedules._lowering import lower_schedule as lower_schedule
 from jaxpipe.schedules._one_f_one_b import OneFOneBSchedule as OneFOneBSchedule
 from jaxpipe.schedules._one_f_one_b_v import OneFOneBVSchedule as OneFOneBVSchedule
+from jaxpipe.schedules._picture import Picture as Picture
+from jaxpipe.schedules._picture import draw as draw
+from jaxpipe.schedules._picture import picture_of as picture_of
 from jaxpipe.schedules._placement import Placement as Placement
 from jaxpipe.schedules._program import Actions as Actions
 from jaxpipe.schedules._program import Buffers as Buffers
@@ -47,6 +52,7 @@ from jaxpipe.schedules._resolve import resolve_schedule as resolve_schedule
 from jaxpipe.schedules._resolve import schedule_names as schedule_names
 from jaxpipe.schedules._runs import MAX_RUNS as MAX_RUNS
 from jaxpipe.schedules._timetable import TimetableSchedule as TimetableSchedule
+from jaxpipe.schedules._trace import trace_of as trace_of
 from jaxpipe.schedules._train import TrainSchedule as TrainSchedule
 from jaxpipe.schedules._zero_bubble import ZeroBubbleSchedule as ZeroBubbleSchedule
 from jaxpipe.schedules._zero_bubble_h1 import ZeroBubbleH1Schedule as ZeroBubbleH1Schedule
@@ -73,6 +79,7 @@ __all__ = [
     "OneFOneBVSchedule",
     "OptimizerStep",
     "PipeInstruction",
+    "Picture",
     "PipeSchedule",
     "Placement",
     "RecvActivation",
@@ -82,6 +89,7 @@ __all__ = [
     "SendActivation",
     "SendGrad",
     "Sends",
+    "Slice",
     "StageCosts",
     "Table",
     "Tables",
@@ -99,9 +107,13 @@ __all__ = [
     "choose_schedule",
     "closed_form",
     "format_grid",
+    "draw",
     "forward_schedule",
     "lower_schedule",
     "makespan",
+    "picture_of",
     "resolve_schedule",
     "schedule_names",
+    "timeline",
+    "trace_of",
 ]

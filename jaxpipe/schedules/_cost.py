@@ -1,8 +1,35 @@
 """Time that a tick program takes by the clock, and its idle share."""
 
+from typing import Literal, NamedTuple
+
 from jaxpipe.errors import ScheduleError
 
-from ._program import TickProgram
+from ._program import Actions, Table, TickProgram
+
+Kind = Literal["forward", "backward", "input gradient", "weight gradient"]
+"""What an action computes; a backward that is not split is one of kind `"backward"`."""
+
+
+class Slice(NamedTuple):
+    """One action of a step, with its times.
+
+    Attributes:
+        stage: The stage.
+        tick: The tick.
+        kind: What it computes.
+        part: The part of the model, counted from the input.
+        microbatch: The microbatch.
+        start_s: Seconds from the beginning of the step.
+        end_s: Seconds likewise.
+    """
+
+    stage: int
+    tick: int
+    kind: Kind
+    part: int
+    microbatch: int
+    start_s: float
+    end_s: float
 
 
 def makespan(
@@ -36,7 +63,33 @@ def makespan(
         ScheduleError: A time is negative, or the weight gradient is longer than the backward.
     """
     costs = _Costs(program, forward_s, backward_s, weight_s)
-    return costs.lockstep(skip_idle=skip_idle) if lockstep else costs.free_running()
+    return costs.lockstep(skip_idle=skip_idle) if lockstep else max(one.end_s for one in costs.slices(lockstep=False))
+
+
+def timeline(
+    program: TickProgram,
+    forward_s: float,
+    backward_s: float,
+    *,
+    weight_s: float | None = None,
+    lockstep: bool = True,
+) -> tuple[Slice, ...]:
+    """Give every action of a step with its times, exchanges and idle actions costing nothing.
+
+    Args:
+        program: The program.
+        forward_s: As for `makespan`.
+        backward_s: As for `makespan`.
+        weight_s: As for `makespan`.
+        lockstep: As for `makespan`.
+
+    Returns:
+        The actions, tick by tick; the last ends at `makespan`.
+
+    Raises:
+        ScheduleError: A time is negative, or the weight gradient is longer than the backward.
+    """
+    return tuple(_Costs(program, forward_s, backward_s, weight_s).slices(lockstep=lockstep))
 
 
 def bubble_fraction(
@@ -109,34 +162,39 @@ class _Costs:
             total += (run.stop - run.start) * sum(map(max, zip(*stages, strict=True)))
         return total
 
-    def free_running(self) -> float:
+    def slices(self, *, lockstep: bool) -> list[Slice]:
+        """Every action with its times, in the order of the ticks."""
         program, tables = self._program, self._program.tables
-        forward_done: dict[tuple[int, int], float] = {}
-        backward_done: dict[tuple[int, int], float] = {}
+        done: dict[tuple[bool, int, int], float] = {}
         now = [0.0] * program.num_stages
-        # Ticks give the order alone. What a stage waits for was computed in an earlier one, so the order of the stages
-        # within a tick does not matter.
-        for tick in range(program.num_ticks):
-            for stage in self._stages():
-                microbatch = tables.forward.microbatch[stage][tick]
-                if microbatch >= 0:
-                    part = program.placement.virtual[stage][tables.forward.chunk[stage][tick]]
-                    # Part 0 takes the batch, which is always there; likewise the last part its loss, below.
-                    ready = forward_done.get((part - 1, microbatch), 0.0)
-                    now[stage] = forward_done[part, microbatch] = max(now[stage], ready) + self._forward
-                microbatch = tables.backward.microbatch[stage][tick]
-                if microbatch >= 0:
-                    part = program.placement.virtual[stage][tables.backward.chunk[stage][tick]]
-                    ready = backward_done.get((part + 1, microbatch), 0.0)
-                    split = tables.pending_write[stage][tick] >= 0
-                    cost = self._half if split else self._whole
-                    now[stage] = backward_done[part, microbatch] = max(now[stage], ready) + cost
-                if tables.weight.microbatch[stage][tick] >= 0:
-                    now[stage] += self._weight
-        return max(now)
+        found: list[Slice] = []
 
-    def _stages(self) -> range:
-        return range(self._program.num_stages)
+        def run(stage: int, tick: int, kind: Kind, actions: Actions[Table], cost: float, after: int | None) -> None:
+            microbatch = actions.microbatch[stage][tick]
+            if microbatch < 0:
+                return
+            part, is_forward = program.placement.virtual[stage][actions.chunk[stage][tick]], kind == "forward"
+            # Part 0 takes the batch, which is always there, the last part its loss, a weight gradient its own stage's.
+            ready = 0.0 if after is None else done.get((is_forward, part + after, microbatch), 0.0)
+            start = max(now[stage], ready)
+            now[stage] = start + cost
+            if after is not None:
+                done[is_forward, part, microbatch] = now[stage]
+            found.append(Slice(stage, tick, kind, part, microbatch, start, now[stage]))
+
+        # What a stage waits for was computed in an earlier tick, so the order of the stages within one does not matter.
+        for tick in range(program.num_ticks):
+            for stage in range(program.num_stages):
+                is_split = tables.pending_write[stage][tick] >= 0
+                run(stage, tick, "forward", tables.forward, self._forward, -1)
+                if is_split:
+                    run(stage, tick, "input gradient", tables.backward, self._half, 1)
+                else:
+                    run(stage, tick, "backward", tables.backward, self._whole, 1)
+                run(stage, tick, "weight gradient", tables.weight, self._weight, None)
+            if lockstep:
+                now = [max(now)] * program.num_stages
+        return found
 
     def _times(self, forward: int, backward: int, pending: int, weight: int) -> tuple[float, float, float]:
         """Times of a stage's forward, backward and weight gradient in a tick."""

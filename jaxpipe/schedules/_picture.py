@@ -1,0 +1,196 @@
+"""Pictures of schedules: SVG by our own few lines, PNG by matplotlib."""
+
+import html
+import importlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from jaxpipe.errors import ScheduleError
+
+from ._cost import Kind, Slice, timeline
+from ._lowering import lower_schedule
+from ._program import TickProgram
+from ._stages import AnySchedule
+
+_COLOURS: dict[Kind, str] = {
+    "forward": "#5b8ff9",
+    "backward": "#5ad8a6",
+    "input gradient": "#f6bd16",
+    "weight gradient": "#c2a5f0",
+}
+_WIDTH, _ROW, _LEFT, _TOP = 1000, 26, 64, 44
+_LETTER = 7
+"""Pixels of a digit; a number that does not fit into its action is left out."""
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A picture of a step: stages downwards, time to the right, microbatches as numbers. Notebooks show it.
+
+    Attributes:
+        title: What stands above it.
+        slices: The actions.
+        num_stages: Number of stages.
+        num_chunks: Chunks a stage; later parts of the model are paler.
+    """
+
+    title: str
+    slices: Sequence[Slice] = field(repr=False)
+    num_stages: int
+    num_chunks: int
+
+    @property
+    def span_s(self) -> float:
+        """Seconds from the beginning to the end."""
+        return max((one.end_s for one in self.slices), default=0.0)
+
+    def svg(self) -> str:
+        """Give the picture as SVG, whole in itself."""
+        scale, bottom = _WIDTH / (self.span_s or 1.0), _TOP + self.num_stages * _ROW
+        size = f'width="{_LEFT + _WIDTH + 16}" height="{bottom + 12}"'
+        view = f'viewBox="0 0 {_LEFT + _WIDTH + 16} {bottom + 12}"'
+        lines = [
+            f'<svg xmlns="http://www.w3.org/2000/svg" {size} {view} font-family="sans-serif" font-size="12">',
+            '<rect width="100%" height="100%" fill="#ffffff"/>',
+            f'<text x="8" y="16" font-weight="bold" fill="#222">{html.escape(self.title)}</text>',
+        ]
+        x = _LEFT
+        for kind in self._kinds():
+            lines.append(f'<rect x="{x}" y="24" width="12" height="12" fill="{_COLOURS[kind]}"/>')
+            lines.append(f'<text x="{x + 16}" y="35" fill="#222">{kind}</text>')
+            x += 40 + _LETTER * len(kind)
+        for stage in range(self.num_stages):
+            y = _TOP + stage * _ROW
+            lines.append(f'<text x="8" y="{y + 17}" fill="#222">stage {stage}</text>')
+            lines.append(f'<rect x="{_LEFT}" y="{y + 2}" width="{_WIDTH}" height="{_ROW - 4}" fill="#eeeeee"/>')
+        lines += [line for one in self.slices for line in self._slice(one, scale)]
+        return "\n".join([*lines, "</svg>", ""])
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write the picture to a file.
+
+        Args:
+            path: A name that ends with `.svg`, or with `.png`, for which matplotlib is needed (`jaxpipe[plots]`).
+
+        Raises:
+            ScheduleError: The name ends otherwise, or matplotlib is not installed.
+        """
+        target = Path(path)
+        if target.suffix == ".svg":
+            target.write_text(self.svg(), encoding="utf-8")
+        elif target.suffix == ".png":
+            self._save_png(target)
+        else:
+            raise ScheduleError(
+                f"A picture must be saved under a name ending with .svg or .png, but got path={str(path)!r}. Add one."
+            )
+
+    def _repr_svg_(self) -> str:
+        return self.svg()
+
+    def _kinds(self) -> list[Kind]:
+        found = {one.kind for one in self.slices}
+        return [kind for kind in _COLOURS if kind in found]
+
+    def _opacity(self, one: Slice) -> float:
+        # Of one chunk all are alike; of several the parts nearest to the output are palest.
+        if self.num_chunks == 1:
+            return 1.0
+        return round(1 - 0.6 * (one.part // self.num_stages) / (self.num_chunks - 1), 2)
+
+    def _slice(self, one: Slice, scale: float) -> list[str]:
+        x, width = _LEFT + one.start_s * scale, (one.end_s - one.start_s) * scale
+        y, text = _TOP + one.stage * _ROW, str(one.microbatch)
+        about = f"{one.kind} of microbatch {one.microbatch} on stage {one.stage}, part {one.part}, tick {one.tick}"
+        times = f"{one.start_s:g} to {one.end_s:g} s"
+        lines = [
+            f'<rect x="{x:.2f}" y="{y + 2}" width="{width:.2f}" height="{_ROW - 4}" fill="{_COLOURS[one.kind]}" '
+            f'fill-opacity="{self._opacity(one):g}" stroke="#ffffff" stroke-width=".5"><title>{about}, {times}</title>'
+            "</rect>"
+        ]
+        if width > _LETTER * len(text) + 2:
+            middle = f'x="{x + width / 2:.2f}" y="{y + 17}" text-anchor="middle"'
+            lines.append(f'<text {middle} fill="#222" pointer-events="none">{text}</text>')
+        return lines
+
+    def _save_png(self, path: Path) -> None:
+        try:
+            make: Any = importlib.import_module("matplotlib.figure").Figure
+        except ImportError as error:
+            raise ScheduleError(
+                f"matplotlib must be installed to draw a PNG, but got path={str(path)!r} without it. Run pip install "
+                "'jaxpipe[plots]', or save an .svg."
+            ) from error
+        figure = make(figsize=(12, 1 + 0.32 * self.num_stages), layout="constrained")
+        axes = figure.subplots()
+        for kind in self._kinds():
+            named = kind
+            for one in self.slices:
+                if one.kind == kind:
+                    width = one.end_s - one.start_s
+                    colour, shade = _COLOURS[kind], self._opacity(one)
+                    axes.barh(one.stage, width, left=one.start_s, color=colour, alpha=shade, edgecolor="w", label=named)
+                    named = ""
+                    if width > 0.012 * self.span_s:
+                        middle = (one.start_s + one.end_s) / 2
+                        axes.text(middle, one.stage, str(one.microbatch), ha="center", va="center", fontsize=7)
+        axes.set_title(self.title, loc="left", fontsize=10)
+        axes.set_yticks(range(self.num_stages), [f"stage {stage}" for stage in range(self.num_stages)])
+        axes.invert_yaxis()
+        axes.set_xlim(0, self.span_s or 1.0)
+        axes.set_xlabel("s")
+        figure.legend(loc="outside upper right", fontsize=7, ncols=len(_COLOURS))
+        figure.savefig(path, dpi=150)
+
+
+def draw(
+    schedule: AnySchedule | TickProgram,
+    num_microbatches: int | None = None,
+    num_stages: int | None = None,
+    *,
+    forward_s: float = 1.0,
+    backward_s: float = 2.0,
+    weight_s: float | None = None,
+    lockstep: bool = True,
+    training: bool = True,
+) -> Picture:
+    """Draw a schedule to scale: what each stage does when, if its actions take the times given.
+
+    Args:
+        schedule: A name, a schedule class, the object of one stage, the objects of all stages in order, or a lowered
+            program.
+        num_microbatches: Microbatches in a batch; needed with a name or class.
+        num_stages: Pipeline stages; needed with a name or class.
+        forward_s: Seconds of the forward of one microbatch through a whole stage, all its chunks.
+        backward_s: Seconds of its whole backward.
+        weight_s: Seconds of the weight gradient of that, where backwards are split. Default: half of it.
+        lockstep: Whether stages wait for each other after each tick, as those of the executor do.
+        training: False for a schedule of forwards only.
+
+    Returns:
+        The picture; `draw(...).save("schedule.svg")`, and notebooks show it by themselves.
+
+    Raises:
+        ScheduleError: The schedule is not sound, or the times are none.
+
+    Example:
+        >>> picture = draw("1f1b", num_microbatches=8, num_stages=4)
+        >>> picture.title
+        'OneFOneBSchedule: 8 microbatches on 4 stages, 27.3% idle'
+    """
+    program = schedule
+    if not isinstance(program, TickProgram):
+        program = lower_schedule(program, num_microbatches, num_stages, training=training)
+    slices = timeline(program, forward_s, backward_s, weight_s=weight_s, lockstep=lockstep)
+    return picture_of(program, slices)
+
+
+def picture_of(program: TickProgram, slices: Sequence[Slice]) -> Picture:
+    """Draw actions of a program, as planned or as measured."""
+    work, span = sum(one.end_s - one.start_s for one in slices), max((one.end_s for one in slices), default=0.0)
+    idle = f", {1 - work / (span * program.num_stages):.1%} idle" if span > 0 else ""
+    title = f"{program.name}: {program.num_microbatches} microbatches on {program.num_stages} stages{idle}"
+    return Picture(title, tuple(slices), program.num_stages, program.num_chunks)
