@@ -196,7 +196,9 @@ class Engine(ABC):
             # Before signals are held: compiling takes long and must be interruptible.
             state = trainer.prepare("the training step", pipeline.step, batch)
             with hold_signals():  # the step donates the old state's arrays, and until it is counted nobody has the new
-                state, metrics = trainer.launch(pipeline.step, state, batch)
+                # Profilers tell steps apart by it.
+                with jax.profiler.StepTraceAnnotation("jaxpipe_train_step", step_num=trainer.global_steps):
+                    state, metrics = trainer.launch(pipeline.step, state, batch)
                 self._reports.count_tokens(batch)
                 self._count_step(state, metrics, self.micro_batches, self.train_batch_size())
                 self._source.commit()

@@ -92,11 +92,13 @@ def compile_forward(
     if num_microbatches > 1:
         _check_aux_losses(pipeline, num_microbatches)
 
-    def forward(state: TrainState, batch: Batch, index: jax.Array) -> tuple[PyTree, GradientAccumulator, jax.Array]:
+    def jaxpipe_forward_backward(
+        state: TrainState, batch: Batch, index: jax.Array
+    ) -> tuple[PyTree, GradientAccumulator, jax.Array]:
         metrics, gradients, collections = pipeline.partial_gradients(state, batch, index, np.int32(num_microbatches))
         return collections, GradientAccumulator.of_microbatch(metrics, gradients), metrics["loss"]
 
-    return jax.jit(forward)
+    return jax.jit(jaxpipe_forward_backward)
 
 
 def compile_update(
@@ -112,7 +114,9 @@ def compile_update(
         mean gradient. `collections` are those before the step, to which a step whose gradients overflowed goes back.
     """
 
-    def update(state: TrainState, collections: PyTree, total: GradientAccumulator) -> tuple[TrainState, Metrics]:
+    def jaxpipe_update(
+        state: TrainState, collections: PyTree, total: GradientAccumulator
+    ) -> tuple[TrainState, Metrics]:
         new = state.collections
         metrics, gradients = total.mean()
         state, more = pipeline.update(state, gradients)
@@ -120,7 +124,7 @@ def compile_update(
 
     # As the state lay: the next program is compiled for it.
     of_state = jax.tree.map(lambda x: x.sharding, pipeline.state_struct)
-    return jax.jit(update, donate_argnums=0, out_shardings=(of_state, None))
+    return jax.jit(jaxpipe_update, donate_argnums=0, out_shardings=(of_state, None))
 
 
 def _check_aux_losses(pipeline: Pipeline, num_microbatches: int) -> None:

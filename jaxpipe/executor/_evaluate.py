@@ -59,12 +59,13 @@ class EvaluateLoop(TickLoop):
         arrived, carry.activations = self.activations.recv(
             carry.activations, run.activation_sends, row.activations, device.stage
         )
-        batch = self.microbatch(device, run, row, train=False)
+        with jax.named_scope("forward"):
+            batch = self.microbatch(device, run, row, train=False)
 
-        def forward(at: VirtualStage) -> PyTree:
-            return self.stage.evaluate(at, device.weights, batch, device.collections, arrived)
+            def forward(at: VirtualStage) -> PyTree:
+                return self.stage.evaluate(at, device.weights, batch, device.collections, arrived)
 
-        output = self.action(device, run, self.program.tables.forward, row.forward, [forward])
+            output = self.action(device, run, self.program.tables.forward, row.forward, [forward])
         carry.activations = self.activations.send(
             carry.activations, run.next_activation_sends, row.activations, device.stage, output
         )
@@ -89,4 +90,5 @@ class EvaluateLoop(TickLoop):
         self, device: Device, batch: Microbatch, is_last: jax.Array, output: PyTree, measure: Measure
     ) -> PyTree:
         batch = batch.without_key()
-        return measure(self.stage.outputs(device.weights, batch, is_last, device.collections, output), batch.labels)
+        with jax.named_scope("loss"):
+            return measure(self.stage.outputs(device.weights, batch, is_last, device.collections, output), batch.labels)

@@ -67,15 +67,17 @@ class Channel:
         """
         arrived = buffers.send if self._sends_at_once else self._form.zeros()
         if sends and not self._sends_early:
-            sent = buffers.send if self._sends_at_once else read_ring(buffers.send, row.send)
-            arrived = exchange(sent, sends, stage, row.recv_from, self._num_stages)
-        if self._keeps_received:
-            if sends:
-                buffers = buffers._replace(recv=write_ring_if(buffers.recv, arrived, row.recv))
-            arrived = read_ring(buffers.recv, row.read)
-        if self._depth.local:
-            arrived = select(row.local_read >= 0, read_ring(buffers.local, row.local_read), arrived)
-        return self._form.constrain(arrived), buffers
+            with jax.named_scope("send"):
+                sent = buffers.send if self._sends_at_once else read_ring(buffers.send, row.send)
+                arrived = exchange(sent, sends, stage, row.recv_from, self._num_stages)
+        with jax.named_scope("receive"):
+            if self._keeps_received:
+                if sends:
+                    buffers = buffers._replace(recv=write_ring_if(buffers.recv, arrived, row.recv))
+                arrived = read_ring(buffers.recv, row.read)
+            if self._depth.local:
+                arrived = select(row.local_read >= 0, read_ring(buffers.local, row.local_read), arrived)
+            return self._form.constrain(arrived), buffers
 
     def send(
         self,
@@ -97,18 +99,19 @@ class Channel:
         Returns:
             The buffers.
         """
-        value = self._form.constrain(value)
-        if self._depth.local:
-            buffers = buffers._replace(local=write_ring_if(buffers.local, value, row.local_write))
-        if self._sends_early:
-            value = exchange(value, next_sends, stage, row.next_recv_from, self._num_stages)
-            # Without the barrier XLA moves the exchange into the next tick, right before its use: nothing hides it.
-            value = jax.lax.optimization_barrier(value)
-        if self._sends_at_once:
-            return buffers._replace(send=value)
-        if self._depth.send:
-            return buffers._replace(send=write_ring_if(buffers.send, value, row.write))
-        return buffers
+        with jax.named_scope("send"):
+            value = self._form.constrain(value)
+            if self._depth.local:
+                buffers = buffers._replace(local=write_ring_if(buffers.local, value, row.local_write))
+            if self._sends_early:
+                value = exchange(value, next_sends, stage, row.next_recv_from, self._num_stages)
+                # Without the barrier XLA moves the exchange into the next tick, right before its use: nothing hides it.
+                value = jax.lax.optimization_barrier(value)
+            if self._sends_at_once:
+                return buffers._replace(send=value)
+            if self._depth.send:
+                return buffers._replace(send=write_ring_if(buffers.send, value, row.write))
+            return buffers
 
 
 def exchange(value: PyTree, sends: Sends, stage: jax.Array, recv_from: jax.Array, num_stages: int) -> PyTree:

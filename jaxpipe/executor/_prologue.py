@@ -56,6 +56,7 @@ class Prologue:
                 known[key] = len(self._programs)
                 self._programs.append(segment)
             self._program_of.append(known[key])
+            self._programs[known[key]].serve(segment.virtual_stage, segment.layers)
         self.has_params = any(program.names for program in self._programs)
         # The branches of a switch must return one type: residuals are padded to the largest of each dtype.
         self._residuals = Packing([program.residuals.structs for program in self._programs])

@@ -50,6 +50,7 @@ class Segment:
         self._blueprint, self._scan, self._is_split = blueprint, scan, split
         self.virtual_stage, self.layers = virtual_stage, layers[virtual_stage]
         self._starts = [each.start for each in layers]
+        self._serves: dict[int, range] = {virtual_stage: self.layers}
         self.stage = blueprint.placement.locations[virtual_stage][0]
         self._leaves = blueprint.params.stages[self.stage]
         self.names = tuple(self._leaves.names_of(self.layers))
@@ -116,6 +117,10 @@ class Segment:
         """Shapes and dtypes of what a split backward leaves for its weight gradient."""
         return [] if self.split is None else self.split.pending
 
+    def serve(self, virtual_stage: int, layers: range) -> None:
+        """Let another virtual stage run this program for alike layers of its own, which profiles name too."""
+        self._serves[virtual_stage] = layers
+
     def take(self, storage: Storage) -> dict[str, jax.Array]:
         """The parameters by name, gathered."""
         leaves = {name: self._blueprint.params.layout.get(self.stage, name, storage) for name in self.names}
@@ -174,9 +179,9 @@ class Segment:
         """
         module, (offset, key, side, collections) = self._blueprint.module, context
         if not self._scan:
-            return module.run_layers(self.layers, self._views(params), train=train, offset=offset)(
-                inputs, key, side, collections
-            )
+            labels = [self._label(i, i + 1) for i in range(len(self.layers))]
+            run = module.run_layers(self.layers, self._views(params), train=train, offset=offset, labels=labels)
+            return run(inputs, key, side, collections)
         # Recompute works on groups of layers: the scan's body is a group, so that it is recomputed as one.
         interval = module.activation_checkpoint_interval or 1
         group = interval if len(self.layers) % interval == 0 else 1
@@ -184,7 +189,8 @@ class Segment:
         def body(x: PyTree, xs: tuple[jax.Array, PyTree]) -> tuple[PyTree, None]:
             start, views = xs
             each = [jax.tree.map(lambda leaf, j=j: leaf[j], views) for j in range(group)]
-            run = module.run_layers(self.layers[:group], each, train=train, offset=offset + start)
+            labels = [self._label(j, None, group) for j in range(group)]
+            run = module.run_layers(self.layers[:group], each, train=train, offset=offset + start, labels=labels)
             return run(x, key, side, collections[:group])[0], None
 
         starts = jnp.arange(0, len(self.layers), group, dtype=jnp.int32)
@@ -234,6 +240,12 @@ class Segment:
             if name in params.stacked_off_trunk
         }
         return Storage(layout.pack_buffers(self.stage, given), common)
+
+    def _label(self, start: int, stop: int | None, step: int = 1) -> str:
+        """Name in profiles of the layers at these places, in all virtual stages that run this program."""
+        layers = self._blueprint.module.layers
+        each = [layers[i].name for of_stage in self._serves.values() for i in of_stage[start:stop:step]]
+        return ",".join(dict.fromkeys(each))
 
     def _views(self, leaves: Mapping[str, jax.Array]) -> list[PyTree]:
         return [self._leaves.view(i, leaves) for i in self.layers]

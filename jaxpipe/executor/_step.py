@@ -77,7 +77,8 @@ class DevicePrograms:
         """Gradients, then the update."""
         metrics, grads, collections = self._gradients(state, batch)
         old = state.collections
-        state, more = self._update(state, grads)
+        with jax.named_scope("update"):
+            state, more = self._update(state, grads)
         new = collections_after(more, old, _expand(collections))
         return dataclasses.replace(state, collections=new), {**metrics, **more}
 
@@ -97,7 +98,8 @@ class DevicePrograms:
 
     def update(self, state: TrainState, grads: PyTree) -> tuple[TrainState, UpdateMetrics]:
         """One update from gradients as `gradients` returns them."""
-        return self._update(state, self._scale(state, self._pinned(grads)))
+        with jax.named_scope("update"):
+            return self._update(state, self._scale(state, self._pinned(grads)))
 
     def evaluate(self, state: TrainState, batch: Batch) -> EvaluationMetrics:
         """The loss, and that of each microbatch."""
@@ -135,8 +137,9 @@ class DevicePrograms:
     def _device(self, state: TrainState, batch: DeviceBatch, cotangents: LossCotangents) -> Device:
         stage = jax.lax.axis_index("stage")
         # Once a step, not in every tick: with ZeRO-1 this is the all-gather, in mixed precision the cast.
-        storage = self._sharding.gather_params(stage, self._form(), self._pinned(state.params))
-        storage = self._stage.params.layout.constrain(storage)
+        with jax.named_scope("gather"):
+            storage = self._sharding.gather_params(stage, self._form(), self._pinned(state.params))
+            storage = self._stage.params.layout.constrain(storage)
         return Device(
             stage=stage,
             weights=Weights(storage, self._stage.trunk.prepare(storage.stacked)),
@@ -160,10 +163,11 @@ class DevicePrograms:
         grads = Storage(
             sums.off_trunk_grads.packed, {**off_trunk, **vocab, **self._stage.trunk.named(sums.trunk_grads)}
         )
-        # Over the stages first: only whole gradients of tied parameters may be cut into shards.
-        grads = sum_tied(self._tied, self._stage.params.grad_layout, device.stage, grads)
-        grads = self._sharding.reduce_gradients(device.stage, self._form(), grads)
-        grads = self._sharding.master.shards.constrain(grads)
+        with jax.named_scope("reduce"):
+            # Over the stages first: only whole gradients of tied parameters may be cut into shards.
+            grads = sum_tied(self._tied, self._stage.params.grad_layout, device.stage, grads)
+            grads = self._sharding.reduce_gradients(device.stage, self._form(), grads)
+            grads = self._sharding.master.shards.constrain(grads)
         reported = gather_values(sums.all_reported, self._stage.aux_names, self._objective.num_terms)
         # Zero on all stages but the last, so that the sum over them is a broadcast.
         loss = sum_over(sums.loss, ("stage", "data")) / divisor

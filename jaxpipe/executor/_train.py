@@ -129,23 +129,27 @@ class TrainLoop(TickLoop):
             loss_gradient, gradient = self._forward(device, run, carry, row, activation, gradient)
         # A model of one virtual stage has no backward of its own: its epilogue is the whole model, with the loss.
         if run.has_backward and self.stage.last:
-            self._backward(device, run, carry, row, gradient, loss_gradient)
+            with jax.named_scope("backward"):
+                self._backward(device, run, carry, row, gradient, loss_gradient)
         if run.has_weight and self.stage.last:
-            self._weight(device, run, carry, row)
+            with jax.named_scope("weight_gradient"):
+                self._weight(device, run, carry, row)
 
     def _forward(
         self, device: Device, run: TickRun, carry: TrainCarry, row: Row, arrived: PyTree, gradient: PyTree
     ) -> tuple[PyTree, PyTree]:
         """Run the forward; gives the gradient of the loss, and the gradient that arrived."""
         stage, collections = self.stage, carry.collections
-        batch, weights = self.microbatch(device, run, row, train=True), device.weights.with_trunk(carry.gathered[:1])
+        weights = device.weights.with_trunk(carry.gathered[:1])
+        with jax.named_scope("forward"):
+            batch = self.microbatch(device, run, row, train=True)
 
-        def forward(at: VirtualStage) -> tuple[Any, ...]:
-            return stage.forward(at, weights, batch, collections, arrived)
+            def forward(at: VirtualStage) -> tuple[Any, ...]:
+                return stage.forward(at, weights, batch, collections, arrived)
 
-        output, residuals, updated, reported = self.action(
-            device, run, self.program.tables.forward, row.forward, [forward], chunk=self._common_chunk(run, row)
-        )
+            output, residuals, updated, reported = self.action(
+                device, run, self.program.tables.forward, row.forward, [forward], chunk=self._common_chunk(run, row)
+            )
         # An idle forward may have computed on garbage, or given zeros: neither may replace collections.
         collections = select(row.forward.microbatch >= 0, updated, collections)
         # Idle ticks report zeros, so chunk -1, which counts from the end, adds nothing.
@@ -160,11 +164,12 @@ class TrainLoop(TickLoop):
         carry.activations = self.activations.send(
             carry.activations, run.next_activation_sends, row.activations, device.stage, output
         )
-        if stage.vocab_loss is not None:
-            carry.collections = collections
-            loss_gradient = self._vocab_loss(device, run, carry, row, batch, output)
-        else:
-            loss_gradient = self._loss(device, run, carry, row, batch, collections, output)
+        with jax.named_scope("loss"):
+            if stage.vocab_loss is not None:
+                carry.collections = collections
+                loss_gradient = self._vocab_loss(device, run, carry, row, batch, output)
+            else:
+                loss_gradient = self._loss(device, run, carry, row, batch, collections, output)
         if not self._has_fused_loss:
             carry.loss_gradients = write_ring(carry.loss_gradients, loss_gradient, row.residual_write)
         return loss_gradient, gradient

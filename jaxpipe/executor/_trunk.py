@@ -62,6 +62,8 @@ class Trunk:
         # All trunks are the same program: it is built once, from the layers of the first virtual stage, and the others
         # differ in their parameters and in the layer indices that go into random keys.
         self._program = Segment(blueprint, 0, trunks, scan=scan and are_alike and is_plain, split=split)
+        for v, layers in enumerate(trunks):
+            self._program.serve(v, layers)
         self._chunks = [each[v] for v in blueprint.placement.virtual[self._program.stage]]
         self._join = join and len(self._chunks) > 1
         self.struct = self._program.struct

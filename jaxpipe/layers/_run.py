@@ -34,6 +34,7 @@ def compose_layers(  # noqa: PLR0913  # one setting each
     remat: Callable[..., Any],
     checkpointable: Collection[str] | None = None,
     rules: Rules = (),
+    labels: Sequence[str] | None = None,
 ) -> Runner:
     """The composition of some layers.
 
@@ -48,6 +49,7 @@ def compose_layers(  # noqa: PLR0913  # one setting each
         remat: What wraps a group.
         checkpointable: Names of the classes whose layers may be in a recomputed group; None: all.
         rules: Rules by which logical names of constraints are translated.
+        labels: Names of the layers in profiles; None: their own.
 
     Returns:
         The function.
@@ -57,17 +59,19 @@ def compose_layers(  # noqa: PLR0913  # one setting each
         inputs: PyTree, key: jax.Array | None, side: Mapping[str, PyTree], collections: Sequence[PyTree]
     ) -> tuple[PyTree, Extras]:
         def call(
-            named: NamedLayer, view: PyTree, collections: PyTree, carried: tuple[PyTree, Extras]
+            named: NamedLayer, label: str, view: PyTree, collections: PyTree, carried: tuple[PyTree, Extras]
         ) -> tuple[Any, ...]:
             x, extras = carried
-            rngs = None if key is None else layer_rngs(jax.random.fold_in(key, named.index + offset))
-            outputs, collections, aux = named.layer.apply(view, collections, x, rngs=rngs, train=train, side=side)
-            outputs = as_arrays(outputs)
-            if named.index != last:
-                outputs = cast_floats(outputs, compute_dtype)
+            with jax.named_scope(label):
+                rngs = None if key is None else layer_rngs(jax.random.fold_in(key, named.index + offset))
+                outputs, collections, aux = named.layer.apply(view, collections, x, rngs=rngs, train=train, side=side)
+                outputs = as_arrays(outputs)
+                if named.index != last:
+                    outputs = cast_floats(outputs, compute_dtype)
             return outputs, (*extras, (as_arrays(collections), aux))
 
-        calls = [functools.partial(call, *each) for each in zip(layers, views, collections, strict=True)]
+        names = [named.name for named in layers] if labels is None else labels
+        calls = [functools.partial(call, *each) for each in zip(layers, names, views, collections, strict=True)]
         marked = [named.is_marked for named in layers]
         may = [checkpointable is None or named.layer.class_name in checkpointable for named in layers]
         with rules_in_force(rules):

@@ -215,7 +215,13 @@ class SequentialModel:
             )
 
     def run_layers(
-        self, indices: Sequence[int], views: Sequence[PyTree], *, train: bool, offset: jax.Array | int = 0
+        self,
+        indices: Sequence[int],
+        views: Sequence[PyTree],
+        *,
+        train: bool,
+        offset: jax.Array | int = 0,
+        labels: Sequence[str] | None = None,
     ) -> Runner:
         """The composition of some layers, recomputed in groups as the module says; for the executor.
 
@@ -225,6 +231,7 @@ class SequentialModel:
             train: Whether layers behave as in training.
             offset: Added to the indices wherever randomness is keyed by layer, so that one compiled program serves
                 alike layers of other stages.
+            labels: Names of the layers in profiles, where they stand for those of other stages too; None: their own.
 
         Returns:
             A function of `(inputs, key, side, collections)`, giving `(outputs, extras)`; see `compose_layers`.
@@ -240,6 +247,7 @@ class SequentialModel:
             remat=self.activation_checkpoint_func or recompute.checkpoint,
             checkpointable=self.checkpointable_layers,
             rules=self.sharding_rules,
+            labels=labels,
         )
 
     def loss(self, outputs: PyTree, labels: PyTree) -> jax.Array:

@@ -549,6 +549,7 @@ class Pipeline:
             of_batch = of_outputs
 
         def compiled(
+            name: str,
             function: Callable[..., Any],
             out_specs: Any,
             out_shardings: Any,
@@ -563,6 +564,7 @@ class Pipeline:
                 with self._tracing():
                     return mapped(state, batch, *rest)
 
+            checked.__name__ = f"jaxpipe_{name}"  # in profiles and in HLO
             # What comes out lies as what goes in: left to itself, XLA may choose another sharding over automatic axes.
             given = (of_state, of_batch, *others)
             jitted = jax.jit(checked, in_shardings=given, out_shardings=out_shardings, donate_argnums=donate)
@@ -570,13 +572,17 @@ class Pipeline:
 
         # Donated: old and new state need not fit side by side. Gradients and evaluations give no new state and leave
         # it.
-        self.step = compiled(programs.step, (specs, P()), (of_state, everywhere), donate=(0,))
+        self.step = compiled("train_step", programs.step, (specs, P()), (of_state, everywhere), donate=(0,))
         of_gradients = (P(), rows, P("stage")), (everywhere, of_state.params, of_state.collections)
-        self.gradients = compiled(programs.gradients, *of_gradients)
-        self.evaluate = compiled(programs.evaluate, P(), everywhere)
-        self.predict = compiled(programs.predict, over_data, of_outputs)
-        self.evaluate_and_predict = compiled(programs.evaluate_and_predict, (P(), over_data), (everywhere, of_outputs))
-        self.partial_gradients = compiled(programs.partial_gradients, *of_gradients, others=(everywhere, everywhere))
+        self.gradients = compiled("gradients", programs.gradients, *of_gradients)
+        self.evaluate = compiled("evaluate", programs.evaluate, P(), everywhere)
+        self.predict = compiled("predict", programs.predict, over_data, of_outputs)
+        self.evaluate_and_predict = compiled(
+            "evaluate_and_predict", programs.evaluate_and_predict, (P(), over_data), (everywhere, of_outputs)
+        )
+        self.partial_gradients = compiled(
+            "partial_gradients", programs.partial_gradients, *of_gradients, others=(everywhere, everywhere)
+        )
         # Of no batch, so nothing is checked; the gradients come from `gradients`, in the state's form.
         update = self._shard_map(programs.update, (specs, rows), (specs, P()))
         self.update = jax.jit(update, out_shardings=(of_state, everywhere), donate_argnums=(0,))
