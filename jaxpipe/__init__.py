@@ -11,6 +11,7 @@ What to look at first:
     `PipelineModule`, `LayerSpec`, `TiedLayerSpec`: the model; `jaxpipe.layers` has more kinds of layers.
     `initialize`: an engine with `train_batch`, `eval_batch`, `predict`, `save_checkpoint`, `load_checkpoint`.
     `make_pipeline`, `describe_pipeline`: the same without an engine, and what was decided.
+    `plan`: memory and time of a job before it runs, without a GPU; `jaxpipe.forecast`: the hardware it knows.
     `jaxpipe.schedules`: 1F1B, interleaved, zero-bubble, GPipe, and the base of one's own.
     `jaxpipe.config`: the keys of a configuration. `jaxpipe.errors`: what is raised.
     `attention`: for transformer blocks, by cuDNN where it can. `jaxpipe.transformer`: DeepSpeed's layer of them.
@@ -26,6 +27,7 @@ from jaxpipe import config as config
 from jaxpipe import data as data
 from jaxpipe import deepspeed as deepspeed
 from jaxpipe import errors as errors
+from jaxpipe import forecast as forecast
 from jaxpipe import launch as launch
 from jaxpipe import layers as layers
 from jaxpipe import models as models
@@ -44,6 +46,7 @@ from jaxpipe.engine import UnpipelinedEngine as UnpipelinedEngine
 from jaxpipe.engine import initialize as initialize
 from jaxpipe.executor import Metrics as Metrics
 from jaxpipe.executor import microbatch_key as microbatch_key
+from jaxpipe.forecast import plan as plan
 from jaxpipe.layers import LayerSpec as LayerSpec
 from jaxpipe.layers import PipelineModule as PipelineModule
 from jaxpipe.layers import TiedLayerSpec as TiedLayerSpec
@@ -99,6 +102,7 @@ __all__ = [
     "deepspeed",
     "describe_pipeline",
     "errors",
+    "forecast",
     "init_distributed",
     "initialize",
     "launch",
@@ -109,6 +113,7 @@ __all__ = [
     "models",
     "optim",
     "partition",
+    "plan",
     "schedules",
     "topology",
     "transformer",

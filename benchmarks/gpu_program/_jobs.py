@@ -87,9 +87,10 @@ class Job:
         tokens = self.num_microbatches * self.samples * self.data * self.time
         return tokens * (6 * weights + 12 * self.blocks * self.time * self.dim)
 
-    def pipeline(self) -> jaxpipe.Pipeline:
-        """Cut the model for its mesh."""
-        module = language_model(
+    @property
+    def module(self) -> jaxpipe.PipelineModule:
+        """The model."""
+        return language_model(
             self.block,
             self.blocks,
             self.stages,
@@ -98,16 +99,45 @@ class Job:
             split_vocab=self.split_vocab,
             interval=self.interval,
         )
+
+    @property
+    def example(self) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+        """A microbatch of all replicas."""
         tokens = jax.ShapeDtypeStruct((self.samples * self.data, self.time), jnp.int32)
+        return tokens, tokens
+
+    @property
+    def config(self) -> TrainConfig:
+        """Its settings."""
         chunks: Any = self.num_chunks or "auto"
-        config = TrainConfig(
+        return TrainConfig(
+            train_micro_batch_size_per_gpu=self.samples,
+            gradient_accumulation_steps=self.num_microbatches,
             pipeline=PipelineConfig(schedule=self.schedule, num_chunks=chunks),
             gradient_clipping=1.0,
             bf16=BF16Section(enabled=True),
             zero_optimization=ZeroSection(stage=self.zero_stage),
         )
+
+    def pipeline(self) -> jaxpipe.Pipeline:
+        """Cut the model for its mesh."""
         mesh = _mesh(self.stages, self.data, self.model)
-        return jaxpipe.Pipeline(module, optax.adamw(1e-4), mesh, (tokens, tokens), self.num_microbatches, config)
+        return jaxpipe.Pipeline(self.module, optax.adamw(1e-4), mesh, self.example, self.num_microbatches, self.config)
+
+    def plan(self, **kwargs: Any) -> jaxpipe.forecast.StepPlan:
+        """Count it, without any GPU or plugin; its own schedule, cut and recompute where nothing else is asked."""
+        own = {"schedules": [self.schedule], "partition": ["trunk"], "recompute": [self.interval]}
+        if self.num_chunks:
+            own["num_chunks"] = [self.num_chunks]
+        return jaxpipe.plan(
+            self.module,
+            self.config,
+            self.example,
+            f"h200:{self.num_devices}",
+            optimizer=optax.adamw(1e-4),
+            places={"model": self.model} if self.model > 1 else None,
+            **{**own, **kwargs},
+        )
 
 
 @functools.cache

@@ -38,8 +38,7 @@ def rotary(x: jax.Array) -> jax.Array:
 def attend(q: jax.Array, k: jax.Array, v: jax.Array, implementation: Any) -> jax.Array:
     """Causal attention; cuDNN has none in float32, in which parameters are made."""
     narrow = (x.astype(jnp.bfloat16) for x in (q, k, v))
-    mixed = jax.nn.dot_product_attention(*narrow, is_causal=True, implementation=implementation)
-    return mixed.astype(q.dtype)
+    return attention(*narrow, causal=True, implementation=implementation).astype(q.dtype)
 
 
 class LlamaBlock(nn.Module):
@@ -48,7 +47,7 @@ class LlamaBlock(nn.Module):
     Attributes:
         hidden: Width of the feed-forward layer.
         kv_heads: Heads of keys and values, of `HEAD_DIM` each.
-        attention: Implementation of `jax.nn.dot_product_attention`.
+        attention: Implementation of `jaxpipe.attention`.
     """
 
     hidden: int
@@ -89,8 +88,7 @@ class TensorParallelBlock(nn.Module):
             columns(heads * HEAD_DIM)(normed).reshape(batch, time, heads, HEAD_DIM)
             for heads in (dim // HEAD_DIM, self.kv_heads, self.kv_heads)
         )
-        narrow = (each.astype(jnp.bfloat16) for each in (rotary(q), rotary(k), v))
-        mixed = attention(*narrow, causal=True, implementation=self.attention).astype(x.dtype)
+        mixed = attend(rotary(q), rotary(k), v, self.attention)
         x = x + rows(dim)(mixed.reshape(batch, time, dim))
         normed = RMSNorm()(x)
         return x + rows(dim)(nn.silu(columns(self.hidden)(normed)) * columns(self.hidden)(normed))
@@ -100,7 +98,7 @@ class GPT2Block(nn.Module):
     """The block of GPT-2: layer norms, heads of 64, GELU, biases.
 
     Attributes:
-        attention: Implementation of `jax.nn.dot_product_attention`.
+        attention: Implementation of `jaxpipe.attention`.
     """
 
     attention: Any

@@ -4,6 +4,7 @@ from ._batch import WHOLE as WHOLE
 from ._batch import batch_shard_dims as batch_shard_dims
 from ._batch import batch_spec as batch_spec
 from ._batch import microbatch_key as microbatch_key
+from ._batch import samples_spec as samples_spec
 from ._branches import check_branches as check_branches
 from ._branches import waits_in_branches as waits_in_branches
 from ._evaluate import EvaluateLoop as EvaluateLoop

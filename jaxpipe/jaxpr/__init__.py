@@ -2,6 +2,10 @@
 
 from . import _primitives as primitives
 from ._dependence import output_dependence as output_dependence
+from ._kernels import ATTENTION_SCOPE as ATTENTION_SCOPE
+from ._kernels import Kernel as Kernel
+from ._kernels import count_kernels as count_kernels
+from ._kernels import result_specs as result_specs
 from ._keys import program_key as program_key
 from ._numbering import value_numbers as value_numbers
 from ._primitives import called_program as called_program
@@ -36,7 +40,9 @@ from ._work import count_work as count_work
 from ._work import program_work as program_work
 
 __all__ = [
+    "ATTENTION_SCOPE",
     "REDUCED",
+    "Kernel",
     "Program",
     "Slice",
     "Turns",
@@ -46,6 +52,7 @@ __all__ = [
     "called_program",
     "computed_by",
     "constrained_axes",
+    "count_kernels",
     "count_work",
     "effects_of",
     "evaluate",
@@ -62,6 +69,7 @@ __all__ = [
     "reached_from",
     "read",
     "reduced",
+    "result_specs",
     "save_reduced",
     "save_whole",
     "turns_of",

@@ -70,6 +70,9 @@ KERNELS = frozenset({"ffi_call", "pallas_call"})
 CUDNN_ATTENTION = "dot_product_attention_fwd"
 """Begins the names of cuDNN's attention kernels; no set, as JAX has them only where there is cuDNN."""
 
+CUDNN_ATTENTION_BACKWARD = "dot_product_attention_bwd"
+"""Begins the names of their backwards."""
+
 PRODUCTS = KERNELS | frozenset(
     {"dot_general", "conv_general_dilated", "ragged_dot_general", "scaled_dot", "scaled_matmul_wrapper"}
 )

@@ -63,13 +63,34 @@ def propagated_specs(closed: ClosedJaxpr, specs: Sequence[P], mesh: AbstractMesh
     Returns:
         The sharding of each result.
     """
+    seen = followed_specs(closed, specs, mesh, manual)
+    return [P() if isinstance(x, Literal) else seen[x] for x in closed.jaxpr.outvars]
+
+
+def followed_specs(
+    closed: ClosedJaxpr,
+    specs: Sequence[P],
+    mesh: AbstractMesh,
+    manual: Sequence[str],
+    kernel_scope: str | None = None,
+) -> dict[Any, P]:
+    """The same for all variables of a program, those of the bodies of its calls and loops included.
+
+    Args:
+        closed: As above.
+        specs: As above.
+        mesh: As above.
+        manual: As above.
+        kernel_scope: A named scope whose equations stand for one kernel: what one of them gives is sharded as what it
+            takes of the same shape. None: there is none.
+    """
     types = tuple(AxisType.Auto if name in manual else AxisType.Explicit for name in mesh.axis_names)
     explicit = AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=types)
-    found: list[P] = []
+    found: dict[Any, P] = {}
 
     def run(*values: jax.Array) -> tuple[()]:
         placed = [_placed(value, spec) for value, spec in zip(values, specs, strict=True)]
-        found.extend(map(_spec, _follow(closed.jaxpr, placed)))
+        _follow(closed.jaxpr, placed, found, kernel_scope)
         return ()
 
     mapped = jax.shard_map(run, mesh=explicit, in_specs=P(), out_specs=P(), axis_names=set(manual), check_vma=False)
@@ -78,7 +99,9 @@ def propagated_specs(closed: ClosedJaxpr, specs: Sequence[P], mesh: AbstractMesh
     return found
 
 
-def _follow(jaxpr: Jaxpr, values: Sequence[jax.Array]) -> list[jax.Array]:
+def _follow(
+    jaxpr: Jaxpr, values: Sequence[jax.Array], seen: dict[Any, P], kernel_scope: str | None = None
+) -> list[jax.Array]:
     # Literals and constants belong to the mesh of automatic axes, and their values say nothing.
     env: dict[Any, jax.Array] = {var: _blank(var) for var in jaxpr.constvars}
     env |= zip(jaxpr.invars, values, strict=True)
@@ -86,27 +109,37 @@ def _follow(jaxpr: Jaxpr, values: Sequence[jax.Array]) -> list[jax.Array]:
     def value(x: Any) -> jax.Array:
         return _blank(x) if isinstance(x, Literal) else env[x]
 
-    for eqn in jaxpr.eqns:
-        env.update(zip(eqn.outvars, _results(eqn, list(map(value, eqn.invars))), strict=True))
+    eqns: Sequence[Any] = jaxpr.eqns
+    for eqn in eqns:
+        if kernel_scope is not None and kernel_scope in str(eqn.source_info.name_stack):
+            given = [env[x] for x in eqn.invars if not isinstance(x, Literal)]
+            known = {x.shape: x for x in given if any(_spec(x))}
+            if known and (eqn.primitive.name == "scan" or any(_blank(out).shape in known for out in eqn.outvars)):
+                for out in eqn.outvars:
+                    blank = _blank(out)
+                    env[out] = _placed(blank, _spec(known[blank.shape])) if blank.shape in known else blank
+                continue
+        env.update(zip(eqn.outvars, _results(eqn, list(map(value, eqn.invars)), seen), strict=True))
+    seen.update((var, _spec(known)) for var, known in env.items())
     return list(map(value, jaxpr.outvars))
 
 
-def _results(eqn: Any, values: list[jax.Array]) -> list[jax.Array]:
+def _results(eqn: Any, values: list[jax.Array], seen: dict[Any, P]) -> list[jax.Array]:
     name, inside = eqn.primitive.name, called_program(eqn)
     if inside is not None:
-        return _follow(inside.jaxpr, values)
+        return _follow(inside.jaxpr, values, seen)
     if name == "sharding_constraint":
         return [_placed(values[0], eqn.params["sharding"].spec)]
     if name == "cond":
         # The first branch speaks for all: which one runs is not known.
-        return _follow(eqn.params["branches"][0].jaxpr, values[1:])
+        return _follow(eqn.params["branches"][0].jaxpr, values[1:], seen)
     if name == "shard_map":
         return [_placed(_blank(x), spec) for x, spec in zip(eqn.outvars, eqn.params["out_specs"], strict=True)]
     if name == "scan":
         num_fixed = eqn.params["num_consts"] + eqn.params["num_carry"]
         sliced = [jax.lax.index_in_dim(x, 0, keepdims=False) for x in values[num_fixed:]]
         # One turn of the body: the carry at its end stands for that of the last one.
-        found = _follow(eqn.params["jaxpr"].jaxpr, [*values[:num_fixed], *sliced])
+        found = _follow(eqn.params["jaxpr"].jaxpr, [*values[:num_fixed], *sliced], seen)
         final, steps = found[: eqn.params["num_carry"]], found[eqn.params["num_carry"] :]
         stacked = eqn.outvars[eqn.params["num_carry"] :]
         return [*final, *(_placed(_blank(x), P(None, *_spec(y))) for x, y in zip(stacked, steps, strict=True))]

@@ -5,11 +5,21 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
-from jax.extend.core import Jaxpr, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from jaxpipe._typing import PyTree
 
-from ._primitives import ARITHMETIC, COMBINING, COMPARISONS, FORMS, RANDOM_KEYS, SCATTERS, programs_inside
+from ._primitives import (
+    ARITHMETIC,
+    COMBINING,
+    COMPARISONS,
+    CUDNN_ATTENTION,
+    CUDNN_ATTENTION_BACKWARD,
+    FORMS,
+    RANDOM_KEYS,
+    SCATTERS,
+    programs_inside,
+)
 from ._program import flatten
 from ._slice import evaluate, needed_for
 
@@ -38,6 +48,11 @@ def count_work(function: Callable[..., Any], *args: PyTree) -> Work:
     A `while` loop counts as one turn, a branch as the one with the most operations; what a callback or a kernel of
     unknown content computes is not known.
     """
+    return program_work(live_program(function, *args).jaxpr)
+
+
+def live_program(function: Callable[..., Any], *args: PyTree) -> ClosedJaxpr:
+    """The program of a function of arguments of these shapes, without calls and without what no output needs."""
     program = flatten(jax.make_jaxpr(function)(*args))
     part = needed_for(program, program.outputs)
 
@@ -47,8 +62,7 @@ def count_work(function: Callable[..., Any], *args: PyTree) -> Work:
         return [values[x] for x in program.outputs if not isinstance(x, Literal)]
 
     shapes = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in program.inputs]
-    live = jax.make_jaxpr(run)(*shapes).jaxpr
-    return program_work(live)
+    return jax.make_jaxpr(run)(*shapes)
 
 
 def program_work(jaxpr: Jaxpr) -> Work:
@@ -60,7 +74,7 @@ def program_work(jaxpr: Jaxpr) -> Work:
 
 
 def _work_of(jaxpr: Jaxpr) -> Work:
-    return _total(_equation(eqn) for eqn in jaxpr.eqns)
+    return _total(equation_work(eqn) for eqn in jaxpr.eqns)
 
 
 def _total(works: Iterable[Work], times: int = 1) -> Work:
@@ -68,7 +82,8 @@ def _total(works: Iterable[Work], times: int = 1) -> Work:
     return Work(times * sum(work.flops for work in each), times * sum(work.moved_bytes for work in each))
 
 
-def _equation(eqn: Any) -> Work:
+def equation_work(eqn: Any) -> Work:
+    """Operations and bytes of one equation, and of the programs inside it."""
     name, out = eqn.primitive.name, _size(eqn.outvars)
     inner = [_work_of(program.jaxpr) for program in programs_inside(eqn)]
     if name == "cond":
@@ -99,6 +114,12 @@ def _product(eqn: Any) -> int:
         # Each output is a product with the kernel of one output channel.
         kernel = eqn.invars[1].aval
         return 2 * out * kernel.size // max(1, kernel.shape[eqn.params["dimension_numbers"].rhs_spec[0]])
+    if name.startswith((CUDNN_ATTENTION, CUDNN_ATTENTION_BACKWARD)):
+        # Two products forward, five backward; a causal mask leaves half of each.
+        q, k = eqn.invars[0].aval.shape, eqn.invars[1].aval.shape
+        half = 0.5 if "CAUSAL" in str(eqn.params.get("mask_type")) else 1.0
+        products = 2 if name.startswith(CUDNN_ATTENTION) else 5
+        return round(half * products * 2 * math.prod(q) * k[1])
     if name == "ragged_dot_general":
         return 2 * out * eqn.invars[0].aval.shape[-1]
     return 0

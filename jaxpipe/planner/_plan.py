@@ -76,10 +76,7 @@ def make_plan(
     program = lower_schedule(schedule, num_microbatches, num_stages)
     is_cpu = mesh.devices.flat[0].platform == "cpu"
     if section.skip_idle == "auto":
-        # On accelerators a branch costs a host synchronisation. Where backwards are split it pays even so: an idle
-        # action, if it were computed, would take the time that splitting saves.
-        skips = is_cpu or program.has_split_backward or _has_cheap_branches(program, mesh)
-        section = dataclasses.replace(section, skip_idle=skips and not waits_in_branches(mesh))
+        section = dataclasses.replace(section, skip_idle=skips_idle(program, mesh))
     is_divided = FSDP in mesh.axis_names
     if section.gather_weights != "auto" and not is_divided:
         raise ConfigError(
@@ -112,6 +109,15 @@ def make_plan(
     # Exchanges of accelerators run beside their computing; on CPU a stage that skips its forward would wait for others.
     sends_early = not (is_cpu and section.skip_idle)
     return Plan(config, schedule, program, forward_only, signatures, tuple(parts), profile, choice, sends_early, notes)
+
+
+def skips_idle(program: TickProgram, mesh: Mesh) -> bool:
+    """True if idle actions are branched around where the settings leave it open."""
+    # On accelerators a branch costs a host synchronisation. Where backwards are split it pays even so: an idle action,
+    # if it were computed, would take the time that splitting saves.
+    is_cpu = mesh.devices.flat[0].platform == "cpu"
+    skips = is_cpu or program.has_split_backward or _has_cheap_branches(program, mesh)
+    return skips and not waits_in_branches(mesh)
 
 
 def _has_cheap_branches(program: TickProgram, mesh: Mesh) -> bool:

@@ -5,6 +5,7 @@ from jaxpipe.schedules._check import check_schedule as check_schedule
 from jaxpipe.schedules._choice import Candidate as Candidate
 from jaxpipe.schedules._choice import Choice as Choice
 from jaxpipe.schedules._choice import StageCosts as StageCosts
+from jaxpipe.schedules._choose import STEADY as STEADY
 from jaxpipe.schedules._choose import choose_schedule as choose_schedule
 from jaxpipe.schedules._closed_form import closed_form as closed_form
 from jaxpipe.schedules._cost import Slice as Slice
@@ -61,6 +62,7 @@ from jaxpipe.schedules._zero_bubble_v import ZeroBubbleVSchedule as ZeroBubbleVS
 __all__ = [
     "DualPipeVSchedule",
     "MAX_RUNS",
+    "STEADY",
     "Actions",
     "BackwardInput",
     "BackwardPass",

@@ -18,6 +18,7 @@ import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxpipe.jaxpr import ATTENTION_SCOPE
 from jaxpipe.recompute import KERNEL
 
 BLOCK = 256
@@ -66,6 +67,7 @@ def blocked_attention(pattern: Pattern, q: jax.Array, k: jax.Array, v: jax.Array
     return _forward(pattern, q, k, v, visibility)[0]
 
 
+@jax.named_scope(ATTENTION_SCOPE)
 def _forward(pattern: Pattern, q: jax.Array, k: jax.Array, v: jax.Array, visibility: Visibility) -> tuple[Any, Any]:
     blocks = _Blocks(pattern, q, k, visibility)
     queries, keys, values = blocks.queries(q), blocks.keys(k), blocks.keys(v)
@@ -89,6 +91,7 @@ def _forward(pattern: Pattern, q: jax.Array, k: jax.Array, v: jax.Array, visibil
     return out, (q, k, v, visibility, out, log_sum)
 
 
+@jax.named_scope(ATTENTION_SCOPE)
 def _backward(pattern: Pattern, residuals: Any, grad: jax.Array) -> tuple[Any, ...]:
     q, k, v, visibility, out, log_sum = residuals
     blocks = _Blocks(pattern, q, k, visibility)

@@ -1,0 +1,47 @@
+"""Devices that are not there: enough of one for a mesh, on which models are traced and nothing runs."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from ._hardware import Hardware
+
+
+class _NoClient:
+    """A backend without devices."""
+
+    platform = "gpu"
+
+    def local_devices(self) -> list[Any]:
+        """None of them can be run on."""
+        return []
+
+
+_CLIENT = _NoClient()
+
+
+@dataclass(frozen=True)
+class AbsentDevice:
+    """What a mesh and the planner ask of a device.
+
+    Attributes:
+        id: Its number.
+        process_index: The process that would have it.
+        device_kind: Its name.
+    """
+
+    id: int
+    process_index: int
+    device_kind: str
+
+    platform = "gpu"
+    num_cores = 1
+
+    @property
+    def client(self) -> _NoClient:
+        """The backend."""
+        return _CLIENT
+
+
+def absent_devices(hardware: Hardware, count: int) -> list[AbsentDevice]:
+    """So many devices in the order of their hosts."""
+    return [AbsentDevice(i, hardware.host_of(i), hardware.name) for i in range(count)]

@@ -1,0 +1,134 @@
+"""Accelerators by name: peaks, memory and wires, and what share of them programs are taken to reach."""
+
+import re
+from dataclasses import dataclass, fields, replace
+
+from jaxpipe.errors import ConfigError, nearest
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """An accelerator and its wires.
+
+    The shares are assumptions, not measurements: what large products, fused attention and streaming kernels reach of
+    the peaks on GPUs of these kinds.
+
+    Attributes:
+        name: What it is called.
+        flops_per_s: Peak of dense bfloat16 products, operations a second.
+        memory_bytes: Bytes of its memory.
+        bytes_per_s: Bytes a second that its memory gives.
+        wire_bytes_per_s: Bytes a second and direction between devices of a host.
+        network_bytes_per_s: The same between hosts, for each device.
+        devices_per_host: Devices of a host.
+        gemm_share: Share of `flops_per_s` that matrix products reach.
+        attention_share: Share of `flops_per_s` that attention reaches.
+        traffic_share: Share of `bytes_per_s` reached.
+        wire_share: Share of `wire_bytes_per_s` reached.
+        usable_share: Share of `memory_bytes` that programs may take; drivers and fragments have the rest.
+        latency_s: Seconds of a collective beside its bytes.
+        branch_s: Seconds that a conditional waits for the host.
+
+    Raises:
+        ConfigError: A number is not positive, or a share above 1.
+    """
+
+    name: str
+    flops_per_s: float
+    memory_bytes: float
+    bytes_per_s: float
+    wire_bytes_per_s: float
+    network_bytes_per_s: float = 50e9
+    devices_per_host: int = 8
+    gemm_share: float = 0.70
+    attention_share: float = 0.50
+    traffic_share: float = 0.85
+    wire_share: float = 0.8
+    usable_share: float = 0.92
+    latency_s: float = 15e-6
+    branch_s: float = 25e-6
+
+    def __post_init__(self) -> None:
+        """Check the numbers."""
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name == "name":
+                continue
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            lowest = 0.0 if field.name.endswith("_s") and not field.name.endswith("_per_s") else 1e-300
+            if not is_number or not lowest <= value < float("inf"):
+                rule = "at least 0" if lowest == 0.0 else "a positive number"
+                raise ConfigError(
+                    f"{field.name} of hardware {self.name!r} must be {rule}, but got {field.name}={value!r}. Give it "
+                    "in bytes, operations and seconds, such as Hardware('mine', 989e12, 141e9, 4.8e12, 450e9)."
+                )
+            if field.name.endswith("_share") and value > 1:
+                raise ConfigError(
+                    f"{field.name} of hardware {self.name!r} must be a share of the peak, at most 1, but got "
+                    f"{field.name}={value!r}. Divide percentages by 100."
+                )
+
+    @property
+    def ideal(self) -> "Hardware":
+        """The same, reaching its peaks."""
+        return replace(
+            self, gemm_share=1.0, attention_share=1.0, traffic_share=1.0, wire_share=1.0, latency_s=0.0, branch_s=0.0
+        )
+
+    @property
+    def usable_bytes(self) -> float:
+        """Bytes of memory that programs may take."""
+        return self.usable_share * self.memory_bytes
+
+    def host_of(self, device: int) -> int:
+        """The host of a device, by its number."""
+        return device // self.devices_per_host
+
+    def wire_s(self, num_bytes: float, *, inside_host: bool) -> float:
+        """Seconds that bytes take from a device to another."""
+        speed = self.wire_bytes_per_s * self.wire_share if inside_host else self.network_bytes_per_s
+        return self.latency_s + num_bytes / speed
+
+
+HARDWARE: dict[str, Hardware] = {
+    "a100": Hardware("a100", 312e12, 80e9, 2.039e12, 300e9, network_bytes_per_s=25e9),
+    "h100": Hardware("h100", 989e12, 80e9, 3.35e12, 450e9),
+    "h200": Hardware("h200", 989e12, 141e9, 4.8e12, 450e9),
+    "b200": Hardware("b200", 2250e12, 180e9, 7.7e12, 900e9),
+    "mi300x": Hardware("mi300x", 1307e12, 192e9, 5.3e12, 448e9),
+}
+"""Known accelerators, SXM or OAM modules, by the vendors' data sheets; add one's own by `HARDWARE["name"] = ...`."""
+
+
+def read_hardware(text: str | tuple[Hardware, int]) -> tuple[Hardware, int]:
+    """Read accelerators and their number.
+
+    Args:
+        text: Name and number, such as `"h200:64"`, or a pair of a `Hardware` and the number.
+
+    Returns:
+        The pair.
+
+    Raises:
+        ConfigError: The name is not known, or the number not a positive integer.
+    """
+    if isinstance(text, tuple):
+        hardware, count = (*text, None, None)[:2]
+        if len(text) != 2 or not isinstance(hardware, Hardware) or type(count) is not int or count < 1:
+            raise ConfigError(
+                f"hardware must be a pair of a Hardware and a positive number of devices, but got hardware={text!r}. "
+                "Write for instance (HARDWARE['h200'], 64)."
+            )
+        return hardware, count
+    found = re.fullmatch(r"\s*([\w.-]+)\s*:\s*(\d+)\s*", text) if isinstance(text, str) else None
+    if found is None or int(found[2]) < 1:
+        raise ConfigError(
+            f"hardware must be a name and a positive number of devices, 'NAME:NUMBER', but got hardware={text!r}. "
+            "Write for instance 'h200:64'."
+        )
+    name = found[1].lower()
+    if name not in HARDWARE:
+        near = nearest(name, HARDWARE, cutoff=0.4)
+        hint = f"Did you mean {near!r}?" if near else "Use one of these, or pass (Hardware(...), number)."
+        raise ConfigError(f"hardware must be one of {', '.join(HARDWARE)}, but got {found[1]!r}. {hint}")
+    return HARDWARE[name], int(found[2])

@@ -1,0 +1,222 @@
+"""Layers of a model on some hardware: seconds and bytes of each, counted once for equal ones."""
+
+import dataclasses
+import math
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxpipe._typing import Path, PyTree
+from jaxpipe.autodiff import SplitBackward, differentiable
+from jaxpipe.executor import samples_spec
+from jaxpipe.jaxpr import count_kernels, result_specs
+from jaxpipe.layers import ModelTrace, PipelineModule, flatten_dict, num_bytes
+from jaxpipe.planner import LayerWork, layer_work, loss_work
+from jaxpipe.topology import FSDP, MANUAL_AXES, automatic_axes
+
+from ._hardware import Hardware
+from ._roofline import Time, time_of
+
+
+@dataclass(frozen=True)
+class LayerFigures:
+    """What a layer takes for one microbatch, on one device.
+
+    Attributes:
+        forward: Its forward.
+        backward: Its whole backward, with what it recomputes.
+        input: The input gradient alone, where the backward is split.
+        weight: The weight gradient alone.
+        residual_bytes: Bytes that wait from its forward to its backward, if it stands alone.
+        shared_bytes: How many of these the layer before keeps anyway, where both are on one stage.
+        pending_bytes: Bytes that wait from its input gradient to its weight gradient.
+        whole_bytes: Bytes that it would keep if nothing were recomputed: what a backward makes again.
+        output_bytes: Bytes of its output.
+    """
+
+    forward: Time
+    backward: Time
+    input: Time
+    weight: Time
+    residual_bytes: int
+    shared_bytes: int
+    pending_bytes: int
+    whole_bytes: int
+    output_bytes: int
+
+
+class Figures:
+    """Layers of a traced model on some hardware.
+
+    Args:
+        module: The model, with what it recomputes.
+        trace: Its shapes, on the mesh of its devices.
+        labels: Shapes of a microbatch's labels.
+        hardware: The devices.
+        signatures: Per layer a value that is equal for alike layers.
+        plain: The same of the model without recompute, from which what is equal is taken; None: this is that.
+    """
+
+    def __init__(
+        self,
+        module: PipelineModule,
+        trace: ModelTrace,
+        labels: PyTree,
+        hardware: Hardware,
+        signatures: Sequence[Hashable],
+        plain: "Figures | None" = None,
+    ) -> None:
+        self._module, self._trace, self._hardware, self._plain = module, trace, hardware, plain
+        self.axes = axes_inside(trace, hardware)
+        known: dict[Hashable, LayerFigures] = {}
+        pairs: dict[Hashable, int] = {}
+        self.layers: list[LayerFigures] = []
+        keys = [(signature, each.is_marked) for signature, each in zip(signatures, module.layers, strict=True)]
+        for index, key in enumerate(keys):
+            if key not in known:
+                known[key] = self._layer(index)
+            figures = known[key]
+            if index and not module.activation_checkpoint_interval:
+                pair = keys[index - 1], key
+                if pair not in pairs:
+                    pairs[pair] = self._shared(index, self.layers[-1].residual_bytes, figures.residual_bytes)
+                figures = dataclasses.replace(figures, shared_bytes=pairs[pair])
+            self.layers.append(figures)
+        self.loss = Time()
+        if plain is not None:
+            self.loss = plain.loss
+        elif module.loss_fn is not None:
+            work = loss_work(module, trace, labels)
+            forward, backward = self._times(work, [])
+            self.loss = forward.plus(backward)
+
+    def _layer(self, index: int) -> LayerFigures:
+        trace, plain = self._trace, None if self._plain is None else self._plain.layers[index]
+        work = layer_work(self._module, trace, index)
+        specs = self._param_specs(index)
+        residuals = self._residual_specs(work, specs, index)
+        forward, backward = self._times(work, specs, residuals)
+        split = SplitBackward(work.residuals, work.params)
+        gives, weight, pending = backward, Time(), 0
+        if not split.is_whole:
+            # Of the split backward as its two parts only the weight gradient is traced; the rest is the input's.
+            handed = self._pending_specs(work, split, specs, residuals)
+            args = work.params, work.residuals.structs, split.pending
+            weight = self._time(split.backward_weight, args, [*specs, *residuals, *handed])
+            gives = Time(*(max(0.0, a - b) for a, b in zip(backward, weight, strict=True)))
+            pending = sum(map(self._bytes, split.pending, handed))
+        kept = self._kept(work, residuals)
+        return LayerFigures(
+            forward,
+            backward,
+            gives,
+            weight,
+            residual_bytes=kept,
+            shared_bytes=0,
+            pending_bytes=pending,
+            whole_bytes=0 if plain is None else plain.residual_bytes,
+            output_bytes=num_bytes(trace.boundaries[index + 1]) // self.axes.get(FSDP, (1, True))[0],
+        )
+
+    def _shared(self, index: int, before: int, alone: int) -> int:
+        if not (before and alone):
+            return 0
+        work = layer_work(self._module, self._trace, index - 1, index)
+        specs = [*self._param_specs(index - 1), *self._param_specs(index)]
+        both = self._kept(work, self._residual_specs(work, specs, index - 1))
+        return min(max(before + alone - both, 0), alone)
+
+    def _param_specs(self, index: int) -> list[P]:
+        """Shardings of a layer's parameters as its actions have them: gathered along `fsdp`."""
+        specs = self._trace.param_specs[index]
+        leaves = flatten_dict(self._trace.params[index])
+        # Sorted, as JAX orders the leaves of dictionaries.
+        return [without_fsdp(specs.get(path, P())) for path in sorted(leaves)]
+
+    def _residual_specs(self, work: LayerWork, specs: Sequence[P], index: int) -> list[P]:
+        trace = self._trace
+        if not automatic_axes(trace.mesh):
+            return [P() for _ in work.residuals.structs]
+        inputs = [samples_spec(x, trace.mesh) for x in jax.tree.leaves(trace.boundaries[index])]
+        args = work.params, work.inputs, work.context
+        context = [P()] * len(jax.tree.leaves(work.context))
+        found = result_specs(work.residuals.forward, args, [*specs, *inputs, *context], trace.mesh, MANUAL_AXES)
+        return found[len(found) - len(work.residuals.structs) :]
+
+    def _pending_specs(
+        self, work: LayerWork, split: SplitBackward, specs: Sequence[P], residuals: Sequence[P]
+    ) -> list[P]:
+        mesh = self._trace.mesh
+        if not automatic_axes(mesh):
+            return [P()] * len(split.pending)
+        cotangents = differentiable(jax.eval_shape(work.residuals.forward, work.params, work.inputs, work.context)[0])
+        given = [samples_spec(x, mesh) for x in cotangents]
+        args = work.params, work.residuals.structs, cotangents
+        found = result_specs(split.backward_input, args, [*specs, *residuals, *given], mesh, MANUAL_AXES)
+        return found[len(found) - len(split.pending) :]
+
+    def _kept(self, work: LayerWork, specs: Sequence[P]) -> int:
+        each = zip(work.residuals.structs, work.residuals.is_hosted, specs, strict=True)
+        return sum(self._bytes(x, spec) for x, is_hosted, spec in each if not is_hosted)
+
+    def _bytes(self, x: Any, spec: P) -> int:
+        return math.prod(NamedSharding(self._trace.mesh, spec).shard_shape(x.shape)) * x.dtype.itemsize
+
+    def _times(self, work: LayerWork, specs: Sequence[P], residuals: Sequence[P] | None = None) -> tuple[Time, Time]:
+        args = work.params, work.inputs, work.context
+        inputs = [samples_spec(x, self._trace.mesh) for x in jax.tree.leaves(work.inputs)]
+        context = [P()] * len(jax.tree.leaves(work.context))
+        cotangents = differentiable(jax.eval_shape(work.residuals.forward, *args)[0])
+        given = [samples_spec(x, self._trace.mesh) for x in cotangents]
+        kept = [P()] * len(work.residuals.structs) if residuals is None else list(residuals)
+        return (
+            self._time(work.residuals.forward, args, [*specs, *inputs, *context]),
+            self._time(
+                work.residuals.backward, (work.params, work.residuals.structs, cotangents), [*specs, *kept, *given]
+            ),
+        )
+
+    def _time(self, function: Any, args: Sequence[Any], specs: Sequence[P]) -> Time:
+        mesh = self._trace.mesh
+        has_axes = bool(automatic_axes(mesh))
+        kernels = count_kernels(function, args, specs if has_axes else (), mesh if has_axes else None, MANUAL_AXES)
+        return time_of(self._hardware, kernels, self.axes)
+
+
+def without_fsdp(spec: P) -> P:
+    """A spec without the axis over which weights are gathered."""
+    names = [tuple(a for a in (e if isinstance(e, tuple) else (e,)) if a not in (None, FSDP)) or None for e in spec]
+    return P(*names)
+
+
+def axes_inside(trace: ModelTrace, hardware: Hardware) -> Mapping[str, tuple[int, bool]]:
+    """Of each automatic axis its length, and whether its places are in one host."""
+    found: dict[str, tuple[int, bool]] = {}
+    stride = 1
+    for axis in reversed(trace.mesh.axis_names):
+        size = trace.mesh.shape[axis]
+        stride *= size
+        if axis not in MANUAL_AXES:
+            found[str(axis)] = size, stride <= hardware.devices_per_host
+    return found
+
+
+def device_params(trace: ModelTrace, index: int, *, gathered: bool = False) -> dict[Path, float]:
+    """Elements of a layer's parameters on a device, without the axis `stage`, by path.
+
+    Args:
+        trace: The model.
+        index: The layer.
+        gathered: Whether they are whole along `fsdp`.
+    """
+    specs = trace.param_specs[index]
+    found: dict[Path, float] = {}
+    for path, leaf in flatten_dict(trace.params[index]).items():
+        spec = specs.get(path, P())
+        spec = without_fsdp(spec) if gathered else spec
+        found[path] = math.prod(NamedSharding(trace.mesh, spec).shard_shape(leaf.shape))
+    return found

@@ -1,0 +1,433 @@
+"""`plan`: what a training job would hold and take on devices that are not there."""
+
+import dataclasses
+import math
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxpipe._typing import PyTree
+from jaxpipe.config import Collector, TrainConfig, load_config
+from jaxpipe.errors import ConfigError, JaxpipeError, PartitionError, TopologyError, shown
+from jaxpipe.layers import ModelTrace, PipelineModule, estimate_layers, layer_signatures, split_vocabulary
+from jaxpipe.partition import partition_best
+from jaxpipe.pipeline import ConfigLike, check_mesh, entry_struct, prepare
+from jaxpipe.recompute import settings_for, use_settings
+from jaxpipe.schedules import PipeSchedule, resolve_schedule, schedule_names
+from jaxpipe.state import check_collections
+from jaxpipe.topology import (
+    MANUAL_AXES,
+    ProcessTopology,
+    make_pipeline_mesh,
+    num_batch_shards,
+    topology_for,
+    with_fsdp_axis,
+)
+
+from ._count import Candidate, Job
+from ._devices import absent_devices
+from ._hardware import Hardware, read_hardware
+from ._layers import Figures
+from ._result import Forecast, StepPlan
+
+_CHUNK_COUNTS = (1, 2, 4)
+
+
+def plan(  # noqa: PLR0913  # what to look at, one argument each
+    model: PipelineModule,
+    config: ConfigLike,
+    example_batch: Sequence[PyTree],
+    hardware: str | tuple[Hardware, int] = "h200:8",
+    *,
+    optimizer: optax.GradientTransformation | None = None,
+    places: Mapping[str, int] | None = None,
+    schedules: Sequence[str] | None = None,
+    num_chunks: Sequence[int] | None = None,
+    partition: Sequence[str | Sequence[int]] | None = None,
+    recompute: Sequence[int] | None = None,
+    measured_step_s: float | None = None,
+) -> StepPlan:
+    """Count what a training job would hold and take, without a GPU: nothing is compiled, nothing is allocated.
+
+    Layers are traced, equal ones once. Memory is counted by what for; time by a roofline of the named hardware, each
+    kernel the longer of its operations and its bytes; the schedule's ticks are gone through with these times.
+
+    Args:
+        model: The layers and their number of stages.
+        config: DeepSpeed's configuration, as for `make_pipeline`.
+        example_batch: One entry as a data iterator yields it, `(inputs, labels)` or `(inputs, labels, side)`, leaves
+            `[microbatch_size * replicas, ...]`, arrays or shapes.
+        hardware: Name and number of devices, such as `"h200:64"`, of `forecast.HARDWARE`; or a `Hardware` and a number.
+        optimizer: An optax transformation; None: that of the configuration, and where it names none AdamW.
+        places: Lengths of further axes of the mesh, such as `{"model": 8}` or `{"fsdp": 8}`; replicas take the rest.
+        schedules: Names of schedules. None: that of the configuration, and all that `"auto"` looks at.
+        num_chunks: Numbers of chunks. None: that of the configuration, and with `"auto"` 1, 2 and 4.
+        partition: Partition methods, or boundaries. None: the model's, and `"best"`.
+        recompute: Layers of recomputed groups, 0 for none. None: that of the model or the configuration, and where it
+            says nothing 0 and 1.
+        measured_step_s: Seconds of a step of a run, to compare with.
+
+    Returns:
+        All candidates; `str` shows them as a table, `to_json` writes them.
+
+    Raises:
+        ConfigError: An argument or the configuration is wrong; the hardware is not known.
+        TopologyError: Stages and places do not divide the devices.
+        DataError: The example does not fit the configuration.
+        LayerError: Layers do not fit together, or cannot be traced.
+        PartitionError: No cut that was asked for exists.
+        ScheduleError: A schedule is not known, or none can have so many chunks.
+
+    Example:
+        >>> import flax.linen as nn, jax, jax.numpy as jnp, jaxpipe
+        >>> model = jaxpipe.PipelineModule([nn.Dense(64)] * 8, 4, loss_fn=lambda y, t: jnp.mean((y - t) ** 2))
+        >>> x = jax.ShapeDtypeStruct((16, 64), jnp.float32)
+        >>> config = {"train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 16}
+        >>> found = jaxpipe.plan(model, config, (x, x), "h200:8", schedules=["1f1b"], recompute=[0])
+        >>> found.best.schedule, found.best.fits
+        ('1f1b', True)
+    """
+    chosen_hardware, count = read_hardware(hardware)
+    _check(model, measured_step_s, optimizer)
+    errors = Collector()
+    settings = load_config(config, errors)
+    setup = _Setup(model, settings, example_batch, chosen_hardware, count, optimizer, dict(places or {}), errors)
+    asked = _Asked.read(setup.job, settings, schedules, num_chunks, partition, recompute)
+    candidates = setup.forecasts(asked)
+    fitting = [one for one in candidates if one.fits]
+    best = fitting[0] if fitting else None
+    return StepPlan(
+        hardware=chosen_hardware,
+        num_devices=count,
+        axes={str(name): size for name, size in setup.job.mesh.shape.items()},
+        num_microbatches=setup.job.num_microbatches,
+        microbatch_size=setup.microbatch_size,
+        num_params=sum(math.prod(x.shape) for x in jax.tree.leaves(setup.job.trace.tree())),
+        candidates=tuple(candidates),
+        best=best,
+        advice=_advice(setup, asked, candidates),
+        assumptions=_assumptions(setup),
+        measured_step_s=measured_step_s,
+    )
+
+
+def _check(model: object, measured_step_s: object, optimizer: object) -> None:
+    if not isinstance(model, PipelineModule):
+        raise ConfigError(
+            f"model must be a PipelineModule, but got model={shown(model)}. Put the layers into "
+            "jaxpipe.PipelineModule(layers, num_stages, loss_fn=...)."
+        )
+    if optimizer is not None and not isinstance(optimizer, optax.GradientTransformation):
+        raise ConfigError(
+            f"optimizer must be an optax transformation, but got optimizer={shown(optimizer)}. Pass for instance "
+            "optax.adamw(3e-4), or leave it out."
+        )
+    if measured_step_s is None:
+        return
+    if (
+        isinstance(measured_step_s, bool)
+        or not isinstance(measured_step_s, int | float)
+        or not 0 < measured_step_s < math.inf
+    ):
+        raise ConfigError(
+            f"measured_step_s must be a positive number of seconds, but got measured_step_s={measured_step_s!r}. "
+            "Leave it out where there is no run to compare with."
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Asked:
+    """What to look at."""
+
+    schedules: tuple[str, ...]
+    num_chunks: tuple[int, ...] | None
+    partitions: tuple[str | tuple[int, ...], ...]
+    recompute: tuple[int, ...]
+
+    @staticmethod
+    def read(
+        job: Job,
+        config: TrainConfig,
+        schedules: Sequence[str] | None,
+        num_chunks: Sequence[int] | None,
+        partition: Sequence[str | Sequence[int]] | None,
+        recompute: Sequence[int] | None,
+    ) -> "_Asked":
+        section = config.pipeline
+        names = _listed("schedules", schedules)
+        if names is None:
+            names = [name for name, kind in schedule_names().items() if kind.is_auto_candidate]
+            if section.schedule in schedule_names() and section.schedule not in names:
+                names.append(section.schedule)
+        for name in names:
+            if not isinstance(name, str):
+                raise ConfigError(
+                    f"schedules must be names such as '1f1b', but got {shown(name)}. Known are "
+                    f"{', '.join(schedule_names())}."
+                )
+            resolve_schedule(name)
+        counts = _integers("num_chunks", num_chunks, 1)
+        if counts is None and section.num_chunks != "auto":
+            counts = (section.num_chunks,)
+        methods = _listed("partition", partition)
+        if methods is None:
+            methods = list(dict.fromkeys([_hashable(job.module.partition_method), "best"]))
+        groups = _integers("recompute", recompute, 0)
+        if groups is None:
+            given = job.module.activation_checkpoint_interval
+            groups = (given,) if given else (0, 1)
+        return _Asked(tuple(dict.fromkeys(names)), counts, tuple(map(_hashable, methods)), groups)
+
+
+def _hashable(method: Any) -> Any:
+    return method if isinstance(method, str) else tuple(method) if isinstance(method, Sequence) else method
+
+
+def _listed(name: str, values: Any) -> list[Any] | None:
+    if values is None:
+        return None
+    if isinstance(values, str) or not isinstance(values, Sequence) or not values:
+        raise ConfigError(
+            f"{name} must be a list with at least one entry, but got {name}={shown(values)}. Write [...] around it, or "
+            "leave it out."
+        )
+    return list(values)
+
+
+def _integers(name: str, values: Any, least: int) -> tuple[int, ...] | None:
+    listed = _listed(name, values)
+    wrong = [value for value in listed or () if type(value) is not int or value < least]
+    if wrong:
+        raise ConfigError(
+            f"{name} must be integers of at least {least}, but got {name}={shown(values)} with {shown(wrong[0])}. "
+            "Correct or remove it."
+        )
+    return None if listed is None else tuple(dict.fromkeys(listed))
+
+
+class _Setup:
+    """A job made from a user's arguments, and its candidates."""
+
+    def __init__(  # noqa: PLR0913  # the arguments of `plan`
+        self,
+        model: PipelineModule,
+        config: TrainConfig,
+        example_batch: Sequence[PyTree],
+        hardware: Hardware,
+        count: int,
+        optimizer: optax.GradientTransformation | None,
+        places: Mapping[str, int],
+        errors: Collector,
+    ) -> None:
+        self._arguments = model, config, example_batch, hardware, count, optimizer, places
+        given = make_pipeline_mesh(_topology(model, count, places), absent_devices(hardware, count))
+        is_assumed = optimizer is None and config.optimizer is None
+        self.assumes_optimizer = is_assumed
+        wanted = optax.adamw(1e-4) if is_assumed else optimizer
+        module, chosen, given, sizes = prepare(model, config, wanted, None, given, errors)
+        check_mesh(module, given)
+        self.mesh = mesh = with_fsdp_axis(given) if config.zero_optimization.stage >= 2 else given
+        replicas = num_batch_shards(mesh)
+        self.microbatch_size = size = sizes.train_micro_batch_size_per_gpu
+        entry = entry_struct(example_batch, size, replicas)
+        together = size * replicas // mesh.shape["data"]
+        microbatch = jax.tree.map(lambda x: jax.ShapeDtypeStruct((together, *x.shape[1:]), x.dtype), entry)
+        inputs, self._labels, side = microbatch
+        module = split_vocabulary(module, self._labels) if config.pipeline.split_vocabulary else module
+        self._settings = settings_for(config, mesh)
+        with use_settings(self._settings, mesh):
+            self._trace = module.trace(inputs, side, mesh.abstract_mesh)
+            check_collections(module.layers, self._trace)
+            self._signatures = layer_signatures(module.layers, self._trace, module.compute_dtype)
+        samples = size * replicas * sizes.gradient_accumulation_steps
+        assert chosen.transformation is not None
+        self.job = Job(
+            module,
+            self._trace,
+            mesh,
+            hardware,
+            config,
+            chosen.transformation,
+            sizes.gradient_accumulation_steps,
+            samples,
+            _tokens(inputs, samples),
+        )
+
+    def forecasts(self, asked: _Asked) -> list[Forecast]:
+        """All that was asked for, the fastest that fits first."""
+        module, found = self.job.module, list[Forecast]()
+        failed: list[JaxpipeError] = []
+        plain = self._figures(0, None)
+        for interval in asked.recompute:
+            figures = self._figures(interval, plain) if interval else plain
+            module_now = module.replace(activation_checkpoint_interval=interval)
+            estimate = estimate_layers(module_now, self._trace, self._labels, self._signatures)
+            seen: set[tuple[int, ...]] = set()
+            for method in asked.partitions:
+                for count, kinds in _by_chunks(asked).items():
+                    try:
+                        cut = _cut(module_now, method, self._trace, count, estimate, self._signatures)
+                    except PartitionError as error:
+                        failed.append(error)
+                        continue
+                    if cut in seen:
+                        continue
+                    seen.add(cut)
+                    name = method if isinstance(method, str) else "given"
+                    with use_settings(self._settings, self.mesh):
+                        candidate = Candidate(self.job, figures, self._signatures, interval, name, cut)
+                        found += [candidate.forecast(schedule, kind) for schedule, kind in kinds]
+        if not found:
+            raise failed[0] if failed else _no_chunks(asked)
+        return sorted(found, key=lambda one: (not one.fits, one.step_s))
+
+    def _figures(self, interval: int, plain: Figures | None) -> Figures:
+        module = self.job.module.replace(activation_checkpoint_interval=interval)
+        with use_settings(self._settings, self.mesh):
+            # On the mesh: layers' constraints name its axes.
+            return self._trace.on_mesh(
+                lambda: Figures(module, self._trace, self._labels, self.job.hardware, self._signatures, plain)
+            )
+
+    def changed(self, change: str) -> "_Setup":
+        """The same job with one thing changed."""
+        model, config, example, hardware, count, optimizer, places = self._arguments
+        if change.startswith("zero"):
+            zero = dataclasses.replace(config.zero_optimization, stage=int(change[-1]))
+            config = dataclasses.replace(config, zero_optimization=zero)
+        return _Setup(model, config, example, hardware, count, optimizer, places, Collector())
+
+
+def _topology(model: PipelineModule, count: int, places: Mapping[str, int]) -> ProcessTopology:
+    for axis, size in places.items():
+        if not isinstance(axis, str) or axis in (*MANUAL_AXES, "pipe") or type(size) is not int or size < 1:
+            raise TopologyError(
+                "places must map names of axes beside 'stage' and 'data' to positive lengths, but got "
+                f"places={dict(places)}. Write for instance places={{'model': 8}}; replicas take what is left."
+            )
+    if model.given_topology is not None and places:
+        raise TopologyError(
+            f"places must be left out where the model has a topology ({model.given_topology.describe()}), but got "
+            f"places={dict(places)}. Put the axes into the topology."
+        )
+    if not places:
+        return topology_for(model.num_stages, model.given_topology, count)
+    together = model.num_stages * math.prod(places.values())
+    if count % together:
+        raise TopologyError(
+            f"stages and places must divide the devices, but got num_stages={model.num_stages} and places="
+            f"{dict(places)}, {together} together, for {count} devices. Use a multiple of {together} devices, such as "
+            f"{max(1, round(count / together)) * together}."
+        )
+    return ProcessTopology(["pipe", "data", *places], [model.num_stages, count // together, *places.values()])
+
+
+def _tokens(inputs: PyTree, samples: int) -> int | None:
+    """Tokens of so many samples, where inputs are integers `[samples, tokens]`."""
+    leaves = jax.tree.leaves(inputs)
+    if not leaves or not jnp.issubdtype(leaves[0].dtype, jnp.integer) or leaves[0].ndim != 2:
+        return None
+    return samples * leaves[0].shape[1]
+
+
+def _by_chunks(asked: _Asked) -> dict[int, list[tuple[str, type[PipeSchedule]]]]:
+    """Names and classes of schedules by their number of chunks."""
+    found: dict[int, list[tuple[str, type[PipeSchedule]]]] = {}
+    for name in asked.schedules:
+        kind = schedule_names()[name]
+        own = (kind.num_chunks,) if kind.min_chunks is None else _CHUNK_COUNTS
+        for count in asked.num_chunks or own:
+            if kind.can_have(count):
+                found.setdefault(count, []).append((name, resolve_schedule(name, count)))
+    return found
+
+
+def _no_chunks(asked: _Asked) -> JaxpipeError:
+    names, counts = ", ".join(map(repr, asked.schedules)), asked.num_chunks
+    return ConfigError(
+        f"num_chunks must suit one of the schedules {names}, but got num_chunks={list(counts or ())}. Leave it out, or "
+        "add 'interleaved' to the schedules."
+    )
+
+
+def _cut(
+    module: PipelineModule,
+    method: str | tuple[int, ...],
+    trace: ModelTrace,
+    count: int,
+    estimate: Any,
+    signatures: Sequence[Hashable],
+) -> tuple[int, ...]:
+    num_parts = count * module.num_stages
+    if method == "best":
+        return tuple(partition_best(estimate, num_parts))
+    if isinstance(method, str) and method.startswith("profile"):
+        # Times by the same estimate: there is nothing to measure on.
+        return tuple(partition_best(estimate, num_parts))
+    changed = module.replace(partition_method=method)
+    return tuple(changed.partition(trace, num_parts, profile=estimate, signatures=signatures))
+
+
+def _advice(setup: _Setup, asked: _Asked, candidates: Sequence[Forecast]) -> str:
+    """What does not fit, and the first change that makes it fit."""
+    large = [one for one in candidates if not one.fits]
+    if not large:
+        return ""
+    limit = setup.job.hardware.usable_bytes
+    worst = max(large, key=lambda one: one.memory.total)
+    begin = (
+        f"{len(large)} of {len(candidates)} do not fit {limit / 1e9:.0f} GB; {worst.label} needs "
+        f"{worst.memory.total / 1e9:.1f} GB"
+    )
+    fitting = [one for one in candidates if one.fits]
+    if fitting:
+        return f"{begin}. Use {fitting[0].label} ({fitting[0].memory.total / 1e9:.1f} GB)."
+    least = min(large, key=lambda one: one.memory.total)
+    begin = f"Nothing fits {limit / 1e9:.0f} GB: {least.label} needs the least, {least.memory.total / 1e9:.1f} GB"
+    tried: list[tuple[str, _Setup, _Asked]] = []
+    if not any(one.recompute for one in candidates):
+        again = dataclasses.replace(asked, recompute=(1,))
+        tried.append(("pipeline.activation_checkpoint_interval=1 (recompute each layer)", setup, again))
+    stage = setup.job.config.zero_optimization.stage
+    if math.prod(setup.mesh.shape[axis] for axis in ("data", "fsdp") if axis in setup.mesh.shape) > 1:
+        recomputed = dataclasses.replace(asked, recompute=(1,))
+        words = "with activation_checkpoint_interval=1"
+        tried += [
+            (f"zero_optimization.stage={n} {words}", setup.changed(f"zero{n}"), recomputed) for n in (1, 3) if n > stage
+        ]
+    for words, changed, wanted in tried:
+        smallest = min(changed.forecasts(wanted), key=lambda one: one.memory.total)
+        if smallest.fits:
+            return f"{begin}. Set {words}: {smallest.label} then needs {smallest.memory.total / 1e9:.1f} GB."
+    held = least.memory.weights + least.memory.masters + least.memory.gradient_sums
+    factor = math.ceil(least.memory.total / limit)
+    more = f"Use {factor * setup.job.module.num_stages} stages on {factor * setup.job.mesh.devices.size} devices"
+    if held <= limit and setup.microbatch_size > 1:
+        more = f"Use smaller microbatches (train_micro_batch_size_per_gpu below {setup.microbatch_size}), or {more[4:]}"
+    elif held > limit:
+        more += f": weights, masters, moments and sums alone take {held / 1e9:.1f} GB"
+    return f"{begin}. {more}."
+
+
+def _assumptions(setup: _Setup) -> tuple[str, ...]:
+    hardware, job = setup.job.hardware, setup.job
+    found = [
+        f"{hardware.name}: {hardware.flops_per_s / 1e12:.0f} TFLOP/s of bfloat16 products, of which products reach "
+        f"{hardware.gemm_share:.0%} and attention {hardware.attention_share:.0%}; {hardware.bytes_per_s / 1e12:.2f} "
+        f"TB/s, of which {hardware.traffic_share:.0%} are reached; {hardware.wire_bytes_per_s / 1e9:.0f} GB/s in a "
+        f"host of {hardware.devices_per_host}, of which {hardware.wire_share:.0%}, and "
+        f"{hardware.network_bytes_per_s / 1e9:.0f} GB/s between hosts",
+        "devices of one host lie side by side in the mesh; stages wait for those they exchange with",
+        "attention by jaxpipe.attention runs as one fused kernel; attention written out moves its scores",
+        f"programs may take {hardware.usable_share:.0%} of the memory, which XLA_PYTHON_CLIENT_MEM_FRACTION must allow",
+        "temporaries are an estimate: what a chunk leaves, gradients off the trunk, and logits or a backward's work",
+        "collectives inside a stage have nothing beside them; MFU counts three times the forward's operations",
+    ]
+    if setup.assumes_optimizer:
+        found.append("AdamW, as neither an optimizer nor one in the configuration was given")
+    if job.mesh.shape.get("fsdp", 1) > 1:
+        found.append("gathers of weights over fsdp travel under products as far as these last")
+    return tuple(found)

@@ -1,0 +1,100 @@
+"""Seconds of kernels by a roofline: each takes the longer of its operations and its bytes."""
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from jaxpipe.jaxpr import Kernel
+
+from ._hardware import Hardware
+
+
+class Time(NamedTuple):
+    """Seconds of some kernels on one device, by kind.
+
+    Attributes:
+        products: Matrix products and convolutions.
+        attention: Fused attention.
+        others: What moves bytes.
+        exchange: Collectives inside a stage, under which nothing is taken to run.
+        flops: Operations of products and attention.
+    """
+
+    products: float = 0.0
+    attention: float = 0.0
+    others: float = 0.0
+    exchange: float = 0.0
+    flops: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Of all kinds."""
+        return self.products + self.attention + self.others + self.exchange
+
+    def plus(self, other: "Time") -> "Time":
+        """Both, one after the other."""
+        return Time(*(a + b for a, b in zip(self, other, strict=True)))
+
+    def times(self, factor: float) -> "Time":
+        """So many times this."""
+        return Time(*(factor * each for each in self))
+
+
+def kernel_s(hardware: Hardware, flops: float, attention: float, num_bytes: float) -> float:
+    """Seconds of a kernel.
+
+    Args:
+        hardware: The device.
+        flops: Operations of matrix products.
+        attention: Operations of fused attention.
+        num_bytes: Bytes read and written.
+    """
+    arithmetic_s = flops / (hardware.flops_per_s * hardware.gemm_share)
+    arithmetic_s += attention / (hardware.flops_per_s * hardware.attention_share)
+    return max(arithmetic_s, bytes_s(hardware, num_bytes))
+
+
+def bytes_s(hardware: Hardware, num_bytes: float) -> float:
+    """Seconds in which a device reads and writes bytes."""
+    return num_bytes / (hardware.bytes_per_s * hardware.traffic_share)
+
+
+def collective_s(hardware: Hardware, kind: str, num_bytes: float, size: int, *, inside_host: bool) -> float:
+    """Seconds of a collective of `size` devices alone.
+
+    Args:
+        hardware: The devices.
+        kind: `"all-reduce"`, `"all-gather"`, `"reduce-scatter"` or `"collective-permute"`.
+        num_bytes: Bytes of the whole array.
+        size: Devices that take part.
+        inside_host: Whether all of them are in one host.
+    """
+    if size < 2:
+        return 0.0
+    share = {"collective-permute": 1.0, "all-reduce": 2 * (size - 1) / size}.get(kind, (size - 1) / size)
+    return hardware.wire_s(share * num_bytes, inside_host=inside_host)
+
+
+def time_of(hardware: Hardware, kernels: Iterable[Kernel], axes: Mapping[str, tuple[int, bool]]) -> Time:
+    """Seconds of kernels, one after another.
+
+    Args:
+        hardware: The device.
+        kernels: The kernels.
+        axes: Of each automatic axis its length, and whether its places are in one host.
+    """
+    total = Time()
+    for each in kernels:
+        flops = each.flops * (1 if each.is_narrow else 2)  # products of 32 bits run at half of the peak, as TF32
+        if each.kind == "product":
+            one = Time(products=kernel_s(hardware, flops, 0.0, each.num_bytes), flops=each.flops)
+        elif each.kind == "attention":
+            one = Time(attention=kernel_s(hardware, 0.0, flops, each.num_bytes), flops=each.flops)
+        elif each.kind == "other":
+            one = Time(others=bytes_s(hardware, each.num_bytes))
+        else:
+            size, inside_host = axes.get(each.axis, (1, True))
+            # Samples that are divided over `fsdp` leave sums of gradients, of which each place keeps its share.
+            kind = "all-reduce" if each.kind == "reduce" and each.axis != "fsdp" else "all-gather"
+            one = Time(exchange=collective_s(hardware, kind, each.num_bytes, size, inside_host=inside_host))
+        total = total.plus(one.times(each.times))
+    return total

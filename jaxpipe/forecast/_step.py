@@ -1,0 +1,146 @@
+"""A step's time: every stage goes through the ticks and waits for the stages it exchanges with."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jaxpipe.schedules import TickProgram, TickRun
+
+_BRANCHES_OF_ENDS = 3
+"""Conditionals of a tick around the first layers, their backward, and the last layers with the loss."""
+
+
+@dataclass(frozen=True)
+class PartTime:
+    """Seconds of one virtual stage's actions.
+
+    Attributes:
+        forward: Forward of its trunk, with what it writes to rings.
+        backward: Whole backward of its trunk, with the sums of gradients.
+        input: Input gradient alone.
+        weight: Weight gradient alone, with the sums.
+        first: Forward of the layers before the trunk.
+        first_backward: Their backward.
+        last: Layers after the trunk and the loss, forward and backward.
+    """
+
+    forward: float
+    backward: float
+    input: float
+    weight: float
+    first: float
+    first_backward: float
+    last: float
+
+
+@dataclass(frozen=True)
+class Wire:
+    """Seconds of what travels, for one microbatch.
+
+    Attributes:
+        hop: From a stage to the next.
+        ends: Collectives of vocabulary-parallel layers in a tick.
+        ends_work: Their work on each stage.
+        gather: Gathers of weights by an action.
+    """
+
+    hop: float
+    ends: float = 0.0
+    ends_work: float = 0.0
+    gather: float = 0.0
+
+
+@dataclass(frozen=True)
+class Span:
+    """Seconds of the ticks of a step.
+
+    Attributes:
+        total: From the first to the last tick.
+        work: What the busiest stage works for microbatches.
+        exposed: Exchanges under which nothing runs, on the stage that has most.
+        num_ticks: Ticks.
+    """
+
+    total: float
+    work: float
+    exposed: float
+    num_ticks: int
+
+
+def span_of(program: TickProgram, parts: Sequence[PartTime], wire: Wire, branch_s: float, *, skips: bool) -> Span:
+    """Go through the ticks.
+
+    Args:
+        program: The schedule.
+        parts: Times of each virtual stage.
+        wire: Times of what travels.
+        branch_s: Seconds that a conditional takes.
+        skips: Whether idle actions are branched around, instead of computed and dropped.
+    """
+    stages = range(program.num_stages)
+    now, work, exposed = ([0.0] * program.num_stages for _ in range(3))
+    has_ends = any(part.first or part.last for part in parts)
+    for run in program.runs:
+        partners = _partners(run, program.num_stages)
+        kinds = run.has_forward + run.has_backward + run.has_weight
+        branches = (_BRANCHES_OF_ENDS if has_ends else 0) + kinds * (skips or program.num_chunks > 1)
+        for tick in range(run.start, run.stop):
+            actions = _Actions(program, parts, wire, run, tick, computes_idle=not skips)
+            ends = wire.ends if any(program.tables.loss_microbatch[s][tick] >= 0 for s in stages) else 0.0
+            ready = [max(now[other] for other in partners[s]) for s in stages]
+            for stage in stages:
+                useful, idle = actions.seconds(stage)
+                cost = useful + idle + branches * branch_s
+                travels = wire.hop if len(partners[stage]) > 1 else 0.0
+                # Beside a forward and a backward exchanges travel under one of them; where a pipeline fills or drains
+                # under nothing.
+                is_hidden = run.has_forward and run.has_backward
+                bare = ends + (max(0.0, travels - cost) if is_hidden else travels)
+                work[stage] += useful
+                exposed[stage] += bare
+                now[stage] = ready[stage] + cost + bare
+    return Span(max(now, default=0.0), max(work, default=0.0), max(exposed, default=0.0), program.num_ticks)
+
+
+def _partners(run: TickRun, num_stages: int) -> list[set[int]]:
+    """For each stage those that it exchanges with in a tick of a run, and itself."""
+    sends = [*run.activation_sends.values(), *run.gradient_sends.values()]
+    pairs = {pair for each in sends for pair in each}
+    return [{s} | {b for a, b in pairs if a == s} | {a for a, b in pairs if b == s} for s in range(num_stages)]
+
+
+@dataclass(frozen=True)
+class _Actions:
+    """Actions of all stages in a tick."""
+
+    program: TickProgram
+    parts: Sequence[PartTime]
+    wire: Wire
+    run: TickRun
+    tick: int
+    computes_idle: bool
+
+    def seconds(self, stage: int) -> tuple[float, float]:
+        """Seconds of a stage's work in the tick, and of idle actions that it computes and drops."""
+        tables, tick, gather = self.program.tables, self.tick, self.wire.gather
+        any_part = self.parts[self.program.placement.virtual[stage][0]]
+        useful = idle = 0.0
+        forward, backward, weight = (
+            self._part(stage, kind.chunk[stage][tick]) for kind in (tables.forward, tables.backward, tables.weight)
+        )
+        if forward is not None:
+            useful += forward.forward + forward.first + forward.last + gather
+        elif self.run.has_forward and self.computes_idle:
+            idle += any_part.forward + gather
+        if backward is not None:
+            is_split = tables.pending_write[stage][tick] >= 0
+            useful += (backward.input if is_split else backward.backward) + backward.first_backward + gather
+        elif self.run.has_backward and self.computes_idle:
+            idle += any_part.backward + gather
+        if weight is not None:
+            useful += weight.weight
+        if tables.loss_microbatch[stage][tick] >= 0:
+            useful += self.wire.ends_work
+        return useful, idle
+
+    def _part(self, stage: int, chunk: int) -> PartTime | None:
+        return None if chunk < 0 else self.parts[self.program.placement.virtual[stage][chunk]]

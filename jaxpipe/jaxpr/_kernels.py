@@ -1,0 +1,288 @@
+"""Kernels of a traced program: what XLA's fusion makes of it, each with operations and bytes, for one device."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import Any, Literal, NamedTuple
+
+from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.extend.core import Literal as Constant
+from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxpipe._typing import PyTree
+
+from ._primitives import (
+    ARITHMETIC,
+    COMPARISONS,
+    CUDNN_ATTENTION,
+    CUDNN_ATTENTION_BACKWARD,
+    FORMS,
+    RANDOM_KEYS,
+    REDUCTIONS,
+    programs_inside,
+)
+from ._program import operands
+from ._sharding import followed_specs, spec_axes
+from ._work import equation_work, live_program
+
+ATTENTION_SCOPE = "attention_kernel"
+"""Named scope of attention that is written in plain JAX and counts as the one kernel that it stands for."""
+
+_FUSED = ARITHMETIC | COMPARISONS | FORMS | RANDOM_KEYS | {"add_any", "name", "random_bits", "reduce_precision"}
+_SUMS = ("add", "add_any")
+_SMALL = 2**16
+"""Bytes below which a value is not looked at: it is in caches."""
+
+
+class Kernel(NamedTuple):
+    """One kernel, or a collective.
+
+    Attributes:
+        kind: A matrix product or convolution; attention as a whole; what else moves bytes; a collective over `axis`.
+        flops: Operations of products.
+        num_bytes: Bytes that it reads and writes, or that a collective leaves on a device.
+        is_narrow: Whether a product's operands have at most 16 bits.
+        axis: Of a collective.
+        times: How often it runs.
+    """
+
+    kind: Literal["product", "attention", "other", "reduce", "gather"]
+    flops: int
+    num_bytes: int
+    is_narrow: bool = True
+    axis: str = ""
+    times: int = 1
+
+
+def count_kernels(
+    function: Callable[..., Any],
+    args: Sequence[PyTree],
+    specs: Sequence[P] = (),
+    mesh: AbstractMesh | None = None,
+    manual: Sequence[str] = (),
+) -> list[Kernel]:
+    """Count the kernels that the outputs of a function of arguments of these shapes need.
+
+    Element-wise arithmetic is part of the kernel that reads its results, but that what a product reads is written
+    first, by a kernel that reads what it is made of. A product over a dim that is sharded is followed by a reduction.
+
+    Args:
+        function: The function.
+        args: Shapes and dtypes of its arguments.
+        specs: How the leaves of the arguments are sharded over automatic axes; empty: over none.
+        mesh: The mesh; None: one device.
+        manual: Its manual axes.
+    """
+    closed = live_program(function, *args)
+    found: Mapping[Any, P] = {}
+    if mesh is not None and any(spec != P() for spec in specs):
+        found = followed_specs(_unsharded(closed), specs, mesh, manual, ATTENTION_SCOPE)
+    return list(_Counter(found, mesh).kernels(closed.jaxpr))
+
+
+def result_specs(
+    function: Callable[..., Any], args: Sequence[PyTree], specs: Sequence[P], mesh: AbstractMesh, manual: Sequence[str]
+) -> list[P]:
+    """How the leaves of a function's results are sharded over automatic axes; arguments as for `count_kernels`."""
+    closed = live_program(function, *args)
+    found = followed_specs(_unsharded(closed), specs, mesh, manual, ATTENTION_SCOPE)
+    return [P() if isinstance(x, Constant) else found[x] for x in closed.jaxpr.outvars]
+
+
+def _unsharded(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """A program whose equations say nothing of shardings: derivatives carry those of the mesh they were traced on."""
+    names = ("sharding", "out_sharding")
+
+    def one(eqn: Any) -> Any:
+        is_asked = eqn.primitive.name == "sharding_constraint"
+        params = {key: None if key in names and not is_asked else value for key, value in eqn.params.items()}
+        return eqn.replace(params=params)
+
+    return ClosedJaxpr(closed.jaxpr.replace(eqns=[one(eqn) for eqn in closed.jaxpr.eqns]), closed.consts)
+
+
+class _Fusion:
+    """Arithmetic and reductions between two products, which are one kernel.
+
+    Args:
+        num_bytes: Bytes of values on a device.
+
+    Attributes:
+        partial: Products that are yet to be reduced over an axis: of several that are added up the sum is, once.
+    """
+
+    def __init__(self, num_bytes: Callable[[Sequence[Any]], int]) -> None:
+        self._num_bytes = num_bytes
+        self.partial: dict[Any, Kernel] = {}
+        self._sources: dict[Any, frozenset[Any]] = {}
+        """What arithmetic that is not yet written is made of."""
+        self._roots: dict[Any, Any] = {}
+        """Values that are others in another form: what is written and read are those."""
+        self._written: set[Any] = set()
+        self._read: set[Any] = set()
+
+    def add(self, eqn: Any) -> None:
+        """Take in an equation of arithmetic, a change of form or a reduction."""
+        if eqn.primitive.name in REDUCTIONS:
+            self._written.update(eqn.outvars)
+            self._read.update(*map(self._of, eqn.invars))
+            return
+        for results, taken in operands(eqn):
+            for out in results:
+                if eqn.primitive.name in FORMS and len(taken) == 1:
+                    self._roots[out] = self._root(taken[0])
+                else:
+                    self._sources[out] = frozenset[Any]().union(*map(self._of, taken))
+
+    def reduced(self, eqn: Any) -> Iterator[Kernel]:
+        """Reductions that an equation needs before it."""
+        name, taken = eqn.primitive.name, {self._root(x) for x in eqn.invars if not isinstance(x, Constant)}
+        if name in FORMS and len(eqn.invars) == 1:
+            return
+        if name in _SUMS and len(taken) == len(eqn.invars) and taken <= self.partial.keys():
+            self.partial[eqn.outvars[0]] = [self.partial.pop(x) for x in taken][0]
+            return
+        for x in taken & self.partial.keys():
+            yield self.partial.pop(x)
+
+    def ended(self, values: Sequence[Any]) -> Iterator[Kernel]:
+        """The kernel so far, which also writes these values; those that are partial are reduced first."""
+        for x in dict.fromkeys(self._root(x) for x in values if not isinstance(x, Constant)):
+            if x in self.partial:
+                yield self.partial.pop(x)
+            if x in self._sources:
+                self._written.add(x)
+                self._read |= self._sources.pop(x)
+        if self._written:
+            yield Kernel("other", 0, self._num_bytes([*self._written, *(self._read - self._written)]))
+        self._written, self._read = set(), set()
+
+    def _root(self, x: Any) -> Any:
+        return self._roots.get(x, x)
+
+    def _of(self, x: Any) -> frozenset[Any]:
+        if isinstance(x, Constant):
+            return frozenset()
+        return self._sources.get(self._root(x), frozenset({self._root(x)}))
+
+
+class _Counter:
+    """Kernels of programs whose values are sharded so."""
+
+    def __init__(self, specs: Mapping[Any, P], mesh: AbstractMesh | None) -> None:
+        self._specs, self._mesh = specs, mesh
+
+    def kernels(self, jaxpr: Jaxpr) -> Iterator[Kernel]:
+        """Kernels in order; what is written at the end are the program's results."""
+        fusion = _Fusion(self._bytes)
+        for is_attention, group in groupby(jaxpr.eqns, key=_in_attention):
+            eqns = list(group)
+            if is_attention:
+                yield from fusion.ended([x for eqn in eqns for x in eqn.invars])
+                yield from self._attention(eqns, jaxpr)
+                continue
+            for eqn in eqns:
+                yield from fusion.reduced(eqn)
+                if eqn.primitive.name in _FUSED | REDUCTIONS:
+                    fusion.add(eqn)
+                    continue
+                yield from fusion.ended(eqn.invars)
+                for each in self._kernel(eqn):
+                    if each.kind == "reduce":
+                        fusion.partial[eqn.outvars[0]] = each
+                    else:
+                        yield each
+        yield from fusion.partial.values()
+        yield from fusion.ended(jaxpr.outvars)
+
+    def _kernel(self, eqn: Any) -> Iterator[Kernel]:
+        name, inner = eqn.primitive.name, programs_inside(eqn)
+        if name.startswith((CUDNN_ATTENTION, CUDNN_ATTENTION_BACKWARD)):
+            yield Kernel("attention", equation_work(eqn).flops, self._bytes([*eqn.invars, *eqn.outvars]))
+        elif name == "cond":
+            branches = [list(self.kernels(program.jaxpr)) for program in inner]
+            yield from max(branches, key=lambda kernels: sum(each.flops + each.num_bytes for each in kernels))
+        elif name in ("scan", "while", "shard_map", "custom_jvp_call", "custom_vjp_call", "jit", "closed_call"):
+            times = eqn.params["length"] if name == "scan" else 1
+            for program in inner:
+                for each in self.kernels(program.jaxpr):
+                    yield each._replace(times=times * each.times)
+        elif name == "sharding_constraint":
+            yield from self._gathers(eqn)
+        else:
+            work = equation_work(eqn)
+            shares = work.moved_bytes / max(1, _whole_bytes([*eqn.invars, *eqn.outvars]))
+            num_bytes = round(shares * self._bytes([*eqn.invars, *eqn.outvars], smallest=0))
+            is_product = name in ("dot_general", "conv_general_dilated", "ragged_dot_general")
+            if not is_product:
+                yield Kernel("other", 0, num_bytes)
+                return
+            summed, axes = self._contracted(eqn)
+            outputs = math.prod(self._shape(eqn.outvars[0])) / max(1, math.prod(eqn.outvars[0].aval.shape))
+            is_narrow = all(x.aval.dtype.itemsize <= 2 for x in eqn.invars[:2])
+            yield Kernel("product", round(work.flops * outputs * summed), num_bytes, is_narrow)
+            for axis in axes:
+                yield Kernel("reduce", 0, self._bytes(eqn.outvars), axis=axis)
+
+    def _contracted(self, eqn: Any) -> tuple[float, list[str]]:
+        """The share of a product's sums that a device makes, and the axes over which these are reduced."""
+        left = eqn.invars[0]
+        if eqn.primitive.name != "dot_general" or isinstance(left, Constant):
+            return 1.0, []
+        dims = eqn.params["dimension_numbers"][0][0]
+        shape, spec = self._shape(left), self._specs.get(left, P())
+        share = math.prod(shape[dim] / left.aval.shape[dim] for dim in dims)
+        return share, [axis for dim in dims if dim < len(spec) for axis in spec_axes(spec[dim])]
+
+    def _gathers(self, eqn: Any) -> Iterator[Kernel]:
+        """The collective of a constraint that asks for whole what is divided."""
+        before, after = (_axes(self._specs.get(x, P())) for x in (eqn.invars[0], eqn.outvars[0]))
+        for axis in before - after:
+            yield Kernel("gather", 0, self._bytes(eqn.outvars), axis=axis)
+
+    def _attention(self, eqns: Sequence[Any], jaxpr: Jaxpr) -> Iterator[Kernel]:
+        """Equations of the scope as one kernel: what goes in and comes out moves, scores do not."""
+        made = {out for eqn in eqns for out in eqn.outvars}
+        read = {x for eqn in eqns for x in eqn.invars if not isinstance(x, Constant) and x not in made}
+        inside = set(map(id, eqns))
+        used = {
+            x for eqn in jaxpr.eqns if id(eqn) not in inside for x in eqn.invars if not isinstance(x, Constant)
+        }.union(x for x in jaxpr.outvars if not isinstance(x, Constant))
+        flops = sum(each.flops * each.times for eqn in eqns for each in self._kernel_inside(eqn))
+        if not flops:
+            return  # arrays laid out for the kernel
+        heads = min((self._share(x) for x in (*read, *made) if self._bytes([x])), default=1.0)
+        yield Kernel("attention", round(flops * heads), self._bytes([*read, *(made & used)]))
+
+    def _kernel_inside(self, eqn: Any) -> list[Kernel]:
+        return [] if eqn.primitive.name in _FUSED | REDUCTIONS else list(_Counter({}, None)._kernel(eqn))
+
+    def _share(self, x: Any) -> float:
+        return math.prod(self._shape(x)) / max(1, math.prod(x.aval.shape))
+
+    def _shape(self, x: Any) -> tuple[int, ...]:
+        shape: tuple[int, ...] = x.aval.shape
+        if self._mesh is None or isinstance(x, Constant):
+            return shape
+        return NamedSharding(self._mesh, self._specs.get(x, P())).shard_shape(shape)
+
+    def _bytes(self, values: Sequence[Any], smallest: int = _SMALL) -> int:
+        sizes = [math.prod(self._shape(x)) * _itemsize(x) for x in values if not isinstance(x, Constant)]
+        return sum(size for size in sizes if size >= smallest)
+
+
+def _in_attention(eqn: Any) -> bool:
+    return ATTENTION_SCOPE in str(eqn.source_info.name_stack)
+
+
+def _axes(spec: P) -> set[str]:
+    return {axis for names in spec for axis in spec_axes(names)}
+
+
+def _itemsize(x: Any) -> int:
+    return getattr(getattr(x.aval, "dtype", None), "itemsize", 0)
+
+
+def _whole_bytes(values: Sequence[Any]) -> int:
+    return sum(math.prod(x.aval.shape) * _itemsize(x) for x in values)

@@ -1,0 +1,243 @@
+"""`plan`: its memory against that of pipelines, its step against compiled programs, and what it refuses."""
+
+import dataclasses
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxpipe
+from jaxpipe.errors import JaxpipeError
+from jaxpipe.forecast import HARDWARE, Hardware, StepPlan
+
+sys.path.append(str(Path(__file__).parents[2]))  # benchmarks are no part of the installed package
+
+from benchmarks.gpu_program._jobs import JOBS  # noqa: E402
+
+WIDTH, SIZE = 64, 4
+
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x + nn.Dense(WIDTH)(nn.tanh(nn.Dense(4 * WIDTH)(nn.LayerNorm()(x))))
+
+
+def loss_fn(y: jax.Array, t: jax.Array) -> jax.Array:
+    return jnp.mean((y - t) ** 2)
+
+
+def model(num_stages: int = 2, **kwargs: Any) -> jaxpipe.PipelineModule:
+    return jaxpipe.PipelineModule([nn.Dense(WIDTH), *[Block()] * 8, nn.Dense(8)], num_stages, loss_fn=loss_fn, **kwargs)
+
+
+def config(**kwargs: Any) -> dict[str, Any]:
+    return {"train_micro_batch_size_per_gpu": SIZE, "gradient_accumulation_steps": 8, **kwargs}
+
+
+def example(replicas: int = 1) -> tuple[Any, Any]:
+    return np.zeros((SIZE * replicas, 16, WIDTH), np.float32), np.zeros((SIZE * replicas, 16, 8), np.float32)
+
+
+def planned(replicas: int = 1, num_stages: int = 2, **kwargs: Any) -> StepPlan:
+    hardware = f"h200:{num_stages * replicas}"
+    kwargs = {"optimizer": optax.adamw(1e-3), "schedules": ["1f1b"], "recompute": [0]} | kwargs
+    settings = kwargs.pop("config", config())
+    return jaxpipe.plan(kwargs.pop("model", model(num_stages)), settings, example(replicas), hardware, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("num_stages", "replicas", "schedule", "chunks", "interval", "extra"),
+    [
+        (2, 1, "1f1b", 1, 0, {}),
+        (4, 1, "1f1b", 1, 1, {"bf16": {"enabled": True}}),
+        (2, 2, "interleaved", 2, 0, {"zero_optimization": {"stage": 1}}),
+        (2, 2, "zero-bubble", 1, 0, {"bf16": {"enabled": True}}),
+        (2, 2, "1f1b", 1, 0, {"zero_optimization": {"stage": 3}}),
+        (1, 2, "1f1b", 1, 0, {}),
+    ],
+)
+def test_memory_is_that_of_the_pipeline(
+    num_stages: int, replicas: int, schedule: str, chunks: int, interval: int, extra: dict[str, Any]
+) -> None:
+    settings = config(pipeline={"schedule": schedule, "num_chunks": chunks}, **extra)
+    module = model(num_stages, activation_checkpoint_interval=interval)
+    found = planned(
+        replicas,
+        num_stages,
+        model=module,
+        config=settings,
+        schedules=[schedule],
+        num_chunks=[chunks],
+        recompute=[interval],
+        partition=["best"],
+    )
+    assert found.best is not None
+    devices = jax.devices()[: num_stages * replicas]
+    mesh = jaxpipe.mesh_for(module, devices)
+    built = jaxpipe.make_pipeline(module, optax.adamw(1e-3), settings, mesh, example(replicas))
+    state = built.state_struct
+    held = sum(
+        np.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+        for x in jax.tree.leaves((state.params, state.opt_state))
+    )
+    assert found.best.boundaries == built.parts
+    assert found.best.memory.masters == pytest.approx(held, rel=0.01)
+    ring = built.residual_bytes[0] * built.program.residual_slots
+    # Layers are looked at one by one: what two of them share with a third counts twice.
+    assert found.best.memory.residuals == pytest.approx(ring, rel=0.05, abs=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "total_gb", "step_ms"), [("1f1b", 38.9, 1554), ("70b-64", 8.6, 998)])
+def test_large_jobs_are_within_bounds_of_their_compiled_programs_and_counted_in_seconds(
+    name: str, total_gb: float, step_ms: float
+) -> None:
+    """Figures of `benchmarks.gpu_program`, compiled for H200s: see benchmarks/RESULTS.md."""
+    start = time.process_time()
+    job = dataclasses.replace(JOBS[name], attention="auto")
+    with jax.numpy_rank_promotion("allow"):  # the model's norm
+        found = job.plan(schedules=None, num_chunks=None, partition=["trunk"], recompute=(0, 1))
+    assert time.process_time() - start < 10
+    same = next(
+        one
+        for one in found.candidates
+        if (one.schedule, one.num_chunks, one.recompute) == (job.schedule, 1, job.interval)
+    )
+    assert same.memory.total == pytest.approx(total_gb * 1e9, rel=0.10)
+    assert same.step_s == pytest.approx(step_ms / 1e3, rel=0.15)
+    # Recompute holds less and takes longer; zero bubble has the smallest bubble.
+    assert {one.recompute for one in found.candidates} == {0, 1}
+    assert found.best is not None
+    assert found.best.schedule.startswith("zero-bubble")
+
+
+def test_text_json_and_comparison() -> None:
+    found = planned(measured_step_s=1.0)
+    text = str(found)
+    assert "total GB" in text
+    assert "Assumed, not measured" in text
+    assert "measured step 1,000" in text
+    data = json.loads(found.to_json())
+    assert data["candidates"][0]["memory"]["residuals"] == found.candidates[0].memory.residuals
+    assert data["hardware"]["name"] == "h200"
+
+
+def test_what_does_not_fit_is_named_with_what_makes_it_fit() -> None:
+    small = planned()
+    assert small.best is not None
+    need = small.best.memory
+    tiny = dataclasses.replace(HARDWARE["h200"], name="tiny", usable_share=1.0, memory_bytes=0.9 * need.total)
+    again = planned_on(tiny)
+    assert again.best is None
+    assert not again.candidates[0].fits
+    assert "Set pipeline.activation_checkpoint_interval=1" in again.advice
+    hopeless = planned_on(dataclasses.replace(tiny, memory_bytes=0.01 * need.total))
+    assert "stages on" in hopeless.advice
+    assert "alone take" in hopeless.advice
+
+
+def planned_on(hardware: Hardware) -> StepPlan:
+    return jaxpipe.plan(
+        model(), config(), example(), (hardware, 2), optimizer=optax.adamw(1e-3), schedules=["1f1b"], recompute=[0]
+    )
+
+
+def test_hardware_can_be_added(monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = Hardware("mine", 100e12, 40e9, 1e12, 100e9, devices_per_host=2)
+    monkeypatch.setitem(HARDWARE, "mine", mine)
+    slow = jaxpipe.plan(model(), config(), example(), "mine:2", schedules=["1f1b"], recompute=[0])
+    assert slow.best is not None
+    fast = planned()
+    assert fast.best is not None
+    assert slow.best.step_s > fast.best.step_s
+    assert "AdamW, as neither" in str(slow)
+
+
+def test_more_microbatches_take_as_long_as_if_all_were_gone_through() -> None:
+    few, many = (planned(config=config(gradient_accumulation_steps=m), schedules=["gpipe", "1f1b"]) for m in (8, 64))
+    one, other = (next(c for c in found.candidates if c.schedule == "1f1b") for found in (few, many))
+    all_of_them = next(c for c in many.candidates if c.schedule == "gpipe")
+    assert other.memory.residuals == one.memory.residuals
+    assert all_of_them.memory.residuals > other.memory.residuals
+    assert other.num_ticks == 64 + 2 * 1
+    assert other.bubble < one.bubble
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"hardware": "h300:8"}, "'h300'. Did you mean 'h100'|one of a100"),
+        ({"hardware": "h200"}, "'NAME:NUMBER', but got hardware='h200'"),
+        ({"hardware": "h200:0"}, "positive number of devices"),
+        ({"hardware": "h200:-2"}, "NAME:NUMBER"),
+        ({"hardware": "h200:two"}, "NAME:NUMBER"),
+        ({"hardware": 8}, "got hardware=8"),
+        ({"hardware": ("h200", 8)}, "a pair of a Hardware"),
+        ({"hardware": (HARDWARE["h200"], 0)}, "positive number"),
+        ({"hardware": "h200:3"}, "num_stages"),
+        ({"hardware": "h200:1"}, "num_stages"),
+        ({"model": nn.Dense(3)}, "PipelineModule, but got model="),
+        ({"config": {"train_micro_batch_size_per_gpu": "four"}}, "train_micro_batch_size_per_gpu"),
+        ({"config": {}}, "train_batch_size"),
+        ({"config": config(schedule="1f1b")}, "schedule"),
+        ({"config": config(train_batch_size=7)}, "train_batch_size"),
+        ({"config": 3}, "config"),
+        ({"example": (np.zeros((3, 16, WIDTH)), np.zeros((3, 16, 8)))}, "samples as its first dim"),
+        ({"example": np.zeros((SIZE, 16, WIDTH))}, "entry"),
+        ({"example": ({}, {})}, "at least one array"),
+        ({"example": (np.zeros((SIZE, 16, 3, 2, 2)), None)}, "."),
+        ({"schedules": "1f1b"}, r"schedules must be a list"),
+        ({"schedules": []}, "at least one entry"),
+        ({"schedules": ["2f2b"]}, "2f2b"),
+        ({"schedules": [3]}, "names such as '1f1b'"),
+        ({"schedules": ["auto"]}, "auto"),
+        ({"num_chunks": [0]}, "num_chunks must be integers of at least 1"),
+        ({"num_chunks": [1.5]}, "1.5"),
+        ({"num_chunks": [2]}, "num_chunks must suit"),
+        ({"recompute": [-1]}, "recompute must be integers of at least 0"),
+        ({"recompute": 1}, "recompute must be a list"),
+        ({"partition": ["smallest"]}, "smallest"),
+        ({"partition": [[0, 3]]}, "boundaries"),
+        ({"partition": [[0, 3, 99]]}, "99"),
+        ({"places": {"stage": 2}}, "beside 'stage' and 'data'"),
+        ({"places": {"model": 0}}, "positive lengths"),
+        ({"places": {"model": 3}}, "3} |6 together"),
+        ({"optimizer": "adam"}, "optax transformation"),
+        ({"measured_step_s": -1.0}, "positive number of seconds"),
+        ({"measured_step_s": "fast"}, "positive number of seconds"),
+    ],
+)
+def test_wrong_inputs_are_named(changes: dict[str, Any], match: str) -> None:
+    given = {
+        "model": model(),
+        "config": config(),
+        "example": example(),
+        "hardware": "h200:2",
+        "schedules": ["1f1b"],
+        "recompute": [0],
+    } | changes
+    positional = [given.pop(name) for name in ("model", "config", "example", "hardware")]
+    with pytest.raises(JaxpipeError, match=match):
+        jaxpipe.plan(*positional, **given)
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"memory_bytes": -1}, "memory_bytes"),
+        ({"gemm_share": 70}, "Divide percentages"),
+        ({"latency_s": -1}, "at least 0"),
+    ],
+)
+def test_wrong_hardware_is_named(change: dict[str, float], match: str) -> None:
+    with pytest.raises(JaxpipeError, match=match):
+        dataclasses.replace(HARDWARE["h200"], **change)
