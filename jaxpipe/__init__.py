@@ -15,7 +15,7 @@ What to look at first:
     `jaxpipe.schedules`: 1F1B, interleaved, zero-bubble, GPipe, and the base of one's own.
     `jaxpipe.config`: the keys of a configuration. `jaxpipe.errors`: what is raised.
     `attention`: for transformer blocks, by cuDNN where it can. `jaxpipe.transformer`: DeepSpeed's layer of them.
-    `jaxpipe.models`: Llama, Mistral, Qwen, SmolLM as lists of layers.
+    `jaxpipe.models`: Llama, Mistral, Qwen, SmolLM, GPT-2, BERT as lists of layers.
     `jaxpipe.checkpoint`: files on disk. `jaxpipe.checkpointing`: recompute, by DeepSpeed's name for it.
     `jaxpipe.deepspeed`: DeepSpeed's names that have no counterpart in JAX.
     `jaxpipe launch`, on the command line: many processes.

@@ -1,8 +1,12 @@
 """Model families as lists of layers for `PipelineModule`."""
 
+from ._bert import BertConfig as BertConfig
+from ._bert import bert as bert
+from ._gpt2 import GPT2Config as GPT2Config
+from ._gpt2 import gpt2 as gpt2
 from ._llama import LlamaBlock as LlamaBlock
 from ._llama import llama as llama
 from ._llama_config import LlamaConfig as LlamaConfig
 from ._rotary import RotaryScaling as RotaryScaling
 
-__all__ = ["LlamaBlock", "LlamaConfig", "RotaryScaling", "llama"]
+__all__ = ["BertConfig", "GPT2Config", "LlamaBlock", "LlamaConfig", "RotaryScaling", "bert", "gpt2", "llama"]

@@ -76,6 +76,7 @@ class Body:
         x: jax.Array,
         mask: jax.Array | None,
         lengths: jax.Array | None,
+        segment_ids: jax.Array | None,
         key: jax.Array | None,
     ) -> jax.Array:
         """Run the layer.
@@ -85,6 +86,7 @@ class Body:
             x: `[B, T, H]`.
             mask: As `attention` takes it, or None.
             lengths: `[B]`, or None.
+            segment_ids: `[B, T]`, or None.
             key: For dropout; None where nothing is dropped.
 
         Returns:
@@ -94,7 +96,7 @@ class Body:
         if key is not None:
             key = self._own(key)
         h = self._norm(params, "norm_", x) if config.pre_layer_norm else x
-        h = self._attention(params, h, mask, lengths, key)
+        h = self._attention(params, h, mask, lengths, segment_ids, key)
         x = checkpoint_name(x + self._dropped(h, key, 1), _KEPT)
         if not config.pre_layer_norm:
             x = self._norm(params, "attn_n", x)
@@ -109,6 +111,7 @@ class Body:
         h: jax.Array,
         mask: jax.Array | None,
         lengths: jax.Array | None,
+        segment_ids: jax.Array | None,
         key: jax.Array | None,
     ) -> jax.Array:
         config = self.config
@@ -120,6 +123,7 @@ class Body:
             causal=config.causal,
             mask=mask,
             lengths=lengths,
+            segment_ids=segment_ids,
             dropout_rate=0.0 if key is None else config.attn_dropout_ratio,
             key=None if key is None else jax.random.fold_in(key, 0),
             implementation=config.attention,

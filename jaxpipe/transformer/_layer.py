@@ -84,6 +84,7 @@ class DeepSpeedTransformerLayer(nn.Module):
         hidden_states: jax.Array | tuple[jax.Array],
         attention_mask: jax.Array | None = None,
         lengths: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
         *,
         train: bool = False,
     ) -> jax.Array | tuple[jax.Array]:
@@ -94,6 +95,8 @@ class DeepSpeedTransformerLayer(nn.Module):
             attention_mask: `[B, T]`, of booleans or integers, true where a position is seen; or `[B or 1, 1 or N, 1 or
                 T, T]` of those or of floats that are added to the scores. In a pipeline a side input of that name.
             lengths: Integers `[B]`: how many positions of a sample are seen. cuDNN can do this, and no mask.
+            segment_ids: Integers `[B, T]`: positions of the same number see each other, for several texts packed into
+                one sequence. In a pipeline a side input of that name.
             train: Whether dropout is on.
 
         Returns:
@@ -113,7 +116,7 @@ class DeepSpeedTransformerLayer(nn.Module):
             _warn_unused(config, dtype)
         body = Body(config, dtype)
         run = body if self.is_initializing() else body.recomputed()
-        y = run(params, x.astype(dtype), mask, lengths, key).astype(x.dtype)
+        y = run(params, x.astype(dtype), mask, lengths, segment_ids, key).astype(x.dtype)
         return (y,) if config.huggingface else y
 
     def _weights(self) -> dict[str, Any]:

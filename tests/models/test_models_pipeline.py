@@ -1,4 +1,4 @@
-"""The Llama decoder on stages, replicas and `model` against itself on one device."""
+"""Model families on stages, replicas and `model` against themselves on one device."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ from _tolerances import assert_close, assert_loss
 
 from jaxpipe import Pipeline, PipelineModule, ProcessTopology
 from jaxpipe.errors import ConfigError
-from jaxpipe.models import LlamaConfig, RotaryScaling, llama
+from jaxpipe.models import BertConfig, GPT2Config, LlamaConfig, RotaryScaling, bert, gpt2, llama
 from jaxpipe.topology import make_pipeline_mesh
 
 VOCAB, LENGTH, MICROBATCH, MICROBATCHES = 32, 8, 2, 2
@@ -44,10 +44,10 @@ def make_batch(replicas: int, *, is_packed: bool) -> Any:
     return inputs, labels, {"segment_ids": ids, "positions": positions} if is_packed else {}
 
 
-def check(config: LlamaConfig, axes: dict[str, int], *, is_packed: bool = False, **pipeline: Any) -> Pipeline:
+def check(layers: list[Any], axes: dict[str, int], *, is_packed: bool = False, **pipeline: Any) -> None:
     """Loss and gradients of a pipeline are those of one device."""
     batch = make_batch(axes["data"], is_packed=is_packed)
-    alone = PipelineModule(llama(config), num_stages=1, loss_fn=cross_entropy)
+    alone = PipelineModule(layers, num_stages=1, loss_fn=cross_entropy)
     first = jax.tree.map(lambda x: x[0, :MICROBATCH], batch)
     params = alone.init(jax.random.key(0), first[0], side=first[2])
 
@@ -64,13 +64,12 @@ def check(config: LlamaConfig, axes: dict[str, int], *, is_packed: bool = False,
     loss, wanted = jax.tree.map(lambda *xs: np.mean(np.asarray(xs, np.float64), 0).astype(np.float32), *found)
 
     topology = ProcessTopology(list(axes), list(axes.values()))
-    module = PipelineModule(llama(config), topology=topology, loss_fn=cross_entropy, partition_method="uniform")
+    module = PipelineModule(layers, topology=topology, loss_fn=cross_entropy, partition_method="uniform")
     example, mesh = jax.tree.map(lambda x: x[0], batch), make_pipeline_mesh(topology)
     made = Pipeline(module, optax.identity(), mesh, example, MICROBATCHES, make_settings(**pipeline))
     metrics, gradients, _ = made.gradients(made.init_from(params), batch)
     assert_loss(metrics["loss"], loss)
     assert_close(made.params_tree(gradients), wanted)
-    return made
 
 
 EVERYTHING = {
@@ -105,7 +104,17 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = {
 @pytest.mark.parametrize("case", slow_after(1, list(CASES)))
 def test_gradients(case: str) -> None:
     changes, axes, settings = CASES[case]
-    check(LlamaConfig(**{**SIZES, **changes}), axes, **settings)
+    check(llama(LlamaConfig(**{**SIZES, **changes})), axes, **settings)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gpt2", "bert"])
+def test_gradients_of_other_families(family: str) -> None:
+    plain = {"initializer_range": 0.3}
+    config = GPT2Config(VOCAB, LENGTH, 16, 2, 4, None, 0.0, 0.0, 0.0, **plain)
+    other = BertConfig(VOCAB, 16, 2, 4, 24, "gelu", 0.0, 0.0, LENGTH, **plain)
+    layers = gpt2(config) if family == "gpt2" else bert(other)
+    check(layers, {"pipe": 2, "data": 2, "model": 2}, is_packed=True)
 
 
 def test_a_folder_is_read_and_what_would_change_numbers_is_refused(tmp_path: Path) -> None:

@@ -1,0 +1,257 @@
+"""BERT: `DeepSpeedTransformerLayer`s that are normalised after each sum and see all positions."""
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax.linen.dtypes import promote_dtype
+
+from jaxpipe.errors import ConfigError, LayerError
+from jaxpipe.layers import LayerSpec, TiedLayerSpec
+from jaxpipe.transformer import DeepSpeedTransformerConfig, DeepSpeedTransformerLayer
+
+from ._huggingface import ConfigKeys, Source
+
+BertHead = Literal["masked_lm"] | None
+
+_GELU = functools.partial(nn.gelu, approximate=False)
+_ACTIVATIONS = {"gelu": _GELU, "gelu_new": nn.gelu, "relu": nn.relu, "silu": nn.silu}
+_SIZES = (
+    *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"),
+    *("max_position_embeddings", "type_vocab_size"),
+)
+
+
+@dataclass(frozen=True)
+class BertConfig:
+    """Sizes and switches of BERT, by Hugging Face's names where it has them.
+
+    Attributes:
+        vocab_size: Number V of tokens.
+        hidden_size: Width H of the residual stream.
+        num_hidden_layers: Number of layers.
+        num_attention_heads: Heads of attention.
+        intermediate_size: Width of the feed-forward part.
+        hidden_act: Its activation: `"gelu"`, `"gelu_new"`, `"relu"` or `"silu"`.
+        hidden_dropout_prob: Share of embeddings and of what is added to the residual stream that training drops.
+        attention_probs_dropout_prob: The same of attention's probabilities; cuDNN cannot.
+        max_position_embeddings: The longest sequence.
+        type_vocab_size: Number of token types.
+        initializer_range: Standard deviation of initial weights.
+        layer_norm_eps: Added to norms' variances.
+        dtype: What layers compute in. None: the dtype of weights and inputs, which a pipeline's `compute_dtype` sets.
+
+    Raises:
+        ConfigError: A value is of a wrong type or range.
+
+    Example:
+        >>> from jaxpipe.models import BertConfig
+        >>> BertConfig().hidden_size
+        768
+    """
+
+    vocab_size: int = 30522
+    hidden_size: int = 768
+    num_hidden_layers: int = 12
+    num_attention_heads: int = 12
+    intermediate_size: int = 3072
+    hidden_act: str = "gelu"
+    hidden_dropout_prob: float = 0.1
+    attention_probs_dropout_prob: float = 0.1
+    max_position_embeddings: int = 512
+    type_vocab_size: int = 2
+    initializer_range: float = 0.02
+    layer_norm_eps: float = 1e-12
+    dtype: Any = None
+
+    def __post_init__(self) -> None:
+        for name, holds, rule in self._rules():
+            if not holds:
+                raise ConfigError(f"{name} must be {rule}, but got {name}={getattr(self, name)!r}. Change it to one.")
+        self.layer()  # has rules of its own
+
+    @classmethod
+    def from_huggingface(cls, source: Source) -> "BertConfig":
+        """Read a `config.json` of BERT.
+
+        Args:
+            source: The folder that holds it, the file, or its contents. What a key has no value for is as
+                `transformers` has it.
+
+        Raises:
+            ConfigError: A key has a value that these layers do not compute, or is not known and has a value.
+        """
+        keys = ConfigKeys(source, ("bert",))
+        keys.check("position_embedding_type", "absolute")
+        keys.check("tie_word_embeddings", True)
+        keys.get("classifier_dropout", None)  # of heads that are not here
+        names = [name for name in cls.__dataclass_fields__ if name != "dtype"]
+        given = {name: keys.get(name, getattr(cls, name)) for name in names}
+        keys.finish()
+        return cls(**given)
+
+    def layer(self) -> DeepSpeedTransformerConfig:
+        """The configuration of a layer."""
+        return DeepSpeedTransformerConfig(
+            hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size,
+            heads=self.num_attention_heads,
+            attn_dropout_ratio=self.attention_probs_dropout_prob,
+            hidden_dropout_ratio=self.hidden_dropout_prob,
+            num_hidden_layers=self.num_hidden_layers,
+            initializer_range=self.initializer_range,
+            adjust_init_range=False,
+            layer_norm_eps=self.layer_norm_eps,
+            pre_layer_norm=False,
+            activation=_ACTIVATIONS[self.hidden_act],
+            dtype=self.dtype,
+        )
+
+    def _rules(self) -> Iterator[tuple[str, bool, str]]:
+        for name in _SIZES:
+            value = getattr(self, name)
+            yield name, isinstance(value, int) and not isinstance(value, bool) and value >= 1, "an integer >= 1"
+        yield "hidden_act", self.hidden_act in _ACTIVATIONS, f"one of {', '.join(_ACTIVATIONS)}"
+
+
+class BertEmbeddings(nn.Module):
+    """Adds embeddings of positions and token types to those of tokens, normalises, and drops some in training.
+
+    Args:
+        config: Sizes and switches.
+    """
+
+    config: BertConfig
+
+    @nn.compact
+    def __call__(
+        self,
+        x: jax.Array,
+        token_type_ids: jax.Array | None = None,
+        positions: jax.Array | None = None,
+        *,
+        train: bool = False,
+    ) -> jax.Array:
+        """Add the embeddings.
+
+        Args:
+            x: Embeddings of tokens, `[B, T, H]`.
+            token_type_ids: Integers `[B, T]`; None: all 0. In a pipeline a side input of that name.
+            positions: Integers `[B, T]`; None: 0 to T - 1. In a pipeline a side input of that name.
+            train: Whether dropout is on.
+
+        Returns:
+            `[B, T, H]`.
+
+        Raises:
+            LayerError: The sequence is longer than there are positions.
+        """
+        config, length = self.config, x.shape[1]
+        if length > config.max_position_embeddings:
+            raise LayerError(
+                f"a sequence must have at most max_position_embeddings={config.max_position_embeddings} positions, but "
+                f"got {length}. Cut it into shorter ones."
+            )
+        types = jnp.zeros((1, length), jnp.int32) if token_type_ids is None else token_type_ids
+        positions = jnp.arange(length)[None] if positions is None else positions
+        x = x + _table(config, config.type_vocab_size, "token_type")(types)
+        x = x + _table(config, config.max_position_embeddings, "position")(positions)
+        return nn.Dropout(config.hidden_dropout_prob, deterministic=not train)(_norm(config)(x))
+
+
+class BertTransform(nn.Module):
+    """What comes before the logits of masked tokens: a product, the activation, a norm.
+
+    Args:
+        config: Sizes and switches.
+    """
+
+    config: BertConfig
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Map `[B, T, H]` to the same shape."""
+        config = self.config
+        init = nn.initializers.normal(config.initializer_range)
+        y = nn.Dense(config.hidden_size, dtype=config.dtype, kernel_init=init, name="dense")(x)
+        return _norm(config)(_ACTIVATIONS[config.hidden_act](y))
+
+
+class BertLogits(nn.Module):
+    """Logits from the embedding's table, and a bias for each token.
+
+    Args:
+        config: Sizes and switches.
+    """
+
+    config: BertConfig
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Map `[B, T, H]` to `[B, T, V]`."""
+        config = self.config
+        init, shape = nn.initializers.normal(config.initializer_range), (config.vocab_size, config.hidden_size)
+        bias = self.param("bias", nn.initializers.zeros, shape[:1])
+        x, table, bias = promote_dtype(x, self.param("embedding", init, shape), bias, dtype=config.dtype)
+        return x @ table.T + bias.reshape(1, 1, -1)
+
+
+def bert(config: BertConfig, head: BertHead = "masked_lm") -> list[LayerSpec]:
+    """BERT as layers for `PipelineModule`.
+
+    Layers take side inputs `attention_mask` (`[B, T]`, true where a token is seen) or `lengths`, `token_type_ids`,
+    `positions` and `segment_ids` where the batch has them.
+
+    Args:
+        config: Sizes and switches.
+        head: `"masked_lm"`: tokens `[B, T]` to logits `[B, T, V]`, with the embedding's table. None: to `[B, T, H]`.
+
+    Returns:
+        Embedding, positions and types, `num_hidden_layers` layers; transform and logits.
+
+    Raises:
+        ConfigError: The head is not one of these.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jaxpipe
+        >>> from jaxpipe.models import BertConfig, bert
+        >>> config = BertConfig(
+        ...     vocab_size=64, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32
+        ... )
+        >>> model = jaxpipe.PipelineModule(bert(config, head=None), num_stages=1)
+        >>> tokens = jnp.zeros((1, 5), int)
+        >>> model.apply(model.init(jax.random.key(0), tokens), tokens).shape
+        (1, 5, 16)
+
+    Reference:
+        Devlin et al., "BERT" (2018), and `BertForMaskedLM` of Hugging Face's `transformers`.
+    """
+    if head not in (*get_args(get_args(BertHead)[0]), None):
+        raise ConfigError(
+            f"head must be 'masked_lm' or None, but got head={head!r}. Add layers of your own after None."
+        )
+    init = nn.initializers.normal(config.initializer_range)
+    sizes = (config.vocab_size, config.hidden_size, config.dtype)
+    layers = [
+        LayerSpec(BertEmbeddings, config),
+        *[LayerSpec(DeepSpeedTransformerLayer, config.layer()) for _ in range(config.num_hidden_layers)],
+    ]
+    if head is None:
+        return [LayerSpec(nn.Embed, *sizes, embedding_init=init), *layers]
+    tied = "embedding"
+    first = TiedLayerSpec(tied, nn.Embed, *sizes, embedding_init=init, tied_weight_attr=tied)
+    logits = TiedLayerSpec(tied, BertLogits, config, tied_weight_attr=tied)
+    return [first, *layers, LayerSpec(BertTransform, config), logits]
+
+
+def _norm(config: BertConfig) -> nn.LayerNorm:
+    return nn.LayerNorm(config.layer_norm_eps, config.dtype, use_fast_variance=False, name="norm")
+
+
+def _table(config: BertConfig, size: int, name: str) -> nn.Embed:
+    init = nn.initializers.normal(config.initializer_range)
+    return nn.Embed(size, config.hidden_size, config.dtype, embedding_init=init, name=name)

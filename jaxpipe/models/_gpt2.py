@@ -1,0 +1,206 @@
+"""GPT-2: `DeepSpeedTransformerLayer`s that are normalised first and see no later position."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from jaxpipe.errors import ConfigError, LayerError
+from jaxpipe.layers import LayerSpec, TiedLayerSpec
+from jaxpipe.transformer import DeepSpeedTransformerConfig, DeepSpeedTransformerLayer
+
+from ._huggingface import ConfigKeys, Source
+from ._positions import positions_of
+
+_SIZES = ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head")
+
+_OTHER_HEADS = tuple(
+    f"summary_{what}" for what in ("activation", "first_dropout", "proj_to_labels", "type", "use_proj")
+)
+"""Keys for heads that are not here."""
+
+
+@dataclass(frozen=True)
+class GPT2Config:
+    """Sizes and switches of GPT-2, by Hugging Face's names where it has them.
+
+    Attributes:
+        vocab_size: Number V of tokens. `pipeline.split_vocabulary` wants one that the stages divide: 50257 padded to
+            50304.
+        n_positions: The longest sequence.
+        n_embd: Width H of the residual stream.
+        n_layer: Number of blocks.
+        n_head: Heads of attention.
+        n_inner: Width of the feed-forward part. None: 4 H.
+        resid_pdrop: Share of what is added to the residual stream that training drops.
+        embd_pdrop: The same of embeddings.
+        attn_pdrop: The same of attention's probabilities; cuDNN cannot.
+        layer_norm_epsilon: Added to norms' variances.
+        initializer_range: Standard deviation of initial weights; less for what is added to the residual stream.
+        tie_word_embeddings: Whether the head is the embedding's table.
+        dtype: What layers compute in. None: the dtype of weights and inputs, which a pipeline's `compute_dtype` sets.
+
+    Raises:
+        ConfigError: A value is of a wrong type or range.
+
+    Example:
+        >>> from jaxpipe.models import GPT2Config
+        >>> GPT2Config().n_embd
+        768
+    """
+
+    vocab_size: int = 50257
+    n_positions: int = 1024
+    n_embd: int = 768
+    n_layer: int = 12
+    n_head: int = 12
+    n_inner: int | None = None
+    resid_pdrop: float = 0.1
+    embd_pdrop: float = 0.1
+    attn_pdrop: float = 0.1
+    layer_norm_epsilon: float = 1e-5
+    initializer_range: float = 0.02
+    tie_word_embeddings: bool = True
+    dtype: Any = None
+
+    def __post_init__(self) -> None:
+        for name, holds, rule in self._rules():
+            if not holds:
+                raise ConfigError(f"{name} must be {rule}, but got {name}={getattr(self, name)!r}. Change it to one.")
+        self.block()  # has rules of its own
+
+    @classmethod
+    def from_huggingface(cls, source: Source) -> "GPT2Config":
+        """Read a `config.json` of GPT-2.
+
+        Args:
+            source: The folder that holds it, the file, or its contents. What a key has no value for is as
+                `transformers` has it.
+
+        Raises:
+            ConfigError: A key has a value that these layers do not compute, or is not known and has a value.
+        """
+        keys = ConfigKeys(source, ("gpt2",))
+        keys.check("activation_function", "gelu_new", "gelu_pytorch_tanh")
+        keys.check("scale_attn_weights", True)
+        keys.check("n_ctx", keys.get("n_positions", 1024))
+        for key in _OTHER_HEADS:
+            keys.get(key, None)
+        names = [name for name in cls.__dataclass_fields__ if name != "dtype"]
+        given = {name: keys.get(name, getattr(cls, name)) for name in names}
+        keys.finish()
+        return cls(**given)
+
+    def block(self) -> DeepSpeedTransformerConfig:
+        """The configuration of a block."""
+        return DeepSpeedTransformerConfig(
+            hidden_size=self.n_embd,
+            intermediate_size=4 * self.n_embd if self.n_inner is None else self.n_inner,
+            heads=self.n_head,
+            attn_dropout_ratio=self.attn_pdrop,
+            hidden_dropout_ratio=self.resid_pdrop,
+            num_hidden_layers=self.n_layer,
+            initializer_range=self.initializer_range,
+            layer_norm_eps=self.layer_norm_epsilon,
+            causal=True,
+            dtype=self.dtype,
+        )
+
+    def _rules(self) -> Iterator[tuple[str, bool, str]]:
+        for name in _SIZES:
+            value = getattr(self, name)
+            yield name, isinstance(value, int) and not isinstance(value, bool) and value >= 1, "an integer >= 1"
+        yield "embd_pdrop", isinstance(self.embd_pdrop, (int, float)) and 0 <= self.embd_pdrop < 1, "in [0, 1)"
+
+
+class Positions(nn.Module):
+    """Adds a learned embedding of each position, and drops some of the sum in training.
+
+    Args:
+        num_positions: The longest sequence.
+        dropout_rate: Share that training drops.
+        initializer_range: Standard deviation of the initial table.
+        dtype: What the sum is cast to; None: what it promotes to.
+    """
+
+    num_positions: int
+    dropout_rate: float = 0.0
+    initializer_range: float = 0.02
+    dtype: Any = None
+
+    @nn.compact
+    def __call__(
+        self,
+        x: jax.Array,
+        positions: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
+        *,
+        train: bool = False,
+    ) -> jax.Array:
+        """Add the embeddings.
+
+        Args:
+            x: Embeddings of tokens, `[B, T, H]`.
+            positions: Integers `[B, T]`; None: 0 to T - 1, or in each segment from 0. In a pipeline a side input.
+            segment_ids: Integers `[B, T]`, equal for the positions of one text. In a pipeline a side input.
+            train: Whether dropout is on.
+
+        Returns:
+            `[B, T, H]`.
+
+        Raises:
+            LayerError: The sequence is longer than there are positions.
+        """
+        length = x.shape[1]
+        if length > self.num_positions:
+            raise LayerError(
+                f"a sequence must have at most num_positions={self.num_positions} positions, but got {length}. Cut it "
+                "into shorter ones."
+            )
+        if positions is None:
+            positions = jnp.arange(length)[None] if segment_ids is None else positions_of(segment_ids)
+        init = nn.initializers.normal(self.initializer_range)
+        x = x + nn.Embed(self.num_positions, x.shape[-1], self.dtype, embedding_init=init, name="position")(positions)
+        return nn.Dropout(self.dropout_rate, deterministic=not train)(x)
+
+
+def gpt2(config: GPT2Config) -> list[LayerSpec]:
+    """GPT-2 as layers for `PipelineModule`: tokens `[B, T]` to logits `[B, T, V]`.
+
+    The first layer is an `nn.Embed`, the last the same again or an `nn.Dense`: with `pipeline.split_vocabulary` each
+    stage holds a share of them. Layers take side inputs `positions` and `segment_ids` where the batch has them.
+
+    Args:
+        config: Sizes and switches.
+
+    Returns:
+        Embedding, positions, `n_layer` blocks, norm, head.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jaxpipe
+        >>> from jaxpipe.models import GPT2Config, gpt2
+        >>> config = GPT2Config(vocab_size=64, n_positions=8, n_embd=16, n_layer=2, n_head=2)
+        >>> model = jaxpipe.PipelineModule(gpt2(config), num_stages=1)
+        >>> tokens = jnp.zeros((1, 5), int)
+        >>> model.apply(model.init(jax.random.key(0), tokens), tokens).shape
+        (1, 5, 64)
+
+    Reference:
+        Radford et al., "Language Models are Unsupervised Multitask Learners" (2019), and `GPT2LMHeadModel` of Hugging
+        Face's `transformers`.
+    """
+    init = nn.initializers.normal(config.initializer_range)
+    sizes = (config.vocab_size, config.n_embd, config.dtype)
+    blocks = [LayerSpec(DeepSpeedTransformerLayer, config.block()) for _ in range(config.n_layer)]
+    positions = LayerSpec(Positions, config.n_positions, config.embd_pdrop, config.initializer_range, config.dtype)
+    norm = LayerSpec(nn.LayerNorm, config.layer_norm_epsilon, config.dtype, use_fast_variance=False)
+    if config.tie_word_embeddings:
+        first = TiedLayerSpec("embedding", nn.Embed, *sizes, embedding_init=init)
+        head = TiedLayerSpec("embedding", nn.Embed, *sizes, embedding_init=init, forward_fn=nn.Embed.attend)
+    else:
+        first = LayerSpec(nn.Embed, *sizes, embedding_init=init)
+        head = LayerSpec(nn.Dense, config.vocab_size, use_bias=False, dtype=config.dtype, kernel_init=init)
+    return [first, positions, *blocks, norm, head]

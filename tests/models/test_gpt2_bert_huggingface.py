@@ -1,0 +1,204 @@
+"""GPT-2 and BERT against `transformers` on random small configurations; needs torch and transformers."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from _settings import make_settings
+
+from jaxpipe import PipeDataParallelTopology, Pipeline, PipelineModule
+from jaxpipe.errors import ConfigError
+from jaxpipe.models import BertConfig, GPT2Config, bert, gpt2
+from jaxpipe.topology import make_pipeline_mesh
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of theirs
+VOCAB, LENGTH, H, N = 64, 12, 32, 4
+GPT2 = {"vocab_size": VOCAB, "n_positions": 16, "n_embd": H, "n_layer": 4, "n_head": N}
+GPT2 |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+BERT = {"vocab_size": VOCAB, "hidden_size": H, "num_hidden_layers": 4, "num_attention_heads": N}
+BERT |= {"intermediate_size": 48, "max_position_embeddings": 16, "pad_token_id": None}
+BERT |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+
+
+def make(family: str, **sizes: Any) -> tuple[Any, dict[str, Any]]:
+    """A model of theirs with random weights, norms and biases too, and its config.json."""
+    config = getattr(transformers, family.split(":")[0] + "Config")(**sizes, attn_implementation="eager")
+    model = getattr(transformers, family.replace(":", ""))(config).eval()
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            torch.nn.init.normal_(parameter, 0.0, 0.2)
+    return model, json.loads(config.to_json_string())
+
+
+def weights_of(model: Any) -> dict[str, np.ndarray]:
+    return {name: value.detach().numpy().copy() for name, value in model.named_parameters(remove_duplicate=False)}
+
+
+def gpt2_params(w: dict[str, np.ndarray], layers: int, *, tied: bool) -> Any:
+    def block(i: int) -> Any:
+        at = f"transformer.h.{i}"
+        return {
+            "norm_w": w[f"{at}.ln_1.weight"],
+            "norm_b": w[f"{at}.ln_1.bias"],
+            "attn_qkvw": w[f"{at}.attn.c_attn.weight"].reshape(H, 3, N, -1),
+            "attn_qkvb": w[f"{at}.attn.c_attn.bias"].reshape(3, N, -1),
+            "attn_ow": w[f"{at}.attn.c_proj.weight"].reshape(N, -1, H),
+            "attn_ob": w[f"{at}.attn.c_proj.bias"],
+            "attn_nw": w[f"{at}.ln_2.weight"],
+            "attn_nb": w[f"{at}.ln_2.bias"],
+            "inter_w": w[f"{at}.mlp.c_fc.weight"],
+            "inter_b": w[f"{at}.mlp.c_fc.bias"],
+            "output_w": w[f"{at}.mlp.c_proj.weight"],
+            "output_b": w[f"{at}.mlp.c_proj.bias"],
+        }
+
+    table = {"embedding": w["transformer.wte.weight"]}
+    norm = {"scale": w["transformer.ln_f.weight"], "bias": w["transformer.ln_f.bias"]}
+    found: dict[str, Any] = {"1_Positions": {"position": {"embedding": w["transformer.wpe.weight"]}}}
+    found |= {f"{i + 2}_DeepSpeedTransformerLayer": block(i) for i in range(layers)}
+    found[f"{layers + 2}_LayerNorm"] = norm
+    if tied:
+        return {"layers": found, "tied": {"embedding": table}}
+    return {"layers": found | {"0_Embed": table, f"{layers + 3}_Dense": {"kernel": w["lm_head.weight"].T}}, "tied": {}}
+
+
+def bert_params(w: dict[str, np.ndarray], layers: int) -> Any:
+    def product(at: str) -> Any:
+        return {"kernel": w[f"{at}.weight"].T, "bias": w[f"{at}.bias"]}
+
+    def norm(at: str) -> Any:
+        return {"scale": w[f"{at}.weight"], "bias": w[f"{at}.bias"]}
+
+    def block(i: int) -> Any:
+        at = f"bert.encoder.layer.{i}"
+        own = [f"{at}.attention.self.{name}" for name in ("query", "key", "value")]
+        return {
+            "attn_qkvw": np.stack([w[f"{name}.weight"].T.reshape(H, N, -1) for name in own], axis=1),
+            "attn_qkvb": np.stack([w[f"{name}.bias"].reshape(N, -1) for name in own]),
+            "attn_ow": w[f"{at}.attention.output.dense.weight"].T.reshape(N, -1, H),
+            "attn_ob": w[f"{at}.attention.output.dense.bias"],
+            "attn_nw": w[f"{at}.attention.output.LayerNorm.weight"],
+            "attn_nb": w[f"{at}.attention.output.LayerNorm.bias"],
+            "inter_w": w[f"{at}.intermediate.dense.weight"].T,
+            "inter_b": w[f"{at}.intermediate.dense.bias"],
+            "output_w": w[f"{at}.output.dense.weight"].T,
+            "output_b": w[f"{at}.output.dense.bias"],
+            "norm_w": w[f"{at}.output.LayerNorm.weight"],
+            "norm_b": w[f"{at}.output.LayerNorm.bias"],
+        }
+
+    tables = {"token_type": "token_type_embeddings", "position": "position_embeddings"}
+    first: dict[str, Any] = {k: {"embedding": w[f"bert.embeddings.{v}.weight"]} for k, v in tables.items()}
+    transform, predictions = "cls.predictions.transform", "cls.predictions"
+    found: dict[str, Any] = {"1_BertEmbeddings": first | {"norm": norm("bert.embeddings.LayerNorm")}}
+    found |= {f"{i + 2}_DeepSpeedTransformerLayer": block(i) for i in range(layers)}
+    found[f"{layers + 2}_BertTransform"] = {
+        "dense": product(f"{transform}.dense"),
+        "norm": norm(f"{transform}.LayerNorm"),
+    }
+    found[f"{layers + 3}_BertLogits"] = {"bias": w.get(f"{predictions}.bias", w.get(f"{predictions}.decoder.bias"))}
+    return {"layers": found, "tied": {"embedding": {"embedding": w["bert.embeddings.word_embeddings.weight"]}}}
+
+
+def assert_near(found: Any, wanted: Any) -> None:
+    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
+
+
+def tokens_of(*shape: int) -> Any:
+    return np.random.default_rng(0).integers(0, VOCAB, shape).astype(np.int32)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_logits_of_gpt2(*, tied: bool) -> None:
+    model, values = make("GPT2:LMHeadModel", **GPT2, tie_word_embeddings=tied)
+    module = PipelineModule(gpt2(GPT2Config.from_huggingface(values)), num_stages=1)
+    tokens = tokens_of(2, LENGTH)
+    with torch.no_grad():
+        wanted = model(torch.tensor(tokens)).logits.numpy()
+        alone = model(torch.tensor(tokens[:, 5:])).logits.numpy()
+    params = gpt2_params(weights_of(model), 4, tied=tied)
+    assert_near(module.apply(params, tokens), wanted)
+    # Packed: the second text is as alone, its positions begin at 0.
+    ids = np.repeat((np.arange(LENGTH) >= 5)[None], 2, axis=0).astype(np.int32)
+    assert_near(module.apply(params, tokens, side={"segment_ids": ids})[:, 5:], alone)
+
+
+def test_logits_of_bert() -> None:
+    model, values = make("Bert:ForMaskedLM", **BERT, hidden_act="gelu")
+    module = PipelineModule(bert(BertConfig.from_huggingface(values)), num_stages=1)
+    tokens = tokens_of(2, LENGTH)
+    seen, types = np.arange(LENGTH) < np.array([[LENGTH], [7]]), tokens % 2
+    with torch.no_grad():
+        given = {"attention_mask": torch.tensor(seen).long(), "token_type_ids": torch.tensor(types)}
+        wanted = model(torch.tensor(tokens), **given).logits.numpy()
+        hidden = model.bert(torch.tensor(tokens), **given).last_hidden_state.numpy()
+    params = bert_params(weights_of(model), 4)
+    side = {"attention_mask": seen, "token_type_ids": types}
+    assert_near(module.apply(params, tokens, side=side), wanted)
+    bare = PipelineModule(bert(BertConfig.from_huggingface(values), head=None), num_stages=1)
+    layers = {name: x for name, x in params["layers"].items() if "Tr" in name or "Embeddings" in name}
+    layers = {name: x for name, x in layers.items() if "BertTransform" not in name}
+    params = {"layers": layers | {"0_Embed": params["tied"]["embedding"]}, "tied": {}}
+    assert_near(bare.apply(params, tokens, side=side), hidden)
+
+
+def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["GPT2:LMHeadModel", "Bert:ForMaskedLM"])
+def test_a_step_through_four_stages_of_two_replicas_is_theirs(family: str) -> None:
+    model, values = make(family, **(GPT2 if "GPT2" in family else BERT))
+    layers = (
+        gpt2(GPT2Config.from_huggingface(values)) if "GPT2" in family else bert(BertConfig.from_huggingface(values))
+    )
+    to_ours: Callable[..., Any] = (
+        (lambda w: gpt2_params(w, 4, tied=True)) if "GPT2" in family else lambda w: bert_params(w, 4)
+    )
+    topology = PipeDataParallelTopology(4, 2)
+    module = PipelineModule(layers, topology=topology, loss_fn=cross_entropy)
+    inputs, labels = tokens_of(2, 4, 4, LENGTH)
+    # Adam divides by what it is given, so that rounding of gradients near zero would count for much with its usual eps.
+    rate, decay, eps = 1e-3, 0.1, 1e-4
+    adamw, mesh = optax.adamw(rate, weight_decay=decay, eps=eps), make_pipeline_mesh(topology)
+    pipeline = Pipeline(module, adamw, mesh, (inputs[0], labels[0], {}), 4, make_settings())
+    start = jax.tree.map(jnp.asarray, to_ours(weights_of(model)))
+    state, metrics = pipeline.step(pipeline.init_from(start), (inputs, labels, {}))
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=decay, eps=eps)
+    logits = model(torch.tensor(inputs.reshape(16, LENGTH))).logits
+    loss = torch.nn.functional.cross_entropy(logits.reshape(-1, VOCAB), torch.tensor(labels.reshape(-1)).long())
+    loss.backward()
+    optimizer.step()
+    np.testing.assert_allclose(metrics["loss"], loss.item(), rtol=1e-6)
+    jax.tree.map(assert_near, pipeline.params_tree(state.params), to_ours(weights_of(model)))
+
+
+REFUSED: list[tuple[Any, dict[str, Any], str]] = [
+    (GPT2Config, {"activation_function": "relu"}, "activation_function must be 'gelu_new' or .*, but got"),
+    (GPT2Config, {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True. If it does not"),
+    (GPT2Config, {"n_head": 5}, "hidden_size must be a multiple of heads=5"),
+    (GPT2Config, {"n_layer": 0}, "n_layer must be an integer >= 1"),
+    (BertConfig, {"hidden_act": "tanh"}, "hidden_act must be one of gelu, gelu_new"),
+    (BertConfig, {"position_embedding_type": "relative_key"}, "position_embedding_type must be 'absolute', but got"),
+    (BertConfig, {"is_decoder": True}, "is_decoder=True. If it does not"),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "match"), REFUSED, ids=lambda x: next(iter(x)) if isinstance(x, dict) else ""
+)
+def test_what_would_change_numbers_is_refused(kind: Any, changes: dict[str, Any], match: str) -> None:
+    model_type = "gpt2" if kind is GPT2Config else "bert"
+    with pytest.raises(ConfigError, match=match):
+        kind.from_huggingface({"model_type": model_type, **changes})
