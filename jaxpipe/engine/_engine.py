@@ -20,7 +20,8 @@ from jaxpipe.executor import Metrics
 from jaxpipe.layers import PipelineModule
 from jaxpipe.monitor import Monitor, check_monitors
 from jaxpipe.pipeline import ChosenOptimizer, Pipeline
-from jaxpipe.schedules import timeline, trace_of
+from jaxpipe.profile import Operation, measured_slices, record
+from jaxpipe.schedules import Slice, timeline, trace_of
 from jaxpipe.state import TrainState
 from jaxpipe.topology import PipelineParallelGrid, mesh_shape, mesh_topology, rank_devices
 
@@ -115,6 +116,8 @@ class Engine(ABC):
         self._micro_steps = 0
         """Microbatches of all batches trained so far."""
         self._turn = Turn()
+        self._recorder: Callable[[Sequence[Operation]], None] | None = None
+        """Takes the operations of the next step, if it is to be recorded."""
         if example_batch is not None:
             self._trainer.programs.get(example_batch, self.micro_batches)
             self._trainer.check_parameters()
@@ -198,7 +201,8 @@ class Engine(ABC):
             with hold_signals():  # the step donates the old state's arrays, and until it is counted nobody has the new
                 # Profilers tell steps apart by it.
                 with jax.profiler.StepTraceAnnotation("jaxpipe_train_step", step_num=trainer.global_steps):
-                    state, metrics = trainer.launch(pipeline.step, state, batch)
+                    launch = trainer.launch if self._recorder is None else self._launch_recorded
+                    state, metrics = launch(pipeline.step, state, batch)
                 self._reports.count_tokens(batch)
                 self._count_step(state, metrics, self.micro_batches, self.train_batch_size())
                 self._source.commit()
@@ -313,6 +317,8 @@ class Engine(ABC):
         self,
         path: str | PathLike[str],
         *,
+        measure: bool = False,
+        data_iter: Iterator[Entry] | None = None,
         forward_s: float = 1e-3,
         backward_s: float = 2e-3,
         weight_s: float | None = None,
@@ -322,18 +328,27 @@ class Engine(ABC):
         A track a stage, with every forward and backward at the time that is planned for it. In notebooks,
         `jaxpipe.schedules.draw(engine.pipeline.program)` shows the same as a picture.
 
+        With `measure`, a batch is trained as by `train_batch`, recorded by JAX's profiler, and written beside the plan:
+        on the stages that this process has devices of, one device each, with what their operations took.
+
         Args:
             path: The file, JSON.
+            measure: Whether to train a batch and measure it.
+            data_iter: As for `train_batch`.
             forward_s: Seconds of the forward of one microbatch through a whole stage, all its chunks.
             backward_s: Seconds of its whole backward.
             weight_s: Seconds of the weight gradient of that, where backwards are split. Default: half of it.
 
         Raises:
-            PipelineError: No shapes are known yet.
+            PipelineError: No shapes are known yet; or with `measure`, the operations of the step are not those of the
+                schedule, as where idle actions are computed and dropped.
             ScheduleError: The times are none.
         """
-        planned = timeline(self.pipeline.program, forward_s, backward_s, weight_s=weight_s)
-        Path(path).write_text(json.dumps(trace_of({"planned": planned})), encoding="utf-8")
+        steps: dict[str, Sequence[Slice]] = {}
+        if measure:
+            steps["measured"] = self._measured_slices(data_iter)
+        steps["planned"] = timeline(self.pipeline.program, forward_s, backward_s, weight_s=weight_s)
+        Path(path).write_text(json.dumps(trace_of(steps)), encoding="utf-8")
 
     def set_dataiterator(self, iterator: Iterator[Entry]) -> None:
         """Store the iterator that `train_batch()` reads.
@@ -775,6 +790,27 @@ class Engine(ABC):
             self._trainer.block_until_ready()
         pipeline, batch = self._lockstep.take(read)
         return pipeline, pipeline.place_batch(batch, self.data_shard.replicas)
+
+    def _measured_slices(self, data_iter: Iterator[Entry] | None) -> Sequence[Slice]:
+        """Train a batch and record it: its actions, with their times."""
+        recorded: list[Operation] = []
+        self._recorder = recorded.extend
+        self.train_batch(data_iter)
+        devices = {
+            stage: own[0].local_hardware_id
+            for stage, row in enumerate(self.mesh.devices)
+            if (own := [device for device in row.flat if device.process_index == jax.process_index()])
+        }
+        return measured_slices(self.pipeline.program, recorded, devices, [each.name for each in self.module.layers])
+
+    def _launch_recorded(self, step: Any, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        """Run a step that is to be recorded, to its end."""
+        recorder, self._recorder = self._recorder, None
+        assert recorder is not None, "a step is to be recorded"
+        text = step.lower(state, batch).compile().as_text() or ""
+        results, operations = record(lambda: self._trainer.launch(step, state, batch), text)
+        recorder(operations)
+        return results
 
     def _count_step(self, state: TrainState, metrics: Metrics, num_microbatches: int, num_samples: int) -> None:
         """Set the state after an update, and count it; signals are held."""

@@ -97,7 +97,9 @@ class TickLoop:
                 tick(run, carry, row)
                 return carry, None
 
-            carry, _ = jax.lax.scan(body, carry, self._rows(run, device.stage))
+            # By its name a profile tells a tick's operations from those of the tick after, where a run is no loop.
+            with jax.named_scope(f"ticks_{run.start}_{run.stop}"):
+                carry, _ = jax.lax.scan(body, carry, self._rows(run, device.stage))
         return carry
 
     def _rows(self, run: TickRun, stage: jax.Array) -> Row:

@@ -8,6 +8,7 @@ from jaxpipe.schedules._choice import StageCosts as StageCosts
 from jaxpipe.schedules._choose import STEADY as STEADY
 from jaxpipe.schedules._choose import choose_schedule as choose_schedule
 from jaxpipe.schedules._closed_form import closed_form as closed_form
+from jaxpipe.schedules._cost import Kind as Kind
 from jaxpipe.schedules._cost import Slice as Slice
 from jaxpipe.schedules._cost import bubble_fraction as bubble_fraction
 from jaxpipe.schedules._cost import makespan as makespan
@@ -76,6 +77,7 @@ __all__ = [
     "GPipeSchedule",
     "InferenceSchedule",
     "InterleavedSchedule",
+    "Kind",
     "LoadMicroBatch",
     "OneFOneBSchedule",
     "OneFOneBVSchedule",

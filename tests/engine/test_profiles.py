@@ -22,10 +22,10 @@ class Block(nn.Module):
         return x + nn.Dense(4)(nn.tanh(nn.Dense(8)(x)))
 
 
-def model(**kwargs: Any) -> Any:
+def model(*cuts: int, **kwargs: Any) -> Any:
     """Four blocks in the trunks of two stages, a layer before and one after them."""
     layers = [LayerSpec(nn.Dense, 4), *[LayerSpec(Block)] * 4, LayerSpec(nn.Dense, 1)]
-    return module(*layers, partition_method=[0, 3, 6], **kwargs)
+    return module(*layers, partition_method=[0, *(cuts or [3]), 6], **kwargs)
 
 
 NAMES = {"0_Dense", "1_Block", "2_Block", "3_Block", "4_Block", "5_Dense"}
@@ -40,20 +40,20 @@ def words(paths: set[str]) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    ("pipeline", "more"),
+    ("cuts", "pipeline", "more"),
     slow_after(
         1,
         [
-            ({"schedule": "zero-bubble-h1"}, {"weight_gradient"}),
-            ({}, set()),
-            ({"schedule": "train"}, {"receive"}),  # where values wait for their action
-            ({"scan_trunk": True}, set()),
+            ([3], {"schedule": "zero-bubble-h1"}, {"weight_gradient"}),
+            ([3], {}, set()),
+            ([2, 3, 4], {"schedule": "1f1b-v"}, {"receive"}),  # where values wait for their action
+            ([3], {"scan_trunk": True}, set()),
         ],
         unpack=True,
     ),
 )
-def test_operations_are_named_by_layer_and_phase(pipeline: dict[str, Any], more: set[str]) -> None:
-    text = hlo(build(model(data=2), {"pipeline": pipeline}, example_batch=entry(samples=4)))
+def test_operations_are_named_by_layer_and_phase(cuts: list[int], pipeline: dict[str, Any], more: set[str]) -> None:
+    text = hlo(build(model(*cuts, data=2), {"pipeline": pipeline}, example_batch=entry(samples=4)))
     assert text.startswith("HloModule jit_jaxpipe_train_step,")
     paths = set(re.findall(r'op_name="([^"]*)"', text))
     found = words({path.replace("(", "/").replace(")", "/") for path in paths})

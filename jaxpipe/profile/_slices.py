@@ -1,0 +1,82 @@
+"""Actions of a recorded step, at the times at which devices ran them."""
+
+from collections.abc import Mapping, Sequence
+
+from jaxpipe.errors import PipelineError
+from jaxpipe.schedules import Kind, Slice, TickProgram, timeline
+
+from ._recorded import Operation
+
+_PHASES: Mapping[Kind, str] = {
+    "forward": "forward",
+    "backward": "backward",
+    "input gradient": "backward",
+    "weight gradient": "weight_gradient",
+}
+
+
+def measured_slices(
+    program: TickProgram, operations: Sequence[Operation], devices: Mapping[int, int], layers: Sequence[str]
+) -> tuple[Slice, ...]:
+    """Find the actions of a step among its operations.
+
+    An action is what a device runs of one phase between two exchanges, or until one of its operations comes again, or
+    the next run of ticks begins; only operations of layers count, so that an idle action is none.
+
+    Args:
+        program: The schedule that was run; idle actions skipped.
+        operations: What `record` returned.
+        devices: The device of each stage, by its number in this process.
+        layers: Names of the layers.
+
+    Returns:
+        The actions that the program has on these stages, with their times.
+
+    Raises:
+        PipelineError: The operations are not those of the program, as where idle actions are computed.
+    """
+    planned = timeline(program, 1.0, 2.0)
+    names, found = set(layers), list[Slice]()
+    for stage, device in devices.items():
+        own = [each for each in operations if each.device == device]
+        for phase in dict.fromkeys(_PHASES.values()):
+            kinds = [kind for kind, of_kind in _PHASES.items() if of_kind == phase]
+            wanted = [one for one in planned if one.stage == stage and one.kind in kinds]
+            spans = _actions(own, phase, names)
+            if len(spans) != len(wanted):
+                raise PipelineError(
+                    f"the recorded step must have {len(wanted)} actions of the kind {kinds[0]!r} on stage {stage}, but "
+                    f"got {len(spans)}. Set pipeline.skip_idle=true, so that idle actions are not computed, and see "
+                    "that the model's layers are more than one part."
+                )
+            found += [
+                one._replace(start_s=start_s, end_s=end_s) for one, (start_s, end_s) in zip(wanted, spans, strict=True)
+            ]
+    begin = min((one.start_s for one in found), default=0.0)
+    moved = [one._replace(start_s=one.start_s - begin, end_s=one.end_s - begin) for one in found]
+    return tuple(sorted(moved, key=lambda one: (one.tick, one.stage, one.start_s)))
+
+
+def _actions(operations: Sequence[Operation], phase: str, layers: set[str]) -> list[tuple[float, float]]:
+    """Beginning and end of each action of a phase on a device, in order."""
+    spans: list[tuple[float, float]] = []
+    for ticks in sorted({each.ticks for each in operations}):
+        seen: set[str] = set()
+        is_open, has_any, is_one = False, False, ticks[1] - ticks[0] == 1
+        # By the run they belong to: where runs are one tick long, and no loops, their operations may be interleaved.
+        for each in operations:
+            if each.ticks != ticks:
+                continue
+            if each.phase == "send" and not is_one:
+                is_open = False
+            is_loss = phase == "forward" and each.phase == "loss"
+            if not (is_loss or each.phase == phase) or not layers & each.words:
+                continue
+            # The loss follows the last part's forward, in the same tick and on the same stage.
+            if not is_loss and (not is_open or (not is_one and each.name in seen)):
+                spans.append((each.start_s, each.end_s))
+                seen, is_open, has_any = set(), True, True
+            if has_any:
+                seen.add(each.name)
+                spans[-1] = (min(spans[-1][0], each.start_s), max(spans[-1][1], each.end_s))
+    return spans
