@@ -51,7 +51,7 @@ from jaxpipe.config import PipelineConfig, TrainConfig, ZeroSection
 from jaxpipe.errors import counted
 from jaxpipe.layers import VocabEmbed, VocabHead, vocab_cross_entropy
 
-TARGET = Path(__file__).parents[1] / "tests/gpu/h200_target.txtpb"
+TARGET = Path(jaxpipe.__file__).parent / "forecast" / "h200_target.txtpb"
 STAGES, PLACES, MICROBATCHES = 8, 8, 16
 STREAM = {"whole": P(), "sequence": P(None, "model", None)}
 AXIS = {"whole": "model", "sequence": "model", "step": "fsdp", "chunk": "fsdp", "tick": "fsdp", "data": "data"}

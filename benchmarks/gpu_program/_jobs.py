@@ -2,7 +2,6 @@
 
 import functools
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import flax.linen as nn
@@ -10,16 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh
 
 import jaxpipe
 from jaxpipe.config import BF16Section, PipelineConfig, TrainConfig, ZeroSection
+from jaxpipe.forecast import HARDWARE, compilable_devices
 
 from ._models import HEAD_DIM, GPT2Block, LlamaBlock, TensorParallelBlock, language_model
-
-TARGET = Path(__file__).parents[2] / "tests" / "gpu" / "h200_target.txtpb"
-GPUS_PER_HOST = 8
 
 
 @dataclass(frozen=True)
@@ -142,14 +138,10 @@ class Job:
 
 @functools.cache
 def _mesh(stages: int, data: int, model: int) -> Mesh:
-    count = stages * data * model
-    hosts = max(1, count // GPUS_PER_HOST)
-    description = topologies.get_topology_desc(
-        platform="cuda", topology=f"1x{hosts}x{count // hosts}", target_config=TARGET.read_text()
-    )
+    devices = compilable_devices(HARDWARE["h200"], stages * data * model)
     shape = {"stage": stages, "data": data} | ({"model": model} if model > 1 else {})
-    devices = np.array(description.devices).reshape(*shape.values())
-    return Mesh(devices, tuple(shape), axis_types=(AxisType.Auto,) * len(shape))
+    places = np.array(devices).reshape(*shape.values())
+    return Mesh(places, tuple(shape), axis_types=(AxisType.Auto,) * len(shape))
 
 
 JOBS = {

@@ -14,7 +14,7 @@ from jaxpipe.config import Collector, TrainConfig, load_config
 from jaxpipe.errors import ConfigError, JaxpipeError, PartitionError, TopologyError, shown
 from jaxpipe.layers import ModelTrace, PipelineModule, estimate_layers, layer_signatures, split_vocabulary
 from jaxpipe.partition import partition_best
-from jaxpipe.pipeline import ConfigLike, check_mesh, entry_struct, prepare
+from jaxpipe.pipeline import ConfigLike, Pipeline, check_mesh, entry_struct, prepare
 from jaxpipe.recompute import settings_for, use_settings
 from jaxpipe.schedules import PipeSchedule, resolve_schedule, schedule_names
 from jaxpipe.state import check_collections
@@ -27,6 +27,7 @@ from jaxpipe.topology import (
     with_fsdp_axis,
 )
 
+from ._compile import CompiledStep, compilable_devices, compile_step
 from ._count import Candidate, Job
 from ._devices import absent_devices
 from ._hardware import Hardware, read_hardware
@@ -49,8 +50,10 @@ def plan(  # noqa: PLR0913  # what to look at, one argument each
     partition: Sequence[str | Sequence[int]] | None = None,
     recompute: Sequence[int] | None = None,
     measured_step_s: float | None = None,
+    compiles: bool = False,
+    target_config: str | None = None,
 ) -> StepPlan:
-    """Count what a training job would hold and take, without a GPU: nothing is compiled, nothing is allocated.
+    """Count what a training job would hold and take, without a GPU: nothing is allocated, and nothing compiled unasked.
 
     Layers are traced, equal ones once. Memory is counted by what for; time by a roofline of the named hardware, each
     kernel the longer of its operations and its bytes; the schedule's ticks are gone through with these times.
@@ -69,9 +72,13 @@ def plan(  # noqa: PLR0913  # what to look at, one argument each
         recompute: Layers of recomputed groups, 0 for none. None: that of the model or the configuration, and where it
             says nothing 0 and 1.
         measured_step_s: Seconds of a step of a run, to compare with.
+        compiles: Whether to compile the best candidate's program, or the smallest where none fits, ahead of time; that
+            needs JAX's CUDA plugin, no GPU, and a minute or more.
+        target_config: XLA's description of the GPU, a `GpuTargetConfigProto` as text. None: the one that comes with
+            jaxpipe, which there is for H100 and H200.
 
     Returns:
-        All candidates; `str` shows them as a table, `to_json` writes them.
+        All candidates; `str` shows them as a table, `to_json` and `to_html` write them.
 
     Raises:
         ConfigError: An argument or the configuration is wrong; the hardware is not known.
@@ -99,7 +106,7 @@ def plan(  # noqa: PLR0913  # what to look at, one argument each
     candidates = setup.forecasts(asked)
     fitting = [one for one in candidates if one.fits]
     best = fitting[0] if fitting else None
-    return StepPlan(
+    found = StepPlan(
         hardware=chosen_hardware,
         num_devices=count,
         axes={str(name): size for name, size in setup.job.mesh.shape.items()},
@@ -112,6 +119,9 @@ def plan(  # noqa: PLR0913  # what to look at, one argument each
         assumptions=_assumptions(setup),
         measured_step_s=measured_step_s,
     )
+    if not compiles:
+        return found
+    return dataclasses.replace(found, compiled=setup.compile(found.shown, target_config))
 
 
 def _check(model: object, measured_step_s: object, optimizer: object) -> None:
@@ -291,6 +301,23 @@ class _Setup:
             return self._trace.on_mesh(
                 lambda: Figures(module, self._trace, self._labels, self.job.hardware, self._signatures, plain)
             )
+
+    def compile(self, one: Forecast, target: str | None) -> CompiledStep:
+        """Compile a candidate's step for devices that are not there."""
+        model, config, example, hardware, count, _, places = self._arguments
+        devices = compilable_devices(hardware, count, target)
+        section = dataclasses.replace(config.pipeline, schedule=one.schedule, num_chunks=one.num_chunks)
+        config = dataclasses.replace(config, pipeline=section)
+        module = self.job.module.replace(activation_checkpoint_interval=one.recompute)
+        mesh = make_pipeline_mesh(_topology(model, count, places), devices)
+        job = self.job
+        return compile_step(
+            one.label,
+            one.memory.total,
+            lambda: Pipeline(
+                module, job.optimizer, mesh, example, job.num_microbatches, config, self._settings, one.boundaries
+            ),
+        )
 
     def changed(self, change: str) -> "_Setup":
         """The same job with one thing changed."""

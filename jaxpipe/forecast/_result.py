@@ -2,9 +2,14 @@
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from os import PathLike
+from pathlib import Path
 
+from ._compile import CompiledStep
 from ._hardware import Hardware
+from ._html import body_of, page_of
 from ._memory import DeviceMemory
 
 
@@ -98,6 +103,7 @@ class StepPlan:
         advice: What does not fit, and the first change that makes it fit; empty where all fits.
         assumptions: What was assumed.
         measured_step_s: Seconds of a step of a run to compare with; None: there is none.
+        compiled: The shown candidate's program, where that was asked for.
     """
 
     hardware: Hardware
@@ -111,6 +117,12 @@ class StepPlan:
     advice: str
     assumptions: tuple[str, ...] = field(repr=False)
     measured_step_s: float | None = None
+    compiled: CompiledStep | None = None
+
+    @property
+    def shown(self) -> Forecast:
+        """The candidate that is shown stage by stage: the best, or the smallest where none fits."""
+        return self.best or min(self.candidates, key=lambda one: one.memory.total)
 
     def __str__(self) -> str:
         axes = " x ".join(f"{name} {size}" for name, size in self.axes.items())
@@ -122,18 +134,34 @@ class StepPlan:
             "",
             *_table(_HEADS, [self._row(one) for one in self.candidates]),
         ]
-        shown = self.best or min(self.candidates, key=lambda one: one.memory.total)
+        shown = self.shown
         lines += ["", f"stages of {shown.label}:", *_table(_STAGE_HEADS, _stage_rows(shown))]
         if self.advice:
             lines += ["", self.advice]
         if self.measured_step_s is not None:
             ratio = self.measured_step_s / shown.step_s
             lines += ["", f"measured step {_ms(self.measured_step_s)} ms, {ratio:.2f} times the forecast"]
+        if self.compiled is not None:
+            lines += ["", str(self.compiled)]
         return "\n".join([*lines, "", "Assumed, not measured:", *(f"- {each}" for each in self.assumptions)])
 
     def to_json(self) -> str:
         """All of it as JSON: bytes and seconds."""
         return json.dumps(dataclasses.asdict(self), indent=1)
+
+    def to_html(self, path: str | PathLike[str]) -> None:
+        """Write one page that needs nothing else, with bars of memory and the schedule drawn to scale.
+
+        Args:
+            path: The file.
+        """
+        rows = [self._row(one) for one in self.candidates]
+        stages = [_STAGE_HEADS, *_stage_rows(self.shown)]
+        Path(path).write_text(page_of(self, _HEADS, rows, stages), encoding="utf-8")
+
+    def _repr_html_(self) -> str:
+        rows = [self._row(one) for one in self.candidates]
+        return body_of(self, _HEADS, rows, [_STAGE_HEADS, *_stage_rows(self.shown)], str(self).partition("\n")[0])
 
     def _row(self, one: Forecast) -> list[str]:
         memory = one.memory
@@ -174,7 +202,7 @@ def _stage_rows(one: Forecast) -> list[list[str]]:
     ]
 
 
-def _table(heads: tuple[str, ...], rows: list[list[str]]) -> list[str]:
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
     return ["  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True)) for row in (heads, *rows)]
 

@@ -6,6 +6,7 @@ from jaxpipe.distributed import Job as Job
 from jaxpipe.distributed import init_distributed as init_distributed
 from jaxpipe.distributed import names_other_processes as names_other_processes
 
+from ._cli import launch as launch
 from ._cluster import ClusterJob as ClusterJob
 from ._kubernetes import jobset_manifest as jobset_manifest
 from ._kubernetes import kubernetes_manifest as kubernetes_manifest
@@ -21,6 +22,7 @@ __all__ = [
     "init_distributed",
     "jobset_manifest",
     "kubernetes_manifest",
+    "launch",
     "names_other_processes",
     "slurm_script",
 ]

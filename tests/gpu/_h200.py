@@ -13,9 +13,10 @@ from _settings import make_settings
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh
 
+import jaxpipe
 from jaxpipe import Pipeline, PipelineModule
 
-TARGET = Path(__file__).with_name("h200_target.txtpb")
+TARGET = Path(jaxpipe.__file__).parent / "forecast" / "h200_target.txtpb"
 
 
 @functools.cache

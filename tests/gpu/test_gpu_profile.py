@@ -20,7 +20,7 @@ pytestmark = [
         not any(map(importlib.util.find_spec, PLUGINS)), reason="needs the CUDA plugin: pip install jaxpipe[cuda12]"
     ),
 ]
-TARGET = Path(__file__).with_name("h200_target.txtpb")
+TARGET = Path(jaxpipe.__file__).parent / "forecast" / "h200_target.txtpb"
 
 
 def test_absent_devices_are_not_measured() -> None:

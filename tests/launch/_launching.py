@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from jaxpipe.launch.__main__ import main
+from jaxpipe.__main__ import main
 
 ROOT = Path(__file__).parents[2]
 PATIENCE_S = 60.0

@@ -7,7 +7,7 @@ import pytest
 from _launching import launch, script
 
 import jaxpipe
-from jaxpipe.launch.__main__ import main
+from jaxpipe.__main__ import main
 
 SHOW = """
 names = sys.argv[1].split(",")

@@ -11,7 +11,7 @@ from _launching import PATIENCE_S, ROOT, is_running, wait_until
 # Forks launchers that are up at once, and kills each after a while drawn at random; the last when its job runs.
 ATTACK = """
 import os, random, signal, sys, time
-from jaxpipe.launch.__main__ import main
+from jaxpipe.__main__ import main
 tries, here, draw = int(sys.argv[1]), sys.argv[2], random.Random(0)
 for left in reversed(range(tries)):
     pid = os.fork()

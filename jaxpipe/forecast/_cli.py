@@ -1,0 +1,130 @@
+"""`jaxpipe plan`: a plan of what a function gives, on the command line."""
+
+import argparse
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxpipe.errors import ConfigError, JaxpipeError, shown
+
+from ._hardware import HARDWARE
+from ._plan import plan
+
+_WRONG_USE = 2
+
+
+def main(argv: Sequence[str] | None = None, prog: str = "python -m jaxpipe.forecast") -> int:
+    """Run `jaxpipe plan`.
+
+    Args:
+        argv: The arguments; None: those of the process.
+        prog: What the user typed before them.
+
+    Returns:
+        0; 1 where nothing fits; 2 after wrong use, or where the job itself is wrong.
+    """
+    args = _parser(prog).parse_args(argv)
+    jax.config.update("jax_platforms", "cpu")  # planning needs no accelerator, and takes none from those who do
+    try:
+        given = _job(args.job)
+        options: dict[str, Any] = {
+            "schedules": _words(args.schedules),
+            "num_chunks": _numbers("--num-chunks", args.num_chunks),
+            "partition": _words(args.partition),
+            "recompute": _numbers("--recompute", args.recompute),
+            "places": _places(args.places),
+            "measured_step_s": args.measured_step,
+            "compiles": args.compile,
+            "target_config": None if args.target_config is None else args.target_config.read_text(),
+        }
+        if args.hardware is not None:
+            options["hardware"] = args.hardware
+        found = plan(**{**given, **{name: value for name, value in options.items() if value is not None}})
+    except (JaxpipeError, OSError) as error:
+        sys.stderr.write(f"{prog}: {error}\n")
+        return _WRONG_USE
+    sys.stdout.write(f"{found}\n")
+    if args.json is not None:
+        args.json.write_text(found.to_json() + "\n", encoding="utf-8")
+    if args.html is not None:
+        found.to_html(args.html)
+    return 0 if found.best is not None else 1
+
+
+def _parser(prog: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        description="Memory and time of a training job on GPUs that are not there. Needs none.",
+        epilog="JOB names a function without arguments that returns (model, config, example_batch), with an optimizer "
+        "as a fourth entry if the configuration names none; or a dictionary of the arguments of jaxpipe.plan.",
+    )
+    parser.add_argument("job", metavar="JOB", help="module:function, such as train:job for job() in train.py")
+    parser.add_argument("--hardware", help=f"NAME:NUMBER, such as h200:64; names: {', '.join(HARDWARE)}")
+    parser.add_argument("--schedules", metavar="LIST", help="such as 1f1b,zero-bubble; without it, all of 'auto'")
+    parser.add_argument("--num-chunks", metavar="LIST", help="such as 1,2")
+    parser.add_argument("--partition", metavar="LIST", help="partition methods, such as best,uniform")
+    parser.add_argument("--recompute", metavar="LIST", help="layers of recomputed groups, 0 for none, such as 0,1")
+    parser.add_argument("--places", metavar="LIST", help="further axes of the mesh, such as model=8")
+    parser.add_argument("--measured-step", metavar="SECONDS", type=float, help="of a run, to compare with")
+    parser.add_argument("--compile", action="store_true", default=None, help="compile the best candidate, too")
+    parser.add_argument("--target-config", metavar="FILE", type=Path, help="XLA's description of a GPU, for --compile")
+    parser.add_argument("--json", metavar="FILE", type=Path, help="where to write all figures")
+    parser.add_argument("--html", metavar="FILE", type=Path, help="where to write a page with pictures")
+    return parser
+
+
+def _job(text: str) -> dict[str, Any]:
+    """Arguments of `plan` that the named function gives."""
+    name, colon, attribute = text.partition(":")
+    if not (name and colon and attribute):
+        raise ConfigError(f"JOB must be module:function, but got {text!r}. Write for instance train:job.")
+    # Modules lie where the user is, as for `python -m`.
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    try:
+        module = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"JOB's module must be importable from here, but got {text!r}: {error}. Start where {name} lies, or "
+            "install what it imports."
+        ) from error
+    function: Callable[[], Any] | None = getattr(module, attribute, None)
+    if not callable(function):
+        raise ConfigError(f"JOB must name a function, but got {attribute!r} of {name}={shown(function)}. Define it.")
+    found: Any = function()
+    if isinstance(found, dict):
+        return {str(key): value for key, value in found.items()}
+    names = ("model", "config", "example_batch", "optimizer")
+    if not isinstance(found, tuple) or len(found) not in (3, 4):
+        raise ConfigError(
+            f"{text} must return (model, config, example_batch) or (model, config, example_batch, optimizer), but got "
+            f"{shown(found)}. Return such a tuple."
+        )
+    return dict(zip(names, found, strict=False))
+
+
+def _words(text: str | None) -> list[str] | None:
+    return None if text is None else [word.strip() for word in text.split(",")]
+
+
+def _numbers(option: str, text: str | None) -> list[int] | None:
+    try:
+        return None if text is None else [int(word) for word in text.split(",")]
+    except ValueError as error:
+        raise ConfigError(f"{option} must be integers with commas between, but got {text!r}. Write 0,1.") from error
+
+
+def _places(text: str | None) -> dict[str, int] | None:
+    if text is None:
+        return None
+    found: dict[str, int] = {}
+    for word in text.split(","):
+        axis, equals, size = word.partition("=")
+        if not equals or not size.strip().isdigit():
+            raise ConfigError(f"--places must be AXIS=LENGTH with commas between, but got {text!r}. Write model=8.")
+        found[axis.strip()] = int(size)
+    return found

@@ -1,0 +1,118 @@
+"""The real program of a candidate, compiled ahead of time for devices that are not there."""
+
+import importlib.util
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jax.experimental import topologies
+
+from jaxpipe.errors import ConfigError
+
+from ._hardware import Hardware
+
+_H200 = Path(__file__).with_name("h200_target.txtpb")
+_OF_ITS_KIND = ("h100", "h200")
+"""GPUs that differ in their memory alone."""
+
+_PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
+
+
+@dataclass(frozen=True)
+class CompiledStep:
+    """A compiled step.
+
+    Attributes:
+        label: The candidate.
+        argument_bytes: Bytes of what the step takes, on each device: masters, moments, the batch.
+        temporary_bytes: Bytes of all else.
+        total_bytes: Bytes on each device.
+        counted_bytes: The same as counted.
+        compile_s: Seconds that it took to trace and compile.
+    """
+
+    label: str
+    argument_bytes: int
+    temporary_bytes: int
+    total_bytes: int
+    counted_bytes: float
+    compile_s: float
+
+    def __str__(self) -> str:
+        ratio = self.counted_bytes / self.total_bytes
+        return (
+            f"compiled {self.label} in {self.compile_s:.0f} s: {self.argument_bytes / 1e9:.2f} GB of arguments, "
+            f"{self.temporary_bytes / 1e9:.2f} GB beside them, {self.total_bytes / 1e9:.2f} GB in all; counted were "
+            f"{ratio:.2f} times as many"
+        )
+
+
+def target_config(hardware: Hardware) -> str:
+    """XLA's description of a device to compile for.
+
+    Raises:
+        ConfigError: There is none for it.
+    """
+    if hardware.name not in _OF_ITS_KIND:
+        raise ConfigError(
+            f"programs can be compiled ahead of time for {' and '.join(_OF_ITS_KIND)}, but got {hardware.name!r}. "
+            "Give target_config=<text of XLA's GpuTargetConfigProto>, or plan without compiling."
+        )
+    text = _H200.read_text()
+    if hardware.name == "h200":
+        return text
+    text = re.sub(r"memory_bandwidth: \d+", f"memory_bandwidth: {hardware.bytes_per_s:.0f}", text)
+    text = re.sub(r"device_memory_size: \d+", f"device_memory_size: {hardware.memory_bytes:.0f}", text)
+    return text.replace("NVIDIA H200", "NVIDIA H100 80GB HBM3")
+
+
+def compilable_devices(hardware: Hardware, count: int, target: str | None = None) -> Sequence[Any]:
+    """Devices that programs can be compiled for, host after host.
+
+    Args:
+        hardware: The devices.
+        count: How many.
+        target: XLA's description of them; None: that of `target_config`.
+
+    Raises:
+        ConfigError: The CUDA plugin is not installed, the devices do not fill their hosts, or there is no description.
+    """
+    text = target_config(hardware) if target is None else target
+    if not any(map(importlib.util.find_spec, _PLUGINS)):
+        raise ConfigError(
+            "compiling for GPUs needs JAX's CUDA plugin, but got none installed. Run pip install 'jaxpipe[cuda13]', "
+            "which needs no GPU, or plan without compiling."
+        )
+    hosts = max(1, -(-count // hardware.devices_per_host))
+    if count % hosts:
+        raise ConfigError(
+            f"devices must fill hosts of {hardware.devices_per_host} to be compiled for, but got {count} devices. Use "
+            f"a multiple of {hardware.devices_per_host}."
+        )
+    description = topologies.get_topology_desc(
+        platform="cuda", topology=f"1x{hosts}x{count // hosts}", target_config=text
+    )
+    return description.devices
+
+
+def compile_step(label: str, counted_bytes: float, build: Any) -> CompiledStep:
+    """Compile the step of the pipeline that a function builds, and read its memory."""
+    start = time.perf_counter()
+    pipeline = build()
+    compiled = pipeline.step.lower(pipeline.state_struct, pipeline.batch_struct).compile()
+    memory = compiled.memory_analysis()
+    if memory is None:
+        raise ConfigError("the backend must tell the memory of programs, but told none. Plan without compiling.")
+    total = memory.argument_size_in_bytes + memory.temp_size_in_bytes
+    total += memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return CompiledStep(
+        label,
+        memory.argument_size_in_bytes,
+        total - memory.argument_size_in_bytes,
+        total,
+        counted_bytes,
+        time.perf_counter() - start,
+    )

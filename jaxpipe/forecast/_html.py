@@ -1,0 +1,133 @@
+"""A plan as one HTML page that needs nothing else: tables, bars of memory, and the schedule drawn to scale."""
+
+import html
+from collections.abc import Iterable, Sequence
+from dataclasses import fields
+from typing import TYPE_CHECKING
+
+from jaxpipe.schedules import draw, resolve_schedule
+
+if TYPE_CHECKING:
+    from ._result import Forecast, StepPlan
+
+_COLOURS = ("#5b8ff9", "#5d7092", "#f6bd16", "#5ad8a6", "#c2a5f0", "#e8684a")
+_MOST_BARS = 24
+_BAR, _LEFT, _WIDTH = 22, 330, 620
+_STYLE = """
+body { font: 14px/1.45 system-ui, sans-serif; color: #222; margin: 1.5em auto; max-width: 1120px; padding: 0 1em; }
+table { border-collapse: collapse; font-size: 13px; } th, td { padding: .2em .6em; text-align: right; }
+th { border-bottom: 1px solid #999; } tr:nth-child(even) td { background: #f5f5f5; }
+.wide { overflow-x: auto; } .advice { background: #fff3d6; padding: .6em 1em; }
+"""
+
+
+def page_of(
+    plan: "StepPlan", heads: Sequence[str], rows: Iterable[Sequence[str]], stages: Sequence[Sequence[str]]
+) -> str:
+    """Write the page.
+
+    Args:
+        plan: The plan.
+        heads: Heads of the table of candidates.
+        rows: Its rows.
+        stages: The table of stages, heads first.
+    """
+    title, *_ = str(plan).splitlines()
+    return "\n".join(
+        [
+            "<!DOCTYPE html>",
+            '<html lang="en"><head><meta charset="utf-8"><title>jaxpipe plan</title>',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            f"<style>{_STYLE}</style></head><body>",
+            body_of(plan, heads, rows, stages, title),
+            "</body></html>",
+            "",
+        ]
+    )
+
+
+def body_of(
+    plan: "StepPlan",
+    heads: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    stages: Sequence[Sequence[str]],
+    title: str,
+) -> str:
+    """The page without its frame, as notebooks show it."""
+    shown = plan.shown
+    parts = ["<h1>Plan</h1>", f"<p>{html.escape(title)}</p>"]
+    if plan.advice:
+        parts.append(f'<p class="advice">{html.escape(plan.advice)}</p>')
+    if plan.measured_step_s is not None:
+        ratio = plan.measured_step_s / shown.step_s
+        parts.append(f"<p>Measured step {plan.measured_step_s * 1e3:,.1f} ms, {ratio:.2f} times the forecast.</p>")
+    if plan.compiled is not None:
+        parts.append(f"<p>{html.escape(str(plan.compiled))}</p>")
+    parts += [
+        "<h2>Candidates</h2>",
+        _table(heads, rows),
+        "<h2>Memory of a device</h2>",
+        f'<div class="wide">{_bars(plan)}</div>',
+        f"<h2>Schedule of {html.escape(shown.label)}</h2>",
+        f'<div class="wide">{_picture(plan, shown)}</div>',
+        "<h2>Stages</h2>",
+        _table(stages[0], stages[1:]),
+        "<h2>Assumed, not measured</h2>",
+        "<ul>",
+        *(f"<li>{html.escape(each)}</li>" for each in plan.assumptions),
+        "</ul>",
+    ]
+    return "\n".join(parts)
+
+
+def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    top = "".join(f"<th>{html.escape(head)}</th>" for head in heads)
+    body = ("".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in rows)
+    return f'<div class="wide"><table><tr>{top}</tr>{"".join(f"<tr>{row}</tr>" for row in body)}</table></div>'
+
+
+def _bars(plan: "StepPlan") -> str:
+    shown = plan.candidates[:_MOST_BARS]
+    limit = plan.hardware.usable_bytes
+    scale = _WIDTH / max(limit, *(one.memory.total for one in shown))
+    names = [field.name for field in fields(shown[0].memory)]
+    height = 40 + _BAR * len(shown)
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_LEFT + _WIDTH + 80}" height="{height}" '
+        f'viewBox="0 0 {_LEFT + _WIDTH + 80} {height}" font-family="sans-serif" font-size="12">'
+    ]
+    x = 8
+    for name, colour in zip(names, _COLOURS, strict=True):
+        words = name.replace("_", " ")
+        lines.append(f'<rect x="{x}" y="6" width="12" height="12" fill="{colour}"/>')
+        lines.append(f'<text x="{x + 16}" y="17">{words}</text>')
+        x += 40 + 7 * len(words)
+    for row, one in enumerate(shown):
+        y, x = 30 + row * _BAR, float(_LEFT)
+        lines.append(f'<text x="8" y="{y + 14}">{html.escape(one.label)}</text>')
+        for name, colour in zip(names, _COLOURS, strict=True):
+            size = getattr(one.memory, name)
+            about = f"<title>{name.replace('_', ' ')}: {size / 1e9:.2f} GB</title>"
+            lines.append(
+                f'<rect x="{x:.1f}" y="{y}" width="{size * scale:.1f}" height="{_BAR - 4}" fill="{colour}">{about}</rect>'
+            )
+            x += size * scale
+        lines.append(f'<text x="{x + 4:.1f}" y="{y + 14}">{one.memory.total / 1e9:.1f}</text>')
+    edge = _LEFT + limit * scale
+    lines.append(f'<line x1="{edge:.1f}" x2="{edge:.1f}" y1="24" y2="{height}" stroke="#c00" stroke-dasharray="4 3"/>')
+    return "\n".join([*lines, "</svg>"])
+
+
+def _picture(plan: "StepPlan", shown: "Forecast") -> str:
+    """The ticks of the first microbatches, with the times of the slowest stage."""
+    num_stages = plan.axes["stage"]
+    forward, backward = (max(getattr(stage, name) for stage in shown.stages) for name in ("forward_s", "backward_s"))
+    if forward + backward <= 0:
+        return ""
+    return draw(
+        resolve_schedule(shown.schedule, shown.num_chunks),
+        min(plan.num_microbatches, 3 * num_stages),
+        num_stages,
+        forward_s=forward,
+        backward_s=backward,
+    ).svg()
