@@ -108,9 +108,8 @@ def _bars(plan: "StepPlan") -> str:
         for name, colour in zip(names, _COLOURS, strict=True):
             size = getattr(one.memory, name)
             about = f"<title>{name.replace('_', ' ')}: {size / 1e9:.2f} GB</title>"
-            lines.append(
-                f'<rect x="{x:.1f}" y="{y}" width="{size * scale:.1f}" height="{_BAR - 4}" fill="{colour}">{about}</rect>'
-            )
+            place = f'x="{x:.1f}" y="{y}" width="{size * scale:.1f}" height="{_BAR - 4}"'
+            lines.append(f'<rect {place} fill="{colour}">{about}</rect>')
             x += size * scale
         lines.append(f'<text x="{x + 4:.1f}" y="{y + 14}">{one.memory.total / 1e9:.1f}</text>')
     edge = _LEFT + limit * scale

@@ -1,11 +1,13 @@
 """`plan`: its memory against that of pipelines, its step against compiled programs, and what it refuses."""
 
 import dataclasses
+import importlib.util
 import json
 import sys
 import time
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import flax.linen as nn
 import jax
@@ -15,6 +17,7 @@ import optax
 import pytest
 
 import jaxpipe
+from jaxpipe.__main__ import main
 from jaxpipe.errors import JaxpipeError
 from jaxpipe.forecast import HARDWARE, Hardware, StepPlan
 
@@ -241,3 +244,84 @@ def test_wrong_inputs_are_named(changes: dict[str, Any], match: str) -> None:
 def test_wrong_hardware_is_named(change: dict[str, float], match: str) -> None:
     with pytest.raises(JaxpipeError, match=match):
         dataclasses.replace(HARDWARE["h200"], **change)
+
+
+JOB = """
+import flax.linen as nn, jax, jax.numpy as jnp, optax, jaxpipe
+
+def job():
+    model = jaxpipe.PipelineModule([nn.Dense(32)] * 4, 2, loss_fn=lambda y, t: jnp.mean((y - t) ** 2))
+    x = jax.ShapeDtypeStruct((4, 32), jnp.float32)
+    config = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 8}
+    return model, config, (x, x), optax.adamw(1e-3)
+
+def keywords():
+    model, config, example_batch, optimizer = job()
+    return dict(model=model, config=config, example_batch=example_batch, optimizer=optimizer, hardware="a100:2")
+
+def other():
+    return 3
+
+nothing = None
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "planned_job.py").write_text(JOB)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "planned_job", raising=False)
+    return tmp_path
+
+
+def test_command_prints_and_writes_what_is_asked(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--hardware", "h200:2", "--schedules", "1f1b,zero-bubble", "--recompute", "0", "--num-chunks", "1"]
+    files = ["--json", "plan.json", "--html", "plan.html", "--measured-step", "0.5"]
+    assert main(["plan", "planned_job:job", *options, *files]) == 0
+    text = capsys.readouterr().out
+    assert "2 x h200" in text
+    assert "zero-bubble" in text
+    assert json.loads((folder / "plan.json").read_text())["best"]["schedule"] in ("1f1b", "zero-bubble")
+    page = (folder / "plan.html").read_text()
+    # Whole in itself: nothing is fetched.
+    assert "http" not in page.replace('xmlns="http://www.w3.org/2000/svg"', "")
+    assert "gradient sums" in page
+    body = ElementTree.fromstring(page[page.index("<body>") : page.index("</body>") + len("</body>")])
+    assert len(body.findall(".//{http://www.w3.org/2000/svg}svg")) == 2
+    assert main(["plan", "planned_job:keywords", "--schedules", "1f1b", "--recompute", "0"]) == 0
+    assert "2 x a100" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "match"),
+    [
+        (["planned_job"], "JOB must be module:function"),
+        (["planned_jab:job"], "must be importable from here"),
+        (["planned_job:jub"], "must name a function"),
+        (["planned_job:nothing"], "must name a function"),
+        (["planned_job:other"], "must return"),
+        (["planned_job:job", "--hardware", "h200:3"], "num_stages"),
+        (["planned_job:job", "--num-chunks", "two"], "--num-chunks must be integers"),
+        (["planned_job:job", "--places", "model"], "AXIS=LENGTH"),
+        (["planned_job:job", "--places", "model=3"], "6 together"),
+        (["planned_job:job", "--target-config", "none.txt"], "none.txt"),
+    ],
+)
+def test_wrong_commands_are_named(
+    words: list[str], match: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", *words]) == 2
+    assert match in capsys.readouterr().err
+
+
+def test_notebooks_show_it_and_compiling_asks_for_the_plugin() -> None:
+    found = planned()
+    assert "<svg" in found._repr_html_()
+    assert "<html" not in found._repr_html_()
+    if importlib.util.find_spec("jax_cuda12_plugin") or importlib.util.find_spec("jax_cuda13_plugin"):
+        return
+    with pytest.raises(JaxpipeError, match="needs JAX's CUDA plugin"):
+        planned(compiles=True)
+    with pytest.raises(JaxpipeError, match="compiled ahead of time for h100 and h200, but got 'a100'"):
+        jaxpipe.plan(model(), config(), example(), "a100:2", schedules=["1f1b"], recompute=[0], compiles=True)

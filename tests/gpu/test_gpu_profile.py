@@ -9,6 +9,7 @@ import pytest
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh
 
+import jaxpipe
 from jaxpipe import LayerSpec, PipelineModule
 from jaxpipe.errors import PartitionError
 from jaxpipe.planner._profile import cut_module

@@ -1,0 +1,43 @@
+"""A plan with its program compiled for H200s that are not there."""
+
+import importlib.util
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import jaxpipe
+
+PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
+pytestmark = [
+    pytest.mark.gpu_aot,
+    pytest.mark.skipif(
+        not any(map(importlib.util.find_spec, PLUGINS)), reason="needs the CUDA plugin: pip install jaxpipe[cuda12]"
+    ),
+]
+
+
+@pytest.mark.parametrize(("hardware", "axes"), [("h200:2", None), ("h100:4", {"fsdp": 2})])
+def test_arguments_are_those_counted(hardware: str, axes: Any) -> None:
+    def loss_fn(y: jax.Array, t: jax.Array) -> jax.Array:
+        return jnp.mean((y - t) ** 2)
+
+    model = jaxpipe.PipelineModule([nn.Dense(512)] * 4, 2, loss_fn=loss_fn)
+    x = jax.ShapeDtypeStruct((8 if axes else 4, 512), jnp.float32)
+    config = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 8}
+    found = jaxpipe.plan(
+        *(model, config, (x, x), hardware),
+        optimizer=optax.adamw(1e-3),
+        places=axes,
+        schedules=["1f1b"],
+        recompute=[0],
+        compiles=True,
+    )
+    assert found.compiled is not None
+    assert found.best is not None
+    # Beside masters and moments the step takes the batch.
+    assert found.compiled.argument_bytes == pytest.approx(found.best.memory.masters, rel=0.1)
+    assert "compiled 1f1b" in str(found)
