@@ -8,7 +8,7 @@ recomputes.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -58,8 +58,8 @@ def replace_differentiable(tree: PyTree, values: Sequence[jax.Array]) -> PyTree:
 class Residuals:
     """Forward and backward of `function(params, inputs, context) -> (outputs, others)`.
 
-    Gradients are taken of the outputs, for the parameters and the differentiable leaves of the inputs; `context`
-    (keys, side inputs, collections) and `others` (collections, metrics) have none.
+    Gradients are taken of the outputs, for the parameters that are trained and the differentiable leaves of the inputs;
+    `context` (keys, side inputs, collections) and `others` (collections, metrics) have none.
 
     A layer that recomputes inside has said which of its values are residuals, and its backward computes the rest again
     as JAX has it. Of what JAX keeps, here and of all other layers, only that is held which does not follow from the
@@ -72,6 +72,8 @@ class Residuals:
         inputs: Shapes and dtypes of the inputs.
         context: Shapes and dtypes of the context.
         dtype: What floating residuals that are wider are rounded to; None: none are.
+        frozen: Indices among the leaves of the parameters: those without a gradient. What their gradients alone would
+            need is neither computed nor kept.
 
     Attributes:
         structs: Shapes and dtypes of the residuals.
@@ -86,7 +88,9 @@ class Residuals:
         context: PyTree,
         *,
         dtype: str | None = None,
+        frozen: Collection[int] = (),
     ) -> None:
+        self._frozen = frozenset(frozen)
         self._dtype = None if dtype is None else jnp.dtype(dtype)
         self._params, self._arguments = params, (params, inputs, context)
         closed, shapes = jax.make_jaxpr(function, return_shape=True)(params, inputs, context)
@@ -95,7 +99,9 @@ class Residuals:
         structs = params, inputs, context
         self._cut = _fewest_bytes(
             find_regions(closed),
-            lambda kinds: _Cut(arrange(closed, set().union(*kinds)), self._results, self._dtype, *structs),
+            lambda kinds: _Cut(
+                arrange(closed, set().union(*kinds)), self._results, self._dtype, self._frozen, *structs
+            ),
         )
         self.is_hosted = self._cut.is_hosted
         self._encodings: list[Encoding] = []
@@ -135,18 +141,31 @@ class Residuals:
             reduce: From a leaf's index and its gradient, what is returned of it.
 
         Returns:
-            `(gradients of the parameters, gradients of the differentiable leaves of the inputs)`.
+            `(gradients of the parameters, None where they are frozen, gradients of the differentiable leaves of the
+            inputs)`.
         """
         args = [*jax.tree.leaves(params), *residuals, *cotangents]
         turns: Turns = {}
         if reduce is not None:
-            indices = {x: i for i, x in enumerate(self.program.outputs) if not isinstance(x, Literal)}
-            leaving = [[self.program.outputs[i] for i in group] for group in groups]
+            grads = self.param_gradients
+            indices = {x: i for i, x in enumerate(grads) if x is not None and not isinstance(x, Literal)}
+            leaving = [[grads[i] for i in group if i not in self._frozen] for group in groups]
             turns = turns_of(self.program, self._part, leaving, lambda x, grad: reduce(indices[x], grad))
         values, _ = evaluate(self.program, dict(zip(self.program.inputs, args, strict=True)), self._part, {}, [], turns)
-        grads = [value_of(values, x) for x in self.program.outputs]
-        treedef = jax.tree.structure(params)
-        return jax.tree.unflatten(treedef, grads[: treedef.num_leaves]), grads[treedef.num_leaves :]
+        found = [None if x is None else value_of(values, x) for x in self.param_gradients]
+        dx = [value_of(values, x) for x in self.input_gradients]
+        return jax.tree.unflatten(jax.tree.structure(params), found), dx
+
+    @property
+    def param_gradients(self) -> list[Any]:
+        """Of the program's outputs the gradient of each leaf of the parameters; None where it is frozen."""
+        grads = iter(self.program.outputs)
+        return [None if i in self._frozen else next(grads) for i in range(len(jax.tree.leaves(self._params)))]
+
+    @property
+    def input_gradients(self) -> list[Any]:
+        """Of the program's outputs the gradients of the differentiable leaves of the inputs."""
+        return list(self.program.outputs[len(jax.tree.leaves(self._params)) - len(self._frozen) :])
 
     def specs(self, params: Sequence[P], inputs: Sequence[P], mesh: AbstractMesh) -> list[P]:
         """Shardings of the residuals over automatic axes, at least: XLA may divide what nothing is said of.
@@ -214,6 +233,7 @@ class _Cut:
         function: Of the leaves of `(params, inputs, context)`, which are given as shapes and dtypes.
         results: The structure of its results, `(outputs, others)`.
         dtype: What wider floating residuals are rounded to, and count as; None: none are.
+        frozen: Indices of the parameters' leaves without a gradient.
 
     Attributes:
         program: The forward, with its moves between memories.
@@ -228,6 +248,7 @@ class _Cut:
         function: Callable[..., list[Any]],
         results: Any,
         dtype: np.dtype[Any] | None,
+        frozen: Collection[int],
         params: PyTree,
         inputs: PyTree,
         context: PyTree,
@@ -236,18 +257,24 @@ class _Cut:
 
         def trace(params: PyTree, inputs: PyTree, context: PyTree) -> tuple[list[jax.Array], list[jax.Array]]:
             # Of floating point alone: for integers and keys `jax.vjp` asks for cotangents of type float0.
-            def of_inexact(params: PyTree, values: list[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
-                args = params, replace_differentiable(inputs, values), context
+            leaves = dict(enumerate(jax.tree.leaves(params)))
+            trained = {i: leaf for i, leaf in leaves.items() if i not in frozen}
+
+            def of_inexact(
+                trained: dict[int, jax.Array], values: list[jax.Array]
+            ) -> tuple[list[jax.Array], list[jax.Array]]:
+                merged = leaves | trained
+                args = [merged[i] for i in leaves], replace_differentiable(inputs, values), context
                 found = function(*jax.tree.leaves(args))
                 return differentiable(jax.tree.unflatten(results, found)[0]), found
 
             # The pullback is a pytree, and its leaves are what JAX keeps of the forward.
-            _, pullback, found = jax.vjp(of_inexact, params, differentiable(inputs), has_aux=True)
-            leaves, treedef = jax.tree.flatten(pullback)
-            encodings = [Encoding.of(leaf) for leaf in leaves]
+            _, pullback, found = jax.vjp(of_inexact, trained, differentiable(inputs), has_aux=True)
+            kept, treedef = jax.tree.flatten(pullback)
+            encodings = [Encoding.of(leaf) for leaf in kept]
             # Beside the result: `jax.make_jaxpr` returns arrays alone.
             pullbacks.append((treedef, encodings))
-            return found, [code.encode(leaf) for code, leaf in zip(encodings, leaves, strict=True)]
+            return found, [code.encode(leaf) for code, leaf in zip(encodings, kept, strict=True)]
 
         closed = jax.make_jaxpr(trace)(params, inputs, context)
         self._treedef, self._encodings = pullbacks[-1]

@@ -54,7 +54,7 @@ class SplitBackward:
 
     Attributes:
         deferred: Indices among the leaves of the parameters: whose gradients W gives.
-        immediate: The other indices: whose gradients B gives.
+        immediate: The other indices of what is trained: whose gradients B gives.
         inseparable: Of these the ones that cannot wait because they come with the gradients of the inputs, each with
             the name of the primitive that gives both.
         weight_reads: Indices among `residuals.structs`: the residuals that W reads.
@@ -67,7 +67,7 @@ class SplitBackward:
     def __init__(self, residuals: Residuals, params: PyTree) -> None:
         leaves, self._treedef = jax.tree.flatten(params)
         self._program = program = residuals.program
-        self._grads, self._dx = program.outputs[: len(leaves)], program.outputs[len(leaves) :]
+        self._grads, self._dx = residuals.param_gradients, residuals.input_gradients
         inputs = program.inputs[len(leaves) : len(leaves) + len(residuals.structs)]
         cotangents = program.inputs[len(leaves) + len(inputs) :]
 
@@ -76,8 +76,11 @@ class SplitBackward:
         largest = max((leaf.size for leaf in leaves), default=0)
         # Without gradients of inputs nobody waits for B, so all of the backward is W.
         can_wait = _with_product(program, needed_by_dx, largest) if self._dx else batch_dependent
-        self.deferred = tuple(i for i, x in enumerate(self._grads) if not isinstance(x, Literal) and x in can_wait)
-        self.immediate = tuple(i for i in range(len(leaves)) if i not in self.deferred)
+        trained = [i for i, x in enumerate(self._grads) if x is not None]
+        self.deferred = tuple(
+            i for i in trained if not isinstance(self._grads[i], Literal) and self._grads[i] in can_wait
+        )
+        self.immediate = tuple(i for i in trained if i not in self.deferred)
         self.inseparable = {i: name for i in self.immediate if (name := _shared(program, needed_by_dx, self._grads[i]))}
 
         # What has a product and depends on cotangents is work of W: B must not do it to have less to hand over. What
@@ -124,8 +127,8 @@ class SplitBackward:
         """B: compute the gradients of the inputs, from what `Residuals.backward` takes.
 
         Returns:
-            `(gradients of the parameters, None where W gives them, gradients of the differentiable leaves of the
-            inputs, what W needs)`.
+            `(gradients of the parameters, None where W gives them or they are frozen, gradients of the differentiable
+            leaves of the inputs, what W needs)`.
         """
         args = [*jax.tree.leaves(params), *residuals, *cotangents]
         env = dict(zip(self._program.inputs, args, strict=True))
@@ -188,6 +191,6 @@ def _shared(program: Program, part: Slice, var: Any) -> str:
 def split_backward(residuals: Residuals, params: PyTree, layers: str) -> SplitBackward:
     """Cut a backward in two, and say in the log which of these layers' could not be cut, or not all of it."""
     split = SplitBackward(residuals, params)
-    if split.reason and jax.tree.leaves(params):
+    if split.reason and split.immediate:
         log(logging.INFO, "the backward of %s stays whole, or a part of it does: %s", layers, split.reason)
     return split

@@ -1,7 +1,7 @@
 """Describing a pipeline and a run for the index."""
 
 import platform
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from importlib import metadata
 from typing import Any
 
@@ -18,8 +18,8 @@ from ._index import StoredLayer
 _LIBRARIES = ("jaxpipe", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
 
-def describe_layers(pipeline: Pipeline) -> tuple[StoredLayer, ...]:
-    """The layers of a model, in order."""
+def describe_layers(pipeline: Pipeline, keys: Collection[str]) -> tuple[StoredLayer, ...]:
+    """The layers of a model, in order, of their parameters those with these keys."""
     boundaries, parts = pipeline.trace.boundaries, pipeline.parts
     return tuple(
         StoredLayer(
@@ -27,7 +27,11 @@ def describe_layers(pipeline: Pipeline) -> tuple[StoredLayer, ...]:
             kind=named.name.partition("_")[2],
             stage=sum(part <= named.index for part in parts[1:]),
             signature=f"{format_struct(boundaries[named.index])} -> {format_struct(boundaries[named.index + 1])}",
-            parameters=tuple(join_path(("params", *path)) for path in pipeline.trace.paths[named.index].paths.values()),
+            parameters=tuple(
+                key
+                for path in pipeline.trace.paths[named.index].paths.values()
+                if (key := join_path(("params", *path))) in keys
+            ),
         )
         for named in pipeline.module.layers
     )

@@ -90,6 +90,7 @@ class Index:
         client_state: What the caller gave.
         config: The configuration.
         versions: Versions of the libraries.
+        excluded: Keys of frozen parameters that were left out.
     """
 
     global_steps: int
@@ -105,6 +106,7 @@ class Index:
     client_state: Mapping[str, Any]
     config: Mapping[str, Any]
     versions: Mapping[str, str]
+    excluded: tuple[str, ...] = ()
 
 
 def dump_index(index: Index) -> bytes:
@@ -114,6 +116,7 @@ def dump_index(index: Index) -> bytes:
         "layers": [asdict(layer) for layer in index.layers],
         "leaves": {key: _dump_leaf(leaf) for key, leaf in index.leaves.items()},
         "arrays": {name: asdict(array) for name, array in index.arrays.items()},
+        "excluded": list(index.excluded),
     }
     return json.dumps(content, indent=1).encode()
 
@@ -168,11 +171,15 @@ def _load_index(given: Mapping[str, Any]) -> Index:
         load_struct(given["batch"])
     for name, is_sound in _SOUND.items():
         _check(is_sound(given[name]), name, given[name])
+    excluded = given.get("excluded", [])  # which checkpoints of before 0.1 lack
+    is_sound = isinstance(excluded, list) and all(isinstance(key, str) and key not in leaves for key in excluded)
+    _check(is_sound, "excluded", excluded)
     return Index(
         **{name: given[name] for name in _PLAIN},
         layers=tuple(_load_layer(each, leaves) for each in given["layers"]),
         leaves=leaves,
         arrays=arrays,
+        excluded=tuple(excluded),
     )
 
 

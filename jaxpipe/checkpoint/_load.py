@@ -12,7 +12,7 @@ import numpy as np
 from jaxpipe._typing import PyTree
 from jaxpipe.distributed import run_on_all
 from jaxpipe.errors import CheckpointError
-from jaxpipe.layers import split_path, unflatten_dict
+from jaxpipe.layers import join_path, split_path, unflatten_dict
 from jaxpipe.pipeline import Pipeline
 from jaxpipe.state import HostRows, Leaf, TrainState, read_leaf, state_arrays, with_arrays
 
@@ -56,7 +56,10 @@ def load_state(
         CheckpointError: Layers or the optimiser's state do not fit, each difference named; or it is damaged.
     """
     stored, wanted = checkpoint.index.leaves, pipeline.catalog
-    model = compare(stored, wanted, lambda key: not key.startswith(_OPTIMIZER))
+    frozen = {join_path(("params", *path)) for path in pipeline.trace.frozen}
+    # Frozen here too, they have the values that they began with, and a checkpoint of what was trained goes on top.
+    absent = frozen & set(checkpoint.index.excluded)
+    model = compare(stored, wanted, lambda key: not key.startswith(_OPTIMIZER) and key not in absent)
     if not model.is_exact:
         text = f"{checkpoint.path} must hold the layers of the model, but got {model.describe(stored, wanted)}. "
         if strict:

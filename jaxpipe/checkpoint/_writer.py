@@ -23,6 +23,7 @@ import jax.numpy as jnp
 
 from jaxpipe.distributed import gather_texts, log, run_on_all
 from jaxpipe.errors import CheckpointError
+from jaxpipe.layers import join_path
 from jaxpipe.pipeline import Pipeline
 from jaxpipe.state import Leaf, TrainState, state_arrays
 from jaxpipe.topology import mesh_shape
@@ -119,6 +120,7 @@ class CheckpointWriter:
         tag: str | None = None,
         save_latest: bool = True,
         background: bool = False,
+        exclude_frozen: bool = False,
     ) -> Path:
         """Write a checkpoint; all processes call.
 
@@ -130,6 +132,7 @@ class CheckpointWriter:
             tag: Name of the checkpoint; None: `global_step<N>`. A tag that is there is replaced, whole, at the end.
             save_latest: Whether it is found without its tag.
             background: Return as soon as the state cannot change any more, and write while training goes on.
+            exclude_frozen: Leave out parameters that are not trained; it opens where they are there already.
 
         Returns:
             The checkpoint's folder.
@@ -146,6 +149,10 @@ class CheckpointWriter:
         run_on_all(lambda: _check_client_state(run.client_state))
         iterator = run_on_all(lambda: encode_state(run.data_iterator, "the state of the data iterator"))
         hold = snapshot if background else dict
+        frozen = {join_path(("params", *path)) for path in pipeline.trace.frozen} if exclude_frozen else set[str]()
+        leaves = {key: leaf for key, leaf in pipeline.catalog.items() if key not in frozen}
+        names = {span.array for leaf in leaves.values() for copy in leaf.copies for span in copy}
+        arrays = {name: array for name, array in state_arrays(state).items() if name in names or not frozen}
         iterators = [json.loads(text) for text in gather_texts(json.dumps(iterator))]
         made = run_on_all(lambda: _prepare(folder, tag), who=[0])
         try:
@@ -157,10 +164,10 @@ class CheckpointWriter:
                     tag=tag,
                     sequence=int(sequence),
                     data=_checked_data(folder.absolute() / tag / data, save_dir),
-                    arrays=hold(state_arrays(state)),
+                    arrays=hold(arrays),
                     scalars=hold(scalar_arrays(pipeline, state)),
-                    leaves=pipeline.catalog,
-                    content=_content(pipeline, run, iterators),
+                    leaves=leaves,
+                    content=_content(pipeline, run, iterators, leaves),
                     save_latest=save_latest,
                 )
             )
@@ -411,7 +418,7 @@ def _not_writable(save_dir: Path, error: OSError) -> CheckpointError:
     )
 
 
-def _content(pipeline: Pipeline, run: RunState, iterators: list[Any]) -> dict[str, Any]:
+def _content(pipeline: Pipeline, run: RunState, iterators: list[Any], leaves: Mapping[str, Leaf]) -> dict[str, Any]:
     """The index without what the devices hold."""
     batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), pipeline.batch_struct)
     return {
@@ -419,7 +426,8 @@ def _content(pipeline: Pipeline, run: RunState, iterators: list[Any]) -> dict[st
         "global_samples": run.global_samples,
         "mesh": dict(mesh_shape(pipeline.mesh)),
         "zero_stage": pipeline.config.zero_optimization.stage,
-        "layers": describe_layers(pipeline),
+        "layers": describe_layers(pipeline, leaves),
+        "excluded": tuple(key for key in pipeline.catalog if key not in leaves),
         "batch": dump_struct(tuple(batch)),
         "data_iterators": iterators,
         "client_state": json.loads(json.dumps(dict(run.client_state))),

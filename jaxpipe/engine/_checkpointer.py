@@ -66,7 +66,13 @@ class Checkpointer:
         self._preemption: tuple[_PreemptionWatch, str, Callable[[], Mapping[str, Any]]] | None = None
 
     def save(
-        self, save_dir: str | PathLike[str], tag: str | None, client_state: Mapping[str, Any], *, save_latest: bool
+        self,
+        save_dir: str | PathLike[str],
+        tag: str | None,
+        client_state: Mapping[str, Any],
+        *,
+        save_latest: bool,
+        exclude_frozen: bool = False,
     ) -> None:
         """Write a checkpoint; see `Engine.save_checkpoint`."""
         check_path(save_dir, "save_dir")
@@ -81,7 +87,16 @@ class Checkpointer:
             config=_as_json(dataclasses.asdict(without_secrets(trainer.config))),
         )
         background = self._section.async_save
-        self._writer.save(save_dir, pipeline, state, run, tag=tag, save_latest=save_latest, background=background)
+        self._writer.save(
+            save_dir,
+            pipeline,
+            state,
+            run,
+            tag=tag,
+            save_latest=save_latest,
+            background=background,
+            exclude_frozen=exclude_frozen,
+        )
         # Writing takes longer than a step; the launcher is not to take it for a stall.
         trainer.heartbeat.touch()
 
@@ -137,7 +152,7 @@ class Checkpointer:
         optimizer = what.optimizer and not what.module_only and trainer.optimizer is not None
         lr_scheduler = what.lr_scheduler and not what.module_only
         # Then nothing of the present state is used, and one that has not been made, or is lost, need not be.
-        needs_all = what.strict and optimizer and lr_scheduler
+        needs_all = what.strict and optimizer and lr_scheduler and not found.index.excluded
         restore = self._source.snapshot()
         with contextlib.ExitStack() as exchange:
 

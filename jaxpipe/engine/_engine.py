@@ -387,6 +387,7 @@ class Engine(ABC):
         tag: str | None = None,
         client_state: Mapping[str, Any] = {},  # noqa: B006  # DeepSpeed's signature; never changed
         save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
     ) -> bool:
         """Write a checkpoint to `save_dir/tag`; all processes call.
 
@@ -401,6 +402,8 @@ class Engine(ABC):
             tag: Name of the checkpoint, a folder; None: `global_step<N>`.
             client_state: A dictionary of numbers, strings, lists and dictionaries, which `load_checkpoint` returns.
             save_latest: Whether `load_checkpoint` without a tag may find it; the file `latest` then names it.
+            exclude_frozen_parameters: Leave out what `PipelineModule(trainable=...)` freezes. Such a checkpoint opens
+                where this is frozen too, and has its values already, from `model_parameters` or another checkpoint.
 
         Returns:
             True, as in DeepSpeed.
@@ -416,7 +419,9 @@ class Engine(ABC):
         """
         self._check_between_batches("save_checkpoint")
         with self._telemetry.timed("save_checkpoint"):
-            self._checkpointer.save(save_dir, tag, client_state, save_latest=save_latest)
+            self._checkpointer.save(
+                save_dir, tag, client_state, save_latest=save_latest, exclude_frozen=exclude_frozen_parameters
+            )
         return True
 
     def wait_for_checkpoint(self) -> None:

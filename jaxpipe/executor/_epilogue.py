@@ -58,9 +58,11 @@ class Epilogue:
         """
         segment = self._segment
         full_context = (0, *context, segment.collections(collections))
+        trained, frozen = segment.divided(segment.take(storage))
 
-        def total_loss(leaves: dict[str, jax.Array], values: list[jax.Array]) -> tuple[jax.Array, tuple[Any, ...]]:
-            outputs, extras = segment.run(leaves, replace_differentiable(inputs, values), full_context, train=True)
+        def total_loss(trained: dict[str, jax.Array], values: list[jax.Array]) -> tuple[jax.Array, tuple[Any, ...]]:
+            leaves, inputs_now = {**trained, **frozen}, replace_differentiable(inputs, values)
+            outputs, extras = segment.run(leaves, inputs_now, full_context, train=True)
             loss = self._module.loss_terms(outputs, labels)[0].astype(jnp.float32)
             aux_loss, reported = self.aux.collect([aux for _, aux in extras], len(self.aux.names))
             new = segment.put(collections, [collection for collection, _ in extras])
@@ -71,5 +73,5 @@ class Epilogue:
         # One function for value and gradient: nothing lies between forward and backward, so logits, the largest
         # activations of a language model, live only inside it.
         gradient = jax.grad(total_loss, argnums=(0, 1), has_aux=True)
-        (grads, dx), (loss, new, reported) = gradient(segment.take(storage), differentiable(inputs))
+        (grads, dx), (loss, new, reported) = gradient(trained, differentiable(inputs))
         return loss, segment.off_trunk(grads), dx, new, reported

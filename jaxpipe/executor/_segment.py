@@ -34,6 +34,7 @@ class Segment:
     Attributes:
         stage: The stage of the virtual stage.
         names: The layers' parameters.
+        frozen: Those of them that have no gradient.
         aux: What the layers report.
         num_reported: Length of the vector of values reported, that of the virtual stage with most.
     """
@@ -54,6 +55,7 @@ class Segment:
         self.stage = blueprint.placement.locations[virtual_stage][0]
         self._leaves = blueprint.params.stages[self.stage]
         self.names = tuple(self._leaves.names_of(self.layers))
+        self.frozen = blueprint.params.frozen & frozenset(self.names)
         reported = [ReportedValues(blueprint.module.layers, blueprint.trace, each) for each in layers]
         self.aux, self.num_reported = reported[virtual_stage], max(len(each.names) for each in reported)
 
@@ -65,8 +67,26 @@ class Segment:
 
     @property
     def specs(self) -> PyTree:
-        """Their shardings over automatic axes."""
-        return self._specs_in(self._blueprint.params.grad_layout)
+        """Shardings of their gradients over automatic axes; None where they are frozen."""
+        return self._of_trained(self._specs_in(self._blueprint.params.grad_layout))
+
+    @property
+    def trained(self) -> PyTree:
+        """`struct` with None for what is frozen."""
+        return self._of_trained(self.struct)
+
+    def _of_trained(self, tree: PyTree) -> PyTree:
+        """A tree in the form of the parameters as `run` takes them, with None for what is frozen."""
+        leaves, treedef = jax.tree.flatten(tree)
+        return jax.tree.unflatten(treedef, [None if i in self._frozen_leaves else x for i, x in enumerate(leaves)])
+
+    @functools.cached_property
+    def _frozen_leaves(self) -> frozenset[int]:
+        """What is frozen, as indices among the leaves of the parameters as `run` takes them."""
+        is_frozen: dict[str, Any] = {name: name in self.frozen for name in self.names}
+        # Layers that are scanned are frozen alike.
+        tree = self._views(is_frozen)[0] if self._scan else is_frozen
+        return frozenset(i for i, leaf in enumerate(jax.tree.leaves(tree)) if leaf)
 
     def _specs_in(self, layout: Layout) -> PyTree:
         specs: dict[str, Any] = {name: layout.specs.get(name, P()) for name in self.names}
@@ -80,7 +100,7 @@ class Segment:
         collections = [trace.collections[i] for i in self.layers]
         context = (jax.ShapeDtypeStruct((), jnp.int32), *self._blueprint.context, collections)
         inputs, dtype = trace.boundaries[self.layers.start], self._blueprint.residual_dtype
-        return Residuals(self._train, self.struct, inputs, context, dtype=dtype)
+        return Residuals(self._train, self.struct, inputs, context, dtype=dtype, frozen=self._frozen_leaves)
 
     @functools.cached_property
     def residual_specs(self) -> list[P]:
@@ -103,7 +123,8 @@ class Segment:
         if self._scan or whole == divided or not self._leaves.trunk.keys() >= set(self.names):
             return [], None
         names = sorted(self.names)  # as the leaves of a dictionary are
-        by_layer = [[names.index(x) for x in self._leaves.names_of([i]) if whole[x] != divided[x]] for i in self.layers]
+        reduced = [n for n in names if n not in self.frozen and whole[n] != divided[n]]
+        by_layer = [[names.index(x) for x in self._leaves.names_of([i]) if x in reduced] for i in self.layers]
         return by_layer, lambda i, grad: constrained(grad, divided[names[i]])
 
     @functools.cached_property
@@ -146,9 +167,9 @@ class Segment:
         """Gradients by name, from those of what `prepare` gives."""
         if not self._scan:
             return grads
-        stacked = flatten_dict(grads)
+        stacked = {path: leaf for path, leaf in flatten_dict(grads).items() if leaf is not None}
         paths = [(place, self._leaves.layers[i]) for place, i in enumerate(self.layers)]
-        return {name: stacked[path][place] for place, names in paths for path, name in names.items()}
+        return {n: stacked[path][place] for place, names in paths for path, n in names.items() if path in stacked}
 
     def collections(self, storage: Storage) -> list[PyTree]:
         """The collections of each layer."""
@@ -220,6 +241,11 @@ class Segment:
             return self.split.backward_input(params, residuals, cotangents)
         groups, reduce = self._reduced_in_turns
         return *self.residuals.backward(params, residuals, cotangents, groups, reduce), zeros_of(self.pending)
+
+    def divided(self, leaves: Mapping[str, jax.Array]) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+        """Parameters by name as those that are trained, and those that are frozen."""
+        trained = {name: leaf for name, leaf in leaves.items() if name not in self.frozen}
+        return trained, {name: leaf for name, leaf in leaves.items() if name in self.frozen}
 
     def backward_weight(self, params: PyTree, residuals: list[jax.Array], pending: list[jax.Array]) -> PyTree:
         """Compute the gradients of parameters that a split backward has left."""

@@ -284,7 +284,7 @@ class Stage:
     @property
     def trunk_grad_struct(self) -> PyTree:
         """Shapes and dtypes of the summed gradients of one chunk's trunk."""
-        return jax.tree.map(lambda like: grad_accum_struct(like, self._grad_dtype), self.trunk.struct)
+        return jax.tree.map(lambda like: grad_accum_struct(like, self._grad_dtype), self.trunk.trained)
 
     def pin_trunk_grads(self, grads: PyTree) -> PyTree:
         """Summed gradients of one chunk's trunk, sharded over automatic axes as its parameters are."""

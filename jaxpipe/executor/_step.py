@@ -22,6 +22,7 @@ from jaxpipe.state import (
     clip_to,
     global_norm,
     mean_over_replicas,
+    select_arrays,
     sum_over,
     sum_tied,
 )
@@ -71,7 +72,9 @@ class DevicePrograms:
 
     def init_optimizer(self, params: PyTree) -> PyTree:
         """The optimiser's state for new parameters."""
-        return _expand(self._updater.init(self._form(), self._pinned(params)))
+        return _expand(
+            self._updater.init(self._form(), select_arrays(self._sharding.trained.shards, self._pinned(params)))
+        )
 
     def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """Gradients, then the update."""
@@ -83,7 +86,7 @@ class DevicePrograms:
         return dataclasses.replace(state, collections=new), {**metrics, **more}
 
     def gradients(self, state: TrainState, batch: Batch) -> tuple[GradientMetrics, PyTree, PyTree]:
-        """Metrics, mean gradients in the form of the parameters, and the collections after the batch."""
+        """Metrics, mean gradients in the form of the trained parameters, and the collections after the batch."""
         return self.partial_gradients(state, batch, 0, 1)
 
     def partial_gradients(
@@ -99,7 +102,8 @@ class DevicePrograms:
     def update(self, state: TrainState, grads: PyTree) -> tuple[TrainState, UpdateMetrics]:
         """One update from gradients as `gradients` returns them."""
         with jax.named_scope("update"):
-            return self._update(state, self._scale(state, self._pinned(grads)))
+            grads = self._sharding.trained.shards.constrain(_squeeze(grads))
+            return self._update(state, self._scale(state, grads))
 
     def evaluate(self, state: TrainState, batch: Batch) -> EvaluationMetrics:
         """The loss, and that of each microbatch."""
@@ -116,7 +120,7 @@ class DevicePrograms:
         return _mean_losses(terms), broadcast_sum(outputs, "stage")
 
     def _pinned(self, rows: Storage) -> Storage:
-        """This device's row of parameters or gradients, sharded over automatic axes as its layout says."""
+        """This device's row of parameters, sharded over automatic axes as its layout says."""
         # Also at the door: `shard_map` names manual axes alone, and of the others XLA thinks what it likes inside.
         return self._sharding.master.shards.constrain(_squeeze(rows))
 
@@ -164,10 +168,11 @@ class DevicePrograms:
             sums.off_trunk_grads.packed, {**off_trunk, **vocab, **self._stage.trunk.named(sums.trunk_grads)}
         )
         with jax.named_scope("reduce"):
+            grads = self._without_frozen(device.stage, grads)
             # Over the stages first: only whole gradients of tied parameters may be cut into shards.
             grads = sum_tied(self._tied, self._stage.params.grad_layout, device.stage, grads)
             grads = self._sharding.reduce_gradients(device.stage, self._form(), grads)
-            grads = self._sharding.master.shards.constrain(grads)
+            grads = self._sharding.trained.shards.constrain(grads)
         reported = gather_values(sums.all_reported, self._stage.aux_names, self._objective.num_terms)
         # Zero on all stages but the last, so that the sum over them is a broadcast.
         loss = sum_over(sums.loss, ("stage", "data")) / divisor
@@ -194,17 +199,18 @@ class DevicePrograms:
 
     def _update(self, state: TrainState, grads: PyTree) -> tuple[TrainState, UpdateMetrics]:
         """Clip and apply gradients that are still multiplied with the loss scale."""
-        form = self._form()
-        params, opt_state = self._pinned(state.params), self._updater.constrain(_squeeze(state.opt_state))
+        form, layout = self._form(), self._sharding.trained.shards
+        kept, opt_state = self._pinned(state.params), self._updater.constrain(_squeeze(state.opt_state))
+        params = select_arrays(layout, kept)
         scaled_norm = global_norm(self._tied, self._sharding, form, grads)
         scale = self._loss_scale(state)
         # The norm is taken of scaled gradients and then divided: an overflow shows in it, and costs no second pass.
         norm = scaled_norm / scale
         grads = clip_to(self._limit, norm, self._unscale(state, grads))
         new_params, new_opt = self._updater.update(form, params, grads, opt_state)
-        new_params, new_opt = self._sharding.master.shards.constrain(new_params), self._updater.constrain(new_opt)
+        new_params, new_opt = layout.constrain(new_params), self._updater.constrain(new_opt)
         # Copies of a tied parameter get one stage's update: two programs may round alike sums differently.
-        new_params = broadcast_tied(self._tied, self._sharding.master, form, new_params)
+        new_params = broadcast_tied(self._tied, self._sharding.trained, form, new_params)
         metrics: UpdateMetrics = {"grad_norm": norm}
         changes: dict[str, Any] = {}
         if self._scaler is not None:
@@ -214,9 +220,18 @@ class DevicePrograms:
             changes["loss_scale"] = self._scaler.update(state.loss_scale, overflow)
             changes["skipped_steps"] = state.skipped_steps + overflow.astype(jnp.int32)
             metrics["loss_scale"], metrics["overflow"] = scale, overflow
+        new_params = Storage({**kept.packed, **new_params.packed}, {**kept.stacked, **new_params.stacked})
         # Skipped steps count too, as in DeepSpeed: keys of dropout depend on the number of batches seen.
         changes |= {"step": state.step + 1, "params": _expand(new_params), "opt_state": _expand(new_opt)}
         return dataclasses.replace(state, **changes), metrics
+
+    def _without_frozen(self, stage: jax.Array, grads: Storage) -> Storage:
+        """Gradients with zeros for parameters of the trunk that this stage has frozen, and another trains."""
+        zeroed = {
+            name: jnp.where(jnp.asarray(is_frozen)[stage], 0, grads.stacked[name])
+            for name, is_frozen in self._stage.params.partly_frozen.items()
+        }
+        return Storage(grads.packed, {**grads.stacked, **zeroed})
 
     def _loss_scale(self, state: TrainState) -> jax.Array:
         return jnp.float32(1) if self._scaler is None else state.loss_scale.scale

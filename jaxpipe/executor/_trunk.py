@@ -46,7 +46,8 @@ class Trunk:
         aux: What the trunk of each virtual stage reports.
         is_empty: Whether the stages have nothing in common.
         struct: Shapes and dtypes of one chunk's parameters, prepared.
-        specs: How these are sharded over automatic axes.
+        trained: The same with None for what is frozen.
+        specs: How their gradients are sharded over automatic axes.
         residuals: Shapes and dtypes of what `forward` leaves for `backward`.
         is_hosted: For each of the residuals whether it waits in host memory.
         pending: Shapes and dtypes of what a split backward leaves for its weight gradient.
@@ -59,6 +60,8 @@ class Trunk:
         # A scan stacks what its body returns, so collections and reports of its layers would need names of their own.
         is_plain = not (self.aux[0].names or blueprint.collections.has_any(trunks[0]))
         are_alike = len(trunks[0]) > 1 and len({blueprint.signatures[i] for i in trunks[0]}) == 1
+        # Scanned layers share the arrays of their sums.
+        are_alike = are_alike and len({blueprint.params.frozen_in(0, i) for i in trunks[0]}) == 1
         # All trunks are the same program: it is built once, from the layers of the first virtual stage, and the others
         # differ in their parameters and in the layer indices that go into random keys.
         self._program = Segment(blueprint, 0, trunks, scan=scan and are_alike and is_plain, split=split)
@@ -67,6 +70,7 @@ class Trunk:
         self._chunks = [each[v] for v in blueprint.placement.virtual[self._program.stage]]
         self._join = join and len(self._chunks) > 1
         self.struct = self._program.struct
+        self.trained = self._program.trained
         self.specs = self._program.specs
         # Without a trunk activations pass by in whatever common form they have.
         self.residuals = [] if self.is_empty else self._program.residuals.structs
@@ -115,7 +119,8 @@ class Trunk:
         found: dict[str, jax.Array] = {}
         for chunk, tree in zip(self._chunks, grads, strict=True):
             of_chunk = self._program.by_name(tree)
-            found |= zip(chunk.names, (of_chunk[name] for name in self._program.names), strict=True)
+            pairs = zip(chunk.names, self._program.names, strict=True)
+            found |= {name: of_chunk[own] for name, own in pairs if own not in self._program.frozen}
         return found
 
     def forward(

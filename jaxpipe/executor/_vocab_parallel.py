@@ -56,13 +56,14 @@ class VocabInput:
         return _run(self._segment, self._segment.take(storage), inputs, context, train=train)
 
     def gradients(self, storage: PyTree, inputs: PyTree, context: Context, gradient: Sequence[jax.Array]) -> Leaves:
-        """Gradients of the parameters by name, from those of the output, zero on all stages but one."""
+        """Gradients of trained parameters by name, from those of the output, zero on all stages but one."""
+        trained, frozen = self._segment.divided(self._segment.take(storage))
 
-        def outputs(leaves: Leaves) -> list[jax.Array]:
-            return differentiable(_run(self._segment, leaves, inputs, context, train=True))
+        def outputs(trained: Leaves) -> list[jax.Array]:
+            return differentiable(_run(self._segment, {**trained, **frozen}, inputs, context, train=True))
 
         # The forward runs again: an embedding's is a lookup, cheaper than a ring of its residuals.
-        return jax.vjp(outputs, self._segment.take(storage))[1](list(gradient))[0]
+        return jax.vjp(outputs, trained)[1](list(gradient))[0]
 
 
 class VocabLoss:
@@ -141,20 +142,22 @@ class VocabLoss:
             cotangent: What the loss is multiplied with before differentiation.
 
         Returns:
-            `(loss, gradients of the parameters by name, gradients of the differentiable inputs)`; loss and gradients
-            of inputs are zero on all stages but the one that holds the last part.
+            `(loss, gradients of trained parameters by name, gradients of the differentiable inputs)`; loss and the
+            latter are zero on all stages but the one that holds the last part.
         """
 
         def scaled_loss(unsharded: Leaves, sharded: Leaves, values: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
             inputs_now = replace_differentiable(inputs, values)
-            outputs = self._outputs(is_last, unsharded, sharded, inputs_now, context, train=True)
+            leaves = {**unsharded, **frozen[0]}, {**sharded, **frozen[1]}
+            outputs = self._outputs(is_last, *leaves, inputs_now, context, train=True)
             # Every stage computes the whole loss. One of them starts the backward: with all, psums would add them up.
             loss = jnp.where(is_last, self._module.loss_terms(outputs, labels)[0].astype(jnp.float32), 0.0)
             return loss * cotangent, loss
 
-        params = self._unsharded.take(storage), self._sharded.take(storage)
+        parts = [segment.divided(segment.take(storage)) for segment in (self._unsharded, self._sharded)]
+        trained, frozen = zip(*parts, strict=True)
         gradient = jax.grad(scaled_loss, argnums=(0, 1, 2), has_aux=True)
-        (unsharded, sharded, dx), loss = gradient(*params, differentiable(inputs))
+        (unsharded, sharded, dx), loss = gradient(*trained, differentiable(inputs))
         # Elsewhere the layers before the sharded one ran on garbage: selected away, as NaN * 0 would stay NaN.
         unsharded, dx = select(is_last, (unsharded, dx), zeros_of((unsharded, dx)))
         # A parameter tied between layers of the two kinds has a gradient from each.

@@ -151,7 +151,8 @@ class Candidate:
     def _memory(self, program: TickProgram, params: ModelParams) -> DeviceMemory:
         job, trace = self._job, self._job.trace
         mesh = trace.mesh
-        masters = layout_bytes(params.master_layout, mesh) * (1 + optimizer_share(job.optimizer, params)) / self._zero
+        moments = layout_bytes(params.master_layout.cast(frozen=False), mesh) * optimizer_share(job.optimizer, params)
+        masters = (layout_bytes(params.master_layout, mesh) + moments) / self._zero
         weights = layout_bytes(params.layout, mesh)
         if job.module.compute_dtype is None and self._zero == 1 and self._gathers() != "step":
             weights = 0.0  # layers compute with the masters themselves

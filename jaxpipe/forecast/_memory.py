@@ -54,8 +54,8 @@ def layout_bytes(layout: Layout, mesh: Any) -> float:
 
 
 def optimizer_share(optimizer: optax.GradientTransformation, params: ModelParams) -> float:
-    """Bytes of an optimiser's numbers for each byte of the master weights."""
-    tree = {str(i): leaf for i, leaf in enumerate(params.struct.values())}
+    """Bytes of an optimiser's numbers for each byte of the master weights that are trained."""
+    tree = {str(i): leaf for i, leaf in enumerate(params.trained.values())}
     return num_bytes(state_struct(optimizer, tree)) / max(1, num_bytes(tree))
 
 

@@ -22,6 +22,7 @@ from ._sequential import SequentialModel
 from ._sharding import checked_rules
 from ._signature import layer_signatures
 from ._trace import ModelTrace
+from ._trainable import Trainable, checked_trainable
 
 _SETTINGS = (
     "loss_fn",
@@ -34,6 +35,7 @@ _SETTINGS = (
     "checkpointable_layers",
     "compute_dtype",
     "sharding_rules",
+    "trainable",
 )
 
 
@@ -80,10 +82,14 @@ class PipelineModule(SequentialModel, DeepSpeedNames):
             pairs of a name and a mesh axis, a tuple of axes or None, such as `(("mlp", "model"), ("embed", None))`;
             the first that fits wins. The axes `stage` and `data` count as None: over these the pipeline places weights
             and samples itself.
+        trainable: What an engine trains; None: all parameters. A pattern or a list of them, found by `re.search` in
+            paths such as `layers/3_Block/mlp/kernel`; a predicate of such a path; or a tree of booleans, each for all
+            below it. The others are frozen, as by DeepSpeed users' `requires_grad = False`: they are kept in the dtype
+            that layers compute in, without gradients, masters and optimiser state, and count in no norm.
 
     Raises:
         LayerError: An entry of `layers` cannot be a layer, a function given is not callable, `checkpointable_layers`
-            names no layer, or `sharding_rules` are of another form.
+            names no layer, or `sharding_rules` or `trainable` are of another form.
         TopologyError: Neither `num_stages` nor `topology` is given, or they disagree.
         PartitionError: There are more stages than layers, the partition method cannot cut them, or the interval is
             negative.
@@ -120,6 +126,7 @@ class PipelineModule(SequentialModel, DeepSpeedNames):
         *,
         compute_dtype: Any = None,
         sharding_rules: Sequence[tuple[str, str | tuple[str, ...] | None]] | None = None,
+        trainable: Trainable | None = None,
     ) -> None:
         if not isinstance(dynamic_shape, bool):
             raise LayerError(
@@ -145,6 +152,7 @@ class PipelineModule(SequentialModel, DeepSpeedNames):
             checkpointable_layers=checkpointable_layers,
             compute_dtype=compute_dtype,
             sharding_rules=sharding_rules,
+            trainable=trainable,
         )
 
     def set_checkpoint_interval(self, interval: int) -> None:
@@ -196,6 +204,7 @@ class PipelineModule(SequentialModel, DeepSpeedNames):
         checkpointable_layers: Any,
         compute_dtype: Any,
         sharding_rules: Any,
+        trainable: Any,
     ) -> None:
         self.loss_fn: Callable[[PyTree, PyTree], Any] | None = checked_callable("loss_fn", loss_fn)
         self.seed_layers = seed_layers
@@ -203,6 +212,7 @@ class PipelineModule(SequentialModel, DeepSpeedNames):
         self.base_seed = base_seed
         self.compute_dtype: Any = checked_dtype(compute_dtype)
         self.sharding_rules = checked_rules(sharding_rules)
+        self.trainable: Trainable | None = checked_trainable(trainable)
         self.partition_method = partition_method
         self.activation_checkpoint_func = checked_callable("activation_checkpoint_func", activation_checkpoint_func)
         classes = [named.layer.class_name for named in self.layers]

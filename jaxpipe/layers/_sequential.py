@@ -1,5 +1,6 @@
 """The plain sequential model: what a list of layers means, on one device."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -19,6 +20,7 @@ from ._precision import cast_floats
 from ._run import Extras, Runner, compose_layers
 from ._sharding import Rules, rules_in_force
 from ._trace import ModelTrace, as_arrays, format_struct, struct_of, trace_layers
+from ._trainable import Trainable, frozen_paths
 from ._tree import flatten_dict, layer_view
 
 
@@ -35,6 +37,7 @@ class SequentialModel:
     checkpointable_layers: tuple[str, ...] | None
     compute_dtype: Any
     sharding_rules: Rules
+    trainable: Trainable | None
     automatic_axes: tuple[str, ...]
     _warned: set[str]
 
@@ -49,9 +52,10 @@ class SequentialModel:
             mesh: The mesh that the layers are to run on; None: one device, with the topology's automatic axes.
 
         Raises:
-            LayerError: Two neighbouring layers do not fit, or a weight cannot be sharded as its metadata says.
+            LayerError: Two neighbouring layers do not fit, a weight cannot be sharded as its metadata says, or
+                `trainable` matches no parameter or leaves none to train.
         """
-        return trace_layers(
+        trace = trace_layers(
             self.layers,
             inputs,
             side,
@@ -60,6 +64,7 @@ class SequentialModel:
             compute_dtype=self.compute_dtype,
             warned=self._warned,
         )
+        return dataclasses.replace(trace, frozen=frozen_paths(self.trainable, list(trace.owners())))
 
     def init(self, key: jax.Array, inputs: PyTree, *, side: Mapping[str, PyTree] | None = None) -> PyTree:
         """Make the parameters of the whole model on the default device.

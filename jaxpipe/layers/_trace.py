@@ -65,6 +65,7 @@ class ModelTrace:
         mesh: The mesh that the layers were traced on. Shapes are whole over its automatic axes, and one place's share
             over `stage` and `data`.
         rules: The rules by which logical names were translated.
+        frozen: Parameters that are not trained, by path in the model's tree.
     """
 
     boundaries: tuple[PyTree, ...]
@@ -80,6 +81,7 @@ class ModelTrace:
     programs: tuple[ClosedJaxpr, ...]
     mesh: AbstractMesh
     rules: Rules
+    frozen: frozenset[Path] = frozenset()
 
     def on_mesh(self, trace: Callable[[], T]) -> T:
         """Trace layers on the mesh, by the rules; see `on_mesh`."""
@@ -114,6 +116,10 @@ class ModelTrace:
                 group = at[1], tuple(layers)
                 groups[group] = groups.get(group, 0) + sizes[at]
         return tuple(Tie(key, layers, size) for (key, layers), size in groups.items())
+
+    def frozen_in(self, index: int) -> frozenset[Path]:
+        """Parameters of a layer that are not trained, by path inside the layer."""
+        return frozenset(local for local, at in self.paths[index].paths.items() if at in self.frozen)
 
     def owners(self) -> dict[Path, tuple[int, Path]]:
         """For each path in the model's tree the first layer that holds it, which makes it, and its path in there."""

@@ -55,6 +55,7 @@ from jaxpipe.state import (
     place_leaves,
     place_samples,
     read_leaves,
+    select_arrays,
     state_arrays,
     state_specs,
     with_arrays,
@@ -132,7 +133,8 @@ class Pipeline:
             clipping; `metrics["losses"]` and `metrics["metrics"]` what layers report, if they do; with a loss scale
             also `metrics["loss_scale"]` and `metrics["overflow"]`.
         gradients: `gradients(state, batch) -> (metrics, storage, collections)`, jitted: mean gradients in the form of
-            `state.params`, which `params_tree` turns into the model's tree, and the collections after the batch.
+            `state.params`, without what is frozen, which `params_tree` turns into the model's tree, and the
+            collections after the batch.
             `metrics["weight"]` is what the losses of the batch were divided by: their number, or the sum of weights.
         partial_gradients: `partial_gradients(state, batch, first, num_parts)`, the same for one of `num_parts` parts of
             a step, which begins with microbatch `first` of the step and is keyed so. Its gradients are the part's share
@@ -151,8 +153,9 @@ class Pipeline:
     Raises:
         TopologyError: The mesh's `stage` axis is not `num_stages` long, or another axis not as the topology says.
         DataError: A leaf of the example is not `microbatch_size * replicas` samples long.
-        LayerError: Two layers do not fit, the loss is not a scalar, a variable's partition metadata does not fit it or
-            the mesh, a variable is one that its gradient replaces, or a parameter cannot be split over the stages.
+        LayerError: Two layers do not fit, `trainable` matches no parameter or leaves none, the loss is not a scalar, a
+            variable's partition metadata does not fit it or the mesh, a variable is one that its gradient replaces, or
+            a parameter cannot be split over the stages.
         PartitionError: The layers cannot be cut as asked.
         ScheduleError: The schedule is unsound, or cannot have so many chunks.
         ConfigError: The optimiser couples parameters of different stages, treats them by what else is in their tree,
@@ -220,7 +223,7 @@ class Pipeline:
             num_shards = shape["data"] if zero_stage else 1
             check_sharded(optimizer, self.trace, self._params)
             self._sharding = zero_sharding(self._params, optimizer, num_shards, shape)
-            self._updater = Updater(self._params, self._sharding.master, optimizer)
+            self._updater = Updater(self._params, self._sharding.trained, optimizer)
             self._programs = DevicePrograms(
                 self._stages,
                 self._sharding,
@@ -435,8 +438,12 @@ class Pipeline:
         return with_arrays(state, self._place("collections", _from_tree("collections", tree)))
 
     def params_tree(self, storage: Storage) -> PyTree:
-        """The model's parameter tree as numpy arrays, from `state.params` or from gradients in that form."""
-        return self._tree("params", storage, self._params.struct)
+        """The model's parameter tree as numpy arrays, from `state.params` or from gradients in that form.
+
+        Of gradients it has what is trained alone.
+        """
+        has_all = len(jax.tree.leaves(storage)) == len(jax.tree.leaves(self._sharding.master.shards.struct()))
+        return self._tree("params", storage, self._params.struct if has_all else self._params.trained)
 
     def collections_tree(self, storage: Storage) -> dict[str, PyTree]:
         """The model's collections as numpy arrays by the layer's name, from `state.collections`."""
@@ -573,7 +580,8 @@ class Pipeline:
         # Donated: old and new state need not fit side by side. Gradients and evaluations give no new state and leave
         # it.
         self.step = compiled("train_step", programs.step, (specs, P()), (of_state, everywhere), donate=(0,))
-        of_gradients = (P(), rows, P("stage")), (everywhere, of_state.params, of_state.collections)
+        of_trained = select_arrays(self._sharding.trained.shards, of_state.params)
+        of_gradients = (P(), rows, P("stage")), (everywhere, of_trained, of_state.collections)
         self.gradients = compiled("gradients", programs.gradients, *of_gradients)
         self.evaluate = compiled("evaluate", programs.evaluate, P(), everywhere)
         self.predict = compiled("predict", programs.predict, over_data, of_outputs)

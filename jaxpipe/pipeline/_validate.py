@@ -192,9 +192,13 @@ def check_sharded(optimizer: optax.GradientTransformation, trace: ModelTrace, pa
     Raises:
         ConfigError: Its update of a sliced parameter is not element by element.
     """
-    shapes = flatten_dict(trace.tree())
+    shapes, dims = flatten_dict(trace.tree()), params.stage_dims
     trees = [
-        {path: jax.ShapeDtypeStruct(each[path].shape, params.struct[path].dtype) for path in params.stage_dims}
+        {
+            path: jax.ShapeDtypeStruct(each[path].shape, leaf.dtype)
+            for path, leaf in params.trained.items()
+            if path in dims
+        }
         for each in (shapes, params.struct)
     ]
 

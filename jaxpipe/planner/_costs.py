@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from jaxpipe.layers import (
     layer_signatures,
     num_bytes,
     struct_of,
+    unflatten_dict,
 )
 from jaxpipe.optim import state_struct
 from jaxpipe.partition import LayerCost
@@ -82,7 +83,11 @@ def layer_work(module: PipelineModule, trace: ModelTrace, *indices: int) -> Laye
     params = cast_floats([trace.params[i] for i in indices], module.compute_dtype)
     key = jax.eval_shape(lambda: jax.random.key(0))
     context = key, (dict(trace.side), [trace.collections[i] for i in indices])
-    return _work(function, params, trace.boundaries[indices[0]], context, trace.mesh)
+    is_frozen = [
+        unflatten_dict({path: path in trace.frozen_in(i) for path in flatten_dict(trace.params[i])}) for i in indices
+    ]
+    frozen = [number for number, leaf in enumerate(jax.tree.leaves(is_frozen)) if leaf]
+    return _work(function, params, trace.boundaries[indices[0]], context, trace.mesh, frozen)
 
 
 def loss_work(module: PipelineModule, trace: ModelTrace, labels: PyTree) -> LayerWork:
@@ -123,7 +128,10 @@ def layer_costs(
     shared: dict[Hashable, int] = {}
     costs: list[LayerCost] = []
     signatures = layer_signatures(module.layers, trace, module.compute_dtype)
-    keys = [(signature, named.is_marked) for named, signature in zip(module.layers, signatures, strict=True)]
+    keys = [
+        (signature, named.is_marked, trace.frozen_in(named.index))
+        for named, signature in zip(module.layers, signatures, strict=True)
+    ]
     for index, key in enumerate(keys):
         if key not in known:
             known[key] = _layer_cost(module, trace, index, seconds, split_backward)
@@ -196,12 +204,17 @@ def _shared_bytes(module: PipelineModule, trace: ModelTrace, index: int, before:
 
 
 def _work(
-    function: Callable[..., Any], params: PyTree, inputs: PyTree, context: PyTree, mesh: AbstractMesh
+    function: Callable[..., Any],
+    params: PyTree,
+    inputs: PyTree,
+    context: PyTree,
+    mesh: AbstractMesh,
+    frozen: Sequence[int] = (),
 ) -> LayerWork:
     axes = automatic_axes(mesh)
     on_one = functools.partial(call_on_one, axes, function)
     num_shares = math.prod(mesh.shape[axis] for axis in axes)
-    return LayerWork(Residuals(on_one, params, inputs, context), params, inputs, context, num_shares)
+    return LayerWork(Residuals(on_one, params, inputs, context, frozen=frozen), params, inputs, context, num_shares)
 
 
 def bytes_per_param(
@@ -214,6 +227,8 @@ def bytes_per_param(
 ) -> float:
     """Bytes that a device holds during a step for each parameter of its stage, the mean over the model.
 
+    What is frozen is held once, as it is computed with.
+
     These are the master weights and the optimiser's numbers for them, both divided over the `num_shards` replicas of
     ZeRO-1; the gradient; and where layers compute in another dtype than they make parameters in, or weights are
     gathered, what they compute with. For float32 under Adam they are 16.
@@ -225,10 +240,12 @@ def bytes_per_param(
     num_params = sum(x.size for x in jax.tree.leaves(made))
     if not num_params:
         return 0.0
-    master = made if compute_dtype is None else cast_floats(made, "float32")
     compute_params = cast_floats(made, compute_dtype)
-    grads = jax.tree.map(lambda x: grad_accum_struct(x, grad_dtype), compute_params)
-    divided = num_bytes(master) + num_bytes(state_struct(optimizer, master))
+    trained, kept = ({p: x for p, x in flatten_dict(made).items() if (p in trace.frozen) == is_it} for is_it in (0, 1))
+    master = trained if compute_dtype is None else cast_floats(trained, "float32")
+    grads = jax.tree.map(lambda x: grad_accum_struct(x, grad_dtype), cast_floats(trained, compute_dtype))
+    divided = num_bytes(master) + num_bytes(state_struct(optimizer, unflatten_dict(master)))
+    divided += num_bytes(cast_floats(kept, compute_dtype))
     is_copied = compute_dtype is not None or num_shards > 1
     # Over automatic axes a weight and all that goes with it are divided alike.
     specs = trace.tree_specs()

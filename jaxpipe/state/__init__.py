@@ -25,6 +25,7 @@ from ._layout import Layout as Layout
 from ._layout import Storage as Storage
 from ._layout import constrained as constrained
 from ._layout import has_automatic_axes as has_automatic_axes
+from ._layout import select_arrays as select_arrays
 from ._norm import clip_to as clip_to
 from ._norm import global_norm as global_norm
 from ._params import ModelCollections as ModelCollections

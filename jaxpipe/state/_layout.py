@@ -11,7 +11,7 @@ stage.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -65,8 +65,11 @@ class Layout:
         stages: For each stage its leaves by name, as shapes and dtypes. The order is kept inside the buffers.
         stack: Give a leaf that all stages have alike an array of its own; else all lie in the buffers.
         specs: Shardings of each stage's leaves; none: nothing is sharded.
+        frozen: Names of leaves that are not trained. They lie in buffers of their own, so that the others lie as if
+            there were none.
 
     Attributes:
+        frozen: Names of leaves that are not trained.
         specs: Shardings of leaves of all stages, where a name means the same on all of them.
         buffers: Shapes and dtypes of the packed buffers of a stage.
     """
@@ -77,7 +80,9 @@ class Layout:
         *,
         stack: bool = True,
         specs: Sequence[Specs] = (),
+        frozen: Collection[str] = (),
     ) -> None:
+        self.frozen = frozenset(frozen)
         self.num_stages, self._specs = len(stages), tuple(specs) or tuple({} for _ in stages)
         self.specs = {name: spec for of_stage in self._specs for name, spec in of_stage.items()}
         first = stages[0] if stack and stages else {}
@@ -102,6 +107,7 @@ class Layout:
             if name in self.stacked:
                 continue
             kind = like.dtype.name if spec is None else _kind(like, spec)
+            kind = f"frozen.{kind}" if name in self.frozen else kind
             # In a flat buffer counted in elements; of sharded leaves, which have an array each, in arrays.
             start = used.get(kind, 0)
             used[kind] = end = start + (math.prod(shape) if spec is None else 1)
@@ -116,16 +122,26 @@ class Layout:
                 self._buffer_specs[slots[name].buffer] = spec
         return slots
 
-    def cast(self, change: Callable[[Any], Any], *, whole_along: str | None = None) -> "Layout":
+    def cast(
+        self, change: Callable[[Any], Any] = lambda leaf: leaf, *, whole_along: str | None = None, frozen: bool = True
+    ) -> "Layout":
         """The layout of the same leaves in other dtypes.
 
         Args:
             change: Gives the new shape and dtype of a leaf from the present one; dtypes alone may differ.
             whole_along: An automatic axis over which nothing is to be sharded; None: leaves are sharded as they are.
+            frozen: With what is not trained; without it the other leaves lie as they do with it.
         """
-        stages = [{name: change(self.struct_of(s, name)) for name in names} for s, names in enumerate(self._names)]
-        specs = [{name: _without(spec, whole_along) for name, spec in of_stage.items()} for of_stage in self._specs]
-        return Layout(stages, specs=specs)
+        left_out = frozenset[str]() if frozen else self.frozen
+        stages = [
+            {name: change(self.struct_of(s, name)) for name in names if name not in left_out}
+            for s, names in enumerate(self._names)
+        ]
+        specs = [
+            {name: _without(spec, whole_along) for name, spec in of_stage.items() if name not in left_out}
+            for of_stage in self._specs
+        ]
+        return Layout(stages, specs=specs, frozen=self.frozen - left_out)
 
     def renamed_buffers(self, other: "Layout") -> Mapping[str, str] | None:
         """The buffers of a layout of the same leaves, by the buffers of this one that hold the same in the same order.
@@ -240,6 +256,12 @@ class Layout:
                     flat.at[slot.offset : slot.end].set(_whole(value).reshape(-1)) if slot.is_flat else value
                 )
         return Storage(packed, stacked)
+
+
+def select_arrays(layout: Layout, storage: Storage) -> Storage:
+    """The arrays of a layout, out of a storage that has others too."""
+    stacked = {name: storage.stacked[name] for name in layout.stacked}
+    return Storage({name: storage.packed[name] for name in layout.buffers}, stacked)
 
 
 def is_key(dtype: Any) -> bool:

@@ -33,7 +33,7 @@ def global_norm(
     Returns:
         `float32[]`.
     """
-    counted = drop_copies(tied, sharding.master, form, shard)
+    counted = drop_copies(tied, sharding.trained, form, shard)
     squares = _sum_squares(counted)
     # Over those axes alone along which shards differ: replicas that hold the same do not add up. Padding is zero.
     return jnp.sqrt(sum_over(squares, sharding.row_axes))

@@ -1,6 +1,6 @@
 """The leaves of all stages: names and layouts of parameters, and of the collections that layers keep beside them."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpipe._typing import Path, PyTree
 from jaxpipe.errors import LayerError
-from jaxpipe.layers import ModelTrace, NamedLayer, cast_floats, flatten_dict, join_path, unflatten_dict
+from jaxpipe.layers import ModelTrace, NamedLayer, cast_floats, flatten_dict, join_path, split_path, unflatten_dict
 from jaxpipe.schedules import Placement
 from jaxpipe.topology import FSDP
 
@@ -65,12 +65,18 @@ class ModelParams:
         stages: Names and paths, stage by stage.
         struct: Shapes and dtypes of the master parameters by path in the model's tree; of one that is sliced over the
             stages those of a slice.
+        trained: Those of the parameters that are trained.
+        frozen: Names of leaves that no stage trains: they are kept in the dtype that the layers compute in. A leaf of
+            the trunk that some virtual stage trains is none of them, as the trunk is one program.
+        partly_frozen: Other leaves that are frozen somewhere, with whether they are on each stage.
+        trained_paths: Stage by stage the paths of what it trains, by name.
         master_layout: Layout of the master parameters, which live from step to step: in float32 in mixed precision.
+            What is frozen is in it too.
         layout: Layout of the parameters that the layers compute with, as they are held during a step.
         gathered: The same, as they are while layers run: whole along `fsdp`.
         at_rest: The same, divided as the master parameters are.
-        grad_layout: Layout of the sums of their gradients. All three have the same leaves in the same order.
-        tied: Parameters that several stages hold alike, each with those stages; the first one owns it.
+        grad_layout: Layout of the sums of gradients, without what is frozen. All have their leaves in the same order.
+        tied: Trained parameters that several stages hold alike, each with those stages; the first one owns it.
         stage_dims: The dims along which parameters are sliced over the stages, by path.
         vocab_names: Parameters of the vocabulary-parallel layers.
     """
@@ -92,33 +98,56 @@ class ModelParams:
         # Updates are small beside the weights: added in bfloat16, with 8 bits of precision, most would round to
         # nothing.
         master_dtype = None if dtype is None else jnp.float32
+        self.frozen = _frozen_names(self.stages, trace.frozen)
+        is_kept = {path: name in self.frozen for stage in self.stages for name, path in stage.paths.items()}
         struct = {
-            path: cast_floats(slice_struct(leaf, vocab.dims.get(path), placement.num_stages), master_dtype)
+            path: cast_floats(
+                slice_struct(leaf, vocab.dims.get(path), placement.num_stages), dtype if is_kept[path] else master_dtype
+            )
             for path, leaf in flatten_dict(trace.tree()).items()
         }
         self.struct: Mapping[Path, jax.ShapeDtypeStruct] = struct
+        self.trained: Mapping[Path, jax.ShapeDtypeStruct] = {
+            path: leaf for path, leaf in struct.items() if path not in trace.frozen
+        }
+        self.partly_frozen: Mapping[str, tuple[bool, ...]] = {
+            name: tuple(stage.trunk[name] in trace.frozen for stage in self.stages)
+            for name in self.stages[0].trunk
+            if name not in self.frozen and any(stage.trunk[name] in trace.frozen for stage in self.stages)
+        }
+        self.trained_paths: tuple[Mapping[str, Path], ...] = tuple(
+            {name: path for name, path in stage.paths.items() if path not in trace.frozen} for stage in self.stages
+        )
         structs = [{name: struct[path] for name, path in stage.paths.items()} for stage in self.stages]
         specs = trace.tree_specs()
-        self.master_layout = Layout(structs, specs=[specs_of(stage, specs) for stage in self.stages])
+        self.master_layout = Layout(
+            structs, specs=[specs_of(stage, specs) for stage in self.stages], frozen=self.frozen
+        )
         self.at_rest = self.master_layout.cast(lambda leaf: cast_floats(leaf, dtype))
         self.gathered = self.at_rest.cast(lambda leaf: leaf, whole_along=FSDP)
         self.layout = self.gathered if gather else self.at_rest
-        self.grad_layout = self.at_rest.cast(lambda leaf: grad_accum_struct(leaf, grad_dtype))
+        self.grad_layout = self.at_rest.cast(lambda leaf: grad_accum_struct(leaf, grad_dtype), frozen=False)
         self.trunk_names = tuple(self.stages[0].trunk)
         """Parameters of the trunk of all chunks, chunk after chunk, in the same order in each."""
-        self.vocab_names = tuple(self.stages[0].names_of(vocab.layers))
+        self.vocab_names = tuple(n for n in self.stages[0].names_of(vocab.layers) if n not in self.frozen)
         others = {
             n for stage in self.stages for n in stage.names_of([i for i in stage.layers if i not in vocab.layers])
         }
-        self.stacked_off_trunk = tuple(n for n in self.layout.stacked if n in others and n not in self.stages[0].trunk)
-        """Parameters of prologues and epilogue that every stage holds, such as those of a tied layer that all use."""
+        self.stacked_off_trunk = tuple(
+            n for n in self.grad_layout.stacked if n in others and n not in self.stages[0].trunk
+        )
+        """Trained parameters of prologues and epilogue that every stage holds, such as those of a layer tied on all."""
         holders: dict[str, list[int]] = {}
         for s, stage in enumerate(self.stages):
             for name, path in stage.off_trunk.items():
                 # Slices of one parameter have one name on all stages too, but are no copies.
-                if path not in vocab.dims:
+                if path not in vocab.dims and name not in self.frozen:
                     holders.setdefault(name, []).append(s)
         self.tied = {name: tuple(stages) for name, stages in holders.items() if len(stages) > 1}
+
+    def frozen_in(self, stage: int, index: int) -> frozenset[Path]:
+        """Paths inside a layer of a stage of the leaves that are frozen on all stages."""
+        return frozenset(path for path, name in self.stages[stage].layers[index].items() if name in self.frozen)
 
 
 class ModelCollections:
@@ -175,6 +204,17 @@ class ModelCollections:
             leaves = flatten_dict(view) if view else {}
             changed |= {name: leaves[path] for path, name in self._stages[stage].layers[index].items()}
         return self.layout.put(stage, storage, changed)
+
+
+def _frozen_names(stages: Sequence[StageLeaves], frozen: Collection[Path]) -> frozenset[str]:
+    """Names that no stage trains, and of the trunk no chunk either, since all chunks run one program."""
+
+    def leaf_of(name: str, stage: StageLeaves) -> object:
+        return split_path(name)[2:] if name in stage.trunk else name
+
+    leaves = [(leaf_of(name, stage), name, path) for stage in stages for name, path in stage.paths.items()]
+    trained = {leaf for leaf, _, path in leaves if path not in frozen}
+    return frozenset(name for leaf, name, _ in leaves if leaf not in trained)
 
 
 def specs_of(stage: StageLeaves, specs: Mapping[Path, P]) -> Specs:

@@ -38,7 +38,8 @@ class Updater:
 
     Args:
         params: The parameters.
-        sharding: How the master parameters are cut into shards.
+        sharding: How the trained parameters are cut into shards. One of the trunk that not all stages train is in all
+            of their shards, and stays as it is where it is frozen.
         optimizer: Any optax transformation that treats every parameter by itself.
 
     Raises:
@@ -52,25 +53,28 @@ class Updater:
         forms = range(shards.num_stages)
         # A trunk that is not stacked, as where whole leaves are dealt out to replicas, is updated with the others.
         self._trunk_names = tuple(name for name in params.trunk_names if name in shards.stacked)
-        trace = trace_optimizer(optimizer, unflatten_dict(params.struct))
-        is_apart = len(forms) > 1 or 0 < len(self._trunk_names) < len(params.struct)
+        trace = trace_optimizer(optimizer, unflatten_dict(params.trained))
+        is_apart = len(forms) > 1 or 0 < len(self._trunk_names) < len(params.trained)
         if is_apart:
             # Several programs update the model, each with some of its parameters: none may ask for the others.
             check_leafwise(trace)
-        is_uniform = len(forms) == 1 or is_uniform_over_stages(
-            trace, [{s.trunk[name]: name for name in self._trunk_names} for s in params.stages]
+        trunks = [{paths[name]: name for name in self._trunk_names if name in paths} for paths in params.trained_paths]
+        is_uniform = len(forms) == 1 or (
+            len({tuple(names.values()) for names in trunks}) == 1 and is_uniform_over_stages(trace, trunks)
         )
         others, trunk = {}, {}
         for form in forms:
-            paths = params.stages[sharding.stage_of(form)].paths
-            off_trunk = {name: paths[name] for name in shards.names(form) if name not in self._trunk_names}
+            paths = params.trained_paths[sharding.stage_of(form)]
+            own = {name: paths[name] for name in shards.names(form) if name in paths}
+            off_trunk = {name: path for name, path in own.items() if name not in self._trunk_names}
             others[form] = _Group(shards, form, off_trunk, optimizer, params.vocab_names)
             # Where trunks are treated alike the program of form 0 updates all of them.
             if form == 0 or not is_uniform:
-                trunk[form] = _Group(shards, form, {name: paths[name] for name in self._trunk_names}, optimizer)
+                of_trunk = {name: path for name, path in own.items() if name not in off_trunk}
+                trunk[form] = _Group(shards, form, of_trunk, optimizer)
         if is_apart:
             groups = (*trunk.values(), *others.values())
-            check_separable(optimizer, trace, params.struct, [group.paths.values() for group in groups])
+            check_separable(optimizer, trace, params.trained, [group.paths.values() for group in groups])
         # By form the one whose program updates the group. The keys are part of the names of arrays in checkpoints.
         self._programs = {"trunk": [0] * len(forms) if is_uniform else list(forms), "own": list(forms)}
         self._groups = {"trunk": [trunk[form] for form in self._programs["trunk"]], "own": list(others.values())}
@@ -98,14 +102,14 @@ class Updater:
             `(group, its layout, name, label, path)`: the label is the leaf's path in the state of the whole model, the
             path that of the parameter it belongs to, if it belongs to one.
         """
-        paths = self._params.stages[self._sharding.stage_of(form)].paths
+        paths = self._params.trained_paths[self._sharding.stage_of(form)]
         for group, groups in sorted(self._groups.items(), key=lambda item: not item[1][form].paths):
             for name, (label, path) in groups[form].labels(paths).items():
                 yield group, self._layouts[group], name, label, path
 
     def whole_struct(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Shapes and dtypes of the optimiser's state for the whole model, by label."""
-        state = state_struct(self._optimizer, unflatten_dict(self._params.struct))
+        state = state_struct(self._optimizer, unflatten_dict(self._params.trained))
         return {join_path(path): leaf for path, leaf in zip(leaf_paths(state), jax.tree.leaves(state), strict=True)}
 
     def init(self, form: jax.Array, shard: Storage) -> PyTree:
@@ -154,10 +158,14 @@ class Updater:
         return Storage(packed, stacked), new_state
 
     def _update(self, name: str, form: int, params: Storage, grads: Storage, state: Storage) -> tuple[Storage, Storage]:
-        group, layout = self._groups[name][form], self._layouts[name]
+        group, layout, shards = self._groups[name][form], self._layouts[name], self._sharding.shards
         changed, leaves = group.update(params, grads, layout.unpack(form, state))
-        packed = self._sharding.shards.pack_buffers(form, changed) if params.packed else {}
-        return Storage(packed, {n: changed[n] for n in params.stacked}), layout.pack(form, leaves)
+        packed = {}
+        if params.packed:
+            # What this stage has frozen of a trunk that lies in buffers stays.
+            still = [n for n in shards.names(form) if n not in shards.stacked and n not in changed]
+            packed = shards.pack_buffers(form, changed | {n: shards.get(form, n, params) for n in still})
+        return Storage(packed, {n: changed.get(n, old) for n, old in params.stacked.items()}), layout.pack(form, leaves)
 
 
 class _Group:

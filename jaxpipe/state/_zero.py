@@ -156,7 +156,11 @@ class ByElements(_Sharded):
             for name, spec in gathered.specs.items()
         }
         pieces = [{name: self._piece(name, like) for name, like in struct.items()} for struct in structs]
-        self.shards = Layout(pieces, specs=[{name: specs[name] for name in each if name in specs} for each in pieces])
+        self.shards = Layout(
+            pieces,
+            specs=[{name: specs[name] for name in each if name in specs} for each in pieces],
+            frozen=gathered.frozen,
+        )
 
     def block_counts(self, name: str) -> tuple[int, ...]:
         """See `ShardLayout.block_counts`: one for each place of the axes that the leaf is sharded over."""
@@ -242,7 +246,7 @@ class ByLeaves(_Sharded):
             for replica in range(num_shards)
         ]
         specs = [{name: gathered.specs[name] for name in shard if name in gathered.specs} for shard in shards]
-        self.shards = Layout(shards, stack=False, specs=specs)
+        self.shards = Layout(shards, stack=False, specs=specs, frozen=gathered.frozen)
 
     def _assign(self, stage: int, tied: Sequence[str]) -> dict[str, int]:
         """The replica that owns each leaf of a stage."""
@@ -250,8 +254,10 @@ class ByLeaves(_Sharded):
         used = [0] * self.num_shards
         owner = {name: i % self.num_shards for i, name in enumerate(tied)}
         sizes = {name: math.prod(self.gathered.struct_of(stage, name).shape) for name in names}
-        # Tied leaves before all others: their replicas are given, and the rest is dealt out around what they take.
-        for name in sorted(names, key=lambda name: (name not in owner, -sizes[name], names.index(name))):
+        frozen = self.gathered.frozen
+        # Tied leaves before all others: their replicas are given, and the rest is dealt out around what they take. What
+        # is frozen last: without it, as in gradients, the others are dealt out alike.
+        for name in sorted(names, key=lambda n: (n not in owner, n in frozen, -sizes[n], names.index(n))):
             replica = owner.setdefault(name, used.index(min(used)))
             used[replica] += sizes[name]
         return {name: owner[name] for name in names}
@@ -279,12 +285,14 @@ class ZeroSharding:
     """A model's parameters in three dtypes, all cut into shards in one way.
 
     Attributes:
-        master: Parameters between steps, in float32 in mixed precision; what the optimiser updates.
+        master: Parameters between steps, in float32 in mixed precision, or as they are computed with where frozen.
+        trained: Those of them that the optimiser updates; their mean gradients lie so, too.
         compute: Parameters in the dtype the layers compute in.
         grad_accum: Gradients in the dtype they are summed in.
     """
 
     master: ShardLayout
+    trained: ShardLayout
     compute: ShardLayout
     grad_accum: ShardLayout
 
@@ -309,9 +317,9 @@ class ZeroSharding:
         return self.compute.gather(stage, _cast(self.master.shards, self.compute.shards, form, shard))
 
     def reduce_gradients(self, stage: jax.Array, form: jax.Array, storage: Storage) -> Storage:
-        """The shard of the sum over all replicas of a stage's gradients, in the form of master parameters."""
+        """The shard of the sum over all replicas of a stage's gradients, in the form of trained parameters."""
         # Summed in the accumulation dtype, which may be wider than that of the master parameters, and cast once.
-        return _cast(self.grad_accum.shards, self.master.shards, form, self.grad_accum.reduce(stage, storage))
+        return _cast(self.grad_accum.shards, self.trained.shards, form, self.grad_accum.reduce(stage, storage))
 
 
 def zero_sharding(
@@ -328,12 +336,12 @@ def zero_sharding(
     Returns:
         The sharding.
     """
-    layouts = (params.master_layout, params.layout, params.grad_layout)
+    layouts = (params.master_layout, params.master_layout.cast(frozen=False), params.layout, params.grad_layout)
     if num_shards == 1:
         return ZeroSharding(*(Replicated(layout) for layout in layouts))
     shards = [ByElements(layout, num_shards, mesh) for layout in layouts]
-    # Asked of the master's layout for all three: they differ in dtypes alone.
-    if not all(_is_elementwise(params, shards[0], s, optimizer) for s in range(len(params.stages))):
+    # Asked of the layout that is updated for all: they differ in dtypes alone, and in what is frozen.
+    if not all(_is_elementwise(params, shards[1], s, optimizer) for s in range(len(params.stages))):
         return ZeroSharding(*(ByLeaves(x, num_shards, tuple(params.tied)) for x in layouts))
     return ZeroSharding(*shards)
 
@@ -341,7 +349,7 @@ def zero_sharding(
 def _is_elementwise(
     params: ModelParams, layout: ShardLayout, stage: int, optimizer: optax.GradientTransformation
 ) -> bool:
-    paths = params.stages[stage].paths
+    paths = params.trained_paths[stage]
     whole, pieces = (
         unflatten_dict({path: each.struct_of(stage, name) for name, path in paths.items()})
         for each in (layout.gathered, layout.shards)

@@ -188,9 +188,14 @@ def struct(tree: Any) -> Any:
     return jax.eval_shape(lambda: tree)
 
 
+def paired(function: Function) -> Callable[..., Any]:
+    """The function in the form that `Residuals` takes."""
+    return lambda *args: ((function(*args),), ())
+
+
 def split_of(function: Function) -> tuple[Residuals, SplitBackward]:
     args = struct(given(function))
-    residuals = Residuals(lambda *args: ((function(*args),), ()), *args)
+    residuals = Residuals(paired(function), *args)
     return residuals, SplitBackward(residuals, args[0])
 
 
@@ -282,6 +287,38 @@ def test_no_product_is_computed_twice(function: Function) -> None:
     )
     second = jax.make_jaxpr(split.backward_weight)(args[0], residuals.structs, pending)
     assert products(first.jaxpr) + products(second.jaxpr) == 2 * forward
+
+
+@pytest.mark.parametrize(("function", "times"), [(block, 1), (scan_of_blocks, 2)], ids=["block", "scan"])
+def test_frozen_weights_have_no_product_and_keep_nothing(function: Function, times: int) -> None:
+    args = struct(given(function))
+    names, cotangents = names_of(args[0]), [struct(activations())]
+    frozen = [i for i, name in enumerate(names) if "kernel" in name]
+    whole, some = Residuals(paired(function), *args), Residuals(paired(function), *args, frozen=frozen)
+    work = [products(jax.make_jaxpr(x.backward)(args[0], x.structs, cotangents).jaxpr) for x in (whole, some)]
+    sizes = [leaf.size for i, leaf in enumerate(jax.tree.leaves(args[0])) if i in frozen]
+    assert work[0] - work[1] == 2 * times * sum(sizes) * prod(activations().shape[:-1])
+    # Recomputed blocks keep their inputs alone either way.
+    assert (num_bytes(some.structs) < num_bytes(whole.structs)) == (function is block)
+    split = SplitBackward(some, args[0])
+    assert split.is_whole
+    assert split.immediate == tuple(i for i in range(len(names)) if i not in frozen)
+
+
+def test_gradients_of_what_is_trained_are_those_of_all() -> None:
+    params, inputs, context = given(block)
+    args, names = struct((params, inputs, context)), names_of(params)
+    frozen = [i for i, name in enumerate(names) if "kernel" not in name]
+    found = []
+    for left_out in ([], frozen):
+        residuals = Residuals(paired(block), *args, frozen=left_out)
+        outputs, _, kept = residuals.forward(params, inputs, context)
+        grads, dx = residuals.backward(params, kept, [jnp.cos(leaf) for leaf in differentiable(outputs)])
+        found.append((jax.tree.leaves(grads, is_leaf=is_none), dx))
+    (wanted, dx), (some, same) = found
+    assert [i for i, leaf in enumerate(some) if leaf is None] == frozen
+    trained = [i for i in range(len(names)) if i not in frozen]
+    assert_close(([some[i] for i in trained], same), ([wanted[i] for i in trained], dx))
 
 
 @jax.custom_vjp

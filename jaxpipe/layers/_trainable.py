@@ -1,0 +1,108 @@
+"""Which parameters are trained; the others are frozen."""
+
+import difflib
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxpipe._typing import Path
+from jaxpipe.errors import LayerError
+
+from ._tree import flatten_dict
+
+Trainable = str | Sequence[str] | Callable[[str], bool] | Mapping[str, Any]
+"""A pattern or several, found in paths by `re.search`; a predicate of paths; or a tree of booleans, each for all below.
+Paths are written `layers/3_Block/mlp/kernel` and `tied/embed/embedding`."""
+
+
+def checked_trainable(trainable: Any) -> Any:
+    """What says which parameters are trained, or None for all.
+
+    Raises:
+        LayerError: It is of another kind, a pattern is no regular expression, or a leaf of a tree is no boolean.
+    """
+    if trainable is None or callable(trainable):
+        return trainable
+    patterns: Any = [trainable] if isinstance(trainable, str) else trainable
+    if isinstance(patterns, Mapping):
+        wrong = [path for path, leaf in flatten_dict(patterns).items() if not isinstance(leaf, (bool, np.bool_))]
+        if wrong:
+            raise LayerError(
+                "trainable as a tree must have True or False as its leaves, but got "
+                f"{type(flatten_dict(patterns)[wrong[0]]).__name__} at {'/'.join(wrong[0])}. Write True for what is "
+                "trained."
+            )
+        return patterns
+    if not isinstance(patterns, (list, tuple)) or not patterns or not all(isinstance(p, str) for p in patterns):
+        raise LayerError(
+            "trainable must be a pattern, a list of patterns, a predicate of paths, a tree of booleans or None, but "
+            f"got trainable={trainable!r}. Write for instance trainable=r'/lora_[ab]$' or trainable=['norm', '/bias$']."
+        )
+    for pattern in patterns:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise LayerError(
+                f"trainable must be regular expressions, but got {pattern!r}: {error}. Escape what is meant literally, "
+                "with re.escape."
+            ) from error
+    return tuple(patterns)
+
+
+def frozen_paths(trainable: Trainable | None, paths: Sequence[Path]) -> frozenset[Path]:
+    """The parameters of a model that are not trained.
+
+    Args:
+        trainable: What `checked_trainable` returned.
+        paths: All parameters of the model.
+
+    Raises:
+        LayerError: A pattern or a path of the tree matches no parameter, the tree leaves one out, or nothing is left to
+            train.
+    """
+    if trainable is None or not paths:
+        return frozenset()
+    names = {path: "/".join(path) for path in paths}
+    if isinstance(trainable, Mapping):
+        trained = _trained_by_tree(trainable, names)
+    elif callable(trainable):
+        trained = {path for path, name in names.items() if trainable(name)}
+    else:
+        patterns = [trainable] if isinstance(trainable, str) else trainable
+        found = [{path for path, name in names.items() if re.search(pattern, name)} for pattern in patterns]
+        for pattern, matches in zip(patterns, found, strict=True):
+            if not matches:
+                raise _unmatched(f"pattern {pattern!r}", pattern, names)
+        trained = set[Path]().union(*found)
+    if not trained:
+        raise LayerError(
+            f"trainable must leave something to train, but got all {len(names)} parameters frozen. Let it be true of "
+            f"some, such as {next(iter(names.values()))}."
+        )
+    return frozenset(path for path in paths if path not in trained)
+
+
+def _trained_by_tree(tree: Mapping[str, Any], names: Mapping[Path, str]) -> set[Path]:
+    given, values = flatten_dict(tree), dict[Path, bool]()
+    for at, value in given.items():
+        below = [path for path in names if path[: len(at)] == at]
+        if not below:
+            raise _unmatched(f"path {'/'.join(at)}", "/".join(at), names)
+        values |= dict.fromkeys(below, bool(value))
+    left = [name for path, name in names.items() if path not in values]
+    if left:
+        raise LayerError(
+            f"trainable as a tree must say of every parameter whether it is trained, but got nothing for {left[0]}"
+            f"{f' and {len(left) - 1} more' if len(left) > 1 else ''}. A boolean may stand for all below a path."
+        )
+    return {path for path, value in values.items() if value}
+
+
+def _unmatched(what: str, text: str, names: Mapping[Path, str]) -> LayerError:
+    nearest = difflib.get_close_matches(text, names.values(), n=3, cutoff=0.0)
+    return LayerError(
+        f"trainable must match parameters of the model, but got the {what}, which matches none of {len(names)}. The "
+        f"nearest are: {', '.join(nearest)}."
+    )
