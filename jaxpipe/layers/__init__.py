@@ -1,6 +1,9 @@
 """The model as layers: specs, the protocol that all kinds of layers share, and the sequential model."""
 
 # For users.
+from ._lora import LORA_PARAMETERS as LORA_PARAMETERS
+from ._lora import lora as lora
+from ._lora import merge_lora as merge_lora
 from ._module import PipelineModule as PipelineModule
 from ._nnx import AuxLoss as AuxLoss
 from ._nnx import Metric as Metric
@@ -37,6 +40,7 @@ from ._tree import unflatten_dict as unflatten_dict
 
 __all__ = [
     # For users.
+    "LORA_PARAMETERS",
     "AuxLoss",
     "Layer",
     "LayerSpec",
@@ -45,6 +49,8 @@ __all__ = [
     "TiedLayerSpec",
     "VocabEmbed",
     "VocabHead",
+    "lora",
+    "merge_lora",
     "vocab_cross_entropy",
     # For other rooms.
     "ESTIMATED",

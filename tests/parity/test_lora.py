@@ -1,0 +1,177 @@
+"""Adapters: they begin as the base, train as on one device, and merge into plain weights."""
+
+from pathlib import Path
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from _frozen import check
+from _models import ALL_MODELS, BLOCKS, DIM, LENGTH, VOCAB, Attention, Embed, Head, Model, NNXBlock, NNXEmbed
+from _oracle import Case
+from flax import nnx
+
+import jaxpipe
+from jaxpipe import LayerSpec, PipelineModule, TiedLayerSpec, checkpoint
+from jaxpipe.errors import LayerError
+from jaxpipe.layers import LORA_PARAMETERS, flatten_dict, lora, merge_lora
+
+RANK, ALPHA = 2, 6.0
+ADAM = optax.adamw(1e-2, eps=1e-2, weight_decay=0.1)
+"""A large eps: B is zero at first, and of a gradient that is nothing but rounding Adam would make a whole step."""
+
+IDS = np.arange(2 * LENGTH).reshape(2, LENGTH) % VOCAB
+
+
+class Heads(nn.Module):
+    """Of `DenseGeneral` and `Einsum`."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y = nn.DenseGeneral((2, 4), name="split")(x)
+        y = nn.Einsum((DIM, 2, 4), "...d,dnh->...nh", name="einsum")(x) + jnp.tanh(y)
+        return x + nn.DenseGeneral(DIM, axis=(-2, -1), name="join")(y)
+
+
+class NNXHeads(nnx.Module):
+    def __init__(self, *, rngs: nnx.Rngs) -> None:
+        self.split = nnx.LinearGeneral(DIM, (2, 4), rngs=rngs)
+        self.einsum = nnx.Einsum("btd,dnh->btnh", (DIM, 2, 4), (2, 4), rngs=rngs)
+        self.join = nnx.LinearGeneral((2, 4), DIM, axis=(-2, -1), rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x + self.join(jnp.tanh(self.split(x)) + self.einsum(x))
+
+
+BASES: dict[str, Any] = {
+    "linen": (lambda: [Embed(), *[LayerSpec(Attention)] * BLOCKS, Head()], ["query", "value", "Head"]),
+    "general": (lambda: [Embed(), Heads(), LayerSpec(Heads), Heads(), Heads(), nn.Dense(VOCAB)], ["_Heads/", "Dense"]),
+    "nnx": (lambda: [LayerSpec(NNXEmbed), *[LayerSpec(NNXBlock)] * 4, LayerSpec(nnx.Linear, DIM, VOCAB)], [r"layers/"]),
+    "nnx_general": (lambda: [Embed(), *[LayerSpec(NNXHeads)] * 4, nn.Dense(VOCAB)], "split|join|einsum"),
+    "tied": (
+        lambda: [
+            nn.Embed(VOCAB, DIM),
+            *[TiedLayerSpec("block", Attention) for _ in range(2)],
+            LayerSpec(Attention, forward_fn=lambda block, x: block(x) * 2.0),
+            nn.Dense(VOCAB),
+        ],
+        r"tied/block/key|3_Attention/value",
+    ),
+}
+
+
+def adapted(name: str) -> list[Any]:
+    layers, targets = BASES[name]
+    return lora(layers(), RANK, ALPHA, targets)
+
+
+ALL_MODELS.update({f"lora_{name}": Model(lambda name=name: adapted(name)) for name in BASES})
+
+
+def filled(tree: Any) -> Any:
+    """With a B that is not zero."""
+    return jax.tree.map_with_path(lambda path, x: x + 0.1 if "lora_b" in jax.tree_util.keystr(path) else x, tree)
+
+
+@pytest.mark.parametrize("name", BASES)
+def test_it_begins_as_the_base_and_merges_into_it(name: str) -> None:
+    base = PipelineModule(BASES[name][0](), num_stages=1)
+    model = PipelineModule(adapted(name), num_stages=1, trainable=LORA_PARAMETERS)
+    plain, params = (each.init(jax.random.key(0), IDS) for each in (base, model))
+    wanted, found = flatten_dict(plain), flatten_dict(params)
+    assert {path for path in found if path[-1] not in ("lora_a", "lora_b")} == set(wanted)
+    assert len(found) > len(wanted)
+    for path, leaf in wanted.items():
+        np.testing.assert_array_equal(found[path], leaf)
+    np.testing.assert_array_equal(model.apply(params, IDS), base.apply(plain, IDS))
+    changed = filled(params)
+    outputs = model.apply(changed, IDS)
+    assert np.abs(outputs - base.apply(plain, IDS)).max() > 1e-3
+    merged = merge_lora(changed, ALPHA)
+    assert jax.tree.structure(merged) == jax.tree.structure(jax.device_get(plain))
+    np.testing.assert_allclose(base.apply(merged, IDS), outputs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("lora_linen", 2, 2, schedule="zero-bubble", optimizer=ADAM, settings={"zero_stage": 1}),
+        *[
+            pytest.param(Case(f"lora_{name}", 2, 2, schedule=schedule, optimizer=ADAM), marks=pytest.mark.slow)
+            for name, schedule in (
+                ("general", "1f1b"),
+                ("nnx", "zero-bubble"),
+                ("nnx_general", "1f1b"),
+                ("tied", "1f1b"),
+            )
+        ],
+    ],
+    ids=str,
+)
+def test_three_steps_equal_those_of_one_device(case: Case) -> None:
+    check(case, LORA_PARAMETERS)
+
+
+def test_adapters_are_sharded_as_their_kernels() -> None:
+    init = nn.initializers.lecun_normal()
+    names = {"kernel_init": nn.with_partitioning(init, (None, "model"))}
+    rows = {"kernel_init": nn.with_partitioning(init, ("model", None))}
+    topology = jaxpipe.PipeModelDataParallelTopology(1, 2, 1)
+    layers = [LayerSpec(nn.Dense, DIM, **names), LayerSpec(nn.Dense, DIM, **rows)]
+    model = PipelineModule(lora(layers, RANK, ALPHA, "Dense"), topology=topology)
+    mesh = jaxpipe.mesh_for(model, jax.devices()[:2]).abstract_mesh
+    specs = {
+        "/".join(path[1:]): tuple(spec) for path, spec in model.trace(np.ones((2, 4)), None, mesh).tree_specs().items()
+    }
+    assert specs == {
+        "0_Dense/kernel": (None, "model"),
+        "0_Dense/lora_b": (None, "model"),
+        "1_Dense/kernel": ("model", None),
+        "1_Dense/lora_a": ("model", None),
+    }
+
+
+def test_a_checkpoint_may_hold_the_adapters_alone(tmp_path: Path) -> None:
+    model = PipelineModule(
+        adapted("tied"), num_stages=2, loss_fn=lambda y, t: jnp.mean((y - 1.0) ** 2), trainable="lora"
+    )
+    config = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 1}
+    mesh = jaxpipe.mesh_for(model, jax.devices()[:2])
+    engine = jaxpipe.initialize(model=model, optimizer=ADAM, config=config, mesh=mesh, example_batch=(IDS, IDS))[0]
+    engine.train_batch(iter([(IDS, IDS)]))
+    engine.save_checkpoint(tmp_path, exclude_frozen_parameters=True)
+    saved = flatten_dict(checkpoint.load_params(tmp_path))
+    assert {path[-1] for path in saved} == {"lora_a", "lora_b"}
+    with pytest.raises(LayerError, match="must find a kernel and lora_b beside .*Load the checkpoint of adapters into"):
+        merge_lora(checkpoint.load_params(tmp_path), ALPHA)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ((0, 1.0, "a"), r"rank must be an integer >= 1, but got rank=0"),
+        ((2.0, 1.0, "a"), r"rank must be an integer >= 1, but got rank=2.0"),
+        ((2, "1", "a"), r"alpha must be a number, but got alpha='1'"),
+        ((2, float("nan"), "a"), r"alpha must be a number, but got alpha=nan"),
+        ((2, 1.0, []), r"targets must be a pattern or a list of patterns, but got targets=\[\]"),
+        ((2, 1.0, [3]), r"targets must be a pattern or a list of patterns, but got targets=\[3\]"),
+    ],
+)
+def test_wrong_arguments_are_refused(arguments: Any, match: str) -> None:
+    with pytest.raises(LayerError, match=match):
+        lora([nn.Dense(3)], *arguments)
+
+
+def test_a_target_that_is_not_there_shows_when_the_model_is_traced() -> None:
+    model = PipelineModule(lora([nn.Dense(3)], 2, 1.0, "qery"), num_stages=1, trainable=LORA_PARAMETERS)
+    with pytest.raises(LayerError, match=r"matches none of 2. The nearest are: layers/0_Dense"):
+        model.trace(np.ones((2, 4)))
+
+
+def test_a_kernel_in_another_order_is_refused() -> None:
+    layer = nn.Einsum((2, 4, 3), "bd,ndh->bnh")
+    with pytest.raises(LayerError, match=r"Einsum with the equation 'bd,ndh->bnh'. Leave it out of targets, or write"):
+        PipelineModule(lora([layer], 2, 1.0, "Einsum"), num_stages=1).trace(np.ones((2, 4), np.float32))
