@@ -22,6 +22,7 @@ from ._precision import BF16Section as BF16Section
 from ._precision import DataTypesSection as DataTypesSection
 from ._precision import Dtype as Dtype
 from ._precision import FP16Section as FP16Section
+from ._profiler import FlopsProfilerSection as FlopsProfilerSection
 from ._recompute import ActivationCheckpointingSection as ActivationCheckpointingSection
 from ._section import without_secrets as without_secrets
 from ._struct import Config as Config
@@ -52,6 +53,7 @@ __all__ = [
     "Dtype",
     "FP16Config",
     "FP16Section",
+    "FlopsProfilerSection",
     "OptimizerSection",
     "Params",
     "Reader",

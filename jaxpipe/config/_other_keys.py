@@ -123,15 +123,15 @@ UNUSED: Mapping[str, Unused] = MappingProxyType(
             optional(read_flag), "a last batch of training_data that is not full is dropped all the same", (True,)
         ),
         "disable_allgather": _flag,
-        "dump_state": _flag._replace(reason="the configuration is not printed; log engine.config"),
-        "flops_profiler": _profiler,
+        "flops_profiler.recompute_fwd_factor": Unused(
+            optional(number_of_at_least(0)), "what is recomputed is counted as the model says", (0.0,)
+        ),
         "fp16.fused_mode": _flag,
         "fp32_allreduce": _flag._replace(reason=_AVERAGING),
         "gradient_predivide_factor": Unused(optional(read_positive_number), _AVERAGING, (1.0,)),
         "graph_harvesting": _flag,
         "log_level": Unused(optional(read_text), "set the level of Python's logger 'jaxpipe'", _NEVER),
         "max_elements_per_comm": _old_size,
-        "memory_breakdown": _flag._replace(reason=_profiler.reason),
         "monitor_config": _object._replace(reason="use the sections tensorboard, wandb, csv_monitor and comet"),
         "optimizer.legacy_fusion": _flag,
         "pipeline.grad_partitioned": _flag,
@@ -141,7 +141,6 @@ UNUSED: Mapping[str, Unused] = MappingProxyType(
         "sparse_gradients": _flag,
         "timers": _object._replace(off=(*_ENABLED, {"throughput": {"enabled": False}})),
         "vocabulary_size": Unused(optional(integer_of_at_least(1)), _TUNING, _NEVER),
-        "wall_clock_breakdown": _flag._replace(reason=_profiler.reason),
         "zero_allow_untested_optimizer": _flag._replace(reason="every optimizer that is accepted works with ZeRO"),
         "zero_force_ds_cpu_optimizer": _flag,
         "zero_max_elements_per_comm": _old_size,

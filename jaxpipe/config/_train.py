@@ -12,6 +12,7 @@ from ._checkpoint import CheckpointSection
 from ._monitors import CometSection, CSVMonitorSection, TensorBoardSection, WandbSection
 from ._optimizer import OptimizerSection, SchedulerSection
 from ._precision import BF16Section, DataTypesSection, Dtype, FP16Section, read_dtype
+from ._profiler import FlopsProfilerSection
 from ._recompute import ActivationCheckpointingSection
 from ._section import Section, setting, subsection
 from ._values import (
@@ -122,6 +123,12 @@ class TrainConfig(Section):
         wandb: The section `wandb`.
         csv_monitor: The section `csv_monitor`.
         comet: The section `comet`.
+        flops_profiler: The section `flops_profiler`.
+        wall_clock_breakdown: Whether a line every `steps_per_print` steps, or every 10 where that is None, says what
+            steps wait for: data, the host, a checkpoint, the devices; and what the last of them, which is recorded,
+            spends in each phase.
+        memory_breakdown: Whether a line after the first step says what the memory of a device holds.
+        dump_state: Whether the configuration is shown when the engine is made.
 
     Raises:
         ConfigError: A value is of the wrong type or out of range, or `fp16` and `bf16` are both enabled.
@@ -147,6 +154,10 @@ class TrainConfig(Section):
     wandb: WandbSection = subsection(WandbSection)
     csv_monitor: CSVMonitorSection = subsection(CSVMonitorSection)
     comet: CometSection = subsection(CometSection)
+    flops_profiler: FlopsProfilerSection = subsection(FlopsProfilerSection)
+    wall_clock_breakdown: bool = setting(False, read_flag)
+    memory_breakdown: bool = setting(False, read_flag)
+    dump_state: bool = setting(False, read_flag)
 
     def check(self) -> Iterable[ConfigError]:
         """Check that one dtype is computed in."""

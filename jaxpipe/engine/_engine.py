@@ -1,5 +1,6 @@
 """`Engine`: DeepSpeed's names, over the objects that do the work."""
 
+import dataclasses
 import json
 import signal
 from abc import ABC, abstractmethod
@@ -13,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxpipe._typing import PyTree
-from jaxpipe.config import BatchSizes, TrainConfig
+from jaxpipe.config import BatchSizes, TrainConfig, without_secrets
 from jaxpipe.data import Batch, RepeatingLoader, Shard, split_entry
 from jaxpipe.errors import ConfigError, DataError, PipelineError
 from jaxpipe.executor import Metrics
@@ -25,6 +26,7 @@ from jaxpipe.schedules import Slice, timeline, trace_of
 from jaxpipe.state import TrainState
 from jaxpipe.topology import PipelineParallelGrid, mesh_shape, mesh_topology, rank_devices
 
+from ._breakdown import Breakdown, stage_devices
 from ._checkpointer import Checkpointer, LoadOptions
 from ._compile import Reporter, print_line
 from ._hold import hold_signals
@@ -110,7 +112,8 @@ class Engine(ABC):
         self._source, self._lockstep = MicrobatchSource(data_iter), Lockstep(self.data_shard)
         self._reports = Reports(self._trainer, chosen.schedules)
         self._checkpointer = Checkpointer(self._trainer, self._source, self._when_loaded)
-        self._telemetry = Telemetry(self._trainer, self._reports, config, monitors)
+        self._breakdown = Breakdown(self._trainer)
+        self._telemetry = Telemetry(self._trainer, self._reports, self._breakdown, monitors)
         is_repeated = isinstance(data_iter, RepeatingLoader)
         self.training_dataloader: Any = data_iter.loader if is_repeated else data_iter
         self._micro_steps = 0
@@ -123,6 +126,9 @@ class Engine(ABC):
             self._trainer.check_parameters()
         # Last, so that what is wrong above leaves no files and no runs behind.
         self._telemetry.open()
+        if config.dump_state:
+            shown = json.dumps(dataclasses.asdict(without_secrets(config)), default=str, indent=2)
+            self._trainer.compiler.report(f"configuration: {shown}")
 
     def __repr__(self) -> str:
         shape = mesh_shape(self.mesh)
@@ -194,8 +200,13 @@ class Engine(ABC):
             )
         # Before data are pulled: a batch that cannot be trained is not to be lost.
         trainer.watch.check()
+        breakdown = self._breakdown if self._breakdown.is_on else None
+        if breakdown is not None:
+            self._recorder = self._recorder or breakdown.begin()
         with self._source.transaction():
             pipeline, batch = self._pull(data_iter, self.micro_batches, is_training=True)
+            if breakdown is not None:
+                breakdown.note("data")
             # Before signals are held: compiling takes long and must be interruptible.
             state = trainer.prepare("the training step", pipeline.step, batch)
             with hold_signals():  # the step donates the old state's arrays, and until it is counted nobody has the new
@@ -206,6 +217,9 @@ class Engine(ABC):
                 self._reports.count_tokens(batch)
                 self._count_step(state, metrics, self.micro_batches, self.train_batch_size())
                 self._source.commit()
+        if breakdown is not None:
+            breakdown.note("host")
+            self._telemetry.note_times(breakdown.show(pipeline, (trainer.state, batch)))
         self._end_step()
         return metrics["loss"]
 
@@ -800,13 +814,12 @@ class Engine(ABC):
         """Train a batch and record it: its actions, with their times."""
         recorded: list[Operation] = []
         self._recorder = recorded.extend
-        self.train_batch(data_iter)
-        devices = {
-            stage: own[0].local_hardware_id
-            for stage, row in enumerate(self.mesh.devices)
-            if (own := [device for device in row.flat if device.process_index == jax.process_index()])
-        }
-        return measured_slices(self.pipeline.program, recorded, devices, [each.name for each in self.module.layers])
+        try:
+            self.train_batch(data_iter)
+        finally:
+            self._recorder = None
+        devices, names = stage_devices(self.mesh.devices), [each.name for each in self.module.layers]
+        return measured_slices(self.pipeline.program, recorded, devices, names)
 
     def _launch_recorded(self, step: Any, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """Run a step that is to be recorded, to its end."""

@@ -93,8 +93,10 @@ def initialize(  # noqa: PLR0913  # DeepSpeed's arguments
             own, when the devices have computed the step, with a list of `Event(name, value, samples)`; one that raises
             is switched off with a warning in the log. Names begin with `Train/Samples/`: `train_loss`, `lr` (of the
             next update, as `get_lr`), `grad_norm`, `losses/*` and `metrics/*` that layers report, `loss_scale` in
-            float16, `skipped_steps`, `samples_per_s`, `tokens_per_s`, `peak_memory_gb` (the largest of the process's
-            devices), `elapsed_time_ms_save_checkpoint` and `elapsed_time_ms_load_checkpoint`.
+            float16, `skipped_steps`, `samples_per_s`, `tokens_per_s`, `tflops_per_device` and, on known GPUs, `mfu`
+            (operations of forward and backward, recompute left out), `peak_memory_gb` (the largest of the process's
+            devices), `elapsed_time_ms_*` of `save_checkpoint`, `load_checkpoint`, and where a step is recorded for
+            `wall_clock_breakdown` or `flops_profiler`, of its phases.
 
     Returns:
         `(engine, optimizer, dataloader, lr_scheduler)`: what is in use, None where there is none. The dataloader gives

@@ -8,9 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpipe.config import TrainConfig
 from jaxpipe.monitor import Event, Monitor, MonitorLog, open_monitors
+from jaxpipe.pipeline import Pipeline
+from jaxpipe.profile import model_flops, peak_flops
 
+from ._breakdown import Breakdown
 from ._reports import Reports
 from ._trainer import Trainer
 
@@ -23,7 +25,7 @@ class Telemetry:
     Args:
         trainer: The state and its counters.
         reports: The metrics.
-        config: The configuration: the sections of monitors count.
+        breakdown: Learns how long calls outside of steps take.
         monitors: Users' monitors.
 
     Attributes:
@@ -31,8 +33,9 @@ class Telemetry:
             programs that read the state.
     """
 
-    def __init__(self, trainer: Trainer, reports: Reports, config: TrainConfig, monitors: Sequence[Monitor]) -> None:
-        self._trainer, self._reports, self._config = trainer, reports, config
+    def __init__(self, trainer: Trainer, reports: Reports, breakdown: Breakdown, monitors: Sequence[Monitor]) -> None:
+        self._trainer, self._reports, self._breakdown, config = trainer, reports, breakdown, trainer.config
+        self._flops: tuple[Pipeline, float] | None = None
         self._log, self._speed = MonitorLog(monitors), _Speed()
         sections = (config.tensorboard, config.wandb, config.csv_monitor, config.comet)
         self.is_on = bool(monitors) or any(section.enabled for section in sections)
@@ -40,7 +43,7 @@ class Telemetry:
     def open(self) -> None:
         """Begin to write what the configuration asks for."""
         if self.is_on and jax.process_index() == 0:
-            for monitor in open_monitors(self._config):
+            for monitor in open_monitors(self._trainer.config):
                 self._log.add(monitor)
 
     def add(self, monitor: Monitor) -> None:
@@ -56,11 +59,17 @@ class Telemetry:
         """A step has been started; called where `is_on` is true."""
         arrays, samples, num_tokens = self._arrays(), self._trainer.global_samples, self._reports.num_tokens
         devices, speed = self._trainer.mesh.local_devices, self._speed
+        flops_per_sample = self._flops_per_sample()
+        num_devices, peak = self._trainer.mesh.size, peak_flops(devices[0].device_kind)
 
         def read() -> list[Event]:
             values = {name: _number(array) for name, array in arrays.items()}
             # After the values have been waited for: else only the calls would be timed.
             values |= speed.after(samples, num_tokens)
+            if "samples_per_s" in values:
+                reached = values["samples_per_s"] * flops_per_sample / num_devices
+                values["tflops_per_device"] = reached / 1e12
+                values |= {"mfu": reached / peak} if peak else {}
             peaks = [stats["peak_bytes_in_use"] for device in devices if (stats := device.memory_stats())]
             values |= {"peak_memory_gb": max(peaks) / 1e9} if peaks else {}
             return [Event(_PREFIX + name, value, samples) for name, value in values.items()]
@@ -72,9 +81,16 @@ class Telemetry:
         """Log how long a call outside of steps takes."""
         began = time.perf_counter()
         yield
-        elapsed_ms = 1000 * (time.perf_counter() - began)
-        event = Event(f"{_PREFIX}elapsed_time_ms_{what}", elapsed_ms, self._trainer.global_samples)
-        self._put(lambda: [event])
+        elapsed_s = time.perf_counter() - began
+        self._breakdown.add("checkpoint", elapsed_s)
+        self.note_times({what: elapsed_s})
+
+    def note_times(self, times: Mapping[str, float]) -> None:
+        """Log how long parts of a step, or calls outside of steps, have taken, in seconds."""
+        if times:
+            samples = self._trainer.global_samples
+            events = [Event(f"{_PREFIX}elapsed_time_ms_{name}", 1e3 * x, samples) for name, x in times.items()]
+            self._put(lambda: events)
 
     def forget(self) -> None:
         """Forget the steps so far."""
@@ -93,6 +109,14 @@ class Telemetry:
         found |= {f"losses/{name}": value for name, value in metrics.get("losses", {}).items()}
         found |= {f"metrics/{name}": value for name, value in metrics.get("metrics", {}).items()}
         return found | self._reports.start_rates()
+
+    def _flops_per_sample(self) -> float:
+        """Operations for a sample; counted once for each shape of a batch."""
+        pipeline = self._trainer.pipeline
+        if self._flops is None or self._flops[0] is not pipeline:
+            samples = pipeline.num_microbatches * pipeline.microbatch_size * pipeline.num_replicas
+            self._flops = pipeline, model_flops(pipeline) / samples
+        return self._flops[1]
 
     def _put(self, record: Callable[[], list[Event]]) -> None:
         if jax.process_index() == 0:

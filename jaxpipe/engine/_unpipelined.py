@@ -352,6 +352,8 @@ class UnpipelinedEngine(Engine):
         with hold_signals():
             state, metrics = trainer.launch(self._update, state, *arguments)
             self._count_step(state, metrics, begun.index + 1, self.train_batch_size() - begun.missing)
+        if self._breakdown.is_on:
+            self._breakdown.show(self.pipeline, None)
         self._end_step()
 
     def _wrong_inputs(self, names: Sequence[str], others: Sequence[Any], named: Mapping[str, Any]) -> PipelineError:

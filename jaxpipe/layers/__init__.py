@@ -23,6 +23,7 @@ from ._build import NamedLayer as NamedLayer
 from ._estimate import ESTIMATED as ESTIMATED
 from ._estimate import estimate_layers as estimate_layers
 from ._estimate import estimated_s as estimated_s
+from ._estimate import loss_work as loss_work
 from ._precision import cast_floats as cast_floats
 from ._sharding import unbox as unbox
 from ._signature import layer_signatures as layer_signatures
@@ -62,6 +63,7 @@ __all__ = [
     "cast_floats",
     "estimate_layers",
     "estimated_s",
+    "loss_work",
     "flatten_dict",
     "format_struct",
     "join_path",

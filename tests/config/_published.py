@@ -620,7 +620,7 @@ PUBLISHED: dict[str, Published] = {
     # GPT-NeoX: what it gives to DeepSpeed of its own settings.
     "neox-125m": Published(
         {**_optimizer("Adam", lr=6e-4, betas=[0.9, 0.95], eps=1e-8), **_batch(None, 4), **SCALED, **NEOX},
-        idle=f"{EXCHANGES_} {BUCKETS_} wall_clock_breakdown",
+        idle=f"{EXCHANGES_} {BUCKETS_}",
     ),
     "neox-125m-bf16": Published(
         {
@@ -630,7 +630,7 @@ PUBLISHED: dict[str, Published] = {
             **_zero(0),
             "fp32_allreduce": True,
         },
-        idle=f"{EXCHANGES_} {BUCKETS_} wall_clock_breakdown fp32_allreduce",
+        idle=f"{EXCHANGES_} {BUCKETS_} fp32_allreduce",
     ),
     "neox-20b": Published(
         {

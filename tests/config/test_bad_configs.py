@@ -82,6 +82,9 @@ WRONG_VALUES: dict[str, list[Any]] = {
     "wandb.project": [""],
     "comet.samples_log_interval": [0, -1],
     "comet.project": [""],
+    "flops_profiler.profile_step": [0, -1],
+    "flops_profiler.module_depth": [-2],
+    "flops_profiler.top_modules": [-1],
     "comet.mode": ["new", ""],
     **{path: [{"enabled": True}] for path in OFF if not path.startswith("bf16.")},  # FULL has bf16 off
     **{path: [-1, "many"] for path, values in UNUSED.items() if type(values[0]) in (int, float)},

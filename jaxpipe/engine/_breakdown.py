@@ -1,0 +1,122 @@
+"""`Breakdown`: what `wall_clock_breakdown`, `memory_breakdown` and `flops_profiler` show."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxpipe.data import Batch
+from jaxpipe.pipeline import Pipeline
+from jaxpipe.profile import Operation, format_profile, layer_profiles, memory_line, phase_times
+from jaxpipe.state import TrainState
+
+from ._compile import Reporter
+from ._trainer import Trainer
+
+_EVERY = 10
+"""Steps from one line on times to the next where `steps_per_print` is None; DeepSpeed's default of that."""
+
+
+class Breakdown:
+    """Measures steps and shows what they take, as the configuration asks for it.
+
+    Args:
+        trainer: The programs, the counters, and the configuration.
+
+    Attributes:
+        is_on: Whether it has anything to do.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        config = trainer.config
+        self._trainer, self._section = trainer, config.flops_profiler
+        self._every = (config.steps_per_print or _EVERY) if config.wall_clock_breakdown else 0
+        self._shows_memory = config.memory_breakdown
+        self.is_on = bool(self._every) or self._shows_memory or self._section.enabled
+        self._recorded: Sequence[Operation] = ()
+        self._totals: dict[str, float] = {}
+        self._since, self._at_s, self._mark_s = 0, 0.0, 0.0
+
+    def begin(self) -> Callable[[Sequence[Operation]], None] | None:
+        """A step begins; gives what takes its operations, if it is to be recorded."""
+        self._mark_s = time.perf_counter()
+        step = self._trainer.global_steps + 1
+        profiles = self._section.enabled and step == self._section.profile_step
+        return self._take if profiles or self._is_due(step) else None
+
+    def note(self, what: str) -> None:
+        """A part of the host's work has ended; it began with the step, or where the last part ended."""
+        now = time.perf_counter()
+        self._totals[what] = self._totals.get(what, 0.0) + now - self._mark_s
+        self._mark_s = now
+
+    def add(self, what: str, elapsed_s: float) -> None:
+        """Something outside of steps took this long."""
+        self._totals[what] = self._totals.get(what, 0.0) + elapsed_s
+
+    def show(self, pipeline: Pipeline, arguments: tuple[TrainState, Batch] | None) -> Mapping[str, float]:
+        """Show what is due after a step.
+
+        Args:
+            pipeline: The pipeline that has run.
+            arguments: State and batch, or their shapes, of its program; None: it has run in several calls.
+
+        Returns:
+            Seconds of its phases, as `phase_times` gives them; empty where it was not recorded.
+        """
+        phases = phase_times(self._recorded)
+        step, report = self._trainer.global_steps, self._trainer.compiler.report
+        if self._shows_memory and arguments is not None:
+            self._shows_memory = False
+            report(memory_line(pipeline, pipeline.step.lower(*arguments).compile()))
+        if self._section.enabled and step == self._section.profile_step:
+            self._show_profile(pipeline, report, phases.get("step"))
+        if self._is_due(step):
+            report(self._line(step, phases))
+        elif not self._at_s:
+            # The first step has compiled, and is no measure of the others.
+            self._totals, self._since, self._at_s = {}, step, time.perf_counter()
+        self._recorded = ()
+        return phases
+
+    def _is_due(self, step: int) -> bool:
+        return bool(self._every) and step % self._every == 0
+
+    def _take(self, operations: Sequence[Operation]) -> None:
+        self._recorded = operations
+
+    def _show_profile(self, pipeline: Pipeline, report: Reporter, step_s: float | None) -> None:
+        layers = layer_profiles(pipeline, self._recorded, stage_devices(pipeline.mesh.devices))
+        text = format_profile(pipeline, layers, self._section, self._trainer.global_steps, step_s)
+        if self._section.output_file is None:
+            report(text)
+        elif jax.process_index() == 0:
+            Path(self._section.output_file).write_text(text + "\n", encoding="utf-8")
+
+    def _line(self, step: int, phases: Mapping[str, float]) -> str:
+        now = time.perf_counter()
+        count, began_s = step - self._since, self._at_s
+        parts = [f"{what} {1e3 * total / count:.4g} ms" for what, total in self._totals.items()]
+        if began_s:
+            parts.append(f"step {1e3 * (now - began_s) / count:.4g} ms")
+        self._totals, self._since, self._at_s = {}, step, now
+        line = f"time of a step, the mean of {count} up to step {step}: {', '.join(parts)}"
+        shown = ", ".join(f"{name} {1e3 * seconds:.4g} ms" for name, seconds in phases.items() if name != "step")
+        if shown:
+            line += f"; a device in step {step}: {shown}"
+        return line
+
+
+def stage_devices(devices: Any) -> dict[int, int]:
+    """One device of each stage of which this process has any, by its number in the process.
+
+    Args:
+        devices: The mesh's devices, stages along the first dim.
+    """
+    own = {
+        stage: [device for device in row.flat if device.process_index == jax.process_index()]
+        for stage, row in enumerate(devices)
+    }
+    return {stage: each[0].local_hardware_id for stage, each in own.items() if each}

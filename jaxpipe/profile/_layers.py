@@ -1,0 +1,191 @@
+"""What each layer of a pipeline holds, computes and takes, as a table."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import jax
+
+from jaxpipe.config import FlopsProfilerSection
+from jaxpipe.forecast import HARDWARE
+from jaxpipe.jaxpr import program_work
+from jaxpipe.layers import loss_work
+from jaxpipe.pipeline import Pipeline
+
+from ._recorded import Operation
+
+_BACKWARD = 2
+"""A backward makes two products of each of the forward's: gradients of the inputs and of the weights."""
+
+
+@dataclass(frozen=True)
+class LayerProfile:
+    """A layer, or the loss, in one step.
+
+    Attributes:
+        name: Its name.
+        stage: The stage that runs it; None: all of them.
+        num_params: Its parameters.
+        forward_flops: Operations of its forward for one microbatch of one replica.
+        flops: Operations of forward and backward in the whole step, on all replicas.
+        busy_s: Seconds that a device of its stage spent on it in the step; None: not recorded. Layers at one place in
+            the parts of one stage are one program, and share their time evenly.
+    """
+
+    name: str
+    stage: int | None
+    num_params: int
+    forward_flops: int
+    flops: int
+    busy_s: float | None
+
+
+def model_flops(pipeline: Pipeline) -> int:
+    """Operations of a step, forward and backward on all replicas, without what is recomputed."""
+    return sum(layer.flops for layer in layer_profiles(pipeline))
+
+
+def peak_flops(kind: str) -> float | None:
+    """Peak operations a second of a device, dense in bfloat16, by the name that it gives itself; None: not known."""
+    named = (x for name, x in HARDWARE.items() if name.lower() in kind.lower().replace(" ", ""))
+    return next((x.flops_per_s for x in named), None)
+
+
+def layer_profiles(
+    pipeline: Pipeline, operations: Sequence[Operation] = (), devices: Mapping[int, int] | None = None
+) -> list[LayerProfile]:
+    """Count the layers of a pipeline, and find their time in a recorded step.
+
+    Args:
+        pipeline: The pipeline.
+        operations: What `record` returned; empty: nothing was recorded.
+        devices: The device of each stage, by its number in this process.
+
+    Returns:
+        Its layers in order, then the loss.
+    """
+    trace, module, times = pipeline.trace, pipeline.module, pipeline.num_microbatches * pipeline.num_replicas
+    works = {first: program_work(trace.programs[first].jaxpr).flops for first in set(trace.firsts)}
+    parts = list(zip(pipeline.parts, pipeline.parts[1:], pipeline.part_stages, strict=False))
+    busy_s = _busy_s(pipeline, operations, devices or {})
+    found: list[LayerProfile] = []
+    for index, named in enumerate(module.layers):
+        on_all = index in pipeline.ends.layers
+        stage = None if on_all else next(stage for start, stop, stage in parts if start <= index < stop)
+        forward, num_params = works[trace.firsts[index]], trace.num_own_params()[index]
+        flops = (1 + _BACKWARD) * forward * times
+        found.append(LayerProfile(named.name, stage, num_params, forward, flops, busy_s.get(named.name)))
+    # The loss of vocabulary-parallel layers has collectives, and is traced inside the executor alone.
+    if module.loss_fn is not None and not pipeline.ends.layers:
+        forward = loss_work(module, trace, pipeline.microbatch_struct.labels).flops
+        stage = pipeline.part_stages[-1]
+        found.append(LayerProfile("loss", stage, 0, forward, (1 + _BACKWARD) * forward * times, busy_s.get("loss")))
+    return found
+
+
+def format_profile(
+    pipeline: Pipeline, layers: Sequence[LayerProfile], section: FlopsProfilerSection, step: int, step_s: float | None
+) -> str:
+    """Write a profile as the section asks for it.
+
+    Args:
+        pipeline: The pipeline.
+        layers: What `layer_profiles` returned.
+        section: The configuration.
+        step: The step, counted from 1.
+        step_s: Seconds that it took; None: not recorded.
+
+    Returns:
+        Lines.
+    """
+    total, forward = sum(layer.flops for layer in layers), sum(layer.forward_flops for layer in layers)
+    device = pipeline.mesh.devices.flat[0]
+    lines = [
+        f"profile of step {step}: {sum(layer.num_params for layer in layers):,} parameters, {_si(forward)}FLOP in the "
+        f"forward of a microbatch, {_si(total)}FLOP in a step on {pipeline.mesh.size} devices"
+    ]
+    if step_s:
+        reached = total / step_s / pipeline.mesh.size
+        peak = peak_flops(device.device_kind)
+        share = f", {reached / peak:.1%} of the peak" if peak else ""
+        lines.append(f"the step took {step_s * 1e3:.4g} ms on the devices: {_si(reached)}FLOP/s a device{share}")
+    if section.module_depth and section.top_modules:
+        top = sorted(layers, key=lambda layer: -layer.flops)[: section.top_modules]
+        lines.append("most operations: " + ", ".join(f"{x.name} ({x.flops / max(total, 1):.1%})" for x in top))
+    if section.module_depth and section.detailed:
+        heads = ("layer", "stage", "parameters", "FLOP, forward", "share", "time", "FLOP/s")
+        rows = [heads, *(_row(pipeline, layer, total) for layer in layers)]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines += ["  ".join(t.ljust(w) for t, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join(lines)
+
+
+def _row(pipeline: Pipeline, layer: LayerProfile, total: int) -> tuple[str, ...]:
+    # A device does a replica's share, and with axes inside a stage a part of that.
+    shares = (
+        pipeline.mesh.size // pipeline.module.num_stages * (pipeline.module.num_stages if layer.stage is None else 1)
+    )
+    speed = f"{_si(layer.flops / shares / layer.busy_s)}FLOP/s" if layer.busy_s else "-"
+    return (
+        layer.name,
+        "all" if layer.stage is None else str(layer.stage),
+        f"{layer.num_params:,}",
+        _si(layer.forward_flops),
+        f"{layer.flops / max(total, 1):.1%}",
+        "-" if layer.busy_s is None else f"{layer.busy_s * 1e3:.4g} ms",
+        speed,
+    )
+
+
+def _busy_s(pipeline: Pipeline, operations: Sequence[Operation], devices: Mapping[int, int]) -> dict[str, float]:
+    """Seconds of each layer, and of the loss, on the device of its stage."""
+    found: dict[str, float] = {}
+    parts = list(zip(pipeline.parts, pipeline.parts[1:], pipeline.part_stages, strict=False))
+    names = [named.name for named in pipeline.module.layers]
+    everywhere = {names[i] for i in pipeline.ends.layers}
+    for stage, device in devices.items():
+        own = {names[i] for start, stop, at in parts if at == stage for i in range(start, stop)} | everywhere
+        for each in operations:
+            if each.device != device:
+                continue
+            named = own & each.words
+            if not named and each.phase == "loss":
+                named = {"loss"}
+            for name in named:
+                found[name] = found.get(name, 0.0) + (each.end_s - each.start_s) / len(named)
+    # Those that all stages run have been added up over the stages.
+    return {name: seconds / (len(devices) if name in everywhere else 1) for name, seconds in found.items()}
+
+
+def _si(number: float) -> str:
+    """A number with three digits and a prefix of a thousand."""
+    for prefix in ("", "k", "M", "G", "T", "P"):
+        if abs(number) < 1000:
+            return f"{number:.3g} {prefix}"
+        number /= 1000
+    return f"{number:.3g} E"
+
+
+def memory_line(pipeline: Pipeline, compiled: jax.stages.Compiled) -> str:
+    """What the memory of one device holds in a step, as a line."""
+    struct = pipeline.state_struct
+    sizes = {
+        "parameters": struct.params,
+        "optimiser state": struct.opt_state,
+        "collections": struct.collections,
+        "batch": pipeline.batch_struct,
+    }
+    parts = [f"{name} {_si(_device_bytes(tree))}B" for name, tree in sizes.items()]
+    analysis = compiled.memory_analysis()
+    if analysis is not None:
+        parts.append(f"temporaries of the step {_si(analysis.temp_size_in_bytes)}B")
+    device = next(iter(pipeline.mesh.local_devices))
+    stats = device.memory_stats() or {}
+    used = [("in use", "bytes_in_use"), ("at most so far", "peak_bytes_in_use"), ("limit", "bytes_limit")]
+    parts += [f"{name} {_si(stats[key])}B" for name, key in used if key in stats]
+    return f"memory of a device ({device.device_kind}): {', '.join(parts)}"
+
+
+def _device_bytes(tree: object) -> int:
+    leaves = jax.tree.leaves(tree)
+    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
