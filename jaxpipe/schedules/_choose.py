@@ -126,9 +126,10 @@ class _Chooser:
     ) -> list[Candidate]:
         costs, kind = self.costs, resolve_schedule(schedule, num_chunks, max_pending)
         # Lowering takes time in proportion to the microbatches. Beyond `STEADY` groups each further group of S adds the
-        # same ticks, so two short programs one group apart give any length; the remainder is kept, as the last, shorter
-        # group changes the tables.
-        lowered = min(self.num_microbatches, STEADY * self.num_stages + self.num_microbatches % self.num_stages)
+        # same ticks, so two short programs one group apart give any length; the remainder is kept, as it changes the
+        # tables, and over so many groups that, as in the whole step, none gets more than one microbatch of it.
+        remainder = self.num_microbatches % self.num_stages
+        lowered = min(self.num_microbatches, max(STEADY, remainder + 1) * self.num_stages + remainder)
         program = lower_schedule(kind, lowered, self.num_stages)
         shorter = program
         if lowered < self.num_microbatches:

@@ -15,8 +15,8 @@ def forward_schedule(schedule: type[PipeSchedule]) -> type[PipeSchedule]:
     """Give a forward-only schedule whose chunks lie where those of a training schedule lie.
 
     With one chunk a stage, in order, this is `InferenceSchedule`. Otherwise it is the training schedule's own
-    forwards, without the steps in which no stage has one to run or to move: `vM + S - 1` steps for `"interleaved"` (if
-    S divides M), `2M + 2S - 2` for `"1f1b-v"`.
+    forwards, without the steps in which no stage has one to run or to move: `vM + S - 1` steps for `"interleaved"` and
+    M of at least S, `2M + 2S - 2` for `"1f1b-v"`.
 
     Args:
         schedule: A training schedule class.

@@ -1,50 +1,79 @@
 """The timetable of combined ticks on the ring, for any number of chunks a stage."""
 
-from ._timetable import Action, TimetableSchedule
+from ._timetable import NOTHING, Action, TimetableSchedule
 
 
 class RingTimetable(TimetableSchedule):
     """Forwards and backwards on combined ticks, the model cut into `V = vS` parts, part `cS + s` on stage s.
 
-    The microbatches go round the ring in groups of S: let `R(m) = vS (m // S) + m % S`. Part p runs the forward of
-    microbatch m at step `R(m) + p` and its backward at step `R(m) + 2(V - 1) - p`. No stage has two forwards or two
-    backwards in one step. With one chunk `R(m) = m`, and this is 1F1B.
-
-    The forwards of a stage fill `num_slots()` successive steps, as do its backwards, with gaps only where the last
-    group is short of S microbatches.
+    The microbatches go round the ring in `max(1, M // S)` groups, as equal as they can be, of S microbatches where S
+    divides M, else of more, up to g. A stage has a turn for each chunk and microbatch: it takes a group through its
+    first chunk, then through its second, and so on, then the next group. Stage s takes turn n of its forwards at step
+    `n + s` and turn n of its backwards, which go through the chunks from the last one, at step
+    `n + (v - 1)g + 2(S - 1) - s`. What comes round the ring waits on its stage for the group to end. With one
+    chunk this is 1F1B.
     """
 
     def num_steps(self) -> int:
-        """`R(M - 1) + 2V - 1`."""
-        return self.num_slots() + self.num_chunks * self.stages + self.stages - 2
+        """`vM + (v - 1)g + 2(S - 1)`, for M of at least S."""
+        return self.num_slots() + self._backward_lag() + self.stages - 1
 
     def num_slots(self) -> int:
         """Give the number of steps from the first to the last forward of a stage.
 
         Returns:
-            `R(M - 1) + V - S + 1`; it is `vM` if S divides M, or with one chunk.
+            `vM`; `(v - 1)S + M` for fewer than S microbatches, between whose turns are gaps.
         """
-        # R(M - 1) is the first part's step of the last microbatch; its last chunk on this stage follows V - S later.
-        group, position = divmod(self.micro_batches - 1, self.stages)
-        return (group + 1) * self.stages * self.num_chunks - self.stages + position + 1
+        gap = max(0, self.stages - self.micro_batches)
+        return self.num_chunks * self.micro_batches + (self.num_chunks - 1) * gap
 
     def forward_at(self, step: int) -> Action:
-        """Chunk c and microbatch m with `R(m) + cS + s = step`."""
+        """Turn `step - s`."""
         return self._turn(step - self.stage_id)
 
     def backward_at(self, step: int) -> Action:
-        """Chunk c and microbatch m with `R(m) + 2(V - 1) - (cS + s) = step`."""
-        # 2(V - 1) - (cS + s) = (v - 1 - c)S + (V + S - 2 - s): the turns of forwards, later, the last chunk first.
-        parts = self.num_chunks * self.stages
-        chunk, microbatch = self._turn(step - (parts + self.stages - 2 - self.stage_id))
+        """Turn `step - (v - 1)g - 2(S - 1) + s`, the last chunk first."""
+        chunk, microbatch = self._turn(step - (self._backward_lag() + self.stages - 1 - self.stage_id))
         return self.num_chunks - 1 - chunk, microbatch
+
+    def activation_at(self, step: int) -> Action:
+        """What the stage before ran; on the first stage it is for the next chunk."""
+        before = (self.stage_id - 1) % self.stages
+        chunk, microbatch = self._turn(step - 1 - before)
+        return self._on_this_stage(chunk + (self.stage_id == 0), microbatch)
+
+    def gradient_at(self, step: int) -> Action:
+        """What the stage after ran; on the last stage it is for the chunk before."""
+        after = (self.stage_id + 1) % self.stages
+        chunk, microbatch = self._turn(step - 1 - (self._backward_lag() + self.stages - 1 - after))
+        return self._on_this_stage(self.num_chunks - 1 - chunk - (after == 0), microbatch)
 
     def promised_s(self, forward_s: float, backward_s: float, weight_s: float) -> float:
         """`(num_slots() + S - 1)(F + B)/v`."""
         return (self.num_slots() + self.stages - 1) * (forward_s + backward_s) / self.num_chunks
 
-    def _turn(self, slot: int) -> Action:
-        # S turns for each chunk, one a microbatch of the group, before the next group begins.
-        group, position = divmod(slot, self.num_chunks * self.stages)
-        chunk, in_group = divmod(position, self.stages)
-        return chunk, group * self.stages + in_group
+    def _on_this_stage(self, chunk: int, microbatch: int) -> Action:
+        return (chunk, microbatch) if 0 <= chunk < self.num_chunks else NOTHING
+
+    def _backward_lag(self) -> int:
+        # On the last stage: the first turn of the last chunk, where a group's first backward follows its forward. All
+        # groups wait as long as the largest must, so that turns keep their order.
+        size, num_larger = self._groups()
+        return (self.num_chunks - 1) * (size + (num_larger > 0)) + self.stages - 1
+
+    def _groups(self) -> tuple[int, int]:
+        """Microbatches of a group, and how many groups, the first ones, have one more."""
+        if self.micro_batches < self.stages:
+            # With turns for microbatches that are not there: what goes round the ring is not back earlier.
+            return self.stages, 0
+        return divmod(self.micro_batches, self.micro_batches // self.stages)
+
+    def _turn(self, number: int) -> Action:
+        """Chunk, from the first, and microbatch of a turn."""
+        size, num_larger = self._groups()
+        begin, first = num_larger * self.num_chunks * (size + 1), num_larger * (size + 1)
+        if number < begin:
+            size, begin, first = size + 1, 0, 0
+        group, turn = divmod(number - begin, self.num_chunks * size)
+        chunk, position = divmod(turn, size)
+        return chunk, first + group * size + position

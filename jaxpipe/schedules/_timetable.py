@@ -31,11 +31,12 @@ NOTHING: Action = (0, -1)
 class TimetableSchedule(PipeSchedule):
     """A training schedule that needs only its times: the instructions follow from them.
 
-    Each hop takes one step: the following part of the model runs a forward in the step after this one did, the
-    preceding part a backward in the step after this one did. A step then lists its exchanges (`SendGrad`,
-    `RecvActivation`, `RecvGrad`, `SendActivation`), `LoadMicroBatch` on the first and the last part, the forward, the
-    backward and the weight gradient; the last step ends with the reductions and the optimizer step. Values that stay on
-    the stage, from one of its chunks to the next, are not sent.
+    Each hop takes one step: what a part of the model computes is with the following part, or the preceding one if it is
+    a gradient, in the step after. It is used there at once; where it waits, `activation_at` and `gradient_at` say when
+    it arrives. A step then lists its exchanges (`SendGrad`, `RecvActivation`, `RecvGrad`, `SendActivation`),
+    `LoadMicroBatch` on the first and the last part, the forward, the backward and the weight gradient; the last step
+    ends with the reductions and the optimizer step. Values that stay on the stage, from one of its chunks to the next,
+    are not sent.
     """
 
     split_backward: ClassVar[bool] = False
@@ -82,18 +83,40 @@ class TimetableSchedule(PipeSchedule):
         """
         return NOTHING
 
+    def activation_at(self, step: int) -> Action:
+        """Give what receives its activation from another stage at a step.
+
+        Args:
+            step: A step, from 0.
+
+        Returns:
+            Chunk and microbatch; by default those of `forward_at`, which uses it in the same step.
+        """
+        return self.forward_at(step)
+
+    def gradient_at(self, step: int) -> Action:
+        """Give what receives its gradient from another stage at a step.
+
+        Args:
+            step: A step, from 0.
+
+        Returns:
+            Chunk and microbatch; by default those of `backward_at`, which uses it in the same step.
+        """
+        return self.backward_at(step)
+
     def num_pipe_buffers(self) -> int:
         """Give the number of buffers: the most that are needed at once.
 
         Returns:
-            The most microbatches in flight, counted on each chunk; one more where a gradient waits for the next step
-            to be taken by another chunk of this stage.
+            The most microbatches in flight, counted on each chunk from the arrival of its activation; one more where a
+            gradient waits for the next step to be taken by another chunk of this stage.
         """
         ends = self._ends()
         flying = peak = 0
         for step in range(self.num_steps()):
-            # Before what this step frees: a step runs its forward first, and the buffer is in use until its end.
-            flying += self._runs(self.forward_at(step))
+            # Before what this step frees: a step receives and runs its forward first, and what ends uses its buffer.
+            flying += len(self._begun(step, ends))
             peak = max(peak, flying)
             flying -= len(self._freed(step, ends))
         return peak
@@ -111,16 +134,21 @@ class TimetableSchedule(PipeSchedule):
             # list the gradient, then the activation, so that blocking transfers would meet too.
             exchanges, last_exchange, computing = send_grad, send_act, list[PipeInstruction]()
             send_grad, send_act = [], []
+            for action in self._begun(step, ends):
+                buffer, names = buffers.take(action)
+                exchanges = exchanges + [RecvActivation(buffer, **names)] * ends[action[0]].from_stage
+            gradient = self.gradient_at(step)
+            if self._runs(gradient) and ends[gradient[0]].to_stage:
+                buffer, names = buffers.find(gradient)
+                exchanges = [*exchanges, RecvGrad(buffer, **names)]
             if self._runs(forward):
                 end = ends[forward[0]]
-                buffer, names = buffers.take(forward)
-                exchanges = exchanges + [RecvActivation(buffer, **names)] * end.from_stage
+                buffer, names = buffers.find(forward)
                 computing += [*[LoadMicroBatch(buffer, **names)] * end.loads, ForwardPass(buffer, **names)]
                 send_act = [SendActivation(buffer, **names)] * end.to_stage
             if self._runs(backward):
                 end = ends[backward[0]]
                 buffer, names = buffers.find(backward)
-                exchanges = exchanges + [RecvGrad(buffer, **names)] * end.to_stage
                 kind = BackwardInput if self.split_backward else BackwardPass
                 computing.append(kind(buffer, **names))
                 send_grad = [SendGrad(buffer, **names)] * end.from_stage
@@ -135,6 +163,11 @@ class TimetableSchedule(PipeSchedule):
 
     def _runs(self, action: Action) -> bool:
         return 0 <= action[1] < self.micro_batches
+
+    def _begun(self, step: int, ends: list["_Ends"]) -> list[Action]:
+        """The actions that take a buffer at a step: it brings their activation, or needs none and runs them."""
+        begun = (self.activation_at(step), True), (self.forward_at(step), False)
+        return [action for action, arrives in begun if self._runs(action) and ends[action[0]].from_stage == arrives]
 
     def _freed(self, step: int, ends: list["_Ends"]) -> list[Action]:
         """The actions whose buffers are free after a step; a gradient kept on this stage is taken one step later."""

@@ -15,15 +15,14 @@ class ZeroBubbleSchedule(FilledTimetable, RingTimetable):
     nothing else to do; the rest, `S - 1` of them, in steps of their own at the end. Each stage so hides `S - 1` weight
     gradients.
 
-    - Makespan: `M(F + I + W) + (S - 1)(F + I - W)/v` for `W <= min(F, I)`, if S divides M or v is 1, and
-      `v(M - S) >= S - 2` (fewer microbatches leave less to hide). A step in which some stages run I and W while others
-      run F and I costs the longer, so each of W - F and W - I, where above 0, counts `(S - 1)/v` times on top.
-    - In flight on stage s: as the schedule without the split has on stage 0, `vS + S - 1` microbatches counted on each
-      chunk, one less on the other stages; a residual is kept until its weight gradient.
+    - Makespan: `M(F + I + W) + (S - 1)(F + I - W)/v` for `W <= min(F, I)`, if S divides M, M is 2S or more or v is 1,
+      and `v(M - S) >= S - 2` (fewer microbatches leave less to hide). A step in which some stages run I and W while
+      others run F and I costs the longer, so each of W - F and W - I, where above 0, counts `(S - 1)/v` times on top.
+    - In flight on stage s: as the schedule without the split has on stage 0, `(v - 1)g + 2S - 1` microbatches counted
+      on each chunk, one less on the other stages; a residual is kept until its weight gradient.
     - Pending, from I to W: up to `S - 1 + s` on stage s, and `2S - 2` (v = 1) or `2S - 1` (v > 1) on the last.
       `max_pending` K bounds it: each one less than these costs up to `W/v`, down to K = 1 and no gain.
-    - Where S does not divide M and v is above 1, weight gradients also fill the gaps that the last group leaves. Time
-      is then between the formula and that of `"interleaved"`, in flight a few more; a larger K makes it faster.
+    - For M between S and 2S and v above 1, and for M below S, time is between the formula and that of `"interleaved"`.
     - Use it where the bubble matters and the pending weight gradients fit. With full recompute these are the expensive
       memory. Layers whose backward cannot be split gain nothing.
 

@@ -68,22 +68,21 @@ def test_interleaved_chunks(num_stages: int, num_chunks: int) -> None:
     kind = resolve_schedule("interleaved", num_chunks)
     for count in COUNTS:
         program = lower_schedule(kind, count, num_stages)
-        groups = -(-count // num_stages)
-        last = count - (groups - 1) * num_stages
-        expected = (num_stages * groups + (last - 1) / num_chunks) * 3.0
+        expected = (count + (num_stages - 1) / num_chunks) * 3.0
+        if count < num_stages:
+            expected = (num_stages + (count - 1) / num_chunks) * 3.0
         assert makespan(program, 1.0, 2.0) == pytest.approx(expected)
         assert makespan(program, 1.0, 2.0, skip_idle=False) == pytest.approx(expected)
         assert closed_form("interleaved", count, num_stages, 1.0, 2.0, num_chunks=num_chunks) == pytest.approx(expected)
         assert expected <= (count + num_stages - 1) * 3.0 + 1e-9
-        if count % num_stages == 0:
-            assert expected == pytest.approx(count * 3.0 + (num_stages - 1) * 3.0 / num_chunks)
+        largest_group = -(-count // max(1, count // num_stages))
         assert in_flight(program) == [
-            (num_chunks - 1) * min(count, num_stages) + min(count, 2 * (num_stages - 1 - s) + 1)
-            for s in range(num_stages)
+            (num_chunks - 1) * largest_group + min(count, 2 * (num_stages - 1 - s) + 1) for s in range(num_stages)
         ]
         assert len(program.runs) <= 3
-        assert program.unbuffered.activations.recv
-        assert program.unbuffered.gradients.recv
+        # What comes round the ring waits for the rest of a group of more than S.
+        assert program.unbuffered.activations.recv == (largest_group <= num_stages)
+        assert program.unbuffered.gradients.recv == (largest_group <= num_stages)
         assert program.unbuffered.pending
 
 

@@ -38,7 +38,7 @@ def test_it_is_sound_and_every_action_reads_what_it_should(kind: type[PipeSchedu
 
 @pytest.mark.parametrize("kind", KINDS, ids=label)
 def test_it_takes_as_long_as_its_formula_says(kind: type[PipeSchedule]) -> None:
-    """But for split backwards of several chunks whose last group of microbatches is short: they may take longer."""
+    """But for split backwards of several chunks and few microbatches, not a multiple of S: they may take longer."""
     for num_microbatches, num_stages in SIZES:
         program = lower_schedule(kind, num_microbatches, num_stages)
         for forward_s, backward_s in ((1.0, 2.0), (2.0, 4.0)):

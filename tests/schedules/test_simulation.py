@@ -87,7 +87,8 @@ def test_named_programs_read_what_they_should(name: str, num_chunks: int, num_st
         Machine(program).run()
         require_tight(program)
         for unbuffered, depth in zip(program.unbuffered[:2], program.depth[:2], strict=True):
-            assert unbuffered.recv
+            waits = num_microbatches > num_stages and num_microbatches % num_stages > 0
+            assert unbuffered.recv == (not waits or name == "1f1b-v" or num_chunks == 1)
             if num_stages > 1:
                 assert depth.send == 1
                 assert depth.local <= 1
