@@ -2,9 +2,9 @@
 
 Each job is compiled for 8 or 64 H200s, and its scheduled HLO is read. Printed are
 
-- memory of a device as XLA plans it, beside a hand count: 12 bytes a parameter for masters and moments (as divided by
-  ZeRO), 2 for the compute parameters, 4 for the sums of gradients, the rings of residuals and of pending weight
-  gradients;
+- memory of a device as XLA plans it, beside what `jaxpipe.plan` counts: by hand are masters and moments (as divided by
+  ZeRO), compute parameters, sums of gradients, the rings of residuals and of pending weight gradients; counted are the
+  temporaries of a tick, too;
 - one microbatch of the steady run by category: milliseconds, GB and TFLOP on a stage in the middle;
 - the projected step and its MFU (6 N + 12 L T D, attention's whole square, N without the embedding), M microbatches.
 
@@ -21,8 +21,8 @@ Run: JAX_PLATFORMS=cpu python -m benchmarks.gpu_program [--only 1f1b,interleaved
 """
 
 import argparse
+import dataclasses
 import json
-import math
 import time
 import traceback
 from pathlib import Path
@@ -30,34 +30,13 @@ from typing import Any
 
 import jax
 
-import jaxpipe
 from benchmarks._table import print_head, print_row
+from jaxpipe.forecast import HARDWARE
 
-from ._cost import CATEGORIES, Costs, Machine
+from ._cost import CATEGORIES, Costs
 from ._hlo import Module
 from ._jobs import JOBS, SMOKE, Job
 from ._project import Projection, Simulation
-
-
-def tree_bytes(tree: Any) -> int:
-    """Bytes of a tree of arrays or their shapes."""
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
-
-
-def hand_count(job: Job, pipeline: jaxpipe.Pipeline) -> dict[str, float]:
-    """GB that a device must hold, by what for."""
-    leaves = jax.tree.leaves(pipeline.state_struct.params)
-    own = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in leaves)
-    whole = own * (job.data if job.zero_stage else 1)
-    program, stages = pipeline.program, pipeline._stages
-    counted = {
-        "masters and moments": 12 * own,
-        "compute parameters": 2 * whole,
-        "sums": 4 * whole,
-        "residuals": tree_bytes(stages.residuals) * program.residual_slots,
-        "pending": tree_bytes(stages.pending) * program.depth.pending,
-    }
-    return {name: num_bytes / 1e9 for name, num_bytes in counted.items()}
 
 
 def measure(job: Job, text_at: Path | None) -> dict[str, Any]:
@@ -73,25 +52,27 @@ def measure(job: Job, text_at: Path | None) -> dict[str, Any]:
         text_at.write_text(text)
     total = memory.argument_size_in_bytes + memory.temp_size_in_bytes
     total += memory.output_size_in_bytes - memory.alias_size_in_bytes
-    hand, module, block = hand_count(job, pipeline), Module(text), type(job.block).__name__
+    counted, module, block = job.plan().candidates[0], Module(text), type(job.block).__name__
     real, ideal = (
         Simulation(Costs(module, machine), pipeline.program, job.num_devices, block).run()
-        for machine in (Machine(), Machine().ideal)
+        for machine in (HARDWARE["h200"], HARDWARE["h200"].ideal)
     )
     return {
         "compile_s": compile_s,
         "arguments_gb": memory.argument_size_in_bytes / 1e9,
         "temporary_gb": memory.temp_size_in_bytes / 1e9,
         "total_gb": total / 1e9,
-        "hand_gb": hand,
-        "ratio": total / 1e9 / sum(hand.values()),
+        "hand_gb": counted.memory.held / 1e9,
+        "ratio": total / counted.memory.held,
+        "counted_gb": {name: size / 1e9 for name, size in dataclasses.asdict(counted.memory).items()},
+        "counted_step_ms": counted.step_s * 1e3,
         "real": _projected(job, real),
         "ideal": _projected(job, ideal),
     }
 
 
 def _projected(job: Job, found: Projection) -> dict[str, Any]:
-    mfu = job.flops / job.num_devices / Machine().flops / found.step_s
+    mfu = job.flops / job.num_devices / HARDWARE["h200"].flops_per_s / found.step_s
     stages = {"middle": found.middle, "longest": found.longest}
     return {"step_ms": found.step_s * 1e3, "outside_ms": found.outside_s * 1e3, "mfu": mfu} | {
         name: {
@@ -107,11 +88,11 @@ def _projected(job: Job, found: Projection) -> dict[str, Any]:
 def report(results: dict[str, dict[str, Any]]) -> None:
     """Print the tables."""
     print("\nMemory of a device, GB\n")
-    print_head("job", "compile s", "arguments", "temporary", "total", "by hand", "ratio", "residuals", "pending")
+    print_head("job", "compile s", "arguments", "temporary", "total", "by hand", "ratio", "counted", "ratio")
     for name, found in results.items():
-        hand = found["hand_gb"]
-        sizes = (found["arguments_gb"], found["temporary_gb"], found["total_gb"], sum(hand.values()))
-        rest = f"{found['ratio']:.2f}", f"{hand['residuals']:.1f}", f"{hand['pending']:.1f}"
+        counted = sum(found["counted_gb"].values())
+        sizes = (found["arguments_gb"], found["temporary_gb"], found["total_gb"], found["hand_gb"])
+        rest = f"{found['ratio']:.2f}", f"{counted:.1f}", f"{counted / found['total_gb']:.3f}"
         print_row(name, f"{found['compile_s']:.0f}", *(f"{size:.1f}" for size in sizes), *rest)
     for what, unit, digits in (("ms", "ms", 2), ("gb", "GB", 2), ("tflop", "TFLOP", 2)):
         print(f"\nA microbatch of the steady run on a stage in the middle, {unit}\n")
@@ -123,11 +104,16 @@ def report(results: dict[str, dict[str, Any]]) -> None:
             longest = [f"{found['real']['longest']['total_ms']:.2f}"] if what == "ms" else []
             print_row(name, *cells, f"{sum(middle.values()):.{digits}f}", *longest)
     print("\nProjected step\n")
-    print_head("job", "step ms", "before and after the ticks ms", "MFU", "step ms at peaks", "MFU at peaks")
+    print_head(
+        *("job", "step ms", "before and after the ticks ms", "MFU", "step ms at peaks", "MFU at peaks"),
+        *("counted step ms", "ratio"),
+    )
     for name, found in results.items():
         real, ideal = found["real"], found["ideal"]
         cells = f"{real['step_ms']:.0f}", f"{real['outside_ms']:.1f}", f"{real['mfu']:.3f}"
-        print_row(name, *cells, f"{ideal['step_ms']:.0f}", f"{ideal['mfu']:.3f}")
+        counted = found["counted_step_ms"]
+        ratio = counted / real["step_ms"]
+        print_row(name, *cells, f"{ideal['step_ms']:.0f}", f"{ideal['mfu']:.3f}", f"{counted:.0f}", f"{ratio:.3f}")
 
 
 def main() -> None:

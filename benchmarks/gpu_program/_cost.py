@@ -3,7 +3,9 @@
 import functools
 import math
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+
+from jaxpipe.forecast import Hardware, collective_s, kernel_s
 
 from ._hlo import Instruction, Module
 
@@ -13,42 +15,6 @@ the trunk; writes to rings; slices and copies; all else; collectives that nothin
 
 _MANY = 2**20
 _MOVES = ("slice", "dynamic-slice", "copy", "transpose", "bitcast", "concatenate")
-
-
-@dataclass(frozen=True)
-class Machine:
-    """A GPU and its wires, and what share of the peaks programs reach.
-
-    Attributes:
-        flops: Peak of bfloat16 products, operations a second.
-        memory: Bytes a second.
-        wire: Bytes a second and direction between GPUs of a host.
-        network: The same between hosts.
-        gpus_per_host: GPUs of a host.
-        gemm: Share of `flops` that matrix products reach.
-        attention: Share of `flops` that attention reaches.
-        traffic: Share of `memory` reached.
-        wire_share: Share of `wire` reached.
-        latency_s: Seconds of a collective beside its bytes.
-        branch_s: Seconds that a conditional waits for the host.
-    """
-
-    flops: float = 989e12
-    memory: float = 4.8e12
-    wire: float = 450e9
-    network: float = 50e9
-    gpus_per_host: int = 8
-    gemm: float = 0.70
-    attention: float = 0.50
-    traffic: float = 0.85
-    wire_share: float = 0.8
-    latency_s: float = 15e-6
-    branch_s: float = 25e-6
-
-    @property
-    def ideal(self) -> "Machine":
-        """The same, reaching its peaks."""
-        return replace(self, gemm=1.0, attention=1.0, traffic=1.0, wire_share=1.0, latency_s=0.0, branch_s=0.0)
 
 
 @dataclass
@@ -79,7 +45,7 @@ class Cost:
 class Costs:
     """Costs of the kernels of a module on a machine."""
 
-    def __init__(self, module: Module, machine: Machine) -> None:
+    def __init__(self, module: Module, machine: Hardware) -> None:
         self.module, self.machine = module, machine
 
     @functools.cache  # noqa: B019 - a module is looked at once, and its loops tick by tick
@@ -88,8 +54,7 @@ class Costs:
         module, machine, cost = self.module, self.machine, Cost()
         num_bytes = module.num_bytes(computation, line)
         flops, attention = module.flops(computation, line), module.attention_flops(line)
-        arithmetic_s = flops / (machine.flops * machine.gemm) + attention / (machine.flops * machine.attention)
-        seconds = max(arithmetic_s, num_bytes / (machine.memory * machine.traffic))
+        seconds = kernel_s(machine, flops, attention, num_bytes)
         cost.add(self.category(line, flops, attention), seconds, num_bytes, flops + attention)
         return cost
 
@@ -114,17 +79,12 @@ class Costs:
         machine, group = self.machine, line.group or tuple(range(num_devices))
         size = len(group)
         joined = line.pairs or [(group[0], device) for device in group]
-        is_inside = all(a // machine.gpus_per_host == b // machine.gpus_per_host for a, b in joined)
-        speed = machine.wire * machine.wire_share if is_inside else machine.network
+        inside = all(machine.host_of(a) == machine.host_of(b) for a, b in joined)
         num_bytes = max((array.num_bytes for array in line.arrays), default=0)
         kind = line.op.removesuffix("-start")
-        if kind == "collective-permute":
-            share = 1.0
-        elif kind == "reduce-scatter" and line.op == kind:
-            share = size - 1.0  # its result is one share of what travels
-        else:
-            share = (2.0 if kind == "all-reduce" else 1.0) * (size - 1) / size
-        return machine.latency_s + share * num_bytes / speed
+        if kind == "reduce-scatter" and line.op == kind:
+            num_bytes *= size  # its result is one share of what travels
+        return collective_s(machine, kind, num_bytes, size, inside_host=inside)
 
     @functools.cache  # noqa: B019 - as above
     def straight(self, computation: str, num_devices: int) -> Cost:

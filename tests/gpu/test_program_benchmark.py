@@ -13,10 +13,11 @@ import pytest
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT))  # benchmarks are no part of the installed package
 
-from benchmarks.gpu_program._cost import Costs, Machine  # noqa: E402
+from benchmarks.gpu_program._cost import Costs  # noqa: E402
 from benchmarks.gpu_program._hlo import Instruction, Module  # noqa: E402
 from benchmarks.gpu_program._jobs import Job  # noqa: E402
 from benchmarks.gpu_program._project import Simulation  # noqa: E402
+from jaxpipe.forecast import HARDWARE, Hardware  # noqa: E402
 from jaxpipe.schedules import lower_schedule  # noqa: E402
 
 MODULE = Module(Path(__file__).with_name("small_program.txt").read_text())
@@ -56,7 +57,7 @@ def test_products_inside_fusions_and_half_of_causal_attention_are_counted() -> N
     ],
 )
 def test_kernels_are_told_apart(name: str, category: str) -> None:
-    costs = Costs(MODULE, Machine())
+    costs = Costs(MODULE, HARDWARE["h200"])
     assert list(costs.kernel("body", line(name)).seconds) == [category]
     assert list(costs.kernel("idle", MODULE.computations["idle"]["zeros.5"]).seconds) == ["packed"]
 
@@ -72,10 +73,10 @@ def test_loops_branches_and_collectives_are_read() -> None:
 
 
 def test_a_tick_takes_its_longest_branch_and_its_exchange() -> None:
-    machine = Machine().ideal
+    machine = HARDWARE["h200"].ideal
     cost = Costs(MODULE, machine).straight("body", 3)
-    assert cost.seconds["packed"] == pytest.approx((2 * ACTIVATION + 4 * 2097152) / machine.memory)
-    assert cost.seconds["exchange"] == pytest.approx(ACTIVATION / machine.wire)
+    assert cost.seconds["packed"] == pytest.approx((2 * ACTIVATION + 4 * 2097152) / machine.bytes_per_s)
+    assert cost.seconds["exchange"] == pytest.approx(ACTIVATION / machine.wire_bytes_per_s)
     assert cost.flops["gemm"] == 2 * 64 * 128 * 256
 
 
@@ -113,7 +114,7 @@ def test_stages_take_their_own_branches_and_wait_for_each_other() -> None:
     for i, run in enumerate(program.runs):
         count = f'backend_config={{"known_trip_count":{{"n":"{run.stop - run.start}"}}}}'
         text.append(f"  %loop{i} = f32[1]{{0}} while(), condition=%no_loss, body=%body{i}, {count}")
-    machine = Machine(memory=1.0, traffic=1.0, wire=1e9, latency_s=0.0, branch_s=0.0)
+    machine = Hardware("slow", 1e15, 1e9, 1.0, 1e9, traffic_share=1.0, latency_s=0.0, branch_s=0.0)
     costs = Costs(Module("\n".join([*text, "}"])), machine)
     found = Simulation(costs, program, 2, "Block").run()
     assert found.step_s == pytest.approx(program.num_ticks * 20 + 4 * 8, rel=1e-6)
