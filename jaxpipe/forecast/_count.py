@@ -157,7 +157,7 @@ class Candidate:
         if job.module.compute_dtype is None and self._zero == 1 and self._gathers() != "step":
             weights = 0.0  # layers compute with the masters themselves
         trunk = self._cuts[0].trunk
-        working = working_bytes(self._figures, trace, params, self._vocab, trunk, self._interval)
+        working = working_bytes(self._figures, trace, params, self._vocab, trunk, self._interval, self._gathers())
         before = max((self._ring(cut.prologue) for cut in self._cuts), default=0.0)
         pending = sum(self._figures.layers[i].pending_bytes for i in trunk)
         return DeviceMemory(

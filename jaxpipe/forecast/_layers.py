@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from jaxpipe._typing import Path, PyTree
 from jaxpipe.autodiff import SplitBackward, differentiable
 from jaxpipe.executor import samples_spec
-from jaxpipe.jaxpr import count_kernels, result_specs
+from jaxpipe.jaxpr import Kernel, count_kernels, result_specs
 from jaxpipe.layers import ModelTrace, PipelineModule, flatten_dict, num_bytes
 from jaxpipe.planner import LayerWork, layer_work, loss_work
 from jaxpipe.topology import FSDP, MANUAL_AXES, automatic_axes
@@ -118,9 +118,19 @@ class Figures:
             residual_bytes=kept,
             shared_bytes=0,
             pending_bytes=pending,
-            whole_bytes=0 if plain is None else plain.residual_bytes,
+            whole_bytes=self._made_again(work, specs, index) if plain is None else plain.residual_bytes,
             output_bytes=num_bytes(trace.boundaries[index + 1]) // self.axes.get(FSDP, (1, True))[0],
         )
+
+    def _made_again(self, work: LayerWork, specs: Sequence[P], index: int) -> int:
+        """Bytes of the products of a layer that recomputes by itself, which its backward makes again."""
+        if not self._module.layers[index].is_marked:
+            return 0
+        inputs = [samples_spec(x, self._trace.mesh) for x in jax.tree.leaves(work.inputs)]
+        context = [P()] * len(jax.tree.leaves(work.context))
+        args = work.params, work.inputs, work.context
+        kernels = self._kernels(work.residuals.forward, args, [*specs, *inputs, *context])
+        return sum(each.result_bytes * each.times for each in kernels)
 
     def _shared(self, index: int, before: int, alone: int) -> int:
         if not (before and alone):
@@ -181,10 +191,12 @@ class Figures:
         )
 
     def _time(self, function: Any, args: Sequence[Any], specs: Sequence[P]) -> Time:
+        return time_of(self._hardware, self._kernels(function, args, specs), self.axes)
+
+    def _kernels(self, function: Any, args: Sequence[Any], specs: Sequence[P]) -> list[Kernel]:
         mesh = self._trace.mesh
         has_axes = bool(automatic_axes(mesh))
-        kernels = count_kernels(function, args, specs if has_axes else (), mesh if has_axes else None, MANUAL_AXES)
-        return time_of(self._hardware, kernels, self.axes)
+        return count_kernels(function, args, specs if has_axes else (), mesh if has_axes else None, MANUAL_AXES)
 
 
 def without_fsdp(spec: P) -> P:

@@ -86,7 +86,13 @@ _STREAMS = 7
 
 
 def working_bytes(
-    figures: Figures, trace: ModelTrace, params: ModelParams, vocab: VocabLayers, trunk: range, interval: int
+    figures: Figures,
+    trace: ModelTrace,
+    params: ModelParams,
+    vocab: VocabLayers,
+    trunk: range,
+    interval: int,
+    gathers: str,
 ) -> Working:
     """Count what a tick works with.
 
@@ -97,6 +103,7 @@ def working_bytes(
         vocab: Vocabulary-parallel layers.
         trunk: Layers of a chunk's trunk.
         interval: Layers of a recomputed group.
+        gathers: When weights are gathered over `fsdp`.
     """
     mesh, layers = trace.mesh, figures.layers
     fsdp = mesh.shape.get(FSDP, 1)
@@ -114,7 +121,8 @@ def working_bytes(
         kept=ring_bytes(figures, trunk, interval),
         off_trunk=2 * 4 * packed / itemsize,
         loss=(2 + 4) * logits / slices + ends,
-        backward=2 * again + _STREAMS * stream + largest,
+        # Where actions gather weights themselves, those of a layer are whole meanwhile.
+        backward=2 * again + _STREAMS * stream + largest * (2 if gathers == "tick" else 1),
     )
 
 

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from jaxpipe.jaxpr import Kernel
+from jaxpipe.topology import FSDP
 
 from ._hardware import Hardware
 
@@ -15,7 +16,7 @@ class Time(NamedTuple):
         products: Matrix products and convolutions.
         attention: Fused attention.
         others: What moves bytes.
-        exchange: Collectives inside a stage, under which nothing is taken to run.
+        exchange: Collectives inside a stage under which nothing is taken to run.
         flops: Operations of products and attention.
     """
 
@@ -82,7 +83,7 @@ def time_of(hardware: Hardware, kernels: Iterable[Kernel], axes: Mapping[str, tu
         kernels: The kernels.
         axes: Of each automatic axis its length, and whether its places are in one host.
     """
-    total = Time()
+    total, hidden_s = Time(), 0.0
     for each in kernels:
         flops = each.flops * (1 if each.is_narrow else 2)  # products of 32 bits run at half of the peak, as TF32
         if each.kind == "product":
@@ -93,8 +94,11 @@ def time_of(hardware: Hardware, kernels: Iterable[Kernel], axes: Mapping[str, tu
             one = Time(others=bytes_s(hardware, each.num_bytes))
         else:
             size, inside_host = axes.get(each.axis, (1, True))
-            # Samples that are divided over `fsdp` leave sums of gradients, of which each place keeps its share.
-            kind = "all-reduce" if each.kind == "reduce" and each.axis != "fsdp" else "all-gather"
-            one = Time(exchange=collective_s(hardware, kind, each.num_bytes, size, inside_host=inside_host))
+            # Samples that are divided over `fsdp` leave sums of gradients, of which each place keeps its share, and
+            # which travel under the products of the layer before.
+            kind = "all-reduce" if each.kind == "reduce" and each.axis != FSDP else "all-gather"
+            seconds = collective_s(hardware, kind, each.num_bytes, size, inside_host=inside_host)
+            hidden_s += each.times * seconds * (each.axis == FSDP)
+            one = Time(exchange=seconds * (each.axis != FSDP))
         total = total.plus(one.times(each.times))
-    return total
+    return total.plus(Time(exchange=max(0.0, hidden_s - total.products - total.attention)))

@@ -45,6 +45,7 @@ class Kernel(NamedTuple):
         is_narrow: Whether a product's operands have at most 16 bits.
         axis: Of a collective.
         times: How often it runs.
+        result_bytes: Bytes of a product's or attention's results.
     """
 
     kind: Literal["product", "attention", "other", "reduce", "gather"]
@@ -53,6 +54,7 @@ class Kernel(NamedTuple):
     is_narrow: bool = True
     axis: str = ""
     times: int = 1
+    result_bytes: int = 0
 
 
 def count_kernels(
@@ -199,7 +201,9 @@ class _Counter:
     def _kernel(self, eqn: Any) -> Iterator[Kernel]:
         name, inner = eqn.primitive.name, programs_inside(eqn)
         if name.startswith((CUDNN_ATTENTION, CUDNN_ATTENTION_BACKWARD)):
-            yield Kernel("attention", equation_work(eqn).flops, self._bytes([*eqn.invars, *eqn.outvars]))
+            num_bytes = self._bytes([*eqn.invars, *eqn.outvars])
+            made = self._bytes(eqn.outvars)
+            yield Kernel("attention", equation_work(eqn).flops, num_bytes, result_bytes=made)
         elif name == "cond":
             branches = [list(self.kernels(program.jaxpr)) for program in inner]
             yield from max(branches, key=lambda kernels: sum(each.flops + each.num_bytes for each in kernels))
@@ -221,7 +225,8 @@ class _Counter:
             summed, axes = self._contracted(eqn)
             outputs = math.prod(self._shape(eqn.outvars[0])) / max(1, math.prod(eqn.outvars[0].aval.shape))
             is_narrow = all(x.aval.dtype.itemsize <= 2 for x in eqn.invars[:2])
-            yield Kernel("product", round(work.flops * outputs * summed), num_bytes, is_narrow)
+            made = self._bytes(eqn.outvars)
+            yield Kernel("product", round(work.flops * outputs * summed), num_bytes, is_narrow, result_bytes=made)
             for axis in axes:
                 yield Kernel("reduce", 0, self._bytes(eqn.outvars), axis=axis)
 
@@ -253,7 +258,8 @@ class _Counter:
         if not flops:
             return  # arrays laid out for the kernel
         heads = min((self._share(x) for x in (*read, *made) if self._bytes([x])), default=1.0)
-        yield Kernel("attention", round(flops * heads), self._bytes([*read, *(made & used)]))
+        num_bytes, given = self._bytes([*read, *(made & used)]), self._bytes([*(made & used)])
+        yield Kernel("attention", round(flops * heads), num_bytes, result_bytes=given)
 
     def _kernel_inside(self, eqn: Any) -> list[Kernel]:
         return [] if eqn.primitive.name in _FUSED | REDUCTIONS else list(_Counter({}, None)._kernel(eqn))
