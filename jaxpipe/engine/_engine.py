@@ -30,6 +30,7 @@ from ._breakdown import Breakdown, stage_devices
 from ._checkpointer import Checkpointer, LoadOptions
 from ._compile import Reporter, print_line
 from ._hold import hold_signals
+from ._html import engine_html
 from ._lockstep import Lockstep
 from ._model_tree import ModelTree, merge_params
 from ._outputs import check_outputs, join_samples, split_samples
@@ -139,6 +140,17 @@ class Engine(ABC):
             f"schedule {self.config.pipeline.schedule}, compute in {self.config.compute_dtype}; "
             f"{self.global_steps} steps>"
         )
+
+    def _repr_html_(self) -> str:
+        """What notebooks show: the layers by stage, and the schedule as a picture."""
+        facts = {
+            "devices": ", ".join(f"{length} along {axis}" for axis, length in mesh_shape(self.mesh).items()),
+            "microbatches": f"{self.micro_batches} of {self.micro_batch_size} samples a replica",
+            "schedule": self.config.pipeline.schedule,
+            "compute in": self.config.compute_dtype,
+            "trained": f"{self.global_steps} steps, {self.global_samples} samples",
+        }
+        return engine_html(type(self).__name__, self.module, self._trainer.programs.latest, facts)
 
     @property
     def module(self) -> PipelineModule:

@@ -147,6 +147,12 @@ class PipeSchedule(ABC):
         """True on stage `num_stages - 1`."""
         return self.stage_id == self.stages - 1
 
+    def _repr_html_(self) -> str:
+        """What notebooks show: the schedule of all stages as a picture, or as text where it is not sound."""
+        from ._picture import schedule_html  # which is made of what is made of schedules
+
+        return schedule_html(self)
+
     def __iter__(self) -> Iterator[Sequence[PipeInstruction]]:
         return iter(self.steps())
 

@@ -1,6 +1,7 @@
 """What an engine shows of the time, memory and operations of its steps."""
 
 import re
+import xml.etree.ElementTree as ET
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -112,6 +113,26 @@ def test_time_of_layers_that_share_a_program() -> None:
 )
 def test_peaks(kind: str, peak: float | None) -> None:
     assert peak_flops(kind) == peak
+
+
+def test_what_notebooks_show() -> None:
+    engine = build(model())
+    before = engine._repr_html_()
+    assert "1_Block" in before
+    assert "<svg" not in before
+    engine = build(model(2, 3, 4), {"pipeline": {"schedule": "1f1b-v"}}, example_batch=entry())
+    shown = engine._repr_html_()
+    root = ET.fromstring(shown)
+    rows = [[cell.text for cell in row] for row in root.iter("tr")]
+    assert ["schedule", "1f1b-v"] in rows
+    assert rows[-4:] == [
+        ["0", "0", "0_Dense, 1_Block", "96"],
+        ["1", "1", "2_Block", "76"],
+        ["1", "2", "3_Block", "76"],
+        ["0", "3", "4_Block, 5_Dense", "81"],
+    ]
+    assert engine.pipeline.program._repr_svg_() in shown
+    assert not engine._trainer.has_state
 
 
 def test_no_secret_is_shown() -> None:

@@ -1,0 +1,48 @@
+"""An engine as notebooks show it."""
+
+import html
+from collections.abc import Mapping
+
+from jaxpipe.layers import PipelineModule
+from jaxpipe.pipeline import Pipeline
+from jaxpipe.schedules import draw
+
+_MOST_ACTIONS = 4096
+"""Actions of a schedule that is drawn; a browser takes seconds for more."""
+
+
+def engine_html(title: str, module: PipelineModule, pipeline: Pipeline | None, facts: Mapping[str, object]) -> str:
+    """Show an engine: what it is, its layers by stage, and its schedule as a picture.
+
+    Args:
+        title: What stands above.
+        module: The layers.
+        pipeline: Their cut and the schedule; None: not known yet.
+        facts: Numbers by name.
+
+    Returns:
+        HTML, whole in itself; nothing is asked of the devices.
+    """
+    lines = [f"<div><p><b>{html.escape(title)}</b></p>", _table(["", ""], [[k, str(v)] for k, v in facts.items()])]
+    names = [named.name for named in module.layers]
+    if pipeline is None:
+        lines.append(f"<p>{html.escape(', '.join(names))}; the cut is known with the shapes of a batch.</p></div>")
+        return "\n".join(lines)
+    num_params, ends = pipeline.trace.num_own_params(), pipeline.ends.layers
+    parts = zip(pipeline.parts, pipeline.parts[1:], pipeline.part_stages, strict=False)
+    rows = [["all", "", names[i], f"{num_params[i]:,}"] for i in ends]
+    for part, (start, stop, stage) in enumerate(parts):
+        own = [i for i in range(start, stop) if i not in ends]
+        listed = ", ".join(names[i] for i in own)
+        rows.append([str(stage), str(part), listed, f"{sum(num_params[i] for i in own):,}"])
+    lines.append(_table(["stage", "part", "layers", "parameters"], rows))
+    program = pipeline.program
+    if program.num_stages * program.num_microbatches * program.num_chunks * 2 <= _MOST_ACTIONS:
+        lines.append(draw(program).svg())
+    return "\n".join([*lines, "</div>"])
+
+
+def _table(heads: list[str], rows: list[list[str]]) -> str:
+    head = "".join(f"<th>{html.escape(text)}</th>" for text in heads)
+    body = "".join(f"<tr>{''.join(f'<td>{html.escape(text)}</td>' for text in row)}</tr>" for row in rows)
+    return f"<table>{f'<tr>{head}</tr>' if any(heads) else ''}{body}</table>"
