@@ -10,14 +10,14 @@ weights are gathered once a step, when a stage turns to another of its `--chunks
 same blocks on 8 replicas with ZeRO-1: weights gathered, and gradients summed, once a step.
 
 - Collectives: of a steady tick, per block, forward, recomputed and backward.
-- Memory: bytes per device, beside a count by hand.
+- Memory: bytes per device, beside those that `jaxpipe.plan` counts.
 - Whole: arrays in the steady tick of the whole shape of a weight, and, where the stream is split, ring slots and
   exchanges of the whole stream.
 
 Expected per block: `whole` 2 all-reduces forward and 2 backward; `sequence` 2 all-gathers and 2 reduce-scatters forward
 and as many backward, and 2 recomputed all-gathers, which Megatron repeats, too. Recompute repeats one reduction of the
 two (the other is not needed again) where sums are not kept, and none where they are, for one array more a block in the
-ring. Two collective-permutes a tick, of the stream, or of an eighth of it. Arguments within 1 % of the count by hand,
+ring. Two collective-permutes a tick, of the stream, or of an eighth of it. Arguments within 1 % of the count,
 temporaries within 10 %. Nothing whole. With `fsdp` the six weights of a block are gathered forward and again backward
 with `tick` and not at all in a tick with `step`, and their gradients are reduced and scattered, 6 in each tick.
 
@@ -40,7 +40,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.ad_checkpoint import checkpoint_name
-from jax.experimental import topologies
 from jax.lax import with_sharding_constraint
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
@@ -48,10 +47,10 @@ from jax.sharding import PartitionSpec as P
 import jaxpipe
 from benchmarks._table import print_head, print_row
 from jaxpipe.config import PipelineConfig, TrainConfig, ZeroSection
-from jaxpipe.errors import counted
+from jaxpipe.errors import counted as in_words
+from jaxpipe.forecast import HARDWARE, DeviceMemory, compilable_devices
 from jaxpipe.layers import VocabEmbed, VocabHead, vocab_cross_entropy
 
-TARGET = Path(jaxpipe.__file__).parent / "forecast" / "h200_target.txtpb"
 STAGES, PLACES, MICROBATCHES = 8, 8, 16
 STREAM = {"whole": P(), "sequence": P(None, "model", None)}
 AXIS = {"whole": "model", "sequence": "model", "step": "fsdp", "chunk": "fsdp", "tick": "fsdp", "data": "data"}
@@ -150,13 +149,18 @@ class Block(nn.Module):
 
 def build(size: Size, form: str, attention: str, *, keep: bool) -> jaxpipe.Pipeline:
     """The pipeline on a mesh of GPUs that are not there."""
-    description = topologies.get_topology_desc(
-        platform="cuda", topology=f"1x{STAGES}x{PLACES}", target_config=TARGET.read_text()
-    )
-    axis = AXIS[form]
-    shape = {"stage": STAGES, "data": 1, axis: PLACES}
-    devices = np.array(description.devices).reshape(*shape.values())
+    model, settings, example = job(size, form, attention, keep=keep)
+    shape = {"stage": STAGES, "data": 1, AXIS[form]: PLACES}
+    devices = np.array(compilable_devices(HARDWARE["h200"], STAGES * PLACES)).reshape(*shape.values())
     mesh = Mesh(devices, tuple(shape), axis_types=(AxisType.Auto,) * len(shape))
+    return jaxpipe.Pipeline(model, optax.adamw(1e-4), mesh, (example, example), MICROBATCHES, settings)
+
+
+def job(
+    size: Size, form: str, attention: str, *, keep: bool
+) -> tuple[jaxpipe.PipelineModule, TrainConfig, jax.ShapeDtypeStruct]:
+    """The model, its settings, and inputs of a microbatch."""
+    axis = AXIS[form]
     kept = jax.checkpoint_policies.save_only_these_names("reduced") if keep else None
     layers = [
         VocabEmbed(size.vocab, size.dim),
@@ -175,8 +179,14 @@ def build(size: Size, form: str, attention: str, *, keep: bool) -> jaxpipe.Pipel
     gather = form if axis == "fsdp" else "auto"
     schedule = "1f1b" if size.chunks == 1 else "interleaved"
     section = PipelineConfig(schedule=schedule, num_chunks=size.chunks, gather_weights=gather)
-    settings = TrainConfig(pipeline=section, zero_optimization=ZeroSection(stage=1 if axis == "data" else 0))
-    return jaxpipe.Pipeline(model, optax.adamw(1e-4), mesh, (example, example), MICROBATCHES, settings)
+    zero = ZeroSection(stage=1 if axis == "data" else 0)
+    settings = TrainConfig(
+        train_micro_batch_size_per_gpu=1,
+        gradient_accumulation_steps=MICROBATCHES,
+        pipeline=section,
+        zero_optimization=zero,
+    )
+    return model, settings, example
 
 
 @dataclass(frozen=True)
@@ -292,57 +302,23 @@ def _plain(dims: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(sorted(n for n in dims if n != 1))
 
 
-@dataclass(frozen=True)
-class Memory:
-    """Bytes per device."""
-
-    arguments: float
-    temporaries: float
-
-
-def count_by_hand(size: Size, form: str, attention: str, *, keep: bool) -> tuple[Memory, float]:
-    """Bytes per device that must be, and those that a tick works with.
-
-    Returns:
-        `(arguments, and temporaries that live through the step; bytes of a tick's own)`.
-    """
-    if AXIS[form] != "model":
-        return _count_divided(size, form, keep=keep)
-    split = PLACES if form == "sequence" else 1
-    block = sum(map(np.prod, size.weights.values())) / PLACES + 2 * size.dim
-    # Embedding and head are split over the stages, and whole on each place; every stage has room for the last norm.
-    params = size.blocks * block + 2 * size.vocab * size.dim / STAGES + size.dim
-    whole = 2 * size.time * size.dim  # bytes of the residual stream in bfloat16
-    # A block's input waits for its backward, and the attention's sum where it is kept: the MLP's gives the next input.
-    kept = size.blocks * (2 if keep else 1) * whole / split
-    # Masters and two moments are arguments; weights in bfloat16 and sums in float32 are made inside.
-    lasting = Memory(12 * params, (2 + 4) * params + (2 * STAGES - 1) * kept)
-    # What a forward keeps, before it is in the ring; activation and gradient on their way in and out, and the gradient
-    # of the loss; a sublayer's input and gradient, whole; six arrays of the MLP; logits in bfloat16 and twice in
-    # float32; gradients of both tables in bfloat16; scores and their gradient in float32.
-    own = kept + 5 * whole / split + 2 * whole + 6 * 2 * size.time * size.ffn / PLACES
-    own += (2 + 4 + 4) * size.time * size.vocab / STAGES + 2 * 2 * size.vocab * size.dim / STAGES
-    scores = 2 * 4 * size.time**2 * size.heads / PLACES
-    return lasting, own + (scores if attention == "einsum" else 0)
-
-
-def _count_divided(size: Size, form: str, *, keep: bool) -> tuple[Memory, float]:
-    """The same where weights and samples are divided over `fsdp` or `data`: each place works as one alone."""
-    block, tables = sum(map(np.prod, size.weights.values())), 2 * size.vocab * size.dim / STAGES
-    whole = size.blocks * (block + 2 * size.dim) + tables + size.dim
-    params = (size.blocks * block + tables) / PLACES + (2 * size.blocks + 1) * size.dim
-    stream = 2 * size.time * size.dim
-    kept = size.blocks * (2 if keep else 1) * stream
-    gathered = 2 * whole if form in ("step", "data") else 2 * params
-    if form == "chunk":  # one chunk's blocks for forwards, one for backwards
-        gathered += 2 * 2 * size.blocks * block / size.chunks
-    # Sums over `data` are made at the end of the step, of whole ones.
-    sums = 4 * (whole if form == "data" else params)
-    lasting = Memory(12 * params, gathered + sums + (2 * STAGES - 1) * kept)
-    own = kept + 7 * stream + 6 * 2 * size.time * size.ffn
-    own += PLACES * (2 + 4 + 4) * size.time * size.vocab / STAGES / PLACES + 2 * 2 * tables
-    # The largest weight, gathered, and its gradient before it is reduced; all of a block's where XLA gathers ahead.
-    return lasting, own + 2 * 2 * size.dim * size.ffn + (2 * block if form == "tick" else 0)
+def count(size: Size, form: str, attention: str, *, keep: bool) -> DeviceMemory:
+    """Bytes per device that `jaxpipe.plan` counts."""
+    model, settings, example = job(size, form, attention, keep=keep)
+    axis = AXIS[form]
+    return (
+        jaxpipe.plan(
+            *(model, settings, (example, example), f"h200:{STAGES * PLACES}"),
+            optimizer=optax.adamw(1e-4),
+            places=None if axis == "data" else {axis: PLACES},
+            schedules=[str(settings.pipeline.schedule)],
+            num_chunks=[size.chunks],
+            partition=["trunk"],
+            recompute=[0],
+        )
+        .candidates[0]
+        .memory
+    )
 
 
 def measure(size: Size, form: str, attention: str, *, keep: bool, dump: Path | None) -> None:
@@ -356,7 +332,7 @@ def measure(size: Size, form: str, attention: str, *, keep: bool, dump: Path | N
         dump.mkdir(parents=True, exist_ok=True)
         (dump / f"{form}_{int(keep)}.txt").write_text(text)
     tick = Tick(text)
-    blocks = f"{size.blocks} blocks a stage in {counted(size.chunks, 'chunk')}"
+    blocks = f"{size.blocks} blocks a stage in {in_words(size.chunks, 'chunk')}"
     print(f"\n### {label}: {blocks}, {attention}, compiled in {seconds:.0f} s\n")
     print_head("collective of a tick", "over", "of", "number", "per block", "largest, elements")
     found = tick.collectives()
@@ -366,16 +342,17 @@ def measure(size: Size, form: str, attention: str, *, keep: bool, dump: Path | N
         print_row(kind, axis, part, len(sizes), per_block, max(sizes))
     reductions = re.findall(r" reduce-scatter(?:-start)?\(", text)
     print(f"\nReduce-scatters in the whole program: {len(reductions)}, in a tick {scattered}.\n")
-    hand, own = count_by_hand(size, form, attention, keep=keep)
-    print_head("GB per device", "found", "by hand", "ratio", "a tick's own by hand", "ratio with it")
+    counted = count(size, form, attention, keep=keep)
+    lasting, own = counted.held - counted.masters, counted.temporaries
+    print_head("GB per device", "found", "counted", "ratio", "a tick's own, counted", "ratio with it")
     arguments, temporaries = memory.argument_size_in_bytes, memory.temp_size_in_bytes
     print_row(
-        *("arguments", f"{arguments / 1e9:.2f}", f"{hand.arguments / 1e9:.2f}"),
-        *(f"{arguments / hand.arguments:.3f}", "", f"{arguments / hand.arguments:.3f}"),
+        *("arguments", f"{arguments / 1e9:.2f}", f"{counted.masters / 1e9:.2f}"),
+        *(f"{arguments / counted.masters:.3f}", "", f"{arguments / counted.masters:.3f}"),
     )
     print_row(
-        *("temporaries", f"{temporaries / 1e9:.2f}", f"{hand.temporaries / 1e9:.2f}"),
-        *(f"{temporaries / hand.temporaries:.3f}", f"{own / 1e9:.2f}", f"{temporaries / (hand.temporaries + own):.3f}"),
+        *("temporaries", f"{temporaries / 1e9:.2f}", f"{lasting / 1e9:.2f}", f"{temporaries / lasting:.3f}"),
+        *(f"{own / 1e9:.2f}", f"{temporaries / (lasting + own):.3f}"),
     )
     if AXIS[form] != "model":
         print("\n".join(["", *jaxpipe.describe_pipeline(built).splitlines()[-2:]]), flush=True)

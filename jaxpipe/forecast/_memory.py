@@ -1,6 +1,7 @@
 """Bytes that a device holds during a step, by what for. One program runs on all devices, so all hold alike."""
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -108,7 +109,7 @@ def working_bytes(
     mesh, layers = trace.mesh, figures.layers
     fsdp = mesh.shape.get(FSDP, 1)
     # Without what stages have sliced: only what is packed goes through the switch.
-    packed = layout_bytes(params.gathered, mesh) - _stacked_bytes(params, mesh)
+    packed = layout_bytes(params.gathered, mesh) - stacked_bytes(params.gathered, mesh)
     itemsize = max((x.dtype.itemsize for x in jax.tree.leaves(params.gathered.struct())), default=4)
     logits = sum(x.size for x in jax.tree.leaves(trace.boundaries[-1])) / fsdp
     slices = mesh.shape["stage"] if vocab.last else 1
@@ -142,7 +143,8 @@ def _gathered_bytes(trace: ModelTrace, index: int) -> float:
     return 2 * sum(device_params(trace, index, gathered=True).values())
 
 
-def _stacked_bytes(params: ModelParams, mesh: Any) -> float:
-    struct, spec = params.gathered.struct().stacked, params.gathered.spec().stacked
-    each = ((struct[name], spec[name]) for name in struct)
+def stacked_bytes(layout: Layout, mesh: Any, names: Collection[str] | None = None) -> float:
+    """Bytes of what every stage has, on each device; of all of it, or of some names."""
+    struct, spec = layout.struct().stacked, layout.spec().stacked
+    each = ((struct[name], spec[name]) for name in struct if names is None or name in names)
     return sum(math.prod(NamedSharding(mesh, s).shard_shape(x.shape)) * x.dtype.itemsize for x, s in each)

@@ -431,7 +431,7 @@ def _advice(setup: _Setup, asked: _Asked, candidates: Sequence[Forecast]) -> str
             return f"{begin}. Set {words}: {smallest.label} then needs {smallest.memory.total / 1e9:.1f} GB."
     held = least.memory.weights + least.memory.masters + least.memory.gradient_sums
     factor = math.ceil(least.memory.total / limit)
-    more = f"Use {factor * setup.job.module.num_stages} stages on {factor * setup.job.mesh.devices.size} devices"
+    more = f"Use about {factor * setup.job.module.num_stages} stages on {factor * setup.job.mesh.devices.size} devices"
     if held <= limit and setup.microbatch_size > 1:
         more = f"Use smaller microbatches (train_micro_batch_size_per_gpu below {setup.microbatch_size}), or {more[4:]}"
     elif held > limit:
