@@ -10,6 +10,17 @@ from ._open import Checkpoint as Checkpoint
 from ._open import find_checkpoint as find_checkpoint
 from ._open import open_checkpoint as open_checkpoint
 from ._open import reread as reread
+from ._rename import Rename as Rename
+from ._rename import Tensor as Tensor
+from ._rename import Transform as Transform
+from ._rename import conv1d as conv1d
+from ._rename import linear as linear
+from ._rename import merge as merge
+from ._rename import rename as rename
+from ._rename import rename_back as rename_back
+from ._rename import split as split
+from ._rename import stack as stack
+from ._rename import transpose as transpose
 from ._safetensors import export_safetensors as export_safetensors
 from ._safetensors import load_safetensors as load_safetensors
 from ._struct import load_struct as load_struct
@@ -21,19 +32,30 @@ from ._writer import RunState as RunState
 __all__ = [
     "Checkpoint",
     "CheckpointWriter",
+    "Rename",
     "RunState",
+    "Tensor",
+    "Transform",
     "Verification",
     "committed_tags",
+    "conv1d",
     "decode_state",
     "export_safetensors",
     "find_checkpoint",
     "inspect_checkpoint",
+    "linear",
     "load_collections",
     "load_params",
     "load_safetensors",
     "load_state",
     "load_struct",
+    "merge",
     "open_checkpoint",
+    "rename",
+    "rename_back",
     "reread",
+    "split",
+    "stack",
+    "transpose",
     "verify_checkpoint",
 ]

@@ -1,0 +1,115 @@
+"""Tables of names, in both directions and slice by slice."""
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxpipe.checkpoint import Rename, conv1d, linear, merge, rename, rename_back, split, stack, transpose
+from jaxpipe.errors import CheckpointError
+from jaxpipe.layers import flatten_dict, unflatten_dict
+
+RENAMES = (
+    Rename(("wte.weight", "lm_head.weight"), "tied/io/embedding"),
+    Rename("h.{i}.attn.bias", None),
+    Rename(
+        "h.{i}.attn.c_attn.weight",
+        ("{i+1}/query/kernel", "{i+1}/key/kernel", "{i+1}/value/kernel"),
+        split(-1, conv1d(num_out=2)),
+    ),
+    Rename("h.{i}.attn.o.weight", "{i+1}/out/kernel", linear(num_in=2)),
+    Rename("h.{i}.attn.o.bias", "{i+1}/out/bias"),
+    Rename("h.{i}.experts.{e}.up.weight", "{i+1}/experts/kernel", stack(transpose)),
+    Rename("h.{i}.experts.{e}.both.weight", ("{i+1}/experts/a", "{i+1}/experts/b"), stack(split(0, transpose))),
+    Rename("ln_f.bias", "3/bias", merge((0, 1))),
+)
+
+
+def make_params() -> Any:
+    rng = np.random.default_rng(0)
+    block = {
+        **{f"{name}/kernel": (6, heads, 4) for name, heads in (("query", 3), ("key", 2), ("value", 2))},
+        **{"out/kernel": (3, 4, 6), "out/bias": (6,)},
+        **{"experts/kernel": (2, 6, 5), "experts/a": (2, 6, 3), "experts/b": (2, 6, 2)},
+    }
+    shapes = {f"layers/{i}_Block/{name}": shape for i in (1, 2) for name, shape in block.items()}
+    shapes |= {"tied/io/embedding": (11, 6), "layers/3_Norm/bias": (2, 3)}
+    return unflatten_dict({tuple(k.split("/")): rng.normal(size=s).astype(np.float32) for k, s in shapes.items()})
+
+
+def test_there_and_back() -> None:
+    params = make_params()
+    theirs = rename_back(params, RENAMES)
+    assert {name: value.shape for name, value in theirs.items() if not name.startswith("h.1")} == {
+        "wte.weight": (11, 6),
+        "h.0.attn.c_attn.weight": (6, 28),
+        "h.0.attn.o.weight": (6, 12),
+        "h.0.attn.o.bias": (6,),
+        **{f"h.0.experts.{e}.up.weight": (5, 6) for e in (0, 1)},
+        **{f"h.0.experts.{e}.both.weight": (5, 6) for e in (0, 1)},
+        "ln_f.bias": (6,),
+    }
+    block = params["layers"]["2_Block"]
+    joined = np.concatenate([block[name]["kernel"].reshape(6, -1) for name in ("query", "key", "value")], 1)
+    assert (theirs["h.1.attn.c_attn.weight"] == joined).all()
+    assert (theirs["h.1.attn.o.weight"] == block["out"]["kernel"].reshape(12, 6).T).all()
+    assert (theirs["h.1.experts.1.up.weight"] == block["experts"]["kernel"][1].T).all()
+    # The other name of a tied weight, and a buffer that is no parameter.
+    theirs = {**theirs, "lm_head.weight": theirs.pop("wte.weight"), "h.0.attn.bias": np.zeros(3)}
+    back = flatten_dict(rename(theirs, RENAMES, params))
+    assert all((back[path] == leaf).all() for path, leaf in flatten_dict(params).items())
+
+
+@pytest.mark.parametrize(
+    ("transform", "shapes"),
+    [
+        (merge((2, 0), (1,)), [(3, 4, 2)]),
+        (linear(2, 2), [(2, 3, 2, 4)]),
+        (split(1, linear(1, 2)), [(4, 2, 3), (2, 2, 3)]),
+        (split(-1, conv1d(1, 2)), [(2, 2, 3), (2, 4, 3)]),
+        (stack(split(0, transpose)), [(3, 2, 2), (3, 2, 4)]),
+    ],
+)
+def test_every_slice_is_that_of_the_whole(transform: Any, shapes: list[tuple[int, ...]]) -> None:
+    leaves = [np.random.default_rng(i).normal(size=shape) for i, shape in enumerate(shapes)]
+    theirs = [transform.write(number, leaves) for number in range(transform.count(shapes))]
+    assert {each.shape for each in theirs} == {transform.their_shape(shapes)}
+    for which, leaf in enumerate(leaves):
+        ranges = [[slice(a, b) for a in range(size) for b in range(a + 1, size + 1)] for size in leaf.shape]
+        for at in itertools.product(*ranges):
+            assert (transform.read(theirs, shapes, which, at) == leaf[at]).all(), at
+
+
+def test_all_that_differs_is_named() -> None:
+    params = make_params()
+    theirs = rename_back(params, RENAMES)
+    theirs["h.0.attn.o.biass"] = theirs.pop("h.0.attn.o.bias")
+    theirs["ln_f.bias"] = np.zeros(5)
+    with pytest.raises(CheckpointError) as error:
+        rename(theirs, RENAMES, params)
+    for text in (
+        "missing: h.0.attn.o.bias (nearest: h.0.attn.o.biass) for 1/out/bias",
+        "left over: h.0.attn.o.biass",
+        "of another shape: ln_f.bias [5], not [6] as for 3/bias [2, 3]",
+    ):
+        assert text in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("entry", "text"),
+    [
+        (Rename("x", "9/none"), r"without an entry: 3/bias"),
+        (Rename("x.{i}", "3/bias", merge((0, 1))), r"same counters, but got \{i\} in 'x.\{i\}'"),
+        (Rename("x.{e}.{f}", "3/bias", stack()), r"one counter for the 2 tensors"),
+        (Rename("x", "3/bias", linear(2, 2)), r"for leaves of 4 dims"),
+        (Rename("x", ("3/bias", "3/scale"), split()), r"entries without a leaf: 3/scale"),
+        (Rename("wte.weight", "3/bias"), r"wte.weight for several leaves"),
+        (Rename("x", "1/out/bias"), r"'1/out/bias' in "),
+    ],
+)
+def test_tables_that_are_wrong(entry: Rename, text: str) -> None:
+    params = make_params()
+    theirs = rename_back(params, RENAMES)
+    with pytest.raises(CheckpointError, match=text):
+        rename(theirs, (*RENAMES[:-1], entry), params)
