@@ -42,6 +42,10 @@ class Transform(ABC):
         del shapes
         return 1
 
+    def label(self, number: int) -> str:
+        """What the counter of several tensors stands for in the name of one of them."""
+        return str(number)
+
     @abstractmethod
     def their_shape(self, shapes: Sequence[Shape]) -> Shape:
         """Shape of each tensor of theirs, from the shapes of ours.
@@ -179,35 +183,54 @@ class split(Transform):  # noqa: N801  # used as a function
 
 @dataclass(frozen=True)
 class stack(Transform):  # noqa: N801  # used as a function
-    """Several tensors of theirs are one leaf of ours, along its first dim, such as the weights of experts.
+    """Several tensors of theirs are one leaf of ours, such as the weights of experts.
 
     A counter that only their name has, such as `{e}`, counts them.
 
     Attributes:
         each: What lies between one of theirs and its share of ours; None: nothing.
+        dim: The dim of ours along which they lie.
+        names: What the counter stands for, where it is no number: `("query", "key", "value")`.
     """
 
     each: Transform | None = None
+    dim: int = 0
+    names: tuple[str, ...] | None = None
 
     def count(self, shapes: Sequence[Shape]) -> int:
         """See `Transform`."""
-        return shapes[0][0]
+        count = shapes[0][self.dim]
+        if self.names is not None and len(self.names) != count:
+            raise ValueError(f"stack has names for {len(self.names)} tensors, and the leaf holds {count}")
+        return count
+
+    def label(self, number: int) -> str:
+        """See `Transform`."""
+        return super().label(number) if self.names is None else self.names[number]
 
     def their_shape(self, shapes: Sequence[Shape]) -> Shape:
         """See `Transform`."""
-        inner = [shape[1:] for shape in shapes]
+        inner = [self._without(shape) for shape in shapes]
         return _of(self.each, inner).their_shape(inner)
+
+    def _without(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (*values[: self.dim], *values[self.dim + 1 :])
 
     def read(self, theirs: Sequence[Tensor], shapes: Sequence[Shape], which: int, at: Index) -> np.ndarray:
         """See `Transform`."""
-        inner = [shape[1:] for shape in shapes]
+        inner = [self._without(shape) for shape in shapes]
         each = _of(self.each, inner)
-        numbers = range(at[0].start, at[0].stop)
-        return np.stack([each.read([theirs[number]], inner, which, at[1:]) for number in numbers])
+        numbers = range(at[self.dim].start, at[self.dim].stop)
+        shares = [each.read([theirs[number]], inner, which, self._without(at)) for number in numbers]
+        return np.stack(shares, self.dim)
 
     def write(self, number: int, ours: Sequence[Tensor]) -> np.ndarray:
         """See `Transform`."""
-        shares = [leaf[slice(number, number + 1), *_whole(leaf.shape[1:])][0] for leaf in ours]
+        shares: list[np.ndarray] = []
+        for leaf in ours:
+            at = [*_whole(leaf.shape)]
+            at[self.dim] = slice(number, number + 1)
+            shares.append(leaf[tuple(at)].squeeze(self.dim))
         return _of(self.each, [share.shape for share in shares]).write(0, shares)
 
 
@@ -457,8 +480,10 @@ def _matched(text: str, name: str) -> dict[str, int] | None:
     return counters
 
 
-def _filled(text: str, counters: Mapping[str, int], rename: Rename) -> str:
+def _filled(text: str, counters: Mapping[str, int], rename: Rename, labels: Mapping[str, str] | None = None) -> str:
     def number(mark: re.Match[str]) -> str:
+        if labels is not None and mark[1] in labels:
+            return labels[mark[1]]
         if mark[1] not in counters:
             raise CheckpointError(
                 f"names of an entry must have the same counters, but got {{{mark[1]}}} in {text!r} of {rename}. Write "
@@ -492,8 +517,8 @@ def _match(rename: Rename, counters: Mapping[str, int], keys: tuple[str, ...], s
             f"an entry must have one counter for the {count} tensors of a leaf, but got {sorted(own)} in {rename}. "
             "Write one, such as {e}, in their name alone."
         )
-    numbered = [{**counters, **dict.fromkeys(own, number)} for number in range(count)]
-    names = tuple(tuple(_filled(text, each, rename) for text in rename.their_names) for each in numbered)
+    labels = [dict.fromkeys(own, transform.label(number)) for number in range(count)]
+    names = tuple(tuple(_filled(text, counters, rename, each) for text in rename.their_names) for each in labels)
     return Match(names, keys, shapes, transform)
 
 

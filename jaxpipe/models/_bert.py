@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax.linen.dtypes import promote_dtype
 
+from jaxpipe.checkpoint import Rename, Transform, linear, merge, stack, transpose
 from jaxpipe.errors import ConfigError, LayerError
 from jaxpipe.layers import LayerSpec, TiedLayerSpec
 from jaxpipe.transformer import DeepSpeedTransformerConfig, DeepSpeedTransformerLayer
@@ -246,6 +247,67 @@ def bert(config: BertConfig, head: BertHead = "masked_lm") -> list[LayerSpec]:
     first = TiedLayerSpec(tied, nn.Embed, *sizes, embedding_init=init, tied_weight_attr=tied)
     logits = TiedLayerSpec(tied, BertLogits, config, tied_weight_attr=tied)
     return [first, *layers, LayerSpec(BertTransform, config), logits]
+
+
+def bert_names(config: BertConfig, head: BertHead = "masked_lm") -> tuple[Rename, ...]:
+    """What Hugging Face calls the weights of `bert(config, head)`; files of the bare model lack `bert.`.
+
+    Args:
+        config: Sizes and switches.
+        head: As for `bert`. What only other heads have in a file is passed over.
+
+    Returns:
+        A table for `jaxpipe.checkpoint.rename` and its kin.
+    """
+
+    def entry(theirs: str, ours: str, transform: Transform | None = None) -> Rename:
+        # The bare model is written as `BertModel` has it.
+        names = (theirs, f"bert.{theirs}") if head is None else (f"bert.{theirs}", theirs)
+        return Rename(names, ours, transform)
+
+    own = "attention.self.{p}"
+    each = ("query", "key", "value")
+    layers: dict[str, tuple[str, Transform | None]] = {
+        "attn_qkvw": (f"{own}.weight", stack(linear(1, 2), 1, each)),
+        "attn_qkvb": (f"{own}.bias", stack(merge((0, 1)), 0, each)),
+        "attn_ow": ("attention.output.dense.weight", linear(2, 1)),
+        "attn_ob": ("attention.output.dense.bias", None),
+        "attn_nw": ("attention.output.LayerNorm.weight", None),
+        "attn_nb": ("attention.output.LayerNorm.bias", None),
+        "inter_w": ("intermediate.dense.weight", transpose),
+        "inter_b": ("intermediate.dense.bias", None),
+        "output_w": ("output.dense.weight", transpose),
+        "output_b": ("output.dense.bias", None),
+        "norm_w": ("output.LayerNorm.weight", None),
+        "norm_b": ("output.LayerNorm.bias", None),
+    }
+    table, at, last = "embeddings.word_embeddings.weight", "cls.predictions", config.num_hidden_layers + 2
+    decoder = f"{at}.decoder"
+    tied = Rename((f"bert.{table}", table, f"{decoder}.weight"), "tied/embedding/embedding")
+    transform, norm = f"{at}.transform.dense", f"{at}.transform.LayerNorm"
+    of_head = [
+        tied,
+        Rename(f"{transform}.weight", f"{last}/dense/kernel", transpose),
+        Rename(f"{transform}.bias", f"{last}/dense/bias"),
+        Rename(f"{norm}.weight", f"{last}/norm/scale"),
+        Rename(f"{norm}.bias", f"{last}/norm/bias"),
+        Rename((f"{at}.bias", f"{decoder}.bias"), f"{last + 1}/bias"),
+    ]
+    others = ["pooler.dense.weight", "pooler.dense.bias", "embeddings.position_ids"]
+    passed = [*others, *(f"bert.{name}" for name in others), "cls.seq_relationship.weight", "cls.seq_relationship.bias"]
+    passed += [] if head else [name for rename in of_head[1:] for name in rename.their_names] + [f"{decoder}.weight"]
+    return (
+        *(of_head if head else [entry(table, "0/embedding")]),
+        entry("embeddings.position_embeddings.weight", "1/position/embedding"),
+        entry("embeddings.token_type_embeddings.weight", "1/token_type/embedding"),
+        entry("embeddings.LayerNorm.weight", "1/norm/scale"),
+        entry("embeddings.LayerNorm.bias", "1/norm/bias"),
+        *(
+            entry("encoder.layer.{i}." + theirs, "{i+2}/" + ours, transform)
+            for ours, (theirs, transform) in layers.items()
+        ),
+        *(Rename(name, None) for name in passed),
+    )
 
 
 def _norm(config: BertConfig) -> nn.LayerNorm:

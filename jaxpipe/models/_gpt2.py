@@ -8,6 +8,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from jaxpipe.checkpoint import Rename, Transform, conv1d, merge, transpose
 from jaxpipe.errors import ConfigError, LayerError
 from jaxpipe.layers import LayerSpec, TiedLayerSpec
 from jaxpipe.transformer import DeepSpeedTransformerConfig, DeepSpeedTransformerLayer
@@ -204,3 +205,48 @@ def gpt2(config: GPT2Config) -> list[LayerSpec]:
         first = LayerSpec(nn.Embed, *sizes, embedding_init=init)
         head = LayerSpec(nn.Dense, config.vocab_size, use_bias=False, dtype=config.dtype, kernel_init=init)
     return [first, positions, *blocks, norm, head]
+
+
+def gpt2_names(config: GPT2Config) -> tuple[Rename, ...]:
+    """What Hugging Face calls the weights of `gpt2(config)`; the first files of GPT-2 lack `transformer.`.
+
+    Args:
+        config: Sizes and switches.
+
+    Returns:
+        A table for `jaxpipe.checkpoint.rename` and its kin.
+    """
+
+    def entry(theirs: str, ours: str, transform: Transform | None = None) -> Rename:
+        return Rename((f"transformer.{theirs}", theirs), ours, transform)
+
+    layers: dict[str, tuple[str, Transform | None]] = {
+        "norm_w": ("ln_1.weight", None),
+        "norm_b": ("ln_1.bias", None),
+        "attn_qkvw": ("attn.c_attn.weight", conv1d(1, 3)),
+        "attn_qkvb": ("attn.c_attn.bias", merge((0, 1, 2))),
+        "attn_ow": ("attn.c_proj.weight", conv1d(2, 1)),
+        "attn_ob": ("attn.c_proj.bias", None),
+        "attn_nw": ("ln_2.weight", None),
+        "attn_nb": ("ln_2.bias", None),
+        "inter_w": ("mlp.c_fc.weight", None),
+        "inter_b": ("mlp.c_fc.bias", None),
+        "output_w": ("mlp.c_proj.weight", None),
+        "output_b": ("mlp.c_proj.bias", None),
+    }
+    table, head, last = "wte.weight", "lm_head.weight", config.n_layer + 2
+    ends = [entry(table, "0/embedding"), Rename(head, f"{last + 1}/kernel", transpose)]
+    tied = Rename((f"transformer.{table}", table, head), "tied/embedding/embedding")
+    return (
+        *([tied] if config.tie_word_embeddings else ends),
+        entry("wpe.weight", "1/position/embedding"),
+        *(entry("h.{i}." + theirs, "{i+2}/" + ours, transform) for ours, (theirs, transform) in layers.items()),
+        entry("ln_f.weight", f"{last}/scale"),
+        entry("ln_f.bias", f"{last}/bias"),
+        # Masks that old files hold.
+        *(
+            Rename(f"{start}h.{{i}}.attn.{mask}", None)
+            for start in ("transformer.", "")
+            for mask in ("bias", "masked_bias")
+        ),
+    )

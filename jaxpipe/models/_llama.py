@@ -11,6 +11,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from jaxpipe.checkpoint import Rename, Transform, transpose
 from jaxpipe.layers import LayerSpec, TiedLayerSpec
 from jaxpipe.recompute import reduced
 from jaxpipe.transformer import MODEL, Divided, attention, constrained, dividing_axes
@@ -179,6 +180,46 @@ def llama(config: LlamaConfig) -> list[LayerSpec]:
     kernel_init = Divided(normal, (None, MODEL), is_vocabulary=True)
     head = LayerSpec(nn.Dense, config.vocab_size, use_bias=False, dtype=config.dtype, kernel_init=kernel_init)
     return [LayerSpec(nn.Embed, **table), *blocks, norm, head]
+
+
+def llama_names(config: LlamaConfig) -> tuple[Rename, ...]:
+    """What Hugging Face calls the weights of `llama(config)`.
+
+    Args:
+        config: Sizes and switches.
+
+    Returns:
+        A table for `jaxpipe.checkpoint.rename` and its kin.
+    """
+    products = {
+        "attention/query": "self_attn.q_proj",
+        "attention/key": "self_attn.k_proj",
+        "attention/value": "self_attn.v_proj",
+        "attention/out": "self_attn.o_proj",
+        "feed_forward/gate": "mlp.gate_proj",
+        "feed_forward/up": "mlp.up_proj",
+        "feed_forward/down": "mlp.down_proj",
+    }
+    norms = {
+        "attention/query_norm": "self_attn.q_norm",
+        "attention/key_norm": "self_attn.k_norm",
+        "attention_norm": "input_layernorm",
+        "feed_forward_norm": "post_attention_layernorm",
+    }
+    table, head, last = "model.embed_tokens.weight", "lm_head.weight", config.num_hidden_layers + 1
+    ends = [Rename(table, "0/embedding"), Rename(head, f"{last + 1}/kernel", transpose)]
+    return (
+        *([Rename((table, head), "tied/embedding/embedding")] if config.tie_word_embeddings else ends),
+        *(_of_layers(f"{theirs}.weight", f"{ours}/kernel", transpose) for ours, theirs in products.items()),
+        *(_of_layers(f"{theirs}.bias", f"{ours}/bias") for ours, theirs in products.items()),
+        *(_of_layers(f"{theirs}.weight", f"{ours}/scale") for ours, theirs in norms.items()),
+        Rename("model.norm.weight", f"{last}/scale"),
+        Rename("model.layers.{i}.self_attn.rotary_emb.inv_freq", None),  # a constant that old files hold
+    )
+
+
+def _of_layers(theirs: str, ours: str, transform: Transform | None = None) -> Rename:
+    return Rename("model.layers.{i}." + theirs, "{i+1}/" + ours, transform)
 
 
 def _norm(config: LlamaConfig, name: str) -> nn.RMSNorm:

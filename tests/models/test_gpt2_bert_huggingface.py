@@ -1,7 +1,6 @@
 """GPT-2 and BERT against `transformers` on random small configurations; needs torch and transformers."""
 
 import json
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,8 +11,9 @@ import pytest
 from _settings import make_settings
 
 from jaxpipe import PipeDataParallelTopology, Pipeline, PipelineModule
+from jaxpipe.checkpoint import rename, rename_back
 from jaxpipe.errors import ConfigError
-from jaxpipe.models import BertConfig, GPT2Config, bert, gpt2
+from jaxpipe.models import BertConfig, GPT2Config, bert, bert_names, gpt2, gpt2_names
 from jaxpipe.topology import make_pipeline_mesh
 
 torch = pytest.importorskip("torch")
@@ -43,70 +43,13 @@ def weights_of(model: Any) -> dict[str, np.ndarray]:
     return {name: value.detach().numpy().copy() for name, value in model.named_parameters(remove_duplicate=False)}
 
 
-def gpt2_params(w: dict[str, np.ndarray], layers: int, *, tied: bool) -> Any:
-    def block(i: int) -> Any:
-        at = f"transformer.h.{i}"
-        return {
-            "norm_w": w[f"{at}.ln_1.weight"],
-            "norm_b": w[f"{at}.ln_1.bias"],
-            "attn_qkvw": w[f"{at}.attn.c_attn.weight"].reshape(H, 3, N, -1),
-            "attn_qkvb": w[f"{at}.attn.c_attn.bias"].reshape(3, N, -1),
-            "attn_ow": w[f"{at}.attn.c_proj.weight"].reshape(N, -1, H),
-            "attn_ob": w[f"{at}.attn.c_proj.bias"],
-            "attn_nw": w[f"{at}.ln_2.weight"],
-            "attn_nb": w[f"{at}.ln_2.bias"],
-            "inter_w": w[f"{at}.mlp.c_fc.weight"],
-            "inter_b": w[f"{at}.mlp.c_fc.bias"],
-            "output_w": w[f"{at}.mlp.c_proj.weight"],
-            "output_b": w[f"{at}.mlp.c_proj.bias"],
-        }
-
-    table = {"embedding": w["transformer.wte.weight"]}
-    norm = {"scale": w["transformer.ln_f.weight"], "bias": w["transformer.ln_f.bias"]}
-    found: dict[str, Any] = {"1_Positions": {"position": {"embedding": w["transformer.wpe.weight"]}}}
-    found |= {f"{i + 2}_DeepSpeedTransformerLayer": block(i) for i in range(layers)}
-    found[f"{layers + 2}_LayerNorm"] = norm
-    if tied:
-        return {"layers": found, "tied": {"embedding": table}}
-    return {"layers": found | {"0_Embed": table, f"{layers + 3}_Dense": {"kernel": w["lm_head.weight"].T}}, "tied": {}}
-
-
-def bert_params(w: dict[str, np.ndarray], layers: int) -> Any:
-    def product(at: str) -> Any:
-        return {"kernel": w[f"{at}.weight"].T, "bias": w[f"{at}.bias"]}
-
-    def norm(at: str) -> Any:
-        return {"scale": w[f"{at}.weight"], "bias": w[f"{at}.bias"]}
-
-    def block(i: int) -> Any:
-        at = f"bert.encoder.layer.{i}"
-        own = [f"{at}.attention.self.{name}" for name in ("query", "key", "value")]
-        return {
-            "attn_qkvw": np.stack([w[f"{name}.weight"].T.reshape(H, N, -1) for name in own], axis=1),
-            "attn_qkvb": np.stack([w[f"{name}.bias"].reshape(N, -1) for name in own]),
-            "attn_ow": w[f"{at}.attention.output.dense.weight"].T.reshape(N, -1, H),
-            "attn_ob": w[f"{at}.attention.output.dense.bias"],
-            "attn_nw": w[f"{at}.attention.output.LayerNorm.weight"],
-            "attn_nb": w[f"{at}.attention.output.LayerNorm.bias"],
-            "inter_w": w[f"{at}.intermediate.dense.weight"].T,
-            "inter_b": w[f"{at}.intermediate.dense.bias"],
-            "output_w": w[f"{at}.output.dense.weight"].T,
-            "output_b": w[f"{at}.output.dense.bias"],
-            "norm_w": w[f"{at}.output.LayerNorm.weight"],
-            "norm_b": w[f"{at}.output.LayerNorm.bias"],
-        }
-
-    tables = {"token_type": "token_type_embeddings", "position": "position_embeddings"}
-    first: dict[str, Any] = {k: {"embedding": w[f"bert.embeddings.{v}.weight"]} for k, v in tables.items()}
-    transform, predictions = "cls.predictions.transform", "cls.predictions"
-    found: dict[str, Any] = {"1_BertEmbeddings": first | {"norm": norm("bert.embeddings.LayerNorm")}}
-    found |= {f"{i + 2}_DeepSpeedTransformerLayer": block(i) for i in range(layers)}
-    found[f"{layers + 2}_BertTransform"] = {
-        "dense": product(f"{transform}.dense"),
-        "norm": norm(f"{transform}.LayerNorm"),
-    }
-    found[f"{layers + 3}_BertLogits"] = {"bias": w.get(f"{predictions}.bias", w.get(f"{predictions}.decoder.bias"))}
-    return {"layers": found, "tied": {"embedding": {"embedding": w["bert.embeddings.word_embeddings.weight"]}}}
+def to_ours(weights: Any, module: PipelineModule, names: Any) -> Any:
+    """Their weights as a tree of ours, from which theirs come back."""
+    like = jax.eval_shape(lambda: module.init(jax.random.key(0), jnp.zeros((1, LENGTH), jnp.int32)))
+    params = rename(weights, names, like)
+    for name, value in rename_back(params, names).items():
+        np.testing.assert_array_equal(value, weights[name])
+    return params
 
 
 def assert_near(found: Any, wanted: Any) -> None:
@@ -120,12 +63,13 @@ def tokens_of(*shape: int) -> Any:
 @pytest.mark.parametrize("tied", [True, False])
 def test_logits_of_gpt2(*, tied: bool) -> None:
     model, values = make("GPT2:LMHeadModel", **GPT2, tie_word_embeddings=tied)
-    module = PipelineModule(gpt2(GPT2Config.from_huggingface(values)), num_stages=1)
+    config = GPT2Config.from_huggingface(values)
+    module = PipelineModule(gpt2(config), num_stages=1)
     tokens = tokens_of(2, LENGTH)
     with torch.no_grad():
         wanted = model(torch.tensor(tokens)).logits.numpy()
         alone = model(torch.tensor(tokens[:, 5:])).logits.numpy()
-    params = gpt2_params(weights_of(model), 4, tied=tied)
+    params = to_ours(weights_of(model), module, gpt2_names(config))
     assert_near(module.apply(params, tokens), wanted)
     # Packed: the second text is as alone, its positions begin at 0.
     ids = np.repeat((np.arange(LENGTH) >= 5)[None], 2, axis=0).astype(np.int32)
@@ -134,20 +78,19 @@ def test_logits_of_gpt2(*, tied: bool) -> None:
 
 def test_logits_of_bert() -> None:
     model, values = make("Bert:ForMaskedLM", **BERT, hidden_act="gelu")
-    module = PipelineModule(bert(BertConfig.from_huggingface(values)), num_stages=1)
+    config = BertConfig.from_huggingface(values)
+    module = PipelineModule(bert(config), num_stages=1)
     tokens = tokens_of(2, LENGTH)
     seen, types = np.arange(LENGTH) < np.array([[LENGTH], [7]]), tokens % 2
     with torch.no_grad():
         given = {"attention_mask": torch.tensor(seen).long(), "token_type_ids": torch.tensor(types)}
         wanted = model(torch.tensor(tokens), **given).logits.numpy()
         hidden = model.bert(torch.tensor(tokens), **given).last_hidden_state.numpy()
-    params = bert_params(weights_of(model), 4)
+    params = to_ours(weights_of(model), module, bert_names(config))
     side = {"attention_mask": seen, "token_type_ids": types}
     assert_near(module.apply(params, tokens, side=side), wanted)
-    bare = PipelineModule(bert(BertConfig.from_huggingface(values), head=None), num_stages=1)
-    layers = {name: x for name, x in params["layers"].items() if "Tr" in name or "Embeddings" in name}
-    layers = {name: x for name, x in layers.items() if "BertTransform" not in name}
-    params = {"layers": layers | {"0_Embed": params["tied"]["embedding"]}, "tied": {}}
+    bare = PipelineModule(bert(config, head=None), num_stages=1)
+    params = to_ours(weights_of(model.bert), bare, bert_names(config, head=None))
     assert_near(bare.apply(params, tokens, side=side), hidden)
 
 
@@ -159,12 +102,12 @@ def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
 @pytest.mark.parametrize("family", ["GPT2:LMHeadModel", "Bert:ForMaskedLM"])
 def test_a_step_through_four_stages_of_two_replicas_is_theirs(family: str) -> None:
     model, values = make(family, **(GPT2 if "GPT2" in family else BERT))
-    layers = (
-        gpt2(GPT2Config.from_huggingface(values)) if "GPT2" in family else bert(BertConfig.from_huggingface(values))
-    )
-    to_ours: Callable[..., Any] = (
-        (lambda w: gpt2_params(w, 4, tied=True)) if "GPT2" in family else lambda w: bert_params(w, 4)
-    )
+    if "GPT2" in family:
+        config = GPT2Config.from_huggingface(values)
+        layers, names = gpt2(config), gpt2_names(config)
+    else:
+        other = BertConfig.from_huggingface(values)
+        layers, names = bert(other), bert_names(other)
     topology = PipeDataParallelTopology(4, 2)
     module = PipelineModule(layers, topology=topology, loss_fn=cross_entropy)
     inputs, labels = tokens_of(2, 4, 4, LENGTH)
@@ -172,7 +115,7 @@ def test_a_step_through_four_stages_of_two_replicas_is_theirs(family: str) -> No
     rate, decay, eps = 1e-3, 0.1, 1e-4
     adamw, mesh = optax.adamw(rate, weight_decay=decay, eps=eps), make_pipeline_mesh(topology)
     pipeline = Pipeline(module, adamw, mesh, (inputs[0], labels[0], {}), 4, make_settings())
-    start = jax.tree.map(jnp.asarray, to_ours(weights_of(model)))
+    start = to_ours(weights_of(model), module, names)
     state, metrics = pipeline.step(pipeline.init_from(start), (inputs, labels, {}))
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=decay, eps=eps)
@@ -181,7 +124,7 @@ def test_a_step_through_four_stages_of_two_replicas_is_theirs(family: str) -> No
     loss.backward()
     optimizer.step()
     np.testing.assert_allclose(metrics["loss"], loss.item(), rtol=1e-6)
-    jax.tree.map(assert_near, pipeline.params_tree(state.params), to_ours(weights_of(model)))
+    jax.tree.map(assert_near, pipeline.params_tree(state.params), to_ours(weights_of(model), module, names))
 
 
 REFUSED: list[tuple[Any, dict[str, Any], str]] = [

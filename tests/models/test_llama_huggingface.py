@@ -12,8 +12,9 @@ from _covering import slow_after
 from _settings import make_settings
 
 from jaxpipe import PipeDataParallelTopology, Pipeline, PipelineModule
+from jaxpipe.checkpoint import rename, rename_back
 from jaxpipe.errors import ConfigError
-from jaxpipe.models import LlamaConfig, llama
+from jaxpipe.models import LlamaConfig, llama, llama_names
 from jaxpipe.topology import make_pipeline_mesh
 
 torch = pytest.importorskip("torch")
@@ -49,19 +50,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", {}),
     "qwen2_windows": ("Qwen2", WINDOWS),
 }
-MODULES = {
-    "attention/query": "self_attn.q_proj",
-    "attention/key": "self_attn.k_proj",
-    "attention/value": "self_attn.v_proj",
-    "attention/out": "self_attn.o_proj",
-    "attention/query_norm": "self_attn.q_norm",
-    "attention/key_norm": "self_attn.k_norm",
-    "feed_forward/gate": "mlp.gate_proj",
-    "feed_forward/up": "mlp.up_proj",
-    "feed_forward/down": "mlp.down_proj",
-    "attention_norm": "input_layernorm",
-    "feed_forward_norm": "post_attention_layernorm",
-}
 
 
 def make(family: str, **changes: Any) -> tuple[Any, LlamaConfig]:
@@ -76,36 +64,18 @@ def make(family: str, **changes: Any) -> tuple[Any, LlamaConfig]:
     return model, LlamaConfig.from_huggingface(json.loads(config.to_json_string()))
 
 
-def params_of(weights: dict[str, Any], like: Any) -> Any:
-    """Their weights as a tree of ours."""
-
-    def leaf(path: Any, shape: Any) -> jax.Array:
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
-        module, kind = name.rsplit("/", 1)
-        suffix = "bias" if kind == "bias" else "weight"
-        if "Block" in module:
-            layer, inner = module.removeprefix("layers/").split("/", 1)
-            theirs = f"model.layers.{int(layer.split('_')[0]) - 1}.{MODULES[inner]}"
-        else:
-            theirs = {"Embed": "model.embed_tokens", "RMSNorm": "model.norm", "Dense": "lm_head"}.get(
-                module.split("_")[-1], "model.embed_tokens"
-            )
-        value = weights[f"{theirs}.{suffix}"]
-        value = value.T if kind == "kernel" else value
-        assert value.shape == shape.shape, name
-        return jnp.asarray(value)
-
-    return jax.tree.map_with_path(leaf, like)
-
-
 def weights_of(model: Any) -> dict[str, np.ndarray]:
     return {name: value.detach().numpy().copy() for name, value in model.named_parameters(remove_duplicate=False)}
 
 
-def to_ours(model: Any, module: PipelineModule, weights: Any = None) -> Any:
-    tokens = jax.ShapeDtypeStruct((1, LENGTH), jnp.int32)
-    like = jax.eval_shape(lambda: module.init(jax.random.key(0), jnp.zeros(tokens.shape, tokens.dtype)))
-    return params_of(weights_of(model) if weights is None else weights, like)
+def to_ours(model: Any, module: PipelineModule, config: LlamaConfig) -> Any:
+    """Their weights as a tree of ours, from which theirs come back."""
+    like = jax.eval_shape(lambda: module.init(jax.random.key(0), jnp.zeros((1, LENGTH), jnp.int32)))
+    weights, names = weights_of(model), llama_names(config)
+    params = rename(weights, names, like)
+    for name, value in rename_back(params, names).items():
+        np.testing.assert_array_equal(value, weights[name])
+    return params
 
 
 @pytest.mark.parametrize("case", slow_after(2, list(CASES)))
@@ -116,7 +86,7 @@ def test_logits(case: str) -> None:
     tokens = np.random.default_rng(0).integers(0, VOCAB, (2, LENGTH))
     with torch.no_grad():
         wanted = model(torch.tensor(tokens)).logits.numpy()
-    logits = jax.jit(module.apply)(to_ours(model, module), tokens)
+    logits = jax.jit(module.apply)(to_ours(model, module, config), tokens)
     np.testing.assert_allclose(logits, wanted, rtol=1e-5, atol=1e-5)
 
 
@@ -130,7 +100,7 @@ def test_packed_texts_are_as_each_alone() -> None:
     ids = np.searchsorted(starts, np.arange(LENGTH), side="right")[None]
     positions = np.arange(LENGTH)[None] - np.asarray(starts)[ids - 1]
     side = {"segment_ids": ids, "positions": positions}
-    logits = module.apply(to_ours(model, module), tokens, side=side)
+    logits = module.apply(to_ours(model, module, config), tokens, side=side)
     np.testing.assert_allclose(logits, np.concatenate(wanted, axis=1), rtol=1e-5, atol=1e-5)
 
 
@@ -151,7 +121,7 @@ def test_a_step_through_four_stages_of_two_replicas_is_theirs(family: str) -> No
     rate, decay, eps = 1e-3, 0.1, 1e-4
     adamw, mesh = optax.adamw(rate, weight_decay=decay, eps=eps), make_pipeline_mesh(topology)
     pipeline = Pipeline(module, adamw, mesh, (inputs[0], labels[0], {}), 4, make_settings())
-    state, metrics = pipeline.step(pipeline.init_from(to_ours(model, module)), (inputs, labels, {}))
+    state, metrics = pipeline.step(pipeline.init_from(to_ours(model, module, config)), (inputs, labels, {}))
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=decay, eps=eps)
     logits = model(torch.tensor(inputs.reshape(16, LENGTH))).logits
@@ -159,7 +129,7 @@ def test_a_step_through_four_stages_of_two_replicas_is_theirs(family: str) -> No
     loss.backward()
     optimizer.step()
     np.testing.assert_allclose(metrics["loss"], loss.item(), rtol=1e-6)
-    found, wanted = pipeline.params_tree(state.params), to_ours(model, module)
+    found, wanted = pipeline.params_tree(state.params), to_ours(model, module, config)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), found, wanted)
 
 

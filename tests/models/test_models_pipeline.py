@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,8 +15,20 @@ from _settings import make_settings
 from _tolerances import assert_close, assert_loss
 
 from jaxpipe import Pipeline, PipelineModule, ProcessTopology
+from jaxpipe.checkpoint import rename, rename_back
 from jaxpipe.errors import ConfigError
-from jaxpipe.models import BertConfig, GPT2Config, LlamaConfig, RotaryScaling, bert, gpt2, llama
+from jaxpipe.models import (
+    BertConfig,
+    GPT2Config,
+    LlamaConfig,
+    RotaryScaling,
+    bert,
+    bert_names,
+    gpt2,
+    gpt2_names,
+    llama,
+    llama_names,
+)
 from jaxpipe.topology import make_pipeline_mesh
 
 VOCAB, LENGTH, MICROBATCH, MICROBATCHES = 32, 8, 2, 2
@@ -140,3 +153,26 @@ def test_half_precision_is_what_is_asked_for() -> None:
     shapes = jax.eval_shape(lambda: module.init(jax.random.key(0), tokens))
     assert {x.dtype for x in jax.tree.leaves(shapes)} == {jnp.dtype(jnp.float32)}
     assert jax.eval_shape(module.apply, shapes, tokens).dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "bert"])
+def test_names_of_huggingface_go_both_ways(family: str, *, is_tied: bool) -> None:
+    """Each leaf has a name, in which its values come back; the first layer's is one that people know."""
+    if family == "llama":
+        config = LlamaConfig(**SIZES, qkv_bias=True, qk_norm=True, tie_word_embeddings=is_tied)
+        layers, names, known = llama(config), llama_names(config), "model.layers.0.self_attn.q_proj.bias"
+    elif family == "gpt2":
+        small = GPT2Config(VOCAB, LENGTH, 16, 2, 4, tie_word_embeddings=is_tied)
+        layers, names, known = gpt2(small), gpt2_names(small), "transformer.h.0.attn.c_attn.bias"
+    else:
+        other, head = BertConfig(VOCAB, 16, 2, 4, 24), "masked_lm" if is_tied else None
+        layers, names = bert(other, head), bert_names(other, head)
+        known = f"{'bert.' if is_tied else ''}encoder.layer.0.attention.self.key.bias"
+    module = PipelineModule(layers, num_stages=1)
+    like = jax.eval_shape(lambda: module.init(jax.random.key(0), jnp.zeros((1, LENGTH), jnp.int32)))
+    rng = np.random.default_rng(0)
+    params = jax.tree.map(lambda x: rng.normal(size=x.shape).astype(x.dtype), like)
+    theirs = rename_back(params, names)
+    assert known in theirs
+    chex.assert_trees_all_equal(rename(theirs, names, like), params)
