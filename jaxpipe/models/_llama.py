@@ -1,21 +1,22 @@
-"""Llama 2 and 3, Mistral, Qwen 2, 2.5 and 3, SmolLM: one decoder.
+"""Llama 2 and 3, Mistral, Mixtral, Qwen 2, 2.5 and 3 and their mixtures of experts, SmolLM: one decoder.
 
 Inside a stage, heads and features are divided over a mesh axis `model`: products that widen by columns, those that
 narrow by rows, with one sum over the axis after each of the two parts of a block. Without such an axis that means
 nothing.
 """
 
-from typing import Any
+from typing import Any, cast
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from jaxpipe.checkpoint import Rename, Transform, transpose
+from jaxpipe.checkpoint import Rename, Transform, stack, transpose
 from jaxpipe.layers import LayerSpec, TiedLayerSpec
 from jaxpipe.recompute import reduced
 from jaxpipe.transformer import MODEL, Divided, attention, constrained, dividing_axes
 
+from ._experts import Experts, ExpertsConfig
 from ._llama_config import LlamaConfig
 from ._rotary import rotary, rotate
 
@@ -28,10 +29,12 @@ class LlamaBlock(nn.Module):
     Args:
         config: Sizes and switches.
         window: How many positions a query sees, its own included; None for all before it.
+        is_mixture: Whether its feed-forward part is `config.experts`.
     """
 
     config: LlamaConfig
     window: int | None = None
+    is_mixture: bool = False
 
     @nn.compact
     def __call__(
@@ -58,7 +61,9 @@ class LlamaBlock(nn.Module):
         config = self.config
         attend = LlamaAttention(config, self.window, name="attention")
         x = x + self._added(attend(_norm(config, "attention_norm")(x), positions, segment_ids, train=train))
-        x = x + self._added(LlamaFeedForward(config, name="feed_forward")(_norm(config, "feed_forward_norm")(x)))
+        h = _norm(config, "feed_forward_norm")(x)
+        mixture = LlamaMixture if self.is_mixture else LlamaFeedForward
+        x = x + self._added(mixture(config, name="feed_forward")(h))
         return constrained(x, *self._axes(x)) if config.shard_sequence else x
 
     def _added(self, y: jax.Array) -> jax.Array:
@@ -123,6 +128,30 @@ class LlamaFeedForward(nn.Module):
 
     Args:
         config: Sizes and switches.
+        size: Its width; None: `config.intermediate_size`.
+    """
+
+    config: LlamaConfig
+    size: int | None = None
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Map `[B, T, H]` to the same shape."""
+        config, size = self.config, self.size or self.config.intermediate_size
+        samples, features = dividing_axes(x.shape[0], size)
+
+        def wide(name: str) -> jax.Array:
+            y = _columns(config, size, name, use_bias=config.mlp_bias)(x)
+            return constrained(y, samples, None, features)
+
+        return _rows(config, "down", use_bias=config.mlp_bias)(nn.silu(wide("gate")) * wide("up"))
+
+
+class LlamaMixture(nn.Module):
+    """A mixture of experts, and beside it one that every token passes, where the configuration has such.
+
+    Args:
+        config: Sizes and switches.
     """
 
     config: LlamaConfig
@@ -130,14 +159,12 @@ class LlamaFeedForward(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """Map `[B, T, H]` to the same shape."""
-        config = self.config
-        samples, features = dividing_axes(x.shape[0], config.intermediate_size)
-
-        def wide(name: str) -> jax.Array:
-            y = _columns(config, config.intermediate_size, name, use_bias=config.mlp_bias)(x)
-            return constrained(y, samples, None, features)
-
-        return _rows(config, "down", use_bias=config.mlp_bias)(nn.silu(wide("gate")) * wide("up"))
+        config, experts = self.config, cast(ExpertsConfig, self.config.experts)
+        y = Experts(experts, config.initializer_range, config.dtype, name="experts")(x)
+        if experts.shared_size:
+            gate = _dense(config, 1, (None, None), "shared_gate", use_bias=False)(x)
+            y = y + nn.sigmoid(gate) * LlamaFeedForward(config, experts.shared_size, name="shared")(x)
+        return y
 
 
 def llama(config: LlamaConfig) -> list[LayerSpec]:
@@ -172,7 +199,8 @@ def llama(config: LlamaConfig) -> list[LayerSpec]:
         "dtype": config.dtype,
         "embedding_init": Divided(normal, (MODEL, None), is_vocabulary=True),
     }
-    blocks = [LayerSpec(LlamaBlock, config, config.window(layer)) for layer in range(config.num_hidden_layers)]
+    layers = range(config.num_hidden_layers)
+    blocks = [LayerSpec(LlamaBlock, config, config.window(i), config.is_mixture(i)) for i in layers]
     norm = LayerSpec(nn.RMSNorm, config.rms_norm_eps, dtype=config.dtype)
     if config.tie_word_embeddings:
         first = TiedLayerSpec("embedding", nn.Embed, **table)
@@ -206,6 +234,13 @@ def llama_names(config: LlamaConfig) -> tuple[Rename, ...]:
         "attention_norm": "input_layernorm",
         "feed_forward_norm": "post_attention_layernorm",
     }
+    # Mixtral has names of its own.
+    is_qwen = config.qkv_bias or config.qk_norm
+    experts = ("gate_proj", "up_proj", "down_proj") if is_qwen else ("w1", "w3", "w2")
+    mixture = "mlp" if is_qwen else "block_sparse_moe"
+    shared = {f"feed_forward/shared/{name}": f"mlp.shared_expert.{name}_proj" for name in ("gate", "up", "down")}
+    products |= shared | {"feed_forward/shared_gate": "mlp.shared_expert_gate"}
+    products |= {"feed_forward/experts/router": f"{mixture}.gate"}
     table, head, last = "model.embed_tokens.weight", "lm_head.weight", config.num_hidden_layers + 1
     ends = [Rename(table, "0/embedding"), Rename(head, f"{last + 1}/kernel", transpose)]
     return (
@@ -213,6 +248,10 @@ def llama_names(config: LlamaConfig) -> tuple[Rename, ...]:
         *(_of_layers(f"{theirs}.weight", f"{ours}/kernel", transpose) for ours, theirs in products.items()),
         *(_of_layers(f"{theirs}.bias", f"{ours}/bias") for ours, theirs in products.items()),
         *(_of_layers(f"{theirs}.weight", f"{ours}/scale") for ours, theirs in norms.items()),
+        *(
+            _of_layers(f"{mixture}.experts.{{e}}.{theirs}.weight", f"feed_forward/experts/{ours}", stack(transpose))
+            for ours, theirs in zip(("gate", "up", "down"), experts, strict=True)
+        ),
         Rename("model.norm.weight", f"{last}/scale"),
         Rename("model.layers.{i}.self_attn.rotary_emb.inv_freq", None),  # a constant that old files hold
     )

@@ -8,12 +8,13 @@ import jax.numpy as jnp
 
 from jaxpipe.errors import ConfigError
 
+from ._experts import ExpertsConfig
 from ._huggingface import ConfigKeys, Source
 from ._rotary import RotaryScaling
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
-MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+MODEL_TYPES = ("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
 
 _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
@@ -25,7 +26,7 @@ class LlamaConfig:
     Attributes:
         vocab_size: Number V of tokens.
         hidden_size: Width H of the residual stream.
-        intermediate_size: Width of the feed-forward part.
+        intermediate_size: Width of the feed-forward part, where it is no mixture.
         num_hidden_layers: Number of blocks.
         num_attention_heads: Heads N of queries.
         num_key_value_heads: Heads K of keys and values, which divides N. None: N.
@@ -42,6 +43,7 @@ class LlamaConfig:
         tie_word_embeddings: Whether the head is the embedding's table.
         attention_dropout: Share of the attention's probabilities that training drops.
         initializer_range: Standard deviation of initial weights.
+        experts: The mixture of experts that blocks have as their feed-forward part. None: they have none.
         dtype: What layers compute in. None: the dtype of weights and inputs, which a pipeline's `compute_dtype` sets.
         shard_sequence: Whether the residual stream between products is divided over the mesh axis `model` along the
             positions, where that divides them.
@@ -75,6 +77,7 @@ class LlamaConfig:
     tie_word_embeddings: bool = False
     attention_dropout: float = 0.0
     initializer_range: float = 0.02
+    experts: ExpertsConfig | None = None
     dtype: Any = None
     shard_sequence: bool = False
 
@@ -92,7 +95,7 @@ class LlamaConfig:
 
     @classmethod
     def from_huggingface(cls, source: Source) -> "LlamaConfig":
-        """Read a `config.json` of Llama, Mistral, Qwen 2, 2.5 or 3, SmolLM or SmolLM 2.
+        """Read a `config.json` of Llama, Mistral, Mixtral, Qwen 2, 2.5 or 3 or their mixtures, SmolLM or SmolLM 2.
 
         Args:
             source: The folder that holds it, the file, or its contents. What a key has no value for is as
@@ -107,22 +110,24 @@ class LlamaConfig:
         keys.check("rope_interleaved", False)
         keys.check("quantization_config")
         theta, scaling = _rotary(keys)
-        has_bias = keys.get("attention_bias", False) if family in ("llama", "qwen3") else False
+        has_bias = keys.get("attention_bias", False) if family in ("llama", "qwen3", "qwen3_moe") else False
+        has_qkv_bias = keys.get("qkv_bias", True) if family == "qwen2_moe" else has_bias or family == "qwen2"
         config = cls(
             **{name: keys.required(name) for name in _SIZES},
             num_key_value_heads=keys.get("num_key_value_heads", _KEY_HEADS.get(family)),
             head_dim=keys.get("head_dim", 128 if family == "qwen3" else None),
-            rms_norm_eps=keys.get("rms_norm_eps", 1e-6),
+            rms_norm_eps=keys.get("rms_norm_eps", 1e-5 if family == "mixtral" else 1e-6),
             rope_theta=theta,
             rope_scaling=scaling,
-            qkv_bias=has_bias or family == "qwen2",
+            qkv_bias=has_qkv_bias,
             out_bias=has_bias,
             mlp_bias=keys.get("mlp_bias", False) if family == "llama" else False,
-            qk_norm=family == "qwen3",
+            qk_norm=family in ("qwen3", "qwen3_moe"),
             **_windows(keys),
             tie_word_embeddings=keys.get("tie_word_embeddings", False),
             attention_dropout=keys.get("attention_dropout", 0.0),
             initializer_range=keys.get("initializer_range", 0.02),
+            experts=_experts(keys),
         )
         keys.finish()
         return config
@@ -131,6 +136,10 @@ class LlamaConfig:
         """How many positions a query of a layer sees; None for all."""
         is_full = self.layer_types is not None and self.layer_types[layer] == FULL
         return None if is_full else self.sliding_window
+
+    def is_mixture(self, layer: int) -> bool:
+        """Whether a layer has experts."""
+        return self.experts is not None and layer not in self.experts.dense_layers
 
     def _rules(self) -> Iterator[tuple[str, bool, str, str]]:
         """For fields whether a rule holds, the rule, and the repair; later ones count on earlier ones."""
@@ -157,14 +166,16 @@ class LlamaConfig:
         yield "dtype", is_float, "a floating-point dtype or None", "Leave it out."
 
 
-_KEY_HEADS: Mapping[str, int] = {"mistral": 8, "qwen2": 32, "qwen3": 32}
+_KEY_HEADS: Mapping[str, int] = {
+    **{"mistral": 8, "mixtral": 8, "qwen2": 32, "qwen2_moe": 16, "qwen3": 32, "qwen3_moe": 4}
+}
 """What `transformers` takes where the key is left out, if that is not the number of heads of queries."""
 
 
 def _rotary(keys: ConfigKeys) -> tuple[float, RotaryScaling | None]:
     """Base and scaling, of today's `rope_parameters` or of `rope_theta` and `rope_scaling`."""
     values = {**(keys.get("rope_scaling", None) or {}), **(keys.get("rope_parameters", None) or {})}
-    theta = values.pop("rope_theta", keys.get("rope_theta", 10000.0))
+    theta = values.pop("rope_theta", keys.get("rope_theta", 1e6 if keys.model_type == "mixtral" else 10000.0))
     keys.check("partial_rotary_factor", 1.0)
     if values.pop("partial_rotary_factor", None) not in (None, 1.0):
         keys.check("rope_parameters")
@@ -187,8 +198,12 @@ def _windows(keys: ConfigKeys) -> dict[str, Any]:
     """The window, and which layers have it."""
     if keys.model_type == "llama":
         return {}
-    window = keys.get("sliding_window", 4096)  # null means none
-    if keys.model_type == "mistral":
+    window = keys.get("sliding_window", None if keys.model_type == "mixtral" else 4096)  # null means none
+    if keys.model_type.endswith("_moe"):
+        keys.check("use_sliding_window", False)
+        keys.get("layer_types", None)
+        return {}
+    if keys.model_type in ("mistral", "mixtral"):
         return {"sliding_window": window}
     is_used, first = keys.get("use_sliding_window", False), keys.get("max_window_layers", 28)
     kinds, num_layers = keys.get("layer_types", None), keys.required("num_hidden_layers")
@@ -196,6 +211,31 @@ def _windows(keys: ConfigKeys) -> dict[str, Any]:
         return {}
     kinds = kinds or [SLIDING if layer >= first else FULL for layer in range(num_layers)]
     return {"sliding_window": window, "layer_types": kinds}
+
+
+def _experts(keys: ConfigKeys) -> ExpertsConfig | None:
+    """The mixture of experts, and the layers without."""
+    family = keys.model_type
+    if family != "mixtral" and not family.endswith("_moe"):
+        return None
+    keys.check("output_router_logits", False)
+    keys.get("router_aux_loss_coef", None)  # used with these logits
+    number = keys.get("num_experts", None) or keys.required("num_local_experts")
+    keys.get("num_local_experts", None)
+    if family == "mixtral":
+        keys.check("router_jitter_noise", 0.0)
+        return ExpertsConfig(number, keys.get("num_experts_per_tok", 2), keys.required("intermediate_size"))
+    step, dense = keys.get("decoder_sparse_step", 1), keys.get("mlp_only_layers", None) or []
+    layers = range(keys.required("num_hidden_layers"))
+    is_second = family == "qwen2_moe"
+    return ExpertsConfig(
+        number,
+        keys.get("num_experts_per_tok", 4 if is_second else 8),
+        keys.required("moe_intermediate_size"),
+        norm_topk_prob=keys.get("norm_topk_prob", False),
+        shared_size=keys.required("shared_expert_intermediate_size") if is_second else 0,
+        dense_layers=tuple(i for i in layers if i in dense or (i + 1) % step),
+    )
 
 
 def _is_size(value: Any) -> bool:

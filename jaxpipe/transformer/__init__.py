@@ -11,6 +11,7 @@ from ._layer import DeepSpeedTransformerLayer as DeepSpeedTransformerLayer
 from ._sharding import MODEL as MODEL
 from ._sharding import Divided as Divided
 from ._sharding import constrained as constrained
+from ._sharding import dividing as dividing
 from ._sharding import dividing_axes as dividing_axes
 
 __all__ = [
@@ -23,5 +24,6 @@ __all__ = [
     "MODEL",
     "Divided",
     "constrained",
+    "dividing",
     "dividing_axes",
 ]

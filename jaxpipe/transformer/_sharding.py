@@ -41,13 +41,14 @@ class Divided:
         return nn.with_partitioning(self.init, axes)(*args)
 
 
+def dividing(axis: str, size: int) -> str | None:
+    """The axis, where it is automatic around this code, longer than one, and divides a dim of this size."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return axis if axis in mesh.auto_axes and mesh.shape[axis] > 1 and size % mesh.shape[axis] == 0 else None
+
+
 def dividing_axes(samples: int, features: int) -> tuple[str | None, str | None]:
     """The automatic axes around this code over which samples and heads or features are divided; None for none."""
-    mesh = jax.sharding.get_abstract_mesh()
-
-    def dividing(axis: str, size: int) -> str | None:
-        return axis if axis in mesh.auto_axes and mesh.shape[axis] > 1 and size % mesh.shape[axis] == 0 else None
-
     return dividing(FSDP, samples), dividing(MODEL, features)
 
 

@@ -1,6 +1,8 @@
 """The Llama decoder against `transformers` on random small configurations; needs torch and transformers."""
 
 import json
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -19,6 +21,7 @@ from jaxpipe.topology import make_pipeline_mesh
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
+load_file = pytest.importorskip("safetensors.numpy").load_file
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of theirs
 VOCAB, LENGTH, LAYERS = 64, 24, 2
@@ -35,6 +38,7 @@ ORIGINAL = {"original_max_position_embeddings": 16, "rope_theta": 10000.0}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, **ORIGINAL}
 YARN = {"rope_type": "yarn", "factor": 4.0, **ORIGINAL}
 WINDOWS = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
+MIXTURE = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama3": ("Llama", {"rope_parameters": LLAMA3}),
     "qwen3": ("Qwen3", {"head_dim": 16, **WINDOWS, "tie_word_embeddings": True, "rms_norm_eps": 1e-5}),
@@ -49,6 +53,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral_unlimited": ("Mistral", {"sliding_window": None, "tie_word_embeddings": True}),
     "qwen2": ("Qwen2", {}),
     "qwen2_windows": ("Qwen2", WINDOWS),
+    "mixtral": ("Mixtral", {"num_local_experts": 4}),
+    "qwen2_moe": ("Qwen2Moe", {**MIXTURE, "shared_expert_intermediate_size": 40, "decoder_sparse_step": 2}),
+    "qwen3_moe": ("Qwen3Moe", {**MIXTURE, "norm_topk_prob": True, "mlp_only_layers": [0]}),
 }
 
 
@@ -68,10 +75,18 @@ def weights_of(model: Any) -> dict[str, np.ndarray]:
     return {name: value.detach().numpy().copy() for name, value in model.named_parameters(remove_duplicate=False)}
 
 
+def files_of(model: Any) -> dict[str, np.ndarray]:
+    """Weights by the names that they have in files, which of experts are others than in memory."""
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        return load_file(Path(folder) / "model.safetensors")
+
+
 def to_ours(model: Any, module: PipelineModule, config: LlamaConfig) -> Any:
     """Their weights as a tree of ours, from which theirs come back."""
     like = jax.eval_shape(lambda: module.init(jax.random.key(0), jnp.zeros((1, LENGTH), jnp.int32)))
-    weights, names = weights_of(model), llama_names(config)
+    names = llama_names(config)
+    weights = weights_of(model) if config.experts is None else files_of(model)
     params = rename(weights, names, like)
     for name, value in rename_back(params, names).items():
         np.testing.assert_array_equal(value, weights[name])

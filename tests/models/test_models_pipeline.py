@@ -19,6 +19,7 @@ from jaxpipe.checkpoint import rename, rename_back
 from jaxpipe.errors import ConfigError
 from jaxpipe.models import (
     BertConfig,
+    ExpertsConfig,
     GPT2Config,
     LlamaConfig,
     RotaryScaling,
@@ -94,6 +95,8 @@ EVERYTHING = {
     "layer_types": ("full_attention", "sliding_attention") * 2,
     "rope_scaling": RotaryScaling("yarn", 4.0, 8),
 }
+EXPERTS = ExpertsConfig(4, 2, 12, shared_size=8)
+ROOMY = ExpertsConfig(4, 2, 12, capacity_factor=1.0, norm_topk_prob=False)
 CASES: dict[str, tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = {
     "model": (
         {"tie_word_embeddings": True, "num_hidden_layers": 2},
@@ -108,6 +111,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = {
     "split": ({}, {"pipe": 2, "data": 2, "model": 2}, {"split_vocabulary": True}),
     "split_tied": ({"tie_word_embeddings": True}, {"pipe": 4, "data": 2}, {"split_vocabulary": True}),
     "data_alone": ({}, {"pipe": 1, "data": 2, "model": 2}, {}),
+    "experts": ({"experts": EXPERTS}, {"pipe": 2, "data": 1, "expert": 2, "model": 2}, {}),
+    "experts_with_room": ({"experts": ROOMY}, {"pipe": 2, "data": 1, "expert": 4}, {}),
     "one": ({"tie_word_embeddings": True}, {"pipe": 1, "data": 1}, {}),
     "zero_bubble": ({}, {"pipe": 2, "data": 2, "model": 2}, {"schedule": "zero-bubble"}),
     "interleaved": ({}, {"pipe": 2, "data": 2}, {"schedule": "interleaved"}),
