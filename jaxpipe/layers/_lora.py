@@ -5,6 +5,7 @@ import functools
 import math
 import re
 import types
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -97,10 +98,12 @@ def merge_lora(params: PyTree, alpha: float) -> dict[str, PyTree]:
                 "the checkpoint of adapters into an engine that has the model's weights, and merge its "
                 "module_state_dict()."
             )
-        rank = a.shape[-1]
+        kernel, rank = plain[at], a.shape[-1]
+        # Dims that all three have in front, one for each `nn.scan` around the module.
+        stacked = kernel.shape[: a.ndim + b.ndim - 2 - kernel.ndim]
         # In float32: a product of bfloat16 would round before it is added.
-        delta = a.reshape(-1, rank).astype(np.float32) @ b.reshape(rank, -1).astype(np.float32)
-        kernel = plain[at]
+        a, b = a.reshape(*stacked, -1, rank).astype(np.float32), b.reshape(*stacked, rank, -1).astype(np.float32)
+        delta = a @ b
         plain[at] = (kernel.astype(np.float32) + (alpha / rank) * delta.reshape(kernel.shape)).astype(kernel.dtype)
     return unflatten_dict(plain)
 
@@ -183,7 +186,10 @@ def _with_adapters(call: Callable[..., Any], prefix: Path, adapters: _Adapters) 
         shape_a, shape_b = adapters.shapes(jnp.shape(unbox(kernel)), len(axes))
         # Not `module.param`, which belongs into the module's own code.
         if not scope.has_variable("params", _A):
-            key, dtype = scope.make_rng("params"), unbox(kernel).dtype
+            # Not `scope.make_rng`, which counts its calls: in a module that `nn.scan` traces twice the kernels would be
+            # other ones than without adapters.
+            key = jax.random.fold_in(scope.rngs["params"].as_jax_rng(), zlib.crc32(_A.encode()))
+            dtype = unbox(kernel).dtype
             a, b = adapters.draw(key, shape_a, dtype), jnp.zeros(shape_b, dtype)
             scope.put_variable("params", _A, _boxed_as(kernel, a, len(axes), is_first=True))
             scope.put_variable("params", _B, _boxed_as(kernel, b, len(axes), is_first=False))

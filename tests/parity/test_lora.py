@@ -36,6 +36,16 @@ class Heads(nn.Module):
         return x + nn.DenseGeneral(DIM, axis=(-2, -1), name="join")(y)
 
 
+class Scanned(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        def body(dense: nn.Module, x: jax.Array, _: None) -> tuple[jax.Array, None]:
+            return jnp.tanh(dense(x)), None
+
+        run = nn.scan(body, variable_axes={"params": 0}, split_rngs={"params": True}, length=3)
+        return run(nn.Dense(DIM, name="dense"), x, None)[0]
+
+
 class NNXHeads(nnx.Module):
     def __init__(self, *, rngs: nnx.Rngs) -> None:
         self.split = nnx.LinearGeneral(DIM, (2, 4), rngs=rngs)
@@ -51,6 +61,7 @@ BASES: dict[str, Any] = {
     "general": (lambda: [Embed(), Heads(), LayerSpec(Heads), Heads(), Heads(), nn.Dense(VOCAB)], ["_Heads/", "Dense"]),
     "nnx": (lambda: [LayerSpec(NNXEmbed), *[LayerSpec(NNXBlock)] * 4, LayerSpec(nnx.Linear, DIM, VOCAB)], [r"layers/"]),
     "nnx_general": (lambda: [Embed(), *[LayerSpec(NNXHeads)] * 4, nn.Dense(VOCAB)], "split|join|einsum"),
+    "scanned": (lambda: [Embed(), *[LayerSpec(Scanned)] * 4, Head()], "dense"),
     "tied": (
         lambda: [
             nn.Embed(VOCAB, DIM),
@@ -106,6 +117,7 @@ def test_it_begins_as_the_base_and_merges_into_it(name: str) -> None:
                 ("nnx", "zero-bubble"),
                 ("nnx_general", "1f1b"),
                 ("tied", "1f1b"),
+                ("scanned", "1f1b"),
             )
         ],
     ],
