@@ -21,7 +21,7 @@ _OP_NAME = re.compile(r'op_name="([^"]*)"')
 _CONTAINER = re.compile(r" (?:while|conditional|call)\(")
 """Instructions whose events only hold those of others."""
 _TICKS = re.compile(r"ticks_(\d+)_(\d+)")
-_Scope = tuple[str, tuple[int, int], frozenset[str]]
+_Scope = tuple[str, int, tuple[int, int], frozenset[str]]
 _WORDS = re.compile(r"[/(),]+")
 
 
@@ -32,6 +32,7 @@ class Operation(NamedTuple):
         device: The device's number in this process, `local_hardware_id`.
         name: Its name in the compiled program.
         phase: The scope of the executor that it is in; empty for what is in none.
+        depth: Loops that it is in, that over ticks included.
         ticks: First tick of the run that it belongs to, and the tick behind the last; equal where it is in none.
         words: Names of scopes that it is in, those of layers among them.
         start_s: Seconds from the first operation.
@@ -41,6 +42,7 @@ class Operation(NamedTuple):
     device: int
     name: str
     phase: str
+    depth: int
     ticks: tuple[int, int]
     words: frozenset[str]
     start_s: float
@@ -87,7 +89,7 @@ def _stopped(folder: str, module: str, scopes: Mapping[str, _Scope]) -> list[Ope
 
 
 def _scopes(text: str) -> Iterator[tuple[str, _Scope]]:
-    """By the name of an instruction its phase, its ticks, and the words of its path; containers have none."""
+    """By the name of an instruction its phase, depth and ticks, and the words of its path; containers have none."""
     for line in text.splitlines():
         named = _INSTRUCTION.match(line)
         if named is None or _CONTAINER.search(line):
@@ -97,7 +99,7 @@ def _scopes(text: str) -> Iterator[tuple[str, _Scope]]:
         phase = next((word for word in words if word in PHASES), "")
         ticks = next((found for word in words if (found := _TICKS.fullmatch(word))), None)
         both = (0, 0) if ticks is None else (int(ticks.group(1)), int(ticks.group(2)))
-        yield named.group(1), (phase, both, frozenset(words))
+        yield named.group(1), (phase, words.count("while"), both, frozenset(words))
 
 
 def _operations(file: Path, module: str, scopes: Mapping[str, _Scope]) -> Iterator[Operation]:

@@ -21,7 +21,8 @@ def measured_slices(
     """Find the actions of a step among its operations.
 
     An action is what a device runs of one phase between two exchanges, or until one of its operations comes again, or
-    the next run of ticks begins; only operations of layers count, so that an idle action is none.
+    the next run of ticks begins; only operations of layers count, so that an idle action is none. A stage that holds
+    nothing but last layers, whose forward and backward are one with the loss, has only forwards, which hold all of it.
 
     Args:
         program: The schedule that was run; idle actions skipped.
@@ -39,8 +40,10 @@ def measured_slices(
     names, found = set(layers), list[Slice]()
     for stage, device in devices.items():
         own = [each for each in operations if each.device == device]
-        for phase in dict.fromkeys(_PHASES.values()):
-            kinds = [kind for kind, of_kind in _PHASES.items() if of_kind == phase]
+        # The last layers run with the loss, as one forward and backward.
+        is_fused = not any(each.phase == "forward" and names & each.words for each in own)
+        for phase in ("loss",) if is_fused else dict.fromkeys(_PHASES.values()):
+            kinds = [kind for kind, of_kind in _PHASES.items() if of_kind == ("forward" if is_fused else phase)]
             wanted = [one for one in planned if one.stage == stage and one.kind in kinds]
             spans = _actions(own, phase, names)
             if len(spans) != len(wanted):
@@ -62,7 +65,7 @@ def _actions(operations: Sequence[Operation], phase: str, layers: set[str]) -> l
     spans: list[tuple[float, float]] = []
     for ticks in sorted({each.ticks for each in operations}):
         seen: set[str] = set()
-        is_open, has_any, is_one = False, False, ticks[1] - ticks[0] == 1
+        is_open, opened, is_one = False, False, ticks[1] - ticks[0] == 1
         # By the run they belong to: where runs are one tick long, and no loops, their operations may be interleaved.
         for each in operations:
             if each.ticks != ticks:
@@ -75,8 +78,10 @@ def _actions(operations: Sequence[Operation], phase: str, layers: set[str]) -> l
             # The loss follows the last part's forward, in the same tick and on the same stage.
             if not is_loss and (not is_open or (not is_one and each.name in seen)):
                 spans.append((each.start_s, each.end_s))
-                seen, is_open, has_any = set(), True, True
-            if has_any:
+                is_open, opened, seen = True, True, set()
+            # Within a layer's own loop every operation comes again.
+            if not is_loss and each.depth <= 1:
                 seen.add(each.name)
+            if opened:
                 spans[-1] = (min(spans[-1][0], each.start_s), max(spans[-1][1], each.end_s))
     return spans

@@ -21,7 +21,8 @@ from jaxpipe.errors import PipelineError
 from jaxpipe.profile import Operation, phase_times
 from jaxpipe.schedules import bubble_fraction, timeline
 
-SLEEP_S = 0.05
+SLEEP_S = 0.2
+"""Much longer than what a tick takes beside it on a busy machine."""
 
 
 def events(path: Path, process: int = 1) -> list[dict[str, Any]]:
@@ -71,7 +72,8 @@ class Sleeper(nn.Module):
         return slow_identity(x) * self.param("scale", nn.initializers.ones, ())
 
 
-@pytest.mark.parametrize("schedule", slow_after(1, ["1f1b", "gpipe"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 def test_the_bubble_of_sleeping_layers(schedule: str, tmp_path: Path) -> None:
     stages, microbatches = 4, 6
     layers = [LayerSpec(Sleeper)] * stages
@@ -88,6 +90,28 @@ def test_the_bubble_of_sleeping_layers(schedule: str, tmp_path: Path) -> None:
     assert idle == pytest.approx(bubble_fraction(engine.pipeline.program, SLEEP_S, 2 * SLEEP_S), abs=0.02)
 
 
+class Noisy(nn.Module):
+    """Draws random numbers, in a loop of its own."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array, train: bool = False) -> jax.Array:
+        return nn.Dense(4)(nn.Dropout(0.5, deterministic=not train)(x))
+
+
+@pytest.mark.parametrize("stages", slow_after(1, [4, 1, 2]))
+def test_loops_in_layers_and_stages_of_last_layers(stages: int, tmp_path: Path) -> None:
+    layers = [*[LayerSpec(Noisy)] * 4, LayerSpec(nn.Dense, 1)]
+    cuts = {1: [0, 5], 2: [0, 2, 5], 4: [0, 1, 2, 4, 5]}[stages]
+    config = {"gradient_accumulation_steps": 3}
+    engine = build(module(*layers, stages=stages, partition_method=cuts), config)
+    engine.schedule_trace(tmp_path / "a.json", measure=True, data_iter=entries(count=3))
+    counts = Counter((event["tid"], event["cat"]) for event in events(tmp_path / "a.json"))
+    # One that has no trunk and no layers before it runs forward and backward at once.
+    wanted = {stages - 1: ["forward"]} if stages != 2 else {}
+    kinds = {stage: wanted.get(stage, ["forward", "backward"]) for stage in range(stages)}
+    assert counts == {(stage, kind): 3 for stage, names in kinds.items() for kind in names}
+
+
 def test_idle_actions_that_are_computed_are_no_actions(tmp_path: Path) -> None:
     engine = build(model(), {"pipeline": {"skip_idle": False}}, example_batch=entry())
     with pytest.raises(PipelineError, match=r"must have 2 actions of the kind 'forward'.*got \d\. Set pipeline.skip_i"):
@@ -99,7 +123,7 @@ def test_idle_actions_that_are_computed_are_no_actions(tmp_path: Path) -> None:
 
 def test_times_of_phases() -> None:
     def ran(phase: str, start_s: float, end_s: float, device: int = 0) -> Operation:
-        return Operation(device, "x", phase, (0, 1), frozenset(), start_s, end_s)
+        return Operation(device, "x", phase, 0, (0, 1), frozenset(), start_s, end_s)
 
     times = phase_times(
         [
