@@ -84,8 +84,9 @@ class Candidate:
         """Count one schedule."""
         job, num_stages = self._job, self._job.module.num_stages
         program = lower_schedule(schedule, job.num_microbatches, num_stages) if name == "gpipe" else None
-        # As for "auto": beyond some groups of S each further one adds the same ticks.
-        lowered = min(job.num_microbatches, STEADY * num_stages + job.num_microbatches % num_stages)
+        # As for "auto": beyond some groups of S each further one adds the same ticks, the remainder over as many.
+        remainder = job.num_microbatches % num_stages
+        lowered = min(job.num_microbatches, max(STEADY, remainder + 1) * num_stages + remainder)
         program = program or lower_schedule(schedule, lowered, num_stages)
         params = self._params(program)
         memory = self._memory(program, params)

@@ -20,6 +20,7 @@ import jaxpipe
 from jaxpipe.__main__ import main
 from jaxpipe.errors import JaxpipeError
 from jaxpipe.forecast import HARDWARE, Hardware, StepPlan
+from jaxpipe.schedules import lower_schedule, resolve_schedule
 
 sys.path.append(str(Path(__file__).parents[2]))  # benchmarks are no part of the installed package
 
@@ -173,6 +174,14 @@ def test_more_microbatches_take_as_long_as_if_all_were_gone_through() -> None:
     assert all_of_them.memory.residuals > other.memory.residuals
     assert other.num_ticks == 64 + 2 * 1
     assert other.bubble < one.bubble
+
+
+def test_a_remainder_of_microbatches_takes_the_ticks_of_the_whole_program() -> None:
+    settings = config(gradient_accumulation_steps=31)
+    found = planned(num_stages=4, config=settings, schedules=["interleaved"], num_chunks=[2], partition=["best"])
+    program = lower_schedule(resolve_schedule("interleaved", 2), 31, 4)
+    assert found.candidates[0].num_ticks == program.num_ticks
+    assert found.candidates[0].stages[0].in_flight == program.in_flight(0)
 
 
 @pytest.mark.parametrize(
