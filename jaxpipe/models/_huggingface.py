@@ -92,6 +92,11 @@ class ConfigKeys:
 def _read(source: Source) -> Mapping[str, Any]:
     if isinstance(source, Mapping):
         return source
+    if not isinstance(source, (str, PathLike)):
+        raise ConfigError(
+            f"a model's config.json must be a folder, a file or a dictionary, but got {shown(source)}. Name the folder "
+            "that it is in."
+        )
     path = Path(source)
     path = path / "config.json" if path.is_dir() else path
     try:

@@ -22,6 +22,7 @@ from jaxpipe.topology import make_pipeline_mesh
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 load_file = pytest.importorskip("safetensors.numpy").load_file
+save_file = pytest.importorskip("safetensors.numpy").save_file
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of theirs
 VOCAB, LENGTH, LAYERS = 64, 24, 2
@@ -103,6 +104,20 @@ def test_logits(case: str) -> None:
         wanted = model(torch.tensor(tokens)).logits.numpy()
     logits = jax.jit(module.apply)(to_ours(model, module, config), tokens)
     np.testing.assert_allclose(logits, wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["qwen3", "biases", "mixtral", "qwen2_moe"])
+def test_what_is_written_opens_in_transformers_as_it_was(case: str, tmp_path: Path) -> None:
+    """Tied and untied, and experts: bit for bit."""
+    family, changes = CASES[case]
+    model, config = make(family, **changes)
+    params = to_ours(model, PipelineModule(llama(config), num_stages=1), config)
+    model.config.save_pretrained(tmp_path)
+    save_file(rename_back(params, llama_names(config)), tmp_path / "model.safetensors", {"format": "pt"})
+    opened = type(model).from_pretrained(tmp_path, attn_implementation="eager")
+    for name, value in model.state_dict().items():
+        np.testing.assert_array_equal(opened.state_dict()[name].numpy(), value.numpy(), err_msg=name)
 
 
 def test_packed_texts_are_as_each_alone() -> None:

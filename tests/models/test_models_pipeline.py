@@ -150,6 +150,8 @@ def test_a_folder_is_read_and_what_would_change_numbers_is_refused(tmp_path: Pat
         LlamaConfig.from_huggingface({**values, "logit_scale": 0.5})
     with pytest.raises(ConfigError, match=r"must be readable, but got .*missing"):
         LlamaConfig.from_huggingface(tmp_path / "missing")
+    with pytest.raises(ConfigError, match=r"must be a folder, a file or a dictionary, but got \[\]"):
+        LlamaConfig.from_huggingface([])
 
 
 def test_half_precision_is_what_is_asked_for() -> None:
