@@ -1,4 +1,5 @@
 import os
+import tempfile
 
 # The tests spend their time compiling programs that run for milliseconds: they are optimised less, and written by XLA's
 # older emitters in half the time. Processes that tests start inherit it.
@@ -10,6 +11,13 @@ from hypothesis import HealthCheck, settings  # noqa: E402
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# Tests compile the same oracles, initial values and small operations again and again. A directory for each test process
+# and run: JAX writes entries in place, so that another process, or a run after one that was killed, could read half of one.
+CACHE = tempfile.TemporaryDirectory(prefix="jaxpipe-tests-", ignore_cleanup_errors=True)
+jax.config.update("jax_compilation_cache_dir", CACHE.name)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 # A loaded machine makes every example slow; that says nothing about the code.
 settings.register_profile("loaded_machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
