@@ -73,7 +73,7 @@ def first_values_then_pairs(
 ) -> list[Any]:
     """Parameters of a test: cases with every value of every factor, then all pairs of values.
 
-    Half of the first run by default, the others are slow; every other case of the pairs is slow, the rest soak.
+    Half of the first run by default, the others are slow; every fourth case of the pairs is slow, the rest soak.
 
     Args:
         factors: As for `covering`.
@@ -95,8 +95,9 @@ def slow_after(count: int, cases: Sequence[Any], *, unpack: bool = False, soak: 
         count: How many run by default.
         cases: The values.
         unpack: Whether each is a tuple of values of several arguments.
-        soak: Mark every other one of these soak instead.
+        soak: Mark three in four of these soak instead.
     """
-    marks = [pytest.mark.slow, pytest.mark.soak if soak else pytest.mark.slow]
-    rest = [pytest.param(*(case if unpack else (case,)), marks=marks[i % 2]) for i, case in enumerate(cases[count:])]
+    others = pytest.mark.soak if soak else pytest.mark.slow
+    marks = [pytest.mark.slow, others, others, others]
+    rest = [pytest.param(*(case if unpack else (case,)), marks=marks[i % 4]) for i, case in enumerate(cases[count:])]
     return [*cases[:count], *rest]

@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, settings  # noqa: E402
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
-# Tests compile the same oracles, initial values and small operations again and again. A directory for each test process
-# and run: JAX writes entries in place, so that another process, or a run after one that was killed, could read half of one.
+# Tests compile the same oracles, initial values and small operations again and again. Each test process and run has a
+# directory of its own: JAX writes entries in place, so that another process, or a later run, could read half of one.
 CACHE = tempfile.TemporaryDirectory(prefix="jaxpipe-tests-", ignore_cleanup_errors=True)
 jax.config.update("jax_compilation_cache_dir", CACHE.name)
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)

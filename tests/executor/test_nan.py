@@ -50,12 +50,19 @@ def test_one_nan_makes_the_loss_nan(stages: int, data: int, skip_idle: bool) -> 
 
 
 LEAKS = [(4, "zero-bubble-v"), (2, "1f1b"), (1, "train"), (2, "split"), (2, "interleaved")]
-LEAKS += [(4, "zero-bubble-h1"), (2, "zero-bubble-v"), (2, "1f1b-v"), (4, "1f1b-v"), (2, "zero-bubble-2")]
+LEAKS += [
+    (2, "dual-pipe-v"),
+    (4, "zero-bubble-h1"),
+    (2, "zero-bubble-v"),
+    (2, "1f1b-v"),
+    (4, "1f1b-v"),
+    (2, "zero-bubble-2"),
+]
 LEAKS += [(s, name) for s in (1, 2, 4) for name in ("1f1b", "train", "one_by_one", "split") if (s, name) not in LEAKS]
-SENT_EARLY = ("zero-bubble-v", "interleaved", "1f1b-v", "zero-bubble-2")
+SENT_EARLY = ("zero-bubble-v", "dual-pipe-v", "interleaved", "1f1b-v", "zero-bubble-2")
 
 
-@pytest.mark.parametrize(("stages", "schedule"), slow_after(2, LEAKS, unpack=True))
+@pytest.mark.parametrize(("stages", "schedule"), slow_after(2, LEAKS, unpack=True, soak=True))
 def test_masked_actions_do_not_leak(monkeypatch: pytest.MonkeyPatch, stages: int, schedule: str) -> None:
     """A layer that is NaN on zeros: idle actions that compute on empty slots must not spoil anything.
 

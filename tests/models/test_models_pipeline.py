@@ -119,7 +119,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", slow_after(1, list(CASES)))
+@pytest.mark.parametrize("case", slow_after(1, list(CASES), soak=True))
 def test_gradients(case: str) -> None:
     changes, axes, settings = CASES[case]
     check(llama(LlamaConfig(**{**SIZES, **changes})), axes, **settings)

@@ -4,6 +4,7 @@ from typing import Any
 
 import optax
 import pytest
+from _covering import slow_after
 from _frozen import check
 from _oracle import Case
 
@@ -33,26 +34,30 @@ def test_three_steps_equal_those_of_one_device(case: Case, trainable: Any) -> No
 KERNELS, SOME = r"Block/.*kernel|tied|Head|table", r"/(3|5)_|Head|embedding|table"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "schedule", "optimizer", "trainable"),
-    [
-        ("linen", "gpipe", LAMB, KERNELS),
-        ("linen", "dual-pipe-v", ADAM, SOME),
-        ("linen", "zero-bubble-v", LAMB, SOME),
-        ("tied", "1f1b-v", LAMB, of_biases),
-        ("tied", "zero-bubble-v", ADAM, KERNELS),
-        ("tied_leaves", "1f1b", LAMB, SOME),
-        ("nnx", "1f1b", ADAM, of_biases),
-        ("nnx", "zero-bubble", LAMB, SOME),
-        ("split", "1f1b", ADAM, of_biases),
-        ("split", "zero-bubble", ADAM, SOME),
-        ("split_tied", "zero-bubble", ADAM, of_biases),
-        ("split_tied", "gpipe", ADAM, "^tied"),
-        ("reports", "dual-pipe-v", ADAM, KERNELS),
-        ("functions", "1f1b", ADAM, SOME),
-        ("side", "interleaved", LAMB, "embedding"),
-    ],
+    slow_after(
+        0,
+        [
+            ("linen", "gpipe", LAMB, KERNELS),
+            ("linen", "dual-pipe-v", ADAM, SOME),
+            ("linen", "zero-bubble-v", LAMB, SOME),
+            ("tied", "1f1b-v", LAMB, of_biases),
+            ("tied", "zero-bubble-v", ADAM, KERNELS),
+            ("tied_leaves", "1f1b", LAMB, SOME),
+            ("nnx", "1f1b", ADAM, of_biases),
+            ("nnx", "zero-bubble", LAMB, SOME),
+            ("split", "1f1b", ADAM, of_biases),
+            ("split", "zero-bubble", ADAM, SOME),
+            ("split_tied", "zero-bubble", ADAM, of_biases),
+            ("split_tied", "gpipe", ADAM, "^tied"),
+            ("reports", "dual-pipe-v", ADAM, KERNELS),
+            ("functions", "1f1b", ADAM, SOME),
+            ("side", "interleaved", LAMB, "embedding"),
+        ],
+        unpack=True,
+        soak=True,
+    ),
 )
 def test_everything_at_once(model: str, schedule: str, optimizer: Any, trainable: Any) -> None:
     settings = ZERO | {"gradient_clipping": 0.1}

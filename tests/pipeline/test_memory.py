@@ -104,7 +104,7 @@ RINGS = [
 ]
 
 
-@pytest.mark.parametrize(("schedule", "stages", "microbatches"), slow_after(10, RINGS, unpack=True))
+@pytest.mark.parametrize(("schedule", "stages", "microbatches"), slow_after(10, RINGS, unpack=True, soak=True))
 def test_rings_are_as_deep_as_the_formula(schedule: str, stages: int, microbatches: int) -> None:
     case = Case(stages=stages, microbatches=microbatches, schedule=schedule, model="functions", cut="uniform")
     pipeline = case.pipeline()

@@ -50,14 +50,16 @@ def make_batch(step: int = 0) -> tuple[Any, Any, dict[str, Any]]:
     return inputs, labels, {}
 
 
-def make_pipeline(stages: int, data: int, axes: dict[str, int], **settings: Any) -> Pipeline:
+def make_pipeline(
+    stages: int, data: int, axes: dict[str, int], microbatches: int = MICROBATCHES, **settings: Any
+) -> Pipeline:
     topology = ProcessTopology(["pipe", "data", *axes], [stages, data, *axes.values()])
     # With chunks a block in each part, and the ends off the trunk.
     cut = [0, 2, 3, 4, 6] if settings.get("schedule") in CHUNKED else [0, 3, 6] if stages == 2 else "uniform"
     module = make_module("model" in axes, topology=topology, partition_method=cut)
     example = jax.tree.map(lambda x: x[0], make_batch())
     config = make_settings(gradient_clipping=LIMIT, **settings)
-    return Pipeline(module, ADAM, make_pipeline_mesh(topology), example, MICROBATCHES, config)
+    return Pipeline(module, ADAM, make_pipeline_mesh(topology), example, microbatches, config)
 
 
 @functools.cache
@@ -110,6 +112,7 @@ def sequential() -> tuple[list[float], Any, Any, Any]:
             (4, 1, {"fsdp": 2}, {"schedule": "gpipe"}),
         ],
         unpack=True,
+        soak=True,
     ),
 )
 def test_gradients_and_three_steps(stages: int, data: int, axes: dict[str, int], settings: dict[str, Any]) -> None:
@@ -195,10 +198,10 @@ def test_what_is_gathered_is_told(settings: dict[str, Any], match: str) -> None:
 
 
 def test_once_a_turn_to_another_chunk_is_told() -> None:
-    pipeline = make_pipeline(2, 1, {"fsdp": 2}, gather_weights="chunk", schedule="interleaved")
+    pipeline = make_pipeline(2, 1, {"fsdp": 2}, 4, gather_weights="chunk", schedule="interleaved")
     # Two blocks on a stage, of each of whose two kernels half is gathered.
     assert pipeline.gathered_trunk_bytes == 2 * 2 * DIM * HIDDEN * 4 // 2
-    # Of three microbatches two pass each chunk in one turn and the third in another, forward and backward.
+    # Of four microbatches two pass each chunk in one turn and two in another, forward and backward.
     told = r"0.5 KiB for each chunk's trunk, gathered .* up to 8 times a step, and held .* \(1.0 KiB, a chunk for"
     assert re.search(told, describe_pipeline(pipeline))
     folded = describe_pipeline(make_pipeline(2, 1, {"fsdp": 2}, gather_weights="chunk", schedule="1f1b-v"))

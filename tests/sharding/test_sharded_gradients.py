@@ -60,24 +60,21 @@ def fits(case: Sharded) -> bool:
     return has_room and MICROBATCH % dict(case.axes).get("fsdp", 1) == 0
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "case",
-    [
-        make_case(annotated, mesh)
-        for annotated in ANNOTATED
-        for mesh in MESHES[:3]
-        if mesh[2] == 2 or annotated not in MODEL_AXES
-    ],
-    ids=str,
-)
+EVERYWHERE = [
+    make_case(annotated, mesh)
+    for annotated in ANNOTATED
+    for mesh in MESHES[:3]
+    if mesh[2] == 2 or annotated not in MODEL_AXES
+]
+
+
+@pytest.mark.parametrize("case", slow_after(0, EVERYWHERE, soak=True), ids=str)
 def test_every_model_on_every_mesh(case: Sharded) -> None:
     check(case)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("skip_idle", [True, False], ids=["skip", "mask"])
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", slow_after(0, list(SCHEDULES), soak=True))
 def test_every_schedule(schedule: str, *, skip_idle: bool) -> None:
     """Of those with four chunks a stage, on the model that has layers enough."""
     cases = [make_case(name, (2, 2, 2), schedule=schedule, skip_idle=skip_idle) for name in ("block", "deep")]

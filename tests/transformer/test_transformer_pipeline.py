@@ -151,6 +151,7 @@ def pairs() -> list[Case]:
             Case(hidden="lengths", dropout=True, model=2),
             *pairs(),
         ],
+        soak=True,
     ),
     ids=str,
 )
