@@ -1,5 +1,6 @@
 """`CometMonitor`: an experiment of Comet."""
 
+import importlib
 from collections.abc import Sequence
 from typing import Any, final
 
@@ -17,9 +18,8 @@ class CometMonitor:
     """
 
     def __init__(self, section: CometSection) -> None:
-        import comet_ml
-
-        self._experiment: Any = comet_ml.start(
+        comet: Any = importlib.import_module("comet_ml")  # an optional library, which types need not find
+        self._experiment: Any = comet.start(
             api_key=section.api_key,
             workspace=section.workspace,
             project=section.project,
