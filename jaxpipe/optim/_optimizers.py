@@ -85,6 +85,8 @@ def make_optimizer(
     hyperparams |= _followed(recipe, params, hyperparams, schedule)
     # Else optax gives them the widest dtype of the parameters in the tree: bfloat16 would round a rate, and on a device
     # that holds other parameters it may be another dtype.
+    # Else optax gives them the dtype of the first parameter in the tree, which may round a rate, and is another one on
+    # a device with other parameters.
     return optax.inject_hyperparams(factory, hyperparam_dtype=jnp.float32)(**hyperparams)
 
 

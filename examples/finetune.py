@@ -1,0 +1,162 @@
+"""Fine-tune a Llama in Hugging Face's files through a pipeline of stages: whole, or adapters alone.
+
+    python examples/finetune.py --out small
+    python examples/finetune.py --model SmolLM2-135M --text book.txt --length 512 --rate 3e-4 --out tuned
+
+`--model` is a folder with config.json, one model.safetensors and tokenizer.json: any Llama, Mistral, Qwen or SmolLM.
+Without it a small one with random weights is made, and a tokenizer of the text. Without an accelerator the stages and
+replicas run on simulated CPU devices. What is written to `--out` opens in `transformers`.
+"""
+
+import argparse
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from pydoc_data import topics
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from safetensors.numpy import load_file, save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+import jaxpipe
+from jaxpipe.checkpoint import rename, rename_back
+from jaxpipe.layers import LORA_PARAMETERS, flatten_dict, lora, merge_lora, unflatten_dict
+from jaxpipe.models import LlamaConfig, llama, llama_names
+
+SMALL = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 172,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+}
+TARGETS = ["query/kernel", "value/kernel", "gate/kernel", "up/kernel", "down/kernel"]
+PROMPT = "The statement"
+
+
+def settings() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, help="folder; default: a small model made on the spot")
+    parser.add_argument("--text", type=Path, help="file to train on; default: the standard library's manual")
+    parser.add_argument("--out", type=Path, required=True, help="folder to write, which must not exist")
+    parser.add_argument("--stages", type=int, default=4)
+    parser.add_argument("--replicas", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--length", type=int, default=64, help="tokens of a sample")
+    parser.add_argument("--rank", type=int, help="of the adapters; 0 trains all; default: 8, or 0 without --model")
+    parser.add_argument("--rate", type=float, default=3e-3, help="learning rate")
+    args = parser.parse_args()
+    if args.rank is None:
+        args.rank = 8 if args.model else 0  # random weights leave adapters little to adapt
+    return args
+
+
+def make_small(folder: Path, text: str) -> None:
+    """Write a small model with random weights, and a tokenizer of byte pairs."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=SMALL["vocab_size"], initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator([text], trainer)
+    folder.mkdir(parents=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "config.json").write_text(json.dumps(SMALL))
+    config = LlamaConfig.from_huggingface(folder)
+    module = jaxpipe.PipelineModule(llama(config), num_stages=1)
+    params = module.init(jax.random.key(0), jnp.zeros((1, 2), jnp.int32))
+    save_file(rename_back(params, llama_names(config)), folder / "model.safetensors", {"format": "pt"})
+
+
+def read_weights(folder: Path, config: LlamaConfig) -> Any:
+    """The parameters in a folder, in the form of the layers of `llama`."""
+    module = jaxpipe.PipelineModule(llama(config), num_stages=1)
+    like = jax.eval_shape(lambda: module.init(jax.random.key(0), jnp.zeros((1, 2), jnp.int32)))
+    weights = {name: x.astype(np.float32) for name, x in load_file(folder / "model.safetensors").items()}
+    return rename(weights, llama_names(config), like)
+
+
+def complete(module: jaxpipe.PipelineModule, params: Any, tokenizer: Any, count: int = 24) -> str:
+    """Continue the prompt with the likeliest tokens, on one device."""
+    tokens = tokenizer.encode(PROMPT).ids
+    padded = np.zeros((1, len(tokens) + count), np.int32)  # what follows is masked by the attention
+    padded[0, : len(tokens)] = tokens
+    logits_of = jax.jit(lambda x: module.apply(params, x))
+    for end in range(len(tokens), padded.shape[1]):
+        padded[0, end] = np.argmax(logits_of(padded)[0, end - 1])
+    return repr(tokenizer.decode(padded[0].tolist()))
+
+
+def batches(ids: np.ndarray, rows: int, length: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Entries for `train_batch`: tokens and the tokens that follow them, from random places of the text."""
+    rng = np.random.default_rng(0)
+    while True:
+        starts = rng.integers(0, len(ids) - length - 1, rows)
+        windows = np.stack([ids[start : start + length + 1] for start in starts])
+        yield windows[:, :-1], windows[:, 1:]
+
+
+def next_token_loss(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    """Mean cross entropy of the tokens that follow."""
+    return optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), labels).mean()
+
+
+def main() -> None:
+    """Read, train, write, and read again."""
+    args = settings()
+    if args.out.exists():
+        raise SystemExit(f"--out={args.out} exists; name a folder that does not.")
+    jax.config.update("jax_num_cpu_devices", args.stages * args.replicas)  # used where there is no accelerator
+    text = args.text.read_text() if args.text else "\n\n".join(topics.topics.values())
+    folder = args.model or args.out / "base"
+    if args.model is None:
+        make_small(folder, text)
+    config, tokenizer = LlamaConfig.from_huggingface(folder), Tokenizer.from_file(str(folder / "tokenizer.json"))
+    ids = np.asarray(tokenizer.encode(text).ids, np.int32)
+
+    base, layers, trainable = read_weights(folder, config), llama(config), None
+    if args.rank:
+        layers, trainable = lora(layers, args.rank, 2.0 * args.rank, TARGETS), LORA_PARAMETERS
+    topology = jaxpipe.PipeDataParallelTopology(args.stages, args.replicas)
+    module = jaxpipe.PipelineModule(layers, topology=topology, loss_fn=next_token_loss, trainable=trainable)
+    drawn = module.init(jax.random.key(1), jnp.zeros((1, 2), jnp.int32))  # the adapters; all else is read
+    params = unflatten_dict(flatten_dict(drawn) | flatten_dict(base))
+    plain = jaxpipe.PipelineModule(llama(config), num_stages=1)
+    print("before:", complete(plain, base, tokenizer))
+
+    engine, *_ = jaxpipe.initialize(
+        model=module,
+        optimizer=optax.adamw(args.rate),
+        model_parameters=params,
+        config={"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 8, "steps_per_print": 10**9},
+    )
+    data = batches(ids, 4 * args.replicas, args.length)
+    for step in range(args.steps):
+        loss = engine.train_batch(data)
+        if step % 10 == 0 or step == args.steps - 1:
+            print(f"step {step}: loss {float(loss):.3f}")
+
+    tuned = engine.module_state_dict()
+    if args.rank:
+        tuned = merge_lora(tuned, 2.0 * args.rank)
+    args.out.mkdir(parents=True, exist_ok=True)
+    for name in ("config.json", "tokenizer.json"):
+        (args.out / name).write_text((folder / name).read_text())
+    save_file(rename_back(tuned, llama_names(config)), args.out / "model.safetensors", {"format": "pt"})
+    print("after:", complete(plain, read_weights(args.out, config), tokenizer))
+    print(f"wrote {args.out}")
+
+
+if __name__ == "__main__":
+    main()
