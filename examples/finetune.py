@@ -3,7 +3,7 @@
     python examples/finetune.py --out small
     python examples/finetune.py --model SmolLM2-135M --text book.txt --length 512 --rate 3e-4 --out tuned
 
-`--model` is a folder with config.json, one model.safetensors and tokenizer.json: any Llama, Mistral, Qwen or SmolLM.
+`--model` is a folder with config.json, safetensors files and tokenizer.json: any Llama, Mistral, Qwen or SmolLM.
 Without it a small one with random weights is made, and a tokenizer of the text. Without an accelerator the stages and
 replicas run on simulated CPU devices. What is written to `--out` opens in `transformers`.
 """
@@ -19,12 +19,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 import jaxpipe
-from jaxpipe.checkpoint import rename, rename_back
-from jaxpipe.layers import LORA_PARAMETERS, flatten_dict, lora, merge_lora, unflatten_dict
+from jaxpipe.checkpoint import rename_back
+from jaxpipe.layers import LORA_PARAMETERS, lora, merge_lora
 from jaxpipe.models import LlamaConfig, llama, llama_names
 
 SMALL = {
@@ -79,12 +79,10 @@ def make_small(folder: Path, text: str) -> None:
     save_file(rename_back(params, llama_names(config)), folder / "model.safetensors", {"format": "pt"})
 
 
-def read_weights(folder: Path, config: LlamaConfig) -> Any:
-    """The parameters in a folder, in the form of the layers of `llama`."""
-    module = jaxpipe.PipelineModule(llama(config), num_stages=1)
-    like = jax.eval_shape(lambda: module.init(jax.random.key(0), jnp.zeros((1, 2), jnp.int32)))
-    weights = {name: x.astype(np.float32) for name, x in load_file(folder / "model.safetensors").items()}
-    return rename(weights, llama_names(config), like)
+def plain_params(engine: jaxpipe.PipelineEngine, rank: int) -> Any:
+    """The parameters of the layers of `llama`, adapters merged into them."""
+    params = engine.module_state_dict()
+    return merge_lora(params, 2.0 * rank) if rank else params
 
 
 def complete(module: jaxpipe.PipelineModule, params: Any, tokenizer: Any, count: int = 24) -> str:
@@ -113,7 +111,7 @@ def next_token_loss(logits: jax.Array, labels: jax.Array) -> jax.Array:
 
 
 def main() -> None:
-    """Read, train, write, and read again."""
+    """Read, train, write."""
     args = settings()
     if args.out.exists():
         raise SystemExit(f"--out={args.out} exists; name a folder that does not.")
@@ -125,36 +123,33 @@ def main() -> None:
     config, tokenizer = LlamaConfig.from_huggingface(folder), Tokenizer.from_file(str(folder / "tokenizer.json"))
     ids = np.asarray(tokenizer.encode(text).ids, np.int32)
 
-    base, layers, trainable = read_weights(folder, config), llama(config), None
+    layers, trainable = llama(config), None
     if args.rank:
         layers, trainable = lora(layers, args.rank, 2.0 * args.rank, TARGETS), LORA_PARAMETERS
     topology = jaxpipe.PipeDataParallelTopology(args.stages, args.replicas)
     module = jaxpipe.PipelineModule(layers, topology=topology, loss_fn=next_token_loss, trainable=trainable)
-    drawn = module.init(jax.random.key(1), jnp.zeros((1, 2), jnp.int32))  # the adapters; all else is read
-    params = unflatten_dict(flatten_dict(drawn) | flatten_dict(base))
-    plain = jaxpipe.PipelineModule(llama(config), num_stages=1)
-    print("before:", complete(plain, base, tokenizer))
-
+    tokens = jax.ShapeDtypeStruct((4 * args.replicas, args.length), jnp.int32)
     engine, *_ = jaxpipe.initialize(
         model=module,
         optimizer=optax.adamw(args.rate),
-        model_parameters=params,
+        example_batch=(tokens, tokens),
         config={"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 8, "steps_per_print": 10**9},
     )
+    engine.load_huggingface(folder, llama_names(config))  # adapters stay as they were drawn
+    plain = jaxpipe.PipelineModule(llama(config), num_stages=1)
+    print("before:", complete(plain, plain_params(engine, args.rank), tokenizer))
     data = batches(ids, 4 * args.replicas, args.length)
     for step in range(args.steps):
         loss = engine.train_batch(data)
         if step % 10 == 0 or step == args.steps - 1:
             print(f"step {step}: loss {float(loss):.3f}")
 
-    tuned = engine.module_state_dict()
-    if args.rank:
-        tuned = merge_lora(tuned, 2.0 * args.rank)
+    tuned = plain_params(engine, args.rank)
+    print("after:", complete(plain, tuned, tokenizer))
     args.out.mkdir(parents=True, exist_ok=True)
     for name in ("config.json", "tokenizer.json"):
         (args.out / name).write_text((folder / name).read_text())
     save_file(rename_back(tuned, llama_names(config)), args.out / "model.safetensors", {"format": "pt"})
-    print("after:", complete(plain, read_weights(args.out, config), tokenizer))
     print(f"wrote {args.out}")
 
 

@@ -1,6 +1,7 @@
 """Checkpoints: written by the devices that hold the rows, opened at any number of stages, replicas and processes."""
 
 from ._directory import committed_tags as committed_tags
+from ._huggingface import load_huggingface as load_huggingface
 from ._inspect import inspect_checkpoint as inspect_checkpoint
 from ._json import decode_state as decode_state
 from ._load import load_collections as load_collections
@@ -45,6 +46,7 @@ __all__ = [
     "inspect_checkpoint",
     "linear",
     "load_collections",
+    "load_huggingface",
     "load_params",
     "load_safetensors",
     "load_state",

@@ -14,7 +14,7 @@ from jaxpipe.distributed import run_on_all
 from jaxpipe.errors import CheckpointError
 from jaxpipe.layers import join_path, split_path, unflatten_dict
 from jaxpipe.pipeline import Pipeline
-from jaxpipe.state import HostRows, Leaf, TrainState, read_leaf, state_arrays, with_arrays
+from jaxpipe.state import HostRows, Leaf, Source, TrainState, read_leaf, state_arrays, with_arrays
 
 from ._compare import Comparison, compare
 from ._describe import load_scalars
@@ -73,23 +73,42 @@ def load_state(
     _warn_of_casts(stored, wanted, keys)
     if state is None and (len(keys) < len(wanted) or not counters):
         state = pipeline.init()
-    struct = pipeline.state_struct
+    scalars = _load_scalars(checkpoint, pipeline, loss_scale=optimizer) if counters else {}
+    read = read_into(pipeline, state, keys, lambda mine: _cast_leaves(checkpoint, wanted, mine), when_read)
+    return dataclasses.replace(read, **scalars)
+
+
+def read_into(
+    pipeline: Pipeline, state: TrainState | None, keys: Sequence[str], source: Source, when_read: Callable[[], None]
+) -> TrainState:
+    """Replace leaves of a state by what is read.
+
+    Args:
+        pipeline: What the state belongs to.
+        state: The present one; once everything has been read, what is replaced is deleted. None: all leaves are read.
+        keys: The leaves.
+        source: Gives them.
+        when_read: Called when everything has been read and nothing changed yet; what it raises ends the call.
+
+    Returns:
+        The new state.
+    """
+    wanted, struct = pipeline.catalog, pipeline.state_struct
     arrays = state_arrays(struct if state is None else state)
     touched = {span.array for key in keys for copy in wanted[key].copies for span in copy}
     partial = {span.array for key in wanted.keys() - set(keys) for copy in wanted[key].copies for span in copy}
     like = state_arrays(struct)
     rows = HostRows({name: arrays[name] if name in partial else like[name] for name in arrays if name in touched})
-    run_on_all(lambda: rows.fill(wanted, keys, lambda mine: _cast_leaves(checkpoint, wanted, mine)))
+    run_on_all(lambda: rows.fill(wanted, keys, source))
     # All is in host memory on every process, and nothing has changed yet.
     run_on_all(when_read)
-    scalars = _load_scalars(checkpoint, pipeline, loss_scale=optimizer) if counters else {}
     if state is None:
         state = dataclasses.replace(struct, **pipeline.init_scalars())
     else:
         for name in touched:
             # Before the new ones come: a device may not have room for both.
             arrays.pop(name).delete()
-    return dataclasses.replace(with_arrays(state, rows.place()), **scalars)
+    return with_arrays(state, rows.place())
 
 
 def _load_scalars(checkpoint: Checkpoint, pipeline: Pipeline, *, loss_scale: bool) -> dict[str, Any]:

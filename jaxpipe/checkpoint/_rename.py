@@ -392,7 +392,7 @@ def rename(tensors: Mapping[str, Tensor], renames: Sequence[Rename], like: PyTre
     check_theirs("tensors", renames, matches, {name: tuple(value.shape) for name, value in tensors.items()})
     found: dict[tuple[str, ...], Any] = {}
     for match in matches:
-        theirs = [tensors[next(name for name in names if name in tensors)] for names in match.theirs]
+        theirs = [first_of(names, tensors) for names in match.theirs]
         for key, shape in zip(match.ours, match.shapes, strict=True):
             found[split_path(key)] = match.read(theirs, key, _whole(shape))
     return unflatten_dict(found)
@@ -418,6 +418,23 @@ def rename_back(params: PyTree, renames: Sequence[Rename]) -> dict[str, np.ndarr
         for match in matches
         for number, names in enumerate(match.theirs)
     }
+
+
+def first_of(names: Sequence[str], tensors: Mapping[str, Tensor]) -> Tensor:
+    """The tensor of several names for one.
+
+    Raises:
+        CheckpointError: Two of the names are there and differ.
+    """
+    first, *others = [name for name in names if name in tensors]
+    for other in others:
+        one, two = (np.asarray(tensors[name][_whole(tensors[name].shape)]) for name in (first, other))
+        if not np.array_equal(one, two, equal_nan=one.dtype.kind == "f"):
+            raise CheckpointError(
+                f"names of one tensor must have equal values, but got {first!r} and {other!r} that differ: the files "
+                "are of a model whose weights are not tied there. Build the model so."
+            )
+    return tensors[first]
 
 
 @dataclass(frozen=True)

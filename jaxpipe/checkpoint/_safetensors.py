@@ -154,9 +154,9 @@ def load_safetensors(path: str | PathLike[str], part: Literal["params", "collect
     if part not in ("params", "collections"):
         raise CheckpointError(f"part must be 'params' or 'collections', but got part={part!r}. Write one of these.")
     found: dict[str, np.ndarray] = {}
-    for file, names in _shards(_resolve(Path(path))).items():
+    for file, names in safetensors_files(Path(path)).items():
         wanted = [name for name in names if name.startswith(_COLLECTIONS) == (part == "collections")]
-        with _opened(file) as tensors:
+        with open_safetensors(file) as tensors:
             found.update({name: tensors.get_tensor(name) for name in wanted})
     paths = {split_path(name): name for name in sorted(found)}
     for name in found:
@@ -306,16 +306,24 @@ def _resolve(path: Path) -> Path:
     return path / found[0]
 
 
-def _shards(path: Path) -> dict[Path, list[str]]:
-    """The files to read, each with the names of its tensors."""
+def safetensors_files(path: Path) -> dict[Path, list[str]]:
+    """The files that a path means, each with the names of its tensors.
+
+    Args:
+        path: A file, the index of shards, or a folder that holds one of these.
+
+    Raises:
+        CheckpointError: As `load_safetensors`.
+    """
+    path = _resolve(path)
     if path.suffix != ".json":
-        with _opened(path) as tensors:
+        with open_safetensors(path) as tensors:
             return {path: list(tensors.keys())}
     listed = _read_weight_map(path)
     homes: dict[str, str] = {}
     found: dict[Path, list[str]] = {}
     for shard in dict.fromkeys(listed.values()):
-        with _opened(path.with_name(shard)) as tensors:
+        with open_safetensors(path.with_name(shard)) as tensors:
             found[path.with_name(shard)] = names = list(tensors.keys())
         for name in names:
             if name in homes:
@@ -365,7 +373,8 @@ def _read_weight_map(path: Path) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def _opened(path: Path) -> Generator[Any]:
+def open_safetensors(path: Path) -> Generator[Any]:
+    """Open a file; what fails in it is a CheckpointError."""
     try:
         with safe_open(str(path), framework="numpy") as tensors:
             yield tensors

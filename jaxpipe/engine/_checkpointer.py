@@ -17,9 +17,11 @@ import jax
 from jaxpipe.checkpoint import (
     Checkpoint,
     CheckpointWriter,
+    Rename,
     RunState,
     decode_state,
     find_checkpoint,
+    load_huggingface,
     load_state,
     load_struct,
     reread,
@@ -119,6 +121,21 @@ class Checkpointer:
             lambda: self._load(load_dir, tag, what),
             agreed=lambda changed: bool(gather_numbers([changed]).any()),
         )
+
+    def load_huggingface(self, folder: str | PathLike[str], renames: Sequence[Rename]) -> None:
+        """Read parameters out of safetensors files; see `Engine.load_huggingface`."""
+        check_path(folder, "folder")
+        self._writer.wait()
+        trainer = self._trainer
+        trainer.block_until_ready()
+        with contextlib.ExitStack() as exchange:
+
+            def when_read() -> None:
+                exchange.enter_context(hold_signals())
+
+            trainer.state = load_huggingface(folder, renames, trainer.pipeline, trainer.state, when_read)
+            self._when_loaded()
+        log(logging.INFO, "loaded parameters from %s", fspath(folder))
 
     def _load(
         self, load_dir: str | PathLike[str], tag: str | None, what: LoadOptions

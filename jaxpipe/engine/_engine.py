@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxpipe._typing import PyTree
+from jaxpipe.checkpoint import Rename
 from jaxpipe.config import BatchSizes, TrainConfig, without_secrets
 from jaxpipe.data import Batch, RepeatingLoader, Shard, split_entry
 from jaxpipe.errors import ConfigError, DataError, PipelineError
@@ -500,6 +501,26 @@ class Engine(ABC):
         what = LoadOptions(load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only)
         with self._telemetry.timed("load_checkpoint"):
             return self._checkpointer.load(load_dir, tag, what)
+
+    @one_thread
+    def load_huggingface(self, folder: str | PathLike[str], renames: Sequence[Rename]) -> None:
+        """Take the parameters out of the safetensors files of Hugging Face's libraries; all processes call.
+
+        A process reads the tensors of its own stages alone, one after another, and never more than that lies in its
+        memory. The optimiser's state, counters and collections stay as they are.
+
+        Args:
+            folder: Holds `model.safetensors`, or an index and the shards that it names; all processes see it.
+            renames: The table of names, such as `jaxpipe.models.llama_names(config)`. Adapters of `jaxpipe.layers.lora`
+                keep their values.
+
+        Raises:
+            CheckpointError: A file is missing or damaged; the table does not name every parameter once; tensors are
+                missing, left over or of another shape; or two names of one tied tensor differ. The engine is as it was.
+            PipelineError: No shapes are known yet.
+        """
+        with self._telemetry.timed("load_huggingface"):
+            self._checkpointer.load_huggingface(folder, renames)
 
     def save_on_preemption(
         self,

@@ -28,7 +28,7 @@ SHARDINGS = {
 
 @pytest.mark.parametrize("layout", SHARDINGS.values(), ids=SHARDINGS)
 def test_replicas_and_holders_of_tied_parameters_count_once(layout: ShardLayout) -> None:
-    sharding = ZeroSharding(layout, layout, layout)
+    sharding = ZeroSharding(layout, layout, layout, layout)
 
     def device(storage: Storage) -> jax.Array:
         stage, replica = jax.lax.axis_index("stage"), jax.lax.axis_index("data")
@@ -45,7 +45,7 @@ def test_replicas_and_holders_of_tied_parameters_count_once(layout: ShardLayout)
 def test_half_precision_and_complex_gradients() -> None:
     layout = Layout([{"half": struct(4, dtype=jnp.float16), "complex": struct(1, dtype=jnp.complex64)}])
     replicated = Replicated(layout)
-    sharding = ZeroSharding(replicated, replicated, replicated)
+    sharding = ZeroSharding(*[replicated] * 4)
     given = [layout.pack(0, {"half": jnp.full(4, 300.0, jnp.float16), "complex": jnp.full(1, 3 + 4j, jnp.complex64)})]
     (found,) = on_devices(make_mesh(1, 1), lambda shard: global_norm({}, sharding, jnp.int32(0), shard), given)
     np.testing.assert_allclose(found, np.sqrt(4 * 300.0**2 + 25), rtol=1e-6)  # 300 squared overflows float16

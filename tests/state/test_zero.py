@@ -81,7 +81,7 @@ def test_replicas_keep_the_pieces_of_their_index_and_zeros_behind_them() -> None
 
 def test_layers_compute_with_parameters_cast_from_the_master_ones() -> None:
     compute = LAYOUT.cast(lambda like: jax.ShapeDtypeStruct(like.shape, jnp.bfloat16))
-    sharding = ZeroSharding(Replicated(LAYOUT), Replicated(compute), Replicated(LAYOUT))
+    sharding = ZeroSharding(*map(Replicated, (LAYOUT, LAYOUT, compute, LAYOUT)))
     given = [filled(LAYOUT, 0, {"every": 1 + 2**-12, "first": 2.0, "scale": 3.0})]
     (found,) = on_devices(
         make_mesh(1, 1), lambda shard: sharding.gather_params(jnp.int32(0), jnp.int32(0), shard), given
@@ -96,7 +96,7 @@ def test_layers_compute_with_parameters_cast_from_the_master_ones() -> None:
 )
 def test_global_arrays_have_a_row_for_each_distinct_shard(sharding: str, num_rows: int, axes: tuple[str, ...]) -> None:
     one = SHARDINGS[sharding]
-    found = ZeroSharding(one, one, one)
+    found = ZeroSharding(one, one, one, one)
     assert (found.num_rows, found.row_axes) == (num_rows, axes)
 
 
