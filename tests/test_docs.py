@@ -17,7 +17,6 @@ def test_files_that_are_named_exist(path: Path) -> None:
     named |= {name.removeprefix("jaxpipe/") for name in re.findall(r"jaxpipe/[a-z_/]+\.py", path.read_text())}
     missing = {name for name in named if name not in FILES and not (ROOT / name).exists()}
     assert not {name for name in missing if "/" in name or name not in NAMES}
-    assert named or path.name == "contributing.md"
 
 
 @pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)

@@ -1,0 +1,41 @@
+"""The blocks of the documentation run, and its configurations are read."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import jaxpipe
+from jaxpipe.config import load_config
+
+DOCS = Path(__file__).parents[2] / "docs"
+PAGES = sorted(DOCS.glob("*.md"))
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.stem)
+def test_python_runs_from_top_to_bottom(page: Path, tmp_path: Path) -> None:
+    start = 'import jax\njax.config.update("jax_num_cpu_devices", 8)\n'
+    file = tmp_path / "page.py"
+    file.write_text(start + "\n".join(blocks(page, "python")), encoding="utf-8")
+    paths = [str(Path(jaxpipe.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, str(file)]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "json")], ids=lambda page: page.stem)
+def test_json_is_a_configuration(page: Path, tmp_path: Path) -> None:
+    for block in blocks(page, "json"):
+        file = tmp_path / "config.json"
+        file.write_text(block, encoding="utf-8")
+        load_config(file)
