@@ -23,7 +23,7 @@ from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 import jaxpipe
-from jaxpipe.checkpoint import rename_back
+from jaxpipe.checkpoint import rename_back, save_huggingface
 from jaxpipe.layers import LORA_PARAMETERS, lora, merge_lora
 from jaxpipe.models import LlamaConfig, llama, llama_names
 
@@ -146,10 +146,10 @@ def main() -> None:
 
     tuned = plain_params(engine, args.rank)
     print("after:", complete(plain, tuned, tokenizer))
-    args.out.mkdir(parents=True, exist_ok=True)
-    for name in ("config.json", "tokenizer.json"):
-        (args.out / name).write_text((folder / name).read_text())
-    save_file(rename_back(tuned, llama_names(config)), args.out / "model.safetensors", {"format": "pt"})
+    engine.save_checkpoint(args.out / "checkpoints")
+    alpha = 2.0 * args.rank if args.rank else None
+    save_huggingface(args.out / "checkpoints", args.out, llama_names(config), config=folder, lora_alpha=alpha)
+    (args.out / "tokenizer.json").write_text((folder / "tokenizer.json").read_text())
     print(f"wrote {args.out}")
 
 

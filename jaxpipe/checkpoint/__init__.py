@@ -1,7 +1,10 @@
 """Checkpoints: written by the devices that hold the rows, opened at any number of stages, replicas and processes."""
 
 from ._directory import committed_tags as committed_tags
+from ._huggingface import Source as Source
 from ._huggingface import load_huggingface as load_huggingface
+from ._huggingface import read_config_json as read_config_json
+from ._huggingface import save_huggingface as save_huggingface
 from ._inspect import inspect_checkpoint as inspect_checkpoint
 from ._json import decode_state as decode_state
 from ._load import load_collections as load_collections
@@ -35,6 +38,7 @@ __all__ = [
     "CheckpointWriter",
     "Rename",
     "RunState",
+    "Source",
     "Tensor",
     "Transform",
     "Verification",
@@ -53,9 +57,11 @@ __all__ = [
     "load_struct",
     "merge",
     "open_checkpoint",
+    "read_config_json",
     "rename",
     "rename_back",
     "reread",
+    "save_huggingface",
     "split",
     "stack",
     "transpose",

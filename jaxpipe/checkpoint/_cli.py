@@ -6,9 +6,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxpipe.errors import CheckpointError, counted
+from jaxpipe._imports import import_named
+from jaxpipe.errors import ConfigError, JaxpipeError, counted, shown
 
+from ._huggingface import save_huggingface
 from ._inspect import format_bytes, inspect_checkpoint
+from ._rename import Rename
 from ._safetensors import export_safetensors
 from ._verify import verify_checkpoint
 
@@ -28,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     try:
         text = args.run(args)
-    except CheckpointError as error:
+    except JaxpipeError as error:
         sys.stderr.write(f"{error}\n")
         return 1
     sys.stdout.write(f"{text}\n")
@@ -45,18 +48,37 @@ def _parser() -> argparse.ArgumentParser:
     inspect.set_defaults(run=lambda args: inspect_checkpoint(args.path, args.tag))
     verify = commands.add_parser("verify", help="read all of a checkpoint; the exit status is 1 if it is damaged")
     verify.set_defaults(run=_verify)
-    export = commands.add_parser("export", help="write the parameters as safetensors")
+    export = commands.add_parser(
+        "export",
+        help="write the parameters as safetensors",
+        epilog="With --format huggingface, --renames is the table of names: a list of jaxpipe.checkpoint.Rename, or a "
+        "function that returns one, called with the path of --config if that is given. The models of jaxpipe.models "
+        "have jaxpipe.models:llama_names, gpt2_names and bert_names.",
+    )
     export.set_defaults(run=_export)
     for command in (inspect, verify, export):
         command.add_argument("path", metavar="PATH", type=_path, help="directory of checkpoints, or of one")
         command.add_argument("--tag", metavar="T", help="name of the checkpoint; without it, the latest")
-    export.add_argument("--out", metavar="FILE", required=True, help="file to write, such as model.safetensors")
+    export.add_argument(
+        "--out", metavar="PATH", required=True, help="file to write, such as model.safetensors; or a folder"
+    )
     export.add_argument(
         "--max-shard-bytes",
         metavar="SIZE",
         type=_size,
         help="largest file, such as 5GB or 4GiB; more are written with an index, as Hugging Face libraries do",
     )
+    export.add_argument(
+        "--format",
+        choices=("jaxpipe", "huggingface"),
+        default="jaxpipe",
+        help="jaxpipe: one file of tensors named by our paths; huggingface: a folder that transformers opens",
+    )
+    theirs = export.add_argument_group("for --format huggingface")
+    theirs.add_argument("--renames", metavar="NAME", help="module:name, such as jaxpipe.models:llama_names")
+    theirs.add_argument("--config", metavar="FILE", type=Path, help="the config.json to write, or its folder")
+    theirs.add_argument("--dtype", help="what floating-point tensors are converted to, such as bfloat16")
+    theirs.add_argument("--lora-alpha", metavar="ALPHA", type=float, help="merge adapters, made with this alpha")
     return parser
 
 
@@ -69,8 +91,45 @@ def _verify(args: argparse.Namespace) -> str:
 
 
 def _export(args: argparse.Namespace) -> str:
-    written = export_safetensors(args.path, args.out, args.tag, max_shard_bytes=args.max_shard_bytes)
+    theirs = {
+        "--renames": args.renames,
+        "--config": args.config,
+        "--dtype": args.dtype,
+        "--lora-alpha": args.lora_alpha,
+    }
+    given = [option for option, value in theirs.items() if value is not None]
+    if args.format == "jaxpipe":
+        if given:
+            raise ConfigError(f"{given[0]} must be used with --format huggingface, but got --format jaxpipe. Add it.")
+        written = export_safetensors(args.path, args.out, args.tag, max_shard_bytes=args.max_shard_bytes)
+    else:
+        options = {} if args.max_shard_bytes is None else {"max_shard_bytes": args.max_shard_bytes}
+        written = save_huggingface(
+            args.path,
+            args.out,
+            _renames(args.renames, args.config),
+            config=args.config,
+            tag=args.tag,
+            dtype=args.dtype,
+            lora_alpha=args.lora_alpha,
+            **options,
+        )
     return "\n".join(f"{path}  {format_bytes(path.stat().st_size)}" for path in written)
+
+
+def _renames(text: str | None, config: Path | None) -> Sequence[Rename]:
+    example = "jaxpipe.models:llama_names"
+    if text is None:
+        raise ConfigError(f"--format huggingface must have a table of names. Add for instance --renames {example}.")
+    found = import_named(text, "--renames", example)
+    if callable(found):
+        found = found() if config is None else found(config)
+    if not isinstance(found, Sequence) or not all(isinstance(each, Rename) for each in found):
+        raise ConfigError(
+            f"--renames must name a sequence of jaxpipe.checkpoint.Rename, or a function that returns one, but got "
+            f"{text} that gives {shown(found)}. Name for instance {example}."
+        )
+    return found
 
 
 def _path(text: str) -> Path:

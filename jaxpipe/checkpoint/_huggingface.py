@@ -1,24 +1,34 @@
-"""Parameters out of the files of Hugging Face's libraries, by a table of names."""
+"""Parameters out of the files of Hugging Face's libraries and into them, by a table of names."""
 
 import contextlib
+import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxpipe.distributed import run_on_all
-from jaxpipe.layers import LORA_PARAMETERS
+from jaxpipe.errors import CheckpointError, ConfigError, shown
+from jaxpipe.layers import LORA_PARAMETERS, flatten_dict, join_path, merge_lora, split_path, unflatten_dict
 from jaxpipe.pipeline import Pipeline
 from jaxpipe.state import TrainState
 
-from ._load import read_into
+from ._load import read_into, read_leaves
+from ._open import Checkpoint, open_checkpoint, reread
 from ._rename import Index, Match, Rename, Shape, check_theirs, first_of, match_renames
-from ._safetensors import open_safetensors, safetensors_files
+from ._safetensors import check_shard_size, open_safetensors, safetensors_files, tensor_of, write_safetensors
 
-_PARAMS = "params/"
+_PARAMS, _COLLECTIONS = "params/", "collections/"
+_CONFIG = "config.json"
+_SHARD_BYTES = 5_000_000_000
+
+Source = str | PathLike[str] | Mapping[str, Any]
+"""A folder that has a `config.json`, that file, or its contents."""
 
 
 def load_huggingface(
@@ -52,6 +62,184 @@ def load_huggingface(
     files = run_on_all(lambda: _Files(Path(folder), renames, shapes))
     assert files is not None  # it ran on all processes
     return read_into(pipeline, state, keys, files.leaves, when_read)
+
+
+def save_huggingface(
+    path: str | PathLike[str],
+    folder: str | PathLike[str],
+    renames: Sequence[Rename],
+    *,
+    config: Source | None = None,
+    tag: str | None = None,
+    dtype: Any = None,
+    lora_alpha: float | None = None,
+    max_shard_bytes: int | None = _SHARD_BYTES,
+) -> list[Path]:
+    """Write the parameters of a checkpoint as a folder that Hugging Face's libraries open; one process calls.
+
+    The files get their names when they are whole. No more than a few of the checkpoint's arrays are held in memory,
+    and those leaves of which several are one tensor there. A tokenizer's files are for the caller to copy.
+
+    Args:
+        path: What was given to `save_checkpoint`, or a checkpoint's own folder.
+        folder: Where to write; files of an earlier call are replaced.
+        renames: The table of names, such as `jaxpipe.models.llama_names(config)`.
+        config: Their `config.json`: the file, the folder that holds it, or its contents, such as
+            `LlamaConfig.to_huggingface` gives. It is written with the dtype that the tensors have. None: none is
+            written, for a folder that has one.
+        tag: Name of the checkpoint; None: the latest.
+        dtype: What floating-point tensors are converted to, such as `"bfloat16"`. None: they stay as they are.
+        lora_alpha: As `jaxpipe.layers.lora` was given it: adapters are merged into their kernels.
+        max_shard_bytes: As for `export_safetensors`; 5 GB, as `transformers` has it, if it is not given.
+
+    Returns:
+        What was written.
+
+    Raises:
+        CheckpointError: There is no checkpoint, it is damaged, lacks frozen parameters, has collections, which no table
+            names, or adapters while `lora_alpha` is not given; the table does not name every leaf once; `dtype` is no
+            floating-point dtype; or the folder cannot be written.
+        ConfigError: `config` cannot be read.
+    """
+    check_shard_size(max_shard_bytes)
+    contents = None if config is None else read_config_json(config)
+    to = _floating(dtype)
+    target = Path(folder) / "model.safetensors"
+
+    def write() -> list[Path]:
+        tensors = _Tensors(open_checkpoint(path, tag), renames, to, lora_alpha)
+        beside = {} if contents is None else {_CONFIG: _dump_config(contents, tensors.structs.values())}
+        metadata = {"format": "pt"}  # without it `transformers` does not open a file
+        return write_safetensors(
+            tensors.path, target, tensors.structs, tensors.values(), metadata, max_shard_bytes, beside
+        )
+
+    return reread(path, write)
+
+
+def read_config_json(source: Source) -> Mapping[str, Any]:
+    """The contents of a model's `config.json`.
+
+    Raises:
+        ConfigError: There is no such file, or it holds something else.
+    """
+    if isinstance(source, Mapping):
+        return source
+    if not isinstance(source, (str, PathLike)):
+        raise ConfigError(
+            f"a model's config.json must be a folder, a file or a dictionary, but got {shown(source)}. Name the folder "
+            "that it is in."
+        )
+    path = Path(source)
+    path = path / _CONFIG if path.is_dir() else path
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"a model's config.json must be readable, but got {path}: {error}. Name the folder that it is in."
+        ) from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} must hold a dictionary, but got {shown(values)}. Name a model's config.json.")
+    return values
+
+
+def _floating(dtype: Any) -> jnp.dtype | None:
+    try:
+        found = None if dtype is None else jnp.dtype(dtype)
+    except TypeError:
+        found = jnp.dtype(bool)
+    if found is not None and not jnp.issubdtype(found, jnp.floating):
+        raise CheckpointError(
+            f"dtype must be a floating-point dtype, but got dtype={shown(dtype)}. Write for instance 'bfloat16', or "
+            "leave it out."
+        )
+    return found
+
+
+def _dump_config(config: Mapping[str, Any], tensors: Iterable[jax.ShapeDtypeStruct]) -> bytes:
+    """The contents of `config.json`, with the dtype in which a model is opened."""
+    dtypes = {tensor.dtype.name for tensor in tensors if jnp.issubdtype(tensor.dtype, jnp.floating)}
+    # The key had another name before version 5 of `transformers`, which reads both.
+    key = "torch_dtype" if "torch_dtype" in config else "dtype"
+    named = {key: dtypes.pop()} if len(dtypes) == 1 else {}
+    return (json.dumps({**config, **named}, indent=2, sort_keys=True) + "\n").encode()
+
+
+class _Tensors:
+    """Their tensors, of the leaves of a checkpoint.
+
+    Args:
+        checkpoint: What holds the leaves.
+        renames: The table.
+        dtype: What floating-point tensors are converted to, if to anything.
+        lora_alpha: As `save_huggingface`.
+    """
+
+    def __init__(
+        self, checkpoint: Checkpoint, renames: Sequence[Rename], dtype: jnp.dtype | None, lora_alpha: float | None
+    ) -> None:
+        self.path = checkpoint.path
+        self._checkpoint, self._alpha = checkpoint, lora_alpha
+        leaves = {key: leaf for key, leaf in checkpoint.index.leaves.items() if key.startswith(_PARAMS)}
+        adapters = [key for key in leaves if re.search(LORA_PARAMETERS, key)]
+        _check_whole(checkpoint, adapters, lora_alpha)
+        named = {key.removeprefix(_PARAMS): leaf for key, leaf in leaves.items() if key not in adapters}
+        matches = match_renames(renames, {path: leaf.shape for path, leaf in named.items()})
+        beside: dict[str, list[str]] = {}
+        for key in adapters:
+            beside.setdefault(key.rpartition("/")[0], []).append(key)
+        # For each match the keys of what it needs: its leaves, and the adapters of those that have any.
+        self._needs: list[tuple[Match, list[str]]] = []
+        self.structs: dict[str, jax.ShapeDtypeStruct] = {}
+        for match in matches:
+            keys = [_PARAMS + path for path in match.ours]
+            kernels = [key.rpartition("/")[0] for key in keys if key.endswith("/kernel")]
+            self._needs.append((match, keys + [key for module in kernels for key in beside.get(module, ())]))
+            own = jnp.result_type(*(tensor_of(named[path]).dtype for path in match.ours))
+            to = dtype if dtype is not None and jnp.issubdtype(own, jnp.floating) else own
+            shape = match.transform.their_shape(match.shapes)
+            self.structs |= {names[0]: jax.ShapeDtypeStruct(shape, to) for names in match.theirs}
+
+    def values(self) -> Iterator[tuple[str, np.ndarray]]:
+        """All tensors by name, as their leaves are read."""
+        match_of = {key: (match, keys) for match, keys in self._needs for key in keys}
+        waiting: dict[str, np.ndarray] = {}
+        for read, value in read_leaves(self._checkpoint, list(match_of)):
+            waiting[read] = value
+            match, keys = match_of[read]
+            if not all(key in waiting for key in keys):
+                continue
+            leaves = {key.removeprefix(_PARAMS): waiting.pop(key) for key in keys}
+            if len(leaves) > len(match.ours):
+                assert self._alpha is not None  # checked where there are adapters
+                tree = unflatten_dict({split_path(path): leaf for path, leaf in leaves.items()})
+                merged = flatten_dict(merge_lora(tree, self._alpha))
+                leaves = {join_path(path): leaf for path, leaf in merged.items()}
+            ours = [leaves[path] for path in match.ours]
+            for number, names in enumerate(match.theirs):
+                yield names[0], match.transform.write(number, ours).astype(self.structs[names[0]].dtype)
+
+
+def _check_whole(checkpoint: Checkpoint, adapters: Sequence[str], lora_alpha: float | None) -> None:
+    """Refuse what would be no whole model."""
+    index = checkpoint.index
+    if index.excluded:
+        raise CheckpointError(
+            f"{checkpoint.path} must hold all parameters, but got a checkpoint without {len(index.excluded)} frozen "
+            "ones. Load it into an engine that has them, and save that with exclude_frozen_parameters=False."
+        )
+    collections = [key.removeprefix(_COLLECTIONS) for key in index.leaves if key.startswith(_COLLECTIONS)]
+    if collections:
+        raise CheckpointError(
+            f"{checkpoint.path} must hold parameters alone, which are what renames names, but got collections such as "
+            f"{collections[0]!r}. Write them with export_safetensors."
+        )
+    if bool(adapters) != (lora_alpha is not None):
+        repair = "Pass the alpha that lora was given, to merge them" if adapters else "Leave lora_alpha out"
+        raise CheckpointError(
+            "lora_alpha must be given where a checkpoint has adapters, and only there, but got "
+            f"lora_alpha={lora_alpha} and {len(adapters)} leaves of adapters in {checkpoint.path}. {repair}."
+        )
 
 
 class _Files:

@@ -6,15 +6,17 @@ them.
 
 import contextlib
 import json
+import math
 import os
 import re
 import struct
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from safetensors import safe_open
@@ -57,7 +59,7 @@ class _File:
     Attributes:
         path: Its final name.
         header: Its first bytes.
-        starts: Where each leaf begins in it, by the leaf's key.
+        starts: Where each tensor begins in it, by its name.
         size: Bytes of header and tensors.
     """
 
@@ -102,31 +104,90 @@ def export_safetensors(
             such name, cannot be written or lies beside an export in other files, or `max_shard_bytes` is not positive.
     """
     target = _check_target(Path(out))
+    check_shard_size(max_shard_bytes)
+    return reread(path, lambda: _export(open_checkpoint(path, tag), target, max_shard_bytes))
+
+
+def _export(checkpoint: Checkpoint, target: Path, max_shard_bytes: int | None) -> list[Path]:
+    index = checkpoint.index
+    ordered = [key for layer in index.layers for key in layer.parameters]
+    rest = sorted(key for key in index.leaves if key.startswith((_PARAMS, _COLLECTIONS)))
+    keys = list(dict.fromkeys(ordered + rest))
+    tensors = {_name(key): tensor_of(index.leaves[key]) for key in keys}
+    values = ((_name(key), value) for key, value in read_leaves(checkpoint, keys))
+    metadata = {"format": "jaxpipe", "global_steps": str(index.global_steps)}
+    return write_safetensors(checkpoint.path, target, tensors, values, metadata, max_shard_bytes)
+
+
+def tensor_of(leaf: Leaf) -> jax.ShapeDtypeStruct:
+    """Shape and dtype of a leaf."""
+    return jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(leaf.dtype))
+
+
+def check_shard_size(max_shard_bytes: int | None) -> None:
+    """Refuse sizes of shards that are none.
+
+    Raises:
+        CheckpointError: It is not positive.
+    """
     if max_shard_bytes is not None and max_shard_bytes < 1:
         raise CheckpointError(
             f"max_shard_bytes must be at least 1, but got max_shard_bytes={max_shard_bytes}. Write for instance "
             "5_000_000_000, or None for one file."
         )
-    return reread(path, lambda: _export(open_checkpoint(path, tag), target, max_shard_bytes))
 
 
-def _export(checkpoint: Checkpoint, target: Path, max_shard_bytes: int | None) -> list[Path]:
-    leaves = _chosen(checkpoint)
-    shards = _split(leaves, max_shard_bytes)
-    metadata = {"format": "jaxpipe", "global_steps": str(checkpoint.index.global_steps)}
+def write_safetensors(
+    source: Path,
+    target: Path,
+    tensors: Mapping[str, jax.ShapeDtypeStruct],
+    values: Iterable[tuple[str, np.ndarray]],
+    metadata: Mapping[str, str],
+    max_shard_bytes: int | None,
+    beside: Mapping[str, bytes] | None = None,
+) -> list[Path]:
+    """Write tensors to one file, or to several and an index; they get their names when all of them are whole.
+
+    Args:
+        source: Where the tensors are from, for errors.
+        target: The file; the others are named after it.
+        tensors: Shapes and dtypes by name, in the order in which shards are filled.
+        values: All of the tensors, in any order, each written before the next is asked for.
+        metadata: What the files say of themselves.
+        max_shard_bytes: As for `export_safetensors`.
+        beside: Contents of further files in the folder, by name. They are there only while the tensors are.
+
+    Returns:
+        What was written; files beside, and an index, are the last.
+
+    Raises:
+        CheckpointError: As `export_safetensors`.
+    """
+    for name, tensor in tensors.items():
+        if tensor.dtype.name not in _DTYPES:
+            raise CheckpointError(
+                f"{source} must hold dtypes that safetensors has, but got {name!r} of dtype={tensor.dtype.name}. Read "
+                "it with load_params and convert it, or leave it in the checkpoint."
+            )
+    shards = _split(tensors, max_shard_bytes)
     files = [_lay_out(_shard_path(target, i, len(shards)), shard, metadata) for i, shard in enumerate(shards)]
     index = target.with_name(target.name.removesuffix(_SUFFIX) + _INDEX_SUFFIX)
-    written = [file.path for file in files] + ([index] if len(files) > 1 else [])
+    # What readers look for first: gone while the shards are changed, and written when all are there.
+    last = {target.with_name(name): content for name, content in (beside or {}).items()}
+    if len(files) > 1:
+        last[index] = _dump_weight_map(files, tensors)
+    written = [*(file.path for file in files), *last]
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         _check_others(target, written)
         with _removed([file.partial for file in files]):
-            _write(checkpoint, files)
-            index.unlink(missing_ok=True)  # until all shards are there
+            _write(files, values)
+            for path in {index, *last}:
+                path.unlink(missing_ok=True)
             for file in files:
                 file.partial.replace(file.path)
-        if index in written:
-            replace_file(index, _dump_weight_map(files, leaves))
+        for path, content in last.items():
+            replace_file(path, content)
     except OSError as error:
         raise CheckpointError(
             f"out must be a file that can be written, but got out={str(target)!r} and {error.strerror or error}. Make "
@@ -180,38 +241,23 @@ def _check_target(out: Path) -> Path:
     return out
 
 
-def _chosen(checkpoint: Checkpoint) -> dict[str, Leaf]:
-    """The leaves to write, in the order of the layers."""
-    index = checkpoint.index
-    ordered = [key for layer in index.layers for key in layer.parameters]
-    rest = sorted(key for key in index.leaves if key.startswith((_PARAMS, _COLLECTIONS)))
-    leaves = {key: index.leaves[key] for key in dict.fromkeys(ordered + rest)}
-    for key, leaf in leaves.items():
-        if leaf.dtype not in _DTYPES:
-            raise CheckpointError(
-                f"{checkpoint.path} must hold dtypes that safetensors has, but got {_name(key)!r} of dtype="
-                f"{leaf.dtype}. Read it with load_params and convert it, or leave it in the checkpoint."
-            )
-    return leaves
-
-
 def _name(key: str) -> str:
     return key.removeprefix(_PARAMS)
 
 
-def _num_bytes(leaf: Leaf) -> int:
-    return int(np.prod(leaf.shape, dtype=np.int64)) * jnp.dtype(leaf.dtype).itemsize
+def _num_bytes(tensor: jax.ShapeDtypeStruct) -> int:
+    return math.prod(tensor.shape) * tensor.dtype.itemsize
 
 
-def _split(leaves: Mapping[str, Leaf], limit: int | None) -> list[dict[str, Leaf]]:
-    shards: list[dict[str, Leaf]] = [{}]
+def _split(tensors: Mapping[str, jax.ShapeDtypeStruct], limit: int | None) -> list[dict[str, jax.ShapeDtypeStruct]]:
+    shards: list[dict[str, jax.ShapeDtypeStruct]] = [{}]
     size = 0
-    for key, leaf in leaves.items():
-        num_bytes = _num_bytes(leaf)
+    for name, tensor in tensors.items():
+        num_bytes = _num_bytes(tensor)
         if shards[-1] and limit is not None and size + num_bytes > limit:
             shards.append({})
             size = 0
-        shards[-1][key] = leaf
+        shards[-1][name] = tensor
         size += num_bytes
     return shards
 
@@ -221,22 +267,22 @@ def _shard_path(target: Path, number: int, count: int) -> Path:
     return target if count == 1 else target.with_name(f"{stem}-{number + 1:05d}-of-{count:05d}{_SUFFIX}")
 
 
-def _lay_out(path: Path, leaves: Mapping[str, Leaf], metadata: Mapping[str, str]) -> _File:
+def _lay_out(path: Path, tensors: Mapping[str, jax.ShapeDtypeStruct], metadata: Mapping[str, str]) -> _File:
     """Place tensors in a file, the widest dtypes first so that all are aligned."""
     header: dict[str, Any] = {"__metadata__": metadata}
     offsets: dict[str, int] = {}
     end = 0
-    for key, leaf in sorted(leaves.items(), key=lambda item: -jnp.dtype(item[1].dtype).itemsize):
-        offsets[key], end = end, end + _num_bytes(leaf)
-        header[_name(key)] = {
-            "dtype": _DTYPES[leaf.dtype],
-            "shape": list(leaf.shape),
-            "data_offsets": [offsets[key], end],
+    for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize):
+        offsets[name], end = end, end + _num_bytes(tensor)
+        header[name] = {
+            "dtype": _DTYPES[tensor.dtype.name],
+            "shape": list(tensor.shape),
+            "data_offsets": [offsets[name], end],
         }
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     begin = 8 + len(text)
-    starts = {key: begin + offset for key, offset in offsets.items()}
+    starts = {name: begin + offset for name, offset in offsets.items()}
     return _File(path, struct.pack("<Q", len(text)) + text, starts, begin + end)
 
 
@@ -268,25 +314,25 @@ def _removed(paths: Sequence[Path]) -> Generator[None]:
             path.unlink(missing_ok=True)
 
 
-def _write(checkpoint: Checkpoint, files: Sequence[_File]) -> None:
+def _write(files: Sequence[_File], values: Iterable[tuple[str, np.ndarray]]) -> None:
     for file in files:
         with file.partial.open("wb") as handle:
             handle.write(file.header)
             handle.truncate(file.size)
-    holders = {key: file for file in files for key in file.starts}
-    for key, value in read_leaves(checkpoint, list(holders)):
-        file = holders[key]
+    file_of = {name: file for file in files for name in file.starts}
+    for name, value in values:
+        file = file_of[name]
         with file.partial.open("r+b") as handle:
-            handle.seek(file.starts[key])
+            handle.seek(file.starts[name])
             handle.write(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)
     for file in files:
         with file.partial.open("r+b") as handle:
             os.fsync(handle.fileno())
 
 
-def _dump_weight_map(files: Sequence[_File], leaves: Mapping[str, Leaf]) -> bytes:
-    weight_map = {_name(key): file.path.name for file in files for key in file.starts}
-    total = sum(_num_bytes(leaf) for leaf in leaves.values())
+def _dump_weight_map(files: Sequence[_File], tensors: Mapping[str, jax.ShapeDtypeStruct]) -> bytes:
+    weight_map = {name: file.path.name for file in files for name in file.starts}
+    total = sum(_num_bytes(tensor) for tensor in tensors.values())
     content = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     return (json.dumps(content, indent=2) + "\n").encode()
 

@@ -1,14 +1,14 @@
 """`jaxpipe plan`: a plan of what a function gives, on the command line."""
 
 import argparse
-import importlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 
+from jaxpipe._imports import import_named
 from jaxpipe.errors import ConfigError, JaxpipeError, shown
 
 from ._hardware import HARDWARE
@@ -79,22 +79,9 @@ def _parser(prog: str) -> argparse.ArgumentParser:
 
 def _job(text: str) -> dict[str, Any]:
     """Arguments of `plan` that the named function gives."""
-    name, colon, attribute = text.partition(":")
-    if not (name and colon and attribute):
-        raise ConfigError(f"JOB must be module:function, but got {text!r}. Write for instance train:job.")
-    # Modules lie where the user is, as for `python -m`.
-    if "" not in sys.path:
-        sys.path.insert(0, "")
-    try:
-        module = importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"JOB's module must be importable from here, but got {text!r}: {error}. Start where {name} lies, or "
-            "install what it imports."
-        ) from error
-    function: Callable[[], Any] | None = getattr(module, attribute, None)
+    function = import_named(text, "JOB", "train:job")
     if not callable(function):
-        raise ConfigError(f"JOB must name a function, but got {attribute!r} of {name}={shown(function)}. Define it.")
+        raise ConfigError(f"JOB must name a function, but got {text}={shown(function)}. Define it.")
     found: Any = function()
     if isinstance(found, dict):
         return {str(key): value for key, value in found.items()}

@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 from flax.linen.dtypes import promote_dtype
 
-from jaxpipe.checkpoint import Rename, Transform, linear, merge, stack, transpose
+from jaxpipe.checkpoint import Rename, Source, Transform, linear, merge, stack, transpose
 from jaxpipe.errors import ConfigError, LayerError
 from jaxpipe.layers import LayerSpec, TiedLayerSpec
 from jaxpipe.transformer import DeepSpeedTransformerConfig, DeepSpeedTransformerLayer
 
-from ._huggingface import ConfigKeys, Source
+from ._huggingface import ConfigKeys
 
 BertHead = Literal["masked_lm"] | None
 
@@ -94,6 +94,16 @@ class BertConfig:
         given = {name: keys.get(name, getattr(cls, name)) for name in names}
         keys.finish()
         return cls(**given)
+
+    def to_huggingface(self, head: BertHead = "masked_lm") -> dict[str, Any]:
+        """The contents of a `config.json`, which `from_huggingface` reads back; for `save_huggingface`.
+
+        Args:
+            head: As for `bert`; it decides which class of `transformers` opens the files.
+        """
+        names = [name for name in self.__dataclass_fields__ if name != "dtype"]
+        opened = "BertModel" if head is None else "BertForMaskedLM"
+        return {"model_type": "bert", "architectures": [opened], **{name: getattr(self, name) for name in names}}
 
     def layer(self) -> DeepSpeedTransformerConfig:
         """The configuration of a layer."""
@@ -249,16 +259,18 @@ def bert(config: BertConfig, head: BertHead = "masked_lm") -> list[LayerSpec]:
     return [first, *layers, LayerSpec(BertTransform, config), logits]
 
 
-def bert_names(config: BertConfig, head: BertHead = "masked_lm") -> tuple[Rename, ...]:
+def bert_names(config: BertConfig | Source, head: BertHead = "masked_lm") -> tuple[Rename, ...]:
     """What Hugging Face calls the weights of `bert(config, head)`; files of the bare model lack `bert.`.
 
     Args:
-        config: Sizes and switches.
+        config: Sizes and switches, or where `from_huggingface` reads them.
         head: As for `bert`. What only other heads have in a file is passed over.
 
     Returns:
         A table for `jaxpipe.checkpoint.rename` and its kin.
     """
+    if not isinstance(config, BertConfig):
+        config = BertConfig.from_huggingface(config)
 
     def entry(theirs: str, ours: str, transform: Transform | None = None) -> Rename:
         # The bare model is written as `BertModel` has it.

@@ -8,12 +8,12 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from jaxpipe.checkpoint import Rename, Transform, conv1d, merge, transpose
+from jaxpipe.checkpoint import Rename, Source, Transform, conv1d, merge, transpose
 from jaxpipe.errors import ConfigError, LayerError
 from jaxpipe.layers import LayerSpec, TiedLayerSpec
 from jaxpipe.transformer import DeepSpeedTransformerConfig, DeepSpeedTransformerLayer
 
-from ._huggingface import ConfigKeys, Source
+from ._huggingface import ConfigKeys
 from ._positions import positions_of
 
 _SIZES = ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head")
@@ -94,6 +94,14 @@ class GPT2Config:
         given = {name: keys.get(name, getattr(cls, name)) for name in names}
         keys.finish()
         return cls(**given)
+
+    def to_huggingface(self) -> dict[str, Any]:
+        """The contents of a `config.json`, which `from_huggingface` reads back; for `save_huggingface`."""
+        names = [name for name in self.__dataclass_fields__ if name != "dtype"]
+        return {
+            **{"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "activation_function": "gelu_new"},
+            **{name: getattr(self, name) for name in names},
+        }
 
     def block(self) -> DeepSpeedTransformerConfig:
         """The configuration of a block."""
@@ -207,15 +215,17 @@ def gpt2(config: GPT2Config) -> list[LayerSpec]:
     return [first, positions, *blocks, norm, head]
 
 
-def gpt2_names(config: GPT2Config) -> tuple[Rename, ...]:
+def gpt2_names(config: GPT2Config | Source) -> tuple[Rename, ...]:
     """What Hugging Face calls the weights of `gpt2(config)`; the first files of GPT-2 lack `transformer.`.
 
     Args:
-        config: Sizes and switches.
+        config: Sizes and switches, or where `from_huggingface` reads them.
 
     Returns:
         A table for `jaxpipe.checkpoint.rename` and its kin.
     """
+    if not isinstance(config, GPT2Config):
+        config = GPT2Config.from_huggingface(config)
 
     def entry(theirs: str, ours: str, transform: Transform | None = None) -> Rename:
         return Rename((f"transformer.{theirs}", theirs), ours, transform)

@@ -1,15 +1,10 @@
 """Hugging Face's `config.json`, read so that nothing that would change numbers is passed over."""
 
-import json
-from collections.abc import Mapping, Sequence
-from os import PathLike
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
+from jaxpipe.checkpoint import Source, read_config_json
 from jaxpipe.errors import ConfigError, shown
-
-Source = str | PathLike[str] | Mapping[str, Any]
-"""A folder that has a `config.json`, that file, or its contents."""
 
 _NO_NUMBERS = (
     *("architectures", "auto_map", "bos_token_id", "chunk_size_feed_forward", "dtype", "eos_token_id", "id2label"),
@@ -33,7 +28,7 @@ class ConfigKeys:
     """
 
     def __init__(self, source: Source, model_types: Sequence[str]) -> None:
-        self._values = _read(source)
+        self._values = read_config_json(source)
         self._asked: set[str] = set()
         self.model_type: str = self.get("model_type", None)
         if self.model_type not in model_types:
@@ -87,24 +82,3 @@ class ConfigKeys:
                     f"the model computes: {key}={shown(value)}. If it does not, pass the file's contents without it.",
                     paths=[key],
                 )
-
-
-def _read(source: Source) -> Mapping[str, Any]:
-    if isinstance(source, Mapping):
-        return source
-    if not isinstance(source, (str, PathLike)):
-        raise ConfigError(
-            f"a model's config.json must be a folder, a file or a dictionary, but got {shown(source)}. Name the folder "
-            "that it is in."
-        )
-    path = Path(source)
-    path = path / "config.json" if path.is_dir() else path
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"a model's config.json must be readable, but got {path}: {error}. Name the folder that it is in."
-        ) from error
-    if not isinstance(values, dict):
-        raise ConfigError(f"{path} must hold a dictionary, but got {shown(values)}. Name a model's config.json.")
-    return values

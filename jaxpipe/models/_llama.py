@@ -11,7 +11,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from jaxpipe.checkpoint import Rename, Transform, stack, transpose
+from jaxpipe.checkpoint import Rename, Source, Transform, stack, transpose
 from jaxpipe.layers import LayerSpec, TiedLayerSpec
 from jaxpipe.recompute import reduced
 from jaxpipe.transformer import MODEL, Divided, attention, constrained, dividing_axes
@@ -210,15 +210,17 @@ def llama(config: LlamaConfig) -> list[LayerSpec]:
     return [LayerSpec(nn.Embed, **table), *blocks, norm, head]
 
 
-def llama_names(config: LlamaConfig) -> tuple[Rename, ...]:
+def llama_names(config: LlamaConfig | Source) -> tuple[Rename, ...]:
     """What Hugging Face calls the weights of `llama(config)`.
 
     Args:
-        config: Sizes and switches.
+        config: Sizes and switches, or where `from_huggingface` reads them.
 
     Returns:
         A table for `jaxpipe.checkpoint.rename` and its kin.
     """
+    if not isinstance(config, LlamaConfig):
+        config = LlamaConfig.from_huggingface(config)
     products = {
         "attention/query": "self_attn.q_proj",
         "attention/key": "self_attn.k_proj",

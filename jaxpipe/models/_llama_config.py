@@ -1,15 +1,16 @@
 """Sizes and switches of the Llama decoder, and how they are read from Hugging Face's `config.json`."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import jax.numpy as jnp
 
+from jaxpipe.checkpoint import Source
 from jaxpipe.errors import ConfigError
 
 from ._experts import ExpertsConfig
-from ._huggingface import ConfigKeys, Source
+from ._huggingface import ConfigKeys
 from ._rotary import RotaryScaling
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -132,6 +133,71 @@ class LlamaConfig:
         keys.finish()
         return config
 
+    def to_huggingface(self, max_position_embeddings: int) -> dict[str, Any]:
+        """The contents of a `config.json`, which `from_huggingface` reads back; for `save_huggingface`.
+
+        The family is the one whose model computes what this does: `"llama"` where several do.
+
+        Args:
+            max_position_embeddings: The longest sequence that the model was trained for.
+
+        Raises:
+            ConfigError: No family of `transformers` computes this.
+        """
+        family = self._family()
+        windows = [self.window(layer) for layer in range(self.num_hidden_layers)]
+        shared = [field.name for field in fields(self) if field.name in _SHARED]
+        found: dict[str, Any] = {
+            **{"model_type": family, "architectures": [f"{_CLASSES[family]}ForCausalLM"], "hidden_act": "silu"},
+            **{name: getattr(self, name) for name in shared},
+            "max_position_embeddings": max_position_embeddings,
+            **({} if self.rope_scaling is None else {"rope_scaling": _scaling_of(self.rope_scaling)}),
+            **({} if self.experts is None else _experts_of(family, self.experts)),
+        }
+        if self.rope_scaling is not None and self.rope_scaling.rope_type == "dynamic":  # it has the context from here
+            found["max_position_embeddings"] = self.rope_scaling.original_max_position_embeddings
+        if family in ("llama", "qwen3", "qwen3_moe"):
+            found["attention_bias"] = self.qkv_bias
+        if family == "llama":
+            found["mlp_bias"] = self.mlp_bias
+        elif family in ("qwen2", "qwen3") and any(windows):
+            kinds = [SLIDING if window else FULL for window in windows]
+            found |= {"use_sliding_window": True, "sliding_window": self.sliding_window, "layer_types": kinds}
+        else:
+            found["sliding_window"] = self.sliding_window if any(windows) else None
+        again = LlamaConfig.from_huggingface(found)
+        lost = {name: value for name, value in self._numbers().items() if again._numbers()[name] != value}
+        if lost:
+            listed = ", ".join(f"{name}={value!r}" for name, value in lost.items())
+            raise ConfigError(
+                f"a configuration must be that of a family of transformers, but got {listed}, which {family}, the "
+                "nearest, has not. Write the weights with export_safetensors, for layers of your own."
+            )
+        return found
+
+    def _family(self) -> str:
+        """The family that may compute this."""
+        if self.experts is not None:
+            return "qwen3_moe" if self.qk_norm else "qwen2_moe" if self.qkv_bias else "mixtral"
+        if self.qk_norm:
+            return "qwen3"
+        if self.qkv_bias and not self.out_bias:
+            return "qwen2"
+        return "mistral" if any(self.window(layer) for layer in range(self.num_hidden_layers)) else "llama"
+
+    def _numbers(self) -> dict[str, Any]:
+        """What decides which numbers a trained model gives, each fact in one form."""
+        told = {field.name: getattr(self, field.name) for field in fields(self)}
+        experts = self.experts
+        if experts is not None:
+            told["experts"] = replace(experts, capacity_factor=None, balance=0.0)
+            # Where each layer has experts, the width of others is that of nobody.
+            told["intermediate_size"] = self.intermediate_size if experts.dense_layers else None
+        told["layer_types"] = [self.window(layer) for layer in range(self.num_hidden_layers)]
+        return {
+            name: value for name, value in told.items() if name not in ("dtype", "shard_sequence", "sliding_window")
+        }
+
     def window(self, layer: int) -> int | None:
         """How many positions a query of a layer sees; None for all."""
         is_full = self.layer_types is not None and self.layer_types[layer] == FULL
@@ -166,6 +232,24 @@ class LlamaConfig:
         yield "dtype", is_float, "a floating-point dtype or None", "Leave it out."
 
 
+_CLASSES = {
+    "llama": "Llama",
+    "mistral": "Mistral",
+    "mixtral": "Mixtral",
+    "qwen2": "Qwen2",
+    "qwen2_moe": "Qwen2Moe",
+    "qwen3": "Qwen3",
+    "qwen3_moe": "Qwen3Moe",
+}
+"""How names of classes of `transformers` begin."""
+
+_SHARED = (
+    *_SIZES,
+    *("num_key_value_heads", "head_dim", "rms_norm_eps", "rope_theta", "tie_word_embeddings", "attention_dropout"),
+    "initializer_range",
+)
+"""Fields that every family has by their names."""
+
 _KEY_HEADS: Mapping[str, int] = {
     **{"mistral": 8, "mixtral": 8, "qwen2": 32, "qwen2_moe": 16, "qwen3": 32, "qwen3_moe": 4}
 }
@@ -192,6 +276,24 @@ def _rotary(keys: ConfigKeys) -> tuple[float, RotaryScaling | None]:
     else:
         values.pop("original_max_position_embeddings", None)
     return theta, RotaryScaling.from_dict(values)
+
+
+def _scaling_of(scaling: RotaryScaling) -> dict[str, Any]:
+    """The value of `rope_scaling`."""
+    given = {field.name: getattr(scaling, field.name) for field in fields(scaling)}
+    told = {field.name for field in fields(scaling) if given[field.name] != field.default}
+    told -= {"original_max_position_embeddings"} if scaling.rope_type in ("linear", "dynamic") else set()
+    return {name: value for name, value in given.items() if name in told}
+
+
+def _experts_of(family: str, experts: ExpertsConfig) -> dict[str, Any]:
+    """Keys of a mixture of experts."""
+    found: dict[str, Any] = {"num_experts_per_tok": experts.num_experts_per_tok}
+    if family == "mixtral":
+        return found | {"num_local_experts": experts.num_experts, "intermediate_size": experts.intermediate_size}
+    found |= {"num_experts": experts.num_experts, "moe_intermediate_size": experts.intermediate_size}
+    found |= {"norm_topk_prob": experts.norm_topk_prob, "mlp_only_layers": list(experts.dense_layers)}
+    return found | ({"shared_expert_intermediate_size": experts.shared_size} if family == "qwen2_moe" else {})
 
 
 def _windows(keys: ConfigKeys) -> dict[str, Any]:

@@ -23,7 +23,8 @@ def test_it_learns_whole_and_by_adapters_of_what_it_wrote(tmp_path: Path) -> Non
     before, after = (re.findall(rf"^{when}: .*", again, re.MULTILINE) for when in ("before", "after"))
     assert before == [line.replace("after", "before") for line in re.findall(r"^after: .*", printed, re.MULTILINE)]
     assert after
-    assert {file.name for file in tuned.iterdir()} == {"config.json", "tokenizer.json", "model.safetensors"}
+    written = {"config.json", "tokenizer.json", "model.safetensors", "checkpoints"}
+    assert {file.name for file in tuned.iterdir()} == written
 
 
 def test_help_trains_nothing() -> None:

@@ -305,9 +305,9 @@ def test_command_prints_and_writes_what_is_asked(folder: Path, capsys: pytest.Ca
 @pytest.mark.parametrize(
     ("words", "match"),
     [
-        (["planned_job"], "JOB must be module:function"),
+        (["planned_job"], "JOB must be module:name"),
         (["planned_jab:job"], "must be importable from here"),
-        (["planned_job:jub"], "must name a function"),
+        (["planned_job:jub"], "JOB must name something in planned_job"),
         (["planned_job:nothing"], "must name a function"),
         (["planned_job:other"], "must return"),
         (["planned_job:job", "--hardware", "h200:3"], "num_stages"),

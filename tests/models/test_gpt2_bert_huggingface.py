@@ -1,6 +1,7 @@
 """GPT-2 and BERT against `transformers` on random small configurations; needs torch and transformers."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -9,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from _settings import make_settings
+from _written import written
 
 from jaxpipe import PipeDataParallelTopology, Pipeline, PipelineModule
 from jaxpipe.checkpoint import rename, rename_back
@@ -125,6 +127,25 @@ def test_a_step_through_four_stages_of_two_replicas_is_theirs(family: str) -> No
     optimizer.step()
     np.testing.assert_allclose(metrics["loss"], loss.item(), rtol=1e-6)
     jax.tree.map(assert_near, pipeline.params_tree(state.params), to_ours(weights_of(model), module, names))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["GPT2:LMHeadModel", "Bert:ForMaskedLM", "Bert:Model"])
+def test_what_is_written_opens_in_transformers_as_it_was(family: str, tmp_path: Path) -> None:
+    model, values = make(family, **(GPT2 if "GPT2" in family else BERT))
+    if "GPT2" in family:
+        config = GPT2Config.from_huggingface(values)
+        layers, names, told = gpt2(config), gpt2_names(config), config.to_huggingface()
+    else:
+        other, head = BertConfig.from_huggingface(values), None if family == "Bert:Model" else "masked_lm"
+        layers, names, told = bert(other, head), bert_names(other, head), other.to_huggingface(head)
+    params = to_ours(weights_of(model), PipelineModule(layers, num_stages=1), names)
+    out = written(layers, params, names, told, tmp_path)
+    opened = type(model).from_pretrained(out, attn_implementation="eager").eval()
+    assert json.loads((out / "config.json").read_text())["architectures"] == [type(model).__name__]
+    for name, value in model.state_dict().items():
+        if not name.startswith("pooler"):  # not among our layers
+            np.testing.assert_array_equal(opened.state_dict()[name].numpy(), value.numpy(), err_msg=name)
 
 
 REFUSED: list[tuple[Any, dict[str, Any], str]] = [

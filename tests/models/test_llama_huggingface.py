@@ -12,6 +12,7 @@ import optax
 import pytest
 from _covering import slow_after
 from _settings import make_settings
+from _written import written
 
 from jaxpipe import PipeDataParallelTopology, Pipeline, PipelineModule
 from jaxpipe.checkpoint import rename, rename_back
@@ -22,7 +23,6 @@ from jaxpipe.topology import make_pipeline_mesh
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 load_file = pytest.importorskip("safetensors.numpy").load_file
-save_file = pytest.importorskip("safetensors.numpy").save_file
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of theirs
 VOCAB, LENGTH, LAYERS = 64, 24, 2
@@ -107,17 +107,22 @@ def test_logits(case: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["qwen3", "biases", "mixtral", "qwen2_moe"])
+@pytest.mark.parametrize(
+    "case", ["qwen3", "biases", "llama3", "yarn", "qwen2_windows", "mistral", "mixtral", "qwen2_moe", "qwen3_moe"]
+)
 def test_what_is_written_opens_in_transformers_as_it_was(case: str, tmp_path: Path) -> None:
     """Tied and untied, and experts: bit for bit."""
     family, changes = CASES[case]
     model, config = make(family, **changes)
     params = to_ours(model, PipelineModule(llama(config), num_stages=1), config)
-    model.config.save_pretrained(tmp_path)
-    save_file(rename_back(params, llama_names(config)), tmp_path / "model.safetensors", {"format": "pt"})
-    opened = type(model).from_pretrained(tmp_path, attn_implementation="eager")
+    out = written(llama(config), params, llama_names(config), config.to_huggingface(16), tmp_path)
+    opened = transformers.AutoModelForCausalLM.from_pretrained(out, attn_implementation="eager").eval()
+    assert type(opened) is type(model)
     for name, value in model.state_dict().items():
         np.testing.assert_array_equal(opened.state_dict()[name].numpy(), value.numpy(), err_msg=name)
+    ids = torch.arange(LENGTH)[None] % VOCAB
+    with torch.no_grad():
+        np.testing.assert_array_equal(opened(ids).logits.numpy(), model(ids).logits.numpy())
 
 
 def test_packed_texts_are_as_each_alone() -> None:

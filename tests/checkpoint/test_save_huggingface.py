@@ -1,0 +1,222 @@
+"""Checkpoints written by a table of names, as a folder that other libraries open."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+from _saved import saved
+from safetensors import safe_open
+
+import jaxpipe
+from jaxpipe import PipeDataParallelTopology, PipelineModule
+from jaxpipe.checkpoint import load_safetensors, rename_back, save_huggingface
+from jaxpipe.checkpoint.__main__ import main
+from jaxpipe.errors import CheckpointError, ConfigError
+from jaxpipe.layers import LORA_PARAMETERS, flatten_dict, lora, merge_lora
+from jaxpipe.models import LlamaConfig, llama, llama_names
+
+ALPHA, LIMIT = 4.0, 3000
+SIZES: dict[str, Any] = {
+    **{"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2},
+}
+
+
+def config_of(*, tied: bool) -> LlamaConfig:
+    return LlamaConfig(**SIZES, tie_word_embeddings=tied)
+
+
+def make_engine(config: LlamaConfig, stages: int, *, adapters: bool = False) -> Any:
+    tokens = jax.ShapeDtypeStruct((4, 6), jnp.int32)
+    engine, *_ = jaxpipe.initialize(
+        model=PipelineModule(
+            lora(llama(config), 2, ALPHA, "query") if adapters else llama(config),
+            topology=PipeDataParallelTopology(stages, 1),
+            loss_fn=lambda y, t: optax.softmax_cross_entropy_with_integer_labels(y, t).mean(),
+            trainable=LORA_PARAMETERS if adapters else None,
+        ),
+        optimizer=optax.adam(1e-2),
+        example_batch=(tokens, tokens),
+        config={"train_batch_size": 8, "gradient_accumulation_steps": 2},
+    )
+    return engine
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Any]]:
+    """A checkpoint after a step, and the parameters it holds: tied, untied, and with adapters."""
+    tokens = np.arange(4 * 6, dtype=np.int32).reshape(4, 6) % 32
+    found = {}
+    for name in ("tied", "untied", "adapters"):
+        engine = make_engine(config_of(tied=name != "untied"), 2, adapters=name == "adapters")
+        engine.train_batch(iter([(tokens, tokens)] * 2))
+        path = tmp_path_factory.mktemp(name) / "run"
+        engine.save_checkpoint(path)
+        if name == "adapters":
+            engine.save_checkpoint(path, tag="alone", exclude_frozen_parameters=True, save_latest=False)
+        found[name] = path, engine.module_state_dict()
+    return found
+
+
+def assert_holds(folder: Path, params: Any, config: LlamaConfig, dtype: Any = np.float32) -> None:
+    """The tensors of the parameters, each once, bit for bit."""
+    found = {"/".join(path): value for path, value in flatten_dict(load_safetensors(folder)).items()}
+    wanted = rename_back(params, llama_names(config))
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        assert found[name].dtype == dtype
+        np.testing.assert_array_equal(found[name], value.astype(dtype))
+
+
+@pytest.mark.parametrize("name", ["tied", "untied"])
+def test_what_is_written_is_read_by_an_engine_of_other_stages(
+    name: str, runs: dict[str, tuple[Path, Any]], tmp_path: Path
+) -> None:
+    path, params = runs[name]
+    config = config_of(tied=name == "tied")
+    table = llama_names(config)
+    told = config.to_huggingface(64)
+    *_, last = save_huggingface(path, tmp_path, table, config=told)
+    assert {each.name for each in tmp_path.iterdir()} == {"config.json", "model.safetensors"}
+    assert last.name == "config.json"
+    assert json.loads(last.read_text()) == told | {"dtype": "float32"}
+    assert LlamaConfig.from_huggingface(tmp_path) == config
+    assert_holds(tmp_path, params, config)
+    with safe_open(tmp_path / "model.safetensors", framework="numpy") as file:
+        assert file.metadata() == {"format": "pt"}
+        assert ("lm_head.weight" in file.keys()) == (name == "untied")  # noqa: SIM118  # no mapping
+    engine = make_engine(config, 4)
+    engine.load_huggingface(tmp_path, table)
+    jax.tree.map(np.testing.assert_array_equal, engine.module_state_dict(), params)
+
+
+def test_shards_in_half_precision_over_an_earlier_folder(runs: dict[str, tuple[Path, Any]], tmp_path: Path) -> None:
+    path, params = runs["tied"]
+    config = config_of(tied=True)
+    old = {"model_type": "llama", "torch_dtype": "float32"}
+    for _ in range(2):
+        written = save_huggingface(
+            path, tmp_path, llama_names(config), config=old, dtype="bfloat16", max_shard_bytes=LIMIT
+        )
+    assert set(tmp_path.iterdir()) == set(written)
+    assert sum("-of-" in each.name for each in written) > 2
+    assert json.loads((tmp_path / "config.json").read_text()) == old | {"torch_dtype": "bfloat16"}
+    assert_holds(tmp_path, params, config, ml_dtypes.bfloat16)
+
+
+def test_adapters_are_merged(runs: dict[str, tuple[Path, Any]], tmp_path: Path) -> None:
+    path, params = runs["adapters"]
+    config = config_of(tied=True)
+    save_huggingface(path, tmp_path, llama_names(config), tag="global_step1", lora_alpha=ALPHA)
+    assert_holds(tmp_path, merge_lora(params, ALPHA), config)
+
+
+@pytest.mark.parametrize(
+    ("run", "changes", "error", "match"),
+    [
+        ("tied", {"renames": lambda names: names[1:]}, CheckpointError, "leaves of the model without an entry: tied"),
+        ("tied", {"renames": lambda names: (*names, names[-2])}, CheckpointError, "each leaf once, but got '5/scale'"),
+        ("tied", {"dtype": "int8"}, CheckpointError, "dtype='int8'. Write for instance 'bfloat16'"),
+        ("tied", {"dtype": "half?"}, CheckpointError, "floating-point dtype, but got dtype='half\\?'"),
+        ("tied", {"config": 3}, ConfigError, "must be a folder, a file or a dictionary, but got 3"),
+        ("tied", {"config": "/nowhere/config.json"}, ConfigError, "readable, but got /nowhere/config.json"),
+        ("tied", {"max_shard_bytes": 0}, CheckpointError, "max_shard_bytes=0. Write for instance"),
+        ("tied", {"lora_alpha": 1.0}, CheckpointError, "lora_alpha=1.0 and 0 leaves of adapters.*Leave lora_alpha out"),
+        ("tied", {"tag": "none"}, CheckpointError, "none"),
+        ("adapters", {"tag": "global_step1"}, CheckpointError, "lora_alpha=None and 8 leaves.*Pass the alpha"),
+        ("adapters", {"tag": "alone", "lora_alpha": 1.0}, CheckpointError, "without [0-9]+ frozen ones. Load it into"),
+    ],
+)
+def test_mistakes_write_nothing(
+    run: str,
+    changes: dict[str, Any],
+    error: type[Exception],
+    match: str,
+    runs: dict[str, tuple[Path, Any]],
+    tmp_path: Path,
+) -> None:
+    names = llama_names(config_of(tied=True))
+    changes = {**changes, "renames": changes.get("renames", lambda names: names)(names)}
+    with pytest.raises(error, match=match):
+        save_huggingface(runs[run][0], tmp_path / "out", **changes)
+    assert not (tmp_path / "out").exists()
+
+
+def test_collections_have_no_names(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"collections such as .*batch_stats.*export_safetensors"):
+        save_huggingface(saved(tmp_path), tmp_path / "out", ())
+
+
+@pytest.mark.parametrize("at", ["out", "out/model.safetensors"])
+def test_a_file_where_a_folder_should_be_and_a_folder_for_a_file(
+    at: str, runs: dict[str, tuple[Path, Any]], tmp_path: Path
+) -> None:
+    if at == "out":
+        (tmp_path / "out").write_text("mine")
+    else:
+        (tmp_path / at).mkdir(parents=True)
+    with pytest.raises(CheckpointError, match="out must be a file that can be written"):
+        save_huggingface(runs["tied"][0], tmp_path / "out", llama_names(config_of(tied=True)), config={})
+    assert not (tmp_path / "out" / "config.json").exists()
+
+
+def test_the_command(runs: dict[str, tuple[Path, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, params = runs["adapters"]
+    config = config_of(tied=True)
+    told, out = tmp_path / "config.json", tmp_path / "out"
+    told.write_text(json.dumps(config.to_huggingface(64)))
+    asked = ["export", str(path), "--tag", "global_step1", "--out", str(out), "--format", "huggingface"]
+    names = ["--renames", "jaxpipe.models:llama_names", "--config", str(told), "--lora-alpha", str(ALPHA)]
+    assert main([*asked, *names, "--dtype", "float16", "--max-shard-bytes", "1GB"]) == 0
+    assert "model.safetensors" in capsys.readouterr().out
+    assert_holds(out, merge_lora(params, ALPHA), config, np.float16)
+    for words, match in (
+        (asked, "Add for instance --renames jaxpipe.models:llama_names"),
+        ([*asked, "--renames", "llama_names"], "--renames must be module:name, but got 'llama_names'"),
+        ([*asked, "--renames", "no_such.module:x"], "must be importable from here"),
+        ([*asked, "--renames", "jaxpipe.models:lama_names"], "something in jaxpipe.models, but got 'lama_names'"),
+        ([*asked, "--renames", "jaxpipe:__version__"], "sequence of jaxpipe.checkpoint.Rename"),
+        ([*asked[:-2], "--dtype", "float16"], "--dtype must be used with --format huggingface"),
+    ):
+        assert main(words) == 1
+        assert match in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_values", [0, 1, 20])
+def test_killed_while_it_writes(num_values: int, runs: dict[str, tuple[Path, Any]], tmp_path: Path) -> None:
+    """What was there before stays whole, and nothing that is half written has a name that is looked for."""
+    path, params = runs["tied"]
+    config = config_of(tied=True)
+    save_huggingface(path, tmp_path, llama_names(config), config=config.to_huggingface(64))
+    code = f"""
+import os, signal, sys
+from jaxpipe.checkpoint import _huggingface, save_huggingface
+from jaxpipe.models import llama_names
+write = _huggingface._Tensors.values
+def values(self):
+    for number, value in enumerate(write(self)):
+        if number == {num_values}:
+            os.kill(os.getpid(), signal.SIGKILL)
+        yield value
+_huggingface._Tensors.values = values
+folder = {str(tmp_path)!r}
+save_huggingface({str(path)!r}, folder, llama_names(folder), config=folder, dtype="float16")
+"""
+    paths = [str(Path(jaxpipe.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, timeout=300, check=False)
+    assert done.returncode == -9
+    assert_holds(tmp_path, params, config)
+    save_huggingface(path, tmp_path, llama_names(config), config=tmp_path, dtype="float16")
+    assert_holds(tmp_path, params, config, np.float16)
+    assert {each.name for each in tmp_path.iterdir()} == {"config.json", "model.safetensors"}

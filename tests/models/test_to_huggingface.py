@@ -1,0 +1,70 @@
+"""Configurations as Hugging Face's `config.json`, and back."""
+
+import json
+from typing import Any
+
+import pytest
+
+from jaxpipe.errors import ConfigError
+from jaxpipe.models import BertConfig, ExpertsConfig, GPT2Config, LlamaConfig, RotaryScaling
+
+SIZES: dict[str, Any] = {
+    **{"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3},
+    "num_attention_heads": 4,
+}
+LLAMA3 = RotaryScaling("llama3", 8.0, 16, low_freq_factor=1.0, high_freq_factor=4.0)
+MIXTURE = ExpertsConfig(4, 2, 12, dense_layers=(1,))
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "plain": ("llama", {}),
+    "tied": ("llama", {"tie_word_embeddings": True, "num_key_value_heads": 2, "rope_theta": 5e5}),
+    "biases": ("llama", {"qkv_bias": True, "out_bias": True, "mlp_bias": True, "head_dim": 6}),
+    "llama3": ("llama", {"rope_scaling": LLAMA3}),
+    "linear": ("llama", {"rope_scaling": RotaryScaling("linear", 4.0)}),
+    "dynamic": ("llama", {"rope_scaling": RotaryScaling("dynamic", 4.0, 16)}),
+    "yarn": ("qwen2", {"qkv_bias": True, "rope_scaling": RotaryScaling("yarn", 4.0, 16, beta_fast=4.0)}),
+    "window": ("mistral", {"sliding_window": 5}),
+    "qwen2": ("qwen2", {"qkv_bias": True}),
+    "windows": ("qwen2", {"qkv_bias": True, "sliding_window": 5, "layer_types": ("full_attention",) * 3}),
+    "qwen3": ("qwen3", {"qk_norm": True, "sliding_window": 5}),
+    "mixtral": ("mixtral", {"experts": ExpertsConfig(4, 2, 24, capacity_factor=1.5, balance=0.1)}),
+    "qwen2_moe": ("qwen2_moe", {"qkv_bias": True, "experts": ExpertsConfig(4, 2, 12, shared_size=8)}),
+    "qwen3_moe": ("qwen3_moe", {"qk_norm": True, "experts": MIXTURE}),
+}
+
+
+@pytest.mark.parametrize("case", list(CASES))
+def test_llama_comes_back(case: str) -> None:
+    family, changes = CASES[case]
+    config = LlamaConfig(**SIZES, **changes)
+    told = json.loads(json.dumps(config.to_huggingface(64)))
+    assert told["model_type"] == family
+    again = LlamaConfig.from_huggingface(told)
+    assert json.loads(json.dumps(again.to_huggingface(64))) == told
+    assert [again.window(layer) for layer in range(3)] == [config.window(layer) for layer in range(3)]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"qkv_bias": True, "qk_norm": True},
+        {"out_bias": True},
+        {"sliding_window": 5, "mlp_bias": True},
+        {"qkv_bias": True, "out_bias": True, "sliding_window": 5},
+        {"experts": MIXTURE},
+        {"qkv_bias": True, "experts": MIXTURE, "sliding_window": 5},
+    ],
+)
+def test_what_no_family_computes_is_named(changes: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="must be that of a family of transformers, but got .* has not"):
+        LlamaConfig(**SIZES, **changes).to_huggingface(64)
+
+
+def test_gpt2_and_bert_come_back() -> None:
+    gpt2 = GPT2Config(vocab_size=32, n_embd=16, n_head=2, n_inner=40, tie_word_embeddings=False)
+    assert GPT2Config.from_huggingface(json.loads(json.dumps(gpt2.to_huggingface()))) == gpt2
+    bert = BertConfig(vocab_size=32, hidden_size=16, num_attention_heads=2, hidden_act="relu")
+    assert BertConfig.from_huggingface(json.loads(json.dumps(bert.to_huggingface()))) == bert
+    assert [bert.to_huggingface(head)["architectures"] for head in ("masked_lm", None)] == [
+        ["BertForMaskedLM"],
+        ["BertModel"],
+    ]
