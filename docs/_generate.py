@@ -10,6 +10,7 @@ from typing import Any
 from jaxpipe.config import TrainConfig
 from jaxpipe.config._other_keys import REFUSED, UNUSED
 from jaxpipe.config._section import Section
+from jaxpipe.schedules import draw, lower_schedule, makespan, schedule_names
 
 
 def write_configuration(file: Path) -> None:
@@ -78,3 +79,32 @@ def _others() -> Iterator[str]:
 
 def _markdown(text: str) -> str:
     return text.replace("|", "\\|")
+
+
+def write_schedules(folder: Path, num_microbatches: int = 8, num_stages: int = 4) -> None:
+    """Write what each schedule is, with its picture and its figures, beside one another.
+
+    Args:
+        folder: Where the Markdown file, which `schedules.md` includes, and the pictures go.
+        num_microbatches: Of the pictures.
+        num_stages: Of the pictures.
+    """
+    folder.mkdir(exist_ok=True)
+    rows = [
+        "| schedule | chunks | step time | idle | microbatches in flight, stage by stage |",
+        "|---|---|---|---|---|",
+    ]
+    parts: list[str] = []
+    for name, kind in schedule_names().items():
+        picture = draw(kind, num_microbatches, num_stages)
+        picture.save(str(folder / f"{name}.svg"))
+        program = lower_schedule(kind, num_microbatches, num_stages)
+        stages = [kind(num_microbatches, num_stages, stage) for stage in range(num_stages)]
+        held = ", ".join(f"{stage.num_pipe_buffers() / kind.num_chunks:g}" for stage in stages)
+        step_s = makespan(program, 1.0, 2.0)
+        idle = 1 - 3 * num_microbatches / step_s
+        rows.append(f"| [`{name}`](#{name}) | {kind.num_chunks} | {step_s:g} | {idle:.1%} | {held} |")
+        text = inspect.cleandoc(kind.__doc__ or "").split("\nArgs:")[0].split("\nAttributes:")[0]
+        parts += [f"({name})=", f"## {name}", "", _markdown(text), ""]
+        parts += [f"![{picture.title}](_build/{name}.svg)", ""]
+    (folder / "schedules.md").write_text("\n".join([*rows, "", *parts]) + "\n", encoding="utf-8")

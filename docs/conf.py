@@ -29,3 +29,4 @@ autodoc_typehints = "none"
 autodoc_member_order = "bysource"
 
 _generate.write_configuration(HERE / "_build" / "configuration.md")
+_generate.write_schedules(HERE / "_build")
