@@ -18,6 +18,8 @@ from jaxpipe.errors import LayerError
 from jaxpipe.layers import ModelTrace, NamedLayer, flatten_dict, format_struct
 from jaxpipe.partition import StageCut
 
+_STAGE = "stage"
+
 
 @dataclass(frozen=True)
 class VocabLayers:
@@ -54,12 +56,12 @@ def find_vocab_layers(
         `(vocabulary-parallel layers, cuts without them)`.
 
     Raises:
-        LayerError: A split parameter does not belong to the ends, or cannot be divided; or a layer of the ends keeps or
-            reports something.
+        LayerError: A split parameter does not belong to the ends, or cannot be divided; a layer of the ends keeps or
+            reports something; or another layer has collectives over the stages.
     """
     marked = [i for i, dims in enumerate(trace.stage_dims) if dims]
     # On one stage nothing is sliced, and the layers are like any others.
-    if num_stages == 1 or not marked:
+    if num_stages == 1:
         return VocabLayers(), tuple(cuts)
     head, tail = cuts[0].prologue, cuts[-1].epilogue
     vocab = VocabLayers(
@@ -87,6 +89,13 @@ def slice_struct(struct: Any, dim: int | None, num_stages: int) -> Any:
 
 def _check_layer(named: NamedLayer, trace: ModelTrace, vocab: VocabLayers, num_stages: int) -> None:
     i = named.index
+    effects = trace.programs[i].jaxpr.effects
+    if i not in vocab.layers and any(getattr(effect, "name", None) == _STAGE for effect in effects):
+        raise LayerError(
+            f"layer {named.name} must use no collective over 'stage', whose places work on different microbatches, but "
+            "got one. Leave it out; only first and last layers of which a parameter is split over 'stage', as "
+            "VocabEmbed and VocabHead are, run on all stages at once."
+        )
     if i in vocab.layers:
         for fault, found in (("keep collections", trace.collections[i]), ("report values", trace.aux[i])):
             if jax.tree.leaves(found):

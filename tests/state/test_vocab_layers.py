@@ -56,6 +56,14 @@ class Shares(nn.Module):
         return table[:, tokens].transpose(1, 2, 0)
 
 
+class Mixed(nn.Module):
+    """Uses a collective that only layers of the ends may, with parameters that lie whole."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return jax.lax.pmean(nn.Dense(DIM)(x), "stage")
+
+
 @pytest.mark.parametrize(
     ("layers", "match"),
     [
@@ -77,6 +85,30 @@ class Shares(nn.Module):
 def test_layers_that_cannot_be_split(layers: list[Any], match: str) -> None:
     with pytest.raises(LayerError, match=match):
         build(layers)
+
+
+@pytest.mark.parametrize(
+    ("layers", "place"),
+    [
+        ([nn.Embed(ROWS, DIM), Mixed(), *BLOCKS, HEAD], 1),
+        ([nn.Embed(ROWS, DIM), *BLOCKS, lambda x: jax.lax.pmean(x, "stage"), HEAD], 5),
+        ([VocabEmbed(ROWS, DIM), Mixed(), *BLOCKS, VocabHead(ROWS)], 1),
+    ],
+    ids=["parameters", "function", "beside ends"],
+)
+def test_collectives_over_the_stages_in_layers_that_are_not_split(layers: list[Any], place: int) -> None:
+    """Stages would wait for each other for ever, or add up what is of different microbatches."""
+    match = (
+        rf"^layer {place}_\S+ must use no collective over 'stage', whose places work on different microbatches, but "
+        r"got one\. Leave it out; only first and last layers of which a parameter is split over 'stage', as VocabEmbed "
+        r"and VocabHead are, run on all stages at once\."
+    )
+    with pytest.raises(LayerError, match=match):
+        build(layers)
+
+
+def test_collectives_over_the_stages_in_layers_that_follow_a_split_one() -> None:
+    build([VocabEmbed(ROWS, DIM), *BLOCKS, VocabHead(ROWS), lambda x: x - jax.lax.pmean(x, "stage")])
 
 
 def test_a_loss_that_takes_slices_for_the_whole() -> None:
