@@ -8,6 +8,8 @@ from typing import Any
 
 import jax
 
+from jaxpipe.executor import compile_program
+
 Reporter = Callable[[str], None]
 
 
@@ -48,6 +50,6 @@ class Compiler:
             return
         self.report(f"compiling {name}{describe()}")
         began = time.perf_counter()
-        function.lower(*args).compile()
+        compile_program(function, *args)
         self._compiled.add(function)
         self.report(f"compiled {name} in {time.perf_counter() - began:.1f} s")

@@ -30,6 +30,7 @@ from jaxpipe.executor import (
     batch_shard_dims,
     batch_spec,
     check_branches,
+    compile_program,
     waits_in_branches,
 )
 from jaxpipe.layers import PipelineModule, flatten_dict, join_path, split_vocabulary, struct_of, unflatten_dict
@@ -83,28 +84,45 @@ class Compiled(Protocol[_Arguments, _Result]):
         ...
 
 
-class _OfBatch(Generic[_Result]):
-    """A jitted function of a state and a batch, for which a plain tuple will do.
+class _Program(Generic[_Result]):
+    """A jitted function of a state. On simulated devices its first call looks whether they would wait for ever.
 
     Args:
         jitted: The function.
-        checks_branches: Look whether the devices would wait for each other in branches, before it first runs.
+        mesh: The devices it runs on.
     """
 
-    def __init__(self, jitted: Compiled[..., _Result], *, checks_branches: bool) -> None:
-        self._jitted, self._is_unchecked = jitted, checks_branches
+    def __init__(self, jitted: Compiled[..., _Result], mesh: Mesh) -> None:
+        self._jitted = jitted
+        self._is_unchecked = mesh.devices.flat[0].platform == "cpu"
+        self._checks_branches = waits_in_branches(mesh)
+
+    def __call__(self, state: TrainState, *args: Any) -> _Result:
+        if self._is_unchecked and not isinstance(state.step, Tracer):
+            # Compiled once: the call below finds what is compiled here.
+            program = compile_program(self._jitted, state, *args)
+            if self._checks_branches:
+                check_branches(program.as_text() or "")
+            self._is_unchecked = False
+        return self._jitted(state, *args)
+
+    def lower(self, state: TrainState, *args: Any) -> jax.stages.Lowered:
+        return self._jitted.lower(state, *args)
+
+
+class _OfBatch(Generic[_Result]):
+    """A program of a state and a batch, for which a plain tuple will do."""
+
+    def __init__(self, program: _Program[_Result]) -> None:
+        self._program = program
 
     # One structure for every call: JAX compiles anew for another one, and its shardings fit `Batch` alone.
     def __call__(self, state: TrainState, batch: _BatchLike, *rest: Any) -> _Result:
         batch = batch if isinstance(batch, Batch) else split_entry(batch, "the batch")
-        if self._is_unchecked and not isinstance(state.step, Tracer):
-            # Compiled once: the call below finds what is compiled here.
-            check_branches(self._jitted.lower(state, batch, *rest).compile().as_text() or "")
-            self._is_unchecked = False
-        return self._jitted(state, batch, *rest)
+        return self._program(state, batch, *rest)
 
     def lower(self, state: TrainState, batch: _BatchLike, *rest: Any) -> jax.stages.Lowered:
-        return self._jitted.lower(state, split_entry(batch, "the batch"), *rest)
+        return self._program.lower(state, split_entry(batch, "the batch"), *rest)
 
 
 class Pipeline:
@@ -575,7 +593,7 @@ class Pipeline:
             # What comes out lies as what goes in: left to itself, XLA may choose another sharding over automatic axes.
             given = (of_state, of_batch, *others)
             jitted = jax.jit(checked, in_shardings=given, out_shardings=out_shardings, donate_argnums=donate)
-            return _OfBatch(jitted, checks_branches=waits_in_branches(self.mesh))
+            return _OfBatch(_Program(jitted, self.mesh))
 
         # Donated: old and new state need not fit side by side. Gradients and evaluations give no new state and leave
         # it.
@@ -593,7 +611,8 @@ class Pipeline:
         )
         # Of no batch, so nothing is checked; the gradients come from `gradients`, in the state's form.
         update = self._shard_map(programs.update, (specs, rows), (specs, P()))
-        self.update = jax.jit(update, out_shardings=(of_state, everywhere), donate_argnums=(0,))
+        jitted = jax.jit(update, out_shardings=(of_state, everywhere), donate_argnums=(0,))
+        self.update = _Program(jitted, self.mesh)
 
 
 def _from_tree(field: str, tree: PyTree) -> Source:

@@ -24,14 +24,7 @@ JOBS = {
 }
 
 
-# Simulated devices that share two busy cores have, now and then, waited for each other without end in it: twice in four
-# runs with JAX 0.10.2, both beside other tests.
-CROWDED = "2x2-weights-shared-out-across"
-
-
-@pytest.mark.parametrize(
-    "name", [*slow_after(1, sorted(JOBS.keys() - {CROWDED})), pytest.param(CROWDED, marks=pytest.mark.soak)]
-)
+@pytest.mark.parametrize("name", slow_after(1, sorted(JOBS)))
 def test_the_same_losses_and_equal_replicas(name: str, tmp_path: Path) -> None:
     processes, devices, layout = JOBS[name]
     results = run_job(tmp_path, processes, devices, layout, [["train", 0, 5], ["evaluate"], ["rows"], ["params"]])
