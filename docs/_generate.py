@@ -1,4 +1,4 @@
-"""The reference of the configuration, written from the docstrings and fields of the sections."""
+"""What is written when the documentation is built: the tables of all keys, the schedules, docstrings' markup."""
 
 import inspect
 import re
@@ -108,3 +108,41 @@ def write_schedules(folder: Path, num_microbatches: int = 8, num_stages: int = 4
         parts += [f"({name})=", f"## {name}", "", _markdown(text), ""]
         parts += [f"![{picture.title}](_build/{name}.svg)", ""]
     (folder / "schedules.md").write_text("\n".join([*rows, "", *parts]) + "\n", encoding="utf-8")
+
+
+def mark_code(app: object, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:
+    """Turn the code spans of a docstring into reStructuredText, where they are names into references.
+
+    Args:
+        app: Not looked at, nor are the next four: these are the arguments of `autodoc-process-docstring`.
+        what: Kind of object.
+        name: Its name.
+        obj: The object.
+        options: Of the directive.
+        lines: The docstring's lines, which are replaced.
+    """
+    lines[:] = re.sub(r"(?<![`:])`([^`]+)`(?!`)", _code, "\n".join(lines)).split("\n")
+
+
+def _code(span: re.Match[str]) -> str:
+    text = span[1]
+    # The backslash and blank end the span where a letter follows, and are not shown.
+    if re.fullmatch(r"[A-Za-z_][\w.]*(\(\))?", text):
+        return f":py:obj:`{text}`\\ "
+    return f"``{text}``\\ "
+
+
+def hide_arguments(app: object, what: str, name: str, *rest: object) -> tuple[str, None] | None:
+    """Leave the arguments away of classes that only the library makes.
+
+    Args:
+        app: Not looked at.
+        what: Not looked at.
+        name: The object's name.
+        rest: Not looked at.
+
+    Returns:
+        An empty signature for those classes, None for everything else.
+    """
+    made = {"jaxpipe.engine.Engine", "jaxpipe.PipelineEngine", "jaxpipe.UnpipelinedEngine", "jaxpipe.Pipeline"}
+    return ("", None) if name in made else None

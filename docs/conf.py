@@ -7,16 +7,22 @@ HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 import _generate  # noqa: E402
+from sphinx.application import Sphinx  # noqa: E402
 
 import jaxpipe  # noqa: E402
 
 project = "jaxpipe"
 release = version = jaxpipe.__version__
 html_title = "jaxpipe"
+# The apostrophe after a code span would become an opening quotation mark.
+smartquotes_action = "D"
 
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.autosummary", "sphinx.ext.napoleon"]
 exclude_patterns = ["_build"]
 html_theme = "sphinx_book_theme"
+html_theme_options = {"navbar_persistent": [], "use_download_button": False, "show_navbar_depth": 1}
+html_static_path = ["_static"]
+html_css_files = ["jaxpipe.css"]
 
 # Blocks are run by tests/docs/test_blocks.py: a build needs no devices.
 nb_execution_mode = "off"
@@ -25,8 +31,20 @@ myst_heading_anchors = 3
 # Comments and trailing commas are read in configurations, and not by the colouring of JSON.
 suppress_warnings = ["misc.highlighting_failure"]
 
+# The types of many arguments are unions of JAX's and optax's own, longer than the docstring that says them in words.
 autodoc_typehints = "none"
+autodoc_preserve_defaults = True
+python_maximum_signature_line_length = 88
+toc_object_entries_show_parents = "hide"
 autodoc_member_order = "bysource"
+autosummary_generate = False
+napoleon_use_ivar = True
 
 _generate.write_configuration(HERE / "_build" / "configuration.md")
 _generate.write_schedules(HERE / "_build")
+
+
+def setup(app: Sphinx) -> None:
+    """Connect what is done to docstrings and signatures."""
+    app.connect("autodoc-process-docstring", _generate.mark_code, priority=100)
+    app.connect("autodoc-process-signature", _generate.hide_arguments)

@@ -34,6 +34,7 @@ from ._writer import CheckpointWriter as CheckpointWriter
 from ._writer import RunState as RunState
 
 __all__ = [
+    # For users.
     "Checkpoint",
     "CheckpointWriter",
     "Rename",
@@ -44,7 +45,6 @@ __all__ = [
     "Verification",
     "committed_tags",
     "conv1d",
-    "decode_state",
     "export_safetensors",
     "find_checkpoint",
     "inspect_checkpoint",
@@ -54,16 +54,18 @@ __all__ = [
     "load_params",
     "load_safetensors",
     "load_state",
-    "load_struct",
     "merge",
     "open_checkpoint",
     "read_config_json",
     "rename",
     "rename_back",
-    "reread",
     "save_huggingface",
     "split",
     "stack",
     "transpose",
     "verify_checkpoint",
+    # For other rooms.
+    "decode_state",
+    "load_struct",
+    "reread",
 ]

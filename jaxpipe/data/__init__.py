@@ -13,14 +13,16 @@ from ._stack import stack_microbatches as stack_microbatches
 from ._stack import structures_differ as structures_differ
 
 __all__ = [
-    "Batch",
+    # For users.
     "BatchLoader",
-    "MicrobatchStack",
     "RepeatingLoader",
     "Shard",
+    "process_shard",
+    # For other rooms.
+    "Batch",
+    "MicrobatchStack",
     "array_fault",
     "host_array",
-    "process_shard",
     "split_entry",
     "stack_microbatches",
     "structures_differ",

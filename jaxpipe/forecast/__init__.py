@@ -15,6 +15,7 @@ from ._roofline import collective_s as collective_s
 from ._roofline import kernel_s as kernel_s
 
 __all__ = [
+    # For users.
     "HARDWARE",
     "CompiledStep",
     "DeviceMemory",
@@ -22,10 +23,11 @@ __all__ = [
     "Hardware",
     "StageForecast",
     "StepPlan",
+    "plan",
+    # For other rooms.
     "bytes_s",
     "collective_s",
     "compilable_devices",
     "kernel_s",
     "main",
-    "plan",
 ]

@@ -14,15 +14,17 @@ from ._program import Program as Program
 from ._slurm import slurm_script as slurm_script
 
 __all__ = [
-    "HEARTBEAT_FILE",
+    # For users.
     "ClusterJob",
-    "Heartbeat",
     "Job",
     "Program",
     "init_distributed",
     "jobset_manifest",
     "kubernetes_manifest",
     "launch",
-    "names_other_processes",
     "slurm_script",
+    # For other rooms.
+    "HEARTBEAT_FILE",
+    "Heartbeat",
+    "names_other_processes",
 ]

@@ -6,4 +6,12 @@ from ._log import MonitorLog as MonitorLog
 from ._open import check_monitors as check_monitors
 from ._open import open_monitors as open_monitors
 
-__all__ = ["Event", "Monitor", "MonitorLog", "check_monitors", "open_monitors"]
+__all__ = [
+    # For users.
+    "Event",
+    "Monitor",
+    # For other rooms.
+    "MonitorLog",
+    "check_monitors",
+    "open_monitors",
+]

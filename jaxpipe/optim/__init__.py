@@ -29,6 +29,7 @@ from ._warmup_decay_lr import WarmupDecayLR as WarmupDecayLR
 from ._warmup_lr import WarmupLR as WarmupLR
 
 __all__ = [
+    # For users.
     "LRRangeTest",
     "LRSchedule",
     "LossScaleState",
@@ -37,23 +38,24 @@ __all__ = [
     "WarmupCosineLR",
     "WarmupDecayLR",
     "WarmupLR",
-    "factory_schedules",
-    "hyperparam_schedules",
     "make_optimizer",
     "make_schedule",
+    # For other rooms.
+    "apply_update",
+    "check_leafwise",
+    "check_separable",
+    "factory_schedules",
+    "find_param",
+    "hyperparam_schedules",
+    "is_elementwise",
+    "is_uniform_over_stages",
+    "leaf_paths",
     "next_hyperparams",
     "optimizer_lr",
     "read_hyperparams",
     "replace_hyperparams",
     "set_hyperparams",
-    "with_schedule",
-    "is_elementwise",
-    "check_leafwise",
-    "trace_optimizer",
-    "is_uniform_over_stages",
-    "apply_update",
-    "find_param",
-    "leaf_paths",
     "state_struct",
-    "check_separable",
+    "trace_optimizer",
+    "with_schedule",
 ]

@@ -20,21 +20,23 @@ from ._table import format_partition as format_partition
 from ._uniform import partition_uniform as partition_uniform
 
 __all__ = [
+    # For users.
     "LayerCost",
     "Profile",
-    "StageCut",
     "StageMemory",
+    "partition_balanced",
+    "partition_best",
+    "partition_layers",
+    "partition_profile",
+    "partition_uniform",
+    # For other rooms.
+    "StageCut",
     "Tick",
     "Tie",
     "cut_stages",
     "format_partition",
     "is_method",
     "needs_shapes",
-    "partition_balanced",
-    "partition_best",
-    "partition_layers",
-    "partition_profile",
-    "partition_uniform",
     "profile_source",
     "stage_bytes",
     "tick_of",

@@ -18,17 +18,17 @@ def closed_form(
 ) -> float:
     """Give the step time that a schedule promises: the work of one stage, `M(F + B)`, and the bubble's formula.
 
-    | schedule | bubble time |
-    |---|---|
-    | `"1f1b"`, `"1f1b-v"`, `"gpipe"` | `(S - 1)(F + B)` |
-    | `"interleaved"` | `(S - 1)(F + B)/v` |
-    | `"interleaved"`, `M < S` | `(S - M + (M - 1)/v)(F + B)` |
-    | `"zero-bubble"`, `v(M - S) >= S - 2` | `(S - 1)(F + I - W)/v` |
-    | `"zero-bubble"`, fewer microbatches, v = 1 or M = S | `((S - 1)(F + I) - max(0, v(M - S) + 1) W)/v` |
-    | `"zero-bubble-h1"`, `M >= S > 1` | `(S - 1)(F + I - W) + (M - 1) abs(F - I)` |
-    | `"zero-bubble-v"`, `M >= S > 1` | `(S - 1)(F + I - W)/2 + (M - (S + 1)/2) abs(F - I)` |
-    | `"dual-pipe-v"`, `M >= S` | `(S - 1)(F + I)` |
-    | others | that of `makespan`: the sum over steps of the longest action |
+    Bubble times:
+
+    - `"1f1b"`, `"1f1b-v"`, `"gpipe"`: `(S - 1)(F + B)`;
+    - `"interleaved"`: `(S - 1)(F + B)/v`;
+    - `"interleaved"`, `M < S`: `(S - M + (M - 1)/v)(F + B)`;
+    - `"zero-bubble"`, `v(M - S) >= S - 2`: `(S - 1)(F + I - W)/v`;
+    - `"zero-bubble"`, fewer microbatches, v = 1 or M = S: `((S - 1)(F + I) - max(0, v(M - S) + 1) W)/v`;
+    - `"zero-bubble-h1"`, `M >= S > 1`: `(S - 1)(F + I - W) + (M - 1) abs(F - I)`;
+    - `"zero-bubble-v"`, `M >= S > 1`: `(S - 1)(F + I - W)/2 + (M - (S + 1)/2) abs(F - I)`;
+    - `"dual-pipe-v"`, `M >= S`: `(S - 1)(F + I)`;
+    - others: that of `makespan`, the sum over steps of the longest action.
 
     What a program takes in lockstep is `makespan`. It is longer than this for the zero-bubble schedules with
     `W > min(F, I)` or a small `max_pending`, and for `"zero-bubble"` with several chunks and M below 2S, other than S.

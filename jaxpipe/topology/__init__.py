@@ -17,17 +17,19 @@ from ._process import ProcessTopology as ProcessTopology
 from ._resolve import topology_for as topology_for
 
 __all__ = [
-    "FSDP",
-    "MANUAL_AXES",
+    # For users.
     "PipeDataParallelTopology",
     "PipeModelDataParallelTopology",
     "PipelineParallelGrid",
     "ProcessTopology",
+    "make_pipeline_mesh",
+    "mesh_topology",
+    # For other rooms.
+    "FSDP",
+    "MANUAL_AXES",
     "adopt_mesh",
     "automatic_axes",
-    "make_pipeline_mesh",
     "mesh_shape",
-    "mesh_topology",
     "num_batch_shards",
     "rank_devices",
     "topology_for",
