@@ -55,11 +55,11 @@ def load_huggingface(
 
     Raises:
         CheckpointError: A file is missing or damaged; the table does not name every leaf once; or tensors are missing,
-            left over or of another shape; the state is as it was.
+            left over, of another shape, or of integers for floating-point leaves; the state is as it was.
     """
     keys = [key for key in pipeline.catalog if key.startswith(_PARAMS) and not re.search(LORA_PARAMETERS, key)]
-    shapes = {key.removeprefix(_PARAMS): tuple(pipeline.catalog[key].shape) for key in keys}
-    files = run_on_all(lambda: _Files(Path(folder), renames, shapes))
+    leaves = {key.removeprefix(_PARAMS): tensor_of(pipeline.catalog[key]) for key in keys}
+    files = run_on_all(lambda: _Files(Path(folder), renames, leaves))
     assert files is not None  # it ran on all processes
     return read_into(pipeline, state, keys, files.leaves, when_read)
 
@@ -245,16 +245,20 @@ def _check_whole(checkpoint: Checkpoint, adapters: Sequence[str], lora_alpha: fl
 class _Files:
     """Safetensors files that hold what a table asks for."""
 
-    def __init__(self, folder: Path, renames: Sequence[Rename], shapes: Mapping[str, Shape]) -> None:
-        self._shapes = shapes
+    def __init__(self, folder: Path, renames: Sequence[Rename], leaves: Mapping[str, jax.ShapeDtypeStruct]) -> None:
+        self._shapes = {path: leaf.shape for path, leaf in leaves.items()}
         self._file_of: dict[str, Path] = {}
         theirs: dict[str, Shape] = {}
+        dtypes: dict[str, str] = {}
         for file, names in safetensors_files(folder).items():
             with open_safetensors(file) as tensors:
                 for name in names:
-                    self._file_of[name], theirs[name] = file, tuple(tensors.get_slice(name).get_shape())
-        matches = match_renames(renames, shapes)
+                    tensor = tensors.get_slice(name)
+                    self._file_of[name], theirs[name] = file, tuple(tensor.get_shape())
+                    dtypes[name] = tensor.get_dtype()
+        matches = match_renames(renames, self._shapes)
         check_theirs(str(folder), renames, matches, theirs)
+        _check_dtypes(folder, matches, leaves, dtypes)
         self._match_of: dict[str, Match] = {key: match for match in matches for key in match.ours}
 
     def leaves(self, keys: Sequence[str]) -> Iterator[tuple[str, np.ndarray]]:
@@ -276,6 +280,25 @@ class _Files:
                 }
                 theirs = [first_of(names, tensors) for names in match.theirs]
                 yield key, match.read(theirs, path, tuple(slice(0, size) for size in self._shapes[path]))
+
+
+def _check_dtypes(
+    folder: Path, matches: Sequence[Match], leaves: Mapping[str, jax.ShapeDtypeStruct], dtypes: Mapping[str, str]
+) -> None:
+    """Refuse integers where parameters are none: quantised weights are no weights until they are scaled."""
+    whole = [
+        f"{name} of {dtypes[name]}"
+        for match in matches
+        if all(jnp.issubdtype(leaves[path].dtype, jnp.floating) for path in match.ours)
+        for name in (name for names in match.theirs for name in names)
+        if name in dtypes and not dtypes[name].startswith(("F", "BF"))
+    ]
+    if whole:
+        more = f" and {len(whole) - 4} more" if len(whole) > 4 else ""
+        raise CheckpointError(
+            f"{folder} must hold floating-point tensors for floating-point parameters, but got "
+            f"{', '.join(whole[:4])}{more}. Write them in a floating-point dtype, such as BF16, dequantised."
+        )
 
 
 class _Slices:

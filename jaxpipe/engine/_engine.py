@@ -516,7 +516,8 @@ class Engine(ABC):
 
         Raises:
             CheckpointError: A file is missing or damaged; the table does not name every parameter once; tensors are
-                missing, left over or of another shape; or two names of one tied tensor differ. The engine is as it was.
+                missing, left over, of another shape, or of integers for floating-point parameters; or two names of one
+                tied tensor differ. The engine is as it was.
             PipelineError: No shapes are known yet.
         """
         with self._telemetry.timed("load_huggingface"):

@@ -124,10 +124,16 @@ def wrong(name: str, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         "left over": tensors | {"model.other.weight": tensors[norm]},
         "of another shape": tensors | {norm: np.zeros(5, np.float32)},
         "differ": tensors | {"lm_head.weight": tensors[table] + 1},
+        f"{norm} of I8. Write": tensors | {norm: np.ones(16, np.int8)},
+        f"{norm} of BOOL. Write": tensors | {norm: np.ones(16, bool)},
     }[name]
 
 
-@pytest.mark.parametrize("mistake", ["missing", "left over", "of another shape", "differ"])
+MISTAKES = ["missing", "left over", "of another shape", "differ"]
+MISTAKES += [f"model.norm.weight of {dtype}. Write" for dtype in ("I8", "BOOL")]
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
 def test_what_does_not_fit_is_named_and_changes_nothing(mistake: str, tmp_path: Path) -> None:
     config = config_of(tied=True)
     save_file(wrong(mistake, tensors_of(config)), tmp_path / "model.safetensors")
