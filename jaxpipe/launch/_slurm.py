@@ -1,5 +1,7 @@
 """A job file for Slurm."""
 
+from jaxpipe.errors import LaunchError
+
 from ._cluster import ClusterJob
 from ._shell import joined, quoted
 
@@ -19,12 +21,21 @@ def slurm_script(job: ClusterJob) -> str:
     Returns:
         The file's text.
 
+    Raises:
+        LaunchError: The job asks for restarts.
+
     Example:
         >>> from jaxpipe.launch import ClusterJob, Program
         >>> job = ClusterJob(Program("train.py", ("--steps", "1000")), num_nodes=2, gpus_per_node=8)
         >>> slurm_script(job).splitlines()[0]
         '#!/bin/bash'
     """
+    if job.max_restarts:
+        raise LaunchError(
+            "a job file for Slurm must ask for no restarts, as Slurm itself starts a job again where a node fails, but "
+            f"got max_restarts={job.max_restarts}. Leave it out; to go on after an error, submit it several times "
+            "with sbatch --dependency=singleton."
+        )
     tasks = 1 if job.stall_timeout_s is not None else job.processes_on_node
     parts = [
         "#!/bin/bash",

@@ -410,6 +410,11 @@ def test_an_indexed_job_restarts_nothing() -> None:
         kubernetes_manifest(_with_image(JOBS["plain"], max_restarts=2))
 
 
+def test_a_slurm_file_restarts_nothing() -> None:
+    with pytest.raises(LaunchError, match=r"no restarts.*but got max_restarts=2\. Leave it out; to go on"):
+        slurm_script(_with_image(JOBS["plain"], max_restarts=2))
+
+
 def test_writing_needs_the_counts(capfd: pytest.CaptureFixture[str]) -> None:
     assert launch("--write", "slurm", "--num_nodes", 2, "train.py") == 2
     assert "--write must come with --num_nodes and --num_gpus, but got no --num_gpus. Give" in capfd.readouterr().err
