@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxpipe._typing import PyTree
-from jaxpipe.config import Collector, TrainConfig, load_config
+from jaxpipe.config import Collector, TrainConfig, load_config, unless_auto
 from jaxpipe.errors import ConfigError, JaxpipeError, PartitionError, TopologyError, shown
 from jaxpipe.layers import ModelTrace, PipelineModule, estimate_layers, layer_signatures, split_vocabulary
 from jaxpipe.partition import partition_best
@@ -156,6 +156,7 @@ class _Asked:
     num_chunks: tuple[int, ...] | None
     partitions: tuple[str | tuple[int, ...], ...]
     recompute: tuple[int, ...]
+    max_pending: int | None
 
     @staticmethod
     def read(
@@ -189,7 +190,8 @@ class _Asked:
         if groups is None:
             given = job.module.activation_checkpoint_interval
             groups = (given,) if given else (0, 1)
-        return _Asked(tuple(dict.fromkeys(names)), counts, tuple(map(_hashable, methods)), groups)
+        most = unless_auto(section.max_pending_weights)
+        return _Asked(tuple(dict.fromkeys(names)), counts, tuple(map(_hashable, methods)), groups, most)
 
 
 def _hashable(method: Any) -> Any:
@@ -368,7 +370,8 @@ def _by_chunks(asked: _Asked) -> dict[int, list[tuple[str, type[PipeSchedule]]]]
         own = (kind.num_chunks,) if kind.min_chunks is None else _CHUNK_COUNTS
         for count in asked.num_chunks or own:
             if kind.can_have(count):
-                found.setdefault(count, []).append((name, resolve_schedule(name, count)))
+                most = None if kind.min_pending is None else asked.max_pending
+                found.setdefault(count, []).append((name, resolve_schedule(name, count, most)))
     return found
 
 

@@ -124,6 +124,15 @@ def test_large_jobs_are_within_bounds_of_their_compiled_programs_and_counted_in_
     assert found.best.schedule.startswith("zero-bubble")
 
 
+def test_as_many_weight_gradients_wait_as_the_configuration_says() -> None:
+    settings = config(pipeline={"schedule": "zero-bubble", "max_pending_weights": 1})
+    schedules = ["1f1b", "zero-bubble"]
+    few, all_ = (planned(config=each, schedules=schedules, num_chunks=[1]) for each in (settings, config()))
+    pending = [{one.schedule: one.memory.pending for one in found.candidates} for found in (few, all_)]
+    assert pending[0]["zero-bubble"] * 2 == pending[1]["zero-bubble"] > 0
+    assert pending[0]["1f1b"] == 0
+
+
 def test_text_json_and_comparison() -> None:
     found = planned(measured_step_s=1.0)
     text = str(found)
