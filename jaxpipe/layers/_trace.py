@@ -445,8 +445,8 @@ class _Call:
     def _misfit(self, error: Exception, when: str) -> LayerError:
         return LayerError(
             f"layer {self.named.name} must accept {self.before}{when}, but got inputs={format_struct(self.inputs)} and "
-            f"failed with {type(error).__name__}: {error}. Make the two layers agree, or put a function between "
-            "them."
+            f"failed with {type(error).__name__}: {str(error).rstrip('.')}. Make the two layers agree, or put a "
+            "function between them."
         )
 
 

@@ -131,7 +131,7 @@ def test_two_layers_that_do_not_fit_are_both_named() -> None:
     with pytest.raises(
         LayerError,
         match=r"(?s)layer 1_lambda must accept the output of layer 0_Dense, but got inputs=float32\[2, 4\]"
-        r" and failed with TypeError: .*Make the two layers agree",
+        r" and failed with TypeError: .*[^.]\. Make the two layers agree",
     ):
         _trace(nn.Dense(4), lambda x: x @ np.ones((3, 3), np.float32))
     with pytest.raises(LayerError, match="(?s)layer 0_Embed must accept the model's inputs, but got inputs=float32"):
