@@ -121,15 +121,17 @@ def mark_code(app: object, what: str, name: str, obj: object, options: object, l
         options: Of the directive.
         lines: The docstring's lines, which are replaced.
     """
-    lines[:] = re.sub(r"(?<![`:])`([^`]+)`(?!`)", _code, "\n".join(lines)).split("\n")
+    text = re.sub(r"(?<![`:])`([^`]+)`(?!`)(?=(\w?))", _code, "\n".join(lines))
+    # Napoleon takes what stands before the first colon of a result for its type: here it is none.
+    lines[:] = re.sub(r"^( *(?:Returns|Yields):\n +)", r"\1: ", text, flags=re.MULTILINE).split("\n")
 
 
 def _code(span: re.Match[str]) -> str:
-    text = span[1]
-    # The backslash and blank end the span where a letter follows, and are not shown.
-    if re.fullmatch(r"[A-Za-z_][\w.]*(\(\))?", text):
-        return f":py:obj:`{text}`\\ "
-    return f"``{text}``\\ "
+    # A span that a letter follows needs an end of its own, which is not shown.
+    end = "\\ " if span[2] else ""
+    if re.fullmatch(r"[A-Za-z_][\w.]*(\(\))?", span[1]):
+        return f":py:obj:`{span[1]}`{end}"
+    return f"``{span[1]}``{end}"
 
 
 def hide_arguments(app: object, what: str, name: str, *rest: object) -> tuple[str, None] | None:

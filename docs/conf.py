@@ -21,11 +21,16 @@ extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.autosummary", "sphinx
 exclude_patterns = ["_build"]
 html_theme = "sphinx_book_theme"
 html_theme_options = {"navbar_persistent": [], "use_download_button": False, "show_navbar_depth": 1}
+html_context = {"default_mode": "auto"}
+html_favicon = "_static/favicon.svg"
 html_static_path = ["_static"]
 html_css_files = ["jaxpipe.css"]
 
-# Blocks are run by tests/docs/test_blocks.py: a build needs no devices.
-nb_execution_mode = "off"
+# Notebooks are run when the site is built. The blocks of other pages are not: tests/docs/test_blocks.py runs them.
+nb_execution_mode = "force"
+nb_execution_raise_on_error = True
+nb_execution_timeout = 240
+nb_merge_streams = True
 myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 3
 # Comments and trailing commas are read in configurations, and not by the colouring of JSON.
