@@ -12,6 +12,8 @@ from sphinx.application import Sphinx  # noqa: E402
 import jaxpipe  # noqa: E402
 
 project = "jaxpipe"
+author = "The jaxpipe authors"
+copyright = author  # noqa: A001  # Sphinx's name
 release = version = jaxpipe.__version__
 html_title = "jaxpipe"
 # The apostrophe after a code span would become an opening quotation mark.
@@ -44,6 +46,7 @@ toc_object_entries_show_parents = "hide"
 autodoc_member_order = "bysource"
 autosummary_generate = False
 napoleon_use_ivar = True
+napoleon_attr_annotations = False
 
 _generate.write_configuration(HERE / "_build" / "configuration.md")
 _generate.write_schedules(HERE / "_build")

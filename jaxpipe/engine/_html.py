@@ -43,6 +43,9 @@ def engine_html(title: str, module: PipelineModule, pipeline: Pipeline | None, f
 
 
 def _table(heads: list[str], rows: list[list[str]]) -> str:
-    head = "".join(f"<th>{html.escape(text)}</th>" for text in heads)
-    body = "".join(f"<tr>{''.join(f'<td>{html.escape(text)}</td>' for text in row)}</tr>" for row in rows)
-    return f"<table>{f'<tr>{head}</tr>' if any(heads) else ''}{body}</table>"
+    # Notebooks set tables to the right or in the middle, and cells close together.
+    cell = 'style="text-align: left; padding: 0.1em 1em 0.1em 0"'
+    head = "".join(f"<th {cell}>{html.escape(text)}</th>" for text in heads)
+    body = "".join(f"<tr>{''.join(f'<td {cell}>{html.escape(text)}</td>' for text in row)}</tr>" for row in rows)
+    top = f"<tr>{head}</tr>" if any(heads) else ""
+    return f'<div style="overflow-x: auto"><table style="margin: 0 0 0.5em 0">{top}{body}</table></div>'

@@ -17,7 +17,7 @@ _STYLE = """
 body { font: 14px/1.45 system-ui, sans-serif; color: #222; margin: 1.5em auto; max-width: 1120px; padding: 0 1em; }
 table { border-collapse: collapse; font-size: 13px; } th, td { padding: .2em .6em; text-align: right; }
 th { border-bottom: 1px solid #999; } tr:nth-child(even) td { background: #f5f5f5; }
-.wide { overflow-x: auto; } .advice { background: #fff3d6; padding: .6em 1em; }
+.advice { background: #fff3d6; padding: .6em 1em; }
 """
 
 
@@ -52,10 +52,11 @@ def body_of(
     rows: Iterable[Sequence[str]],
     stages: Sequence[Sequence[str]],
     title: str,
+    level: int = 1,
 ) -> str:
-    """The page without its frame, as notebooks show it."""
-    shown = plan.shown
-    parts = ["<h1>Plan</h1>", f"<p>{html.escape(title)}</p>"]
+    """The page without its frame, as notebooks show it, whose own headings are above those from `level` on."""
+    shown, inner = plan.shown, f"h{level + 1}"
+    parts = [f"<h{level}>Plan</h{level}>", f"<p>{html.escape(title)}</p>"]
     if plan.advice:
         parts.append(f'<p class="advice">{html.escape(plan.advice)}</p>')
     if plan.measured_step_s is not None:
@@ -64,15 +65,15 @@ def body_of(
     if plan.compiled is not None:
         parts.append(f"<p>{html.escape(str(plan.compiled))}</p>")
     parts += [
-        "<h2>Candidates</h2>",
+        f"<{inner}>Candidates</{inner}>",
         _table(heads, rows),
-        "<h2>Memory of a device</h2>",
-        f'<div class="wide">{_bars(plan)}</div>',
-        f"<h2>Schedule of {html.escape(shown.label)}</h2>",
-        f'<div class="wide">{_picture(plan, shown)}</div>',
-        "<h2>Stages</h2>",
+        f"<{inner}>Memory of a device</{inner}>",
+        _bars(plan),
+        f"<{inner}>Schedule of {html.escape(shown.label)}</{inner}>",
+        _picture(plan, shown),
+        f"<{inner}>Stages</{inner}>",
         _table(stages[0], stages[1:]),
-        "<h2>Assumed, not measured</h2>",
+        f"<{inner}>Assumed, not measured</{inner}>",
         "<ul>",
         *(f"<li>{html.escape(each)}</li>" for each in plan.assumptions),
         "</ul>",
@@ -83,7 +84,9 @@ def body_of(
 def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     top = "".join(f"<th>{html.escape(head)}</th>" for head in heads)
     body = ("".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in rows)
-    return f'<div class="wide"><table><tr>{top}</tr>{"".join(f"<tr>{row}</tr>" for row in body)}</table></div>'
+    return (
+        f'<div style="overflow-x: auto"><table><tr>{top}</tr>{"".join(f"<tr>{row}</tr>" for row in body)}</table></div>'
+    )
 
 
 def _bars(plan: "StepPlan") -> str:
@@ -94,7 +97,9 @@ def _bars(plan: "StepPlan") -> str:
     height = 40 + _BAR * len(shown)
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{_LEFT + _WIDTH + 80}" height="{height}" '
-        f'viewBox="0 0 {_LEFT + _WIDTH + 80} {height}" font-family="sans-serif" font-size="12">'
+        f'viewBox="0 0 {_LEFT + _WIDTH + 80} {height}" font-family="sans-serif" font-size="12" '
+        'style="max-width: 100%; height: auto">',
+        '<rect width="100%" height="100%" fill="#ffffff"/>',  # notebooks may be dark
     ]
     x = 8
     for name, colour in zip(names, _COLOURS, strict=True):

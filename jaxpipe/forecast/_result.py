@@ -161,7 +161,8 @@ class StepPlan:
 
     def _repr_html_(self) -> str:
         rows = [self._row(one) for one in self.candidates]
-        return body_of(self, _HEADS, rows, [_STAGE_HEADS, *_stage_rows(self.shown)], str(self).partition("\n")[0])
+        stages = [_STAGE_HEADS, *_stage_rows(self.shown)]
+        return body_of(self, _HEADS, rows, stages, str(self).partition("\n")[0], level=4)
 
     def _row(self, one: Forecast) -> list[str]:
         memory = one.memory

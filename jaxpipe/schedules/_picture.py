@@ -54,8 +54,10 @@ class Picture:
         scale, bottom = _WIDTH / (self.span_s or 1.0), _TOP + self.num_stages * _ROW
         size = f'width="{_LEFT + _WIDTH + 16}" height="{bottom + 12}"'
         view = f'viewBox="0 0 {_LEFT + _WIDTH + 16} {bottom + 12}"'
+        # Where it lies in a page, a picture wider than the page is drawn smaller, and not cut off.
+        font = 'font-family="sans-serif" font-size="12" style="max-width: 100%; height: auto"'
         lines = [
-            f'<svg xmlns="http://www.w3.org/2000/svg" {size} {view} font-family="sans-serif" font-size="12">',
+            f'<svg xmlns="http://www.w3.org/2000/svg" {size} {view} {font}>',
             '<rect width="100%" height="100%" fill="#ffffff"/>',
             f'<text x="8" y="16" font-weight="bold" fill="#222">{html.escape(self.title)}</text>',
         ]
