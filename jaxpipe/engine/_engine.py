@@ -129,7 +129,7 @@ class Engine(ABC):
         # Last, so that what is wrong above leaves no files and no runs behind.
         self._telemetry.open()
         if config.dump_state:
-            shown = json.dumps(dataclasses.asdict(without_secrets(config)), default=str, indent=2)
+            shown = json.dumps(dataclasses.asdict(without_secrets(config)), default=_plain, indent=2)
             self._trainer.compiler.report(f"configuration: {shown}")
 
     def __repr__(self) -> str:
@@ -902,6 +902,11 @@ class Engine(ABC):
 def _first_rank(devices: Sequence[Any]) -> int:
     """The rank of this process's first device; 0 where it has none."""
     return next((rank for rank, device in enumerate(devices) if device.process_index == jax.process_index()), 0)
+
+
+def _plain(value: Any) -> Any:
+    """What JSON does not know, as it is shown: an object of any content, a class of schedules."""
+    return dict(value) if isinstance(value, Mapping) else str(value)
 
 
 def _check_monitor(monitor: Any) -> None:

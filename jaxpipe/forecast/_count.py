@@ -165,11 +165,12 @@ class Candidate:
         working = working_bytes(self._figures, trace, params, self._vocab, trunk, self._interval, self._gathers())
         before = max((self._ring(cut.prologue) for cut in self._cuts), default=0.0)
         pending = sum(self._figures.layers[i].pending_bytes for i in trunk)
+        is_hosted = job.config.pipeline.offload_activations
         return DeviceMemory(
             weights=weights,
             masters=masters,
             gradient_sums=layout_bytes(params.grad_layout, mesh),
-            residuals=program.residual_slots * (self._ring(trunk) + before),
+            residuals=0.0 if is_hosted else program.residual_slots * (self._ring(trunk) + before),
             pending=program.depth.pending * pending,
             temporaries=working.most + (pending if program.depth.pending else 0.0),
         )

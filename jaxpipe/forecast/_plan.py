@@ -460,4 +460,6 @@ def _assumptions(setup: _Setup) -> tuple[str, ...]:
         found.append("AdamW, as neither an optimizer nor one in the configuration was given")
     if job.mesh.shape.get("fsdp", 1) > 1:
         found.append("gathers of weights over fsdp travel under products as far as these last")
+    if job.config.pipeline.offload_activations:
+        found.append("what forwards leave lies in host memory, and its copies travel under ticks, of whatever size")
     return tuple(found)

@@ -1,5 +1,6 @@
 """What an engine shows of the time, memory and operations of its steps."""
 
+import json
 import re
 import xml.etree.ElementTree as ET
 from collections.abc import Sequence
@@ -41,6 +42,7 @@ def test_times_memory_and_operations(tmp_path: Path) -> None:
     text = "\n".join(lines)
     assert lines[0].startswith("configuration: {")
     assert '"profile_step": 2' in lines[0]
+    assert json.loads(lines[0].removeprefix("configuration: "))["optimizer"] == {"type": "Adam", "params": {"lr": 0.01}}
     (memory,) = [line for line in lines if line.startswith("memory of a device")]
     assert re.search(r"parameters [\d.]+ k?B, optimiser state .*, temporaries of the step [\d.]+ kB", memory)
     (times,) = [line for line in lines if line.startswith("time of a step")]

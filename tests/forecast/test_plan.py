@@ -133,6 +133,16 @@ def test_as_many_weight_gradients_wait_as_the_configuration_says() -> None:
     assert pending[0]["1f1b"] == 0
 
 
+def test_offloaded_residuals_take_no_device_memory() -> None:
+    settings = config(pipeline={"schedule": "zero-bubble", "offload_activations": True})
+    hosted, kept = (planned(config=each, schedules=["zero-bubble"], num_chunks=[1]) for each in (settings, config()))
+    assert hosted.best is not None
+    assert kept.best is not None
+    assert kept.best.memory.residuals > hosted.best.memory.residuals == 0
+    assert hosted.best.memory.pending == kept.best.memory.pending > 0
+    assert "host memory" in hosted.assumptions[-1]
+
+
 def test_text_json_and_comparison() -> None:
     found = planned(measured_step_s=1.0)
     text = str(found)
