@@ -2,9 +2,11 @@
 
 import importlib
 import sys
+import traceback
+from pathlib import Path
 from typing import Any
 
-from jaxpipe.errors import ConfigError
+from jaxpipe.errors import ConfigError, JaxpipeError
 
 
 def import_named(text: str, what: str, example: str) -> Any:
@@ -16,7 +18,7 @@ def import_named(text: str, what: str, example: str) -> Any:
         example: A right one.
 
     Raises:
-        ConfigError: It is not of that form, or there is no such module or name.
+        ConfigError: It is not of that form, there is no such module or name, or the module fails.
     """
     name, colon, attribute = text.partition(":")
     if not (name and colon and attribute):
@@ -30,6 +32,20 @@ def import_named(text: str, what: str, example: str) -> Any:
             f"{what}'s module must be importable from here, but got {text!r}: {error}. Start where {name} lies, or "
             "install what it imports."
         ) from error
+    except JaxpipeError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"{what}'s module must be importable from here, but got {text!r}: {raised(error)}. Mend {name}."
+        ) from error
     if not hasattr(module, attribute):
         raise ConfigError(f"{what} must name something in {name}, but got {attribute!r}. Define it there.")
     return getattr(module, attribute)
+
+
+def raised(error: Exception) -> str:
+    """An error of a user's code in one line: its kind, its message, and the line of code that raised it."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    # The message of an error of syntax names file and line, which no frame has run.
+    place = "" if isinstance(error, SyntaxError) else f" ({Path(last.filename).name}, line {last.lineno})"
+    return f"{type(error).__name__}: {error}{place}"

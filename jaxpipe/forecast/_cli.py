@@ -1,6 +1,7 @@
 """`jaxpipe plan`: a plan of what a function gives, on the command line."""
 
 import argparse
+import inspect
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,8 +9,8 @@ from typing import Any
 
 import jax
 
-from jaxpipe._imports import import_named
-from jaxpipe.errors import ConfigError, JaxpipeError, shown
+from jaxpipe._imports import import_named, raised
+from jaxpipe.errors import ConfigError, JaxpipeError, nearest, shown
 
 from ._hardware import HARDWARE
 from ._plan import plan
@@ -30,6 +31,8 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m jaxpipe.forec
     args = _parser(prog).parse_args(argv)
     jax.config.update("jax_platforms", "cpu")  # planning needs no accelerator, and takes none from those who do
     try:
+        for option, path in (("--json", args.json), ("--html", args.html)):
+            _check_folder(option, path)
         given = _job(args.job)
         options: dict[str, Any] = {
             "schedules": _words(args.schedules),
@@ -39,19 +42,19 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m jaxpipe.forec
             "places": _places(args.places),
             "measured_step_s": args.measured_step,
             "compiles": args.compile,
-            "target_config": None if args.target_config is None else args.target_config.read_text(),
+            "target_config": _target(args.target_config),
         }
         if args.hardware is not None:
             options["hardware"] = args.hardware
         found = plan(**{**given, **{name: value for name, value in options.items() if value is not None}})
+        sys.stdout.write(f"{found}\n")
+        if args.json is not None:
+            args.json.write_text(found.to_json() + "\n", encoding="utf-8")
+        if args.html is not None:
+            found.to_html(args.html)
     except (JaxpipeError, OSError) as error:
         sys.stderr.write(f"{prog}: {error}\n")
         return _WRONG_USE
-    sys.stdout.write(f"{found}\n")
-    if args.json is not None:
-        args.json.write_text(found.to_json() + "\n", encoding="utf-8")
-    if args.html is not None:
-        found.to_html(args.html)
     return 0 if found.best is not None else 1
 
 
@@ -82,9 +85,11 @@ def _job(text: str) -> dict[str, Any]:
     function = import_named(text, "JOB", "train:job")
     if not callable(function):
         raise ConfigError(f"JOB must name a function, but got {text}={shown(function)}. Define it.")
-    found: Any = function()
+    found = _called(text, function)
     if isinstance(found, dict):
-        return {str(key): value for key, value in found.items()}
+        given = {str(key): value for key, value in found.items()}
+        _check_names(text, given)
+        return given
     names = ("model", "config", "example_batch", "optimizer")
     if not isinstance(found, tuple) or len(found) not in (3, 4):
         raise ConfigError(
@@ -92,6 +97,60 @@ def _job(text: str) -> dict[str, Any]:
             f"{shown(found)}. Return such a tuple."
         )
     return dict(zip(names, found, strict=False))
+
+
+def _called(text: str, function: Any) -> Any:
+    """What the named function gives."""
+    try:
+        inspect.signature(function).bind()
+    except TypeError as error:
+        raise ConfigError(
+            f"JOB must name a function without arguments, but got {text}, which has some: {error}. Give them defaults."
+        ) from error
+    try:
+        return function()
+    except JaxpipeError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"{text} must return the job, but got {raised(error)}. Mend it; it is called without arguments, where "
+            "there is no accelerator."
+        ) from error
+
+
+def _check_names(text: str, given: dict[str, Any]) -> None:
+    """Refuse arguments that `plan` has not, and ask for those it needs."""
+    known = inspect.signature(plan).parameters
+    for name in given:
+        if name not in known:
+            near = nearest(name, known)
+            hint = f"Did you mean {near!r}?" if near else "Remove it."
+            raise ConfigError(
+                f"{text} must return arguments of jaxpipe.plan, which are {', '.join(known)}, but got {name!r}. {hint}"
+            )
+    for name, parameter in known.items():
+        if parameter.default is parameter.empty and name not in given:
+            raise ConfigError(
+                f"{text} must return all of model, config and example_batch, but got no {name!r}. Add it to the "
+                "dictionary."
+            )
+
+
+def _check_folder(option: str, path: Path | None) -> None:
+    """Find out before the work whether there is a folder to write to."""
+    if path is not None and (path.is_dir() or not path.parent.is_dir()):
+        raise ConfigError(f"{option} must be a file in a folder that exists, but got {str(path)!r}. Make the folder.")
+
+
+def _target(path: Path | None) -> str | None:
+    if path is None:
+        return None
+    try:
+        return path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"--target-config must be a file of text, but got {str(path)!r}: {error}. Correct the path."
+        ) from error
 
 
 def _words(text: str | None) -> list[str] | None:
@@ -113,5 +172,7 @@ def _places(text: str | None) -> dict[str, int] | None:
         axis, equals, size = word.partition("=")
         if not equals or not size.strip().isdigit():
             raise ConfigError(f"--places must be AXIS=LENGTH with commas between, but got {text!r}. Write model=8.")
+        if axis.strip() in found:
+            raise ConfigError(f"--places must name each axis once, but got {text!r}. Leave out one of {axis.strip()}.")
         found[axis.strip()] = int(size)
     return found

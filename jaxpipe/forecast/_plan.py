@@ -13,6 +13,7 @@ from jaxpipe._typing import PyTree
 from jaxpipe.config import Collector, TrainConfig, load_config, unless_auto
 from jaxpipe.errors import ConfigError, JaxpipeError, PartitionError, TopologyError, shown
 from jaxpipe.layers import ModelTrace, PipelineModule, estimate_layers, layer_signatures, split_vocabulary
+from jaxpipe.optim import check_leafwise, trace_optimizer
 from jaxpipe.partition import partition_best
 from jaxpipe.pipeline import ConfigLike, Pipeline, check_mesh, entry_struct, prepare
 from jaxpipe.recompute import settings_for, use_settings
@@ -99,9 +100,10 @@ def plan(  # noqa: PLR0913  # what to look at, one argument each
     """
     chosen_hardware, count = read_hardware(hardware)
     _check(model, measured_step_s, optimizer)
+    _check_compiling(compiles, target_config)
     errors = Collector()
     settings = load_config(config, errors)
-    setup = _Setup(model, settings, example_batch, chosen_hardware, count, optimizer, dict(places or {}), errors)
+    setup = _Setup(model, settings, example_batch, chosen_hardware, count, optimizer, _lengths(places), errors)
     asked = _Asked.read(setup.job, settings, schedules, num_chunks, partition, recompute)
     candidates = setup.forecasts(asked)
     fitting = [one for one in candidates if one.fits]
@@ -146,6 +148,32 @@ def _check(model: object, measured_step_s: object, optimizer: object) -> None:
             f"measured_step_s must be a positive number of seconds, but got measured_step_s={measured_step_s!r}. "
             "Leave it out where there is no run to compare with."
         )
+
+
+def _check_compiling(compiles: object, target_config: object) -> None:
+    if not isinstance(compiles, bool):
+        raise ConfigError(f"compiles must be True or False, but got compiles={shown(compiles)}. Write one of these.")
+    if target_config is None:
+        return
+    if not isinstance(target_config, str):
+        raise ConfigError(
+            "target_config must be the text of XLA's GpuTargetConfigProto, but got target_config="
+            f"{shown(target_config)}. Read the file first."
+        )
+    if not compiles:
+        raise ConfigError(
+            f"target_config must be left out where nothing is compiled, but got target_config={shown(target_config)}. "
+            "Ask for compiles=True (--compile), or leave it out."
+        )
+
+
+def _lengths(places: Mapping[str, int] | None) -> dict[str, int]:
+    if places is not None and not isinstance(places, Mapping):
+        raise TopologyError(
+            f"places must map names of axes to lengths, but got places={shown(places)}. Write for instance "
+            "places={'model': 8}."
+        )
+    return dict(places or {})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -254,8 +282,13 @@ class _Setup:
             self._trace = module.trace(inputs, side, mesh.abstract_mesh)
             check_collections(module.layers, self._trace)
             self._signatures = layer_signatures(module.layers, self._trace, module.compute_dtype)
+            if module.loss_fn is None:
+                # Else the loss is traced where it is counted.
+                jax.eval_shape(module.loss_terms, self._trace.boundaries[-1], self._labels)
         samples = size * replicas * sizes.gradient_accumulation_steps
         assert chosen.transformation is not None
+        if optimizer is not None and module.num_stages > 1:
+            check_leafwise(trace_optimizer(optimizer, self._trace.tree()))
         self.job = Job(
             module,
             self._trace,
@@ -332,7 +365,13 @@ class _Setup:
 
 def _topology(model: PipelineModule, count: int, places: Mapping[str, int]) -> ProcessTopology:
     for axis, size in places.items():
-        if not isinstance(axis, str) or axis in (*MANUAL_AXES, "pipe") or type(size) is not int or size < 1:
+        if (
+            not isinstance(axis, str)
+            or not axis.isidentifier()
+            or axis in (*MANUAL_AXES, "pipe")
+            or type(size) is not int
+            or size < 1
+        ):
             raise TopologyError(
                 "places must map names of axes beside 'stage' and 'data' to positive lengths, but got "
                 f"places={dict(places)}. Write for instance places={{'model': 8}}; replicas take what is left."
@@ -450,6 +489,7 @@ def _assumptions(setup: _Setup) -> tuple[str, ...]:
         f"TB/s, of which {hardware.traffic_share:.0%} are reached; {hardware.wire_bytes_per_s / 1e9:.0f} GB/s in a "
         f"host of {hardware.devices_per_host}, of which {hardware.wire_share:.0%}, and "
         f"{hardware.network_bytes_per_s / 1e9:.0f} GB/s between hosts",
+        "all devices run one program, so that every stage holds as much as is shown",
         "devices of one host lie side by side in the mesh; stages wait for those they exchange with",
         "attention by jaxpipe.attention runs as one fused kernel; attention written out moves its scores",
         f"programs may take {hardware.usable_share:.0%} of the memory, which XLA_PYTHON_CLIENT_MEM_FRACTION must allow",

@@ -242,7 +242,15 @@ def test_a_remainder_of_microbatches_takes_the_ticks_of_the_whole_program() -> N
         ({"places": {"stage": 2}}, "beside 'stage' and 'data'"),
         ({"places": {"model": 0}}, "positive lengths"),
         ({"places": {"model": 3}}, "3} |6 together"),
+        ({"places": {"mo del": 1}}, "beside 'stage' and 'data'"),
+        ({"places": 3}, "places must map names of axes to lengths, but got places=3"),
+        ({"places": "model"}, "places must map names"),
+        ({"compiles": "yes"}, "compiles must be True or False, but got compiles='yes'"),
+        ({"target_config": "x"}, "target_config must be left out where nothing is compiled"),
+        ({"target_config": 3}, "text of XLA's GpuTargetConfigProto, but got target_config=3"),
+        ({"model": jaxpipe.PipelineModule([nn.Dense(8)] * 4, 2)}, "must be a floating-point scalar.*Without loss_fn"),
         ({"optimizer": "adam"}, "optax transformation"),
+        ({"optimizer": optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3))}, "set gradient_clipping"),
         ({"measured_step_s": -1.0}, "positive number of seconds"),
         ({"measured_step_s": "fast"}, "positive number of seconds"),
     ],
@@ -290,13 +298,36 @@ def keywords():
 def other():
     return 3
 
+def fails():
+    return {}["corpus"]
+
+def needs(path):
+    return job()
+
+def misspelt():
+    return keywords() | {"schedule": ["1f1b"]}
+
+def short():
+    return {"model": job()[0], "config": job()[1]}
+
+def wrong():
+    model, config, example_batch, optimizer = job()
+    return model, {**config, "pipeline": {"schedul": "1f1b"}}, example_batch, optimizer
+
+def layers():
+    def fails(x):
+        raise ValueError("no such thing")
+
+    return jaxpipe.PipelineModule([nn.Dense(32), fails], 2, loss_fn=lambda y, t: jnp.mean(y)), *job()[1:]
+
 nothing = None
 """
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    (tmp_path / "planned_job.py").write_text(JOB)
+    for name, text in {"planned_job": JOB, "planned_syntax": "def job(:", "planned_raise": "\n1 / 0"}.items():
+        (tmp_path / f"{name}.py").write_text(text)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "planned_job", raising=False)
@@ -333,13 +364,58 @@ def test_command_prints_and_writes_what_is_asked(folder: Path, capsys: pytest.Ca
         (["planned_job:job", "--num-chunks", "two"], "--num-chunks must be integers"),
         (["planned_job:job", "--places", "model"], "AXIS=LENGTH"),
         (["planned_job:job", "--places", "model=3"], "6 together"),
-        (["planned_job:job", "--target-config", "none.txt"], "none.txt"),
+        (["planned_job:job", "--target-config", "none.txt"], "--target-config must be a file of text, but got 'none"),
+        (["planned_job:job", "--target-config", "planned_job.py"], "where nothing is compiled"),
+        (
+            ["planned_job:fails"],
+            "planned_job:fails must return the job, but got KeyError: 'corpus' (planned_job.py, line ",
+        ),
+        (["planned_job:needs"], "function without arguments, but got planned_job:needs, which has some: missing a req"),
+        (["planned_job:misspelt"], "but got 'schedule'. Did you mean 'schedules'?"),
+        (["planned_job:short"], "model, config and example_batch, but got no 'example_batch'. Add it"),
+        (["planned_job:wrong"], "pipeline.schedul is not a known key. Did you mean pipeline.schedule?"),
+        (["planned_job:layers", "--hardware", "h200:2"], "failed with ValueError: no such thing"),
+        (["planned_syntax:job"], "SyntaxError: invalid syntax (planned_syntax.py, line 1). Mend planned_syntax."),
+        (["planned_raise:job"], "ZeroDivisionError: division by zero (planned_raise.py, line 2). Mend planned_raise."),
+        (
+            ["planned_job:job", "--json", "none/plan.json"],
+            "--json must be a file in a folder that exists, but got 'none/",
+        ),
+        (["planned_job:job", "--html", "."], "--html must be a file in a folder that exists, but got '.'"),
+        (["planned_job:job", "--hardware", "h20:2"], "but got 'h20'. Did you mean 'h200'?"),
+        (["planned_job:job", "--hardware", "h200:2.5"], "'NAME:NUMBER', but got hardware='h200:2.5'"),
+        (
+            ["planned_job:job", "--hardware", "h200:2", "--schedules", "1f2b"],
+            "got schedule='1f2b'. Did you mean '1f1b'?",
+        ),
+        (["planned_job:job", "--hardware", "h200:2", "--partition", "type:("], "regular expression"),
+        (["planned_job:job", "--hardware", "h200:2", "--recompute", "-1"], "recompute must be integers of at least 0"),
+        (["planned_job:job", "--measured-step", "0"], "positive number of seconds, but got measured_step_s=0.0"),
+        (["planned_job:job", "--places", "model=2,model=1"], "must name each axis once, but got 'model=2,model=1'"),
     ],
 )
 def test_wrong_commands_are_named(
     words: list[str], match: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["plan", *words]) == 2
+    text = capsys.readouterr().err
+    assert text.startswith("jaxpipe plan: ")
+    assert match in text
+    assert "Traceback" not in text
+
+
+@pytest.mark.parametrize(
+    ("words", "match"),
+    [
+        ([], "arguments are required: JOB"),
+        (["planned_job:job", "--hardwear", "h200:2"], "unrecognized arguments: --hardwear"),
+        (["planned_job:job", "--measured-step", "fast"], "invalid float value: 'fast'"),
+    ],
+)
+def test_wrong_options_are_named(words: list[str], match: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["plan", *words])
+    assert stop.value.code == 2
     assert match in capsys.readouterr().err
 
 
