@@ -105,9 +105,16 @@ class Costs:
         return cost
 
 
+_AROUND_LAYERS = (
+    r"jit\([\w.]*\)/|shard_map/|while/|body/|closed_call/|cond/|branch_\d+_fun/"
+    r"|ticks_\d+_\d+/|backward/|weight_gradient/|loss/"
+)
+"""Scopes that JAX and the executor put around layers."""
+
+
 def _is_sum(line: Instruction) -> bool:
     """Whether it adds a gradient to the sum over microbatches: float32, and outside of any layer."""
-    inner = re.sub(r"jit\([\w.]*\)/|shard_map/|while/|body/|closed_call/|cond/|branch_\d+_fun/", "", line.scope)
+    inner = re.sub(_AROUND_LAYERS, "", line.scope)
     return inner == "add" and any(array.dtype == "f32" and sum(array.dims) > 1 for array in line.arrays)
 
 

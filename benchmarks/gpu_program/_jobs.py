@@ -1,7 +1,7 @@
 """The training jobs that are compiled, for GPUs that are not there."""
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import flax.linen as nn
@@ -12,6 +12,7 @@ import optax
 from jax.sharding import AxisType, Mesh
 
 import jaxpipe
+from jaxpipe import models
 from jaxpipe.config import BF16Section, PipelineConfig, TrainConfig, ZeroSection
 from jaxpipe.forecast import HARDWARE, compilable_devices
 
@@ -136,6 +137,50 @@ class Job:
         )
 
 
+@dataclass(frozen=True)
+class FamilyJob(Job):
+    """A model of `jaxpipe.models.llama`, as users make it; its layers choose their attention themselves."""
+
+    @property
+    def family(self) -> models.LlamaConfig:
+        """Sizes of the model."""
+        return models.LlamaConfig(
+            vocab_size=self.vocab,
+            hidden_size=self.dim,
+            intermediate_size=self.hidden,
+            num_hidden_layers=self.blocks,
+            num_attention_heads=self.dim // HEAD_DIM,
+            num_key_value_heads=self.kv_heads,
+        )
+
+    @property
+    def block(self) -> nn.Module:
+        """The layer that is repeated."""
+        return models.LlamaBlock(self.family)
+
+    @property
+    def module(self) -> jaxpipe.PipelineModule:
+        """The model."""
+        return jaxpipe.PipelineModule(
+            models.llama(self.family),
+            self.stages,
+            loss_fn=_next_token_loss,
+            partition_method="trunk",
+            compute_dtype=jnp.bfloat16,
+            activation_checkpoint_interval=self.interval,
+        )
+
+    @property
+    def config(self) -> TrainConfig:
+        """Its settings; the vocabulary is split by one of them."""
+        config = super().config
+        return replace(config, pipeline=replace(config.pipeline, split_vocabulary=self.split_vocab))
+
+
+def _next_token_loss(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    return optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), labels).mean()
+
+
 @functools.cache
 def _mesh(stages: int, data: int, model: int) -> Mesh:
     devices = compilable_devices(HARDWARE["h200"], stages * data * model)
@@ -143,6 +188,9 @@ def _mesh(stages: int, data: int, model: int) -> Mesh:
     places = np.array(devices).reshape(*shape.values())
     return Mesh(places, tuple(shape), axis_types=(AxisType.Auto,) * len(shape))
 
+
+LLAMA_2_7B: dict[str, Any] = {"kv_heads": 32, "vocab": 32000}
+"""What Llama 2 of 7 billion parameters has unlike the other jobs."""
 
 JOBS = {
     "1f1b": Job("1f1b"),
@@ -161,6 +209,10 @@ JOBS = {
     "1f1b-recompute": Job("1f1b", interval=1),
     # Widths of a model of 70 billion parameters, a fifth of its 80 blocks.
     "70b-64": Job("1f1b", blocks=16, dim=8192, hidden=28672, model=8, split_vocab=True, interval=1),
+    "llama-7b": FamilyJob("1f1b", **LLAMA_2_7B),
+    "llama-7b-split": FamilyJob("1f1b", **LLAMA_2_7B, split_vocab=True),
+    "llama-7b-64": FamilyJob("1f1b", **LLAMA_2_7B, data=8, zero_stage=1),
+    "llama-7b-64-split": FamilyJob("1f1b", **LLAMA_2_7B, data=8, zero_stage=1, split_vocab=True),
     # Sixteen of its 48 blocks.
     "gpt2-xl": Job("1f1b", blocks=16, dim=1600, hidden=0, time=1024, samples=8, vocab=50304, stages=4),
 }
@@ -177,5 +229,5 @@ _TINY: dict[str, Any] = {
     "num_microbatches": 2,
     "attention": "xla",
 }
-SMOKE = {"1f1b": Job("1f1b", **_TINY)}
-"""A tiny one."""
+SMOKE = {"1f1b": Job("1f1b", **_TINY), "llama": FamilyJob("1f1b", **_TINY, split_vocab=True)}
+"""Tiny ones."""
