@@ -3,13 +3,13 @@
 A region is a call of `jax.checkpoint`. JAX differentiates it by its own policy, whatever surrounds it.
 """
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from typing import Any
 
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
-from jaxpipe.jaxpr import Values, bind, called_program, primitives, programs_inside, read, save_reduced
+from jaxpipe.jaxpr import Values, all_equations, bind, called_program, primitives, programs_inside, read, save_reduced
 
 from ._policy import is_cheap, is_kept_in_branches, without_complex
 
@@ -22,7 +22,7 @@ _FOLLOWED = primitives.CALLS | primitives.REGIONS | {"scan", "cond"}
 def find_regions(closed: ClosedJaxpr) -> list[set[int]]:
     """The regions of a function by kind: ids of equations that do the same; those of arithmetic alone are left out."""
     kinds: dict[str, set[int]] = {}
-    for eqn in _equations(closed.jaxpr):
+    for eqn in _with_inside(closed.jaxpr.eqns):
         if _is_region(eqn) and not _is_light(eqn):
             # As printed: layers of one kind decide together, and what tells constants apart does not matter here.
             kinds.setdefault(str(eqn.params["jaxpr"]), set()).add(id(eqn))
@@ -56,11 +56,11 @@ def _run(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], regions: Set[
 
 def _equation(eqn: Any, values: list[Any], regions: Set[int]) -> list[Any]:
     if eqn.primitive.name == "cond":
-        inside = [x.params["policy"] for x in _equations_inside(eqn) if id(x) in regions]
+        inside = [x.params["policy"] for x in _with_inside([eqn]) if id(x) in regions]
         policy = (save_reduced if save_reduced in inside else None) if inside else _KEPT_IN_BRANCHES
         # No barrier: a branch of the backward is a program of its own, with which XLA merges nothing of the forward.
         return jax.checkpoint(lambda *xs: bind(eqn, xs), policy=policy, prevent_cse=False)(*values)
-    if not any(_changes(x, regions) for x in (eqn, *_equations_inside(eqn))):
+    if not any(_changes(x, regions) for x in _with_inside([eqn])):
         return bind(eqn, values)
     if _is_region(eqn) and not _changes(eqn, regions):
         return bind(eqn, values)
@@ -106,12 +106,6 @@ def _is_arithmetic(jaxpr: Jaxpr) -> bool:
     return all(map(holds, jaxpr.eqns))
 
 
-def _equations_inside(eqn: Any) -> list[Any]:
-    """The equations of what an equation calls, repeats or chooses from, with those inside of these."""
-    if eqn.primitive.name not in _FOLLOWED:
-        return []
-    return [x for program in programs_inside(eqn) for x in _equations(program.jaxpr)]
-
-
-def _equations(jaxpr: Jaxpr) -> list[Any]:
-    return [x for eqn in jaxpr.eqns for x in (eqn, *_equations_inside(eqn))]
+def _with_inside(eqns: Iterable[Any]) -> Iterator[Any]:
+    """Equations and those inside of them in which regions are looked for."""
+    return all_equations(eqns, lambda eqn: eqn.primitive.name in _FOLLOWED)

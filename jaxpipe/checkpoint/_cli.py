@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxpipe._imports import import_named
+from jaxpipe._text import format_bytes
 from jaxpipe.errors import ConfigError, JaxpipeError, counted, shown
 
 from ._huggingface import save_huggingface
-from ._inspect import format_bytes, inspect_checkpoint
+from ._inspect import inspect_checkpoint
 from ._rename import Rename
 from ._safetensors import export_safetensors
 from ._verify import verify_checkpoint

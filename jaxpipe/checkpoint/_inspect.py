@@ -13,6 +13,7 @@ from pathlib import Path
 
 import jax.numpy as jnp
 
+from jaxpipe._text import format_bytes, format_table
 from jaxpipe.errors import CheckpointError, counted
 from jaxpipe.state import Leaf
 
@@ -22,7 +23,6 @@ from ._open import Checkpoint, open_checkpoint, reread
 
 _WIDTH = 110
 _GLUE = "\0"  # a space at which no line ends
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 _AXES = {"stage": "stage", "data": "replica", "model": "model shard"}
 _PARTS = {
     "params/": "parameters",
@@ -58,23 +58,6 @@ def inspect_checkpoint(path: str | PathLike[str], tag: str | None = None) -> str
     checkpoint = reread(path, lambda: open_checkpoint(path, tag))
     blocks = [_facts(checkpoint), _layers(checkpoint.index), _totals(checkpoint)]
     return "\n\n".join("\n".join(lines) for lines in blocks)
-
-
-def format_bytes(num_bytes: int) -> str:
-    """A size as people write it.
-
-    Args:
-        num_bytes: The size.
-
-    Returns:
-        The size in the largest unit that keeps it at least 1.
-
-    Example:
-        >>> format_bytes(512), format_bytes(1536)
-        ('512 B', '1.5 KiB')
-    """
-    power = min(max(num_bytes, 1).bit_length() - 1, 10 * (len(_UNITS) - 1)) // 10
-    return f"{num_bytes / 1024**power:,.{1 if power else 0}f} {_UNITS[power]}"
 
 
 def _facts(checkpoint: Checkpoint) -> list[str]:
@@ -181,11 +164,7 @@ def _totals(checkpoint: Checkpoint) -> list[str]:
             )
     sizes = list(_file_sizes(checkpoint.path))
     rows.append((f"on disk, in {counted(len(sizes), 'file')}", "", f"{len(index.arrays):,}", format_bytes(sum(sizes))))
-    widths = [max(len(row[column]) for row in rows) for column in range(4)]
-    return [
-        "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))])
-        for row in rows
-    ]
+    return format_table(rows, "<>>>")
 
 
 def _file_sizes(folder: Path) -> Iterator[int]:

@@ -3,9 +3,13 @@
 import html
 from collections.abc import Mapping
 
+from jaxpipe._text import html_table
 from jaxpipe.layers import PipelineModule
 from jaxpipe.pipeline import Pipeline
 from jaxpipe.schedules import draw
+
+_CELL = "text-align: left; padding: 0.1em 1em 0.1em 0"
+"""Notebooks set tables to the right or in the middle, and cells close together."""
 
 _MOST_ACTIONS = 4096
 """Actions of a schedule that is drawn; a browser takes seconds for more."""
@@ -23,7 +27,7 @@ def engine_html(title: str, module: PipelineModule, pipeline: Pipeline | None, f
     Returns:
         HTML, whole in itself; nothing is asked of the devices.
     """
-    lines = [f"<div><p><b>{html.escape(title)}</b></p>", _table(["", ""], [[k, str(v)] for k, v in facts.items()])]
+    lines = [f"<div><p><b>{html.escape(title)}</b></p>", html_table((), [(k, str(v)) for k, v in facts.items()], _CELL)]
     names = [named.name for named in module.layers]
     if pipeline is None:
         lines.append(f"<p>{html.escape(', '.join(names))}; the cut is known with the shapes of a batch.</p></div>")
@@ -35,17 +39,8 @@ def engine_html(title: str, module: PipelineModule, pipeline: Pipeline | None, f
         own = [i for i in range(start, stop) if i not in ends]
         listed = ", ".join(names[i] for i in own)
         rows.append([str(stage), str(part), listed, f"{sum(num_params[i] for i in own):,}"])
-    lines.append(_table(["stage", "part", "layers", "parameters"], rows))
+    lines.append(html_table(["stage", "part", "layers", "parameters"], rows, _CELL))
     program = pipeline.program
     if program.num_stages * program.num_microbatches * program.num_chunks * 2 <= _MOST_ACTIONS:
         lines.append(draw(program).svg())
     return "\n".join([*lines, "</div>"])
-
-
-def _table(heads: list[str], rows: list[list[str]]) -> str:
-    # Notebooks set tables to the right or in the middle, and cells close together.
-    cell = 'style="text-align: left; padding: 0.1em 1em 0.1em 0"'
-    head = "".join(f"<th {cell}>{html.escape(text)}</th>" for text in heads)
-    body = "".join(f"<tr>{''.join(f'<td {cell}>{html.escape(text)}</td>' for text in row)}</tr>" for row in rows)
-    top = f"<tr>{head}</tr>" if any(heads) else ""
-    return f'<div style="overflow-x: auto"><table style="margin: 0 0 0.5em 0">{top}{body}</table></div>'

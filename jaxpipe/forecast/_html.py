@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
+from jaxpipe._text import html_table
 from jaxpipe.schedules import draw, resolve_schedule
 
 if TYPE_CHECKING:
@@ -66,27 +67,19 @@ def body_of(
         parts.append(f"<p>{html.escape(str(plan.compiled))}</p>")
     parts += [
         f"<{inner}>Candidates</{inner}>",
-        _table(heads, rows),
+        html_table(heads, rows),
         f"<{inner}>Memory of a device</{inner}>",
         _bars(plan),
         f"<{inner}>Schedule of {html.escape(shown.label)}</{inner}>",
         _picture(plan, shown),
         f"<{inner}>Stages</{inner}>",
-        _table(stages[0], stages[1:]),
+        html_table(stages[0], stages[1:]),
         f"<{inner}>Assumed, not measured</{inner}>",
         "<ul>",
         *(f"<li>{html.escape(each)}</li>" for each in plan.assumptions),
         "</ul>",
     ]
     return "\n".join(parts)
-
-
-def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    top = "".join(f"<th>{html.escape(head)}</th>" for head in heads)
-    body = ("".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in rows)
-    return (
-        f'<div style="overflow-x: auto"><table><tr>{top}</tr>{"".join(f"<tr>{row}</tr>" for row in body)}</table></div>'
-    )
 
 
 def _bars(plan: "StepPlan") -> str:

@@ -14,8 +14,8 @@ from jaxpipe._typing import Path, PyTree
 from jaxpipe.autodiff import SplitBackward, differentiable
 from jaxpipe.executor import samples_spec
 from jaxpipe.jaxpr import Kernel, count_kernels, result_specs
-from jaxpipe.layers import ModelTrace, PipelineModule, flatten_dict, num_bytes
-from jaxpipe.planner import LayerWork, layer_work, loss_work
+from jaxpipe.layers import ModelTrace, PipelineModule, device_bytes, flatten_dict, num_bytes
+from jaxpipe.planner import LayerWork, layer_work, look_once, loss_work
 from jaxpipe.topology import FSDP, MANUAL_AXES, automatic_axes
 
 from ._hardware import Hardware
@@ -72,20 +72,8 @@ class Figures:
     ) -> None:
         self._module, self._trace, self._hardware, self._plain = module, trace, hardware, plain
         self.axes = axes_inside(trace, hardware)
-        known: dict[Hashable, LayerFigures] = {}
-        pairs: dict[Hashable, int] = {}
-        self.layers: list[LayerFigures] = []
-        keys = [(signature, each.is_marked) for signature, each in zip(signatures, module.layers, strict=True)]
-        for index, key in enumerate(keys):
-            if key not in known:
-                known[key] = self._layer(index)
-            figures = known[key]
-            if index and not module.activation_checkpoint_interval:
-                pair = keys[index - 1], key
-                if pair not in pairs:
-                    pairs[pair] = self._shared(index, self.layers[-1].residual_bytes, figures.residual_bytes)
-                figures = dataclasses.replace(figures, shared_bytes=pairs[pair])
-            self.layers.append(figures)
+        found = look_once(module, trace, signatures, self._layer, self._both_bytes)
+        self.layers = [dataclasses.replace(figures, shared_bytes=shared) for figures, shared in found]
         self.loss = Time()
         if plain is not None:
             self.loss = plain.loss
@@ -109,13 +97,12 @@ class Figures:
             weight = self._time(split.backward_weight, args, [*specs, *residuals, *handed])
             gives = Time(*(max(0.0, a - b) for a, b in zip(backward, weight, strict=True)))
             pending = sum(map(self._bytes, split.pending, handed))
-        kept = self._kept(work, residuals)
         return LayerFigures(
             forward,
             backward,
             gives,
             weight,
-            residual_bytes=kept,
+            residual_bytes=self._residual_bytes(work, residuals),
             shared_bytes=0,
             pending_bytes=pending,
             whole_bytes=self._made_again(work, specs, index) if plain is None else plain.residual_bytes,
@@ -132,13 +119,10 @@ class Figures:
         kernels = self._kernels(work.residuals.forward, args, [*specs, *inputs, *context])
         return sum(each.result_bytes * each.times for each in kernels)
 
-    def _shared(self, index: int, before: int, alone: int) -> int:
-        if not (before and alone):
-            return 0
-        work = layer_work(self._module, self._trace, index - 1, index)
-        specs = [*self._param_specs(index - 1), *self._param_specs(index)]
-        both = self._kept(work, self._residual_specs(work, specs, index - 1))
-        return min(max(before + alone - both, 0), alone)
+    def _both_bytes(self, work: LayerWork, first: int) -> int:
+        """Bytes of the residuals of two successive layers together."""
+        specs = [*self._param_specs(first), *self._param_specs(first + 1)]
+        return self._residual_bytes(work, self._residual_specs(work, specs, first))
 
     def _param_specs(self, index: int) -> list[P]:
         """Shardings of a layer's parameters as its actions have them: gathered along `fsdp`."""
@@ -169,12 +153,12 @@ class Figures:
         found = result_specs(split.backward_input, args, [*specs, *residuals, *given], mesh, MANUAL_AXES)
         return found[len(found) - len(split.pending) :]
 
-    def _kept(self, work: LayerWork, specs: Sequence[P]) -> int:
+    def _residual_bytes(self, work: LayerWork, specs: Sequence[P]) -> int:
         each = zip(work.residuals.structs, work.residuals.is_hosted, specs, strict=True)
         return sum(self._bytes(x, spec) for x, is_hosted, spec in each if not is_hosted)
 
     def _bytes(self, x: Any, spec: P) -> int:
-        return math.prod(NamedSharding(self._trace.mesh, spec).shard_shape(x.shape)) * x.dtype.itemsize
+        return device_bytes(x, self._trace.mesh, spec)
 
     def _times(self, work: LayerWork, specs: Sequence[P], residuals: Sequence[P] | None = None) -> tuple[Time, Time]:
         args = work.params, work.inputs, work.context
@@ -182,11 +166,12 @@ class Figures:
         context = [P()] * len(jax.tree.leaves(work.context))
         cotangents = differentiable(jax.eval_shape(work.residuals.forward, *args)[0])
         given = [samples_spec(x, self._trace.mesh) for x in cotangents]
-        kept = [P()] * len(work.residuals.structs) if residuals is None else list(residuals)
+        if residuals is None:
+            residuals = [P()] * len(work.residuals.structs)
         return (
             self._time(work.residuals.forward, args, [*specs, *inputs, *context]),
             self._time(
-                work.residuals.backward, (work.params, work.residuals.structs, cotangents), [*specs, *kept, *given]
+                work.residuals.backward, (work.params, work.residuals.structs, cotangents), [*specs, *residuals, *given]
             ),
         )
 

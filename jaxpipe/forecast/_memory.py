@@ -1,15 +1,13 @@
 """Bytes that a device holds during a step, by what for. One program runs on all devices, so all hold alike."""
 
-import math
 from collections.abc import Collection
 from dataclasses import dataclass, fields
 from typing import Any
 
 import jax
 import optax
-from jax.sharding import NamedSharding
 
-from jaxpipe.layers import ModelTrace, num_bytes
+from jaxpipe.layers import ModelTrace, device_bytes, num_bytes
 from jaxpipe.optim import state_struct
 from jaxpipe.state import Layout, ModelParams, VocabLayers
 from jaxpipe.topology import FSDP
@@ -50,8 +48,7 @@ class DeviceMemory:
 
 def layout_bytes(layout: Layout, mesh: Any) -> float:
     """Bytes of a layout on each device."""
-    leaves = zip(jax.tree.leaves(layout.struct()), jax.tree.leaves(layout.spec()), strict=True)
-    return sum(math.prod(NamedSharding(mesh, spec).shard_shape(x.shape)) * x.dtype.itemsize for x, spec in leaves)
+    return device_bytes(layout.struct(), mesh, layout.spec())
 
 
 def optimizer_share(optimizer: optax.GradientTransformation, params: ModelParams) -> float:
@@ -146,5 +143,5 @@ def _gathered_bytes(trace: ModelTrace, index: int) -> float:
 def stacked_bytes(layout: Layout, mesh: Any, names: Collection[str] | None = None) -> float:
     """Bytes of what every stage has, on each device; of all of it, or of some names."""
     struct, spec = layout.struct().stacked, layout.spec().stacked
-    each = ((struct[name], spec[name]) for name in struct if names is None or name in names)
-    return sum(math.prod(NamedSharding(mesh, s).shard_shape(x.shape)) * x.dtype.itemsize for x, s in each)
+    some = [name for name in struct if names is None or name in names]
+    return device_bytes([struct[name] for name in some], mesh, [spec[name] for name in some])

@@ -2,10 +2,11 @@
 
 import dataclasses
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
+
+from jaxpipe._text import format_table
 
 from ._compile import CompiledStep
 from ._hardware import Hardware
@@ -132,10 +133,10 @@ class StepPlan:
             f"{self.num_microbatches} microbatches of {self.microbatch_size} samples a replica; "
             f"{hardware.usable_bytes / 1e9:.0f} of {hardware.memory_bytes / 1e9:.0f} GB usable on each device",
             "",
-            *_table(_HEADS, [self._row(one) for one in self.candidates]),
+            *format_table([_HEADS, *(self._row(one) for one in self.candidates)], ">"),
         ]
         shown = self.shown
-        lines += ["", f"stages of {shown.label}:", *_table(_STAGE_HEADS, _stage_rows(shown))]
+        lines += ["", f"stages of {shown.label}:", *format_table([_STAGE_HEADS, *_stage_rows(shown)], ">")]
         if self.advice:
             lines += ["", self.advice]
         if self.measured_step_s is not None:
@@ -201,11 +202,6 @@ def _stage_rows(one: Forecast) -> list[list[str]]:
         ]
         for number, stage in enumerate(one.stages)
     ]
-
-
-def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
-    return ["  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True)) for row in (heads, *rows)]
 
 
 def _gb(num_bytes: float) -> str:

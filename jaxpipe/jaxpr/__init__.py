@@ -8,6 +8,7 @@ from ._kernels import count_kernels as count_kernels
 from ._kernels import result_specs as result_specs
 from ._keys import program_key as program_key
 from ._numbering import value_numbers as value_numbers
+from ._primitives import all_equations as all_equations
 from ._primitives import called_program as called_program
 from ._primitives import programs_inside as programs_inside
 from ._program import Program as Program
@@ -48,6 +49,7 @@ __all__ = [
     "Turns",
     "Values",
     "Work",
+    "all_equations",
     "bind",
     "called_program",
     "computed_by",

@@ -20,6 +20,7 @@ from ._primitives import (
     FORMS,
     RANDOM_KEYS,
     REDUCTIONS,
+    is_call,
     programs_inside,
 )
 from ._program import operands
@@ -207,7 +208,7 @@ class _Counter:
         elif name == "cond":
             branches = [list(self.kernels(program.jaxpr)) for program in inner]
             yield from max(branches, key=lambda kernels: sum(each.flops + each.num_bytes for each in kernels))
-        elif name in ("scan", "while", "shard_map", "custom_jvp_call", "custom_vjp_call", "jit", "closed_call"):
+        elif is_call(eqn) or name in ("scan", "while", "shard_map"):
             times = eqn.params["length"] if name == "scan" else 1
             for program in inner:
                 for each in self.kernels(program.jaxpr):

@@ -4,6 +4,7 @@ All that this library knows of primitives by name stands here. `tests/jaxpr/test
 one that the installed JAX does not have.
 """
 
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr
@@ -93,6 +94,20 @@ def programs_inside(eqn: Any) -> list[ClosedJaxpr]:
     """The programs that an equation calls, repeats or chooses from, in the order of its parameters."""
     # By type, not by name: each primitive has its own name for the parameter that holds its program.
     return [program for value in eqn.params.values() for program in _programs(value)]
+
+
+def all_equations(eqns: Iterable[Any], follow: Callable[[Any], bool] = lambda eqn: True) -> Iterator[Any]:
+    """Equations, each before those of the programs inside it.
+
+    Args:
+        eqns: The equations.
+        follow: Tells whether to look inside an equation.
+    """
+    for eqn in eqns:
+        yield eqn
+        if follow(eqn):
+            for program in programs_inside(eqn):
+                yield from all_equations(program.jaxpr.eqns, follow)
 
 
 def called_program(eqn: Any) -> ClosedJaxpr | None:

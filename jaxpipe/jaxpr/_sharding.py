@@ -9,7 +9,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
-from ._primitives import called_program, is_barrier, programs_inside
+from ._primitives import all_equations, called_program, is_barrier
 
 _PASSING = frozenset({"convert_element_type", "copy", "name", "reduce_precision", "stop_gradient"})
 """One operand of the result's shape, which is sharded as the result is."""
@@ -27,12 +27,8 @@ def output_specs(closed: ClosedJaxpr) -> list[P]:
 
 def constrained_axes(closed: ClosedJaxpr) -> set[str]:
     """The mesh axes that a program's sharding constraints name, inside calls, loops and branches too."""
-    found: set[str] = set()
-    for eqn in closed.jaxpr.eqns:
-        if eqn.primitive.name == "sharding_constraint":
-            found |= {axis for names in eqn.params["sharding"].spec for axis in spec_axes(names)}
-        found = found.union(*map(constrained_axes, programs_inside(eqn)))
-    return found
+    constraints = [eqn for eqn in all_equations(closed.jaxpr.eqns) if eqn.primitive.name == "sharding_constraint"]
+    return {axis for eqn in constraints for names in eqn.params["sharding"].spec for axis in spec_axes(names)}
 
 
 def _spec_of(jaxpr: Jaxpr, variable: Any) -> P:

@@ -28,6 +28,7 @@ from ._precision import cast_floats as cast_floats
 from ._sharding import unbox as unbox
 from ._signature import layer_signatures as layer_signatures
 from ._structs import as_arrays as as_arrays
+from ._structs import device_bytes as device_bytes
 from ._structs import format_struct as format_struct
 from ._structs import num_bytes as num_bytes
 from ._structs import struct_of as struct_of
@@ -61,6 +62,7 @@ __all__ = [
     "as_arrays",
     "call_on_one",
     "cast_floats",
+    "device_bytes",
     "estimate_layers",
     "estimated_s",
     "loss_work",

@@ -1,11 +1,13 @@
 """Shapes and dtypes of trees: read, compared, counted and written as text."""
 
+import math
 from collections.abc import Hashable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from jaxpipe._typing import PyTree
 from jaxpipe.errors import LayerError
@@ -63,3 +65,18 @@ def struct_key(tree: PyTree) -> Hashable:
 def num_bytes(tree: PyTree) -> int:
     """Bytes of all arrays of a tree, or of arrays of its shapes and dtypes."""
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def device_bytes(tree: PyTree, mesh: Mesh | AbstractMesh | None = None, specs: PyTree = None) -> int:
+    """Bytes on each device of all arrays of a tree, or of arrays of its shapes and dtypes.
+
+    Args:
+        tree: The tree.
+        mesh: The devices; None: leaves have shardings of their own.
+        specs: How each leaf is sharded over the mesh.
+    """
+    leaves: list[Any] = jax.tree.leaves(tree)
+    shardings = (
+        [x.sharding for x in leaves] if mesh is None else [NamedSharding(mesh, s) for s in jax.tree.leaves(specs)]
+    )
+    return sum(math.prod(s.shard_shape(x.shape)) * x.dtype.itemsize for x, s in zip(leaves, shardings, strict=True))

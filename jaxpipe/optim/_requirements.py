@@ -20,7 +20,7 @@ from jax.extend.core import ClosedJaxpr, Literal
 
 from jaxpipe._typing import Path, PyTree
 from jaxpipe.errors import ConfigError
-from jaxpipe.jaxpr import output_dependence, primitives, programs_inside
+from jaxpipe.jaxpr import all_equations, output_dependence, primitives, programs_inside
 from jaxpipe.layers import unflatten_dict
 
 from ._trace import OptimizerTrace, find_param, state_struct, trace_optimizer
@@ -194,14 +194,11 @@ def _arithmetic(closed: ClosedJaxpr) -> list[Any]:
     # in by itself, fills are those that the optimiser chose.
     fills: set[float] = set()
     found: list[Any] = [np.asarray(const).tolist() for const in closed.consts if np.size(const) <= 1]
-    pending = [closed]
-    while pending:
-        for eqn in pending.pop().jaxpr.eqns:
-            pending += programs_inside(eqn)
-            numbers = [float(np.real(v.val)) for v in eqn.invars if isinstance(v, Literal) and np.size(v.val) == 1]
-            if eqn.primitive.name in _FILLING:
-                fills.update(numbers)
-            else:
-                # "y" is the exponent of integer_pow, the one factor that stands in a parameter.
-                found.append((eqn.primitive.name, eqn.params.get("y"), numbers))
+    for eqn in all_equations(closed.jaxpr.eqns):
+        numbers = [float(np.real(v.val)) for v in eqn.invars if isinstance(v, Literal) and np.size(v.val) == 1]
+        if eqn.primitive.name in _FILLING:
+            fills.update(numbers)
+        else:
+            # "y" is the exponent of integer_pow, the one factor that stands in a parameter.
+            found.append((eqn.primitive.name, eqn.params.get("y"), numbers))
     return [*found, fills - {0.0, 1.0}]

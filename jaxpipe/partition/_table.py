@@ -4,13 +4,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
+from jaxpipe._text import format_bytes, format_table
 from jaxpipe.errors import counted
 
 from ._costs import Profile
 
 _LISTED = 60  # longer lists leave out the middle
 _NAME_RUNS = 4
-_UNITS = ((30, "GiB"), (20, "MiB"), (10, "KiB"), (0, "B"))
 
 
 @dataclass(frozen=True)
@@ -101,14 +101,8 @@ def format_partition(
         columns += [["parameters", *counts], ["of largest", *_shares(sums[:-1]), ""]]
     if profile is not None:
         columns += _cost_columns(profile, boundaries, cuts)
-    widths = [max(map(len, column)) for column in columns]
-    lines = [
-        "  ".join(
-            cell.ljust(width) if index == names_column else cell.rjust(width)
-            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in zip(*columns, strict=True)
-    ]
+    sides = "".join("<" if index == names_column else ">" for index in range(len(columns)))
+    lines = format_table(list(zip(*columns, strict=True)), sides)
     lines += [
         f"* tied {tie.key!r}: layers {', '.join(names[i] for i in tie.layers)} share "
         f"{counted(tie.num_params, 'parameter')}, which count once in the total"
@@ -132,7 +126,7 @@ def _cost_columns(profile: Profile, boundaries: Sequence[int], cuts: Sequence[tu
         ["of slowest", *_shares(both), ""],
     ]
     if profile.memory is not None:
-        columns.append(["memory", *map(_bytes, profile.part_bytes(boundaries)), ""])
+        columns.append(["memory", *map(format_bytes, profile.part_bytes(boundaries)), ""])
         columns.append(["in flight", *map(str, profile.memory.in_flight), ""])
     return columns
 
@@ -140,11 +134,6 @@ def _cost_columns(profile: Profile, boundaries: Sequence[int], cuts: Sequence[tu
 def _shares(values: Sequence[float]) -> list[str]:
     largest = max(values)
     return [f"{100 * value / largest:.0f} %" if largest else "-" for value in values]
-
-
-def _bytes(number: int) -> str:
-    unit, name = next((2**power, name) for power, name in _UNITS if number >= 2**power or not power)
-    return f"{number / unit:,.1f} {name}" if unit > 1 else f"{number} {name}"
 
 
 def _short_names(names: Sequence[str]) -> str:

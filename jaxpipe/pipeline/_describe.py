@@ -1,10 +1,8 @@
 """A pipeline as text, to print before training."""
 
-import math
-
-import jax
-
+from jaxpipe._text import format_bytes
 from jaxpipe.errors import counted
+from jaxpipe.layers import device_bytes
 from jaxpipe.partition import format_partition
 from jaxpipe.schedules import format_grid
 from jaxpipe.topology import FSDP
@@ -27,10 +25,8 @@ def describe_pipeline(pipeline: Pipeline, max_width: int = 120) -> str:
     stages, replicas = pipeline.module.num_stages, pipeline.num_replicas
     others = [(name, size) for name, size in pipeline.mesh.shape.items() if name not in ("stage", "data")]
     ranks = "".join(f" x {counted(size, f'{name} rank')}" for name, size in others)
-    leaves = jax.tree.leaves(pipeline.state_struct.params)
-    num_bytes = sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
     on_device, on_host = pipeline.residual_bytes
-    hosted = f" on the device, {_size(on_host)} in host memory" if on_host else ""
+    hosted = f" on the device, {format_bytes(on_host)} in host memory" if on_host else ""
     lines = [
         format_partition(
             pipeline.parts,
@@ -49,10 +45,10 @@ def describe_pipeline(pipeline: Pipeline, max_width: int = 120) -> str:
         format_grid(pipeline.schedule, pipeline.num_microbatches, stages, max_width=max_width, max_rows=8),
         "",
         f"trunk of every stage: {counted(len(pipeline.cuts[0].trunk), 'layer')}; parameters per device: "
-        f"{_size(num_bytes)}",
-        f"residuals of each microbatch: {_size(on_device)}{hosted}; slots: {pipeline.program.residual_slots}",
+        f"{format_bytes(device_bytes(pipeline.state_struct.params))}",
+        f"residuals of each microbatch: {format_bytes(on_device)}{hosted}; slots: {pipeline.program.residual_slots}",
     ]
-    fsdp, gathered = pipeline.mesh.shape.get(FSDP, 1), _size(pipeline.gathered_bytes)
+    fsdp, gathered = pipeline.mesh.shape.get(FSDP, 1), format_bytes(pipeline.gathered_bytes)
     if fsdp > 1:
         when = {
             "step": "gathered once a step, and held to its end",
@@ -61,7 +57,7 @@ def describe_pipeline(pipeline: Pipeline, max_width: int = 120) -> str:
         }[pipeline.config.pipeline.gather_weights]
         reduced = "as many of gradients are reduced by every backward"
         if pipeline.config.pipeline.gather_weights == "step":
-            more = _size(pipeline.whole_sums_bytes)
+            more = format_bytes(pipeline.whole_sums_bytes)
             reduced += (
                 f" (once a step over 'data' with zero_optimization.stage=1, whose sums take at least {more} more)"
             )
@@ -78,12 +74,8 @@ def _turns(pipeline: Pipeline) -> str:
     of_chunk = pipeline.gathered_trunk_bytes // program.num_chunks
     held = 1 if program.is_of_one_chunk() else 2
     return (
-        f"of them {_size(of_chunk)} for each chunk's trunk, gathered when a stage turns to another chunk, up to "
-        f"{counted(turns, 'time')} a step, and held till it turns again ({_size(held * of_chunk)}, "
+        f"of them {format_bytes(of_chunk)} for each chunk's trunk, gathered when a stage turns to another chunk, up to "
+        f"{counted(turns, 'time')} a step, and held till it turns again ({format_bytes(held * of_chunk)}, "
         f"{'one chunk for both' if held == 1 else 'a chunk for forwards and one for backwards'}), the others by every "
         "forward and every backward"
     )
-
-
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes / 2**20:,.1f} MiB" if num_bytes >= 2**20 else f"{num_bytes / 2**10:,.1f} KiB"

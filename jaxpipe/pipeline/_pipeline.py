@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Generic, ParamSpec, Protocol, TypeVar
 
@@ -33,7 +32,15 @@ from jaxpipe.executor import (
     compile_program,
     waits_in_branches,
 )
-from jaxpipe.layers import PipelineModule, flatten_dict, join_path, split_vocabulary, struct_of, unflatten_dict
+from jaxpipe.layers import (
+    PipelineModule,
+    device_bytes,
+    flatten_dict,
+    join_path,
+    split_vocabulary,
+    struct_of,
+    unflatten_dict,
+)
 from jaxpipe.optim import LossScaler
 from jaxpipe.partition import StageCut
 from jaxpipe.planner import make_plan
@@ -308,7 +315,7 @@ class Pipeline:
         off_trunk = [P() for _ in jax.tree.leaves(stages.prologue.residuals)]
         leaves = map(jax.tree.leaves, (stages.residuals, stages.is_hosted))
         for leaf, is_hosted, spec in zip(*leaves, [*off_trunk, *stages.trunk.residual_specs], strict=True):
-            sizes[is_hosted] += self._device_bytes(leaf, spec)
+            sizes[is_hosted] += device_bytes(leaf, self.mesh, spec)
         return sizes[0], sizes[1]
 
     @property
@@ -335,14 +342,8 @@ class Pipeline:
         self, whole: Layout, divided: Layout, some: Callable[[Storage], PyTree] = lambda storage: storage
     ) -> int:
         """Bytes that a device needs more for one layout, or some of it, than for the other."""
-        more, less = (
-            sum(jax.tree.leaves(jax.tree.map(self._device_bytes, some(x.struct()), some(x.spec()))))
-            for x in (whole, divided)
-        )
+        more, less = (device_bytes(some(x.struct()), self.mesh, some(x.spec())) for x in (whole, divided))
         return more - less
-
-    def _device_bytes(self, like: Any, spec: P) -> int:
-        return math.prod(NamedSharding(self.mesh, spec).shard_shape(like.shape)) * like.dtype.itemsize
 
     @property
     def state_struct(self) -> TrainState:

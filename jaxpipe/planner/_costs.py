@@ -3,9 +3,9 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import jax
 import optax
@@ -124,25 +124,15 @@ def layer_costs(
     Raises:
         LayerError: A layer cannot be differentiated.
     """
-    known: dict[Hashable, LayerCost] = {}
-    shared: dict[Hashable, int] = {}
-    costs: list[LayerCost] = []
     signatures = layer_signatures(module.layers, trace, module.compute_dtype)
-    keys = [
-        (signature, named.is_marked, trace.frozen_in(named.index))
-        for named, signature in zip(module.layers, signatures, strict=True)
-    ]
-    for index, key in enumerate(keys):
-        if key not in known:
-            known[key] = _layer_cost(module, trace, index, seconds, split_backward)
-        cost = known[key]
-        # Recomputed groups keep their inputs, each another one.
-        if index and not module.activation_checkpoint_interval:
-            pair = keys[index - 1], key
-            if pair not in shared:
-                shared[pair] = _shared_bytes(module, trace, index, costs[-1].residual_bytes, cost.residual_bytes)
-            cost = dataclasses.replace(cost, shared_bytes=shared[pair])
-        costs.append(cost)
+    looked_at = look_once(
+        module,
+        trace,
+        signatures,
+        lambda index: _layer_cost(module, trace, index, seconds, split_backward),
+        lambda work, first: work.residual_bytes,
+    )
+    costs = [dataclasses.replace(cost, shared_bytes=shared) for cost, shared in looked_at]
     # The loss runs on the stage of the last layer.
     if labels is not None and module.loss_fn is not None and not _is_stage_sharded(module, trace, len(costs) - 1):
         forward_s, backward_s = loss_work(module, trace, labels).times(seconds)
@@ -151,6 +141,60 @@ def layer_costs(
             last, forward_s=last.forward_s + forward_s, backward_s=last.backward_s + backward_s
         )
     return tuple(costs)
+
+
+class Keeping(Protocol):
+    """Costs of a layer that leaves residuals."""
+
+    @property
+    def residual_bytes(self) -> int:
+        """Bytes that wait from its forward to its backward, if it stands alone."""
+        ...
+
+
+Cost = TypeVar("Cost", bound=Keeping)
+
+
+def look_once(
+    module: PipelineModule,
+    trace: ModelTrace,
+    signatures: Sequence[Hashable],
+    look: Callable[[int], Cost],
+    residual_bytes: Callable[[LayerWork, int], int],
+) -> Iterator[tuple[Cost, int]]:
+    """Give the costs of all layers, looking once at those that are alike.
+
+    Args:
+        module: The model.
+        trace: Its shapes.
+        signatures: Per layer a value that is equal for alike layers.
+        look: The costs of a layer by itself, by its index.
+        residual_bytes: Bytes that the work of two layers keeps, by it and the index of the first.
+
+    Returns:
+        Per layer its costs, and how many bytes of its residuals the layer before keeps anyway on the same stage.
+    """
+    known: dict[Hashable, Cost] = {}
+    shared: dict[Hashable, int] = {}
+    keys = [
+        (signature, named.is_marked, trace.frozen_in(named.index))
+        for named, signature in zip(module.layers, signatures, strict=True)
+    ]
+    for index, key in enumerate(keys):
+        if key not in known:
+            known[key] = look(index)
+        # Recomputed groups keep their inputs, each another one.
+        if not index or module.activation_checkpoint_interval:
+            yield known[key], 0
+            continue
+        pair = keys[index - 1], key
+        if pair not in shared:
+            before, alone = (known[each].residual_bytes for each in pair)
+            shared[pair] = 0
+            if before and alone:
+                both = residual_bytes(layer_work(module, trace, index - 1, index), index - 1)
+                shared[pair] = min(max(before + alone - both, 0), alone)
+        yield known[key], shared[pair]
 
 
 def _layer_cost(
@@ -193,14 +237,6 @@ def _weight_gradient(work: LayerWork, seconds: Seconds) -> tuple[float, int]:
 def _is_stage_sharded(module: PipelineModule, trace: ModelTrace, index: int) -> bool:
     """True if a layer's parameters are sharded over the stages, which then all run it."""
     return module.num_stages > 1 and bool(trace.stage_dims[index])
-
-
-def _shared_bytes(module: PipelineModule, trace: ModelTrace, index: int, before: int, alone: int) -> int:
-    """Bytes that a layer and the one before it keep each by itself, but not twice where they are on one stage."""
-    if not (before and alone):
-        return 0
-    both = layer_work(module, trace, index - 1, index).residual_bytes
-    return min(max(before + alone - both, 0), alone)
 
 
 def _work(

@@ -1,15 +1,15 @@
 """What each layer of a pipeline holds, computes and takes, as a table."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import jax
 
+from jaxpipe._text import format_table
 from jaxpipe.config import FlopsProfilerSection
 from jaxpipe.forecast import HARDWARE
 from jaxpipe.jaxpr import program_work
-from jaxpipe.layers import loss_work
+from jaxpipe.layers import device_bytes, loss_work
 from jaxpipe.pipeline import Pipeline
 
 from ._recorded import Operation
@@ -115,8 +115,7 @@ def format_profile(
     if section.module_depth and section.detailed:
         heads = ("layer", "stage", "parameters", "FLOP, forward", "share", "time", "FLOP/s")
         rows = [heads, *(_row(pipeline, layer, total) for layer in layers)]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines += ["  ".join(t.ljust(w) for t, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+        lines += format_table(rows, "<")
     return "\n".join(lines)
 
 
@@ -175,7 +174,7 @@ def memory_line(pipeline: Pipeline, compiled: jax.stages.Compiled) -> str:
         "collections": struct.collections,
         "batch": pipeline.batch_struct,
     }
-    parts = [f"{name} {_si(_device_bytes(tree))}B" for name, tree in sizes.items()]
+    parts = [f"{name} {_si(device_bytes(tree))}B" for name, tree in sizes.items()]
     analysis = compiled.memory_analysis()
     if analysis is not None:
         parts.append(f"temporaries of the step {_si(analysis.temp_size_in_bytes)}B")
@@ -184,8 +183,3 @@ def memory_line(pipeline: Pipeline, compiled: jax.stages.Compiled) -> str:
     used = [("in use", "bytes_in_use"), ("at most so far", "peak_bytes_in_use"), ("limit", "bytes_limit")]
     parts += [f"{name} {_si(stats[key])}B" for name, key in used if key in stats]
     return f"memory of a device ({device.device_kind}): {', '.join(parts)}"
-
-
-def _device_bytes(tree: object) -> int:
-    leaves = jax.tree.leaves(tree)
-    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+from jaxpipe._text import format_table
+
 
 @dataclass(frozen=True)
 class StageCosts:
@@ -91,9 +93,7 @@ class Choice:
     def __str__(self) -> str:
         heads = ("schedule", "chunks", "pending", "idle actions", "step", "lost", "in flight", "memory", "")
         rows = [heads, *(self._row(one) for one in self.candidates)]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-        return "\n".join([*lines, self.reason])
+        return "\n".join([*format_table(rows, "<"), self.reason])
 
     def _row(self, one: Candidate) -> tuple[str, ...]:
         mark = "chosen" if one == self.best else "" if one.fits else "too large"

@@ -17,6 +17,7 @@ from jaxpipe.distributed import log
 from jaxpipe.jaxpr import (
     Program,
     Slice,
+    all_equations,
     effects_of,
     evaluate,
     flatten,
@@ -384,7 +385,7 @@ def _forms_of_rows(sharding: ShardLayout, stage: int) -> list[int]:
 
 def _fault(program: Program, part: Slice) -> str:
     """Why a program cannot run on the devices, as said of an initialiser; empty if it can."""
-    eqns = _equations(program, part)
+    eqns = list(all_equations(eqn for eqn in program.eqns if id(eqn) in part.steps))
     if effects_of(program) & part.steps:
         return "has side effects"
     names = {eqn.primitive.name for eqn in eqns}
@@ -400,20 +401,6 @@ def _fault(program: Program, part: Slice) -> str:
     if keys - {_THREEFRY} or names & primitives.DEVICE_RANDOM_BITS:
         return "draws with another generator than threefry"
     return ""
-
-
-def _equations(program: Program, part: Slice) -> list[Any]:
-    """The equations that run, those inside of others included."""
-    found: list[Any] = []
-
-    def add(eqns: Sequence[Any]) -> None:
-        for eqn in eqns:
-            found.append(eqn)
-            for inner in primitives.programs_inside(eqn):
-                add(inner.jaxpr.eqns)
-
-    add([eqn for eqn in program.eqns if id(eqn) in part.steps])
-    return found
 
 
 def _block(leaf: jax.Array, dim: int, index: jax.Array, count: int) -> jax.Array:

@@ -429,3 +429,13 @@ def test_notebooks_show_it_and_compiling_asks_for_the_plugin() -> None:
         planned(compiles=True)
     with pytest.raises(JaxpipeError, match="compiled ahead of time for h100 and h200, but got 'a100'"):
         jaxpipe.plan(model(), config(), example(), "a100:2", schedules=["1f1b"], recompute=[0], compiles=True)
+
+
+def test_layers_whose_weights_are_not_trained_cost_less_than_alike_ones_that_are() -> None:
+    """The head of the list is frozen: what is counted of its layers once is not that of the trained ones."""
+    all_trained, half = (
+        planned(model=model(trainable=trainable), partition=[[0, 5, 10]]).shown.stages
+        for trainable in (None, r"layers/[5-9]")
+    )
+    assert half[0].backward_s < all_trained[0].backward_s
+    assert half[1].backward_s == all_trained[1].backward_s

@@ -295,7 +295,7 @@ def test_the_plan_counts_what_is_kept(layers: list[Any]) -> None:
     count, pipeline = planned(layers)
     assert [len(cut.trunk) for cut in pipeline.cuts] == [len(layers)] * 2
     assert count == sum(pipeline.residual_bytes)
-    size = f"{count / 2**10:,.1f} KiB" if count < 2**20 else f"{count / 2**20:,.1f} MiB"
+    size = f"{count / 2**10:,.1f} KiB" if count >= 2**10 else f"{count} B"
     assert f"residuals of each microbatch: {size}; slots: 3" in describe_pipeline(pipeline)
 
 

@@ -202,10 +202,10 @@ def test_once_a_turn_to_another_chunk_is_told() -> None:
     # Two blocks on a stage, of each of whose two kernels half is gathered.
     assert pipeline.gathered_trunk_bytes == 2 * 2 * DIM * HIDDEN * 4 // 2
     # Of four microbatches two pass each chunk in one turn and two in another, forward and backward.
-    told = r"0.5 KiB for each chunk's trunk, gathered .* up to 8 times a step, and held .* \(1.0 KiB, a chunk for"
+    told = r"512 B for each chunk's trunk, gathered .* up to 8 times a step, and held .* \(1.0 KiB, a chunk for"
     assert re.search(told, describe_pipeline(pipeline))
     folded = describe_pipeline(make_pipeline(2, 1, {"fsdp": 2}, gather_weights="chunk", schedule="1f1b-v"))
-    assert re.search(r"held till it turns again \(0.5 KiB, one chunk for both\)", folded)
+    assert re.search(r"held till it turns again \(512 B, one chunk for both\)", folded)
 
 
 def test_one_chunk_is_gathered_once_a_step() -> None:

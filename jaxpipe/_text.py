@@ -1,0 +1,63 @@
+"""Sizes and tables as people read them."""
+
+import html
+from collections.abc import Iterable, Sequence
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def format_bytes(num_bytes: int) -> str:
+    """A size in the largest unit that keeps it at least 1.
+
+    Args:
+        num_bytes: The size.
+
+    Returns:
+        The number and the unit.
+
+    Example:
+        >>> format_bytes(512), format_bytes(1536)
+        ('512 B', '1.5 KiB')
+    """
+    power = min(max(num_bytes, 1).bit_length() - 1, 10 * (len(_UNITS) - 1)) // 10
+    return f"{num_bytes / 1024**power:,.{1 if power else 0}f} {_UNITS[power]}"
+
+
+def format_table(rows: Sequence[Sequence[str]], sides: str) -> list[str]:
+    """A table as lines, without spaces at their ends.
+
+    Args:
+        rows: The rows, heads first, all of one length.
+        sides: Where each column's texts stand, `<` for left and `>` for right; one letter stands for all columns.
+
+    Returns:
+        A line for each row.
+
+    Example:
+        >>> format_table([("stage", "layers"), ("0", "Embed")], "><")
+        ['stage  layers', '    0  Embed']
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    sides = sides * len(widths) if len(sides) == 1 else sides
+    cells = [[f"{text:{side}{width}}" for text, side, width in zip(row, sides, widths, strict=True)] for row in rows]
+    return ["  ".join(row).rstrip() for row in cells]
+
+
+def html_table(heads: Sequence[str], rows: Iterable[Sequence[str]], cell_style: str = "") -> str:
+    """A table as HTML, which scrolls by itself where it is wider than the page.
+
+    Args:
+        heads: Texts above the columns; empty: none.
+        rows: The rows.
+        cell_style: CSS of each cell.
+
+    Returns:
+        The element, its texts escaped.
+    """
+    style = f' style="{cell_style}"' if cell_style else ""
+
+    def line(kind: str, texts: Iterable[str]) -> str:
+        return f"<tr>{''.join(f'<{kind}{style}>{html.escape(text)}</{kind}>' for text in texts)}</tr>"
+
+    lines = [*([line("th", heads)] if heads else []), *(line("td", row) for row in rows)]
+    return f'<div style="overflow-x: auto"><table style="margin: 0 0 0.5em 0">{"".join(lines)}</table></div>'
