@@ -1,4 +1,4 @@
-"""What a user names on the command line as `module:name`."""
+"""Objects that a user names on the command line as `module:name`."""
 
 import importlib
 import sys

@@ -270,11 +270,11 @@ class _Cut:
 
             # The pullback is a pytree, and its leaves are what JAX keeps of the forward.
             _, pullback, found = jax.vjp(of_inexact, trained, differentiable(inputs), has_aux=True)
-            kept, treedef = jax.tree.flatten(pullback)
-            encodings = [Encoding.of(leaf) for leaf in kept]
+            residuals, treedef = jax.tree.flatten(pullback)
+            encodings = [Encoding.of(leaf) for leaf in residuals]
             # Beside the result: `jax.make_jaxpr` returns arrays alone.
             pullbacks.append((treedef, encodings))
-            return found, [code.encode(leaf) for code, leaf in zip(encodings, kept, strict=True)]
+            return found, [code.encode(leaf) for code, leaf in zip(encodings, residuals, strict=True)]
 
         closed = jax.make_jaxpr(trace)(params, inputs, context)
         self._treedef, self._encodings = pullbacks[-1]
@@ -345,7 +345,7 @@ class Encoding(NamedTuple):
 
 
 def _narrowed(dtype: Any, narrowest: np.dtype[Any] | None) -> np.dtype[Any] | None:
-    """What values of a dtype are stored in where it is floating and wider than `narrowest`; None: as they are."""
+    """The dtype to store values of a dtype in, if it is floating and wider than `narrowest`; None: as they are."""
     if narrowest is None or not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize <= narrowest.itemsize:
         return None
     return narrowest

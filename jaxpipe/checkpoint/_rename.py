@@ -22,7 +22,7 @@ Index = tuple[slice, ...]
 
 
 class Tensor(Protocol):
-    """What can be read slice by slice: a numpy array, or a tensor in a file."""
+    """An array that can be read slice by slice: a numpy array, or a tensor in a file."""
 
     @property
     def shape(self) -> Shape:
@@ -35,15 +35,15 @@ class Tensor(Protocol):
 
 
 class Transform(ABC):
-    """What lies between tensors of theirs and leaves of ours; a class of one's own may do what those here do not."""
+    """The change between tensors of theirs and leaves of ours; a class of one's own may do what those here do not."""
 
     def count(self, shapes: Sequence[Shape]) -> int:
-        """How many tensors of theirs hold leaves of ours of these shapes."""
+        """Number of tensors of theirs that hold leaves of ours of these shapes."""
         del shapes
         return 1
 
     def label(self, number: int) -> str:
-        """What the counter of several tensors stands for in the name of one of them."""
+        """The text that the counter of several tensors stands for in the name of one of them."""
         return str(number)
 
     @abstractmethod

@@ -143,7 +143,7 @@ class Engine(ABC):
         )
 
     def _repr_html_(self) -> str:
-        """What notebooks show: the layers by stage, and the schedule as a picture."""
+        """The engine as notebooks show it: the layers by stage, and the schedule as a picture."""
         facts = {
             "devices": ", ".join(f"{length} along {axis}" for axis, length in mesh_shape(self.mesh).items()),
             "microbatches": f"{self.micro_batches} of {self.micro_batch_size} samples a replica",

@@ -36,6 +36,7 @@ def check_branches(text: str) -> None:
         LayerError: Slices are moved from device to device inside a branch.
     """
     computations = _computations(text)
+    # From every branch on, all that it calls: a loop inside a branch is in the branch, too.
     inside: set[str] = set()
     left = [name for lines in computations.values() for line in lines for name in _branches(line)]
     while left:
@@ -71,5 +72,6 @@ def _computations(text: str) -> Mapping[str, list[str]]:
 def _branches(line: str) -> list[str]:
     if " conditional(" not in line:
         return []
+    # Two branches are printed as `true_computation` and `false_computation`, others as one list.
     listed = _BRANCHES.search(line)
     return re.findall(r"[\w.\-]+", listed.group(1)) if listed else _CALLED.findall(line)

@@ -47,6 +47,7 @@ class EvaluateLoop(TickLoop):
             There the results of `measure`, leaves `[num_microbatches, ...]`, elsewhere zeros.
         """
 
+        # Traced for shapes alone, so it may name a microbatch that there is not.
         def start() -> PyTree:
             nothing, none = self.stage.activations.zeros(), jnp.int32(-1)
             return self._measure(device, device.batch.microbatch(none, none, none), none >= 0, nothing, measure)
@@ -75,6 +76,7 @@ class EvaluateLoop(TickLoop):
                 jnp.where(is_last, 0, -1), [lambda: self._measure(device, batch, is_last, output, measure)]
             )
         else:
+            # All stages run these layers at once, and only one of them is in the forward of this microbatch.
             of_loss = dataclasses.replace(batch, context=device.batch.context(row.loss_microbatch))
             result = self.on_all_stages(
                 run,

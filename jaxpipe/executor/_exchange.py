@@ -65,6 +65,7 @@ class Channel:
         Returns:
             What the tick's action takes, and the buffers.
         """
+        # What is sent early is exchanged at the end of the tick before: `send` holds what has arrived.
         arrived = buffers.send if self._sends_at_once else self._form.zeros()
         if sends and not self._sends_early:
             with jax.named_scope("send"):
@@ -73,9 +74,11 @@ class Channel:
         with jax.named_scope("receive"):
             if self._keeps_received:
                 if sends:
+                    # Before the read: a value may be taken in the tick in which it arrives.
                     buffers = buffers._replace(recv=write_ring_if(buffers.recv, arrived, row.recv))
                 arrived = read_ring(buffers.recv, row.read)
             if self._depth.local:
+                # Between chunks of one stage nothing is sent: such a value has waited in a buffer of its own.
                 arrived = select(row.local_read >= 0, read_ring(buffers.local, row.local_read), arrived)
             return self._form.constrain(arrived), buffers
 
@@ -132,4 +135,5 @@ def exchange(value: PyTree, sends: Sends, stage: jax.Array, recv_from: jax.Array
         # One ppermute for each distance: a stage may send one way in a tick and receive the other way.
         other = jax.tree.map(lambda x, pairs=pairs: jax.lax.ppermute(x, "stage", pairs), value)
         arrived = other if arrived is None else select((recv_from + hop) % num_stages == stage, other, arrived)
+    # Where nobody sends, any value of this form will do.
     return value if arrived is None else arrived

@@ -82,7 +82,7 @@ class Segment:
 
     @functools.cached_property
     def _frozen_leaves(self) -> frozenset[int]:
-        """What is frozen, as indices among the leaves of the parameters as `run` takes them."""
+        """Frozen parameters, as indices among the leaves of the parameters as `run` takes them."""
         is_frozen: dict[str, Any] = {name: name in self.frozen for name in self.names}
         # Layers that are scanned are frozen alike.
         tree = self._views(is_frozen)[0] if self._scan else is_frozen
@@ -168,8 +168,8 @@ class Segment:
         if not self._scan:
             return grads
         stacked = {path: leaf for path, leaf in flatten_dict(grads).items() if leaf is not None}
-        paths = [(place, self._leaves.layers[i]) for place, i in enumerate(self.layers)]
-        return {n: stacked[path][place] for place, names in paths for path, n in names.items() if path in stacked}
+        paths = [(position, self._leaves.layers[i]) for position, i in enumerate(self.layers)]
+        return {n: stacked[path][position] for position, names in paths for path, n in names.items() if path in stacked}
 
     def collections(self, storage: Storage) -> list[PyTree]:
         """The collections of each layer."""

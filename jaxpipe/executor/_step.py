@@ -200,8 +200,8 @@ class DevicePrograms:
     def _update(self, state: TrainState, grads: PyTree) -> tuple[TrainState, UpdateMetrics]:
         """Clip and apply gradients that are still multiplied with the loss scale."""
         form, layout = self._form(), self._sharding.trained.shards
-        kept, opt_state = self._pinned(state.params), self._updater.constrain(_squeeze(state.opt_state))
-        params = select_arrays(layout, kept)
+        master, opt_state = self._pinned(state.params), self._updater.constrain(_squeeze(state.opt_state))
+        params = select_arrays(layout, master)
         scaled_norm = global_norm(self._tied, self._sharding, form, grads)
         scale = self._loss_scale(state)
         # The norm is taken of scaled gradients and then divided: an overflow shows in it, and costs no second pass.
@@ -220,7 +220,7 @@ class DevicePrograms:
             changes["loss_scale"] = self._scaler.update(state.loss_scale, overflow)
             changes["skipped_steps"] = state.skipped_steps + overflow.astype(jnp.int32)
             metrics["loss_scale"], metrics["overflow"] = scale, overflow
-        new_params = Storage({**kept.packed, **new_params.packed}, {**kept.stacked, **new_params.stacked})
+        new_params = Storage({**master.packed, **new_params.packed}, {**master.stacked, **new_params.stacked})
         # Skipped steps count too, as in DeepSpeed: keys of dropout depend on the number of batches seen.
         changes |= {"step": state.step + 1, "params": _expand(new_params), "opt_state": _expand(new_opt)}
         return dataclasses.replace(state, **changes), metrics

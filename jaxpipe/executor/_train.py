@@ -329,15 +329,15 @@ class TrainLoop(TickLoop):
 
         def added(of_chunk: int, sums: PyTree) -> PyTree:
             totals = dict(enumerate(treedef.flatten_up_to(sums)))
-            own = {number: totals[number] for number in given}
+            sums_of_given = {number: totals[number] for number in given}
             if self.program.num_chunks == 1:
-                own = add(0, own)
-            elif own:
+                sums_of_given = add(0, sums_of_given)
+            elif sums_of_given:
                 # A loop of one round or none, as what a loop carries is updated in place (XLA of JAX 0.10, GPU and
                 # CPU). What goes through a branch is mostly copied, and of one array `[num_chunks, ...]` the new sum
                 # is written to a temporary first: 18 bytes a parameter instead of 10.
-                own = jax.lax.fori_loop(0, (chunk == of_chunk).astype(jnp.int32), add, own)
-            return jax.tree.unflatten(treedef, [(totals | own)[number] for number in range(len(leaves))])
+                sums_of_given = jax.lax.fori_loop(0, (chunk == of_chunk).astype(jnp.int32), add, sums_of_given)
+            return jax.tree.unflatten(treedef, [(totals | sums_of_given)[number] for number in range(len(leaves))])
 
         carry.trunk_grads = tuple(
             self.stage.pin_trunk_grads(added(number, sums)) for number, sums in enumerate(carry.trunk_grads)

@@ -21,7 +21,7 @@ _CLIENT = _NoClient()
 
 @dataclass(frozen=True)
 class AbsentDevice:
-    """What a mesh and the planner ask of a device.
+    """A device that is not there: all that a mesh and the planner ask of one.
 
     Attributes:
         id: Its number.

@@ -24,7 +24,7 @@ from ._roofline import Time, time_of
 
 @dataclass(frozen=True)
 class LayerFigures:
-    """What a layer takes for one microbatch, on one device.
+    """Time and bytes of a layer for one microbatch, on one device.
 
     Attributes:
         forward: Its forward.

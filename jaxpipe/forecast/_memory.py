@@ -59,16 +59,16 @@ def optimizer_share(optimizer: optax.GradientTransformation, params: ModelParams
 
 @dataclass(frozen=True)
 class Working:
-    """What a tick works with, in bytes on a device.
+    """Bytes that a tick works with on a device.
 
     Attributes:
-        kept: What one chunk's forward leaves, before it is in the ring.
+        residuals: Those of one chunk's forward, before it is in the ring.
         off_trunk: Gradients of parameters off the trunk, of this microbatch.
         loss: The model's output, and its gradient in float32; gradients of the layers with it.
         backward: What a backward makes again, activations and gradients on their way, a layer's weight gradients.
     """
 
-    kept: float
+    residuals: float
     off_trunk: float
     loss: float
     backward: float
@@ -76,7 +76,7 @@ class Working:
     @property
     def most(self) -> float:
         """Bytes at the worst moment: loss and backwards come one after the other."""
-        return self.kept + self.off_trunk + max(self.loss, self.backward)
+        return self.residuals + self.off_trunk + max(self.loss, self.backward)
 
 
 _STREAMS = 7
@@ -116,7 +116,7 @@ def working_bytes(
     largest = max((_gathered_bytes(trace, i) for i in trunk), default=0)
     ends = sum(_gathered_bytes(trace, i) for i in vocab.layers) / slices
     return Working(
-        kept=ring_bytes(figures, trunk, interval),
+        residuals=ring_bytes(figures, trunk, interval),
         off_trunk=2 * 4 * packed / itemsize,
         loss=(2 + 4) * logits / slices + ends,
         # Where actions gather weights themselves, those of a layer are whole meanwhile.

@@ -178,7 +178,7 @@ def _lengths(places: Mapping[str, int] | None) -> dict[str, int]:
 
 @dataclasses.dataclass(frozen=True)
 class _Asked:
-    """What to look at."""
+    """The candidates to look at, as a user asks for them."""
 
     schedules: tuple[str, ...]
     num_chunks: tuple[int, ...] | None
@@ -441,7 +441,7 @@ def _cut(
 
 
 def _advice(setup: _Setup, asked: _Asked, candidates: Sequence[Forecast]) -> str:
-    """What does not fit, and the first change that makes it fit."""
+    """Candidates that do not fit, and the first change that makes it fit."""
     large = [one for one in candidates if not one.fits]
     if not large:
         return ""

@@ -1,4 +1,4 @@
-"""What a plan gives: candidates with their memory and their step, as data, as a table and as JSON."""
+"""The result of a plan: candidates with their memory and their step, as data, as a table and as JSON."""
 
 import dataclasses
 import json

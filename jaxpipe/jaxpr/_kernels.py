@@ -31,7 +31,10 @@ ATTENTION_SCOPE = "attention_kernel"
 """Named scope of attention that is written in plain JAX and counts as the one kernel that it stands for."""
 
 _FUSED = ARITHMETIC | COMPARISONS | FORMS | RANDOM_KEYS | {"add_any", "name", "random_bits", "reduce_precision"}
+"""What XLA computes inside of the kernel that reads or writes it."""
+
 _SUMS = ("add", "add_any")
+
 _SMALL = 2**16
 """Bytes below which a value is not looked at: it is in caches."""
 
@@ -78,6 +81,7 @@ def count_kernels(
         manual: Its manual axes.
     """
     closed = live_program(function, *args)
+    # Following shardings traces the whole program once more: not where nothing is sharded.
     found: Mapping[Any, P] = {}
     if mesh is not None and any(spec != P() for spec in specs):
         found = followed_specs(_unsharded(closed), specs, mesh, manual, ATTENTION_SCOPE)
@@ -87,7 +91,7 @@ def count_kernels(
 def result_specs(
     function: Callable[..., Any], args: Sequence[PyTree], specs: Sequence[P], mesh: AbstractMesh, manual: Sequence[str]
 ) -> list[P]:
-    """How the leaves of a function's results are sharded over automatic axes; arguments as for `count_kernels`."""
+    """Shardings of the leaves of a function's results over automatic axes; arguments as for `count_kernels`."""
     closed = live_program(function, *args)
     found = followed_specs(_unsharded(closed), specs, mesh, manual, ATTENTION_SCOPE)
     return [P() if isinstance(x, Constant) else found[x] for x in closed.jaxpr.outvars]
@@ -128,6 +132,7 @@ class _Fusion:
     def add(self, eqn: Any) -> None:
         """Take in an equation of arithmetic, a change of form or a reduction."""
         if eqn.primitive.name in REDUCTIONS:
+            # A reduction ends in memory: what follows it waits for its last element.
             self._written.update(eqn.outvars)
             self._read.update(*map(self._of, eqn.invars))
             return
@@ -141,8 +146,10 @@ class _Fusion:
     def reduced(self, eqn: Any) -> Iterator[Kernel]:
         """Reductions that an equation needs before it."""
         name, taken = eqn.primitive.name, {self._root(x) for x in eqn.invars if not isinstance(x, Constant)}
+        # A change of form can wait for the reduction, which is then that of what it was made of.
         if name in FORMS and len(eqn.invars) == 1:
             return
+        # A reduction is linear: of partial products that are added up it is done once, of the sum.
         if name in _SUMS and len(taken) == len(eqn.invars) and taken <= self.partial.keys():
             self.partial[eqn.outvars[0]] = [self.partial.pop(x) for x in taken][0]
             return
@@ -158,6 +165,7 @@ class _Fusion:
                 self._written.add(x)
                 self._read |= self._sources.pop(x)
         if self._written:
+            # What the kernel writes itself it need not read.
             yield Kernel("other", 0, self._num_bytes([*self._written, *(self._read - self._written)]))
         self._written, self._read = set(), set()
 
@@ -192,6 +200,7 @@ class _Counter:
                     continue
                 yield from fusion.ended(eqn.invars)
                 for each in self._kernel(eqn):
+                    # Only when something reads the product, see `reduced`.
                     if each.kind == "reduce":
                         fusion.partial[eqn.outvars[0]] = each
                     else:
@@ -206,9 +215,11 @@ class _Counter:
             made = self._bytes(eqn.outvars)
             yield Kernel("attention", equation_work(eqn).flops, num_bytes, result_bytes=made)
         elif name == "cond":
+            # The branch that does most: which one runs is not known.
             branches = [list(self.kernels(program.jaxpr)) for program in inner]
             yield from max(branches, key=lambda kernels: sum(each.flops + each.num_bytes for each in kernels))
         elif is_call(eqn) or name in ("scan", "while", "shard_map"):
+            # Rounds of a `while` are not known before it runs: it counts once.
             times = eqn.params["length"] if name == "scan" else 1
             for program in inner:
                 for each in self.kernels(program.jaxpr):
@@ -217,6 +228,7 @@ class _Counter:
             yield from self._gathers(eqn)
         else:
             work = equation_work(eqn)
+            # Not all that an equation takes moves: a gather reads the rows that it gives, and not its table.
             shares = work.moved_bytes / max(1, _whole_bytes([*eqn.invars, *eqn.outvars]))
             num_bytes = round(shares * self._bytes([*eqn.invars, *eqn.outvars], smallest=0))
             is_product = name in ("dot_general", "conv_general_dilated", "ragged_dot_general")
@@ -224,6 +236,7 @@ class _Counter:
                 yield Kernel("other", 0, num_bytes)
                 return
             summed, axes = self._contracted(eqn)
+            # A device makes its share of the outputs, and where the dim that is summed is sharded, of each sum.
             outputs = math.prod(self._shape(eqn.outvars[0])) / max(1, math.prod(eqn.outvars[0].aval.shape))
             is_narrow = all(x.aval.dtype.itemsize <= 2 for x in eqn.invars[:2])
             made = self._bytes(eqn.outvars)
@@ -258,6 +271,7 @@ class _Counter:
         flops = sum(each.flops * each.times for eqn in eqns for each in self._kernel_inside(eqn))
         if not flops:
             return  # arrays laid out for the kernel
+        # Divided as the operand that is divided most, by samples and heads. Small ones, such as lengths, say nothing.
         heads = min((self._share(x) for x in (*read, *made) if self._bytes([x])), default=1.0)
         num_bytes, given = self._bytes([*read, *(made & used)]), self._bytes([*(made & used)])
         yield Kernel("attention", round(flops * heads), num_bytes, result_bytes=given)

@@ -109,7 +109,7 @@ def merge_lora(params: PyTree, alpha: float) -> dict[str, PyTree]:
 
 
 class _Adapters:
-    """What is put beside kernels.
+    """Adapters beside kernels.
 
     Args:
         rank: Inner size.

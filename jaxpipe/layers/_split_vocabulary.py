@@ -143,7 +143,7 @@ def _refused(named: NamedLayer, place: str, wanted: str, found: str) -> LayerErr
 
 
 class _Entropies(NamedTuple):
-    """Where a loss has the cross entropies of all positions, or their negatives.
+    """The place at which a loss has the cross entropies of all positions, or their negatives.
 
     Attributes:
         num_eqns: Length of the program in which this is so.

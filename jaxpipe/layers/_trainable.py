@@ -1,4 +1,4 @@
-"""Which parameters are trained; the others are frozen."""
+"""The parameters that are trained; the others are frozen."""
 
 import difflib
 import re
@@ -18,7 +18,7 @@ Paths are written `layers/3_Block/mlp/kernel` and `tied/embed/embedding`."""
 
 
 def checked_trainable(trainable: Any) -> Any:
-    """What says which parameters are trained, or None for all.
+    """Check what says which parameters are trained, and give it; None stands for all.
 
     Raises:
         LayerError: It is of another kind, a pattern is no regular expression, or a leaf of a tree is no boolean.

@@ -175,7 +175,7 @@ class BertEmbeddings(nn.Module):
 
 
 class BertTransform(nn.Module):
-    """What comes before the logits of masked tokens: a product, the activation, a norm.
+    """The layer before the logits of masked tokens: a product, the activation, a norm.
 
     Args:
         config: Sizes and switches.
@@ -260,7 +260,7 @@ def bert(config: BertConfig, head: BertHead = "masked_lm") -> list[LayerSpec]:
 
 
 def bert_names(config: BertConfig | Source, head: BertHead = "masked_lm") -> tuple[Rename, ...]:
-    """What Hugging Face calls the weights of `bert(config, head)`; files of the bare model lack `bert.`.
+    """Hugging Face's names of the weights of `bert(config, head)`; files of the bare model lack `bert.`.
 
     Args:
         config: Sizes and switches, or where `from_huggingface` reads them.

@@ -123,7 +123,7 @@ class Experts(nn.Module):
 
 
 def route(chosen: jax.Array, gates: jax.Array, room: int) -> tuple[jax.Array, jax.Array]:
-    """Which token of a sequence takes which slot of which expert.
+    """Give each choice of the tokens of a sequence a slot of its expert, while there is room.
 
     Args:
         chosen: `[B, T, choices, E]`, one where a choice of a token is an expert.

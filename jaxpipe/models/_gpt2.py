@@ -216,7 +216,7 @@ def gpt2(config: GPT2Config) -> list[LayerSpec]:
 
 
 def gpt2_names(config: GPT2Config | Source) -> tuple[Rename, ...]:
-    """What Hugging Face calls the weights of `gpt2(config)`; the first files of GPT-2 lack `transformer.`.
+    """Hugging Face's names of the weights of `gpt2(config)`; the first files of GPT-2 lack `transformer.`.
 
     Args:
         config: Sizes and switches, or where `from_huggingface` reads them.

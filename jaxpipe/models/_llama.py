@@ -67,7 +67,7 @@ class LlamaBlock(nn.Module):
         return constrained(x, *self._axes(x)) if config.shard_sequence else x
 
     def _added(self, y: jax.Array) -> jax.Array:
-        """What products by rows give, summed over `model` and named, so that recomputing does not repeat the sum.
+        """Results of products by rows, summed over `model` and named, so that recomputing does not repeat the sum.
 
         Said to be whole first: with the shares of positions alone XLA would gather the gradient of the product twice.
         """
@@ -211,7 +211,7 @@ def llama(config: LlamaConfig) -> list[LayerSpec]:
 
 
 def llama_names(config: LlamaConfig | Source) -> tuple[Rename, ...]:
-    """What Hugging Face calls the weights of `llama(config)`.
+    """Hugging Face's names of the weights of `llama(config)`.
 
     Args:
         config: Sizes and switches, or where `from_huggingface` reads them.

@@ -186,7 +186,7 @@ class LlamaConfig:
         return "mistral" if any(self.window(layer) for layer in range(self.num_hidden_layers)) else "llama"
 
     def _numbers(self) -> dict[str, Any]:
-        """What decides which numbers a trained model gives, each fact in one form."""
+        """The fields that decide which numbers a trained model gives, each fact in one form."""
         told = {field.name: getattr(self, field.name) for field in fields(self)}
         experts = self.experts
         if experts is not None:
@@ -199,12 +199,12 @@ class LlamaConfig:
         }
 
     def window(self, layer: int) -> int | None:
-        """How many positions a query of a layer sees; None for all."""
+        """Number of positions that a query of a layer sees; None for all."""
         is_full = self.layer_types is not None and self.layer_types[layer] == FULL
         return None if is_full else self.sliding_window
 
     def is_mixture(self, layer: int) -> bool:
-        """Whether a layer has experts."""
+        """True if a layer has experts."""
         return self.experts is not None and layer not in self.experts.dense_layers
 
     def _rules(self) -> Iterator[tuple[str, bool, str, str]]:

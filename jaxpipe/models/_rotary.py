@@ -22,7 +22,7 @@ _REQUIRED = {
 
 @dataclass(frozen=True)
 class RotaryScaling:
-    """How a model was made to see further than it was trained to; names are those of Hugging Face's `rope_parameters`.
+    """The change by which a model sees further than in its training; names of Hugging Face's `rope_parameters`.
 
     Attributes:
         rope_type: `"linear"`: all angles are divided by `factor`. `"dynamic"`: the base grows with what a sequence has

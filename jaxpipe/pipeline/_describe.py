@@ -68,14 +68,14 @@ def describe_pipeline(pipeline: Pipeline, max_width: int = 120) -> str:
 
 
 def _turns(pipeline: Pipeline) -> str:
-    """What is gathered once a turn to another chunk, how often, and how much of it is held."""
+    """Weights gathered once a turn to another chunk: how many, how often, and how much of them is held."""
     program = pipeline.program
     turns = max(map(program.num_turns, range(program.num_stages)))
     of_chunk = pipeline.gathered_trunk_bytes // program.num_chunks
-    held = 1 if program.is_of_one_chunk() else 2
+    num_held = 1 if program.is_of_one_chunk() else 2
     return (
         f"of them {format_bytes(of_chunk)} for each chunk's trunk, gathered when a stage turns to another chunk, up to "
-        f"{counted(turns, 'time')} a step, and held till it turns again ({format_bytes(held * of_chunk)}, "
-        f"{'one chunk for both' if held == 1 else 'a chunk for forwards and one for backwards'}), the others by every "
-        "forward and every backward"
+        f"{counted(turns, 'time')} a step, and held till it turns again ({format_bytes(num_held * of_chunk)}, "
+        f"{'one chunk for both' if num_held == 1 else 'a chunk for forwards and one for backwards'}), the others by "
+        "every forward and every backward"
     )

@@ -56,9 +56,9 @@ from jaxpipe.state import (
     Updater,
     VocabLayers,
     check_collections,
-    collection_places,
+    made_collections,
+    made_params,
     make_catalog,
-    param_places,
     place_everywhere,
     place_leaves,
     place_samples,
@@ -325,7 +325,7 @@ class Pipeline:
 
     @property
     def gathered_trunk_bytes(self) -> int:
-        """Those of the trunk of all chunks of a stage alone."""
+        """Bytes of the weights of the trunks alone, all chunks of a stage, that a device gathers over `fsdp`."""
         return self._bytes_beside(
             self._params.gathered,
             self._params.at_rest,
@@ -529,12 +529,12 @@ class Pipeline:
     def _draw(self, field: str, made: StageInit) -> dict[str, jax.Array]:
         """Initial arrays of a field."""
         if field == "params":
-            places = param_places(self._params, self.trace, self._sharding.master, self._sharding.row_spec)
+            field_leaves = made_params(self._params, self.trace, self._sharding.master, self._sharding.row_spec)
         else:
-            places = collection_places(self._stages.collections, self.module)
+            field_leaves = made_collections(self._stages.collections, self.module)
         arrays = state_arrays(self.state_struct)
         structs = {name: like for name, like in arrays.items() if name.startswith(f"{field}/")}
-        return made.draw(places, structs, lambda keys: self._place_some(keys, made.source), self._keys_of(field))
+        return made.draw(field_leaves, structs, lambda keys: self._place_some(keys, made.source), self._keys_of(field))
 
     def _tree(self, field: str, storage: Storage, paths: Iterable[Path]) -> dict[str, PyTree]:
         keys = {path: join_path((field, *path)) for path in paths}

@@ -277,11 +277,13 @@ def bytes_per_param(
     if not num_params:
         return 0.0
     compute_params = cast_floats(made, compute_dtype)
-    trained, kept = ({p: x for p, x in flatten_dict(made).items() if (p in trace.frozen) == is_it} for is_it in (0, 1))
+    trained, frozen = (
+        {p: x for p, x in flatten_dict(made).items() if (p in trace.frozen) == is_it} for is_it in (0, 1)
+    )
     master = trained if compute_dtype is None else cast_floats(trained, "float32")
     grads = jax.tree.map(lambda x: grad_accum_struct(x, grad_dtype), cast_floats(trained, compute_dtype))
     divided = num_bytes(master) + num_bytes(state_struct(optimizer, unflatten_dict(master)))
-    divided += num_bytes(cast_floats(kept, compute_dtype))
+    divided += num_bytes(cast_floats(frozen, compute_dtype))
     is_copied = compute_dtype is not None or num_shards > 1
     # Over automatic axes a weight and all that goes with it are divided alike.
     specs = trace.tree_specs()

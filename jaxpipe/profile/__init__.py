@@ -1,4 +1,4 @@
-"""Where a step's time and work go: by a recorded profile, and by counting."""
+"""A step's time and work by layer and phase: by a recorded profile, and by counting."""
 
 from ._layers import format_profile as format_profile
 from ._layers import layer_profiles as layer_profiles

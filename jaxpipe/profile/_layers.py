@@ -1,4 +1,4 @@
-"""What each layer of a pipeline holds, computes and takes, as a table."""
+"""Parameters, operations and time of each layer of a pipeline, as a table."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -166,7 +166,7 @@ def _si(number: float) -> str:
 
 
 def memory_line(pipeline: Pipeline, compiled: jax.stages.Compiled) -> str:
-    """What the memory of one device holds in a step, as a line."""
+    """The contents of one device's memory in a step, as a line."""
     struct = pipeline.state_struct
     sizes = {
         "parameters": struct.params,

@@ -148,7 +148,7 @@ class PipeSchedule(ABC):
         return self.stage_id == self.stages - 1
 
     def _repr_html_(self) -> str:
-        """What notebooks show: the schedule of all stages as a picture, or as text where it is not sound."""
+        """The schedule as notebooks show it: that of all stages as a picture, or as text where it is not sound."""
         from ._picture import schedule_html  # which is made of what is made of schedules
 
         return schedule_html(self)

@@ -248,7 +248,7 @@ class TickProgram:
         return sum(1 for row in rows for _ in groupby(chunk for chunk in row if chunk >= 0))
 
     def _repr_svg_(self) -> str:
-        """What notebooks show: the program as a picture, a backward taking twice the time of a forward."""
+        """The program as notebooks show it: a picture, a backward taking twice the time of a forward."""
         from ._picture import draw  # which is made of programs
 
         return draw(self).svg()

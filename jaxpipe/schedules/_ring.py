@@ -37,13 +37,13 @@ class RingTimetable(TimetableSchedule):
         return self.num_chunks - 1 - chunk, microbatch
 
     def activation_at(self, step: int) -> Action:
-        """What the stage before ran; on the first stage it is for the next chunk."""
+        """The forward that the stage before ran; on the first stage it is for the next chunk."""
         before = (self.stage_id - 1) % self.stages
         chunk, microbatch = self._turn(step - 1 - before)
         return self._on_this_stage(chunk + (self.stage_id == 0), microbatch)
 
     def gradient_at(self, step: int) -> Action:
-        """What the stage after ran; on the last stage it is for the chunk before."""
+        """The backward that the stage after ran; on the last stage it is for the chunk before."""
         after = (self.stage_id + 1) % self.stages
         chunk, microbatch = self._turn(step - 1 - (self._backward_lag() + self.stages - 1 - after))
         return self._on_this_stage(self.num_chunks - 1 - chunk - (after == 0), microbatch)

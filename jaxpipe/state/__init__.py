@@ -19,8 +19,8 @@ from ._host import read_leaves as read_leaves
 from ._host import state_arrays as state_arrays
 from ._host import with_arrays as with_arrays
 from ._init import StageInit as StageInit
-from ._init import collection_places as collection_places
-from ._init import param_places as param_places
+from ._init import made_collections as made_collections
+from ._init import made_params as made_params
 from ._layout import Layout as Layout
 from ._layout import Storage as Storage
 from ._layout import constrained as constrained

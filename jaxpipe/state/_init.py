@@ -37,8 +37,8 @@ _THREEFRY = "key<fry>"
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where one leaf that a layer makes is kept.
+class MadeLeaf:
+    """One leaf that a layer makes, with its name in a layout.
 
     Attributes:
         name: Its name in the layout.
@@ -54,8 +54,8 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Places:
-    """Where all leaves of one field of a state are kept.
+class MadeField:
+    """The leaves of one field of a state that layers make, with their layout.
 
     Attributes:
         field: `params` or `collections`.
@@ -67,11 +67,11 @@ class Places:
     field: str
     sharding: ShardLayout
     rows: P
-    forms: tuple[tuple[Place, ...], ...]
+    forms: tuple[tuple[MadeLeaf, ...], ...]
 
 
-def param_places(params: ModelParams, trace: ModelTrace, master: ShardLayout, rows: P) -> Places:
-    """Where parameters are kept; a tied one is made by the first layer that holds it, on each stage that does.
+def made_params(params: ModelParams, trace: ModelTrace, master: ShardLayout, rows: P) -> MadeField:
+    """The parameters that layers make; a tied one is made by the first layer that holds it, on each stage that does.
 
     Args:
         params: The parameters.
@@ -84,17 +84,17 @@ def param_places(params: ModelParams, trace: ModelTrace, master: ShardLayout, ro
     for form, stage in enumerate(master.stages_of_forms):
         paths = params.stages[stage].paths
         names = ((name, paths[name]) for name in master.shards.names(form))
-        forms.append(tuple(Place(name, *owners[path], dims.get(path)) for name, path in names))
-    return Places("params", master, rows, tuple(forms))
+        forms.append(tuple(MadeLeaf(name, *owners[path], dims.get(path)) for name, path in names))
+    return MadeField("params", master, rows, tuple(forms))
 
 
-def collection_places(collections: ModelCollections, module: PipelineModule) -> Places:
-    """Where collections are kept."""
+def made_collections(collections: ModelCollections, module: PipelineModule) -> MadeField:
+    """The collections that layers make."""
     indices = {named.name: named.index for named in module.layers}
-    forms: list[list[Place]] = [[] for _ in range(collections.layout.num_stages)]
+    forms: list[list[MadeLeaf]] = [[] for _ in range(collections.layout.num_stages)]
     for stage, name, (layer, *local) in collections.leaves():
-        forms[stage].append(Place(name, indices[layer], tuple(local)))
-    return Places("collections", Replicated(collections.layout), P("stage"), tuple(map(tuple, forms)))
+        forms[stage].append(MadeLeaf(name, indices[layer], tuple(local)))
+    return MadeField("collections", Replicated(collections.layout), P("stage"), tuple(map(tuple, forms)))
 
 
 @dataclass(frozen=True)
@@ -126,12 +126,12 @@ class _Slot:
     """One leaf among those that a run makes.
 
     Attributes:
-        place: The leaf, with the name that it has in the first place where it is made.
+        leaf: The leaf, with the name that it has on the first stage that makes it.
         target: Index of the array that it is written into.
         is_flat: That array is a flat buffer, else the leaf alone.
     """
 
-    place: Place
+    leaf: MadeLeaf
     target: int
     is_flat: bool
 
@@ -178,7 +178,7 @@ class StageInit:
 
     def draw(
         self,
-        places: Places,
+        made: MadeField,
         structs: Mapping[str, Any],
         place_on_host: Callable[[Sequence[str]], Mapping[str, jax.Array]],
         keys: Sequence[str],
@@ -186,7 +186,7 @@ class StageInit:
         """Make a field of a state. All processes must call.
 
         Args:
-            places: Where its leaves are kept.
+            made: The leaves, with their layout.
             structs: Shapes, dtypes and shardings of its arrays, by name.
             place_on_host: Makes the arrays in which some leaves lie from values in host memory, by the leaves' keys.
             keys: Keys of all leaves in the catalog.
@@ -195,12 +195,12 @@ class StageInit:
             The arrays by name.
         """
         on_host = [key for key in keys if self._recipe(self._maker(key)[0]).fault]
-        self._report([self._maker(key)[0] for key in on_host], places.field)
+        self._report([self._maker(key)[0] for key in on_host], made.field)
         arrays = dict(place_on_host(on_host) if on_host else {})
         left = {name: like for name, like in structs.items() if name not in arrays}
         arrays |= _zeros(left)
-        for one in self._rounds(places):
-            self._run(one, places, arrays)
+        for one in self._rounds(made):
+            self._run(one, made, arrays)
             # Else many rounds are begun at once, and leaves of all of them lie beside the state.
             jax.block_until_ready([arrays[name] for name in one.targets])
         return arrays
@@ -263,86 +263,89 @@ class StageInit:
     def _layer_key(self, index: int) -> jax.Array:
         return self._module.layer_key(self._key, index)
 
-    def _rounds(self, places: Places) -> list[_Round]:
+    def _rounds(self, made: MadeField) -> list[_Round]:
         """The runs that make all leaves, each layer on every device that keeps some of it."""
         rounds: dict[Hashable, _Round] = {}
-        layout = places.sharding.shards
-        for form, leaves in enumerate(places.forms):
-            by_layer: dict[int, list[Place]] = {}
-            for place in leaves:
-                if not self._recipe(place.index).fault:
-                    by_layer.setdefault(place.index, []).append(place)
+        layout = made.sharding.shards
+        for form, leaves in enumerate(made.forms):
+            by_layer: dict[int, list[MadeLeaf]] = {}
+            for leaf in leaves:
+                if not self._recipe(leaf.index).fault:
+                    by_layer.setdefault(leaf.index, []).append(leaf)
             numbers: dict[Hashable, int] = {}
             for index, group in by_layer.items():
-                arrays, offsets, _, are_flat = zip(*(layout.span(form, place.name) for place in group), strict=True)
-                targets = tuple(dict.fromkeys(f"{places.field}/{array}" for array in arrays))
-                at = [targets.index(f"{places.field}/{array}") for array in arrays]
+                arrays, offsets, _, are_flat = zip(*(layout.span(form, leaf.name) for leaf in group), strict=True)
+                targets = tuple(dict.fromkeys(f"{made.field}/{array}" for array in arrays))
+                at = [targets.index(f"{made.field}/{array}") for array in arrays]
                 slots = tuple(map(_Slot, group, at, are_flat))
-                kind = self._recipe(index).number, tuple(place.local for place in group), arrays
-                # The n-th layer of this kind on each device.
+                kind = self._recipe(index).number, tuple(leaf.local for leaf in group), arrays
+                # The n-th layer of this kind on each device: stages draw side by side, so that drawing all layers takes
+                # as long as those of one stage.
                 number = numbers[kind] = numbers.get(kind, -1) + 1
                 one = rounds.setdefault((kind, number), _Round(slots, targets, {}))
                 one.layers[form] = index, list(offsets)
         return list(rounds.values())
 
-    def _run(self, one: _Round, places: Places, arrays: dict[str, jax.Array]) -> None:
-        targets, sharding = [arrays[name] for name in one.targets], places.sharding
+    def _run(self, one: _Round, made: MadeField, arrays: dict[str, jax.Array]) -> None:
+        targets, sharding = [arrays[name] for name in one.targets], made.sharding
         rows = [form for stage in range(sharding.gathered.num_stages) for form in _forms_of_rows(sharding, stage)]
         keys = {form: self._layer_key(index) for form, (index, _) in one.layers.items()}
         words = {form: np.asarray(jax.random.key_data(key) if is_key(key.dtype) else key) for form, key in keys.items()}
         some = next(iter(one.layers))
         nothing, none = np.zeros_like(words[some]), (0, [0] * len(one.slots))
-        at_rows = NamedSharding(cast("NamedSharding", targets[0].sharding).mesh, places.rows)
+        at_rows = NamedSharding(cast("NamedSharding", targets[0].sharding).mesh, made.rows)
 
         def by_row(values: list[Any], dtype: Any = None) -> jax.Array:
             whole = np.asarray(values, dtype)
             return jax.make_array_from_callback(whole.shape, at_rows, lambda at: whole[at])
 
+        # A row for every device, also where there is nothing to draw: which do is data, and one program does for all.
         is_here = by_row([form in one.layers for form in rows])
         offsets = by_row([one.layers.get(form, none)[1] for form in rows], np.int32)
         recipe = self._recipe(one.layers[some][0])
         impl = jax.random.key_impl(keys[some]) if is_key(keys[some].dtype) else None
-        draw = self._drawing(recipe, one.slots, places, cast("Mesh", at_rows.mesh), impl)
+        draw = self._drawing(recipe, one.slots, made, cast("Mesh", at_rows.mesh), impl)
         leaves = draw(by_row([words.get(form, nothing) for form in rows]), is_here)
-        put = self._putting(recipe, one.slots, places, [cast("NamedSharding", x.sharding) for x in targets])
+        put = self._putting(recipe, one.slots, made, [cast("NamedSharding", x.sharding) for x in targets])
         arrays.update(zip(one.targets, put(targets, leaves, is_here, offsets), strict=True))
 
     def _drawing(
-        self, recipe: _Recipe, slots: Sequence[_Slot], places: Places, mesh: Mesh, impl: Any
+        self, recipe: _Recipe, slots: Sequence[_Slot], made: MadeField, mesh: Mesh, impl: Any
     ) -> Callable[..., list[jax.Array]]:
         """The jitted program that makes leaves, whole on each device that keeps some of them."""
-        names = [(places.field, slot.place.local) for slot in slots]
+        names = [(made.field, slot.leaf.local) for slot in slots]
 
         def draw(words: jax.Array, is_here: jax.Array) -> list[jax.Array]:
-            def made() -> list[jax.Array]:
+            def drawn() -> list[jax.Array]:
                 leaves = recipe.run(words[0] if impl is None else jax.random.wrap_key_data(words[0], impl=impl), names)
                 return [jax.random.key_data(leaf) if is_key(leaf.dtype) else leaf for leaf in leaves]
 
             def zeros() -> list[jax.Array]:
-                return [jnp.zeros(like.shape, like.dtype) for like in jax.eval_shape(made)]
+                return [jnp.zeros(like.shape, like.dtype) for like in jax.eval_shape(drawn)]
 
-            return [leaf[None] for leaf in jax.lax.cond(is_here[0], made, zeros)]
+            # One program on all devices, of which only those that keep some of the layer draw it.
+            return [leaf[None] for leaf in jax.lax.cond(is_here[0], drawn, zeros)]
 
         # Every axis is manual and nothing is cut here: each device runs what one device runs. Where XLA divides the
         # work, or fuses it with what reads it, it multiplies constants in another order, and last bits differ (JAX
         # 0.10, CPU).
-        rows = places.rows
+        rows = made.rows
         mapped = jax.shard_map(draw, mesh=mesh, in_specs=rows, out_specs=P(mesh.axis_names), check_vma=False)
         return self._programs.setdefault((recipe.number, tuple(names)), jax.jit(mapped))
 
     def _putting(
-        self, recipe: _Recipe, slots: Sequence[_Slot], places: Places, shardings: list[NamedSharding]
+        self, recipe: _Recipe, slots: Sequence[_Slot], made: MadeField, shardings: list[NamedSharding]
     ) -> Callable[..., list[jax.Array]]:
         """The jitted program that writes what each device keeps of drawn leaves into its arrays.
 
         One program for all rounds of a recipe whose leaves are kept alike.
         """
-        sharding, specs = places.sharding, [one.spec for one in shardings]
+        sharding, specs = made.sharding, [one.spec for one in shardings]
 
         def cut(slot: _Slot, leaf: jax.Array, target: jax.Array) -> jax.Array:
-            stage, dim = jax.lax.axis_index("stage"), slot.place.stage_dim
+            stage, dim = jax.lax.axis_index("stage"), slot.leaf.stage_dim
             leaf = leaf if dim is None else _block(leaf, dim, stage, sharding.gathered.num_stages)
-            piece = sharding.piece_of(slot.place.name, leaf, jax.lax.axis_index("data")).astype(target.dtype)
+            piece = sharding.piece_of(slot.leaf.name, leaf, jax.lax.axis_index("data")).astype(target.dtype)
             if slot.is_flat:
                 return piece.reshape(-1, *target.shape[1:])
             for dim, axes in enumerate(specs[slot.target][1:]):
@@ -364,16 +367,17 @@ class StageInit:
                 return written
 
             # A loop of one round or none: what it carries is written in place, and elsewhere left alone.
-            kept = jax.lax.fori_loop(0, is_here[0].astype(jnp.int32), write, [target[0] for target in targets])
-            return [array[None] for array in kept]
+            filled = jax.lax.fori_loop(0, is_here[0].astype(jnp.int32), write, [target[0] for target in targets])
+            return [array[None] for array in filled]
 
         described = [
-            (slot.place.local, slot.place.stage_dim, slot.target, slot.is_flat, sharding.block_counts(slot.place.name))
+            (slot.leaf.local, slot.leaf.stage_dim, slot.target, slot.is_flat, sharding.block_counts(slot.leaf.name))
             for slot in slots
         ]
-        mesh, rows = shardings[0].mesh, places.rows
+        mesh, rows = shardings[0].mesh, made.rows
         in_specs = (specs, P(mesh.axis_names), rows, rows)
         mapped = jax.shard_map(put, mesh=mesh, in_specs=in_specs, out_specs=specs, check_vma=False)
+        # Donated, so that the arrays are never twice in memory while they are filled.
         jitted = jax.jit(mapped, out_shardings=shardings, donate_argnums=(0,))
         return self._programs.setdefault((recipe.number, tuple(described), tuple(shardings)), jitted)
 
@@ -392,10 +396,10 @@ def _fault(program: Program, part: Slice) -> str:
     if names & primitives.CALLBACKS:
         return "calls Python back"
     atoms = [x for eqn in eqns for x in eqn.invars]
-    held = [x.val for x in atoms if isinstance(x, Literal)] + [
+    values = [x.val for x in atoms if isinstance(x, Literal)] + [
         program.consts[x] for x in part.variables if x in program.consts
     ]
-    if any(np.ndim(value) > 0 for value in held if not is_key(getattr(value, "dtype", None))):
+    if any(np.ndim(value) > 0 for value in values if not is_key(getattr(value, "dtype", None))):
         return "holds arrays"
     keys = {str(x.aval.dtype) for x in atoms if is_key(getattr(x.aval, "dtype", None))}
     if keys - {_THREEFRY} or names & primitives.DEVICE_RANDOM_BITS:

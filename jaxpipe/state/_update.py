@@ -65,17 +65,18 @@ class Updater:
         others, trunk = {}, {}
         for form in forms:
             paths = params.trained_paths[sharding.stage_of(form)]
-            own = {name: paths[name] for name in shards.names(form) if name in paths}
-            off_trunk = {name: path for name, path in own.items() if name not in self._trunk_names}
+            trained = {name: paths[name] for name in shards.names(form) if name in paths}
+            off_trunk = {name: path for name, path in trained.items() if name not in self._trunk_names}
             others[form] = _Group(shards, form, off_trunk, optimizer, params.vocab_names)
             # Where trunks are treated alike the program of form 0 updates all of them.
             if form == 0 or not is_uniform:
-                of_trunk = {name: path for name, path in own.items() if name not in off_trunk}
+                of_trunk = {name: path for name, path in trained.items() if name not in off_trunk}
                 trunk[form] = _Group(shards, form, of_trunk, optimizer)
         if is_apart:
             groups = (*trunk.values(), *others.values())
             check_separable(optimizer, trace, params.trained, [group.paths.values() for group in groups])
-        # By form the one whose program updates the group. The keys are part of the names of arrays in checkpoints.
+        # By form the one whose program updates the group. The keys are part of the names of arrays in
+        # checkpoints, also "own", which is what lies off the trunk.
         self._programs = {"trunk": [0] * len(forms) if is_uniform else list(forms), "own": list(forms)}
         self._groups = {"trunk": [trunk[form] for form in self._programs["trunk"]], "own": list(others.values())}
         self._layouts = {
@@ -176,7 +177,7 @@ class _Group:
         form: The shard's form.
         paths: The parameters by name, each with its path.
         optimizer: The optimiser.
-        alike: Parameters that all stages hold under one name; so their state has one name on all stages, and is
+        shared_names: Parameters that all stages hold under one name; so their state has one name on all stages, and is
             stacked as they are.
     """
 
@@ -186,14 +187,14 @@ class _Group:
         form: int,
         paths: Paths,
         optimizer: optax.GradientTransformation,
-        alike: Collection[str] = (),
+        shared_names: Collection[str] = (),
     ) -> None:
         self._layout, self._form, self.paths, self._optimizer = layout, form, paths, optimizer
         self.struct = unflatten_dict({path: layout.struct_of(form, name) for name, path in paths.items()})
         state = state_struct(optimizer, self.struct)
         leaves, self._treedef = jax.tree.flatten(state)
         self._state_paths = leaf_paths(state)
-        named = {path for name, path in paths.items() if name in alike}
+        named = {path for name, path in paths.items() if name in shared_names}
         names = [join_path(at) if find_param(at, named) else str(i) for i, at in enumerate(self._state_paths)]
         self.state_leaves = dict(zip(names, leaves, strict=True))
         # What has its parameter's shape, such as a moment, is sharded as the parameter is.

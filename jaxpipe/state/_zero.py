@@ -72,7 +72,7 @@ class ShardLayout(abc.ABC):
         return ()
 
     def piece_of(self, name: str, leaf: jax.Array, replica: jax.Array) -> jax.Array:
-        """What a replica's shard holds of a leaf, where it holds any."""
+        """The piece of a leaf in a replica's shard, where it holds any."""
         return leaf
 
     @property

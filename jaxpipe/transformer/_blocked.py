@@ -29,7 +29,7 @@ _LOWEST = -1e30
 
 
 class Pattern(NamedTuple):
-    """What of attention is known before it is traced.
+    """Settings of attention, known before it is traced.
 
     Attributes:
         causal: Queries see keys up to their own position.
@@ -45,7 +45,7 @@ class Pattern(NamedTuple):
 
 
 class Visibility(NamedTuple):
-    """What of attention is data: all None where nothing but the pattern hides keys.
+    """Arrays that hide keys from queries: all None where nothing but the pattern hides keys.
 
     Attributes:
         mask: `[B or 1, N or 1, T or 1, S or 1]`; booleans, true where a query sees a key, or numbers that are added.

@@ -1,4 +1,4 @@
-"""What a transformer layer computes, and the one policy that says what of it is kept for the backward."""
+"""The computation of a transformer layer, and the one policy that says what of it is kept for the backward."""
 
 import functools
 from collections.abc import Callable, Mapping

@@ -162,12 +162,12 @@ class DeepSpeedTransformerConfig:
 
     @property
     def drops(self) -> bool:
-        """Whether training drops anything."""
+        """True if training drops anything."""
         return self.training and (self.attn_dropout_ratio > 0 or self.hidden_dropout_ratio > 0)
 
     @property
     def saves_memory(self) -> bool:
-        """Whether a memory switch is on."""
+        """True if a memory switch is on."""
         return self.normalize_invertible or self.gelu_checkpoint or self.attn_dropout_checkpoint
 
     def _rules(self) -> Iterator[tuple[str, bool, str, str]]:

@@ -1,4 +1,4 @@
-"""How blocks are divided inside a stage: weights over `model`, activations over `model` and `fsdp`."""
+"""The division of blocks inside a stage: weights over `model`, activations over `model` and `fsdp`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
