@@ -17,7 +17,9 @@ import numpy as np  # noqa: E402
 from _layouts import Layout  # noqa: E402
 
 import jaxpipe  # noqa: E402
+from jaxpipe.checkpoint import Rename  # noqa: E402
 from jaxpipe.data import BatchLoader  # noqa: E402
+from jaxpipe.layers import flatten_dict  # noqa: E402
 from jaxpipe.state import state_arrays  # noqa: E402
 
 
@@ -75,6 +77,17 @@ class Actions:
     def load(self, path: str) -> Any:
         found = self.engine.load_checkpoint(path)
         return [found[0], found[1], self.engine.global_steps]
+
+    def load_named(self, folder: str) -> None:
+        """Parameters out of files where they have our names."""
+        paths = flatten_dict(self.engine.module_state_dict())
+        ours = [(p[1].partition("_")[0], *p[2:]) if p[0] == "layers" else p for p in paths]
+        names = [Rename(".".join(path), "/".join(own)) for path, own in zip(paths, ours, strict=True)]
+        self.engine.load_huggingface(folder, names)
+
+    def load_named_apart(self, folder: str) -> None:
+        """Each process out of a folder of its own."""
+        self.load_named(f"{folder}{jax.process_index()}")
 
     def rows(self) -> dict[str, list[str]]:
         """Hashes of every copy of every block of a row that this process holds."""

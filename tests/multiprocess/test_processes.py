@@ -1,17 +1,22 @@
 """The same training in one process and in several."""
 
+import hashlib
 import socket
 from pathlib import Path
 from typing import Any
 
+import jax
+import numpy as np
 import pytest
 from _covering import slow_after
 from _job import Job, free_port, run_job
 from _layouts import Layout, shared_engine, train
 from _tolerances import ROUNDING, assert_loss
+from safetensors.numpy import save_file
 
 import jaxpipe
 from jaxpipe.errors import LaunchError
+from jaxpipe.layers import flatten_dict, unflatten_dict
 
 JOBS = {
     "2x2-stages-across": (2, 2, {"stages": 2, "data": 2, "spread": True}),
@@ -71,6 +76,31 @@ def test_data_go_on_where_they_stood_with_fewer_processes(tmp_path: Path) -> Non
     written = run_job(tmp_path / "a", 2, 1, layout, [["train_loader", 2], ["save", path], ["train_loader", 3]])
     alone = run_job(tmp_path / "b", 1, 2, layout, [["load", path], ["train_loader", 3]])
     assert_loss(alone[0][1], written[0][2], tolerance=ROUNDING)
+
+
+@pytest.mark.slow
+def test_files_of_another_library_are_read_by_two_processes_or_by_none(tmp_path: Path) -> None:
+    layout: dict[str, Any] = {"stages": 2, "data": 1}
+    engine = Layout(**layout).engine()
+    train(engine, Layout(**layout), range(1))
+    changed = {path: leaf + 1 for path, leaf in flatten_dict(engine.module_state_dict()).items()}
+    for name in ("good", "own0", "own1"):
+        (tmp_path / name).mkdir()
+        save_file({".".join(path): leaf for path, leaf in changed.items()}, tmp_path / name / "model.safetensors")
+    damaged = tmp_path / "own1" / "model.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-8])
+    actions = [
+        *(["train", 0, 1], ["load_named", str(tmp_path / "good")], ["params"]),
+        *(["error", "load_named_apart", str(tmp_path / "own")], ["params"], ["train", 1, 2]),
+    ]
+    results = run_job(tmp_path, 2, 1, layout, actions)
+    leaves = jax.tree.leaves(unflatten_dict(changed))
+    wanted = hashlib.sha256(b"".join(np.asarray(leaf).tobytes() for leaf in leaves)).hexdigest()
+    for _, _, loaded, (kind, text), after, losses in results:
+        assert loaded == after == wanted
+        assert kind == "CheckpointError"
+        assert "damaged" in text
+        assert len(losses) == 1
 
 
 def test_one_process_s_mistake_is_every_process_s_error(tmp_path: Path) -> None:
