@@ -7,6 +7,11 @@ from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from typing import Any
 
+from docutils.nodes import Element
+from sphinx.addnodes import pending_xref
+from sphinx.application import Sphinx
+from sphinx.environment import BuildEnvironment
+
 from jaxpipe.config import TrainConfig
 from jaxpipe.config._other_keys import REFUSED, UNUSED
 from jaxpipe.config._section import Section
@@ -132,6 +137,25 @@ def _code(span: re.Match[str]) -> str:
     if re.fullmatch(r"[A-Za-z_][\w.]*(\(\))?", span[1]):
         return f":py:obj:`{span[1]}`{end}"
     return f"``{span[1]}``{end}"
+
+
+def find_in_package(app: Sphinx, env: BuildEnvironment, node: pending_xref, text: Element) -> Element | None:
+    """Find a name that its own room does not have where the package has it, as `PipelineModule.init`.
+
+    Args:
+        app: The builder's application.
+        env: What is known of all pages.
+        node: The reference.
+        text: What it shows.
+
+    Returns:
+        A link; None: the package has no such name, which then is code alone.
+    """
+    if node["refdomain"] != "py":
+        return None
+    node["py:module"], node["py:class"] = "jaxpipe", None
+    place = env, node["refdoc"], app.builder, node["reftype"], node["reftarget"]
+    return env.domains["py"].resolve_xref(*place, node, text)
 
 
 def hide_arguments(app: object, what: str, name: str, *rest: object) -> tuple[str, None] | None:

@@ -56,3 +56,4 @@ def setup(app: Sphinx) -> None:
     """Connect what is done to docstrings and signatures."""
     app.connect("autodoc-process-docstring", _generate.mark_code, priority=100)
     app.connect("autodoc-process-signature", _generate.hide_arguments)
+    app.connect("missing-reference", _generate.find_in_package)
