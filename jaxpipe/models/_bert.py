@@ -16,6 +16,7 @@ from jaxpipe.layers import LayerSpec, TiedLayerSpec
 from jaxpipe.transformer import DeepSpeedTransformerConfig, DeepSpeedTransformerLayer
 
 from ._huggingface import ConfigKeys
+from ._rules import Rule, are_sizes, check_fields, read_fields, shared_fields
 
 BertHead = Literal["masked_lm"] | None
 
@@ -70,9 +71,7 @@ class BertConfig:
     dtype: Any = None
 
     def __post_init__(self) -> None:
-        for name, holds, rule in self._rules():
-            if not holds:
-                raise ConfigError(f"{name} must be {rule}, but got {name}={getattr(self, name)!r}. Change it to one.")
+        check_fields(self, self._rules())
         self.layer()  # has rules of its own
 
     @classmethod
@@ -90,10 +89,7 @@ class BertConfig:
         keys.check("position_embedding_type", "absolute")
         keys.check("tie_word_embeddings", True)
         keys.get("classifier_dropout", None)  # of heads that are not here
-        names = [name for name in cls.__dataclass_fields__ if name != "dtype"]
-        given = {name: keys.get(name, getattr(cls, name)) for name in names}
-        keys.finish()
-        return cls(**given)
+        return cls(**read_fields(keys, cls))
 
     def to_huggingface(self, head: BertHead = "masked_lm") -> dict[str, Any]:
         """The contents of a `config.json`, which `from_huggingface` reads back; for `save_huggingface`.
@@ -101,9 +97,9 @@ class BertConfig:
         Args:
             head: As for `bert`; it decides which class of `transformers` opens the files.
         """
-        names = [name for name in self.__dataclass_fields__ if name != "dtype"]
         opened = "BertModel" if head is None else "BertForMaskedLM"
-        return {"model_type": "bert", "architectures": [opened], **{name: getattr(self, name) for name in names}}
+        fields = {name: getattr(self, name) for name in shared_fields(self)}
+        return {"model_type": "bert", "architectures": [opened], **fields}
 
     def layer(self) -> DeepSpeedTransformerConfig:
         """The configuration of a layer."""
@@ -122,11 +118,9 @@ class BertConfig:
             dtype=self.dtype,
         )
 
-    def _rules(self) -> Iterator[tuple[str, bool, str]]:
-        for name in _SIZES:
-            value = getattr(self, name)
-            yield name, isinstance(value, int) and not isinstance(value, bool) and value >= 1, "an integer >= 1"
-        yield "hidden_act", self.hidden_act in _ACTIVATIONS, f"one of {', '.join(_ACTIVATIONS)}"
+    def _rules(self) -> Iterator[Rule]:
+        yield from are_sizes(self, _SIZES)
+        yield "hidden_act", self.hidden_act in _ACTIVATIONS, f"one of {', '.join(_ACTIVATIONS)}", "Use one of them."
 
 
 class BertEmbeddings(nn.Module):

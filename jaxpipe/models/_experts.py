@@ -1,6 +1,7 @@
 """Mixture of experts: a feed-forward part of which each token passes some of several, as in Mixtral and Qwen's MoE."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,8 +9,9 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from jaxpipe.errors import ConfigError
 from jaxpipe.transformer import MODEL, Divided, constrained, dividing
+
+from ._rules import Rule, are_sizes, check_fields
 
 EXPERT = "expert"
 """The axis over which experts are divided."""
@@ -48,20 +50,15 @@ class ExpertsConfig:
     balance: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("num_experts", "num_experts_per_tok", "intermediate_size", "shared_size"):
-            value, least = getattr(self, name), 0 if name == "shared_size" else 1
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise ConfigError(f"{name} must be an integer >= {least}, but got {name}={value!r}. Pass one.")
-        if self.num_experts_per_tok > self.num_experts:
-            raise ConfigError(
-                f"num_experts_per_tok must be at most num_experts={self.num_experts}, but got "
-                f"num_experts_per_tok={self.num_experts_per_tok}. A token passes each expert once."
-            )
-        if self.capacity_factor is not None and self.capacity_factor <= 0:
-            raise ConfigError(
-                f"capacity_factor must be > 0 or None, but got capacity_factor={self.capacity_factor!r}. Use 1.25, or "
-                "None for the exact mixture."
-            )
+        check_fields(self, self._rules())
+
+    def _rules(self) -> Iterator[Rule]:
+        yield from are_sizes(self, ("num_experts", "num_experts_per_tok", "intermediate_size"))
+        yield from are_sizes(self, ("shared_size",), least=0)
+        is_less, rule = self.num_experts_per_tok <= self.num_experts, f"at most num_experts={self.num_experts}"
+        yield "num_experts_per_tok", is_less, rule, "A token passes each expert once."
+        is_room = self.capacity_factor is None or self.capacity_factor > 0
+        yield "capacity_factor", is_room, "> 0 or None", "Use 1.25, or None for the exact mixture."
 
 
 class Experts(nn.Module):

@@ -9,12 +9,13 @@ import jax
 import jax.numpy as jnp
 
 from jaxpipe.checkpoint import Rename, Source, Transform, conv1d, merge, transpose
-from jaxpipe.errors import ConfigError, LayerError
+from jaxpipe.errors import LayerError
 from jaxpipe.layers import LayerSpec, TiedLayerSpec
 from jaxpipe.transformer import DeepSpeedTransformerConfig, DeepSpeedTransformerLayer
 
 from ._huggingface import ConfigKeys
 from ._positions import positions_of
+from ._rules import Rule, are_sizes, check_fields, read_fields, shared_fields
 
 _SIZES = ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head")
 
@@ -68,9 +69,7 @@ class GPT2Config:
     dtype: Any = None
 
     def __post_init__(self) -> None:
-        for name, holds, rule in self._rules():
-            if not holds:
-                raise ConfigError(f"{name} must be {rule}, but got {name}={getattr(self, name)!r}. Change it to one.")
+        check_fields(self, self._rules())
         self.block()  # has rules of its own
 
     @classmethod
@@ -90,17 +89,13 @@ class GPT2Config:
         keys.check("n_ctx", keys.get("n_positions", 1024))
         for key in _OTHER_HEADS:
             keys.get(key, None)
-        names = [name for name in cls.__dataclass_fields__ if name != "dtype"]
-        given = {name: keys.get(name, getattr(cls, name)) for name in names}
-        keys.finish()
-        return cls(**given)
+        return cls(**read_fields(keys, cls))
 
     def to_huggingface(self) -> dict[str, Any]:
         """The contents of a `config.json`, which `from_huggingface` reads back; for `save_huggingface`."""
-        names = [name for name in self.__dataclass_fields__ if name != "dtype"]
         return {
             **{"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "activation_function": "gelu_new"},
-            **{name: getattr(self, name) for name in names},
+            **{name: getattr(self, name) for name in shared_fields(self)},
         }
 
     def block(self) -> DeepSpeedTransformerConfig:
@@ -118,11 +113,10 @@ class GPT2Config:
             dtype=self.dtype,
         )
 
-    def _rules(self) -> Iterator[tuple[str, bool, str]]:
-        for name in _SIZES:
-            value = getattr(self, name)
-            yield name, isinstance(value, int) and not isinstance(value, bool) and value >= 1, "an integer >= 1"
-        yield "embd_pdrop", isinstance(self.embd_pdrop, (int, float)) and 0 <= self.embd_pdrop < 1, "in [0, 1)"
+    def _rules(self) -> Iterator[Rule]:
+        yield from are_sizes(self, _SIZES)
+        drops = self.embd_pdrop
+        yield "embd_pdrop", isinstance(drops, (int, float)) and 0 <= drops < 1, "in [0, 1)", "Use 0.0 for none."
 
 
 class Positions(nn.Module):

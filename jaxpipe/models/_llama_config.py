@@ -12,6 +12,7 @@ from jaxpipe.errors import ConfigError
 from ._experts import ExpertsConfig
 from ._huggingface import ConfigKeys
 from ._rotary import RotaryScaling
+from ._rules import Rule, are_sizes, check_fields, is_size
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -83,16 +84,14 @@ class LlamaConfig:
     shard_sequence: bool = False
 
     def __post_init__(self) -> None:
-        are_sizes = _is_size(self.hidden_size) and _is_size(self.num_attention_heads)
-        size = self.hidden_size // self.num_attention_heads if are_sizes else None
+        can_divide = is_size(self.hidden_size) and is_size(self.num_attention_heads)
+        size = self.hidden_size // self.num_attention_heads if can_divide else None
         for name, default in {"num_key_value_heads": self.num_attention_heads, "head_dim": size}.items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, default)
         if isinstance(self.layer_types, list):
             object.__setattr__(self, "layer_types", tuple(self.layer_types))
-        for name, holds, rule, repair in self._rules():
-            if not holds:
-                raise ConfigError(f"{name} must be {rule}, but got {name}={getattr(self, name)!r}. {repair}")
+        check_fields(self, self._rules())
 
     @classmethod
     def from_huggingface(cls, source: Source) -> "LlamaConfig":
@@ -207,10 +206,8 @@ class LlamaConfig:
         """True if a layer has experts."""
         return self.experts is not None and layer not in self.experts.dense_layers
 
-    def _rules(self) -> Iterator[tuple[str, bool, str, str]]:
-        """For fields whether a rule holds, the rule, and the repair; later ones count on earlier ones."""
-        for name in (*_SIZES, "num_key_value_heads", "head_dim"):
-            yield name, _is_size(getattr(self, name)), "an integer >= 1", "Pass one."
+    def _rules(self) -> Iterator[Rule]:
+        yield from are_sizes(self, (*_SIZES, "num_key_value_heads", "head_dim"))
         heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
         yield (
             *("num_key_value_heads", heads % kv_heads == 0, f"a divisor of num_attention_heads={heads}"),
@@ -218,7 +215,7 @@ class LlamaConfig:
         )
         yield "head_dim", self.head_dim % 2 == 0, "even", "Positions turn pairs of dims."
         window = self.sliding_window
-        yield "sliding_window", window is None or _is_size(window), "an integer >= 1 or None", "It counts positions."
+        yield "sliding_window", window is None or is_size(window), "an integer >= 1 or None", "It counts positions."
         kinds = self.layer_types
         is_listed = kinds is None or (isinstance(kinds, tuple) and len(kinds) == self.num_hidden_layers)
         rule = f"None or one of {FULL!r} and {SLIDING!r} for each of num_hidden_layers={self.num_hidden_layers}"
@@ -338,7 +335,3 @@ def _experts(keys: ConfigKeys) -> ExpertsConfig | None:
         shared_size=keys.required("shared_expert_intermediate_size") if is_second else 0,
         dense_layers=tuple(i for i in layers if i in dense or (i + 1) % step),
     )
-
-
-def _is_size(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
