@@ -44,10 +44,13 @@ def test_public_names_are_on_a_page(room: str) -> None:
     assert {name for name in wanted if ON_PAGES.get(name, ON_PAGES) is not values[name]} == set()
 
 
-def test_every_name_of_the_engine_is_on_its_page() -> None:
-    text = next(page for page in PAGES if page.stem == "engine").read_text()
-    on_page = set(re.findall(r"^   \.\. auto(?:method|property):: (\w+)$", text, re.MULTILINE))
-    assert on_page == {name for name in dir(jaxpipe.PipelineEngine) if not name.startswith("_")}
+@pytest.mark.parametrize("cls", [jaxpipe.PipelineEngine, jaxpipe.PipelineModule], ids=lambda cls: cls.__name__)
+def test_every_name_of_a_class_in_groups_is_on_its_page(cls: type) -> None:
+    blocks = (re.split(rf"^\.\. autoclass:: {cls.__name__}$", page.read_text(), flags=re.MULTILINE) for page in PAGES)
+    _, block = next(parts for parts in blocks if len(parts) == 2)
+    block = re.split(r"^(?:\.\.|```)", block, flags=re.MULTILINE)[0]
+    on_page = re.findall(r"^   \.\. auto(?:method|property):: (\w+)$", block, re.MULTILINE)
+    assert sorted(on_page) == [name for name in dir(cls) if not name.startswith("_")]
 
 
 def test_no_name_is_on_two_pages() -> None:
