@@ -216,8 +216,9 @@ class Engine(ABC):
         breakdown = self._breakdown if self._breakdown.is_on else None
         if breakdown is not None:
             self._recorder = self._recorder or breakdown.begin()
+        sizes = trainer.sizes
         with self._source.transaction():
-            pipeline, batch = self._pull(data_iter, self.micro_batches, is_training=True)
+            pipeline, batch = self._pull(data_iter, sizes.gradient_accumulation_steps, is_training=True)
             if breakdown is not None:
                 breakdown.note("data")
             # Before signals are held: compiling takes long and must be interruptible.
@@ -228,7 +229,7 @@ class Engine(ABC):
                     launch = trainer.launch if self._recorder is None else self._launch_recorded
                     state, metrics = launch(pipeline.step, state, batch)
                 self._reports.count_tokens(batch)
-                self._count_step(state, metrics, self.micro_batches, self.train_batch_size())
+                self._count_step(state, metrics, sizes.gradient_accumulation_steps, sizes.train_batch_size)
                 self._source.commit()
         if breakdown is not None:
             breakdown.note("host")
@@ -905,7 +906,7 @@ def _first_rank(devices: Sequence[Any]) -> int:
 
 
 def _plain(value: Any) -> Any:
-    """What JSON does not know, as it is shown: an object of any content, a class of schedules."""
+    """A value that JSON does not know, as it is shown: an object of any content, a class of schedules."""
     return dict(value) if isinstance(value, Mapping) else str(value)
 
 
