@@ -100,7 +100,7 @@ def _job(text: str) -> dict[str, Any]:
 
 
 def _called(text: str, function: Any) -> Any:
-    """What the named function gives."""
+    """The result of the named function."""
     try:
         inspect.signature(function).bind()
     except TypeError as error:

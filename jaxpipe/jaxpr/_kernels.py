@@ -18,6 +18,7 @@ from ._primitives import (
     CUDNN_ATTENTION,
     CUDNN_ATTENTION_BACKWARD,
     FORMS,
+    PLAIN_PRODUCTS,
     RANDOM_KEYS,
     REDUCTIONS,
     is_call,
@@ -231,8 +232,7 @@ class _Counter:
             # Not all that an equation takes moves: a gather reads the rows that it gives, and not its table.
             shares = work.moved_bytes / max(1, _whole_bytes([*eqn.invars, *eqn.outvars]))
             num_bytes = round(shares * self._bytes([*eqn.invars, *eqn.outvars], smallest=0))
-            is_product = name in ("dot_general", "conv_general_dilated", "ragged_dot_general")
-            if not is_product:
+            if name not in PLAIN_PRODUCTS:
                 yield Kernel("other", 0, num_bytes)
                 return
             summed, axes = self._contracted(eqn)

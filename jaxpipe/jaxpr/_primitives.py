@@ -38,6 +38,12 @@ FORMS = frozenset(
 )
 """Change shape, type or memory; XLA computes them inside of what reads them."""
 
+CASTS = frozenset({"convert_element_type", "copy", "stop_gradient"})
+"""One operand of the result's shape, element by element."""
+
+FILLS = frozenset({"broadcast_in_dim", "convert_element_type", "reshape", "squeeze"})
+"""Give a number the shape and dtype in which it is used."""
+
 RANDOM_KEYS = frozenset({"random_fold_in", "random_seed", "random_split", "random_unwrap", "random_wrap"})
 """Make keys of keys: a few integers."""
 
@@ -74,9 +80,10 @@ CUDNN_ATTENTION = "dot_product_attention_fwd"
 CUDNN_ATTENTION_BACKWARD = "dot_product_attention_bwd"
 """Begins the names of their backwards."""
 
-PRODUCTS = KERNELS | frozenset(
-    {"dot_general", "conv_general_dilated", "ragged_dot_general", "scaled_dot", "scaled_matmul_wrapper"}
-)
+PLAIN_PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
+"""Products and convolutions whose operations are counted."""
+
+PRODUCTS = KERNELS | PLAIN_PRODUCTS | {"scaled_dot", "scaled_matmul_wrapper"}
 """Products and convolutions; kernels of unknown content count as such."""
 
 

@@ -9,9 +9,9 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
-from ._primitives import all_equations, called_program, is_barrier
+from ._primitives import CASTS, all_equations, called_program, is_barrier
 
-_PASSING = frozenset({"convert_element_type", "copy", "name", "reduce_precision", "stop_gradient"})
+_PASSING = CASTS | {"name", "reduce_precision"}
 """One operand of the result's shape, which is sharded as the result is."""
 
 

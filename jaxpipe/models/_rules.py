@@ -40,7 +40,7 @@ def shared_fields(config: Any) -> list[str]:
 
 
 def read_fields(keys: ConfigKeys, kind: Any) -> dict[str, Any]:
-    """Those fields as a `config.json` has them, defaults where it has none; the last keys to be asked for.
+    """The shared fields as a `config.json` has them, defaults where it has none; the last keys to be asked for.
 
     Raises:
         ConfigError: There are others that may mean something.

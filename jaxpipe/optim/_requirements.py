@@ -25,8 +25,7 @@ from jaxpipe.layers import unflatten_dict
 
 from ._trace import OptimizerTrace, find_param, state_struct, trace_optimizer
 
-_KEEPING_SHAPE = primitives.ELEMENTWISE | {"convert_element_type", "copy", "stop_gradient"}
-_FILLING = frozenset({"broadcast_in_dim", "convert_element_type", "reshape", "squeeze"})
+_KEEPING_SHAPE = primitives.ELEMENTWISE | primitives.CASTS
 _FOLLOWED = primitives.CALLS | primitives.CUSTOM_RULES | {"cond"}
 
 
@@ -196,7 +195,7 @@ def _arithmetic(closed: ClosedJaxpr) -> list[Any]:
     found: list[Any] = [np.asarray(const).tolist() for const in closed.consts if np.size(const) <= 1]
     for eqn in all_equations(closed.jaxpr.eqns):
         numbers = [float(np.real(v.val)) for v in eqn.invars if isinstance(v, Literal) and np.size(v.val) == 1]
-        if eqn.primitive.name in _FILLING:
+        if eqn.primitive.name in primitives.FILLS:
             fills.update(numbers)
         else:
             # "y" is the exponent of integer_pow, the one factor that stands in a parameter.
