@@ -3,6 +3,7 @@
 import logging
 import re
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -82,7 +83,10 @@ def _stopped(folder: str, module: str, scopes: Mapping[str, _Scope]) -> list[Ope
     try:
         jax.profiler.stop_trace()
         files = sorted(Path(folder).rglob("*.xplane.pb"))
-        return [each for file in files for each in _operations(file, module, scopes)]
+        with warnings.catch_warnings():
+            # Python 3.12 and newer warn of jaxlib 0.10's types; where warnings are errors that aborts the process.
+            warnings.filterwarnings("ignore", r"builtin type \w+ has no __module__", DeprecationWarning)
+            return [each for file in files for each in _operations(file, module, scopes)]
     except Exception as error:  # noqa: BLE001  # whatever the profiler raises
         log(logging.WARNING, "the recorded profile of a step could not be read: %s: %s", type(error).__name__, error)
         return []
