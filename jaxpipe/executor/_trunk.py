@@ -120,7 +120,7 @@ class Trunk:
         for chunk, tree in zip(self._chunks, grads, strict=True):
             of_chunk = self._program.by_name(tree)
             pairs = zip(chunk.names, self._program.names, strict=True)
-            found |= {name: of_chunk[own] for name, own in pairs if own not in self._program.frozen}
+            found |= {name: of_chunk[common] for name, common in pairs if common not in self._program.frozen}
         return found
 
     def forward(

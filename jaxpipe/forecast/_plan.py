@@ -273,8 +273,8 @@ class _Setup:
         replicas = num_batch_shards(mesh)
         self.microbatch_size = size = sizes.train_micro_batch_size_per_gpu
         entry = entry_struct(example_batch, size, replicas)
-        together = size * replicas // mesh.shape["data"]
-        microbatch = jax.tree.map(lambda x: jax.ShapeDtypeStruct((together, *x.shape[1:]), x.dtype), entry)
+        num_samples = size * replicas // mesh.shape["data"]
+        microbatch = jax.tree.map(lambda x: jax.ShapeDtypeStruct((num_samples, *x.shape[1:]), x.dtype), entry)
         inputs, self._labels, side = microbatch
         module = split_vocabulary(module, self._labels) if config.pipeline.split_vocabulary else module
         self._settings = settings_for(config, mesh)
@@ -383,14 +383,14 @@ def _topology(model: PipelineModule, count: int, places: Mapping[str, int]) -> P
         )
     if not places:
         return topology_for(model.num_stages, model.given_topology, count)
-    together = model.num_stages * math.prod(places.values())
-    if count % together:
+    product = model.num_stages * math.prod(places.values())
+    if count % product:
         raise TopologyError(
             f"stages and places must divide the devices, but got num_stages={model.num_stages} and places="
-            f"{dict(places)}, {together} together, for {count} devices. Use a multiple of {together} devices, such as "
-            f"{max(1, round(count / together)) * together}."
+            f"{dict(places)}, {product} together, for {count} devices. Use a multiple of {product} devices, such as "
+            f"{max(1, round(count / product)) * product}."
         )
-    return ProcessTopology(["pipe", "data", *places], [model.num_stages, count // together, *places.values()])
+    return ProcessTopology(["pipe", "data", *places], [model.num_stages, count // product, *places.values()])
 
 
 def _tokens(inputs: PyTree, samples: int) -> int | None:
@@ -471,13 +471,13 @@ def _advice(setup: _Setup, asked: _Asked, candidates: Sequence[Forecast]) -> str
         smallest = min(changed.forecasts(wanted), key=lambda one: one.memory.total)
         if smallest.fits:
             return f"{begin}. Set {words}: {smallest.label} then needs {smallest.memory.total / 1e9:.1f} GB."
-    held = least.memory.weights + least.memory.masters + least.memory.gradient_sums
+    without_rings = least.memory.weights + least.memory.masters + least.memory.gradient_sums
     factor = math.ceil(least.memory.total / limit)
     more = f"Use about {factor * setup.job.module.num_stages} stages on {factor * setup.job.mesh.devices.size} devices"
-    if held <= limit and setup.microbatch_size > 1:
+    if without_rings <= limit and setup.microbatch_size > 1:
         more = f"Use smaller microbatches (train_micro_batch_size_per_gpu below {setup.microbatch_size}), or {more[4:]}"
-    elif held > limit:
-        more += f": weights, masters, moments and sums alone take {held / 1e9:.1f} GB"
+    elif without_rings > limit:
+        more += f": weights, masters, moments and sums alone take {without_rings / 1e9:.1f} GB"
     return f"{begin}. {more}."
 
 

@@ -232,8 +232,8 @@ def _contracted(module: Any, x: jax.Array, equation: str | None, axis: Any, batc
     contracted = [letter for letter in kernel if letter not in outputs]
     features = kernel[len(contracted) :]
     is_plain = kernel.startswith("".join(contracted)) and not set(features) & set(inputs) and outputs.endswith(features)
-    kept = "".join(letter for letter in inputs if letter not in contracted)
-    if not contracted or not is_plain or outputs != kept + features:
+    uncontracted = "".join(letter for letter in inputs if letter not in contracted)
+    if not contracted or not is_plain or outputs != uncontracted + features:
         raise _refused(module, f"the equation {equation!r}")
     return tuple(x.ndim - len(letters) + letters.index(letter) for letter in contracted)
 

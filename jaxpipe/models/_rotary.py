@@ -100,15 +100,15 @@ class RotaryScaling:
             return freq / np.float32(self.factor)
         if self.rope_type == "llama3":
             turns = self.original_max_position_embeddings * freq / (2 * math.pi)
-            kept = np.clip((turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor), 0, 1)
+            unscaled = np.clip((turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor), 0, 1)
         else:
             low, high = (self._dim_with_turns(turns, theta, dim) for turns in (self.beta_fast, self.beta_slow))
             if self.truncate:
                 low, high = math.floor(low), math.ceil(high)
             low, high = max(low, 0), min(high, dim - 1)
             ramp = (np.arange(dim // 2, dtype=np.float32) - low) / (high - low or 0.001)
-            kept = 1 - np.clip(ramp, 0, 1)
-        return (freq * kept + freq / self.factor * (1 - kept)).astype(np.float32)
+            unscaled = 1 - np.clip(ramp, 0, 1)
+        return (freq * unscaled + freq / self.factor * (1 - unscaled)).astype(np.float32)
 
     def magnitude(self) -> float:
         """Factor of cosine and sine, by which scores grow with its square."""

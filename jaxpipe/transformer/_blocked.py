@@ -142,7 +142,7 @@ class _Blocks:
     def loop(self, step: Callable[..., Any], carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         """Run `step(carry, query block, key block)` for all pairs that the pattern does not hide as a whole."""
         pairs = np.asarray(self._pairs(), np.int32).reshape(-1, 2)
-        return lax.scan(lambda held, pair: (step(held, pair[0], pair[1]), None), carry, jnp.asarray(pairs))[0]
+        return lax.scan(lambda carry, pair: (step(carry, pair[0], pair[1]), None), carry, jnp.asarray(pairs))[0]
 
     def _pairs(self) -> list[tuple[int, int]]:
         num_rows, num_cols = -(-self.num_queries // self._rows), -(-self.num_keys // self._cols)

@@ -67,8 +67,8 @@ class Body:
             return jax.checkpoint(self, policy=KeepKernels(sums))
         # Never scores: without a switch JAX may keep them, with one they are always computed again.
         switched_off = {_NORM: config.normalize_invertible, _GELU: config.gelu_checkpoint}
-        kept = {name for name, is_off in switched_off.items() if not is_off}
-        return jax.checkpoint(self, policy=KeepKernels(sums | kept | {_KEPT}))
+        switched_on = {name for name, is_off in switched_off.items() if not is_off}
+        return jax.checkpoint(self, policy=KeepKernels(sums | switched_on | {_KEPT}))
 
     def __call__(
         self,
