@@ -168,12 +168,17 @@ def call_of(cls: type) -> Callable[..., Any]:
     )
 
 
+# Flax's norms call `mask` what they average over. A side input of that name is a mask of attention or of the loss, and
+# gives NaN in a norm wherever it hides all features of a position.
+_NORMS = ("flax.linen.normalization", "flax.nnx.nn.normalization")
+
+
 class CallArguments:
     """Arguments of a callable beside its inputs, found once from its signature.
 
     A callable receives a flag such as `train` or `deterministic`, `rngs` or a side input only if its signature names
     it; by position where it can, since transformations such as `flax.linen.remat` make only positional arguments
-    static.
+    static. Flax's norms do not receive a side input `mask`.
 
     Args:
         function: The layer's call, or its spec's `forward_fn`.
@@ -201,6 +206,8 @@ class CallArguments:
         variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
         self._parameters = [p for p in parameters if p.kind not in variadic]
         self._skip = {*skip, *bound}
+        if getattr(function, "__module__", None) in _NORMS:
+            self._skip.add("mask")
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -19,7 +19,14 @@ def blocks(page: Path, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.stem)
+# Each is a program of many compiled steps: the first page runs by default.
+PROGRAMS = sorted((page for page in PAGES if blocks(page, "python")), key=lambda page: (page.stem != "first_run", page))
+
+
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, id=page.stem, marks=[pytest.mark.slow] if i else []) for i, page in enumerate(PROGRAMS)],
+)
 def test_python_runs_from_top_to_bottom(page: Path, tmp_path: Path) -> None:
     start = 'import jax\njax.config.update("jax_num_cpu_devices", 8)\n'
     file = tmp_path / "page.py"

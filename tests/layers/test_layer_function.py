@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from jaxpipe.errors import LayerError
-from jaxpipe.layers import PipelineModule
+from jaxpipe.layers import LayerSpec, PipelineModule
 
 X = np.arange(6, dtype=np.float32).reshape(2, 3)
 
@@ -63,6 +64,14 @@ def test_a_function_gets_keys_if_it_names_rngs() -> None:
 def test_a_function_gets_the_side_inputs_it_names(layer: Any) -> None:
     mask = np.array([0, 1, 1], np.float32)
     np.testing.assert_array_equal(_run(layer, side={"mask": mask[None], "other": mask}), X * mask)
+
+
+@pytest.mark.parametrize("norm", [nn.LayerNorm(), nn.RMSNorm(), LayerSpec(nnx.LayerNorm, 3), LayerSpec(nnx.RMSNorm, 3)])
+def test_a_norm_does_not_average_over_a_mask_of_attention(norm: Any) -> None:
+    module = PipelineModule([norm], num_stages=1)
+    params = module.init(jax.random.key(0), X)
+    side = {"mask": np.array([[False], [True]])}
+    np.testing.assert_array_equal(module.apply(params, X, side=side), module.apply(params, X))
 
 
 def test_a_missing_side_input_is_named() -> None:
