@@ -98,7 +98,7 @@ def save_huggingface(
     Raises:
         CheckpointError: There is no checkpoint, it is damaged, lacks frozen parameters, has collections, which no table
             names, or adapters while `lora_alpha` is not given; the table does not name every leaf once; `dtype` is no
-            floating-point dtype; or the folder cannot be written.
+            floating-point dtype; or the folder cannot be written, or another process is writing there.
         ConfigError: `config` cannot be read.
     """
     check_shard_size(max_shard_bytes)

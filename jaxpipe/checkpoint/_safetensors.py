@@ -5,6 +5,7 @@ them.
 """
 
 import contextlib
+import fcntl
 import json
 import math
 import os
@@ -179,15 +180,16 @@ def write_safetensors(
     written = [*(file.path for file in files), *last]
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        _check_others(target, written)
-        with _removed([file.partial for file in files]):
-            _write(files, values)
-            for path in {index, *last}:
-                path.unlink(missing_ok=True)
-            for file in files:
-                file.partial.replace(file.path)
-        for path, content in last.items():
-            replace_file(path, content)
+        with _claimed(target):
+            _check_others(target, written)
+            with _removed([file.partial for file in files]):
+                _write(files, values)
+                for path in {index, *last}:
+                    path.unlink(missing_ok=True)
+                for file in files:
+                    file.partial.replace(file.path)
+            for path, content in last.items():
+                replace_file(path, content)
     except OSError as error:
         raise CheckpointError(
             f"out must be a file that can be written, but got out={str(target)!r} and {error.strerror or error}. Make "
@@ -302,6 +304,30 @@ def _check_others(target: Path, written: Sequence[Path]) -> None:
             f"out must be a name without an export in other files, but got out={str(target)!r} beside {listed}. Remove "
             "these, or choose another name."
         )
+
+
+@contextlib.contextmanager
+def _claimed(target: Path) -> Generator[None]:
+    """Refuse to write what another process is writing; a claim ends with its process, however that ends."""
+    path = target.with_name(f".{target.name}.writing")
+    with path.open("wb") as handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Since it was opened here, the one that had it may have ended, and removed it.
+            is_own = path.exists() and os.path.samestat(os.fstat(handle.fileno()), path.stat())
+        except (BlockingIOError, FileNotFoundError):
+            is_own = False
+        except OSError:  # a file system without locks
+            is_own = True
+        if not is_own:
+            raise CheckpointError(
+                f"out must be written by one process at a time, but got out={str(target)!r}, which another is writing. "
+                "Call it in one process alone, or write elsewhere."
+            )
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -192,6 +193,55 @@ def test_the_command(runs: dict[str, tuple[Path, Any]], tmp_path: Path, capsys: 
 
 
 @pytest.mark.slow
+def test_another_process_does_not_write_into_what_one_is_writing(
+    runs: dict[str, tuple[Path, Any]], tmp_path: Path
+) -> None:
+    path, params = runs["tied"]
+    config = config_of(tied=True)
+    told = config.to_huggingface(64)
+    arguments = f"{str(path)!r}, {str(tmp_path / 'out')!r}, llama_names(LlamaConfig.from_huggingface({told!r}))"
+    code = f"""
+from pathlib import Path
+import time
+from jaxpipe.checkpoint import _huggingface, save_huggingface
+from jaxpipe.models import LlamaConfig, llama_names
+write = _huggingface._Tensors.values
+def values(self):
+    for number, value in enumerate(write(self)):
+        if number == 5:
+            Path({str(tmp_path / "begun")!r}).touch()
+            while not Path({str(tmp_path / "go")!r}).exists():
+                time.sleep(0.05)
+        yield value
+_huggingface._Tensors.values = values
+save_huggingface({arguments}, config={told!r})
+"""
+    with subprocess.Popen([sys.executable, "-c", code], env=environment()) as one:
+        while not (tmp_path / "begun").exists():
+            assert one.poll() is None
+            time.sleep(0.05)
+        try:
+            for limit in (None, LIMIT):
+                with pytest.raises(CheckpointError, match="written by one process at a time.*which another is writing"):
+                    save_huggingface(
+                        path, tmp_path / "out", llama_names(config), config=told, dtype="float16", max_shard_bytes=limit
+                    )
+        finally:
+            (tmp_path / "go").touch()
+        assert one.wait(120) == 0
+    assert_holds(tmp_path / "out", params, config)
+    assert {each.name for each in (tmp_path / "out").iterdir()} == {"config.json", "model.safetensors"}
+    save_huggingface(path, tmp_path / "out", llama_names(config), config=told, dtype="float16")
+    assert_holds(tmp_path / "out", params, config, np.float16)
+
+
+def environment() -> dict[str, str]:
+    """Of a process that finds the package where it is here."""
+    paths = [str(Path(jaxpipe.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("num_values", [0, 1, 20])
 def test_killed_while_it_writes(num_values: int, runs: dict[str, tuple[Path, Any]], tmp_path: Path) -> None:
     """What was there before stays whole, and nothing that is half written has a name that is looked for."""
@@ -212,9 +262,7 @@ _huggingface._Tensors.values = values
 folder = {str(tmp_path)!r}
 save_huggingface({str(path)!r}, folder, llama_names(folder), config=folder, dtype="float16")
 """
-    paths = [str(Path(jaxpipe.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, timeout=300, check=False)
+    done = subprocess.run([sys.executable, "-c", code], env=environment(), timeout=300, check=False)
     assert done.returncode == -9
     assert_holds(tmp_path, params, config)
     save_huggingface(path, tmp_path, llama_names(config), config=tmp_path, dtype="float16")
