@@ -23,7 +23,7 @@ from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 import jaxpipe
-from jaxpipe.checkpoint import rename_back, save_huggingface
+from jaxpipe.checkpoint import load_safetensors, rename, rename_back, save_huggingface
 from jaxpipe.layers import LORA_PARAMETERS, lora, merge_lora
 from jaxpipe.models import LlamaConfig, llama, llama_names
 
@@ -151,6 +151,8 @@ def main() -> None:
     save_huggingface(args.out / "checkpoints", args.out, llama_names(config), config=folder, lora_alpha=alpha)
     (args.out / "tokenizer.json").write_text((folder / "tokenizer.json").read_text())
     print(f"wrote {args.out}")
+    reopened = rename(load_safetensors(args.out), llama_names(args.out), tuned)
+    print("reopened:", complete(plain, reopened, tokenizer))
 
 
 if __name__ == "__main__":
