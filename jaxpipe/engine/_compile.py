@@ -1,9 +1,11 @@
-"""Compiling programs before their first call, with a line before and one after."""
+"""Compiling programs before their first call, with a line before and one after; lines in other long waits."""
 
+import contextlib
 import sys
+import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Any
 
 import jax
@@ -11,6 +13,9 @@ import jax
 from jaxpipe.executor import compile_program
 
 Reporter = Callable[[str], None]
+
+_EVERY_S = 20.0
+"""Seconds of a save or a load from one line to the next; what takes less shows none."""
 
 
 def print_line(line: str) -> None:
@@ -53,3 +58,24 @@ class Compiler:
         compile_program(function, *args)
         self._compiled.add(function)
         self.report(f"compiled {name} in {time.perf_counter() - began:.1f} s")
+
+    @contextlib.contextmanager
+    def waiting(self, what: str) -> Generator[None]:
+        """Show now and then that a call outside of steps goes on.
+
+        Args:
+            what: Its name.
+        """
+        is_over, began = threading.Event(), time.perf_counter()
+
+        def show() -> None:
+            while not is_over.wait(_EVERY_S):
+                self.report(f"{what}: {time.perf_counter() - began:.0f} s so far")
+
+        thread = threading.Thread(target=show, daemon=True, name="progress")
+        thread.start()
+        try:
+            yield
+        finally:
+            is_over.set()
+            thread.join()  # so that no line comes after the call

@@ -461,7 +461,8 @@ class Engine(ABC):
         Raises:
             CheckpointError: It could not be written.
         """
-        self._checkpointer.wait()
+        with self._trainer.compiler.waiting("wait_for_checkpoint"):
+            self._checkpointer.wait()
 
     @one_thread
     def load_checkpoint(

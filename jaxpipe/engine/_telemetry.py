@@ -78,9 +78,10 @@ class Telemetry:
 
     @contextlib.contextmanager
     def timed(self, what: str) -> Generator[None]:
-        """Log how long a call outside of steps takes."""
+        """Log how long a call outside of steps takes, and show that it goes on where it takes long."""
         began = time.perf_counter()
-        yield
+        with self._trainer.compiler.waiting(what):
+            yield
         elapsed_s = time.perf_counter() - began
         self._breakdown.add("checkpoint", elapsed_s)
         self.note_times({what: elapsed_s})

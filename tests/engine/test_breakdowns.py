@@ -2,6 +2,7 @@
 
 import json
 import re
+import threading
 import xml.etree.ElementTree as ET
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from _small import build, entries, entry, mean_square, module
 from test_profiles import model
 
 import jaxpipe
+from jaxpipe.errors import CheckpointError
 from jaxpipe.monitor import Event
 from jaxpipe.profile import layer_profiles, model_flops, peak_flops
 
@@ -65,6 +67,22 @@ def test_times_memory_and_operations(tmp_path: Path) -> None:
     speeds = [event.value for event in events if event.name == "Train/Samples/tflops_per_device"]
     assert len(speeds) == 2
     assert min(speeds) > 0
+
+
+def test_long_saves_and_loads_show_that_they_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+    engine = build(example_batch=entry(), reporter=lines.append)
+    engine.save_checkpoint(tmp_path)
+    assert not [line for line in lines if "so far" in line]
+    monkeypatch.setattr("jaxpipe.engine._compile._EVERY_S", 0.001)
+    engine.save_checkpoint(tmp_path)
+    engine.load_checkpoint(tmp_path)
+    found = [line for line in lines if "so far" in line]
+    assert {line.partition(":")[0] for line in found} == {"save_checkpoint", "load_checkpoint"}
+    assert re.fullmatch(r"save_checkpoint: \d+ s so far", found[0])
+    with pytest.raises(CheckpointError, match="no_such_tag"):
+        engine.load_checkpoint(tmp_path, "no_such_tag")
+    assert "progress" not in {thread.name for thread in threading.enumerate()}
 
 
 def test_a_profile_in_a_file(tmp_path: Path) -> None:

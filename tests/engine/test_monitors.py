@@ -103,6 +103,15 @@ def test_a_plain_model_and_text(tmp_path: Path) -> None:
     assert recording.of("tokens_per_s")[16] == pytest.approx(5 * recording.of("samples_per_s")[16])
 
 
+def test_the_share_of_the_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jaxpipe.engine._telemetry.peak_flops", lambda kind: 5e11)
+    recording = Recording()
+    train(build(monitors=[recording]))
+    speeds = recording.of("tflops_per_device")
+    assert list(speeds) == [SAMPLES * step for step in range(2, STEPS + 1)]
+    assert recording.of("mfu") == {samples: pytest.approx(2 * speed) for samples, speed in speeds.items()}
+
+
 def test_tensorboard_reads_its_files(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
