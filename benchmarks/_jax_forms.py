@@ -32,7 +32,7 @@ class Step:
     """A training step that goes on from its own last parameters.
 
     Attributes:
-        run: One step; gives its loss.
+        run: One step, which all devices have ended when it returns; gives its loss.
         temporary_bytes: Bytes on the device with most, beside parameters and batch.
     """
 
@@ -146,7 +146,7 @@ def _one_program(
     compiled = jax.jit(step, donate_argnums=0, out_shardings=out_shardings).lower(held[0], x, y).compile()
 
     def run() -> float:
-        held[0], loss = compiled(held[0], x, y)
+        held[0], loss = jax.block_until_ready(compiled(held[0], x, y))
         return float(loss)
 
     return Step(run, compiled.memory_analysis().temp_size_in_bytes)
@@ -178,8 +178,8 @@ def program_per_stage(gpt: Gpt, num_stages: int, layers: list[Params], x: np.nda
                 losses.append(loss)
             if s > 0:
                 gradients[s - 1, m] = jax.device_put(dx, before.device)
-        for stage in stages:
-            stage.run_update()
+        # The last loss is there before the other stages' last backwards, which nobody else's time may hold.
+        jax.block_until_ready([stage.run_update() for stage in stages])
         return float(sum(losses)) / len(x)
 
     value = np.zeros((*x.shape[1:], gpt.dim), np.float32)
@@ -248,8 +248,9 @@ class _Stage:
         self._sums, dx, loss = self._both(self._sums, self._params, x, y)
         return dx, loss
 
-    def run_update(self) -> None:
+    def run_update(self) -> Params:
         self._params, self._sums = self._update(self._params, self._sums)
+        return self._params
 
     def num_bytes(self, value: np.ndarray, num_waiting: int) -> int:
         """Gradient sums, residuals of the microbatches in flight, and the larger program's temporaries."""

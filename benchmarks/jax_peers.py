@@ -53,7 +53,7 @@ def jaxpipe_step(num_stages: int, settings: dict[str, int], x: np.ndarray, y: np
     held = [pipeline.init_from(model.init(jax.random.key(0), x[0]))]
 
     def run() -> float:
-        held[0], metrics = pipeline.step(held[0], (x, y, {}))
+        held[0], metrics = jax.block_until_ready(pipeline.step(held[0], (x, y, {})))
         return float(metrics["loss"])
 
     compiled = pipeline.step.lower(pipeline.state_struct, pipeline.batch_struct).compile()
