@@ -8,6 +8,7 @@ from ._batch import samples_spec as samples_spec
 from ._branches import check_branches as check_branches
 from ._branches import waits_in_branches as waits_in_branches
 from ._compile import compile_program as compile_program
+from ._compile import without_cache as without_cache
 from ._evaluate import EvaluateLoop as EvaluateLoop
 from ._loss import Objective as Objective
 from ._loss import loss_divisor as loss_divisor

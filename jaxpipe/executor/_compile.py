@@ -25,12 +25,13 @@ def compile_program(function: Any, *args: Any) -> jax.stages.Compiled:
     sharding = getattr(jax.tree.leaves(args)[0], "sharding", None)
     devices = () if sharding is None else sharding.device_set
     is_simulated = len(devices) > 1 and next(iter(devices)).platform == "cpu"
-    with _without_cache() if is_simulated else contextlib.nullcontext():
+    with without_cache() if is_simulated else contextlib.nullcontext():
         return function.lower(*args).compile()
 
 
 @contextlib.contextmanager
-def _without_cache() -> Generator[None]:
+def without_cache() -> Generator[None]:
+    """Compile apart from JAX's persistent cache inside; also for devices that are not there, which cannot read it."""
     settings: dict[str, Any] = jax.config.values
     if not (settings["jax_enable_compilation_cache"] and settings["jax_compilation_cache_dir"]):
         yield

@@ -11,6 +11,7 @@ from typing import Any
 from jax.experimental import topologies
 
 from jaxpipe.errors import ConfigError
+from jaxpipe.executor import without_cache
 
 from ._hardware import Hardware
 
@@ -102,7 +103,8 @@ def compile_step(label: str, counted_bytes: float, build: Any) -> CompiledStep:
     """Compile the step of the pipeline that a function builds, and read its memory."""
     start = time.perf_counter()
     pipeline = build()
-    compiled = pipeline.step.lower(pipeline.state_struct, pipeline.batch_struct).compile()
+    with without_cache():
+        compiled = pipeline.step.lower(pipeline.state_struct, pipeline.batch_struct).compile()
     memory = compiled.memory_analysis()
     if memory is None:
         raise ConfigError("the backend must tell the memory of programs, but told none. Plan without compiling.")

@@ -15,6 +15,7 @@ from jax.sharding import AxisType, Mesh
 
 import jaxpipe
 from jaxpipe import Pipeline, PipelineModule
+from jaxpipe.executor import without_cache
 
 TARGET = Path(jaxpipe.__file__).parent / "forecast" / "h200_target.txtpb"
 
@@ -36,7 +37,8 @@ def build(module: PipelineModule, mesh: Mesh, example: Any, microbatches: int = 
 
 
 def compile_step(pipeline: Pipeline) -> jax.stages.Compiled:
-    return pipeline.step.lower(pipeline.state_struct, pipeline.batch_struct).compile()
+    with without_cache():
+        return pipeline.step.lower(pipeline.state_struct, pipeline.batch_struct).compile()
 
 
 @dataclass(frozen=True)
