@@ -73,7 +73,7 @@ def first_values_then_pairs(
 ) -> list[Any]:
     """Parameters of a test: cases with every value of every factor, then all pairs of values.
 
-    Half of the first run by default, the others are slow; every fourth case of the pairs is slow, the rest soak.
+    Half of the first run by default; of the others every second is slow, of the pairs every eighth, the rest soak.
 
     Args:
         factors: As for `covering`.
@@ -89,15 +89,15 @@ def first_values_then_pairs(
 
 
 def slow_after(count: int, cases: Sequence[Any], *, unpack: bool = False, soak: bool = False) -> list[Any]:
-    """Parameters of a test of which only the first few run by default; the others are marked slow.
+    """Parameters of a test of which only the first few run by default; of the others every second is slow, the rest soak.
 
     Args:
         count: How many run by default.
         cases: The values.
         unpack: Whether each is a tuple of values of several arguments.
-        soak: Mark three in four of these soak instead.
+        soak: Of many cases: every eighth is slow.
     """
-    others = pytest.mark.soak if soak else pytest.mark.slow
-    marks = [pytest.mark.slow, others, others, others]
-    rest = [pytest.param(*(case if unpack else (case,)), marks=marks[i % 4]) for i, case in enumerate(cases[count:])]
-    return [*cases[:count], *rest]
+    every = 8 if soak else 2
+    marks = [pytest.mark.slow if i % every == 0 else pytest.mark.soak for i in range(len(cases) - count)]
+    rest = zip(cases[count:], marks, strict=False)
+    return [*cases[:count], *(pytest.param(*(case if unpack else (case,)), marks=mark) for case, mark in rest)]

@@ -3,6 +3,7 @@
 import optax
 import pytest
 from _annotated import Sharded
+from _covering import slow_after
 from _frozen import check
 
 ADAM, LAMB = optax.adam(1e-2, eps=1e-2), optax.lamb(1e-2, eps=1e-2)
@@ -11,9 +12,9 @@ ZERO, CLIP, FSDP = {"zero_stage": 1}, {"gradient_clipping": 0.1}, (("fsdp", 2),)
 
 @pytest.mark.parametrize(
     ("case", "trainable"),
-    [
-        pytest.param(*each, marks=pytest.mark.slow)
-        for each in [
+    slow_after(
+        0,
+        [
             (Sharded(annotated="block", data=2, optimizer=ADAM, settings={**CLIP, **ZERO}), "wide|/2_"),
             (Sharded(annotated="fsdp", axes=FSDP, optimizer=ADAM, settings={**CLIP, "gather_weights": "tick"}), "wide"),
             (
@@ -33,8 +34,9 @@ ZERO, CLIP, FSDP = {"zero_stage": 1}, {"gradient_clipping": 0.1}, (("fsdp", 2),)
             ),
             (Sharded(annotated="tied", data=2, optimizer=ADAM, settings={**CLIP, **ZERO}), "^layers"),
             (Sharded(annotated="vocab", data=2, optimizer=ADAM, settings={**CLIP, **ZERO}), "layers/[1-4]_"),
-        ]
-    ],
+        ],
+        unpack=True,
+    ),
     ids=str,
 )
 def test_three_steps_equal_those_of_one_device(case: Sharded, trainable: str) -> None:
