@@ -89,7 +89,7 @@ def first_values_then_pairs(
 
 
 def slow_after(count: int, cases: Sequence[Any], *, unpack: bool = False, soak: bool = False) -> list[Any]:
-    """Parameters of a test of which only the first few run by default; of the others every second is slow, the rest soak.
+    """Parameters of a test of which the first few run by default; of the others every second is slow, the rest soak.
 
     Args:
         count: How many run by default.
