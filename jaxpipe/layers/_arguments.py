@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxpipe.errors import LayerError, PartitionError, TopologyError
 from jaxpipe.topology import ProcessTopology
@@ -124,6 +125,8 @@ def checked_loss(result: Any, *, has_loss_fn: bool) -> tuple[jax.Array, jax.Arra
         LayerError: It is neither a scalar nor a pair of scalars.
     """
     terms: tuple[Any, ...] = result if isinstance(result, tuple) and len(result) == 2 else (result,)
+    # A loss of numpy labels may be numpy's.
+    terms = tuple(jnp.asarray(x) if isinstance(x, (np.ndarray, np.generic)) else x for x in terms)
     if not all(isinstance(x, jax.Array) and x.shape == () for x in terms) or not jnp.issubdtype(
         terms[0].dtype, jnp.floating
     ):

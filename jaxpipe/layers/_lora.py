@@ -1,6 +1,7 @@
 """Low-rank adapters beside the kernels of existing layers, and the plain weights that they amount to."""
 
 import copy
+import difflib
 import functools
 import math
 import re
@@ -19,7 +20,8 @@ from flax.core import meta
 from jaxpipe._typing import Path, PyTree
 from jaxpipe.errors import LayerError
 
-from ._protocol import call_of
+from ._build import NamedLayer
+from ._protocol import Layer, call_of
 from ._sharding import unbox
 from ._spec import LayerSpec, TiedLayerSpec
 from ._tree import flatten_dict, unflatten_dict
@@ -49,11 +51,12 @@ def lora(layers: Iterable[_T] | nn.Sequential, rank: int, alpha: float, targets:
             `layers/3_Block/attention/query/kernel`, of a tied layer `tied/<key>/kernel`.
 
     Returns:
-        The new list. No target being there shows when the model is traced: `trainable` then matches nothing.
+        The new list.
 
     Raises:
-        LayerError: The rank is no positive integer, alpha no number, or `targets` are no patterns; or, when the model
-            is traced, a target has batch dims, or an equation whose kernel does not begin with what it contracts.
+        LayerError: The rank is no positive integer, alpha no number, `targets` are no patterns, or no layer can have
+            one; or, when the model is traced, a pattern finds no kernel, or a target has batch dims, or an equation
+            whose kernel does not begin with what it contracts.
 
     Reference:
         LoRA: Low-Rank Adaptation of Large Language Models (Hu et al., 2021), section 4.1.
@@ -68,8 +71,45 @@ def lora(layers: Iterable[_T] | nn.Sequential, rank: int, alpha: float, targets:
             "targets=['query', 'value']."
         )
     adapters = _Adapters(rank, alpha / rank, [re.compile(pattern) for pattern in patterns])
-    items = layers.layers if isinstance(layers, nn.Sequential) else layers
-    return [_adapted(index, item, adapters) for index, item in enumerate(items)]
+    items = list(layers.layers if isinstance(layers, nn.Sequential) else layers)
+    adapted = [_adapted(index, item, adapters) for index, item in enumerate(items)]
+    if all(new is old for new, old in zip(adapted, items, strict=True)):
+        raise LayerError(
+            f"lora's targets must find kernels of the layers, but got targets={targets!r}, which find none in "
+            f"{len(items)} layers. Paths of kernels are written layers/3_Block/attention/query/kernel."
+        )
+    return adapted
+
+
+def check_targets(layers: Iterable[NamedLayer], paths: Iterable[Path]) -> None:
+    """Look whether each pattern that `lora` was given has found a kernel.
+
+    Args:
+        layers: The model.
+        paths: Its parameters.
+
+    Raises:
+        LayerError: One has not.
+    """
+    found = {id(each): each for named in layers if (each := _adapters_of(named.layer)) is not None}
+    if not found:
+        return
+    paths = list(paths)
+    adapted = ["/".join((*path[:-1], "kernel")) for path in paths if path[-1] == _A]
+    kernels = ["/".join(path) for path in paths if path[-1] == "kernel"]
+    for adapters in found.values():
+        for pattern in adapters.unmatched(adapted):
+            nearest = difflib.get_close_matches(pattern, kernels, n=3, cutoff=0.0)
+            raise LayerError(
+                f"lora's targets must each find a kernel that can have an adapter, but got {pattern!r}, which finds "
+                f"none of {len(kernels)}. The nearest are: {', '.join(nearest) or 'none'}."
+            )
+
+
+def _adapters_of(layer: Layer) -> "_Adapters | None":
+    """Of NNX modules the spec has them, of Linen modules the call."""
+    of_spec = getattr(getattr(layer, "spec", None), "adapters", None)
+    return of_spec or getattr(getattr(layer, "forward_fn", None), "adapters", None)
 
 
 def merge_lora(params: PyTree, alpha: float) -> dict[str, PyTree]:
@@ -124,6 +164,10 @@ class _Adapters:
         """True if the kernel of a module at this path in a layer is a target."""
         name = "/".join((*prefix, *map(str, path), "kernel"))
         return any(pattern.search(name) for pattern in self._targets)
+
+    def unmatched(self, names: Sequence[str]) -> list[str]:
+        """The patterns that find none of these."""
+        return [each.pattern for each in self._targets if not any(each.search(name) for name in names)]
 
     def shapes(self, kernel: tuple[int, ...], num_inputs: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Shapes of A and B for a kernel that contracts its first dims."""
@@ -201,6 +245,7 @@ def _with_adapters(call: Callable[..., Any], prefix: Path, adapters: _Adapters) 
         with nn.intercept_methods(intercept):
             return call(module, *args, **kwargs)
 
+    run.adapters = adapters  # pyright: ignore[reportAttributeAccessIssue]  # by which `check_targets` finds them
     return run
 
 

@@ -57,7 +57,7 @@ class NNXLayer(Layer):
     def __init__(self, spec: LayerSpec, forward_fn: Callable[..., Any] | None = None) -> None:
         self.class_name = getattr(spec.typename, "__name__", "Module")
         _check_spec(spec)
-        self._spec, self.forward_fn = spec, forward_fn
+        self.spec, self.forward_fn = spec, forward_fn
         flags = {**TRAIN_FLAGS, **spec.train_flags}
         arguments = (spec.module_args, tuple(spec.module_kwargs.items()))
         self.identity = identity_of(spec.typename, *arguments, forward_fn, tuple(flags.items()))
@@ -145,7 +145,7 @@ class NNXLayer(Layer):
 
     def _build(self, key: jax.Array) -> Any:
         with nnx.use_eager_sharding(False):
-            module = self._spec.build(rngs=nnx.Rngs(key)) if self._takes_rngs else self._spec.build()
+            module = self.spec.build(rngs=nnx.Rngs(key)) if self._takes_rngs else self.spec.build()
         for path, node in nnx.iter_graph(module):
             found = [name for name, value in _attributes(node) if isinstance(value, Tracer)]
             if found:

@@ -214,6 +214,10 @@ class CallArguments:
         """Names of the arguments."""
         return tuple(p.name for p in self._parameters)
 
+    def takes(self, name: str) -> bool:
+        """True if it gets a side input of this name."""
+        return name not in self._skip and any(p.name == name for p in self._parameters)
+
     def open_switches(self, side: Collection[str]) -> dict[str, bool]:
         """The boolean arguments that nothing sets, with their defaults."""
         known = {*self._flags, *self._skip, *self._fixed, *side}

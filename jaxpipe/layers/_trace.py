@@ -16,13 +16,14 @@ from jax.extend.core import ClosedJaxpr
 from jax.sharding import AbstractMesh, PartitionSpec
 
 from jaxpipe._typing import Path, PyTree
-from jaxpipe.errors import JaxpipeError, LayerError
+from jaxpipe.errors import JaxpipeError, LayerError, nearest
 from jaxpipe.jaxpr import constrained_axes
 from jaxpipe.partition import Tie
 from jaxpipe.topology import MANUAL_AXES, automatic_axes
 
 from ._axes import NO_MESH, axis_fault, is_unbound_axis, mesh_for_init, on_mesh
 from ._build import NamedLayer
+from ._lora import check_targets
 from ._precision import cast_floats, init_inputs
 from ._protocol import STANDARD_ARGUMENTS, Layer, layer_rngs
 from ._sharding import (
@@ -190,6 +191,8 @@ def trace_layers(  # noqa: PLR0913  # one setting each
     trace, switches = on_mesh(
         mesh, lambda: _trace_layers(layers, inputs, side or {}, mesh, watched, compute_dtype, over_data)
     )
+    check_targets(layers, trace.owners())
+    _warn_of_side(layers, side or {}, warned)
     _warn_of_data(over_data, warned)
     _warn_of_switches(switches, warned)
     _warn_of_rules([name for name, axes in rules_on(mesh, rules) if axes and name not in used], warned)
@@ -471,6 +474,20 @@ def _warn_of_rules(names: Sequence[str], warned: set[str]) -> None:
         warnings.warn(
             f"sharding_rules has rules for {', '.join(map(repr, found))}, but no weight and no constraint of a layer "
             "has such a logical name. Correct the name, or leave the rule out.",
+            stacklevel=4,
+        )
+
+
+def _warn_of_side(layers: Sequence[NamedLayer], side: Mapping[str, PyTree], warned: set[str]) -> None:
+    """Warn of side inputs that no layer gets, once each."""
+    for name in side:
+        if f"side {name}" in warned or any(named.layer.arguments.takes(name) for named in layers):
+            continue
+        warned.add(f"side {name}")
+        meant = nearest(name, {each for named in layers for each in named.layer.arguments.names} - set(side))
+        warnings.warn(
+            f"side input {name!r} must be named by the call of a layer, but got none that does, so that nothing uses "
+            f"it. {f'Did you mean {meant!r}? Otherwise leave' if meant else 'Leave'} it out.",
             stacklevel=4,
         )
 

@@ -223,3 +223,14 @@ def test_another_fault_is_left_as_it_is() -> None:
 
     with pytest.raises(OSError, match="disk gone"):
         PipelineModule([layer], num_stages=1).apply({}, np.ones(2, np.float32))
+
+
+def test_a_loss_of_numpy_labels() -> None:
+    labels = np.array([1.0, -1.0, 2.0], np.float32)
+
+    def loss(outputs: Any, labels: Any) -> Any:
+        counts = labels > 0
+        return (outputs * labels * counts).sum(), counts.sum()
+
+    total, weight = PipelineModule([nn.Dense(1)], num_stages=1, loss_fn=loss).loss_terms(labels, labels)
+    assert (float(total), float(weight)) == (5.0, 2.0)

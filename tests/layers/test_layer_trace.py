@@ -170,6 +170,19 @@ def test_a_layer_that_returns_nothing_is_named(layers: list[Any]) -> None:
         _trace(*layers)
 
 
+def test_a_side_input_that_no_layer_names_is_told_once() -> None:
+    def masked(x: Any, padding: Any = None) -> Any:
+        return x if padding is None else x * padding
+
+    model = PipelineModule([masked, nn.Dense(2)], num_stages=1)
+    match = r"side input 'paddng' must be named by the call of a layer.*Did you mean 'padding'\? Otherwise leave it out"
+    with pytest.warns(UserWarning, match=match):
+        model.trace(X, side={"paddng": X})
+    model.trace(X, side={"padding": X})
+    with pytest.warns(UserWarning, match=r"side input 'mask' must be named .*that nothing uses it\. Leave it out"):
+        PipelineModule([nn.LayerNorm()], num_stages=1).trace(X, side={"mask": X})
+
+
 @pytest.mark.parametrize("name", ["train", "training", "deterministic", "rngs"])
 def test_side_inputs_cannot_take_the_standard_names(name: str) -> None:
     with pytest.raises(LayerError, match=rf"not be named '{name}'.*side=\['{name}'\]. Rename it"):

@@ -177,10 +177,27 @@ def test_wrong_arguments_are_refused(arguments: Any, match: str) -> None:
         lora([nn.Dense(3)], *arguments)
 
 
-def test_a_target_that_is_not_there_shows_when_the_model_is_traced() -> None:
-    model = PipelineModule(lora([nn.Dense(3)], 2, 1.0, "qery"), num_stages=1, trainable=LORA_PARAMETERS)
-    with pytest.raises(LayerError, match=r"matches none of 2. The nearest are: layers/0_Dense"):
-        model.trace(np.ones((2, 4)))
+def test_targets_that_are_in_no_layer_are_refused_at_once() -> None:
+    with pytest.raises(
+        LayerError, match=r"must find kernels of the layers, but got targets='qery', which find none in 1"
+    ):
+        lora([nn.Dense(3)], 2, 1.0, "qery")
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.Sequential([nn.Dense(3), nn.Dense(3)]),
+        LayerSpec(nn.Sequential, [nn.Dense(3), nn.Dense(3)]),
+        LayerSpec(NNXBlock),
+    ],
+    ids=["linen", "spec", "nnx"],
+)
+def test_each_pattern_must_find_a_kernel(layer: Any) -> None:
+    model = PipelineModule(lora([nn.Dense(DIM), layer], 2, 1.0, ["1_.*kernel", "qery/kernel"]), num_stages=1)
+    match = r"must each find a kernel .* but got 'qery/kernel', which finds none of \d+\. The nearest are: layers/\d_"
+    with pytest.raises(LayerError, match=match):
+        model.trace(np.ones((2, LENGTH, DIM), np.float32))
 
 
 def test_a_kernel_in_another_order_is_refused() -> None:
