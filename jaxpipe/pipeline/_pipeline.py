@@ -371,6 +371,7 @@ class Pipeline:
         """Shapes, dtypes and shardings of global arrays, from those of a row; each replica may have rows of its own."""
         rows, num_rows = self._sharding.row_spec, self._sharding.num_rows
         if not by_replica:
+            # Collections are the mean over the replicas, which hold equal copies.
             rows, num_rows = P("stage"), self.module.num_stages
 
         def one(x: Any, of_row: P) -> Any:
@@ -461,6 +462,7 @@ class Pipeline:
 
         Of gradients it has what is trained alone.
         """
+        # Gradients lack what is frozen: the number of arrays tells the two forms apart.
         has_all = len(jax.tree.leaves(storage)) == len(jax.tree.leaves(self._sharding.master.shards.struct()))
         return self._tree("params", storage, self._params.struct if has_all else self._params.trained)
 
@@ -483,6 +485,7 @@ class Pipeline:
         """
         batch = batch if isinstance(batch, Batch) else split_entry(batch, "the batch")
         replicas = range(self.num_replicas) if replicas is None else replicas
+        # A part is checked as the whole batch that it belongs to, so that one check, and its errors, do for both.
         whole = struct_of(batch)
         if len(replicas) != self.num_replicas:
             whole = jax.tree.map(lambda x: _scaled(x, self.num_replicas, len(replicas)), whole)

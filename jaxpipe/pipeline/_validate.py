@@ -165,6 +165,7 @@ def check_mesh(module: PipelineModule, mesh: Mesh) -> None:
     Raises:
         TopologyError: The mesh has other lengths, or no device of some process.
     """
+    # Such a process could run none of the mesh's programs, and the others would wait for it wherever processes agree.
     idle = sorted(set(range(jax.process_count())) - {device.process_index for device in mesh.devices.flat})
     if idle:
         raise TopologyError(

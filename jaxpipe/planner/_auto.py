@@ -82,7 +82,9 @@ def choose_settings(
         costs,
         module.num_stages,
         num_microbatches,
+        # What is left for residuals in flight and pending weight gradients, in which schedules differ.
         memory_limit_bytes=None if limit is None else max(limit - param_bytes - recomputed_bytes, 0),
+        # What a stage cut into chunks takes, relative to the whole: in each tick all wait for the largest chunk.
         chunk_counts={count: count * tick_of(profile, cut).slowest_s / stage_s for count, cut in cuts.items()},
         max_pending=unless_auto(section.max_pending_weights),
         skip_idle=skip_idle,
