@@ -22,7 +22,7 @@ def slurm_script(job: ClusterJob) -> str:
         The file's text.
 
     Raises:
-        LaunchError: The job asks for restarts.
+        LaunchError: The job asks for restarts, or for a volume.
 
     Example:
         >>> from jaxpipe.launch import ClusterJob, Program
@@ -35,6 +35,11 @@ def slurm_script(job: ClusterJob) -> str:
             "a job file for Slurm must ask for no restarts, as Slurm itself starts a job again where a node fails, but "
             f"got max_restarts={job.max_restarts}. Leave it out; to go on after an error, submit it several times "
             "with sbatch --dependency=singleton."
+        )
+    if job.volume is not None:
+        raise LaunchError(
+            f"a job file for Slurm must have no volume claim, which is for Kubernetes, but got volume={job.volume!r}. "
+            "Leave it out, and keep checkpoints in a folder that all nodes see."
         )
     tasks = 1 if job.stall_timeout_s is not None else job.processes_on_node
     parts = [

@@ -24,7 +24,7 @@ JOBS = {
     "plain": ClusterJob(TRAIN, 2, 8),
     "one-node": ClusterJob(TRAIN, 1, 1, name="a", port=1234, grace_s=30),
     "per-node": ClusterJob(TRAIN, 4, 8, processes_per_node=1, cpus_per_process=32, time_limit="1-00:00:00"),
-    "shared": ClusterJob(TRAIN, 4, 8, processes_per_node=2, image="registry:5000/a/b:c", volume="claim-1:/ckpt"),
+    "shared": ClusterJob(TRAIN, 4, 8, processes_per_node=2, image="registry:5000/a/b:c"),
     "watched": ClusterJob(TRAIN, 2, 8, stall_timeout_s=600, cpus_per_process=4, image="b"),
     "module": ClusterJob(Program("pkg.train", ("it's",), "module"), 2, 2, variables={"A": "b 'c' $d"}, python="py 3"),
     "command": ClusterJob(Program("./train", (), "command"), 2, 2, processes_per_node=1, stall_timeout_s=1.5),
@@ -369,7 +369,7 @@ def test_jobset_takes_the_manifest(job: ClusterJob) -> None:
 
 
 def test_volumes_and_limits() -> None:
-    job = _with_image(JOBS["shared"], time_limit="1-01:00:01", cpus_per_process=4)
+    job = _with_image(JOBS["shared"], volume="claim-1:/ckpt", time_limit="1-01:00:01", cpus_per_process=4)
     _, indexed = yaml.safe_load_all(kubernetes_manifest(job))
     assert indexed["spec"]["activeDeadlineSeconds"] == 25 * 3600 + 1
     pod = indexed["spec"]["template"]["spec"]
@@ -413,6 +413,11 @@ def test_an_indexed_job_restarts_nothing() -> None:
 def test_a_slurm_file_restarts_nothing() -> None:
     with pytest.raises(LaunchError, match=r"no restarts.*but got max_restarts=2\. Leave it out; to go on"):
         slurm_script(_with_image(JOBS["plain"], max_restarts=2))
+
+
+def test_a_slurm_file_has_no_volume() -> None:
+    with pytest.raises(LaunchError, match=r"no volume claim.*but got volume='a:/b'\. Leave it out, and keep"):
+        slurm_script(_with_image(JOBS["plain"], volume="a:/b"))
 
 
 def test_writing_needs_the_counts(capfd: pytest.CaptureFixture[str]) -> None:
