@@ -63,7 +63,8 @@ class _Worker:
 
     def __init__(self) -> None:
         self.monitors: list[Monitor] = []
-        self.waiting: queue.Queue[Record | None] = queue.Queue(_MOST_WAITING)
+        # Each record with who is to have it: one that is added later gets none of those that wait.
+        self.waiting: queue.Queue[tuple[Record, Sequence[Monitor]] | None] = queue.Queue(_MOST_WAITING)
         self._thread: threading.Thread | None = None
         self._has_warned = False
 
@@ -74,7 +75,7 @@ class _Worker:
             # Registered after JAX's own, and so called before it: later there are no devices to read from.
             atexit.register(self._end_and_wait)
         try:
-            self.waiting.put_nowait(record)
+            self.waiting.put_nowait((record, tuple(self.monitors)))
         except queue.Full:
             if not self._has_warned:
                 self._has_warned = True
@@ -102,21 +103,23 @@ class _Worker:
 
     def _run(self) -> None:
         while True:
-            record = self.waiting.get()
+            waiting = self.waiting.get()
             try:
-                if record is None:
+                if waiting is None:
                     self._close()
                     return
-                self._write(record)
+                self._write(*waiting)
             finally:
                 self.waiting.task_done()
 
-    def _write(self, record: Record) -> None:
+    def _write(self, record: Record, monitors: Sequence[Monitor]) -> None:
         try:
             events = record()
         except Exception:  # noqa: BLE001  # the step failed on the devices: who waits for its loss is told so
             return
-        for monitor in list(self.monitors):
+        for monitor in monitors:
+            if monitor not in self.monitors:
+                continue  # it failed meanwhile
             try:
                 monitor(events)
             except Exception as error:  # noqa: BLE001  # whatever a library or a user's function raises

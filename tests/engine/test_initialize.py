@@ -391,7 +391,8 @@ def test_collate_fn_makes_the_entries() -> None:
     def collate(picked: list[Any]) -> Any:
         return np.stack([x for x, _ in picked]), np.stack([y for _, y in picked]), {"unused": np.ones((2, 1), np.int8)}
 
-    engine, _, loader, _ = initialize(training_data=samples(6), collate_fn=collate)
+    with pytest.warns(UserWarning, match="side input 'unused' must be named by the call of a layer"):
+        engine, _, loader, _ = initialize(training_data=samples(6), collate_fn=collate)
     assert set(next(iter(loader))[2]) == {"unused"}
     assert np.isfinite(float(engine.train_batch()))
 

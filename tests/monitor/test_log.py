@@ -42,6 +42,18 @@ def test_putting_does_not_wait(caplog: pytest.LogCaptureFixture, monkeypatch: py
     assert [record.message.startswith("monitors must keep up") for record in caplog.records] == [True]
 
 
+def test_one_that_is_added_gets_nothing_that_waits_already() -> None:
+    may_go, got = threading.Event(), list[int]()
+    log = MonitorLog([lambda _: None if may_go.wait() else None])
+    log.put(lambda: [Event("a", 0.0, 1)])
+    log.put(lambda: [Event("a", 0.0, 2)])
+    log.add(lambda events: got.append(events[0].samples))
+    log.put(lambda: [Event("a", 0.0, 3)])
+    may_go.set()
+    log.flush()
+    assert got == [3]
+
+
 def test_one_that_raises_is_switched_off_alone(caplog: pytest.LogCaptureFixture) -> None:
     calls, got = [], list[int]()
 
