@@ -79,6 +79,7 @@ def assert_holds(folder: Path, params: Any, config: LlamaConfig, dtype: Any = np
 
 
 @pytest.mark.parametrize("name", ["tied", "untied"])
+@pytest.mark.slow
 def test_what_is_written_is_read_by_an_engine_of_other_stages(
     name: str, runs: dict[str, tuple[Path, Any]], tmp_path: Path
 ) -> None:

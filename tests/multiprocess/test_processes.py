@@ -172,6 +172,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.slow
 def test_a_link_that_does_not_answer_is_named(tmp_path: Path) -> None:
     job = Job(tmp_path, 2, 2).start([], {}, program=HANDSHAKE)
     try:

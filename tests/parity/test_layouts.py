@@ -53,7 +53,7 @@ def test_the_same_losses(case: Case) -> None:
     assert len(set(baseline(case.model))) == 5
 
 
-@pytest.mark.parametrize("model", slow_after(1, ["dropout", "noise"]))
+@pytest.mark.parametrize("model", slow_after(0, ["dropout", "noise"]))
 def test_apply_with_the_microbatch_key_repeats_the_dropout(model: str) -> None:
     case = Case(model=model, stages=2, data=2, optimizer=optax.set_to_zero())
     pipeline, batch = case.pipeline(), case.batch()

@@ -204,6 +204,7 @@ def test_one_stage_has_nothing_to_split() -> None:
     assert not pipeline._params.stage_dims
 
 
+@pytest.mark.slow
 def test_an_engine_opens_what_an_unsplit_one_saved(tmp_path: Any) -> None:
     config = {"train_micro_batch_size_per_gpu": SAMPLES, "gradient_accumulation_steps": MICROBATCHES}
 

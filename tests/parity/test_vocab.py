@@ -119,6 +119,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
     ids=str,
 )
+@pytest.mark.slow
 def test_a_checkpoint_opens_at_any_number_of_stages(source: Layout, target: Layout, root: Path) -> None:
     path, leaves, losses = saved(source, root)
     engine = shared_engine(target)

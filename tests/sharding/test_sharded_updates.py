@@ -102,6 +102,7 @@ def test_three_steps(case: Sharded) -> None:
     ),
     ids=str,
 )
+@pytest.mark.slow
 def test_evaluation_and_prediction_after_a_step(case: Sharded) -> None:
     pipeline, batch = case.pipeline(), case.batch(seed=7)
     state, _ = pipeline.step(pipeline.init(), case.batch())

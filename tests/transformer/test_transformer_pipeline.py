@@ -146,8 +146,8 @@ def pairs() -> list[Case]:
     slow_after(
         1,
         [
-            Case(switches="kernels", dropout=True, schedule="zero-bubble"),
             Case(pre=False, hidden="mask", data=2),
+            Case(switches="kernels", dropout=True, schedule="zero-bubble"),
             Case(hidden="lengths", dropout=True, model=2),
             *pairs(),
         ],
