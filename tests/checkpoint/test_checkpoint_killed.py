@@ -126,7 +126,7 @@ MOMENTS = [
 
 @pytest.mark.parametrize(
     ("moment", "save", "mode", "held"),
-    slow_after(2, MOMENTS, unpack=True),
+    slow_after(1, MOMENTS, unpack=True),
     ids=[f"{moment}-{save[0]}-{mode}" for moment, save, mode, _ in MOMENTS],
 )
 def test_killed_at_a_moment(tmp_path: Path, moment: str, save: tuple[str, int], mode: str, held: Held) -> None:

@@ -294,6 +294,7 @@ def split_engine(stages: int, model: int, data: int, **config: Any) -> Any:
     return jaxpipe.initialize(model=pipelined, config={**SIZES, "optimizer": ADAM, **config})[0]
 
 
+@pytest.mark.slow
 def test_layers_split_over_the_model_axis(tmp_path: Path) -> None:
     engine = split_engine(2, 2, 2, **ZERO)
     engine.train_batch(batch(0))

@@ -179,6 +179,7 @@ def test_a_key_is_not_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.slow
 def test_a_full_disk_ends_a_monitor_and_not_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     recording, section = Recording(), {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}
     sections = {"csv_monitor": section, **({"tensorboard": section} if importlib.util.find_spec("tensorboard") else {})}

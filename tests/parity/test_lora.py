@@ -109,7 +109,10 @@ def test_it_begins_as_the_base_and_merges_into_it(name: str) -> None:
 @pytest.mark.parametrize(
     "case",
     [
-        Case("lora_linen", 2, 2, schedule="zero-bubble", optimizer=ADAM, settings={"zero_stage": 1}),
+        pytest.param(
+            Case("lora_linen", 2, 2, schedule="zero-bubble", optimizer=ADAM, settings={"zero_stage": 1}),
+            marks=pytest.mark.slow,
+        ),
         *[
             pytest.param(Case(f"lora_{name}", 2, 2, schedule=schedule, optimizer=ADAM), marks=pytest.mark.slow)
             for name, schedule in (

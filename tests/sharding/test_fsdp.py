@@ -88,7 +88,7 @@ def sequential() -> tuple[list[float], Any, Any, Any]:
 @pytest.mark.parametrize(
     ("stages", "data", "axes", "settings"),
     slow_after(
-        2,
+        1,
         [
             (2, 1, {"fsdp": 2}, {"gather_weights": "chunk", "schedule": "interleaved"}),
             (2, 1, {"fsdp": 4}, {"gather_weights": "step", "schedule": "zero-bubble"}),

@@ -144,7 +144,7 @@ def pairs() -> list[Case]:
 @pytest.mark.parametrize(
     "case",
     slow_after(
-        1,
+        0,
         [
             Case(pre=False, hidden="mask", data=2),
             Case(switches="kernels", dropout=True, schedule="zero-bubble"),
