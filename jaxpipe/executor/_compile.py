@@ -1,6 +1,7 @@
 """Compiling a program for a mesh, apart from JAX's cache on disk where that would harm."""
 
 import contextlib
+import threading
 from collections.abc import Generator
 from typing import Any
 
@@ -29,18 +30,24 @@ def compile_program(function: Any, *args: Any) -> jax.stages.Compiled:
         return function.lower(*args).compile()
 
 
+# The setting is the whole process's. With two threads in here, the first to leave would switch the cache on for the
+# other.
+_ONE_AT_A_TIME = threading.RLock()
+
+
 @contextlib.contextmanager
 def without_cache() -> Generator[None]:
     """Compile apart from JAX's persistent cache inside; also for devices that are not there, which cannot read it."""
-    settings: dict[str, Any] = jax.config.values
-    if not (settings["jax_enable_compilation_cache"] and settings["jax_compilation_cache_dir"]):
-        yield
-        return
-    # JAX looks at the setting once and keeps the answer: `reset_cache` makes it look again. Files stay.
-    jax.config.update("jax_enable_compilation_cache", False)
-    compilation_cache.reset_cache()
-    try:
-        yield
-    finally:
-        jax.config.update("jax_enable_compilation_cache", True)
-        compilation_cache.reset_cache()
+    with _ONE_AT_A_TIME:
+        settings: dict[str, Any] = jax.config.values
+        if not (settings["jax_enable_compilation_cache"] and settings["jax_compilation_cache_dir"]):
+            yield
+            return
+        # JAX looks at the setting once and keeps the answer: `reset_cache` makes it look again. Files stay.
+        try:
+            jax.config.update("jax_enable_compilation_cache", False)
+            compilation_cache.reset_cache()
+            yield
+        finally:
+            jax.config.update("jax_enable_compilation_cache", True)
+            compilation_cache.reset_cache()

@@ -1,6 +1,8 @@
 """Programs of simulated devices are compiled apart from JAX's cache on disk."""
 
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -10,7 +12,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxpipe.executor import compile_program
+from jaxpipe.executor import compile_program, without_cache
 
 
 @pytest.fixture
@@ -50,6 +52,17 @@ def test_a_program_for_several_does_not_and_others_do_again(cache: Path) -> None
     assert "jit_several" not in written(cache)
     jax.jit(after)(jnp.ones(5))
     assert "jit_after" in written(cache)
+
+
+def test_no_thread_switches_it_on_for_another(cache: Path) -> None:
+    def is_on_inside(number: int) -> bool:
+        with without_cache():
+            time.sleep(0.01 * number)
+            return jax.config.jax_enable_compilation_cache
+
+    with ThreadPoolExecutor(4) as pool:
+        assert not any(pool.map(is_on_inside, range(4)))
+    assert jax.config.jax_enable_compilation_cache
 
 
 def test_a_cache_that_is_off_stays_off() -> None:
