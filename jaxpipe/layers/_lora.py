@@ -107,7 +107,7 @@ def check_targets(layers: Iterable[NamedLayer], paths: Iterable[Path]) -> None:
 
 
 def _adapters_of(layer: Layer) -> "_Adapters | None":
-    """Of NNX modules the spec has them, of Linen modules the call."""
+    """Adapters of a layer, None if it has none: an NNX module's spec holds them, a Linen module's call."""
     of_spec = getattr(getattr(layer, "spec", None), "adapters", None)
     return of_spec or getattr(getattr(layer, "forward_fn", None), "adapters", None)
 
