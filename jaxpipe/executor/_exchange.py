@@ -15,7 +15,8 @@ class Channel:
     What was computed in one tick and is sent in the next does not wait in a buffer. With `sends_early` it is sent at
     the end of its own tick: the exchange then lies under the tick's backward. On CPU an exchange waits for the other
     stage, and where idle actions are skipped one amid a tick would make stages without a forward wait for those that
-    have one; there it is sent at the beginning of the next tick.
+    have one; there it is sent at the beginning of the next tick. So it is on GPU in schedules that send both ways and
+    have forwards and backwards on different stages.
 
     Args:
         form: The form in which values travel.

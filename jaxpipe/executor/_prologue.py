@@ -1,7 +1,7 @@
 """The prologue: what only some virtual stages have before the trunk, under one switch on the virtual stage."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -38,6 +38,7 @@ class Prologue:
         residuals: Shapes and dtypes of what `forward` leaves for `backward`, in common form.
         pending: Shapes and dtypes of what a split backward leaves for its weight gradient, in common form.
         has_params: Whether any virtual stage has parameters before the trunk.
+        has_deferred: Whether a split backward leaves gradients of any of them to `backward_weight`.
     """
 
     def __init__(self, blueprint: Blueprint, arriving: Packing, leaving: Packing, *, split: bool) -> None:
@@ -58,6 +59,9 @@ class Prologue:
             self._program_of.append(known[key])
             self._programs[known[key]].serve(segment.virtual_stage, segment.layers)
         self.has_params = any(program.names for program in self._programs)
+        self._defers = [bool(program.split and program.split.deferred) for program in self._programs]
+        self.has_deferred = any(self._defers)
+        self._has_immediate = any(program.split and program.split.immediate for program in self._programs)
         # The branches of a switch must return one type: residuals are padded to the largest of each dtype.
         self._residuals = Packing([program.residuals.structs for program in self._programs])
         self._pending = Packing([program.pending for program in self._programs])
@@ -100,35 +104,48 @@ class Prologue:
 
         Returns:
             `(gradients of parameters off the trunk, gradient of what arrived, what backward_weight needs)`, in
-            common form.
+            common form; None for the first where split backwards leave all of them to `backward_weight`.
         """
+        gives = self._has_immediate or not split
         if self._is_empty:
-            return self._programs[0].off_trunk({}), gradient, self._pending.zeros()
+            return self._programs[0].off_trunk({}) if gives else None, gradient, self._pending.zeros()
 
         def run(number: int, program: Segment) -> tuple[PyTree, PyTree, PyTree]:
             v, dy = program.virtual_stage, self._outgoing.unpack(program.virtual_stage, gradient)
             params, unpacked = program.take(storage), self._residuals.unpack(number, residuals)
             grads, dx, left = program.backward(params, unpacked, dy, reported_cotangent, split=split)
             left = self._pending.pack(number, left) if split else self._pending.zeros()
-            off_trunk, member = program.off_trunk(grads), v - 1 if v else self._before_first
+            off_trunk, member = program.off_trunk(grads) if gives else None, v - 1 if v else self._before_first
             return off_trunk, self._gradients.zeros() if member is None else self._gradients.pack(member, dx), left
 
         return self._switch(at, run)
 
-    def backward_weight(self, at: VirtualStage, storage: PyTree, residuals: PyTree, pending: PyTree) -> PyTree:
-        """Gradients that a split backward has left, in common form, zero where it gave them."""
-        if self._is_empty:
-            return self._programs[0].off_trunk({})
+    def backward_weight(
+        self, at: VirtualStage, storage: PyTree, residuals: PyTree, pending: PyTree, *, defers: bool = False
+    ) -> PyTree:
+        """Gradients that a split backward has left, in common form, zero where it gave them.
+
+        Args:
+            at: The virtual stage.
+            storage: The stage's parameters.
+            residuals: As `forward` returned them.
+            pending: As `backward` returned it.
+            defers: It is known that `defers_at` the virtual stage is true.
+        """
 
         def run(number: int, program: Segment) -> PyTree:
             unpacked, left = self._residuals.unpack(number, residuals), self._pending.unpack(number, pending)
             return program.off_trunk(program.backward_weight(program.take(storage), unpacked, left))
 
-        return self._switch(at, run)
+        return self._switch(at, run, self._defers if defers else None)
 
     def has_params_at(self, at: VirtualStage) -> jax.Array:
         """True if a virtual stage has parameters before the trunk."""
         return jnp.asarray([bool(self._programs[number].names) for number in self._program_of])[at.index]
+
+    def defers_at(self, at: VirtualStage) -> jax.Array:
+        """True if a split backward of a virtual stage leaves gradients of parameters before the trunk."""
+        return jnp.asarray([self._defers[number] for number in self._program_of])[at.index]
 
     def evaluate(
         self, at: VirtualStage, storage: PyTree, collections: PyTree, inputs: PyTree, arrived: PyTree, context: Context
@@ -152,9 +169,13 @@ class Prologue:
         v = program.virtual_stage
         return self._arriving.unpack(v - 1, arrived) if v else inputs
 
-    def _switch(self, at: VirtualStage, run: Callable[[int, Segment], Any]) -> Any:
-        """Run the program of a virtual stage, of those that it can be."""
+    def _switch(
+        self, at: VirtualStage, run: Callable[[int, Segment], Any], is_possible: Sequence[bool] | None = None
+    ) -> Any:
+        """Run the program of a virtual stage, of those that it can be, and of the programs that are possible."""
         wanted = {self._program_of[v] for v in at.candidates}
+        if is_possible is not None:
+            wanted = {number for number in wanted if is_possible[number]}
         # A virtual stage that this chunk never is gets any branch: its entry is not looked up.
         table = [i if i in wanted else min(wanted) for i in self._program_of]
         return switch_table(at.index, table, [functools.partial(run, *each) for each in enumerate(self._programs)])

@@ -253,7 +253,10 @@ class Segment:
         return self.split.backward_weight(params, residuals, pending)
 
     def off_trunk(self, grads: Mapping[str, jax.Array | None]) -> Storage:
-        """Gradients in the form in which those of a stage off the trunk are summed; zero where none is given."""
+        """Gradients in the form in which those of a stage off the trunk are summed; zero where none is given.
+
+        Packed ones are in their own dtype, mostly the half of that of the sums.
+        """
         params = self._blueprint.params
         # Whole along `fsdp` first, then divided: from another axis to it XLA would shift slices, here in a branch.
         specs = params.gathered.specs
@@ -265,7 +268,7 @@ class Segment:
             for name, like in layout.stacked.items()
             if name in params.stacked_off_trunk
         }
-        return Storage(layout.pack_buffers(self.stage, given), common)
+        return Storage(layout.pack_buffers(self.stage, given, params.grad_dtypes), common)
 
     def _label(self, start: int, stop: int | None, step: int = 1) -> str:
         """Name in profiles of the layers at these places, in all virtual stages that run this program."""

@@ -191,7 +191,8 @@ class Stage:
         Returns:
             `(gradients of the trunk, gradients of the stage's other parameters, gradient of what arrived, what
             backward_weight needs)`. Of a split one leaves of the first are None, and parameters of the second zero,
-            where `backward_weight` gives them; of a whole one the last is zero.
+            where `backward_weight` gives them, and the second is None where it gives all; of a whole one the last is
+            zero.
         """
         of_prologue, of_trunk = residuals
         trunk, gradient, trunk_pending = self.trunk.backward(
@@ -203,16 +204,22 @@ class Stage:
         return trunk, off_trunk, arrived, (prologue_pending, trunk_pending)
 
     def backward_weight(
-        self, at: VirtualStage, weights: Weights, residuals: PyTree, pending: PyTree
+        self, at: VirtualStage, weights: Weights, residuals: PyTree, pending: PyTree, *, with_prologue: bool
     ) -> tuple[PyTree, PyTree]:
         """Run what a split backward has left.
 
         Returns:
             `(gradients of the trunk, gradients of the stage's other parameters)`; None or zero where the split
-            backward gave them.
+            backward gave them. The second is None without the prologue, and where its split backward gave all.
         """
         trunk = self.trunk.backward_weight(at, weights.trunk, residuals[1], pending[1])
+        if not (with_prologue and self.prologue.has_deferred):
+            return trunk, None
         return trunk, self.prologue.backward_weight(at, weights.storage, residuals[0], pending[0])
+
+    def deferred_off_trunk(self, at: VirtualStage, weights: Weights, residuals: PyTree, pending: PyTree) -> PyTree:
+        """The second of `backward_weight`, of a virtual stage whose prologue has left some."""
+        return self.prologue.backward_weight(at, weights.storage, residuals[0], pending[0], defers=True)
 
     def loss_and_gradients(
         self,

@@ -120,6 +120,8 @@ class TickLoop:
         functions: Sequence[Callable[[VirtualStage], Any]],
         which: jax.Array | int = 0,
         chunk: jax.Array | None = None,
+        *,
+        is_busy: bool = False,
     ) -> Any:
         """Run a tick's action of one kind, for the chunk it is on.
 
@@ -135,6 +137,7 @@ class TickLoop:
             which: Index of the function.
             chunk: For loops that compute idle actions: the action's chunk, or any one where it is idle. Default: the
                 first one there.
+            is_busy: It is known that the action is not idle.
 
         Returns:
             The result, or zeros where the action is idle.
@@ -143,7 +146,7 @@ class TickLoop:
         chunks: list[Any] = sorted({c for row in actions.chunk for c in row[run.start : run.stop] if c >= 0})
         if self.skip_idle and len(chunks) > 1:
             # One branch for each function and chunk: the functions' first, in the order of `branches` below.
-            number = jnp.searchsorted(jnp.asarray(chunks, jnp.int32), now.chunk).astype(jnp.int32)
+            number = jnp.searchsorted(jnp.asarray(chunks, jnp.int32), now.chunk, method="compare_all").astype(jnp.int32)
             which = which * len(chunks) + number
         elif len(chunks) > 1:
             chunks = [jnp.maximum(now.chunk if chunk is None else chunk, 0)]
@@ -152,8 +155,10 @@ class TickLoop:
             for function in functions
             for chunk in chunks
         ]
-        if len(branches) == 1 and is_never_idle(actions, run):
+        if len(branches) == 1 and (is_busy or is_never_idle(actions, run)):
             return branches[0]()
+        if is_busy:
+            return jax.lax.switch(which, branches)
         return run_or_zeros(jnp.where(now.microbatch >= 0, which, -1), branches, skip=self.skip_idle)
 
     def on_all_stages(self, run: TickRun, microbatches: Table, now: jax.Array, compute: Callable[[], PyTree]) -> PyTree:

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxpipe._typing import PyTree
-from jaxpipe.schedules import TickProgram, TickRun, TransferBuffers
-from jaxpipe.state import Storage
+from jaxpipe.schedules import Actions, Table, TickProgram, TickRun, TransferBuffers
+from jaxpipe.state import Storage, has_automatic_axes
 
 from ._batch import Microbatch
 from ._buffers import make_ring, read_ring, run_or_zeros, select, to_memory, write_ring, zeros_of
@@ -22,8 +22,8 @@ from ._trunk import GatheredChunk
 from ._virtual_stage import VirtualStage
 
 LOOPED_BYTES = 2**26
-"""Sums that are worth a loop around their addition: a GPU waits for the host before each, some 25 us, in which it moves
-twice as many bytes."""
+"""Bytes that are worth a loop of one round or none around their writing: a GPU waits for the host before each, some 25
+us, in which it moves twice as many."""
 
 
 @chex.dataclass
@@ -147,16 +147,29 @@ class TrainLoop(TickLoop):
             def forward(at: VirtualStage) -> tuple[Any, ...]:
                 return stage.forward(at, weights, batch, collections, arrived)
 
-            output, residuals, updated, reported = self.action(
-                device, run, self.program.tables.forward, row.forward, [forward], chunk=self._common_chunk(run, row)
-            )
-        # An idle forward may have computed on garbage, or given zeros: neither may replace collections.
-        collections = select(row.forward.microbatch >= 0, updated, collections)
+            def act(*, is_busy: bool) -> tuple[Any, ...]:
+                actions, chunk = self.program.tables.forward, self._common_chunk(run, row)
+                return self.action(device, run, actions, row.forward, [forward], chunk=chunk, is_busy=is_busy)
+
+            if self._is_worth_a_loop(run, self.program.tables.forward, stage.residuals):
+                # Nor are residuals of an idle forward filled with zeros.
+                def write(_: Any, before: tuple[Any, ...]) -> tuple[Any, ...]:
+                    output, residuals, *others = act(is_busy=True)
+                    return write_ring(before[0], residuals, row.residual_write), output, *others
+
+                output, _, _, reported = map(zeros_of, jax.eval_shape(lambda: act(is_busy=False)))
+                before = (carry.residuals, output, collections, reported)
+                carry.residuals, output, collections, reported = _once(row.forward.microbatch >= 0, write, before)
+            else:
+                output, residuals, updated, reported = act(is_busy=False)
+                # An idle forward may have computed on garbage, or given zeros: neither may replace collections.
+                collections = select(row.forward.microbatch >= 0, updated, collections)
+                # Also where the forward was idle: the program names a slot that nothing living uses, so no branch is
+                # needed.
+                hosted = self._to_memory(residuals, jax.memory.Space.Host)
+                carry.residuals = write_ring(carry.residuals, hosted, row.residual_write)
         # Idle ticks report zeros, so chunk -1, which counts from the end, adds nothing.
         carry.reported = carry.reported.at[row.forward.chunk].add(reported)
-        # Also where the forward was idle: the program names a slot that nothing living uses, so no branch is needed.
-        hosted = self._to_memory(residuals, jax.memory.Space.Host)
-        carry.residuals = write_ring(carry.residuals, hosted, row.residual_write)
         if self.sends_early:
             # Without the barrier XLA merges exchanges of gradients and activations in one direction, and neither of
             # them lies under an action any more.
@@ -191,16 +204,27 @@ class TrainLoop(TickLoop):
         def compute() -> tuple[Any, ...]:
             return stage.loss_and_gradients(device.weights, batch, collections, output, device.cotangents)
 
-        # One device computing every tick needs no branch around the loss; else only the last stage has it.
-        if stage.last == 0 and is_never_idle(self.program.tables.forward, run):
-            result = compute()
+        if self._computes_off_trunk_in_loops(carry):
+            # In the loop the gradients are added where they are computed: nowhere is there room for them, and other
+            # stages fill none with zeros.
+            def add(_: Any, before: tuple[Any, ...]) -> tuple[Any, ...]:
+                loss, off_trunk, *others = compute()
+                return self._added_off_trunk(before[0], off_trunk), loss, *others
+
+            loss, _, gradient, _, reported = map(zeros_of, jax.eval_shape(compute))
+            before = (carry.off_trunk_grads, loss, gradient, collections, reported)
+            carry.off_trunk_grads, loss, gradient, carry.collections, reported = _once(is_last, add, before)
         else:
-            result = run_or_zeros(jnp.where(is_last, 0, -1), [compute])
-        loss, off_trunk, gradient, updated, reported = result
-        carry.collections = select(is_last, updated, collections)
+            # One device computing every tick needs no branch around the loss; else only the last stage has it.
+            if stage.last == 0 and is_never_idle(self.program.tables.forward, run):
+                result = compute()
+            else:
+                result = run_or_zeros(jnp.where(is_last, 0, -1), [compute])
+            loss, off_trunk, gradient, updated, reported = result
+            carry.collections = select(is_last, updated, collections)
+            self._add_off_trunk(carry, off_trunk, is_last)
         carry.loss_reported = carry.loss_reported + reported
         carry.loss = carry.loss + loss
-        self._add_off_trunk(carry, off_trunk, is_last)
         return gradient
 
     def _vocab_loss(
@@ -244,20 +268,32 @@ class TrainLoop(TickLoop):
             # Branches of one switch must return one type: a split backward's missing gradients become zeros.
             functions[1] = lambda at: _fill(split(at), jax.eval_shape(lambda: whole(at)))
             which = (row.pending_write >= 0).astype(jnp.int32)
-        trunk, off_trunk, outgoing, pending = self.action(
-            device,
-            run,
-            self.program.tables.backward,
-            row.backward,
-            functions,
-            which,
-            chunk=self._common_chunk(run, row),
-        )
-        if True in kinds:
-            carry.pending = self._write_pending(run, carry.pending, pending, row.pending_write)
+
+        def act(*, is_busy: bool) -> tuple[Any, ...]:
+            actions, chunk = self.program.tables.backward, self._common_chunk(run, row)
+            return self.action(device, run, actions, row.backward, functions, which, chunk, is_busy=is_busy)
+
+        if kinds == [True] and self._is_worth_a_loop(run, self.program.tables.backward, stage.pending):
+
+            def write(_: Any, before: tuple[Any, ...]) -> tuple[Any, ...]:
+                *others, pending = act(is_busy=True)
+                return write_ring(before[0], pending, row.pending_write), *others
+
+            *nothing, _ = map(zeros_of, jax.eval_shape(lambda: act(is_busy=False)))
+            after = _once(row.backward.microbatch >= 0, write, (carry.pending, *nothing))
+            carry.pending, trunk, off_trunk, outgoing = after
+        else:
+            # What an idle backward computed is replaced by zeros, but not what is added in a loop: it is not looked at.
+            is_dropped = not self.skip_idle and len(functions) == 1 and self._adds_off_trunk_in_loops(carry)
+            trunk, off_trunk, outgoing, pending = act(is_busy=is_dropped)
+            if is_dropped and not is_never_idle(self.program.tables.backward, run):
+                others = trunk, outgoing, pending
+                trunk, outgoing, pending = select(row.backward.microbatch >= 0, others, zeros_of(others))
+            if True in kinds:
+                carry.pending = self._write_pending(run, carry.pending, pending, row.pending_write)
         # No sends are named: gradients never leave early.
         carry.gradients = self._gradients.send(carry.gradients, {}, row.gradients, device.stage, outgoing)
-        self._add(device, carry, row.backward.chunk, trunk, off_trunk)
+        self._add(device, run, self.program.tables.backward, carry, row.backward.chunk, trunk, off_trunk)
         first = stage.vocab_input
         if first is not None:
             is_first = self.is_first(device, row.backward.chunk)
@@ -270,16 +306,40 @@ class TrainLoop(TickLoop):
 
     def _weight(self, device: Device, run: TickRun, carry: TrainCarry, row: Row) -> None:
         """Run the weight gradient of a split backward."""
-        residual_ring, pending_ring = carry.residuals, carry.pending
+        stage, residual_ring, pending_ring = self.stage, carry.residuals, carry.pending
+        in_loop = self._computes_off_trunk_in_loops(carry)
+
+        def left() -> tuple[PyTree, PyTree]:
+            residuals = self._read_residuals(residual_ring, row.weight_residual_read)
+            return residuals, read_ring(pending_ring, row.pending_read)
 
         def weight(at: VirtualStage) -> tuple[PyTree, PyTree]:
-            residuals = self._read_residuals(residual_ring, row.weight_residual_read)
-            pending = read_ring(pending_ring, row.pending_read)
             # Gathered by itself, and only what it reads: a product's weight gradient needs no weight.
-            return self.stage.backward_weight(at, device.weights, residuals, pending)
+            return stage.backward_weight(at, device.weights, *left(), with_prologue=not in_loop)
 
-        trunk, off_trunk = self.action(device, run, self.program.tables.weight, row.weight, [weight])
-        self._add(device, carry, row.weight.chunk, trunk, off_trunk)
+        actions, chunk = self.program.tables.weight, row.weight.chunk
+        is_apart = in_loop or not stage.prologue.has_deferred
+        if is_apart and self._is_worth_a_loop(run, actions, stage.trunk_grad_struct):
+            # Added where they are computed: idle stages fill none with zeros.
+            sums = list(carry.trunk_grads)
+            for of_chunk in sorted({c for each in actions.chunk for c in each[run.start : run.stop] if c >= 0}):
+
+                def add_to(_: Any, before: PyTree, of_chunk: int = of_chunk) -> PyTree:
+                    return self._added_trunk(before, weight(VirtualStage(device.stage, of_chunk, stage.placement))[0])
+
+                sums[of_chunk] = _once(chunk == of_chunk, add_to, sums[of_chunk])
+            carry.trunk_grads = tuple(sums)
+        else:
+            trunk, off_trunk = self.action(device, run, actions, row.weight, [weight])
+            self._add(device, run, actions, carry, chunk, trunk, off_trunk)
+        if in_loop and stage.prologue.has_deferred:
+            at = VirtualStage(device.stage, jnp.maximum(chunk, 0), stage.placement)
+
+            def add(_: Any, sums: Storage) -> Storage:
+                return self._added_off_trunk(sums, stage.deferred_off_trunk(at, device.weights, *left()))
+
+            is_given = (chunk >= 0) & stage.prologue.defers_at(at)
+            carry.off_trunk_grads = _once(is_given, add, carry.off_trunk_grads)
 
     def _common_chunk(self, run: TickRun, row: Row) -> jax.Array | None:
         """The chunk of a tick's forward and backward; None where some tick of the run has them for different ones.
@@ -296,9 +356,7 @@ class TrainLoop(TickLoop):
             return write_ring(ring, pending, slot)
         # A loop of one round or none, in place: a select would read the slot in every tick, and write all of it. These
         # are gigabytes with recompute, and a slot to spare, for ticks that leave nothing, would be as large.
-        return jax.lax.fori_loop(
-            0, (slot >= 0).astype(jnp.int32), lambda _, slots: write_ring(slots, pending, slot), ring
-        )
+        return _once(slot >= 0, lambda _, slots: write_ring(slots, pending, slot), ring)
 
     def _kinds_of_backward(self, run: TickRun) -> list[bool]:
         """True if the backwards of a run are split; both where there are such and such, whole ones first."""
@@ -317,7 +375,32 @@ class TrainLoop(TickLoop):
     def _read_residuals(self, ring: PyTree, slot: jax.Array) -> PyTree:
         return self._to_memory(read_ring(ring, slot), jax.memory.Space.Device)
 
-    def _add(self, device: Device, carry: TrainCarry, chunk: jax.Array, trunk: PyTree, off_trunk: PyTree) -> None:
+    def _is_worth_a_loop(self, run: TickRun, actions: Actions[Table], written: PyTree) -> bool:
+        """True if in many ticks of a run an action is idle, and large zeros would be written in its place."""
+        is_idle = [c < 0 for row in actions.chunk for c in row[run.start : run.stop]]
+        is_often_idle = self.skip_idle and 4 * sum(is_idle) > len(is_idle)
+        # What moves to host memory does so outside of loops; collectives of the partitioner are looked for in branches.
+        is_plain = not any(jax.tree.leaves(self.stage.is_hosted)) and not has_automatic_axes()
+        return is_often_idle and is_plain and _num_bytes(written) >= LOOPED_BYTES
+
+    def _computes_off_trunk_in_loops(self, carry: TrainCarry) -> bool:
+        """True if gradients of parameters off the trunk are computed where they are added, in a loop."""
+        # Along automatic axes the partitioner may put collectives there, which are looked for in branches.
+        return self._adds_off_trunk_in_loops(carry) and not has_automatic_axes()
+
+    def _adds_off_trunk_in_loops(self, carry: TrainCarry) -> bool:
+        return self.stage.last > 0 and _num_bytes(carry.off_trunk_grads) >= LOOPED_BYTES
+
+    def _add(
+        self,
+        device: Device,
+        run: TickRun,
+        actions: Actions[Table],
+        carry: TrainCarry,
+        chunk: jax.Array,
+        trunk: PyTree,
+        off_trunk: PyTree,
+    ) -> None:
         """Add an action's gradients to the sums; leaves of the trunk that are None are not its to give."""
         leaves, treedef = jax.tree.flatten(self.stage.trunk_grad_struct)
         grads = dict(enumerate(treedef.flatten_up_to(trunk)))
@@ -330,34 +413,45 @@ class TrainLoop(TickLoop):
         def added(of_chunk: int, sums: PyTree) -> PyTree:
             totals = dict(enumerate(treedef.flatten_up_to(sums)))
             sums_of_given = {number: totals[number] for number in given}
-            if self.program.num_chunks == 1:
+            is_straight = self.program.num_chunks == 1 and not self._is_worth_a_loop(run, actions, sums_of_given)
+            if is_straight:
                 sums_of_given = add(0, sums_of_given)
             elif sums_of_given:
                 # A loop of one round or none, as what a loop carries is updated in place (XLA of JAX 0.10, GPU and
                 # CPU). What goes through a branch is mostly copied, and of one array `[num_chunks, ...]` the new sum
                 # is written to a temporary first: 18 bytes a parameter instead of 10.
-                sums_of_given = jax.lax.fori_loop(0, (chunk == of_chunk).astype(jnp.int32), add, sums_of_given)
+                sums_of_given = _once(chunk == of_chunk, add, sums_of_given)
             return jax.tree.unflatten(treedef, [(totals | sums_of_given)[number] for number in range(len(leaves))])
 
         carry.trunk_grads = tuple(
             self.stage.pin_trunk_grads(added(number, sums)) for number, sums in enumerate(carry.trunk_grads)
         )
-        if self.stage.prologue.has_params:
+        if off_trunk is not None and self.stage.prologue.has_params:
             at = VirtualStage(device.stage, jnp.maximum(chunk, 0), self.stage.placement)
             self._add_off_trunk(carry, off_trunk, (chunk >= 0) & self.stage.prologue.has_params_at(at))
+
+    def _added_trunk(self, sums: PyTree, grads: PyTree) -> PyTree:
+        """Sums of one chunk's trunk with gradients added, but for leaves of these that are None."""
+        treedef = jax.tree.structure(self.stage.trunk_grad_struct)
+        pairs = zip(treedef.flatten_up_to(sums), treedef.flatten_up_to(grads), strict=True)
+        added = [total if g is None else total + g.astype(total.dtype) for total, g in pairs]
+        return self.stage.pin_trunk_grads(jax.tree.unflatten(treedef, added))
 
     def _add_off_trunk(self, carry: TrainCarry, grads: Storage, is_given: jax.Array) -> None:
         """Add gradients of parameters off the trunk to their sums, where an action has given some."""
 
         def add(_: Any, sums: Storage) -> Storage:
-            return self.stage.pin_off_trunk(jax.tree.map(jnp.add, sums, grads))
+            return self._added_off_trunk(sums, grads)
 
         sums = carry.off_trunk_grads
-        if self.stage.last and sum(leaf.nbytes for leaf in jax.tree.leaves(sums)) >= LOOPED_BYTES:
+        if self._adds_off_trunk_in_loops(carry):
             # A loop of one round or none: on stages that give nothing the sums are neither read nor written.
-            carry.off_trunk_grads = jax.lax.fori_loop(0, is_given.astype(jnp.int32), add, sums)
+            carry.off_trunk_grads = _once(is_given, add, sums)
         else:
             carry.off_trunk_grads = add(0, sums)
+
+    def _added_off_trunk(self, sums: Storage, grads: Storage) -> Storage:
+        return self.stage.pin_off_trunk(jax.tree.map(lambda total, g: total + g.astype(total.dtype), sums, grads))
 
 
 def _loss_is_followed_by_backward(program: TickProgram, stage: Stage) -> bool:
@@ -370,6 +464,15 @@ def _loss_is_followed_by_backward(program: TickProgram, stage: Stage) -> bool:
     return all(f == b for f, b in zip(forward, backward, strict=True) if b[0] == last_chunk)
 
 
+def _once(predicate: jax.Array, function: Callable[[Any, PyTree], PyTree], value: PyTree) -> PyTree:
+    """`function(0, value)` where the predicate holds, else the value: a loop of one round or none, done in place."""
+    return jax.lax.fori_loop(0, predicate.astype(jnp.int32), function, value)
+
+
+def _num_bytes(tree: PyTree) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
 def _add_vocab(carry: TrainCarry, grads: dict[str, jax.Array]) -> None:
     sums = carry.vocab_grads
     carry.vocab_grads = sums | {name: sums[name] + g.astype(sums[name].dtype) for name, g in grads.items()}
@@ -379,4 +482,5 @@ def _fill(split: tuple[Any, ...], whole: tuple[Any, ...]) -> tuple[Any, ...]:
     """A split backward's result in the form of a whole one's: zeros for the gradients that it leaves for later."""
     leaves, treedef = jax.tree.flatten(whole[0])
     pairs = zip(treedef.flatten_up_to(split[0]), leaves, strict=True)
-    return jax.tree.unflatten(treedef, [zeros_of(x) if g is None else g for g, x in pairs]), *split[1:]
+    trunk = jax.tree.unflatten(treedef, [zeros_of(x) if g is None else g for g, x in pairs])
+    return trunk, zeros_of(whole[1]) if split[1] is None else split[1], *split[2:]

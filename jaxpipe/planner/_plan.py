@@ -107,7 +107,7 @@ def make_plan(
     forward_only = lower_schedule(forward_schedule(schedule), num_microbatches, num_stages, training=False)
     config = dataclasses.replace(config, pipeline=section)
     # Exchanges of accelerators run beside their computing; on CPU a stage that skips its forward would wait for others.
-    sends_early = not (is_cpu and section.skip_idle)
+    sends_early = not (section.skip_idle and (is_cpu or _waits_amid_ticks(program)))
     return Plan(config, schedule, program, forward_only, signatures, tuple(parts), profile, choice, sends_early, notes)
 
 
@@ -118,6 +118,22 @@ def skips_idle(program: TickProgram, mesh: Mesh) -> bool:
     is_cpu = mesh.devices.flat[0].platform == "cpu"
     skips = is_cpu or program.has_split_backward or _has_cheap_branches(program, mesh)
     return skips and not waits_in_branches(mesh)
+
+
+def _waits_amid_ticks(program: TickProgram) -> bool:
+    """True if stages that skip idle actions would wait for each other's forwards in an exchange amid a tick.
+
+    XLA (JAX 0.10) lets one exchange travel at a time: where activations go both ways one of the two is waited for. A
+    stage that has a backward alone would begin it when its neighbour's forward has ended, so that both take their time
+    one after the other in most ticks of `"zero-bubble-v"`.
+    """
+    forward, backward = program.tables.forward.chunk, program.tables.backward.chunk
+    ticks = zip(zip(*forward, strict=True), zip(*backward, strict=True), strict=True)
+    mixed = sum(
+        any(f >= 0 > b for f, b in zip(*tick, strict=True)) and any(b >= 0 > f for f, b in zip(*tick, strict=True))
+        for tick in ticks
+    )
+    return 2 * mixed > program.num_ticks and any(len(run.activation_sends) > 1 for run in program.runs)
 
 
 def _has_cheap_branches(program: TickProgram, mesh: Mesh) -> bool:

@@ -214,10 +214,13 @@ class Layout:
         """All leaves of a stage by name."""
         return {name: self.get(stage, name, storage) for name in self._names[stage]}
 
-    def pack_buffers(self, stage: int, leaves: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-        """A stage's packed buffers; leaves that are not given are zero."""
+    def pack_buffers(
+        self, stage: int, leaves: Mapping[str, jax.Array], dtypes: Mapping[str, Any] | None = None
+    ) -> dict[str, jax.Array]:
+        """A stage's packed buffers, by default in their own dtypes; leaves that are not given are zero."""
         buffers = {}
-        for buffer, like in self.buffers.items():
+        for buffer, own in self.buffers.items():
+            like = jax.ShapeDtypeStruct(own.shape, (dtypes or {}).get(buffer, own.dtype))
             given = {
                 name: slot for name, slot in self._slots[stage].items() if slot.buffer == buffer and name in leaves
             }

@@ -76,6 +76,8 @@ class ModelParams:
         gathered: The same, as they are while layers run: whole along `fsdp`.
         at_rest: The same, divided as the master parameters are.
         grad_layout: Layout of the sums of gradients, without what is frozen. All have their leaves in the same order.
+        grad_dtypes: By packed buffer of `grad_layout` the dtype of its leaves' gradients: that of the parameters, or
+            that of the sums where these differ.
         tied: Trained parameters that several stages hold alike, each with those stages; the first one owns it.
         stage_dims: The dims along which parameters are sliced over the stages, by path.
         vocab_names: Parameters of the vocabulary-parallel layers.
@@ -127,6 +129,7 @@ class ModelParams:
         self.gathered = self.at_rest.cast(lambda leaf: leaf, whole_along=FSDP)
         self.layout = self.gathered if gather else self.at_rest
         self.grad_layout = self.at_rest.cast(lambda leaf: grad_accum_struct(leaf, grad_dtype), frozen=False)
+        self.grad_dtypes = _packed_dtypes(self.grad_layout, self.gathered)
         self.trunk_names = tuple(self.stages[0].trunk)
         """Parameters of the trunk of all chunks, chunk after chunk, in the same order in each."""
         self.vocab_names = tuple(n for n in self.stages[0].names_of(vocab.layers) if n not in self.frozen)
@@ -215,6 +218,20 @@ def _frozen_names(stages: Sequence[StageLeaves], frozen: Collection[Path]) -> fr
     leaves = [(leaf_of(name, stage), name, path) for stage in stages for name, path in stage.paths.items()]
     trained = {leaf for leaf, _, path in leaves if path not in frozen}
     return frozenset(name for leaf, name, _ in leaves if leaf not in trained)
+
+
+def _packed_dtypes(layout: Layout, other: Layout) -> Mapping[str, Any]:
+    """By packed buffer of a layout the dtype of its leaves in another one; the buffer's own where these differ."""
+    found: dict[str, set[Any]] = {}
+    for stage in range(layout.num_stages):
+        for name in layout.names(stage):
+            if name not in layout.stacked:
+                buffer = layout.span(stage, name)[0].removeprefix("packed/")
+                found.setdefault(buffer, set()).add(other.struct_of(stage, name).dtype)
+    return {
+        buffer: next(iter(dtypes)) if len(dtypes) == 1 else layout.buffers[buffer].dtype
+        for buffer, dtypes in found.items()
+    }
 
 
 def specs_of(stage: StageLeaves, specs: Mapping[Path, P]) -> Specs:
