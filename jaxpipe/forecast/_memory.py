@@ -107,7 +107,6 @@ def working_bytes(
     fsdp = mesh.shape.get(FSDP, 1)
     # Without what stages have sliced: only what is packed goes through the switch.
     packed = layout_bytes(params.gathered, mesh) - stacked_bytes(params.gathered, mesh)
-    itemsize = max((x.dtype.itemsize for x in jax.tree.leaves(params.gathered.struct())), default=4)
     logits = sum(x.size for x in jax.tree.leaves(trace.boundaries[-1])) / fsdp
     slices = mesh.shape["stage"] if vocab.last else 1
     group = [layers[i] for i in trunk][: interval or 1]
@@ -117,7 +116,9 @@ def working_bytes(
     ends = sum(_gathered_bytes(trace, i) for i in vocab.layers) / slices
     return Working(
         residuals=ring_bytes(figures, trunk, interval),
-        off_trunk=2 * 4 * packed / itemsize,
+        # Those of a backward, in the dtype of the parameters, and once more without what idle stages computed; those of
+        # the loss are added where they are made.
+        off_trunk=2 * packed,
         loss=(2 + 4) * logits / slices + ends,
         # Where actions gather weights themselves, those of a layer are whole meanwhile.
         backward=2 * again + _STREAMS * stream + largest * (2 if gathers == "tick" else 1),
