@@ -205,6 +205,7 @@ JOBS = {
     "1f1b-split": Job("1f1b", split_vocab=True),
     "zero-bubble-split": Job("zero-bubble", 1, split_vocab=True),
     "interleaved-split": Job("interleaved", 2, split_vocab=True),
+    "zero-bubble-v-split": Job("zero-bubble-v", split_vocab=True),
     "1f1b-64": Job("1f1b", data=8, zero_stage=1),
     "1f1b-recompute": Job("1f1b", interval=1),
     # Widths of a model of 70 billion parameters, a fifth of its 80 blocks.

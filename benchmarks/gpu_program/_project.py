@@ -94,7 +94,8 @@ class Simulation:
         for tick in range(run.start, run.stop):
             self._tick(body, run, tick)
         self._now = saved
-        is_branched = any(line.op == "conditional" and self._is_action(line) for line in self._module.lines(body))
+        lines = self._module.lines(body)
+        is_branched = any(line.op in ("conditional", "while") and self._is_action(line) for line in lines)
         kinds = (program.tables.forward, program.tables.backward, program.tables.weight)[: 2 + run.has_weight]
         found = []
         for stage, cost in enumerate(self._tick_costs):
@@ -123,7 +124,9 @@ class Simulation:
             elif self._module.is_collective(line):
                 self._collective(line, started)
             elif line.op == "while":
-                self._advance([self._sums(line, stage, tick) for stage in self._stages])
+                if self._is_action(line):
+                    next(actions, None)
+                self._advance([self._loop_in_tick(line, stage, tick) for stage in self._stages])
             elif self._module.is_kernel(line):
                 self._advance([self._costs.kernel(computation, line)] * len(self._now))
 
@@ -141,22 +144,36 @@ class Simulation:
         rows = getattr(self._program.tables, action).chunk
         return sorted({chunk for row in rows for chunk in row[run.start : run.stop]})
 
-    def _sums(self, line: Instruction, stage: int, tick: int) -> Cost:
-        """Cost of a loop in a tick: where it has no known length it adds to a chunk's sums once, or not at all."""
-        cost, body = Cost(), self._costs.straight(line.body, self._num_devices)
-        if line.trip_count:
-            cost.merge(body, line.trip_count)
-            return cost
-        tables = self._program.tables
-        is_whole = tables.backward.chunk[stage][tick] >= 0 and tables.pending_write[stage][tick] < 0
-        # There is such a loop for each chunk, and one of them runs. The host waits for its condition, each time.
-        rounds = (is_whole or tables.weight.chunk[stage][tick] >= 0) / self._program.num_chunks
-        if body.seconds.get("packed", 0.0) > body.total_s / 2:
-            # Sums off the trunk: one such loop where the loss is, and one where the first layers' backward is.
-            rounds = sum(self._is_end(stage, tick, action) for action in ("forward", "backward")) / 2
-        cost.merge(body, rounds)
-        cost.add("branch", self._costs.machine.branch_s * (1 + rounds))
+    def _loop_in_tick(self, line: Instruction, stage: int, tick: int) -> Cost:
+        """Cost of a loop in a tick: where it has no known length it goes round once, or not at all."""
+        cost, body = Cost(), Cost()
+        rounds = line.trip_count or self._rounds(line, stage, tick)
+        if rounds:
+            self._computation(line.body, stage, tick, body)
+            cost.merge(body, rounds)
+        if not line.trip_count:
+            # The host waits for its condition, each time.
+            cost.add("branch", self._costs.machine.branch_s * (1 + rounds))
         return cost
+
+    def _rounds(self, line: Instruction, stage: int, tick: int) -> float:
+        """Rounds of a loop of one or none: what it writes is told by its scope and by its kernels."""
+        tables, body = self._program.tables, self._costs.straight(line.body, self._num_devices)
+        action = next(
+            (name for name in ("loss", "weight_gradient", "backward") if f"/{name}/" in line.scope), "forward"
+        )
+        seconds = {kind: body.seconds.get(kind, 0.0) for kind in ("packed", "sums", "ring")}
+        if action == "loss":
+            return self._is_end(stage, tick, "forward")
+        if action == "forward":  # all of it, with a slot of the residuals
+            return tables.forward.chunk[stage][tick] >= 0
+        name = "weight" if action == "weight_gradient" else "backward"
+        if seconds["packed"] > max(seconds["sums"], seconds["ring"]):  # the first layers' gradients
+            return self._is_end(stage, tick, name)
+        if seconds["ring"] > seconds["sums"]:  # a slot of what a split backward leaves
+            return tables.pending_write[stage][tick] >= 0
+        # There is a loop for each chunk's sums, and one of them runs.
+        return (getattr(tables, name).chunk[stage][tick] >= 0) / self._program.num_chunks
 
     def _advance(self, costs: list[Cost], times: float = 1.0) -> None:
         for stage, cost in enumerate(costs):
@@ -220,7 +237,7 @@ class Simulation:
                 if not line.op.endswith("-done"):
                     cost.add("exchange", self._costs.wire_s(line, self._num_devices))
             elif line.op == "while":
-                cost.merge(self._sums(line, stage, tick))
+                cost.merge(self._loop_in_tick(line, stage, tick))
             elif self._module.is_kernel(line):
                 cost.merge(self._costs.kernel(name, line))
 
@@ -229,13 +246,15 @@ class Simulation:
         return not self._is_action(line) and any("Vocab" in self._module.scopes(name) for name in line.branches)
 
     def _is_end(self, stage: int, tick: int, action: str) -> bool:
-        """Whether a stage's forward is that of the last part of the model, or its backward that of the first."""
+        """Whether a stage's forward is that of the last part of the model, or its other action that of the first."""
         chunk, placement = getattr(self._program.tables, action).chunk[stage][tick], self._program.placement
         part = len(placement.locations) - 1 if action == "forward" else 0
         return chunk >= 0 and placement.virtual[stage][chunk] == part
 
     def _is_action(self, line: Instruction) -> bool:
-        """Whether its branches are whole actions: they run blocks."""
+        """Whether its branches, or the one round of a loop, are whole actions: they run blocks."""
+        if line.op == "while":
+            return not line.trip_count and self._block in self._module.scopes(line.body)
         return any(self._block in self._module.scopes(name) for name in line.branches)
 
     def _action_index(self, line: Instruction, run: TickRun, stage: int, tick: int, action: str) -> int:
