@@ -80,10 +80,16 @@ class Costs:
         size = len(group)
         joined = line.pairs or [(group[0], device) for device in group]
         inside = all(machine.host_of(a) == machine.host_of(b) for a, b in joined)
-        num_bytes = max((array.num_bytes for array in line.arrays), default=0)
         kind = line.op.removesuffix("-start")
-        if kind == "reduce-scatter" and line.op == kind:
-            num_bytes *= size  # its result is one share of what travels
+        sizes = [array.num_bytes for array in line.arrays]
+        if line.op in ("all-gather-start", "reduce-scatter-start"):
+            # Of several arrays that travel at once first all operands, then all results: shares, and whole arrays.
+            num_bytes = sum(map(max, sizes[: len(sizes) // 2], sizes[len(sizes) // 2 :]))
+        elif kind == "collective-permute":
+            num_bytes = max(sizes)
+        else:
+            # The result of a reduce-scatter is one share of what travels.
+            num_bytes = sum(sizes) * (size if kind == "reduce-scatter" else 1)
         return collective_s(machine, kind, num_bytes, size, inside_host=inside)
 
     @functools.cache  # noqa: B019 - as above

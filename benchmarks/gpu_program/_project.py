@@ -5,6 +5,7 @@ and ends of exchanges. Kernels advance a stage's clock; a conditional by the bra
 end of an exchange waits for its start here and on the stage that sends or receives, and for the wire.
 """
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -13,6 +14,9 @@ from jaxpipe.schedules import TickProgram, TickRun
 from ._cost import Cost, Costs
 from ._hlo import Instruction
 
+Started = dict[str, tuple[list[float], float, Instruction]]
+"""Collectives on their way: the clocks of all stages at their start, seconds on the wire, and the line."""
+
 
 @dataclass(frozen=True)
 class Projection:
@@ -20,7 +24,8 @@ class Projection:
 
     Attributes:
         step_s: Seconds of the step.
-        outside_s: Seconds of them before and after the ticks: casts, reductions, the update.
+        outside_s: Seconds of them that are no tick's: casts, the update, and of gathers and reductions over replicas
+            what no tick hides.
         middle: Cost of a microbatch, forward and backward, in the steady run, on the median stage.
         longest: The same on the stage where it is longest.
     """
@@ -52,34 +57,54 @@ class Simulation:
     def run(self) -> Projection:
         """Go through the whole step."""
         module, entry = self._module, self._module.entry
-        loops = self._matched_loops()
-        outside = Cost()
+        loops, inlined = self._loops_of_runs(), self._runs_without_loop()
+        outside_s, started = 0.0, {}
+        actions = {ticks: iter(self._branched_actions(run)) for ticks, run in inlined.items()}
         for line in module.lines(entry):
-            if line.op == "while" and line.name in loops:
+            if line.name in loops:
                 self._loop(line, loops[line.name])
-            elif line.op == "conditional":
-                branches = [self._costs.straight(name, self._num_devices) for name in line.branches]
-                outside.merge(max(branches, key=lambda branch: branch.total_s))
-            elif module.is_collective(line):
-                if not line.op.endswith("-done"):
-                    outside.add("exchange", self._costs.wire_s(line, self._num_devices))
-            elif module.is_kernel(line):
-                outside.merge(self._costs.kernel(entry, line))
+            elif (ticks := _ticks_of(line)) in inlined:
+                run = inlined[ticks]
+                self._event(entry, line, run, run.start, actions[ticks], started)
+            else:
+                outside_s += self._outside(entry, line, started)
         found = self._steady(loops)
-        return Projection(max(self._now) + outside.total_s, outside.total_s, found[len(found) // 2], found[-1])
+        return Projection(max(self._now), outside_s, found[len(found) // 2], found[-1])
 
-    def _matched_loops(self) -> dict[str, TickRun]:
-        """The run of each loop. A run of one tick may have no loop: XLA puts it into the entry."""
-        loops, found = self._module.loops(), {}
-        runs = iter(self._program.runs)
-        for loop in loops:
-            for run in runs:
-                if run.stop - run.start == loop.trip_count:
-                    found[loop.name] = run
-                    break
-                if run.stop - run.start > 1:
-                    raise ValueError(f"a loop of {loop.trip_count} ticks must be a run, but got {run}.")
+    def _loops_of_runs(self) -> dict[str, TickRun]:
+        """The run of each loop over ticks."""
+        runs = {(run.start, run.stop): run for run in self._program.runs}
+        found = {
+            line.name: runs[ticks]
+            for line in self._module.loops()
+            if (ticks := _ticks_of(line)) and re.search(r"ticks_\d+_\d+/while$", line.scope)
+        }
+        missing = [run for run in runs.values() if run.stop - run.start > 1 and run not in found.values()]
+        if missing:
+            raise ValueError(f"a run of several ticks must have a loop, but got none for {missing[0]}.")
         return found
+
+    def _runs_without_loop(self) -> dict[tuple[int, int] | None, TickRun]:
+        """Runs of one tick by their ticks: XLA puts them into the entry."""
+        return {(run.start, run.stop): run for run in self._program.runs if run.stop - run.start == 1}
+
+    def _outside(self, entry: str, line: Instruction, started: Started) -> float:
+        """Let all stages run a line of the entry that is no tick's; gives the seconds that it takes of the step."""
+        cost = Cost()
+        if line.op == "conditional":
+            branches = [self._costs.straight(name, self._num_devices) for name in line.branches]
+            cost.merge(max(branches, key=lambda branch: branch.total_s))
+        elif self._module.is_collective(line):
+            exposed = [costs.seconds.get("exchange", 0.0) for costs in self._tick_costs]
+            self._collective(line, started)
+            return max(
+                costs.seconds.get("exchange", 0.0) - before
+                for costs, before in zip(self._tick_costs, exposed, strict=True)
+            )
+        elif self._module.is_kernel(line):
+            cost.merge(self._costs.kernel(entry, line))
+        self._advance([cost] * len(self._now))
+        return cost.total_s
 
     def _loop(self, loop: Instruction, run: TickRun) -> None:
         for tick in range(run.start, run.stop):
@@ -111,24 +136,35 @@ class Simulation:
         self._events(body, run, tick, iter(self._branched_actions(run)))
 
     def _events(self, computation: str, run: TickRun, tick: int, actions: Iterator[str]) -> None:
-        started: dict[str, tuple[list[float], float, Instruction]] = {}
+        started: Started = {}
         for line in self._module.lines(computation):
-            if line.op == "conditional" and self._is_shared(line):
-                # All stages take the same branch, and wait for each other at its collectives.
-                branch = Cost()
-                branch.add("branch", self._costs.machine.branch_s)
-                self._advance([branch] * len(self._now))
-                self._events(line.branches[self._end_index(line, 0, tick)], run, tick, actions)
-            elif line.op == "conditional":
-                self._branches(line, run, tick, next(actions, None) if self._is_action(line) else None)
-            elif self._module.is_collective(line):
-                self._collective(line, started)
-            elif line.op == "while":
-                if self._is_action(line):
-                    next(actions, None)
-                self._advance([self._loop_in_tick(line, stage, tick) for stage in self._stages])
-            elif self._module.is_kernel(line):
-                self._advance([self._costs.kernel(computation, line)] * len(self._now))
+            self._event(computation, line, run, tick, actions, started)
+
+    def _event(
+        self,
+        computation: str,
+        line: Instruction,
+        run: TickRun,
+        tick: int,
+        actions: Iterator[str],
+        started: Started,
+    ) -> None:
+        if line.op == "conditional" and self._is_shared(line):
+            # All stages take the same branch, and wait for each other at its collectives.
+            branch = Cost()
+            branch.add("branch", self._costs.machine.branch_s)
+            self._advance([branch] * len(self._now))
+            self._events(line.branches[self._end_index(line, 0, tick)], run, tick, actions)
+        elif line.op == "conditional":
+            self._branches(line, run, tick, next(actions, None) if self._is_action(line) else None)
+        elif self._module.is_collective(line):
+            self._collective(line, started)
+        elif line.op == "while":
+            if self._is_action(line):
+                next(actions, None)
+            self._advance([self._loop_in_tick(line, stage, tick) for stage in self._stages])
+        elif self._module.is_kernel(line):
+            self._advance([self._costs.kernel(computation, line)] * len(self._now))
 
     def _branched_actions(self, run: TickRun) -> list[str]:
         """Kinds of action that a run has, in the order in which a tick runs them, but for those without a branch."""
@@ -180,7 +216,7 @@ class Simulation:
             self._now[stage] += times * cost.total_s
             self._tick_costs[stage].merge(cost, times)
 
-    def _collective(self, line: Instruction, started: dict[str, tuple[list[float], float, Instruction]]) -> None:
+    def _collective(self, line: Instruction, started: Started) -> None:
         if line.op.endswith("-done"):
             self._end(*started.pop(line.operands[0]))
             return
@@ -289,3 +325,9 @@ class Simulation:
         if now is tables.backward and tables.weight.microbatch[stage][tick] >= 0:
             chunk = chunk if chunk >= 0 else tables.weight.chunk[stage][tick]
         return chunk >= 0 and virtual[stage][chunk] == part
+
+
+def _ticks_of(line: Instruction) -> tuple[int, int] | None:
+    """First tick of the run that a line belongs to, and the tick behind its last; None outside of all runs."""
+    found = re.search(r"\bticks_(\d+)_(\d+)/", f"{line.scope}/")
+    return (int(found.group(1)), int(found.group(2))) if found else None

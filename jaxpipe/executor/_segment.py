@@ -149,7 +149,9 @@ class Segment:
 
     def gather(self, params: PyTree) -> PyTree:
         """Parameters as `run` takes them, whole along `fsdp`, from the form that lasts through a step."""
-        if self._blueprint.params.layout is self._blueprint.params.gathered:
+        model = self._blueprint.params
+        # Not where nothing is divided: the first layer would wait for the weights of the last.
+        if self._specs_in(model.layout) == self._specs_in(model.gathered):
             return params
         # Behind a barrier: what does not change from tick to tick XLA would otherwise gather before the loop, and hold.
         params = jax.lax.optimization_barrier(params)

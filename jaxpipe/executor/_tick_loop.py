@@ -143,7 +143,7 @@ class TickLoop:
             The result, or zeros where the action is idle.
         """
         placement = self.stage.placement
-        chunks: list[Any] = sorted({c for row in actions.chunk for c in row[run.start : run.stop] if c >= 0})
+        chunks: list[Any] = chunks_of(actions, run)
         if self.skip_idle and len(chunks) > 1:
             # One branch for each function and chunk: the functions' first, in the order of `branches` below.
             number = jnp.searchsorted(jnp.asarray(chunks, jnp.int32), now.chunk, method="compare_all").astype(jnp.int32)
@@ -159,7 +159,8 @@ class TickLoop:
             return branches[0]()
         if is_busy:
             return jax.lax.switch(which, branches)
-        return run_or_zeros(jnp.where(now.microbatch >= 0, which, -1), branches, skip=self.skip_idle)
+        skip = self.skip_idle and not run.computes_idle
+        return run_or_zeros(jnp.where(now.microbatch >= 0, which, -1), branches, skip=skip)
 
     def on_all_stages(self, run: TickRun, microbatches: Table, now: jax.Array, compute: Callable[[], PyTree]) -> PyTree:
         """Run what all stages run at once, or give zeros in ticks without it.
@@ -196,6 +197,11 @@ class TickLoop:
     def is_first(self, device: Device, chunk: jax.Array) -> jax.Array:
         """True if a chunk of this device is the first part of the model."""
         return VirtualStage(device.stage, chunk, self.stage.placement).is_at(0)
+
+
+def chunks_of(actions: Actions[Table], run: TickRun) -> list[int]:
+    """The chunks that actions of a run are on."""
+    return sorted({chunk for row in actions.chunk for chunk in row[run.start : run.stop] if chunk >= 0})
 
 
 def is_never_idle(actions: Actions[Table], run: TickRun) -> bool:

@@ -17,7 +17,7 @@ from ._batch import Microbatch
 from ._buffers import make_ring, read_ring, run_or_zeros, select, to_memory, write_ring, zeros_of
 from ._exchange import Channel
 from ._stage import Stage
-from ._tick_loop import Device, Row, TickLoop, is_never_idle
+from ._tick_loop import Device, Row, TickLoop, chunks_of, is_never_idle
 from ._trunk import GatheredChunk
 from ._virtual_stage import VirtualStage
 
@@ -378,7 +378,7 @@ class TrainLoop(TickLoop):
     def _is_worth_a_loop(self, run: TickRun, actions: Actions[Table], written: PyTree) -> bool:
         """True if in many ticks of a run an action is idle, and large zeros would be written in its place."""
         is_idle = [c < 0 for row in actions.chunk for c in row[run.start : run.stop]]
-        is_often_idle = self.skip_idle and 4 * sum(is_idle) > len(is_idle)
+        is_often_idle = self.skip_idle and not run.computes_idle and 4 * sum(is_idle) > len(is_idle)
         # What moves to host memory does so outside of loops; collectives of the partitioner are looked for in branches.
         is_plain = not any(jax.tree.leaves(self.stage.is_hosted)) and not has_automatic_axes()
         return is_often_idle and is_plain and _num_bytes(written) >= LOOPED_BYTES
@@ -402,6 +402,7 @@ class TrainLoop(TickLoop):
         off_trunk: PyTree,
     ) -> None:
         """Add an action's gradients to the sums; leaves of the trunk that are None are not its to give."""
+        chunks = chunks_of(actions, run)
         leaves, treedef = jax.tree.flatten(self.stage.trunk_grad_struct)
         grads = dict(enumerate(treedef.flatten_up_to(trunk)))
         given = {number: g for number, g in grads.items() if g is not None}
@@ -414,9 +415,10 @@ class TrainLoop(TickLoop):
             totals = dict(enumerate(treedef.flatten_up_to(sums)))
             sums_of_given = {number: totals[number] for number in given}
             is_straight = self.program.num_chunks == 1 and not self._is_worth_a_loop(run, actions, sums_of_given)
-            if is_straight:
+            # Idle actions that are computed have given zeros.
+            if is_straight or (run.computes_idle and chunks == [of_chunk]):
                 sums_of_given = add(0, sums_of_given)
-            elif sums_of_given:
+            elif of_chunk in chunks and sums_of_given:
                 # A loop of one round or none, as what a loop carries is updated in place (XLA of JAX 0.10, GPU and
                 # CPU). What goes through a branch is mostly copied, and of one array `[num_chunks, ...]` the new sum
                 # is written to a temporary first: 18 bytes a parameter instead of 10.

@@ -13,7 +13,7 @@ from jaxpipe.errors import ConfigError
 from jaxpipe.executor import Plan, waits_in_branches
 from jaxpipe.layers import ModelTrace, PipelineModule, layer_signatures
 from jaxpipe.partition import StageMemory, profile_source
-from jaxpipe.schedules import TickProgram, forward_schedule, lower_schedule, resolve_schedule
+from jaxpipe.schedules import TickProgram, forward_schedule, lower_schedule, resolve_schedule, with_ends_apart
 from jaxpipe.topology import FSDP, automatic_axes, mesh_shape
 
 from ._auto import choose_settings, limit_of, limits_pending
@@ -105,10 +105,20 @@ def make_plan(
         )
         notes = notes_on_cut(module, trace, labels, signatures, parts) if is_cut else ()
     forward_only = lower_schedule(forward_schedule(schedule), num_microbatches, num_stages, training=False)
+    program = _over_replicas(program, mesh, config.pipeline.skip_idle)
     config = dataclasses.replace(config, pipeline=section)
     # Exchanges of accelerators run beside their computing; on CPU a stage that skips its forward would wait for others.
     sends_early = not (section.skip_idle and (is_cpu or _waits_amid_ticks(program)))
     return Plan(config, schedule, program, forward_only, signatures, tuple(parts), profile, choice, sends_early, notes)
+
+
+def _over_replicas(program: TickProgram, mesh: Mesh, skip_idle: bool | Literal["auto"]) -> TickProgram:
+    """The program with gathers of weights under its first tick and reductions of gradients under its last."""
+    # On CPU, where collectives wait, not unless a program as for accelerators is asked for.
+    is_asked = mesh.devices.flat[0].platform != "cpu" or skip_idle is False
+    if mesh_shape(mesh)["data"] == 1 or not is_asked:
+        return program
+    return with_ends_apart(program, computes_idle=skip_idle == "auto")
 
 
 def skips_idle(program: TickProgram, mesh: Mesh) -> bool:

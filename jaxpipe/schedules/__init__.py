@@ -53,6 +53,7 @@ from jaxpipe.schedules._program import Transfers as Transfers
 from jaxpipe.schedules._resolve import resolve_schedule as resolve_schedule
 from jaxpipe.schedules._resolve import schedule_names as schedule_names
 from jaxpipe.schedules._runs import MAX_RUNS as MAX_RUNS
+from jaxpipe.schedules._runs import with_ends_apart as with_ends_apart
 from jaxpipe.schedules._timetable import TimetableSchedule as TimetableSchedule
 from jaxpipe.schedules._trace import trace_of as trace_of
 from jaxpipe.schedules._train import TrainSchedule as TrainSchedule
@@ -122,4 +123,5 @@ __all__ = [
     "forward_schedule",
     "picture_of",
     "trace_of",
+    "with_ends_apart",
 ]

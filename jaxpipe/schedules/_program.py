@@ -148,6 +148,7 @@ class TickRun:
         next_activation_sends: The same of the ticks `start + 1` to `stop`: what this run's own forwards hand on where
             nothing waits to be sent.
         gradient_sends: Who sends gradients to whom.
+        computes_idle: Idle actions are computed and dropped in these ticks also where others are branched around.
     """
 
     start: int
@@ -158,6 +159,7 @@ class TickRun:
     activation_sends: Sends
     next_activation_sends: Sends
     gradient_sends: Sends
+    computes_idle: bool = False
 
 
 @dataclass(frozen=True)
@@ -199,7 +201,8 @@ class TickProgram:
             `recv` or `pending` that is never used counts as such, a `send` that is never used does not.
         needs_spill: Whether some idle forward finds no free slot for residuals; it writes to slot `depth.residuals`,
             one more than the living need.
-        runs: The ticks in runs of equal content, at most `MAX_RUNS`, however many microbatches there are.
+        runs: The ticks in runs of equal content, at most `MAX_RUNS`, however many microbatches there are; two more
+            where the first tick and the last are runs of their own.
     """
 
     name: str

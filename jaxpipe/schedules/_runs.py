@@ -1,9 +1,10 @@
 """Grouping ticks of equal content into runs."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import groupby
 
-from ._program import Sends, Table, Tables, TickRun
+from ._program import Sends, Table, Tables, TickProgram, TickRun
 
 MAX_RUNS = 8
 """The most runs a program has; each is compiled by itself."""
@@ -30,10 +31,8 @@ def tick_runs(num_ticks: int, tables: Tables[Table]) -> tuple[TickRun, ...]:
     Returns:
         The runs, from tick 0 to `num_ticks` without gaps.
     """
-    kinds = (tables.forward, tables.backward, tables.weight)
-    # By kind and tick the microbatches of all stages: one device program runs on all, so content is that of any stage.
-    columns = [list(zip(*actions.microbatch, strict=True)) for actions in kinds]
-    content = list(zip(*([max(column) >= 0 for column in kind] for kind in columns), strict=True))
+    columns = _columns(tables)
+    content = _content(columns)
     is_steady = _steady([kind for kind in columns if max(map(max, kind)) >= 0], tables.forward.chunk)
     pieces: list[_Piece] = []
     for (has, _), ticks in groupby(range(num_ticks), key=lambda tick: (content[tick], is_steady[tick])):
@@ -44,17 +43,54 @@ def tick_runs(num_ticks: int, tables: Tables[Table]) -> tuple[TickRun, ...]:
     # Content changes most where the pipeline fills and drains, at both ends: these stay apart.
     if len(pieces) > MAX_RUNS:
         pieces = [*pieces[:3], _joined(pieces[3:-3]), *pieces[-3:]]
-    return tuple(
-        TickRun(
-            start,
-            stop,
-            *has,
-            activation_sends=_sends(tables.activations.send_to, start, stop),
-            # A result that never waits is sent in the exchange of the tick after: these are the run's ticks, one later.
-            next_activation_sends=_sends(tables.activations.send_to, start + 1, stop + 1),
-            gradient_sends=_sends(tables.gradients.send_to, start, stop),
-        )
-        for start, stop, has in pieces
+    return tuple(_run(piece, tables) for piece in pieces)
+
+
+def with_ends_apart(program: TickProgram, *, computes_idle: bool) -> TickProgram:
+    """Take the first tick and the last out of their runs.
+
+    A run of one tick is no loop: what comes before the first tick and after the last, such as the gathers of weights
+    and the reductions of gradients, may then go on beside its computing.
+
+    Args:
+        program: The program.
+        computes_idle: Compute idle actions in these two ticks where they have actions of one kind alone. What a branch
+            reads must be there before it. It costs no time: while some stages act the others would wait for them.
+
+    Returns:
+        The same with at most two runs more.
+    """
+    last, content = program.num_ticks - 1, _content(_columns(program.tables))
+    inner = [(max(run.start, 1), min(run.stop, last), run) for run in program.runs]
+    pieces = [(start, stop, (run.has_forward, run.has_backward, run.has_weight)) for start, stop, run in inner]
+    runs = [_run(piece, program.tables) for piece in pieces if piece[0] < piece[1]]
+    ends = [_run((tick, tick + 1, content[tick]), program.tables) for tick in dict.fromkeys((0, last))]
+    ends = [replace(run, computes_idle=computes_idle and sum(content[run.start]) == 1) for run in ends]
+    return replace(program, runs=(ends[0], *runs, *ends[1:]))
+
+
+def _columns(tables: Tables[Table]) -> list[list[tuple[int, ...]]]:
+    """By kind and tick the microbatches of all stages."""
+    return [list(zip(*kind.microbatch, strict=True)) for kind in (tables.forward, tables.backward, tables.weight)]
+
+
+def _content(columns: Sequence[Sequence[Sequence[int]]]) -> list[tuple[bool, ...]]:
+    """By tick which kinds occur: one device program runs on all stages, so content is that of any stage."""
+    return list(zip(*([max(column) >= 0 for column in kind] for kind in columns), strict=True))
+
+
+def _run(piece: _Piece, tables: Tables[Table]) -> TickRun:
+    start, stop, (has_forward, has_backward, has_weight) = piece
+    return TickRun(
+        start,
+        stop,
+        has_forward,
+        has_backward,
+        has_weight,
+        activation_sends=_sends(tables.activations.send_to, start, stop),
+        # A result that never waits is sent in the exchange of the tick after: these are the run's ticks, one later.
+        next_activation_sends=_sends(tables.activations.send_to, start + 1, stop + 1),
+        gradient_sends=_sends(tables.gradients.send_to, start, stop),
     )
 
 

@@ -4,7 +4,7 @@ import math
 import re
 from dataclasses import dataclass
 
-_HEAD = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\{$")
+_HEAD = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
 _LINE = re.compile(r"^(?:ROOT )?%?([\w.\-]+) = (.*?) ([\w\-]+)\((.*)$")
 _TYPED = re.compile(r"([a-z]+\d*)\[([\d,]*)\]")
 _SLICED = ("slice", "dynamic-slice", "dynamic-update-slice")
@@ -62,10 +62,12 @@ class Program:
 
     def __init__(self, text: str) -> None:
         self.computations: dict[str, list[Instruction]] = {}
+        self.entry: list[Instruction] = []
         current: list[Instruction] = []
         for line in re.sub(r"/\*index=\d+\*/", "", text).splitlines():
             if head := _HEAD.match(line):
-                current = self.computations.setdefault(head.group(1), [])
+                current = self.computations.setdefault(head.group(2), [])
+                self.entry = current if head.group(1) else self.entry
             elif found := _LINE.match(line.strip()):
                 current.append(Instruction(*found.groups()))
         self._bodies = set(re.findall(r"body=%?([\w.\-]+)", text))
@@ -148,11 +150,11 @@ class Program:
             total += known[output.operands[1]].num_bytes if is_update else output.num_bytes
         return total
 
-    def under(self, body: list[Instruction]) -> dict[str, int]:
-        """For each exchange of a loop the number of products that run while it travels."""
+    def under(self, body: list[Instruction], kind: str = "collective-permute") -> dict[str, int]:
+        """For each exchange of a computation, or other collective, the number of products that run while it travels."""
         counts = {}
         for i, line in enumerate(body):
-            if line.op == "collective-permute-start":
+            if line.op == f"{kind}-start":
                 done = next(j for j, other in enumerate(body) if _is_done(other, line.name))
                 is_sync = '"is_sync":true' in line.rest
                 counts[line.name] = 0 if is_sync else sum(map(self.num_products, body[i:done]))
@@ -174,4 +176,4 @@ class Program:
 
 
 def _is_done(line: Instruction, start: str) -> bool:
-    return line.op == "collective-permute-done" and re.match(rf"%?{re.escape(start)}\b", line.rest) is not None
+    return line.op.endswith("-done") and re.match(rf"%?{re.escape(start)}\b", line.rest) is not None

@@ -16,6 +16,8 @@ from jaxpipe.schedules import (
     TickRun,
     TrainSchedule,
     lower_schedule,
+    schedule_names,
+    with_ends_apart,
 )
 
 
@@ -40,6 +42,38 @@ def test_combined_ticks_make_three_runs() -> None:
     assert first.next_activation_sends == steady.activation_sends == {1: DOWN}
     assert steady.gradient_sends == last.gradient_sends == {3: UP}
     assert first.gradient_sends == last.activation_sends == last.next_activation_sends == {}
+
+
+def test_first_and_last_tick_as_runs_of_their_own() -> None:
+    program = with_ends_apart(lower_schedule(OneFOneBSchedule, 8, 4), computes_idle=True)
+    assert [content(run) for run in program.runs] == [
+        (0, 1, True, False, False),
+        (1, 3, True, False, False),
+        (3, 11, True, True, False),
+        (11, 13, False, True, False),
+        (13, 14, False, True, False),
+    ]
+    assert [run.computes_idle for run in program.runs] == [True, False, False, False, True]
+    first, second, *_, last = program.runs
+    assert (first.activation_sends, first.next_activation_sends) == ({}, {1: DOWN[:1]})
+    assert second.activation_sends == {1: DOWN[:2]}
+    assert last.gradient_sends == {3: UP[:1]}
+
+
+@pytest.mark.parametrize("name", [name for name in schedule_names() if name != "auto"])
+def test_runs_with_ends_apart_cover_all_ticks_and_compute_no_idle_action_of_a_second_kind(name: str) -> None:
+    for num_stages in (1, 2, 4):
+        for num_microbatches in (1, 2, 5):
+            before = lower_schedule(name, num_microbatches, num_stages)
+            program = with_ends_apart(before, computes_idle=True)
+            ticks = [tick for run in program.runs for tick in range(run.start, run.stop)]
+            assert ticks == list(range(program.num_ticks))
+            assert program.runs[0].stop == 1
+            assert program.runs[-1].start == program.num_ticks - 1
+            assert len(program.runs) <= len(before.runs) + 2
+            for run in program.runs:
+                kinds = run.has_forward + run.has_backward + run.has_weight
+                assert kinds == 1 or not run.computes_idle
 
 
 def test_gpipe_makes_two_runs() -> None:
