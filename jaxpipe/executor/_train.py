@@ -90,6 +90,11 @@ class TrainLoop(TickLoop):
         """Run the whole program; gives the carry after its last tick."""
         stage, program = self.stage, self.program
         loss_slots = 0 if self._has_fused_loss else program.residual_slots
+        sums = [stage.pin_trunk_grads(zeros_of(stage.trunk_grad_struct)) for _ in range(program.num_chunks)]
+        # Without the barrier XLA takes these zeros for those of idle actions in a last tick that is no loop, too, and
+        # holds all of them till then.
+        zero = jax.lax.optimization_barrier(jnp.zeros((), jnp.float32))
+        sums, off_trunk_sums = jax.tree.map(lambda x: x + zero.astype(x.dtype), (sums, stage.zero_off_trunk_grads()))
         carry = TrainCarry(
             activations=self.activations.empty(),
             gradients=self._gradients.empty(),
@@ -97,10 +102,8 @@ class TrainLoop(TickLoop):
             pending=make_ring(stage.pending, program.depth.pending),
             loss_gradients=make_ring(stage.gradients.struct, loss_slots) if loss_slots else (),
             gathered=(stage.trunk.no_chunk(),) * (stage.gathers_by_chunk * (1 if program.is_of_one_chunk() else 2)),
-            trunk_grads=tuple(
-                stage.pin_trunk_grads(zeros_of(stage.trunk_grad_struct)) for _ in range(program.num_chunks)
-            ),
-            off_trunk_grads=stage.zero_off_trunk_grads(),
+            trunk_grads=tuple(sums),
+            off_trunk_grads=off_trunk_sums,
             vocab_grads=stage.zero_vocab_grads(),
             loss=jnp.zeros((), jnp.float32),
             collections=device.collections,
@@ -178,7 +181,9 @@ class TrainLoop(TickLoop):
             carry.activations, run.next_activation_sends, row.activations, device.stage, output
         )
         with jax.named_scope("loss"):
-            if stage.vocab_loss is not None:
+            if max(self.program.tables.loss_microbatch[0][run.start : run.stop]) < 0:
+                carry.collections, loss_gradient = collections, stage.gradients.zeros()
+            elif stage.vocab_loss is not None:
                 carry.collections = collections
                 loss_gradient = self._vocab_loss(device, run, carry, row, batch, output)
             else:
