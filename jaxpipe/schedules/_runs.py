@@ -74,9 +74,10 @@ def _columns(tables: Tables[Table]) -> list[list[tuple[int, ...]]]:
     return [list(zip(*kind.microbatch, strict=True)) for kind in (tables.forward, tables.backward, tables.weight)]
 
 
-def _content(columns: Sequence[Sequence[Sequence[int]]]) -> list[tuple[bool, ...]]:
+def _content(columns: Sequence[Sequence[Sequence[int]]]) -> list[tuple[bool, bool, bool]]:
     """By tick which kinds occur: one device program runs on all stages, so content is that of any stage."""
-    return list(zip(*([max(column) >= 0 for column in kind] for kind in columns), strict=True))
+    forward, backward, weight = ([max(column) >= 0 for column in kind] for kind in columns)
+    return list(zip(forward, backward, weight, strict=True))
 
 
 def _run(piece: _Piece, tables: Tables[Table]) -> TickRun:
