@@ -54,7 +54,7 @@ def measure(job: Job, text_at: Path | None) -> dict[str, Any]:
     total += memory.output_size_in_bytes - memory.alias_size_in_bytes
     counted, module, block = job.plan().candidates[0], Module(text), type(job.block).__name__
     real, ideal = (
-        Simulation(Costs(module, machine), pipeline.program, job.num_devices, block).run()
+        Simulation(Costs(module, machine, job.hosts), pipeline.program, job.num_devices, block).run()
         for machine in (HARDWARE["h200"], HARDWARE["h200"].ideal)
     )
     return {

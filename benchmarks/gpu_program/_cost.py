@@ -3,6 +3,7 @@
 import functools
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from jaxpipe.forecast import Hardware, collective_s, kernel_s
@@ -43,10 +44,16 @@ class Cost:
 
 
 class Costs:
-    """Costs of the kernels of a module on a machine."""
+    """Costs of the kernels of a module on a machine.
 
-    def __init__(self, module: Module, machine: Hardware) -> None:
-        self.module, self.machine = module, machine
+    Args:
+        module: The module.
+        machine: What a device does.
+        hosts: The host of each device; by default devices fill one host after another.
+    """
+
+    def __init__(self, module: Module, machine: Hardware, hosts: Sequence[int] = ()) -> None:
+        self.module, self.machine, self._hosts = module, machine, hosts
 
     @functools.cache  # noqa: B019 - a module is looked at once, and its loops tick by tick
     def kernel(self, computation: str, line: Instruction) -> Cost:
@@ -79,7 +86,7 @@ class Costs:
         machine, group = self.machine, line.group or tuple(range(num_devices))
         size = len(group)
         joined = line.pairs or [(group[0], device) for device in group]
-        inside = all(machine.host_of(a) == machine.host_of(b) for a, b in joined)
+        inside = all(self._host_of(a) == self._host_of(b) for a, b in joined)
         kind = line.op.removesuffix("-start")
         sizes = [array.num_bytes for array in line.arrays]
         if line.op in ("all-gather-start", "reduce-scatter-start"):
@@ -91,6 +98,9 @@ class Costs:
             # The result of a reduce-scatter is one share of what travels.
             num_bytes = sum(sizes) * (size if kind == "reduce-scatter" else 1)
         return collective_s(machine, kind, num_bytes, size, inside_host=inside)
+
+    def _host_of(self, device: int) -> int:
+        return self._hosts[device] if self._hosts else self.machine.host_of(device)
 
     @functools.cache  # noqa: B019 - as above
     def straight(self, computation: str, num_devices: int) -> Cost:

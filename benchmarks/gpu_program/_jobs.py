@@ -37,6 +37,7 @@ class Job:
         stages: Stages.
         data: Replicas.
         model: Places that weights are divided over.
+        across: The axis that crosses hosts, `"stage"` or `"data"`.
         zero_stage: ZeRO's stage over the replicas.
         num_microbatches: Microbatches of a step.
         interval: Blocks of a recomputed group; 0: nothing is recomputed.
@@ -56,6 +57,7 @@ class Job:
     stages: int = 8
     data: int = 1
     model: int = 1
+    across: str = "stage"
     zero_stage: int = 0
     num_microbatches: int = 32
     interval: int = 0
@@ -65,6 +67,13 @@ class Job:
     def num_devices(self) -> int:
         """GPUs."""
         return self.stages * self.data * self.model
+
+    @property
+    def hosts(self) -> tuple[int, ...]:
+        """The host of each device of the program."""
+        return tuple(
+            HARDWARE["h200"].host_of(int(place)) for place in _places(self.stages, self.data, self.model, self.across)
+        )
 
     @property
     def block(self) -> nn.Module:
@@ -118,7 +127,7 @@ class Job:
 
     def pipeline(self) -> jaxpipe.Pipeline:
         """Cut the model for its mesh."""
-        mesh = _mesh(self.stages, self.data, self.model)
+        mesh = _mesh(self.stages, self.data, self.model, self.across)
         return jaxpipe.Pipeline(self.module, optax.adamw(1e-4), mesh, self.example, self.num_microbatches, self.config)
 
     def plan(self, **kwargs: Any) -> jaxpipe.forecast.StepPlan:
@@ -182,11 +191,17 @@ def _next_token_loss(logits: jax.Array, labels: jax.Array) -> jax.Array:
 
 
 @functools.cache
-def _mesh(stages: int, data: int, model: int) -> Mesh:
+def _mesh(stages: int, data: int, model: int, across: str) -> Mesh:
     devices = compilable_devices(HARDWARE["h200"], stages * data * model)
     shape = {"stage": stages, "data": data} | ({"model": model} if model > 1 else {})
-    places = np.array(devices).reshape(*shape.values())
+    places = np.array(devices)[_places(stages, data, model, across)].reshape(*shape.values())
     return Mesh(places, tuple(shape), axis_types=(AxisType.Auto,) * len(shape))
+
+
+def _places(stages: int, data: int, model: int, across: str) -> np.ndarray:
+    """Where in a row of hosts the device at each place of the mesh is: the axis that crosses hosts is the slowest."""
+    places = np.arange(stages * data * model)
+    return places if across == "stage" else places.reshape(data, stages, model).swapaxes(0, 1).reshape(-1)
 
 
 LLAMA_2_7B: dict[str, Any] = {"kv_heads": 32, "vocab": 32000}
@@ -207,6 +222,7 @@ JOBS = {
     "interleaved-split": Job("interleaved", 2, split_vocab=True),
     "zero-bubble-v-split": Job("zero-bubble-v", split_vocab=True),
     "1f1b-64": Job("1f1b", data=8, zero_stage=1),
+    "1f1b-64-across": Job("1f1b", data=8, zero_stage=1, across="data"),
     "1f1b-recompute": Job("1f1b", interval=1),
     # Widths of a model of 70 billion parameters, a fifth of its 80 blocks.
     "70b-64": Job("1f1b", blocks=16, dim=8192, hidden=28672, model=8, split_vocab=True, interval=1),

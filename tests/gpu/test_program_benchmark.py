@@ -18,7 +18,7 @@ from benchmarks.gpu_program._hlo import Instruction, Module  # noqa: E402
 from benchmarks.gpu_program._jobs import Job  # noqa: E402
 from benchmarks.gpu_program._project import Simulation  # noqa: E402
 from jaxpipe.forecast import HARDWARE, Hardware  # noqa: E402
-from jaxpipe.schedules import lower_schedule  # noqa: E402
+from jaxpipe.schedules import lower_schedule, with_ends_apart  # noqa: E402
 
 MODULE = Module(Path(__file__).with_name("small_program.txt").read_text())
 ACTIVATION, RING, WEIGHT = 64 * 128 * 2, 4 * 64 * 128 * 2, 128 * 256
@@ -113,12 +113,39 @@ def test_stages_take_their_own_branches_and_wait_for_each_other() -> None:
     text = [HEAD, *(TICK.format(i=i) for i in range(len(program.runs))), "ENTRY %main (a: f32[1]) -> f32[1] {"]
     for i, run in enumerate(program.runs):
         count = f'backend_config={{"known_trip_count":{{"n":"{run.stop - run.start}"}}}}'
-        text.append(f"  %loop{i} = f32[1]{{0}} while(), condition=%no_loss, body=%body{i}, {count}")
+        scope = f'metadata={{op_name="step/ticks_{run.start}_{run.stop}/while"}}'
+        text.append(f"  %loop{i} = f32[1]{{0}} while(), condition=%no_loss, body=%body{i}, {scope}, {count}")
     machine = Hardware("slow", 1e15, 1e9, 1.0, 1e9, traffic_share=1.0, latency_s=0.0, branch_s=0.0)
     costs = Costs(Module("\n".join([*text, "}"])), machine)
     found = Simulation(costs, program, 2, "Block").run()
     assert found.step_s == pytest.approx(program.num_ticks * 20 + 4 * 8, rel=1e-6)
     assert found.longest.total_s == pytest.approx(28, rel=1e-6)
+
+
+GATHER = """
+ENTRY %main (a: f32[2]) -> f32[1] {
+  %a = f32[2]{0} parameter(0)
+  %cast = f32[3]{0} custom-call(), custom_call_target="x"
+  %gather = (f32[1]{0}, f32[3]{0}, f32[2]{0}, f32[6]{0}) all-gather-start(%cast, %a), replica_groups={{0,1},{2,3}}
+  %block = f32[5]{0} custom-call(), custom_call_target="x", metadata={op_name="step/ticks_0_1/while/Block_0/dot"}
+  %weights = (f32[2]{0}, f32[6]{0}) all-gather-done(%gather)
+"""
+
+
+def test_of_a_gather_outside_of_loops_what_the_first_tick_does_not_hide_counts() -> None:
+    """12 bytes are cast, and 16 gathered from another device while the first tick moves 20, at a byte a second."""
+    program = with_ends_apart(lower_schedule("1f1b", 4, 2), computes_idle=False)
+    (steady,) = (run for run in program.runs if run.stop - run.start > 1)
+    ticks = f'metadata={{op_name="step/ticks_{steady.start}_{steady.stop}/while"}}'
+    loop = f"  %loop = f32[1]{{0}} while(), condition=%no_loss, body=%body0, {ticks}"
+    module = Module("\n".join([HEAD, TICK.format(i=0), GATHER, loop, "}"]))
+    machine = Hardware("slow", 1e15, 1e9, 1.0, 1e9, 0.5, traffic_share=1.0, latency_s=0.0, branch_s=0.0)
+    for hosts, gathered in (((0, 0, 1, 1), 16 / 0.8e9), ((0, 1, 0, 1), 16 / 0.5)):
+        costs = Costs(module, machine, hosts)
+        assert costs.wire_s(module.computations["main"]["gather"], 4) == pytest.approx(gathered)
+        found = Simulation(costs, program, 4, "Block").run()
+        assert found.outside_s == pytest.approx(12 + max(0.0, gathered - 20))
+        assert found.step_s == pytest.approx(found.outside_s + 20 + 4 * 28)
 
 
 @pytest.mark.gpu_aot
