@@ -39,6 +39,8 @@ class Prologue:
         pending: Shapes and dtypes of what a split backward leaves for its weight gradient, in common form.
         has_params: Whether any virtual stage has parameters before the trunk.
         has_deferred: Whether a split backward leaves gradients of any of them to `backward_weight`.
+        has_apart: Whether a whole backward can leave all of them to `first_gradients`: only the first virtual stage has
+            some, its input has no gradient, and its output has the form of what travels.
     """
 
     def __init__(self, blueprint: Blueprint, arriving: Packing, leaving: Packing, *, split: bool) -> None:
@@ -69,6 +71,13 @@ class Prologue:
         self._gradients = Packing([differentiable(struct) for struct in arriving.structs])
         self._outgoing = Packing([differentiable(struct) for struct in leaving.structs[: len(cuts)]])
         inputs = Packing([boundaries[cuts[0].prologue.start], *arriving.structs[: len(cuts)]])
+        self.has_apart = (
+            len(cuts) > 1
+            and [number for number, program in enumerate(self._programs) if program.names] == self._program_of[:1]
+            and self._before_first is None
+            and self._gradients.is_identity
+            and Packing([self._outgoing.structs[0], self._gradients.struct]).is_identity
+        )
         self._is_empty = len(cuts) > 1 and inputs.is_identity and not any(cut.prologue for cut in cuts)
 
     def forward(
@@ -99,19 +108,32 @@ class Prologue:
         reported_cotangent: jax.Array,
         *,
         split: bool,
+        apart: bool = False,
     ) -> tuple[PyTree, PyTree, PyTree]:
         """Backward, as `Stage.backward`.
 
+        Args:
+            at: The virtual stage.
+            storage: The stage's parameters.
+            residuals: As `forward` returned them.
+            gradient: The gradient of the prologue's output.
+            reported_cotangent: The cotangent of the losses that layers report.
+            split: Leave to `backward_weight` what can wait.
+            apart: Leave all gradients of parameters to `first_gradients`, see `has_apart`.
+
         Returns:
             `(gradients of parameters off the trunk, gradient of what arrived, what backward_weight needs)`, in
-            common form; None for the first where split backwards leave all of them to `backward_weight`.
+            common form; None for the first where all of them are left. If `apart`, the second is what `first_gradients`
+            takes where it is the first virtual stage's.
         """
-        gives = self._has_immediate or not split
+        gives = self._has_immediate if split else not apart
         if self._is_empty:
             return self._programs[0].off_trunk({}) if gives else None, gradient, self._pending.zeros()
 
         def run(number: int, program: Segment) -> tuple[PyTree, PyTree, PyTree]:
             v, dy = program.virtual_stage, self._outgoing.unpack(program.virtual_stage, gradient)
+            if apart and not v:
+                return None, dy, self._pending.zeros()
             params, unpacked = program.take(storage), self._residuals.unpack(number, residuals)
             grads, dx, left = program.backward(params, unpacked, dy, reported_cotangent, split=split)
             left = self._pending.pack(number, left) if split else self._pending.zeros()
@@ -138,6 +160,15 @@ class Prologue:
             return program.off_trunk(program.backward_weight(program.take(storage), unpacked, left))
 
         return self._switch(at, run, self._defers if defers else None)
+
+    def first_gradients(
+        self, storage: PyTree, residuals: PyTree, gradient: PyTree, reported_cotangent: jax.Array
+    ) -> PyTree:
+        """Gradients of parameters of the first virtual stage, which a backward has left, in common form."""
+        number = self._program_of[0]
+        program, unpacked = self._programs[number], self._residuals.unpack(number, residuals)
+        params = program.take(storage)
+        return program.off_trunk(program.backward(params, unpacked, gradient, reported_cotangent, split=False)[0])
 
     def has_params_at(self, at: VirtualStage) -> jax.Array:
         """True if a virtual stage has parameters before the trunk."""

@@ -177,6 +177,7 @@ class Stage:
         reported_cotangent: jax.Array,
         *,
         split: bool,
+        apart: bool = False,
     ) -> tuple[PyTree, PyTree, PyTree, PyTree]:
         """Run the backward of trunk and prologue.
 
@@ -187,6 +188,7 @@ class Stage:
             gradient: The gradient of the output, in common form.
             reported_cotangent: The cotangent of the losses that layers report.
             split: Leave the weight gradients to `backward_weight`, as far as they need not be computed for the input's.
+            apart: Leave those of the prologue to `Prologue.first_gradients`; the second is None.
 
         Returns:
             `(gradients of the trunk, gradients of the stage's other parameters, gradient of what arrived, what
@@ -199,7 +201,7 @@ class Stage:
             at, weights.trunk, of_trunk, gradient, reported_cotangent, split=split
         )
         off_trunk, arrived, prologue_pending = self.prologue.backward(
-            at, weights.storage, of_prologue, gradient, reported_cotangent, split=split
+            at, weights.storage, of_prologue, gradient, reported_cotangent, split=split, apart=apart
         )
         return trunk, off_trunk, arrived, (prologue_pending, trunk_pending)
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import chex
@@ -257,13 +257,43 @@ class TrainLoop(TickLoop):
         if not self._has_fused_loss:
             loss_gradient = read_ring(carry.loss_gradients, row.residual_read)
         gradient = select(self.is_last(device, row.backward.chunk), loss_gradient, arrived)
-        ring, weights = carry.residuals, device.weights.with_trunk(carry.gathered[-1:])
+        kinds = self._kinds_of_backward(run)
+        apart = kinds == [False] and stage.prologue.has_apart and self._computes_off_trunk_in_loops(carry)
+        trunk, off_trunk, outgoing = self._gradients_of(device, run, carry, row, gradient, kinds, apart=apart)
+        # No sends are named: gradients never leave early.
+        carry.gradients = self._gradients.send(carry.gradients, {}, row.gradients, device.stage, outgoing)
+        self._add(device, run, self.program.tables.backward, carry, row.backward.chunk, trunk, off_trunk)
+        if apart:
+            self._add_first(device, carry, row, outgoing)
+        first = stage.vocab_input
+        if first is not None:
+            is_first = self.is_first(device, row.backward.chunk)
+            # All stages run this backward, and its psums add the cotangents up: only one may be other than zero.
+            entered = select(is_first, outgoing, zeros_of(outgoing))
+            index = row.input_grad_microbatch
+            batch = Microbatch(device.batch.inputs(index), None, device.batch.context(index))
+            compute = functools.partial(stage.vocab_input_gradients, device.weights, batch, entered)
+            _add_vocab(carry, self.on_all_stages(run, self.program.tables.input_grad_microbatch, index, compute))
+
+    def _gradients_of(
+        self,
+        device: Device,
+        run: TickRun,
+        carry: TrainCarry,
+        row: Row,
+        gradient: PyTree,
+        kinds: Sequence[bool],
+        *,
+        apart: bool,
+    ) -> tuple[PyTree, PyTree, PyTree]:
+        """Run the backward's action; gives the first three of `Stage.backward`."""
+        stage, ring, weights = self.stage, carry.residuals, device.weights.with_trunk(carry.gathered[-1:])
 
         def backward(at: VirtualStage, *, split: bool) -> tuple[Any, ...]:
             residuals = self._read_residuals(ring, row.residual_read)
-            return stage.backward(at, weights, residuals, gradient, device.cotangents.reported, split=split)
+            reported = device.cotangents.reported
+            return stage.backward(at, weights, residuals, gradient, reported, split=split, apart=apart)
 
-        kinds = self._kinds_of_backward(run)
         functions: list[Callable[[VirtualStage], tuple[Any, ...]]] = [
             functools.partial(backward, split=split) for split in kinds
         ]
@@ -296,18 +326,18 @@ class TrainLoop(TickLoop):
                 trunk, outgoing, pending = select(row.backward.microbatch >= 0, others, zeros_of(others))
             if True in kinds:
                 carry.pending = self._write_pending(run, carry.pending, pending, row.pending_write)
-        # No sends are named: gradients never leave early.
-        carry.gradients = self._gradients.send(carry.gradients, {}, row.gradients, device.stage, outgoing)
-        self._add(device, run, self.program.tables.backward, carry, row.backward.chunk, trunk, off_trunk)
-        first = stage.vocab_input
-        if first is not None:
-            is_first = self.is_first(device, row.backward.chunk)
-            # All stages run this backward, and its psums add the cotangents up: only one may be other than zero.
-            entered = select(is_first, outgoing, zeros_of(outgoing))
-            index = row.input_grad_microbatch
-            batch = Microbatch(device.batch.inputs(index), None, device.batch.context(index))
-            compute = functools.partial(stage.vocab_input_gradients, device.weights, batch, entered)
-            _add_vocab(carry, self.on_all_stages(run, self.program.tables.input_grad_microbatch, index, compute))
+        return trunk, off_trunk, outgoing
+
+    def _add_first(self, device: Device, carry: TrainCarry, row: Row, gradient: PyTree) -> None:
+        """Compute and add gradients of the first virtual stage's prologue, where a backward has left them."""
+        ring, storage, reported = carry.residuals, device.weights.storage, device.cotangents.reported
+
+        def add(_: Any, sums: Storage) -> Storage:
+            residuals = self._read_residuals(ring, row.residual_read)[0]
+            grads = self.stage.prologue.first_gradients(storage, residuals, gradient, reported)
+            return self._added_off_trunk(sums, grads)
+
+        carry.off_trunk_grads = _once(self.is_first(device, row.backward.chunk), add, carry.off_trunk_grads)
 
     def _weight(self, device: Device, run: TickRun, carry: TrainCarry, row: Row) -> None:
         """Run the weight gradient of a split backward."""
