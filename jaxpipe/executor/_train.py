@@ -119,6 +119,10 @@ class TrainLoop(TickLoop):
         gradient, carry.gradients = self._gradients.recv(
             carry.gradients, run.gradient_sends, row.gradients, device.stage
         )
+        if self.stage.vocab_loss is not None and self.skip_idle and len(run.activation_sends) > 1:
+            # Before the forward: else XLA (JAX 0.10) puts the exchange of gradients after the loss, whose collectives
+            # lie in no other exchange, and a stage that has a backward waits for its neighbours' forwards.
+            activation, gradient = jax.lax.optimization_barrier((activation, gradient))
         if carry.gathered:
             chunks = [row.forward.chunk, row.backward.chunk]
             if len(carry.gathered) == 1:
