@@ -68,6 +68,8 @@ class TickLoop:
     def __init__(self, stage: Stage, program: TickProgram, *, skip_idle: bool, sends_early: bool) -> None:
         self.stage, self.program = stage, program
         self.skip_idle, self.sends_early = skip_idle, sends_early
+        # Whether actions are called in loops that have no round where they are idle.
+        self.loops_actions = False
         self.activations = Channel(
             stage.activations,
             program.num_stages,
@@ -142,7 +144,7 @@ class TickLoop:
         Returns:
             The result, or zeros where the action is idle.
         """
-        placement = self.stage.placement
+        placement, is_busy = self.stage.placement, is_busy or self.loops_actions
         chunks: list[Any] = chunks_of(actions, run)
         if self.skip_idle and len(chunks) > 1:
             # One branch for each function and chunk: the functions' first, in the order of `branches` below.

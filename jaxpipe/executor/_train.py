@@ -77,10 +77,15 @@ class TrainLoop(TickLoop):
         skip_idle: Branch around idle actions, and on the chunk; otherwise idle actions compute and the result is
             dropped.
         sends_early: Send activations at the end of the tick that computes them, not at the beginning of the next.
+        is_cpu: The devices are simulated ones of a CPU.
     """
 
-    def __init__(self, stage: Stage, program: TickProgram, *, skip_idle: bool, sends_early: bool) -> None:
+    def __init__(self, stage: Stage, program: TickProgram, *, skip_idle: bool, sends_early: bool, is_cpu: bool) -> None:
         super().__init__(stage, program, skip_idle=skip_idle, sends_early=sends_early)
+        # On GPU the host waits twice for a loop, and once for a branch. All stages must take part in exchanges, and in
+        # what vocabulary-parallel layers sum.
+        has_exchanges = sends_early or stage.vocab_input is not None or stage.vocab_loss is not None
+        self.loops_actions = is_cpu and skip_idle and not has_exchanges
         # Gradients always leave at the beginning of the next tick, where its forward hides the exchange.
         depth, unbuffered = program.depth.gradients, program.unbuffered.gradients
         self._gradients = Channel(stage.gradients, program.num_stages, depth, unbuffered, sends_early=False)
@@ -132,15 +137,73 @@ class TrainLoop(TickLoop):
                 for of_before, chunk in zip(carry.gathered, chunks, strict=True)
             )
         loss_gradient = self.stage.gradients.zeros()
+        tables = self.program.tables
         if run.has_forward:
-            loss_gradient, gradient = self._forward(device, run, carry, row, activation, gradient)
+
+            def forward(carry: TrainCarry, row: Row, arrived: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
+                return self._forward(device, run, carry, row, *arrived)
+
+            is_busy, values, nothing = row.forward.microbatch >= 0, (activation, gradient), (loss_gradient, gradient)
+            loss_gradient, gradient = self._unless_idle(
+                run, tables.forward, is_busy, forward, carry, row, values, nothing
+            )
         # A model of one virtual stage has no backward of its own: its epilogue is the whole model, with the loss.
         if run.has_backward and self.stage.last:
+
+            def backward(carry: TrainCarry, row: Row, arrived: tuple[PyTree, PyTree]) -> None:
+                self._backward(device, run, carry, row, *arrived)
+
+            is_busy, values = row.backward.microbatch >= 0, (gradient, loss_gradient)
             with jax.named_scope("backward"):
-                self._backward(device, run, carry, row, gradient, loss_gradient)
+                self._unless_idle(run, tables.backward, is_busy, backward, carry, row, values, None)
         if run.has_weight and self.stage.last:
-            with jax.named_scope("weight_gradient"):
+
+            def weight(carry: TrainCarry, row: Row, _: None) -> None:
                 self._weight(device, run, carry, row)
+
+            is_busy = row.weight.microbatch >= 0
+            with jax.named_scope("weight_gradient"):
+                self._unless_idle(run, tables.weight, is_busy, weight, carry, row, None, None)
+
+    def _unless_idle(
+        self,
+        run: TickRun,
+        actions: Actions[Table],
+        is_busy: jax.Array,
+        act: Callable[[TrainCarry, Row, Any], Any],
+        carry: TrainCarry,
+        row: Row,
+        values: PyTree,
+        nothing: PyTree,
+    ) -> PyTree:
+        """Let an action change the carry, and give what it gives.
+
+        On CPU this is a loop of one round, or of none where the action is idle: then it costs nothing. A branch would
+        make zeros of all that the action gives, which are then written to the rings and added to the sums.
+
+        Args:
+            run: The run that the tick is in.
+            actions: The program's actions of this kind.
+            is_busy: Whether the tick has one.
+            act: Gives a value, of the carry, the tick's entries of the tables, and values.
+            carry: What it changes.
+            row: The tick's entries.
+            values: Others that it reads.
+            nothing: What an idle action of a loop gives.
+        """
+        if not self.loops_actions or is_never_idle(actions, run):
+            return act(carry, row, values)
+
+        def once(number: jax.Array, before: tuple[TrainCarry, PyTree]) -> tuple[TrainCarry, PyTree]:
+            changed = dataclasses.replace(before[0])  # pyright: ignore[reportArgumentType, reportCallIssue, reportType]
+            # What does not depend on the loop's own state XLA moves in front of it, where idle actions run it too.
+            (now, read), _ = jax.lax.optimization_barrier(((row, values), number))
+            return changed, act(changed, now, read)
+
+        after, value = _once(is_busy, once, (carry, nothing))
+        for field in dataclasses.fields(carry):  # pyright: ignore[reportArgumentType]
+            setattr(carry, field.name, getattr(after, field.name))
+        return value
 
     def _forward(
         self, device: Device, run: TickRun, carry: TrainCarry, row: Row, arrived: PyTree, gradient: PyTree
