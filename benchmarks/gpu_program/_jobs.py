@@ -2,7 +2,7 @@
 
 import functools
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import flax.linen as nn
 import jax
@@ -34,6 +34,7 @@ class Job:
         samples: Samples of a microbatch on one replica.
         vocab: Tokens there are.
         split_vocab: Whether embedding and head are divided over the stages.
+        overlap_vocab: Whether the head runs a tick after the forward whose output it takes.
         stages: Stages.
         data: Replicas.
         model: Places that weights are divided over.
@@ -54,6 +55,7 @@ class Job:
     samples: int = 1
     vocab: int = 32768
     split_vocab: bool = False
+    overlap_vocab: bool | Literal["auto"] = "auto"
     stages: int = 8
     data: int = 1
     model: int = 1
@@ -119,7 +121,7 @@ class Job:
         return TrainConfig(
             train_micro_batch_size_per_gpu=self.samples,
             gradient_accumulation_steps=self.num_microbatches,
-            pipeline=PipelineConfig(schedule=self.schedule, num_chunks=chunks),
+            pipeline=PipelineConfig(schedule=self.schedule, num_chunks=chunks, overlap_vocabulary=self.overlap_vocab),
             gradient_clipping=1.0,
             bf16=BF16Section(enabled=True),
             zero_optimization=ZeroSection(stage=self.zero_stage),

@@ -316,7 +316,8 @@ class Simulation:
         if "Vocab" in scopes:  # run by all stages at once
             if "VocabHead" in scopes:
                 return tables.loss_microbatch[stage][tick] >= 0
-            return (tables.input_grad_microbatch if is_backward else tables.input_microbatch)[stage][tick] >= 0
+            table = tables.last_input_grad_microbatch if is_backward else tables.next_input_microbatch
+            return table[stage][tick] >= 0
         if "Head" in scopes:
             now, part = tables.forward, len(self._program.placement.locations) - 1
         else:

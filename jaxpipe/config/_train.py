@@ -68,6 +68,11 @@ class PipelineConfig(Section):
             cross entropy of the loss are split over the stages, as `VocabEmbed`, `VocabHead` and
             `vocab_cross_entropy` are: the loss then takes an equal share of a tick on every stage. Numbers, names and
             checkpoints stay; layers and losses of another form are refused.
+        overlap_vocabulary: Whether last layers that are split over the stages run with the loss a tick after the
+            forward whose output they take, and the backward with them: what they exchange over the stages then travels
+            under the next forward. A stage holds the residuals of one microbatch more; most schedules take no longer,
+            `'zero-bubble-v'` does. `'auto'` does so on accelerators where stages lie on several hosts and the schedule
+            takes at most 2 % longer for it; inside a host nothing is gained.
         residual_dtype: Dtype, float32, bfloat16 or float16, in which residuals wait between forward and backward that
             are floating point and wider; None, the default, keeps them as they are. Outputs and losses do not change,
             but gradients do: the backward sees every such value, also a norm's or attention's statistics, rounded
@@ -95,6 +100,7 @@ class PipelineConfig(Section):
     offload_activations: bool = setting(False, read_flag)
     gather_weights: Literal["auto", "step", "chunk", "tick"] = setting("auto", one_of("auto", "step", "chunk", "tick"))
     split_vocabulary: bool = setting(False, read_flag)
+    overlap_vocabulary: bool | Literal["auto"] = setting("auto", auto_or(read_flag))
     residual_dtype: Dtype | None = setting(None, read_dtype)
 
 

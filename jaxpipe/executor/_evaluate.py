@@ -50,7 +50,7 @@ class EvaluateLoop(TickLoop):
         # Traced for shapes alone, so it may name a microbatch that there is not.
         def start() -> PyTree:
             nothing, none = self.stage.activations.zeros(), jnp.int32(-1)
-            return self._measure(device, device.batch.microbatch(none, none, none), none >= 0, nothing, measure)
+            return self._measure(device, device.batch.microbatch(none, none, none), nothing, measure)
 
         results = make_ring(jax.eval_shape(start), self.program.num_microbatches)
         carry = EvaluateCarry(activations=self.activations.empty(), results=results)
@@ -61,7 +61,16 @@ class EvaluateLoop(TickLoop):
             carry.activations, run.activation_sends, row.activations, device.stage
         )
         with jax.named_scope("forward"):
-            batch = self.microbatch(device, run, row, train=False)
+            batch = device.batch.microbatch(row.input_microbatch, row.loss_microbatch, row.forward.microbatch)
+            if self.stage.vocab_input is not None:
+                inputs = self.on_all_stages(
+                    run,
+                    self.program.tables.input_microbatch,
+                    row.input_microbatch,
+                    lambda: self.entering(device, row.input_microbatch, train=False),
+                )
+                batch = dataclasses.replace(batch, inputs=inputs)
+            batch = batch.without_key()
 
             def forward(at: VirtualStage) -> PyTree:
                 return self.stage.evaluate(at, device.weights, batch, device.collections, arrived)
@@ -72,9 +81,7 @@ class EvaluateLoop(TickLoop):
         )
         is_last = self.is_last(device, row.forward.chunk)
         if self.stage.vocab_loss is None:
-            result = run_or_zeros(
-                jnp.where(is_last, 0, -1), [lambda: self._measure(device, batch, is_last, output, measure)]
-            )
+            result = run_or_zeros(jnp.where(is_last, 0, -1), [lambda: self._measure(device, batch, output, measure)])
         else:
             # All stages run these layers at once, and only one of them is in the forward of this microbatch.
             of_loss = dataclasses.replace(batch, context=device.batch.context(row.loss_microbatch))
@@ -82,15 +89,13 @@ class EvaluateLoop(TickLoop):
                 run,
                 self.program.tables.loss_microbatch,
                 row.loss_microbatch,
-                lambda: self._measure(device, of_loss, is_last, output, measure),
+                lambda: self._measure(device, of_loss, output, measure),
             )
         # By microbatch, not by tick: a schedule may finish them in any order.
         slot = jnp.where(is_last, row.forward.microbatch, -1)
         carry.results = write_ring_if(carry.results, result, slot)
 
-    def _measure(
-        self, device: Device, batch: Microbatch, is_last: jax.Array, output: PyTree, measure: Measure
-    ) -> PyTree:
+    def _measure(self, device: Device, batch: Microbatch, output: PyTree, measure: Measure) -> PyTree:
         batch = batch.without_key()
         with jax.named_scope("loss"):
-            return measure(self.stage.outputs(device.weights, batch, is_last, device.collections, output), batch.labels)
+            return measure(self.stage.outputs(device.weights, batch, device.collections, output), batch.labels)

@@ -281,13 +281,11 @@ class Stage:
         x = self.prologue.evaluate(at, weights.storage, collections, batch.inputs, arrived, batch.context)
         return self.trunk.evaluate(at, weights.trunk, collections, x, batch.context)
 
-    def outputs(
-        self, weights: Weights, batch: Microbatch, is_last: jax.Array, collections: PyTree, output: PyTree
-    ) -> PyTree:
+    def outputs(self, weights: Weights, batch: Microbatch, collections: PyTree, output: PyTree) -> PyTree:
         """Run the layers after the last trunk outside training: the model's output, or this stage's slices of it."""
         inputs = self.activations.unpack(self.last, output)
         if self.vocab_loss is not None:
-            return self.vocab_loss.outputs_of(weights.storage, is_last, inputs, batch.context)
+            return self.vocab_loss.outputs_of(weights.storage, inputs, batch.context)
         return self.epilogue.outputs(weights.storage, collections, inputs, batch.context)
 
     @property

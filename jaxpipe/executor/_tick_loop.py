@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxpipe._typing import PyTree
 from jaxpipe.schedules import Actions, Table, Tables, TickProgram, TickRun
 
-from ._batch import DeviceBatch, Microbatch
+from ._batch import DeviceBatch
 from ._buffers import run_or_zeros
 from ._exchange import Channel
 from ._stage import Stage, Weights
@@ -21,6 +21,9 @@ Row = Tables[jax.Array]
 """One device's entries of the tables for one tick; every leaf `int32[]`."""
 
 _Carry = TypeVar("_Carry")
+
+_MOST = 0.75
+"""Share of a run's ticks from which on all of them compute what that many need."""
 
 
 class LossCotangents(NamedTuple):
@@ -164,7 +167,15 @@ class TickLoop:
         skip = self.skip_idle and not run.computes_idle
         return run_or_zeros(jnp.where(now.microbatch >= 0, which, -1), branches, skip=skip)
 
-    def on_all_stages(self, run: TickRun, microbatches: Table, now: jax.Array, compute: Callable[[], PyTree]) -> PyTree:
+    def on_all_stages(
+        self,
+        run: TickRun,
+        microbatches: Table,
+        now: jax.Array,
+        compute: Callable[[], PyTree],
+        *,
+        is_harmless: bool = False,
+    ) -> PyTree:
         """Run what all stages run at once, or give zeros in ticks without it.
 
         Args:
@@ -172,25 +183,21 @@ class TickLoop:
             microbatches: Tick by tick the microbatch it works on, alike on all stages.
             now: The tick's.
             compute: The computing; it may hold collectives over the stages, as all of them take the same branch.
+            is_harmless: It may as well compute in ticks without it, on microbatch 0: there is then no branch where most
+                ticks of the run have it, so that its collectives may travel under other work.
         """
-        if all(microbatch >= 0 for microbatch in microbatches[0][run.start : run.stop]):
+        ticks = microbatches[0][run.start : run.stop]
+        share = sum(microbatch >= 0 for microbatch in ticks) / len(ticks)
+        if share >= (_MOST if is_harmless else 1):
             return compute()
         return run_or_zeros(jnp.where(now >= 0, 0, -1), [compute])
 
-    def microbatch(self, device: Device, run: TickRun, row: Row, *, train: bool) -> Microbatch:
-        """Microbatch of this tick's forward; vocabulary-parallel first layers have run."""
-        batch = device.batch.microbatch(row.input_microbatch, row.loss_microbatch, row.forward.microbatch)
-        first = self.stage.vocab_input
-        if first is not None:
-            context = device.batch.context(row.input_microbatch)
-
-            def compute() -> PyTree:
-                given = context if train else (None, context[1])
-                return first.outputs(device.weights.storage, batch.inputs, given, train=train)
-
-            inputs = self.on_all_stages(run, self.program.tables.input_microbatch, row.input_microbatch, compute)
-            batch = dataclasses.replace(batch, inputs=inputs)
-        return batch if train else batch.without_key()
+    def entering(self, device: Device, index: jax.Array, *, train: bool) -> PyTree:
+        """What vocabulary-parallel first layers make of a microbatch's inputs, on all stages at once."""
+        assert self.stage.vocab_input is not None
+        key, side = device.batch.context(index)
+        context = key if train else None, side
+        return self.stage.vocab_input.outputs(device.weights.storage, device.batch.inputs(index), context, train=train)
 
     def is_last(self, device: Device, chunk: jax.Array) -> jax.Array:
         """True if a chunk of this device is the last part of the model."""
@@ -204,6 +211,11 @@ class TickLoop:
 def chunks_of(actions: Actions[Table], run: TickRun) -> list[int]:
     """The chunks that actions of a run are on."""
     return sorted({chunk for row in actions.chunk for chunk in row[run.start : run.stop] if chunk >= 0})
+
+
+def occurs(microbatches: Table, run: TickRun) -> bool:
+    """True if something that is told to all stages is in some tick of a run."""
+    return max(microbatches[0][run.start : run.stop]) >= 0
 
 
 def is_never_idle(actions: Actions[Table], run: TickRun) -> bool:

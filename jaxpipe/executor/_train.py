@@ -14,10 +14,10 @@ from jaxpipe.schedules import Actions, Table, TickProgram, TickRun, TransferBuff
 from jaxpipe.state import Storage, has_automatic_axes
 
 from ._batch import Microbatch
-from ._buffers import make_ring, read_ring, run_or_zeros, select, to_memory, write_ring, zeros_of
+from ._buffers import make_ring, read_ring, run_or_zeros, select, to_memory, write_ring, write_ring_if, zeros_of
 from ._exchange import Channel
 from ._stage import Stage
-from ._tick_loop import Device, Row, TickLoop, chunks_of, is_never_idle
+from ._tick_loop import Device, Row, TickLoop, chunks_of, is_never_idle, occurs
 from ._trunk import GatheredChunk
 from ._virtual_stage import VirtualStage
 
@@ -37,6 +37,9 @@ class TrainCarry:
         pending: What split backwards left for their weight gradients, `[slots, ...]`.
         loss_gradients: Gradients of the model's output that wait for their backward, in the slots of the residuals;
             empty where every loss is followed by its backward in the same tick.
+        entering: What vocabulary-parallel first layers have made for this tick's forward.
+        leaving: The gradient of what they made that the tick before has left for their backward.
+        finished: The output that the tick before has left for the loss, where losses are delayed.
         gathered: Chunks whose trunk is gathered over `fsdp` till their stage turns to another: that of the forward and
             that of the backward, one where both are always the same, none where weights are gathered otherwise.
         trunk_grads: Summed gradients of the trunk, a tree for each chunk.
@@ -53,6 +56,9 @@ class TrainCarry:
     residuals: PyTree
     pending: PyTree
     loss_gradients: PyTree
+    entering: PyTree
+    leaving: PyTree
+    finished: PyTree
     gathered: tuple[GatheredChunk, ...]
     trunk_grads: tuple[PyTree, ...]
     off_trunk_grads: PyTree
@@ -106,6 +112,9 @@ class TrainLoop(TickLoop):
             residuals=self._to_memory(make_ring(stage.residuals, program.residual_slots), jax.memory.Space.Host),
             pending=make_ring(stage.pending, program.depth.pending),
             loss_gradients=make_ring(stage.gradients.struct, loss_slots) if loss_slots else (),
+            entering=self._first_entering(device),
+            leaving=stage.gradients.zeros() if stage.vocab_input else (),
+            finished=stage.activations.zeros() if program.delays_loss else (),
             gathered=(stage.trunk.no_chunk(),) * (stage.gathers_by_chunk * (1 if program.is_of_one_chunk() else 2)),
             trunk_grads=tuple(sums),
             off_trunk_grads=off_trunk_sums,
@@ -115,37 +124,40 @@ class TrainLoop(TickLoop):
             reported=jnp.zeros((program.num_chunks, stage.num_reported), jnp.float32),
             loss_reported=jnp.zeros((len(stage.epilogue.aux.names),), jnp.float32),
         )
-        return self.scan(device, lambda run, carry, row: self._tick(device, run, carry, row), carry)
+        carry = self.scan(device, lambda run, carry, row: self._tick(device, run, carry, row), carry)
+        (first_stage, first_chunk), backward = stage.placement.locations[0], program.tables.backward
+        if stage.vocab_input is not None and backward.chunk[first_stage][-1] == first_chunk:
+            carry = dataclasses.replace(carry)  # pyright: ignore[reportArgumentType, reportCallIssue, reportType]
+            index = jnp.int32(backward.microbatch[first_stage][-1])
+            _add_vocab(carry, self._vocab_input_gradients(device, index, carry.leaving))
+        return carry
+
+    def _first_entering(self, device: Device) -> PyTree:
+        """What the first tick's forward takes of vocabulary-parallel first layers."""
+        if self.stage.vocab_input is None:
+            return ()
+        return self.entering(device, jnp.int32(self.program.tables.input_microbatch[0][0]), train=True)
 
     def _tick(self, device: Device, run: TickRun, carry: TrainCarry, row: Row) -> None:
-        activation, carry.activations = self.activations.recv(
-            carry.activations, run.activation_sends, row.activations, device.stage
-        )
-        gradient, carry.gradients = self._gradients.recv(
-            carry.gradients, run.gradient_sends, row.gradients, device.stage
-        )
-        if self.stage.vocab_loss is not None and self.skip_idle and len(run.activation_sends) > 1:
-            # Before the forward: else XLA (JAX 0.10) puts the exchange of gradients after the loss, whose collectives
-            # lie in no other exchange, and a stage that has a backward waits for its neighbours' forwards.
-            activation, gradient = jax.lax.optimization_barrier((activation, gradient))
-        if carry.gathered:
-            chunks = [row.forward.chunk, row.backward.chunk]
-            if len(carry.gathered) == 1:
-                chunks = [jnp.maximum(*chunks)]
-            carry.gathered = tuple(
-                self.stage.trunk.turned(of_before, device.weights.trunk, chunk)
-                for of_before, chunk in zip(carry.gathered, chunks, strict=True)
-            )
-        loss_gradient = self.stage.gradients.zeros()
-        tables = self.program.tables
+        arrived, inputs, tables = self._receive(device, run, carry, row), carry.entering, self.program.tables
+        self._turn(device, carry, row)
+        if self.stage.vocab_input is not None:
+            self._vocab_input(device, run, carry, row)
+        loss_gradient, gradient = self.stage.gradients.zeros(), arrived[1]
+        if self.program.delays_loss:
+            loss_gradient = self._loss(device, run, carry, row, carry.finished)
         if run.has_forward:
 
             def forward(carry: TrainCarry, row: Row, arrived: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
-                return self._forward(device, run, carry, row, *arrived)
+                output, gradient = self._forward(device, run, carry, row, inputs, *arrived)
+                if not self.program.delays_loss:
+                    return self._loss(device, run, carry, row, output), gradient
+                carry.finished = output
+                return loss_gradient, gradient
 
-            is_busy, values, nothing = row.forward.microbatch >= 0, (activation, gradient), (loss_gradient, gradient)
+            is_busy, nothing = row.forward.microbatch >= 0, (loss_gradient, gradient)
             loss_gradient, gradient = self._unless_idle(
-                run, tables.forward, is_busy, forward, carry, row, values, nothing
+                run, tables.forward, is_busy, forward, carry, row, arrived, nothing
             )
         # A model of one virtual stage has no backward of its own: its epilogue is the whole model, with the loss.
         if run.has_backward and self.stage.last:
@@ -164,6 +176,32 @@ class TrainLoop(TickLoop):
             is_busy = row.weight.microbatch >= 0
             with jax.named_scope("weight_gradient"):
                 self._unless_idle(run, tables.weight, is_busy, weight, carry, row, None, None)
+
+    def _receive(self, device: Device, run: TickRun, carry: TrainCarry, row: Row) -> tuple[PyTree, PyTree]:
+        """Do the tick's exchanges; gives the activation and the gradient that its actions take."""
+        activation, carry.activations = self.activations.recv(
+            carry.activations, run.activation_sends, row.activations, device.stage
+        )
+        gradient, carry.gradients = self._gradients.recv(
+            carry.gradients, run.gradient_sends, row.gradients, device.stage
+        )
+        if self.stage.vocab_loss is not None and self.skip_idle and len(run.activation_sends) > 1:
+            # Before the forward: else XLA (JAX 0.10) puts the exchange of gradients after the loss, whose collectives
+            # lie in no other exchange, and a stage that has a backward waits for its neighbours' forwards.
+            return jax.lax.optimization_barrier((activation, gradient))
+        return activation, gradient
+
+    def _turn(self, device: Device, carry: TrainCarry, row: Row) -> None:
+        """Gather the chunk of the tick, where chunks are gathered when a stage turns to them."""
+        if not carry.gathered:
+            return
+        chunks = [row.forward.chunk, row.backward.chunk]
+        if len(carry.gathered) == 1:
+            chunks = [jnp.maximum(*chunks)]
+        carry.gathered = tuple(
+            self.stage.trunk.turned(of_before, device.weights.trunk, chunk)
+            for of_before, chunk in zip(carry.gathered, chunks, strict=True)
+        )
 
     def _unless_idle(
         self,
@@ -206,13 +244,21 @@ class TrainLoop(TickLoop):
         return value
 
     def _forward(
-        self, device: Device, run: TickRun, carry: TrainCarry, row: Row, arrived: PyTree, gradient: PyTree
+        self,
+        device: Device,
+        run: TickRun,
+        carry: TrainCarry,
+        row: Row,
+        entering: PyTree,
+        arrived: PyTree,
+        gradient: PyTree,
     ) -> tuple[PyTree, PyTree]:
-        """Run the forward; gives the gradient of the loss, and the gradient that arrived."""
+        """Run the forward; gives its output, and the gradient that arrived."""
         stage, collections = self.stage, carry.collections
         weights = device.weights.with_trunk(carry.gathered[:1])
         with jax.named_scope("forward"):
-            batch = self.microbatch(device, run, row, train=True)
+            inputs = entering if stage.vocab_input is not None else device.batch.inputs(row.input_microbatch)
+            batch = Microbatch(inputs, None, device.batch.context(row.forward.microbatch))
 
             def forward(at: VirtualStage) -> tuple[Any, ...]:
                 return stage.forward(at, weights, batch, collections, arrived)
@@ -229,11 +275,11 @@ class TrainLoop(TickLoop):
 
                 output, _, _, reported = map(zeros_of, jax.eval_shape(lambda: act(is_busy=False)))
                 before = (carry.residuals, output, collections, reported)
-                carry.residuals, output, collections, reported = _once(row.forward.microbatch >= 0, write, before)
+                carry.residuals, output, carry.collections, reported = _once(row.forward.microbatch >= 0, write, before)
             else:
                 output, residuals, updated, reported = act(is_busy=False)
                 # An idle forward may have computed on garbage, or given zeros: neither may replace collections.
-                collections = select(row.forward.microbatch >= 0, updated, collections)
+                carry.collections = select(row.forward.microbatch >= 0, updated, collections)
                 # Also where the forward was idle: the program names a slot that nothing living uses, so no branch is
                 # needed.
                 hosted = self._to_memory(residuals, jax.memory.Space.Host)
@@ -247,31 +293,27 @@ class TrainLoop(TickLoop):
         carry.activations = self.activations.send(
             carry.activations, run.next_activation_sends, row.activations, device.stage, output
         )
-        with jax.named_scope("loss"):
-            if max(self.program.tables.loss_microbatch[0][run.start : run.stop]) < 0:
-                carry.collections, loss_gradient = collections, stage.gradients.zeros()
-            elif stage.vocab_loss is not None:
-                carry.collections = collections
-                loss_gradient = self._vocab_loss(device, run, carry, row, batch, output)
-            else:
-                loss_gradient = self._loss(device, run, carry, row, batch, collections, output)
-        if not self._has_fused_loss:
-            carry.loss_gradients = write_ring(carry.loss_gradients, loss_gradient, row.residual_write)
-        return loss_gradient, gradient
+        return output, gradient
 
-    def _loss(
-        self,
-        device: Device,
-        run: TickRun,
-        carry: TrainCarry,
-        row: Row,
-        batch: Microbatch,
-        collections: PyTree,
-        output: PyTree,
-    ) -> PyTree:
-        """Run the epilogue where the last part is; gives the gradient of the output."""
-        stage = self.stage
+    def _loss(self, device: Device, run: TickRun, carry: TrainCarry, row: Row, output: PyTree) -> PyTree:
+        """Run the loss; gives the gradient of the output where the last part is."""
+        if not occurs(self.program.tables.loss_microbatch, run):
+            return self.stage.gradients.zeros()
+        with jax.named_scope("loss"):
+            if self.stage.vocab_loss is not None:
+                gradient = self._vocab_loss(device, run, carry, row, output)
+            else:
+                gradient = self._epilogue(device, run, carry, row, output)
+        if not self._has_fused_loss:
+            carry.loss_gradients = write_ring_if(carry.loss_gradients, gradient, row.loss_gradient_write)
+        return gradient
+
+    def _epilogue(self, device: Device, run: TickRun, carry: TrainCarry, row: Row, output: PyTree) -> PyTree:
+        """Run the epilogue where the last part is."""
+        stage, collections = self.stage, carry.collections
         is_last = self.is_last(device, row.forward.chunk)
+        index = row.loss_microbatch
+        batch = Microbatch(None, device.batch.labels(index), device.batch.context(index))
 
         def compute() -> tuple[Any, ...]:
             return stage.loss_and_gradients(device.weights, batch, collections, output, device.cotangents)
@@ -299,22 +341,47 @@ class TrainLoop(TickLoop):
         carry.loss = carry.loss + loss
         return gradient
 
-    def _vocab_loss(
-        self, device: Device, run: TickRun, carry: TrainCarry, row: Row, batch: Microbatch, output: PyTree
-    ) -> PyTree:
-        """Run the last layers and the loss on all stages; gives the gradient of the output where the last part is."""
-        is_last = self.is_last(device, row.forward.chunk)
-        batch = dataclasses.replace(batch, context=device.batch.context(row.loss_microbatch))
+    def _vocab_loss(self, device: Device, run: TickRun, carry: TrainCarry, row: Row, output: PyTree) -> PyTree:
+        """Run the last layers and the loss on all stages."""
+        index, microbatches = row.loss_microbatch, self.program.tables.loss_microbatch
+        is_last = (device.stage == self.stage.placement.locations[-1][0]) & (index >= 0)
+        batch = Microbatch(None, device.batch.labels(index), device.batch.context(index))
 
         def compute() -> PyTree:
             return self.stage.vocab_loss_and_gradients(device.weights, batch, is_last, output, device.cotangents.main)
 
-        loss, grads, gradient = self.on_all_stages(
-            run, self.program.tables.loss_microbatch, row.loss_microbatch, compute
-        )
+        loss, grads, gradient = self.on_all_stages(run, microbatches, index, compute)
         carry.loss = carry.loss + loss
         _add_vocab(carry, grads)
         return gradient
+
+    def _vocab_input(self, device: Device, run: TickRun, carry: TrainCarry, row: Row) -> None:
+        """Run the first layers on all stages: their forward for the next tick, their backward for the last one.
+
+        No action of this tick needs either, so that their collectives over the stages travel under its products.
+        """
+        tables, leaving = self.program.tables, carry.leaving
+        last, following = row.last_input_grad_microbatch, row.next_input_microbatch
+        if occurs(tables.last_input_grad_microbatch, run):
+
+            def gradients() -> dict[str, jax.Array]:
+                return self._vocab_input_gradients(device, last, leaving)
+
+            table = tables.last_input_grad_microbatch
+            _add_vocab(carry, self.on_all_stages(run, table, last, gradients, is_harmless=True))
+            # Taken once: a tick without a backward leaves nothing.
+            carry.leaving = self.stage.gradients.zeros()
+        if occurs(tables.next_input_microbatch, run):
+
+            def outputs() -> PyTree:
+                return self.entering(device, following, train=True)
+
+            table = tables.next_input_microbatch
+            carry.entering = self.on_all_stages(run, table, following, outputs, is_harmless=True)
+
+    def _vocab_input_gradients(self, device: Device, index: jax.Array, gradient: PyTree) -> dict[str, jax.Array]:
+        batch = Microbatch(device.batch.inputs(index), None, device.batch.context(index))
+        return self.stage.vocab_input_gradients(device.weights, batch, gradient)
 
     def _backward(
         self, device: Device, run: TickRun, carry: TrainCarry, row: Row, arrived: PyTree, loss_gradient: PyTree
@@ -332,15 +399,9 @@ class TrainLoop(TickLoop):
         self._add(device, run, self.program.tables.backward, carry, row.backward.chunk, trunk, off_trunk)
         if apart:
             self._add_first(device, carry, row, outgoing)
-        first = stage.vocab_input
-        if first is not None:
-            is_first = self.is_first(device, row.backward.chunk)
-            # All stages run this backward, and its psums add the cotangents up: only one may be other than zero.
-            entered = select(is_first, outgoing, zeros_of(outgoing))
-            index = row.input_grad_microbatch
-            batch = Microbatch(device.batch.inputs(index), None, device.batch.context(index))
-            compute = functools.partial(stage.vocab_input_gradients, device.weights, batch, entered)
-            _add_vocab(carry, self.on_all_stages(run, self.program.tables.input_grad_microbatch, index, compute))
+        if stage.vocab_input is not None:
+            # All stages run their backward, and its psums add the cotangents up: only one may be other than zero.
+            carry.leaving = select(self.is_first(device, row.backward.chunk), outgoing, zeros_of(outgoing))
 
     def _gradients_of(
         self,
@@ -561,11 +622,11 @@ class TrainLoop(TickLoop):
 def _loss_is_followed_by_backward(program: TickProgram, stage: Stage) -> bool:
     """True if every loss is followed by its backward in the same tick, so that its gradient need not wait."""
     last_stage, last_chunk = stage.placement.locations[-1]
-    forward, backward = (
-        list(zip(actions.chunk[last_stage], actions.microbatch[last_stage], strict=True))
-        for actions in (program.tables.forward, program.tables.backward)
+    backward = program.tables.backward
+    ticks = zip(
+        program.tables.loss_microbatch[0], backward.microbatch[last_stage], backward.chunk[last_stage], strict=True
     )
-    return all(f == b for f, b in zip(forward, backward, strict=True) if b[0] == last_chunk)
+    return all(loss == microbatch for loss, microbatch, chunk in ticks if chunk == last_chunk)
 
 
 def _once(predicate: jax.Array, function: Callable[[Any, PyTree], PyTree], value: PyTree) -> PyTree:

@@ -81,6 +81,7 @@ class VocabLoss:
 
     def __init__(self, blueprint: Blueprint, layers: range) -> None:
         self._module, self._whole = blueprint.module, blueprint.trace.boundaries[-1]
+        self._last_stage = blueprint.placement.locations[-1][0]
         self._outputs_struct = _outputs_struct(blueprint, Segment(blueprint, 0, [layers]))
         first = next(i for i in layers if blueprint.trace.stage_dims[i])
         self._unsharded = Segment(blueprint, 0, [range(layers.start, first)])
@@ -108,10 +109,10 @@ class VocabLoss:
                 "collectives over 'stage'. Use vocab_cross_entropy of jaxpipe.layers, or a head that is not split."
             )
 
-    def outputs_of(self, storage: PyTree, is_last: jax.Array, inputs: PyTree, context: Context) -> PyTree:
-        """The model's output on this stage, outside training; the trunk's output counts where `is_last`."""
+    def outputs_of(self, storage: PyTree, inputs: PyTree, context: Context) -> PyTree:
+        """The model's output on this stage, outside training; the trunk's output counts on the last part's stage."""
         params = self._unsharded.take(storage), self._sharded.take(storage)
-        return self._outputs(is_last, *params, inputs, context, train=False)
+        return self._outputs(*params, inputs, context, train=False)
 
     def whole(self, outputs: PyTree) -> PyTree:
         """Outputs put together from those of all stages."""
@@ -149,7 +150,7 @@ class VocabLoss:
         def scaled_loss(unsharded: Leaves, sharded: Leaves, values: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
             inputs_now = replace_differentiable(inputs, values)
             leaves = {**unsharded, **frozen[0]}, {**sharded, **frozen[1]}
-            outputs = self._outputs(is_last, *leaves, inputs_now, context, train=True)
+            outputs = self._outputs(*leaves, inputs_now, context, train=True)
             # Every stage computes the whole loss. One of them starts the backward: with all, psums would add them up.
             loss = jnp.where(is_last, self._module.loss_terms(outputs, labels)[0].astype(jnp.float32), 0.0)
             return loss * cotangent, loss
@@ -164,12 +165,13 @@ class VocabLoss:
         both = {name: unsharded[name] + sharded[name] for name in unsharded.keys() & sharded.keys()}
         return loss, {**unsharded, **sharded, **both}, dx
 
-    def _outputs(
-        self, is_last: jax.Array, unsharded: Leaves, sharded: Leaves, inputs: PyTree, context: Context, *, train: bool
-    ) -> PyTree:
+    def _outputs(self, unsharded: Leaves, sharded: Leaves, inputs: PyTree, context: Context, *, train: bool) -> PyTree:
         handed = _run(self._unsharded, unsharded, inputs, context, train=train)
-        # The transpose of this broadcast sends the cotangent back to the last stage.
-        handed = broadcast_sum(select(is_last, handed, zeros_of(handed)), _AXIS)
+        # The transpose of this broadcast sends the cotangent back to the last stage. A sum of zeros and what is there
+        # moves twice the bytes of a collective-broadcast, but a program with one of those XLA (JAX 0.10) schedules
+        # without an estimate of what exchanges take, so that fewer of them lie under products.
+        is_source = jax.lax.axis_index(_AXIS) == self._last_stage
+        handed = broadcast_sum(select(is_source, handed, zeros_of(handed)), _AXIS)
         return _run(self._sharded, sharded, handed, context, train=train)
 
 

@@ -4,7 +4,6 @@ import dataclasses
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import jax
@@ -14,10 +13,10 @@ from jax.sharding import Mesh
 from jaxpipe.config import TrainConfig, unless_auto
 from jaxpipe.layers import ModelTrace, PipelineModule, num_bytes
 from jaxpipe.partition import cut_stages
-from jaxpipe.planner import skips_idle
-from jaxpipe.schedules import STEADY, PipeSchedule, TickProgram, lower_schedule
+from jaxpipe.planner import lower_training, skips_idle
+from jaxpipe.schedules import STEADY, PipeSchedule, TickProgram
 from jaxpipe.state import ModelParams, find_vocab_layers
-from jaxpipe.topology import FSDP
+from jaxpipe.topology import FSDP, stages_cross_hosts
 
 from ._hardware import Hardware
 from ._layers import Figures
@@ -83,21 +82,24 @@ class Candidate:
     def forecast(self, name: str, schedule: type[PipeSchedule]) -> Forecast:
         """Count one schedule."""
         job, num_stages = self._job, self._job.module.num_stages
-        program = lower_schedule(schedule, job.num_microbatches, num_stages) if name == "gpipe" else None
+
+        def lower(num_microbatches: int) -> TickProgram:
+            section, module = job.config.pipeline, job.module
+            return lower_training(schedule, num_microbatches, section, module, self._vocab, job.mesh)
+
         # As for "auto": beyond some groups of S each further one adds the same ticks, the remainder over as many.
         remainder = job.num_microbatches % num_stages
         lowered = min(job.num_microbatches, max(STEADY, remainder + 1) * num_stages + remainder)
-        program = program or lower_schedule(schedule, lowered, num_stages)
+        program = lower(job.num_microbatches if name == "gpipe" else lowered)
         params = self._params(program)
         memory = self._memory(program, params)
-        parts, wire = self._part_times(program, params), self._wire(params)
+        parts, wire = self._part_times(program, params), self._wire(params, is_later=program.delays_loss)
         skip = unless_auto(job.config.pipeline.skip_idle)
         skips = skips_idle(program, job.mesh) if skip is None else skip
         branch_s = job.hardware.branch_s
         span = span_of(program, parts, wire, branch_s, skips=skips)
         if program.num_microbatches < job.num_microbatches:
-            shorter = lower_schedule(schedule, lowered - num_stages, num_stages)
-            less = span_of(shorter, parts, wire, branch_s, skips=skips)
+            less = span_of(lower(lowered - num_stages), parts, wire, branch_s, skips=skips)
             span = _extended(span, less, (job.num_microbatches - lowered) / num_stages)
         outside_s = self._outside_s(params)
         step_s = span.total + outside_s
@@ -220,23 +222,24 @@ class Candidate:
             )
         return found
 
-    def _wire(self, params: ModelParams) -> Wire:
+    def _wire(self, params: ModelParams, *, is_later: bool) -> Wire:
         job, trace, hardware = self._job, self._job.trace, self._job.hardware
-        num_stages, per_stage = job.module.num_stages, job.mesh.devices.size // job.module.num_stages
+        num_stages = job.module.num_stages
         if num_stages == 1:
             return Wire(0.0)
         fsdp = trace.mesh.shape.get(FSDP, 1)
         stream = max((num_bytes(trace.boundaries[b]) for b in self._boundaries[1:-1]), default=0) / fsdp
-        devices = list(job.mesh.devices.reshape(num_stages, per_stage)[:, 0])
-        inside = all(a.process_index == b.process_index for a, b in pairwise(devices))
-        ends, ends_work = 0.0, Time()
+        inside = not stages_cross_hosts(job.mesh)
+        ends_work = Time()
         for i in self._vocab.layers:
             one = self._figures.layers[i]
             ends_work = ends_work.plus(one.forward).plus(one.backward)
-        if self._vocab.layers:
-            each = collective_s(hardware, "all-reduce", stream, num_stages, inside_host=inside)
-            # The embedding's sum, the trunk's output told to all, and the transpose of both.
-            ends = each * 2 * (bool(self._vocab.first) + bool(self._vocab.last))
+        # The embedding's sum, the trunk's output told to all, and the transpose of both. Under a tick's products lie
+        # those of the first and, where losses run a tick later, of the second; but one exchange travels at a time, and
+        # reductions inside layers leave no time for these.
+        is_free = not self._figures.axes
+        bare = [bool(self._vocab.first) and not is_free, bool(self._vocab.last) and not (is_free and is_later)]
+        ends = 2 * sum(bare) * collective_s(hardware, "all-reduce", stream, num_stages, inside_host=inside)
         if self._vocab.last:
             ends_work = ends_work.plus(self._figures.loss)
         gather_s = 0.0

@@ -38,7 +38,7 @@ class Wire:
 
     Attributes:
         hop: From a stage to the next.
-        ends: Collectives of vocabulary-parallel layers in a tick.
+        ends: Collectives of vocabulary-parallel layers in a tick under which nothing runs.
         ends_work: Their work on each stage.
         gather: Gathers of weights by an action.
     """

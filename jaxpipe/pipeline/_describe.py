@@ -63,7 +63,8 @@ def describe_pipeline(pipeline: Pipeline, max_width: int = 120) -> str:
             )
         lines.append(f"weights divided over fsdp={fsdp}: {gathered} are {when}; {reduced}")
     if pipeline.ends.layers:
-        lines.append(f"vocabulary-parallel, on all stages: {', '.join(names[i] for i in pipeline.ends.layers)}")
+        later = "; the loss runs a tick after its forward" if pipeline.program.delays_loss else ""
+        lines.append(f"vocabulary-parallel, on all stages: {', '.join(names[i] for i in pipeline.ends.layers)}{later}")
     return "\n".join(lines)
 
 

@@ -8,18 +8,30 @@ import optax
 from jax.sharding import Mesh
 
 from jaxpipe._typing import PyTree
-from jaxpipe.config import TrainConfig, unless_auto
+from jaxpipe.config import PipelineConfig, TrainConfig, unless_auto
 from jaxpipe.errors import ConfigError
 from jaxpipe.executor import Plan, waits_in_branches
 from jaxpipe.layers import ModelTrace, PipelineModule, layer_signatures
-from jaxpipe.partition import StageMemory, profile_source
-from jaxpipe.schedules import TickProgram, forward_schedule, lower_schedule, resolve_schedule, with_ends_apart
-from jaxpipe.topology import FSDP, automatic_axes, mesh_shape
+from jaxpipe.partition import StageMemory, cut_stages, profile_source
+from jaxpipe.schedules import (
+    PipeSchedule,
+    TickProgram,
+    forward_schedule,
+    lower_schedule,
+    makespan,
+    resolve_schedule,
+    with_ends_apart,
+)
+from jaxpipe.state import VocabLayers, find_vocab_layers
+from jaxpipe.topology import FSDP, automatic_axes, mesh_shape, stages_cross_hosts
 
 from ._auto import choose_settings, limit_of, limits_pending
 from ._costs import bytes_per_param
 from ._notes import notes_on_cut
 from ._profile import cut_module
+
+_OVERLAP_COST = 1.02
+"""How much longer a schedule may take for losses that run a tick later: less than their exchanges between hosts."""
 
 
 def make_plan(
@@ -77,21 +89,7 @@ def make_plan(
     is_cpu = mesh.devices.flat[0].platform == "cpu"
     if section.skip_idle == "auto":
         section = dataclasses.replace(section, skip_idle=skips_idle(program, mesh))
-    is_divided = FSDP in mesh.axis_names
-    if section.gather_weights != "auto" and not is_divided:
-        raise ConfigError(
-            "pipeline.gather_weights must be set only where weights are divided over an axis 'fsdp', but got "
-            f"pipeline.gather_weights={section.gather_weights!r} for a mesh with the axes "
-            f"{', '.join(map(repr, mesh.axis_names))}. Remove it, add the axis to the topology, or use "
-            "zero_optimization.stage=2 or 3.",
-            paths=["pipeline.gather_weights"],
-        )
-    if section.gather_weights == "auto" and is_divided:
-        gather: Literal["step", "tick"] = "step" if config.zero_optimization.stage == 2 else "tick"
-        section = dataclasses.replace(section, gather_weights=gather)
-    if section.gather_weights == "chunk" and program.num_chunks == 1:
-        # There is no other chunk to turn to.
-        section = dataclasses.replace(section, gather_weights="step")
+    section = _with_gathers(section, config.zero_optimization.stage, mesh, program.num_chunks)
     is_cut, profile, notes = len(program.placement.stages) > 1, None, ()
     signatures: tuple[Hashable, ...] = (None,) * len(module.layers)
     if is_cut:
@@ -104,6 +102,8 @@ def make_plan(
             module, trace, mesh, stages=stages, labels=labels, memory=memory, signatures=signatures
         )
         notes = notes_on_cut(module, trace, labels, signatures, parts) if is_cut else ()
+    vocab, _ = find_vocab_layers(module.layers, trace, cut_stages(signatures, parts), num_stages)
+    program = lower_training(schedule, num_microbatches, section, module, vocab, mesh)
     forward_only = lower_schedule(forward_schedule(schedule), num_microbatches, num_stages, training=False)
     program = _over_replicas(program, mesh, config.pipeline.skip_idle)
     config = dataclasses.replace(config, pipeline=section)
@@ -119,6 +119,66 @@ def _over_replicas(program: TickProgram, mesh: Mesh, skip_idle: bool | Literal["
     if mesh_shape(mesh)["data"] == 1 or not is_asked:
         return program
     return with_ends_apart(program, computes_idle=skip_idle == "auto")
+
+
+def _with_gathers(section: PipelineConfig, zero_stage: int, mesh: Mesh, num_chunks: int) -> PipelineConfig:
+    """The settings with the time decided at which weights are gathered."""
+    is_divided = FSDP in mesh.axis_names
+    if section.gather_weights != "auto" and not is_divided:
+        raise ConfigError(
+            "pipeline.gather_weights must be set only where weights are divided over an axis 'fsdp', but got "
+            f"pipeline.gather_weights={section.gather_weights!r} for a mesh with the axes "
+            f"{', '.join(map(repr, mesh.axis_names))}. Remove it, add the axis to the topology, or use "
+            "zero_optimization.stage=2 or 3.",
+            paths=["pipeline.gather_weights"],
+        )
+    if section.gather_weights == "auto" and is_divided:
+        gather: Literal["step", "tick"] = "step" if zero_stage == 2 else "tick"
+        section = dataclasses.replace(section, gather_weights=gather)
+    if section.gather_weights == "chunk" and num_chunks == 1:
+        # There is no other chunk to turn to.
+        section = dataclasses.replace(section, gather_weights="step")
+    return section
+
+
+def lower_training(
+    schedule: type[PipeSchedule],
+    num_microbatches: int,
+    section: PipelineConfig,
+    module: PipelineModule,
+    vocab: VocabLayers,
+    mesh: Mesh,
+) -> TickProgram:
+    """The tick program of a training schedule, with losses a tick later where that is asked for or pays.
+
+    Args:
+        schedule: The schedule.
+        num_microbatches: Microbatches per step.
+        section: How the pipeline runs.
+        module: The model.
+        vocab: Its layers that are split over the stages.
+        mesh: The devices.
+
+    Raises:
+        ConfigError: Later losses are asked for, and no last layer is split.
+    """
+    wanted, num_stages = unless_auto(section.overlap_vocabulary), module.num_stages
+    if wanted and not vocab.last and num_stages > 1:
+        raise ConfigError(
+            "pipeline.overlap_vocabulary must be true only where the last layers are split over the stages, but got "
+            f"pipeline.overlap_vocabulary=True for last layer {module.layers[-1].name}, of which no parameter is. Set "
+            "pipeline.split_vocabulary too, use VocabHead, or leave it out.",
+            paths=["pipeline.overlap_vocabulary"],
+        )
+    program = lower_schedule(schedule, num_microbatches, num_stages)
+    # Inside a host exchanges lie under products as it is, and a stage would hold one microbatch more for nothing.
+    may_pay = mesh.devices.flat[0].platform != "cpu" and stages_cross_hosts(mesh)
+    if not vocab.last or not (may_pay if wanted is None else wanted):
+        return program
+    later = lower_schedule(schedule, num_microbatches, num_stages, delays_loss=True)
+    # Most schedules take as long, for the tick that is added holds what others lack; "zero-bubble-v" a third longer.
+    times = [makespan(each, 1.0, 2.0) for each in (program, later)]
+    return later if wanted or times[1] <= _OVERLAP_COST * times[0] else program
 
 
 def skips_idle(program: TickProgram, mesh: Mesh) -> bool:

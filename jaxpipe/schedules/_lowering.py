@@ -1,8 +1,10 @@
 """From a sound schedule to its tick program."""
 
+import dataclasses
 from collections.abc import Sequence
 
 from ._check import CheckedSchedule, checked_schedule
+from ._events import IDLE, StageActions
 from ._placement import ChunkLocation, Placement
 from ._program import Actions, Buffers, Row, Table, Tables, TickProgram, TransferBuffers, Transfers, map_fields
 from ._runs import tick_runs
@@ -16,6 +18,7 @@ def lower_schedule(
     num_stages: int | None = None,
     *,
     training: bool = True,
+    delays_loss: bool = False,
 ) -> TickProgram:
     """Check a schedule and turn it into a tick program.
 
@@ -28,6 +31,8 @@ def lower_schedule(
         num_microbatches: Microbatches in a batch; needed with a name or class.
         num_stages: Pipeline stages; needed with a name or class.
         training: False for a schedule of forwards only.
+        delays_loss: Run each loss a tick after the forward whose output it takes, and all backwards a tick later: one
+            tick more in all. What the loss needs of other stages then travels under that tick's forward.
 
     Returns:
         The program.
@@ -41,10 +46,12 @@ def lower_schedule(
         (14, 7)
     """
     checked = checked_schedule(schedule, num_microbatches, num_stages, training=training)
+    if delays_loss:
+        checked = dataclasses.replace(checked, stages=tuple(map(_with_later_backwards, checked.stages)))
     one = checked.schedules[0]
     stages = [_StageTables(checked, stage) for stage in range(one.stages)]
     tables: Tables[Table] = map_fields(lambda *rows: rows, *(stage.tables for stage in stages))
-    tables = _with_model_ends(tables, checked.placement)
+    tables = _with_model_ends(tables, checked.placement, delays_loss=delays_loss)
     slots = [stage.slots for stage in stages]
     stage_depth: Buffers[Row] = map_fields(lambda *each: tuple(one.depth for one in each), *slots)
     # All devices run one program: a buffer is as deep on each as the stage with most needs it.
@@ -69,6 +76,7 @@ def lower_schedule(
         depth=depth,
         unbuffered=_unbuffered(tables),
         needs_spill=any(slot == depth.residuals for row in tables.residual_write for slot in row),
+        delays_loss=delays_loss,
         runs=runs,
     )
 
@@ -113,8 +121,10 @@ class _StageTables:
             pending_write=pending.row(split),
             pending_read=pending.row(weight),
             input_microbatch=(),
+            next_input_microbatch=(),
             loss_microbatch=(),
-            input_grad_microbatch=(),
+            loss_gradient_write=(),
+            last_input_grad_microbatch=(),
         )
 
     def _actions(self, units: Sequence[int]) -> Actions[Row]:
@@ -190,21 +200,42 @@ class _StageTables:
         return [unit if marks[unit] else -1 for unit in row]
 
 
-def _with_model_ends(tables: Tables[Table], placement: Placement) -> Tables[Table]:
+def _with_later_backwards(actions: StageActions) -> StageActions:
+    """A stage's actions with every backward, and all that follows from it, a tick later."""
+    later = {"backward", "weight", "grad_recv", "grad_send"}
+    rows = {name: [IDLE, *row] if name in later else [*row, IDLE] for name, row in actions.rows.items()}
+    return dataclasses.replace(actions, rows=rows, num_steps=actions.num_steps + 1)
+
+
+def _with_model_ends(tables: Tables[Table], placement: Placement, *, delays_loss: bool) -> Tables[Table]:
     """Tell all stages which microbatch is at the model's input, at its loss, and back at its input."""
+
+    def of_part(actions: Actions[Table], part: int) -> Row:
+        stage, chunk = placement.locations[part]
+        at = zip(actions.microbatch[stage], actions.chunk[stage], strict=True)
+        return tuple([microbatch if found == chunk else -1 for microbatch, found in at])
 
     # All stages, and not only the one that runs it: inputs and labels may be sharded over the stages and are gathered
     # by all of them at once, and so are vocabulary-parallel layers.
-    def of_part(actions: Actions[Table], part: int) -> Table:
-        stage, chunk = placement.locations[part]
-        at = zip(actions.microbatch[stage], actions.chunk[stage], strict=True)
-        return (tuple([microbatch if found == chunk else -1 for microbatch, found in at]),) * placement.num_stages
+    def told(row: Row) -> Table:
+        return (row,) * placement.num_stages
 
+    entering, loss, last_stage = of_part(tables.forward, 0), of_part(tables.forward, -1), placement.locations[-1][0]
+    pairs = zip(tables.residual_write[last_stage], loss, strict=True)
+    written, none = tuple([slot if microbatch >= 0 else -1 for slot, microbatch in pairs]), (-1,) * len(loss)
+    if delays_loss:
+        loss, written = _a_tick_later(loss), _a_tick_later(written)
     return tables._replace(
-        input_microbatch=of_part(tables.forward, 0),
-        loss_microbatch=of_part(tables.forward, -1),
-        input_grad_microbatch=of_part(tables.backward, 0),
+        input_microbatch=told(entering),
+        next_input_microbatch=told((*entering[1:], -1)),
+        loss_microbatch=told(loss),
+        loss_gradient_write=tuple([written if stage == last_stage else none for stage in range(placement.num_stages)]),
+        last_input_grad_microbatch=told(_a_tick_later(of_part(tables.backward, 0))),
     )
+
+
+def _a_tick_later(row: Row) -> Row:
+    return (-1, *row[:-1])
 
 
 def _unbuffered(tables: Tables[Table]) -> Buffers[bool]:

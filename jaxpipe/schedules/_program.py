@@ -74,8 +74,12 @@ class Tables(NamedTuple, Generic[T]):
         pending_write: Slot for what a split backward leaves for its weight gradient; -1 where the backward is whole.
         pending_read: Slot of what the weight gradient takes.
         input_microbatch: The microbatch whose forward on the model's first part is in this tick, told to all stages.
-        loss_microbatch: The same of the last part, whose output the loss takes.
-        input_grad_microbatch: The microbatch whose backward on the first part is in this tick, told to all stages.
+        next_input_microbatch: The same of the tick after.
+        loss_microbatch: The microbatch whose loss is in this tick, told to all stages: that of the forward on the last
+            part, or where losses are delayed of the forward a tick before.
+        loss_gradient_write: On the stage of the last part the slot of that forward's residuals.
+        last_input_grad_microbatch: The microbatch whose backward on the first part was in the tick before, told to all
+            stages.
     """
 
     forward: Actions[T]
@@ -89,8 +93,10 @@ class Tables(NamedTuple, Generic[T]):
     pending_write: T
     pending_read: T
     input_microbatch: T
+    next_input_microbatch: T
     loss_microbatch: T
-    input_grad_microbatch: T
+    loss_gradient_write: T
+    last_input_grad_microbatch: T
 
 
 class TransferBuffers(NamedTuple, Generic[T]):
@@ -201,6 +207,7 @@ class TickProgram:
             `recv` or `pending` that is never used counts as such, a `send` that is never used does not.
         needs_spill: Whether some idle forward finds no free slot for residuals; it writes to slot `depth.residuals`,
             one more than the living need.
+        delays_loss: Whether each loss runs a tick after the forward whose output it takes.
         runs: The ticks in runs of equal content, at most `MAX_RUNS`, however many microbatches there are; two more
             where the first tick and the last are runs of their own.
     """
@@ -217,6 +224,7 @@ class TickProgram:
     depth: Buffers[int]
     unbuffered: Buffers[bool]
     needs_spill: bool
+    delays_loss: bool
     runs: tuple[TickRun, ...]
 
     def in_flight(self, stage: int) -> int:

@@ -10,6 +10,7 @@ from ._mesh import mesh_shape as mesh_shape
 from ._mesh import mesh_topology as mesh_topology
 from ._mesh import num_batch_shards as num_batch_shards
 from ._mesh import rank_devices as rank_devices
+from ._mesh import stages_cross_hosts as stages_cross_hosts
 from ._mesh import with_fsdp_axis as with_fsdp_axis
 from ._process import PipeDataParallelTopology as PipeDataParallelTopology
 from ._process import PipeModelDataParallelTopology as PipeModelDataParallelTopology
@@ -32,6 +33,7 @@ __all__ = [
     "mesh_shape",
     "num_batch_shards",
     "rank_devices",
+    "stages_cross_hosts",
     "topology_for",
     "with_fsdp_axis",
 ]

@@ -124,6 +124,16 @@ def num_batch_shards(mesh: Mesh) -> int:
     return lengths["data"] * lengths.get(FSDP, 1)
 
 
+def stages_cross_hosts(mesh: Mesh) -> bool:
+    """True if neighbouring stages lie on different hosts, which is to say in different processes.
+
+    Args:
+        mesh: As `adopt_mesh` gives it, `stage` first.
+    """
+    first_of_stages = mesh.devices.reshape(len(mesh.devices), -1)[:, 0]
+    return len({device.process_index for device in first_of_stages}) > 1
+
+
 def with_fsdp_axis(mesh: Mesh) -> Mesh:
     """The mesh with an axis `fsdp`: its own, or else the replicas, which then are places of that axis."""
     if FSDP in mesh.axis_names:

@@ -176,4 +176,4 @@ class Program:
 
 
 def _is_done(line: Instruction, start: str) -> bool:
-    return line.op.endswith("-done") and re.match(rf"%?{re.escape(start)}\b", line.rest) is not None
+    return line.op.endswith("-done") and re.match(rf"%?{re.escape(start)}(?![\w.])", line.rest) is not None

@@ -2,6 +2,7 @@
 
 import functools
 import importlib.util
+import math
 from typing import Any
 
 import flax.linen as nn
@@ -24,6 +25,8 @@ pytestmark = [
 VOCAB, DIM, TIME, SAMPLES, STAGES, BLOCKS = 512, 256, 128, 8, 8, 16
 PIXELS = 65536
 WIDTH = 2048
+BREADTH, MANY = 8192, 16
+"""Width at which products take longer than sums between hosts, and samples of which an activation is summed alone."""
 
 
 class Embed(nn.Module):
@@ -103,6 +106,45 @@ def test_the_trunk_is_straight_and_nothing_large_is_copied(data: int, hosts: int
 def test_temporaries_do_not_grow_with_microbatches() -> None:
     few, many = (language_model(microbatches=m).memory.temp_size_in_bytes for m in (16, 64))
     assert many <= 1.02 * few
+
+
+@functools.cache
+def split_vocabulary(hosts: int, **settings: Any) -> Step:
+    """A model of wide blocks on two stages, embedding and head split over them."""
+    module = PipelineModule(
+        [nn.Embed(VOCAB, BREADTH), *[LayerSpec(Wide, BREADTH) for _ in range(BLOCKS)], LayerSpec(nn.Dense, VOCAB)],
+        num_stages=2,
+        loss_fn=cross_entropy,
+        partition_method="trunk",
+        compute_dtype="bfloat16",
+    )
+    data = 4 * hosts
+    tokens = jax.ShapeDtypeStruct((MANY * data, TIME), jnp.int32)
+    return Step.of(build(module, h200_mesh(2, data, hosts), (tokens, tokens), 16, split_vocabulary=True, **settings))
+
+
+def test_between_hosts_all_that_a_split_vocabulary_exchanges_travels_under_products() -> None:
+    step = split_vocabulary(2)
+    assert step.pipeline.program.delays_loss
+    branches = [line for line in step.steady if line.op == "conditional"]
+    assert not branches
+    large = {n: c for n, c in step.program.under(step.steady, "all-reduce").items() if n in large_sums(step)}
+    # The embedding's sum, the trunk's output told to all, and the transpose of both.
+    assert len(large) == 4
+    assert min(large.values()) >= 1, large
+
+
+def large_sums(step: Step) -> set[str]:
+    """Sums of a whole activation."""
+    return {line.name for line in step.steady if math.prod(line.dims) >= MANY * TIME * BREADTH}
+
+
+def test_inside_a_host_a_loss_runs_in_its_own_tick() -> None:
+    step = split_vocabulary(1)
+    assert not step.pipeline.program.delays_loss
+    later = split_vocabulary(1, overlap_vocabulary=True)
+    assert later.pipeline.program.delays_loss
+    assert later.pipeline.program.residual_slots == step.pipeline.program.residual_slots + 1
 
 
 @pytest.mark.parametrize("schedule", ["interleaved", "zero-bubble"])

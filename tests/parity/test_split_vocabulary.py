@@ -83,7 +83,12 @@ def make_pipeline(model: str, stages: int, data: int, axes: dict[str, int], spli
         2,
         [
             ("tied", 2, 2, {}, {"schedule": "interleaved"}),
+            ("nnx", 4, 2, {}, {"skip_idle": False, "overlap_vocabulary": True}),
             ("nnx", 4, 1, {}, {"skip_idle": False}),
+            ("untied", 2, 2, {}, {"schedule": "zero-bubble", "zero_stage": 1, "overlap_vocabulary": True}),
+            ("tied", 2, 2, {}, {"schedule": "interleaved", "overlap_vocabulary": True}),
+            ("no bias", 4, 1, {}, {"schedule": "gpipe", "overlap_vocabulary": True}),
+            ("tied", 2, 2, {"model": 2}, {"schedule": "1f1b-v", "overlap_vocabulary": True}),
             ("untied", 4, 2, {}, {"schedule": "zero-bubble", "zero_stage": 1}),
             ("no bias", 2, 1, {"fsdp": 2}, {}),
             ("untied", 2, 2, {"model": 2}, {"skip_idle": True}),

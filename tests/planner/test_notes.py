@@ -12,6 +12,13 @@ import pytest
 
 import jaxpipe
 from jaxpipe import LayerSpec, PipelineModule, describe_pipeline
+from jaxpipe.config import PipelineConfig
+from jaxpipe.errors import ConfigError
+from jaxpipe.forecast import HARDWARE
+from jaxpipe.forecast._devices import absent_devices
+from jaxpipe.planner import lower_training
+from jaxpipe.schedules import resolve_schedule
+from jaxpipe.state import VocabLayers
 
 STAGES, ROWS, DIM, BLOCKS = 4, 452, 16, 12
 """Embedding and head have as many parameters as 3.4 blocks each, so that by parameters the ends get one block."""
@@ -87,3 +94,43 @@ def test_a_cut_by_parameters_that_takes_the_trunk_apart_is_warned_of(caplog: pyt
 
 def test_a_cut_by_parameters_that_leaves_the_trunk_whole_is_not(caplog: pytest.LogCaptureFixture) -> None:
     assert said(caplog, 8, method="parameters")[2] == ""
+
+
+def test_what_is_split_may_run_a_tick_later(caplog: pytest.LogCaptureFixture) -> None:
+    plain, _, _ = said(caplog, split_vocabulary=True)
+    later, _, _ = said(caplog, split_vocabulary=True, overlap_vocabulary=True)
+    assert "vocabulary-parallel, on all stages: 0_Embed, 13_Dense" in plain
+    assert "0_Embed, 13_Dense; the loss runs a tick after its forward" in later
+    assert "the loss runs a tick" not in plain
+
+
+def test_a_whole_last_layer_does_not_run_a_tick_later(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(ConfigError, match=r"must be true only where the last layers are split.* layer 13_Dense"):
+        said(caplog, overlap_vocabulary=True)
+
+
+@pytest.mark.parametrize(
+    ("places", "schedule", "wanted", "is_later"),
+    [
+        (8, "1f1b", None, False),
+        (16, "1f1b", None, True),
+        (16, "interleaved", None, True),
+        (16, "zero-bubble-v", None, False),
+        (16, "zero-bubble-v", True, True),
+        (16, "1f1b", False, False),
+        (8, "1f1b", True, True),
+    ],
+)
+def test_losses_run_a_tick_later_where_stages_lie_on_several_hosts_and_that_costs_nothing(
+    places: int, schedule: str, wanted: bool | None, is_later: bool
+) -> None:
+    mesh = jaxpipe.topology.make_pipeline_mesh(
+        jaxpipe.PipeDataParallelTopology(STAGES, places // STAGES), absent_devices(HARDWARE["h200"], places)
+    )
+    section = PipelineConfig(overlap_vocabulary="auto" if wanted is None else wanted)
+    module = PipelineModule([LayerSpec(nn.Dense, DIM) for _ in range(STAGES)], num_stages=STAGES)
+    kind = resolve_schedule(schedule)
+    for vocab, later in ((VocabLayers(last=range(1)), is_later), (VocabLayers(first=range(1)), False)):
+        if wanted and not vocab.last:
+            continue
+        assert lower_training(kind, 16, section, module, vocab, mesh).delays_loss == later

@@ -107,7 +107,14 @@ class Machine:
         taken = self.take(transfers, buffers.activations, unbuffered=self.program.unbuffered.activations.recv)
         assert taken == (None if part == 0 else ("act", part - 1, microbatch))
         assert self.at(tables.input_microbatch) == (microbatch if part == 0 else self.at(tables.input_microbatch))
-        assert self.at(tables.loss_microbatch) == (microbatch if part == self.last else self.at(tables.loss_microbatch))
+        if part == 0 and self.tick:
+            assert tables.next_input_microbatch[self.stage][self.tick - 1] == microbatch
+        if part == self.last:
+            at = self.tick + self.program.delays_loss
+            assert all(row[at] == microbatch for row in tables.loss_microbatch)
+            assert not self.program.training or tables.loss_gradient_write[self.stage][at] == self.at(
+                tables.residual_write
+            )
         writes = [self.at(transfers.write) >= 0, self.at(transfers.local_write) >= 0]
         assert sum(writes) == (part < self.last)
         self.write(buffers.activations.send, transfers.write, ("act", part, microbatch))
@@ -124,6 +131,10 @@ class Machine:
         assert allowed
         part = self.program.placement.virtual[self.stage][self.at(tables.backward.chunk)]
         taken = self.take(transfers, buffers.gradients, unbuffered=self.program.unbuffered.gradients.recv)
+        if part == self.last:
+            assert microbatch in tables.loss_microbatch[self.stage][: self.tick + 1]
+        if part == 0 and self.tick + 1 < self.program.num_ticks:
+            assert all(row[self.tick + 1] == microbatch for row in tables.last_input_grad_microbatch)
         assert taken == (None if part == self.last else ("grad", part + 1, microbatch))
         assert self.read(buffers.residuals, tables.residual_read) == ("residual", part, microbatch)
         writes = [self.at(transfers.write) >= 0, self.at(transfers.local_write) >= 0]

@@ -31,9 +31,10 @@ def label(kind: type[PipeSchedule]) -> str:
 def test_it_is_sound_and_every_action_reads_what_it_should(kind: type[PipeSchedule]) -> None:
     for num_microbatches, num_stages in SIZES:
         check_schedule(kind, num_microbatches, num_stages)
-        program = lower_schedule(kind, num_microbatches, num_stages)
-        Machine(program).run()
-        require_tight(program)
+        for delays_loss in (False, True):
+            program = lower_schedule(kind, num_microbatches, num_stages, delays_loss=delays_loss)
+            Machine(program).run()
+            require_tight(program)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=label)

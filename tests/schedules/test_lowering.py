@@ -160,7 +160,19 @@ def test_all_stages_are_told_which_microbatch_is_at_the_ends_of_the_model() -> N
     tables = lower_schedule(OneFOneBSchedule, 2, 2).tables
     assert tables.input_microbatch == ((0, 1, -1, -1),) * 2
     assert tables.loss_microbatch == ((-1, 0, 1, -1),) * 2
-    assert tables.input_grad_microbatch == ((-1, -1, 0, 1),) * 2
+    assert tables.next_input_microbatch == ((1, -1, -1, -1),) * 2
+    assert tables.last_input_grad_microbatch == ((-1, -1, -1, 0),) * 2
+
+
+def test_a_loss_may_run_a_tick_after_its_forward_and_backwards_with_it() -> None:
+    plain, late = (lower_schedule(OneFOneBSchedule, 2, 2, delays_loss=later) for later in (False, True))
+    assert (plain.num_ticks, late.num_ticks) == (4, 5)
+    assert late.tables.forward.microbatch == ((0, 1, -1, -1, -1), (-1, 0, 1, -1, -1))
+    assert late.tables.backward.microbatch == ((-1, -1, -1, 0, 1), (-1, -1, 0, 1, -1))
+    assert late.tables.loss_microbatch == ((-1, -1, 0, 1, -1),) * 2
+    # In the slot of the residuals of its forward, where a gradient waits.
+    assert late.tables.loss_gradient_write == ((-1,) * 5, (-1, -1, *late.tables.residual_write[1][1:3], -1))
+    assert [late.in_flight(stage) for stage in range(2)] == [min(2, plain.in_flight(stage) + 1) for stage in range(2)]
 
 
 def test_split_backwards_keep_residuals_to_the_end(timed: dict[str, type[PipeSchedule]]) -> None:
