@@ -83,15 +83,18 @@ class TrainLoop(TickLoop):
         skip_idle: Branch around idle actions, and on the chunk; otherwise idle actions compute and the result is
             dropped.
         sends_early: Send activations at the end of the tick that computes them, not at the beginning of the next.
-        is_cpu: The devices are simulated ones of a CPU.
+        loops_idle: Where idle actions are skipped, call actions in loops of one round or none: on CPU, and where layers
+            have no collectives along automatic axes.
     """
 
-    def __init__(self, stage: Stage, program: TickProgram, *, skip_idle: bool, sends_early: bool, is_cpu: bool) -> None:
+    def __init__(
+        self, stage: Stage, program: TickProgram, *, skip_idle: bool, sends_early: bool, loops_idle: bool
+    ) -> None:
         super().__init__(stage, program, skip_idle=skip_idle, sends_early=sends_early)
         # On GPU the host waits twice for a loop, and once for a branch. All stages must take part in exchanges, and in
         # what vocabulary-parallel layers sum.
         has_exchanges = sends_early or stage.vocab_input is not None or stage.vocab_loss is not None
-        self.loops_actions = is_cpu and skip_idle and not has_exchanges
+        self.loops_actions = loops_idle and skip_idle and not has_exchanges
         # Gradients always leave at the beginning of the next tick, where its forward hides the exchange.
         depth, unbuffered = program.depth.gradients, program.unbuffered.gradients
         self._gradients = Channel(stage.gradients, program.num_stages, depth, unbuffered, sends_early=False)
@@ -141,17 +144,21 @@ class TrainLoop(TickLoop):
     def _tick(self, device: Device, run: TickRun, carry: TrainCarry, row: Row) -> None:
         arrived, inputs, tables = self._receive(device, run, carry, row), carry.entering, self.program.tables
         self._turn(device, carry, row)
-        if self.stage.vocab_input is not None:
+        # Out of all actions: idle stages, too, take part where inputs and labels are gathered from shares.
+        labels = device.batch.labels(row.loss_microbatch)
+        if self.stage.vocab_input is None:
+            inputs = device.batch.inputs(row.input_microbatch)
+        else:
             self._vocab_input(device, run, carry, row)
         loss_gradient, gradient = self.stage.gradients.zeros(), arrived[1]
         if self.program.delays_loss:
-            loss_gradient = self._loss(device, run, carry, row, carry.finished)
+            loss_gradient = self._loss(device, run, carry, row, labels, carry.finished)
         if run.has_forward:
 
             def forward(carry: TrainCarry, row: Row, arrived: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
                 output, gradient = self._forward(device, run, carry, row, inputs, *arrived)
                 if not self.program.delays_loss:
-                    return self._loss(device, run, carry, row, output), gradient
+                    return self._loss(device, run, carry, row, labels, output), gradient
                 carry.finished = output
                 return loss_gradient, gradient
 
@@ -249,7 +256,7 @@ class TrainLoop(TickLoop):
         run: TickRun,
         carry: TrainCarry,
         row: Row,
-        entering: PyTree,
+        inputs: PyTree,
         arrived: PyTree,
         gradient: PyTree,
     ) -> tuple[PyTree, PyTree]:
@@ -257,7 +264,6 @@ class TrainLoop(TickLoop):
         stage, collections = self.stage, carry.collections
         weights = device.weights.with_trunk(carry.gathered[:1])
         with jax.named_scope("forward"):
-            inputs = entering if stage.vocab_input is not None else device.batch.inputs(row.input_microbatch)
             batch = Microbatch(inputs, None, device.batch.context(row.forward.microbatch))
 
             def forward(at: VirtualStage) -> tuple[Any, ...]:
@@ -295,25 +301,28 @@ class TrainLoop(TickLoop):
         )
         return output, gradient
 
-    def _loss(self, device: Device, run: TickRun, carry: TrainCarry, row: Row, output: PyTree) -> PyTree:
+    def _loss(
+        self, device: Device, run: TickRun, carry: TrainCarry, row: Row, labels: PyTree, output: PyTree
+    ) -> PyTree:
         """Run the loss; gives the gradient of the output where the last part is."""
         if not occurs(self.program.tables.loss_microbatch, run):
             return self.stage.gradients.zeros()
         with jax.named_scope("loss"):
             if self.stage.vocab_loss is not None:
-                gradient = self._vocab_loss(device, run, carry, row, output)
+                gradient = self._vocab_loss(device, run, carry, row, labels, output)
             else:
-                gradient = self._epilogue(device, run, carry, row, output)
+                gradient = self._epilogue(device, run, carry, row, labels, output)
         if not self._has_fused_loss:
             carry.loss_gradients = write_ring_if(carry.loss_gradients, gradient, row.loss_gradient_write)
         return gradient
 
-    def _epilogue(self, device: Device, run: TickRun, carry: TrainCarry, row: Row, output: PyTree) -> PyTree:
+    def _epilogue(
+        self, device: Device, run: TickRun, carry: TrainCarry, row: Row, labels: PyTree, output: PyTree
+    ) -> PyTree:
         """Run the epilogue where the last part is."""
         stage, collections = self.stage, carry.collections
         is_last = self.is_last(device, row.forward.chunk)
-        index = row.loss_microbatch
-        batch = Microbatch(None, device.batch.labels(index), device.batch.context(index))
+        batch = Microbatch(None, labels, device.batch.context(row.loss_microbatch))
 
         def compute() -> tuple[Any, ...]:
             return stage.loss_and_gradients(device.weights, batch, collections, output, device.cotangents)
@@ -341,11 +350,13 @@ class TrainLoop(TickLoop):
         carry.loss = carry.loss + loss
         return gradient
 
-    def _vocab_loss(self, device: Device, run: TickRun, carry: TrainCarry, row: Row, output: PyTree) -> PyTree:
+    def _vocab_loss(
+        self, device: Device, run: TickRun, carry: TrainCarry, row: Row, labels: PyTree, output: PyTree
+    ) -> PyTree:
         """Run the last layers and the loss on all stages."""
         index, microbatches = row.loss_microbatch, self.program.tables.loss_microbatch
         is_last = (device.stage == self.stage.placement.locations[-1][0]) & (index >= 0)
-        batch = Microbatch(None, device.batch.labels(index), device.batch.context(index))
+        batch = Microbatch(None, labels, device.batch.context(index))
 
         def compute() -> PyTree:
             return self.stage.vocab_loss_and_gradients(device.weights, batch, is_last, output, device.cotangents.main)

@@ -69,7 +69,7 @@ from jaxpipe.state import (
     with_arrays,
     zero_sharding,
 )
-from jaxpipe.topology import FSDP, adopt_mesh, mesh_shape, num_batch_shards, with_fsdp_axis
+from jaxpipe.topology import FSDP, adopt_mesh, automatic_axes, mesh_shape, num_batch_shards, with_fsdp_axis
 
 from ._hyperparams import Hyperparams
 from ._validate import check_batch, check_mesh, check_params, check_sharded, entry_struct, infer_microbatch_size
@@ -258,7 +258,7 @@ class Pipeline:
                     plan.program,
                     skip_idle=plan.skips,
                     sends_early=plan.sends_early,
-                    is_cpu=mesh.devices.flat[0].platform == "cpu",
+                    loops_idle=mesh.devices.flat[0].platform == "cpu" and not automatic_axes(mesh),
                 ),
                 EvaluateLoop(self._stages, plan.forward_only, skip_idle=plan.skips, sends_early=plan.sends_early),
                 objective,
