@@ -59,6 +59,11 @@ def run_or_zeros(which: jax.Array, branches: Sequence[Callable[[], PyTree]], *, 
     return jax.lax.switch(which + 1, [lambda: zeros, *branches])
 
 
+def once(predicate: jax.Array, function: Callable[[Any, PyTree], PyTree], value: PyTree) -> PyTree:
+    """`function(0, value)` where the predicate holds, else the value: a loop of one round or none, done in place."""
+    return jax.lax.fori_loop(0, predicate.astype(jnp.int32), function, value)
+
+
 def zeros_of(struct: PyTree) -> PyTree:
     """Zeros of given shapes and dtypes."""
     return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), struct)

@@ -11,19 +11,16 @@ import jax.numpy as jnp
 
 from jaxpipe._typing import PyTree
 from jaxpipe.schedules import Actions, Table, TickProgram, TickRun, TransferBuffers
-from jaxpipe.state import Storage, has_automatic_axes
+from jaxpipe.state import Storage
 
 from ._batch import Microbatch
-from ._buffers import make_ring, read_ring, run_or_zeros, select, to_memory, write_ring, write_ring_if, zeros_of
+from ._buffers import make_ring, once, read_ring, run_or_zeros, select, to_memory, write_ring, write_ring_if, zeros_of
 from ._exchange import Channel
 from ._stage import Stage
-from ._tick_loop import Device, Row, TickLoop, chunks_of, is_never_idle, occurs
+from ._sums import GradientSums
+from ._tick_loop import Device, Row, TickLoop, is_never_idle, occurs
 from ._trunk import GatheredChunk
 from ._virtual_stage import VirtualStage
-
-LOOPED_BYTES = 2**26
-"""Bytes that are worth a loop of one round or none around their writing: a GPU waits for the host before each, some 25
-us, in which it moves twice as many."""
 
 
 @chex.dataclass
@@ -98,17 +95,14 @@ class TrainLoop(TickLoop):
         # Gradients always leave at the beginning of the next tick, where its forward hides the exchange.
         depth, unbuffered = program.depth.gradients, program.unbuffered.gradients
         self._gradients = Channel(stage.gradients, program.num_stages, depth, unbuffered, sends_early=False)
+        self._sums = GradientSums(stage, program, skip_idle=skip_idle)
         self._has_fused_loss = _loss_is_followed_by_backward(program, stage)
 
     def run(self, device: Device) -> TrainCarry:
         """Run the whole program; gives the carry after its last tick."""
         stage, program = self.stage, self.program
         loss_slots = 0 if self._has_fused_loss else program.residual_slots
-        sums = [stage.pin_trunk_grads(zeros_of(stage.trunk_grad_struct)) for _ in range(program.num_chunks)]
-        # Without the barrier XLA takes these zeros for those of idle actions in a last tick that is no loop, too, and
-        # holds all of them till then.
-        zero = jax.lax.optimization_barrier(jnp.zeros((), jnp.float32))
-        sums, off_trunk_sums = jax.tree.map(lambda x: x + zero.astype(x.dtype), (sums, stage.zero_off_trunk_grads()))
+        trunk_grads, off_trunk_grads = self._sums.zeros()
         carry = TrainCarry(
             activations=self.activations.empty(),
             gradients=self._gradients.empty(),
@@ -119,8 +113,8 @@ class TrainLoop(TickLoop):
             leaving=stage.gradients.zeros() if stage.vocab_input else (),
             finished=stage.activations.zeros() if program.delays_loss else (),
             gathered=(stage.trunk.no_chunk(),) * (stage.gathers_by_chunk * (1 if program.is_of_one_chunk() else 2)),
-            trunk_grads=tuple(sums),
-            off_trunk_grads=off_trunk_sums,
+            trunk_grads=trunk_grads,
+            off_trunk_grads=off_trunk_grads,
             vocab_grads=stage.zero_vocab_grads(),
             loss=jnp.zeros((), jnp.float32),
             collections=device.collections,
@@ -239,13 +233,13 @@ class TrainLoop(TickLoop):
         if not self.loops_actions or is_never_idle(actions, run):
             return act(carry, row, values)
 
-        def once(number: jax.Array, before: tuple[TrainCarry, PyTree]) -> tuple[TrainCarry, PyTree]:
+        def one_round(number: jax.Array, before: tuple[TrainCarry, PyTree]) -> tuple[TrainCarry, PyTree]:
             changed = dataclasses.replace(before[0])  # pyright: ignore[reportArgumentType, reportCallIssue, reportType]
             # What does not depend on the loop's own state XLA moves in front of it, where idle actions run it too.
             (now, read), _ = jax.lax.optimization_barrier(((row, values), number))
             return changed, act(changed, now, read)
 
-        after, value = _once(is_busy, once, (carry, nothing))
+        after, value = once(is_busy, one_round, (carry, nothing))
         for field in dataclasses.fields(carry):  # pyright: ignore[reportArgumentType]
             setattr(carry, field.name, getattr(after, field.name))
         return value
@@ -273,7 +267,7 @@ class TrainLoop(TickLoop):
                 actions, chunk = self.program.tables.forward, self._common_chunk(run, row)
                 return self.action(device, run, actions, row.forward, [forward], chunk=chunk, is_busy=is_busy)
 
-            if self._is_worth_a_loop(run, self.program.tables.forward, stage.residuals):
+            if self._sums.is_worth_a_loop(run, self.program.tables.forward, stage.residuals):
                 # Nor are residuals of an idle forward filled with zeros.
                 def write(_: Any, before: tuple[Any, ...]) -> tuple[Any, ...]:
                     output, residuals, *others = act(is_busy=True)
@@ -281,7 +275,7 @@ class TrainLoop(TickLoop):
 
                 output, _, _, reported = map(zeros_of, jax.eval_shape(lambda: act(is_busy=False)))
                 before = (carry.residuals, output, collections, reported)
-                carry.residuals, output, carry.collections, reported = _once(row.forward.microbatch >= 0, write, before)
+                carry.residuals, output, carry.collections, reported = once(row.forward.microbatch >= 0, write, before)
             else:
                 output, residuals, updated, reported = act(is_busy=False)
                 # An idle forward may have computed on garbage, or given zeros: neither may replace collections.
@@ -327,16 +321,16 @@ class TrainLoop(TickLoop):
         def compute() -> tuple[Any, ...]:
             return stage.loss_and_gradients(device.weights, batch, collections, output, device.cotangents)
 
-        if self._computes_off_trunk_in_loops(carry):
+        if self._sums.computes_off_trunk_in_loops(carry.off_trunk_grads):
             # In the loop the gradients are added where they are computed: nowhere is there room for them, and other
             # stages fill none with zeros.
             def add(_: Any, before: tuple[Any, ...]) -> tuple[Any, ...]:
                 loss, off_trunk, *others = compute()
-                return self._added_off_trunk(before[0], off_trunk), loss, *others
+                return self._sums.plus_off_trunk(before[0], off_trunk), loss, *others
 
             loss, _, gradient, _, reported = map(zeros_of, jax.eval_shape(compute))
             before = (carry.off_trunk_grads, loss, gradient, collections, reported)
-            carry.off_trunk_grads, loss, gradient, carry.collections, reported = _once(is_last, add, before)
+            carry.off_trunk_grads, loss, gradient, carry.collections, reported = once(is_last, add, before)
         else:
             # One device computing every tick needs no branch around the loss; else only the last stage has it.
             if stage.last == 0 and is_never_idle(self.program.tables.forward, run):
@@ -345,7 +339,7 @@ class TrainLoop(TickLoop):
                 result = run_or_zeros(jnp.where(is_last, 0, -1), [compute])
             loss, off_trunk, gradient, updated, reported = result
             carry.collections = select(is_last, updated, collections)
-            self._add_off_trunk(carry, off_trunk, is_last)
+            carry.off_trunk_grads = self._sums.add_off_trunk(carry.off_trunk_grads, off_trunk, is_last)
         carry.loss_reported = carry.loss_reported + reported
         carry.loss = carry.loss + loss
         return gradient
@@ -403,7 +397,8 @@ class TrainLoop(TickLoop):
             loss_gradient = read_ring(carry.loss_gradients, row.residual_read)
         gradient = select(self.is_last(device, row.backward.chunk), loss_gradient, arrived)
         kinds = self._kinds_of_backward(run)
-        apart = kinds == [False] and stage.prologue.has_apart and self._computes_off_trunk_in_loops(carry)
+        in_loop = self._sums.computes_off_trunk_in_loops(carry.off_trunk_grads)
+        apart = kinds == [False] and stage.prologue.has_apart and in_loop
         trunk, off_trunk, outgoing = self._gradients_of(device, run, carry, row, gradient, kinds, apart=apart)
         # No sends are named: gradients never leave early.
         carry.gradients = self._gradients.send(carry.gradients, {}, row.gradients, device.stage, outgoing)
@@ -447,18 +442,19 @@ class TrainLoop(TickLoop):
             actions, chunk = self.program.tables.backward, self._common_chunk(run, row)
             return self.action(device, run, actions, row.backward, functions, which, chunk, is_busy=is_busy)
 
-        if kinds == [True] and self._is_worth_a_loop(run, self.program.tables.backward, stage.pending):
+        if kinds == [True] and self._sums.is_worth_a_loop(run, self.program.tables.backward, stage.pending):
 
             def write(_: Any, before: tuple[Any, ...]) -> tuple[Any, ...]:
                 *others, pending = act(is_busy=True)
                 return write_ring(before[0], pending, row.pending_write), *others
 
             *nothing, _ = map(zeros_of, jax.eval_shape(lambda: act(is_busy=False)))
-            after = _once(row.backward.microbatch >= 0, write, (carry.pending, *nothing))
+            after = once(row.backward.microbatch >= 0, write, (carry.pending, *nothing))
             carry.pending, trunk, off_trunk, outgoing = after
         else:
             # What an idle backward computed is replaced by zeros, but not what is added in a loop: it is not looked at.
-            is_dropped = not self.skip_idle and len(functions) == 1 and self._adds_off_trunk_in_loops(carry)
+            in_loop = self._sums.adds_off_trunk_in_loops(carry.off_trunk_grads)
+            is_dropped = not self.skip_idle and len(functions) == 1 and in_loop
             trunk, off_trunk, outgoing, pending = act(is_busy=is_dropped)
             if is_dropped and not is_never_idle(self.program.tables.backward, run):
                 others = trunk, outgoing, pending
@@ -471,17 +467,17 @@ class TrainLoop(TickLoop):
         """Compute and add gradients of the first virtual stage's prologue, where a backward has left them."""
         ring, storage, reported = carry.residuals, device.weights.storage, device.cotangents.reported
 
-        def add(_: Any, sums: Storage) -> Storage:
+        def compute() -> Storage:
             residuals = self._read_residuals(ring, row.residual_read)[0]
-            grads = self.stage.prologue.first_gradients(storage, residuals, gradient, reported)
-            return self._added_off_trunk(sums, grads)
+            return self.stage.prologue.first_gradients(storage, residuals, gradient, reported)
 
-        carry.off_trunk_grads = _once(self.is_first(device, row.backward.chunk), add, carry.off_trunk_grads)
+        is_first = self.is_first(device, row.backward.chunk)
+        carry.off_trunk_grads = self._sums.add_off_trunk_in_loop(carry.off_trunk_grads, is_first, compute)
 
     def _weight(self, device: Device, run: TickRun, carry: TrainCarry, row: Row) -> None:
         """Run the weight gradient of a split backward."""
         stage, residual_ring, pending_ring = self.stage, carry.residuals, carry.pending
-        in_loop = self._computes_off_trunk_in_loops(carry)
+        in_loop = self._sums.computes_off_trunk_in_loops(carry.off_trunk_grads)
 
         def left() -> tuple[PyTree, PyTree]:
             residuals = self._read_residuals(residual_ring, row.weight_residual_read)
@@ -493,27 +489,23 @@ class TrainLoop(TickLoop):
 
         actions, chunk = self.program.tables.weight, row.weight.chunk
         is_apart = in_loop or not stage.prologue.has_deferred
-        if is_apart and self._is_worth_a_loop(run, actions, stage.trunk_grad_struct):
-            # Added where they are computed: idle stages fill none with zeros.
-            sums = list(carry.trunk_grads)
-            for of_chunk in sorted({c for each in actions.chunk for c in each[run.start : run.stop] if c >= 0}):
+        if is_apart and self._sums.is_worth_a_loop(run, actions, stage.trunk_grad_struct):
 
-                def add_to(_: Any, before: PyTree, of_chunk: int = of_chunk) -> PyTree:
-                    return self._added_trunk(before, weight(VirtualStage(device.stage, of_chunk, stage.placement))[0])
+            def trunk_of(of_chunk: int) -> PyTree:
+                return weight(VirtualStage(device.stage, of_chunk, stage.placement))[0]
 
-                sums[of_chunk] = _once(chunk == of_chunk, add_to, sums[of_chunk])
-            carry.trunk_grads = tuple(sums)
+            carry.trunk_grads = self._sums.add_trunk_in_loops(carry.trunk_grads, run, actions, chunk, trunk_of)
         else:
             trunk, off_trunk = self.action(device, run, actions, row.weight, [weight])
             self._add(device, run, actions, carry, chunk, trunk, off_trunk)
         if in_loop and stage.prologue.has_deferred:
             at = VirtualStage(device.stage, jnp.maximum(chunk, 0), stage.placement)
 
-            def add(_: Any, sums: Storage) -> Storage:
-                return self._added_off_trunk(sums, stage.deferred_off_trunk(at, device.weights, *left()))
+            def deferred() -> Storage:
+                return stage.deferred_off_trunk(at, device.weights, *left())
 
             is_given = (chunk >= 0) & stage.prologue.defers_at(at)
-            carry.off_trunk_grads = _once(is_given, add, carry.off_trunk_grads)
+            carry.off_trunk_grads = self._sums.add_off_trunk_in_loop(carry.off_trunk_grads, is_given, deferred)
 
     def _common_chunk(self, run: TickRun, row: Row) -> jax.Array | None:
         """The chunk of a tick's forward and backward; None where some tick of the run has them for different ones.
@@ -530,7 +522,7 @@ class TrainLoop(TickLoop):
             return write_ring(ring, pending, slot)
         # A loop of one round or none, in place: a select would read the slot in every tick, and write all of it. These
         # are gigabytes with recompute, and a slot to spare, for ticks that leave nothing, would be as large.
-        return _once(slot >= 0, lambda _, slots: write_ring(slots, pending, slot), ring)
+        return once(slot >= 0, lambda _, slots: write_ring(slots, pending, slot), ring)
 
     def _kinds_of_backward(self, run: TickRun) -> list[bool]:
         """True if the backwards of a run are split; both where there are such and such, whole ones first."""
@@ -549,22 +541,6 @@ class TrainLoop(TickLoop):
     def _read_residuals(self, ring: PyTree, slot: jax.Array) -> PyTree:
         return self._to_memory(read_ring(ring, slot), jax.memory.Space.Device)
 
-    def _is_worth_a_loop(self, run: TickRun, actions: Actions[Table], written: PyTree) -> bool:
-        """True if in many ticks of a run an action is idle, and large zeros would be written in its place."""
-        is_idle = [c < 0 for row in actions.chunk for c in row[run.start : run.stop]]
-        is_often_idle = self.skip_idle and not run.computes_idle and 4 * sum(is_idle) > len(is_idle)
-        # What moves to host memory does so outside of loops; collectives of the partitioner are looked for in branches.
-        is_plain = not any(jax.tree.leaves(self.stage.is_hosted)) and not has_automatic_axes()
-        return is_often_idle and is_plain and _num_bytes(written) >= LOOPED_BYTES
-
-    def _computes_off_trunk_in_loops(self, carry: TrainCarry) -> bool:
-        """True if gradients of parameters off the trunk are computed where they are added, in a loop."""
-        # Along automatic axes the partitioner may put collectives there, which are looked for in branches.
-        return self._adds_off_trunk_in_loops(carry) and not has_automatic_axes()
-
-    def _adds_off_trunk_in_loops(self, carry: TrainCarry) -> bool:
-        return self.stage.last > 0 and _num_bytes(carry.off_trunk_grads) >= LOOPED_BYTES
-
     def _add(
         self,
         device: Device,
@@ -576,58 +552,11 @@ class TrainLoop(TickLoop):
         off_trunk: PyTree,
     ) -> None:
         """Add an action's gradients to the sums; leaves of the trunk that are None are not its to give."""
-        chunks = chunks_of(actions, run)
-        leaves, treedef = jax.tree.flatten(self.stage.trunk_grad_struct)
-        grads = dict(enumerate(treedef.flatten_up_to(trunk)))
-        given = {number: g for number, g in grads.items() if g is not None}
-
-        def add(_: Any, totals: dict[int, jax.Array]) -> dict[int, jax.Array]:
-            # Sums are wider than bfloat16: thousands of microbatches would round away.
-            return {number: total + given[number].astype(total.dtype) for number, total in totals.items()}
-
-        def added(of_chunk: int, sums: PyTree) -> PyTree:
-            totals = dict(enumerate(treedef.flatten_up_to(sums)))
-            sums_of_given = {number: totals[number] for number in given}
-            is_straight = self.program.num_chunks == 1 and not self._is_worth_a_loop(run, actions, sums_of_given)
-            # Idle actions that are computed have given zeros.
-            if is_straight or (run.computes_idle and chunks == [of_chunk]):
-                sums_of_given = add(0, sums_of_given)
-            elif of_chunk in chunks and sums_of_given:
-                # A loop of one round or none, as what a loop carries is updated in place (XLA of JAX 0.10, GPU and
-                # CPU). What goes through a branch is mostly copied, and of one array `[num_chunks, ...]` the new sum
-                # is written to a temporary first: 18 bytes a parameter instead of 10.
-                sums_of_given = _once(chunk == of_chunk, add, sums_of_given)
-            return jax.tree.unflatten(treedef, [(totals | sums_of_given)[number] for number in range(len(leaves))])
-
-        carry.trunk_grads = tuple(
-            self.stage.pin_trunk_grads(added(number, sums)) for number, sums in enumerate(carry.trunk_grads)
-        )
+        carry.trunk_grads = self._sums.add_trunk(carry.trunk_grads, run, actions, chunk, trunk)
         if off_trunk is not None and self.stage.prologue.has_params:
             at = VirtualStage(device.stage, jnp.maximum(chunk, 0), self.stage.placement)
-            self._add_off_trunk(carry, off_trunk, (chunk >= 0) & self.stage.prologue.has_params_at(at))
-
-    def _added_trunk(self, sums: PyTree, grads: PyTree) -> PyTree:
-        """Sums of one chunk's trunk with gradients added, but for leaves of these that are None."""
-        treedef = jax.tree.structure(self.stage.trunk_grad_struct)
-        pairs = zip(treedef.flatten_up_to(sums), treedef.flatten_up_to(grads), strict=True)
-        added = [total if g is None else total + g.astype(total.dtype) for total, g in pairs]
-        return self.stage.pin_trunk_grads(jax.tree.unflatten(treedef, added))
-
-    def _add_off_trunk(self, carry: TrainCarry, grads: Storage, is_given: jax.Array) -> None:
-        """Add gradients of parameters off the trunk to their sums, where an action has given some."""
-
-        def add(_: Any, sums: Storage) -> Storage:
-            return self._added_off_trunk(sums, grads)
-
-        sums = carry.off_trunk_grads
-        if self._adds_off_trunk_in_loops(carry):
-            # A loop of one round or none: on stages that give nothing the sums are neither read nor written.
-            carry.off_trunk_grads = _once(is_given, add, sums)
-        else:
-            carry.off_trunk_grads = add(0, sums)
-
-    def _added_off_trunk(self, sums: Storage, grads: Storage) -> Storage:
-        return self.stage.pin_off_trunk(jax.tree.map(lambda total, g: total + g.astype(total.dtype), sums, grads))
+            is_given = (chunk >= 0) & self.stage.prologue.has_params_at(at)
+            carry.off_trunk_grads = self._sums.add_off_trunk(carry.off_trunk_grads, off_trunk, is_given)
 
 
 def _loss_is_followed_by_backward(program: TickProgram, stage: Stage) -> bool:
@@ -638,15 +567,6 @@ def _loss_is_followed_by_backward(program: TickProgram, stage: Stage) -> bool:
         program.tables.loss_microbatch[0], backward.microbatch[last_stage], backward.chunk[last_stage], strict=True
     )
     return all(loss == microbatch for loss, microbatch, chunk in ticks if chunk == last_chunk)
-
-
-def _once(predicate: jax.Array, function: Callable[[Any, PyTree], PyTree], value: PyTree) -> PyTree:
-    """`function(0, value)` where the predicate holds, else the value: a loop of one round or none, done in place."""
-    return jax.lax.fori_loop(0, predicate.astype(jnp.int32), function, value)
-
-
-def _num_bytes(tree: PyTree) -> int:
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def _add_vocab(carry: TrainCarry, grads: dict[str, jax.Array]) -> None:

@@ -29,7 +29,7 @@ from _tolerances import assert_close, assert_loss
     ids=str,
 )
 def test_gradients_where_sums_are_large(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jaxpipe.executor._train.LOOPED_BYTES", 0)
+    monkeypatch.setattr("jaxpipe.executor._sums.LOOPED_BYTES", 0)
     pipeline = case.pipeline()
     metrics, gradients, _ = pipeline.gradients(pipeline.init(), case.batch())
     loss, wanted = cached_reference(case.model, case.microbatches, case.data)

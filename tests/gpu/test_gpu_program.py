@@ -169,7 +169,7 @@ def test_large_gradients_off_the_trunk_are_added_where_they_are_made(
     schedule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No branch gives any in the dtype of their sums, which other stages would fill with zeros."""
-    monkeypatch.setattr("jaxpipe.executor._train.LOOPED_BYTES", 0)
+    monkeypatch.setattr("jaxpipe.executor._sums.LOOPED_BYTES", 0)
     step = language_model.__wrapped__(schedule=schedule)
     (buffer,) = step.pipeline._stages.params.grad_layout.buffers.values()
     given = [line.shape for body in step.program.loops() for line in body if line.op == "conditional"]
