@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +13,7 @@ from _covering import slow_after
 from _models import Widen
 from _oracle import SCHEDULES
 from _settings import make_settings
+from _tolerances import assert_close
 
 from jaxpipe import LayerSpec, PipeDataParallelTopology, Pipeline, PipelineModule
 from jaxpipe.executor import Plan
@@ -19,7 +21,7 @@ from jaxpipe.pipeline import _pipeline
 from jaxpipe.schedules import with_ends_apart
 from jaxpipe.topology import make_pipeline_mesh
 
-MICROBATCHES, SIZE = 4, 4
+MICROBATCHES, SIZE, ROWS = 4, 4, 8
 
 
 def build(stages: int, data: int, **kwargs: Any) -> Pipeline:
@@ -48,6 +50,10 @@ def test_one_nan_makes_the_loss_nan(stages: int, data: int, skip_idle: bool) -> 
         assert np.isnan(float(metrics["loss"]))
         assert np.isnan(float(pipeline.evaluate(pipeline.init(), tuple(spoiled))["loss"]))
         assert all(np.isnan(leaf).any() for leaf in jax.tree.leaves(pipeline.params_tree(state.params)))
+
+
+def pole(x: jax.Array) -> jax.Array:
+    return x + 0.1 * jnp.sin(1.0 / jnp.sum(x**2, -1, keepdims=True))
 
 
 LEAKS = [(4, "zero-bubble-v"), (2, "1f1b"), (1, "train"), (2, "split"), (2, "interleaved")]
@@ -80,9 +86,6 @@ def test_masked_actions_do_not_leak(monkeypatch: pytest.MonkeyPatch, stages: int
 
     monkeypatch.setattr(_pipeline, "make_plan", make_plan)
 
-    def pole(x: jax.Array) -> jax.Array:
-        return x + 0.1 * jnp.sin(1.0 / jnp.sum(x**2, -1, keepdims=True))
-
     layers = [pole, LayerSpec(Widen, SIZE), pole, LayerSpec(Widen, SIZE), pole, LayerSpec(Widen, SIZE), pole]
     layers = [*layers, LayerSpec(Widen, SIZE)]
     results = []
@@ -107,6 +110,33 @@ def test_masked_actions_do_not_leak(monkeypatch: pytest.MonkeyPatch, stages: int
         assert np.isfinite(np.asarray(leaf)).all()
     for other in results[1:]:
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), results[0], other)
+
+
+@pytest.mark.parametrize(
+    ("stages", "schedule"),
+    slow_after(1, [(2, "1f1b"), (4, "1f1b"), (2, "interleaved"), (2, "split"), (2, "one_by_one")], unpack=True),
+)
+def test_nothing_leaks_into_a_split_vocabulary(stages: int, schedule: str) -> None:
+    """Nor where the last layers take, a tick later, what an idle stage has left."""
+    layers = [nn.Embed(ROWS, SIZE), *(layer for _ in range(4) for layer in (pole, LayerSpec(Widen, SIZE)))]
+    tokens = np.random.default_rng(0).integers(0, ROWS, (MICROBATCHES, 2, 3))
+    x, mesh = jax.ShapeDtypeStruct((2, 3), jnp.int32), make_pipeline_mesh(PipeDataParallelTopology(stages, 1))
+    results = []
+    for skip_idle, overlaps in ((True, False), (False, False), (False, True), (True, True)):
+        module = PipelineModule([*layers, pole, nn.Dense(ROWS)], num_stages=stages, loss_fn=cross_entropy)
+        kwargs: dict[str, Any] = {"schedule": SCHEDULES[schedule], "skip_idle": skip_idle}
+        config = make_settings(split_vocabulary=True, overlap_vocabulary=overlaps, **kwargs)
+        pipeline = Pipeline(module, optax.sgd(0.1), mesh, (x, x), MICROBATCHES, config)
+        metrics, grads, _ = pipeline.gradients(pipeline.init(), (tokens, tokens, {}))
+        results.append((metrics, pipeline.params_tree(grads), pipeline.evaluate(pipeline.init(), (tokens, tokens, {}))))
+    for leaf in jax.tree.leaves(results):
+        assert np.isfinite(np.asarray(leaf)).all()
+    for other in results[1:]:
+        assert_close(other, results[0])
+
+
+def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
 
 def test_a_nan_of_one_step_does_not_outlive_it() -> None:
