@@ -149,8 +149,8 @@ class TrainLoop(TickLoop):
             loss_gradient = self._loss(device, run, carry, row, labels, carry.finished)
         if run.has_forward:
 
-            def forward(carry: TrainCarry, row: Row, arrived: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
-                output, gradient = self._forward(device, run, carry, row, inputs, *arrived)
+            def forward(carry: TrainCarry, row: Row, taken: tuple[PyTree, ...]) -> tuple[PyTree, PyTree]:
+                output, gradient = self._forward(device, run, carry, row, *taken)
                 if not self.program.delays_loss:
                     return self._loss(device, run, carry, row, labels, output), gradient
                 carry.finished = output
@@ -158,7 +158,7 @@ class TrainLoop(TickLoop):
 
             is_busy, nothing = row.forward.microbatch >= 0, (loss_gradient, gradient)
             loss_gradient, gradient = self._unless_idle(
-                run, tables.forward, is_busy, forward, carry, row, arrived, nothing
+                run, tables.forward, is_busy, forward, carry, row, (inputs, *arrived), nothing
             )
         # A model of one virtual stage has no backward of its own: its epilogue is the whole model, with the loss.
         if run.has_backward and self.stage.last:
@@ -235,9 +235,10 @@ class TrainLoop(TickLoop):
 
         def one_round(number: jax.Array, before: tuple[TrainCarry, PyTree]) -> tuple[TrainCarry, PyTree]:
             changed = dataclasses.replace(before[0])  # pyright: ignore[reportArgumentType, reportCallIssue, reportType]
-            # What does not depend on the loop's own state XLA moves in front of it, where idle actions run it too.
-            (now, read), _ = jax.lax.optimization_barrier(((row, values), number))
-            return changed, act(changed, now, read)
+            # What does not depend on the loop's own state XLA moves in front of it, where idle actions run it too. Of
+            # entries behind a barrier all would be held, tick by tick; a zero is added to those that are read.
+            read, zero, _ = jax.lax.optimization_barrier((values, jnp.int32(0), number))
+            return changed, act(changed, jax.tree.map(lambda entry: entry + zero, row), read)
 
         after, value = once(is_busy, one_round, (carry, nothing))
         for field in dataclasses.fields(carry):  # pyright: ignore[reportArgumentType]
