@@ -34,7 +34,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("policy", ["masked", "skipped", "computed_at_the_ends"])
-@pytest.mark.parametrize("case", slow_after(4, CASES), ids=str)
+@pytest.mark.parametrize("case", slow_after(2, CASES), ids=str)
 def test_loss_and_every_gradient(monkeypatch: pytest.MonkeyPatch, case: Case, policy: str) -> None:
     """With idle actions computed everywhere, skipped everywhere, and skipped but in these two ticks."""
     plan_of = _pipeline.make_plan

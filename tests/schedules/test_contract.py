@@ -31,10 +31,13 @@ def label(kind: type[PipeSchedule]) -> str:
 def test_it_is_sound_and_every_action_reads_what_it_should(kind: type[PipeSchedule]) -> None:
     for num_microbatches, num_stages in SIZES:
         check_schedule(kind, num_microbatches, num_stages)
-        for delays_loss in (False, True):
-            program = lower_schedule(kind, num_microbatches, num_stages, delays_loss=delays_loss)
-            Machine(program).run()
-            require_tight(program)
+        program = lower_schedule(kind, num_microbatches, num_stages)
+        Machine(program).run()
+        require_tight(program)
+    for num_microbatches, num_stages in SIZES[::4]:
+        later = lower_schedule(kind, num_microbatches, num_stages, delays_loss=True)
+        Machine(later).run()
+        require_tight(later)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=label)
