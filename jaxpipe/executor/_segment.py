@@ -257,7 +257,8 @@ class Segment:
     def off_trunk(self, grads: Mapping[str, jax.Array | None]) -> Storage:
         """Gradients in the form in which those of a stage off the trunk are summed; zero where none is given.
 
-        Packed ones are in their own dtype, mostly the half of that of the sums.
+        Packed ones are in the dtype that their layers compute in, where all of a buffer share one: float32 sums are
+        twice as wide as bfloat16 gradients.
         """
         params = self._blueprint.params
         # Whole along `fsdp` first, then divided: from another axis to it XLA would shift slices, here in a branch.

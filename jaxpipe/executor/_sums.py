@@ -65,28 +65,17 @@ class GradientSums:
     ) -> tuple[PyTree, ...]:
         """Sums with an action's gradients of its chunk; leaves that are None are not its to give."""
         chunks = chunks_of(actions, run)
-        leaves, treedef = jax.tree.flatten(self._stage.trunk_grad_struct)
-        given = {number: g for number, g in enumerate(treedef.flatten_up_to(grads)) if g is not None}
-
-        def add(_: Any, totals: dict[int, jax.Array]) -> dict[int, jax.Array]:
-            # Sums are wider than bfloat16: thousands of microbatches would round away.
-            return {number: total + given[number].astype(total.dtype) for number, total in totals.items()}
-
-        def added(of_chunk: int, before: PyTree) -> PyTree:
-            totals = dict(enumerate(treedef.flatten_up_to(before)))
-            sums_of_given = {number: totals[number] for number in given}
-            is_straight = self._num_chunks == 1 and not self.is_worth_a_loop(run, actions, sums_of_given)
-            # Idle actions that are computed have given zeros.
-            if is_straight or (run.computes_idle and chunks == [of_chunk]):
-                sums_of_given = add(0, sums_of_given)
-            elif of_chunk in chunks and sums_of_given:
-                # A loop of one round or none, as what a loop carries is updated in place (XLA of JAX 0.10, GPU and
-                # CPU). What goes through a branch is mostly copied, and of one array `[num_chunks, ...]` the new sum
-                # is written to a temporary first: 18 bytes a parameter instead of 10.
-                sums_of_given = once(chunk == of_chunk, add, sums_of_given)
-            return jax.tree.unflatten(treedef, [(totals | sums_of_given)[number] for number in range(len(leaves))])
-
-        return tuple(self._stage.pin_trunk_grads(added(number, before)) for number, before in enumerate(sums))
+        given = [total for total, g in self._pairs(sums[0], grads) if g is not None]
+        if not given:
+            return sums
+        is_straight = self._num_chunks == 1 and not self.is_worth_a_loop(run, actions, given)
+        # Idle actions that are computed have given zeros.
+        if is_straight or (run.computes_idle and len(chunks) == 1):
+            return tuple(self._plus_trunk(s, grads) if number in chunks else s for number, s in enumerate(sums))
+        # What a loop carries is updated in place (XLA of JAX 0.10, GPU and CPU). What goes through a branch is mostly
+        # copied, and of one array `[num_chunks, ...]` the new sum is written to a temporary first: 18 bytes a parameter
+        # instead of 10.
+        return self.add_trunk_in_loops(sums, run, actions, chunk, lambda _: grads)
 
     def add_trunk_in_loops(
         self,
@@ -106,16 +95,22 @@ class GradientSums:
             compute: Gives the gradients of a chunk; leaves that are None are not the action's to give.
         """
         after = list(sums)
-        treedef = jax.tree.structure(self._stage.trunk_grad_struct)
         for of_chunk in chunks_of(actions, run):
 
             def add(_: Any, before: PyTree, of_chunk: int = of_chunk) -> PyTree:
-                pairs = zip(treedef.flatten_up_to(before), treedef.flatten_up_to(compute(of_chunk)), strict=True)
-                added = [total if g is None else total + g.astype(total.dtype) for total, g in pairs]
-                return self._stage.pin_trunk_grads(jax.tree.unflatten(treedef, added))
+                return self._plus_trunk(before, compute(of_chunk))
 
             after[of_chunk] = once(chunk == of_chunk, add, after[of_chunk])
         return tuple(after)
+
+    def _plus_trunk(self, sums: PyTree, grads: PyTree) -> PyTree:
+        # Sums are wider than bfloat16: thousands of microbatches would round away.
+        added = [total if g is None else total + g.astype(total.dtype) for total, g in self._pairs(sums, grads)]
+        return self._stage.pin_trunk_grads(jax.tree.unflatten(jax.tree.structure(sums), added))
+
+    def _pairs(self, sums: PyTree, grads: PyTree) -> list[tuple[jax.Array, Any]]:
+        """Sums of one chunk's trunk, each with its gradient or None."""
+        return list(zip(jax.tree.leaves(sums), jax.tree.structure(sums).flatten_up_to(grads), strict=True))
 
     def add_off_trunk(self, sums: Storage, grads: Storage, is_given: jax.Array) -> Storage:
         """Sums with gradients of parameters off the trunk, where an action has given some."""

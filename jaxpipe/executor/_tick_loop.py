@@ -23,7 +23,8 @@ Row = Tables[jax.Array]
 _Carry = TypeVar("_Carry")
 
 _MOST = 0.75
-"""Share of a run's ticks from which on all of them compute what that many need."""
+"""Share of a run's ticks from which on all of them compute what that many need. Of 1f1b's steady ticks all but the last
+one need it; with chunks half of them do, and computing it in all would have twice as much exchanged."""
 
 
 class LossCotangents(NamedTuple):

@@ -11,7 +11,7 @@ from jaxpipe._typing import PyTree
 
 from ._batch import Context
 from ._blueprint import Blueprint
-from ._buffers import select, zeros_of
+from ._buffers import once, select, zeros_of
 from ._segment import Segment
 from ._virtual_stage import VirtualStage
 
@@ -108,10 +108,9 @@ class Trunk:
             del old
             return GatheredChunk(chunk, self._gathered(chunk, params))
 
-        # A loop of one round or none, which writes in place: what goes through a branch is copied in every tick. The
-        # devices that gather together are of one stage, so that all or none of them enter it.
-        turns = (chunk >= 0) & (chunk != before.chunk)
-        now = jax.lax.fori_loop(0, turns.astype(jnp.int32), gather, before)
+        # In place: what goes through a branch is copied in every tick. The devices that gather together are of one
+        # stage, so that all or none of them enter the loop.
+        now = once((chunk >= 0) & (chunk != before.chunk), gather, before)
         return now._replace(params=self._program.pin_gathered(now.params))
 
     def named(self, grads: Sequence[PyTree]) -> dict[str, jax.Array]:

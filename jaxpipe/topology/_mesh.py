@@ -125,7 +125,7 @@ def num_batch_shards(mesh: Mesh) -> int:
 
 
 def stages_cross_hosts(mesh: Mesh) -> bool:
-    """True if neighbouring stages lie on different hosts, which is to say in different processes.
+    """True if not all stages have their first place in one process, which stands for one host.
 
     Args:
         mesh: As `adopt_mesh` gives it, `stage` first.
