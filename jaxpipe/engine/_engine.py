@@ -574,6 +574,20 @@ class Engine(ABC):
         return trainer.tree.unwrap_collections(trainer.pipeline.collections_tree(trainer.state.collections))
 
     @one_thread
+    def opt_state_tree(self) -> PyTree:
+        """The present state of the optimiser as optax has it for the whole model, with numpy arrays for leaves.
+
+        The structure is that of `optimizer.init(params)` for the parameters that are trained, at any number of stages:
+        optax's own functions read it, such as `optax.tree.get(state, "ema")` or
+        `optax.contrib.schedule_free_eval_params(state, params)`. All processes call, and each gets all of it.
+
+        Raises:
+            PipelineError: No shapes are known yet.
+        """
+        trainer = self._trainer
+        return trainer.tree.unwrap_state(trainer.pipeline.opt_state_tree(trainer.state.opt_state))
+
+    @one_thread
     def load_module_state_dict(
         self, state_dict: PyTree, strict: bool = True, *, collections: Mapping[str, PyTree] | None = None
     ) -> None:

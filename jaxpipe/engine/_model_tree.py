@@ -3,6 +3,8 @@
 import warnings
 from dataclasses import dataclass
 
+import jax
+
 from jaxpipe._typing import PyTree
 from jaxpipe.layers import flatten_dict, unflatten_dict
 from jaxpipe.pipeline import Pipeline, check_params, read_params
@@ -35,6 +37,13 @@ class ModelTree:
         """The collections of the user, from those of all layers."""
         return collections if self.layer is None else collections.get(self.layer, {})
 
+    def unwrap_state(self, state: PyTree) -> PyTree:
+        """An optimiser's state with the parameters' trees in it as the user has them."""
+        if self.layer is None:
+            return state
+        # A part of it in the form of the parameters, such as a moment, is a tree of all layers, of which there is one.
+        return jax.tree.map(lambda x: self.unwrap(x) if _is_of_layers(x) else x, state, is_leaf=_is_of_layers)
+
     def check(self, pipeline: Pipeline, params: PyTree) -> None:
         """Compare parameters of all layers with the model's, in the user's words.
 
@@ -46,6 +55,10 @@ class ModelTree:
             return
         wanted = flatten_dict(self.unwrap(pipeline.trace.tree()))
         check_params(self.unwrap(params), wanted, "Give variables['params'] of the model's own init")
+
+
+def _is_of_layers(tree: PyTree) -> bool:
+    return isinstance(tree, dict) and "layers" in tree
 
 
 def merge_params(present: PyTree, given: PyTree) -> PyTree:

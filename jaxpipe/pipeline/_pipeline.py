@@ -56,9 +56,11 @@ from jaxpipe.state import (
     Updater,
     VocabLayers,
     check_collections,
+    from_words,
     made_collections,
     made_params,
     make_catalog,
+    opt_state_keys,
     place_everywhere,
     place_leaves,
     place_samples,
@@ -471,6 +473,19 @@ class Pipeline:
         # Gradients lack what is frozen: the number of arrays tells the two forms apart.
         has_all = len(jax.tree.leaves(storage)) == len(jax.tree.leaves(self._sharding.master.shards.struct()))
         return self._tree("params", storage, self._params.struct if has_all else self._params.trained)
+
+    def opt_state_tree(self, opt_state: PyTree) -> PyTree:
+        """The optimiser's state for the whole model as the optimiser makes it, from `state.opt_state`.
+
+        What `optimizer.init` gives for the model's trained parameters, so that functions of optax read it.
+
+        Returns:
+            The state, with numpy arrays for leaves, and keys of random numbers as JAX's arrays of keys.
+        """
+        struct = self._updater.whole_struct()
+        leaves = read_leaves(self.catalog, "opt_state", opt_state, opt_state_keys(struct))
+        values = [from_words(like, words) for like, words in zip(jax.tree.leaves(struct), leaves.values(), strict=True)]
+        return jax.tree.unflatten(jax.tree.structure(struct), values)
 
     def collections_tree(self, storage: Storage) -> dict[str, PyTree]:
         """The model's collections as numpy arrays by the layer's name, from `state.collections`."""

@@ -4,6 +4,7 @@ from ._catalog import Catalog as Catalog
 from ._catalog import Leaf as Leaf
 from ._catalog import Span as Span
 from ._catalog import make_catalog as make_catalog
+from ._catalog import opt_state_keys as opt_state_keys
 from ._catalog import read_leaf as read_leaf
 from ._catalog import write_leaf as write_leaf
 from ._collectives import axes_length as axes_length
@@ -11,6 +12,7 @@ from ._collectives import broadcast_sum as broadcast_sum
 from ._collectives import sum_over as sum_over
 from ._host import HostRows as HostRows
 from ._host import Source as Source
+from ._host import from_words as from_words
 from ._host import owned as owned
 from ._host import place_everywhere as place_everywhere
 from ._host import place_leaves as place_leaves

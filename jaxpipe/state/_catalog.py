@@ -9,10 +9,12 @@ from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import numpy as np
 
-from jaxpipe._typing import Path
+from jaxpipe._typing import Path, PyTree
 from jaxpipe.layers import join_path
+from jaxpipe.optim import leaf_paths
 
 from ._layout import Layout, as_words
 from ._params import ModelCollections, ModelParams
@@ -116,6 +118,11 @@ def write_leaf(leaf: Leaf, value: np.ndarray, rows: MutableMapping[tuple[str, in
                     rows[span.array, index][span.start : span.start + piece.size] = piece
 
 
+def opt_state_keys(state: PyTree) -> list[str]:
+    """Keys in a catalog of the leaves of an optimiser's state for the whole model, in order."""
+    return [f"opt_state/{join_path(path)}" for path in leaf_paths(state)]
+
+
 def make_catalog(
     params: ModelParams, sharding: ZeroSharding, updater: Updater, collections: ModelCollections
 ) -> Catalog:
@@ -148,19 +155,21 @@ def make_catalog(
             blocks = master.block_counts(name)
             spans = _spans("params", master.shards, form, name, master.rows_of(form), blocks)
             add(join_path(("params", *path)), params.struct[path], stage, spans, path, blocks)
-    whole = updater.whole_struct()
+    state = updater.whole_struct()
+    whole = dict(zip(opt_state_keys(state), jax.tree.leaves(state), strict=True))
     for form, stage in enumerate(master.stages_of_forms):
         for group, layout, name, label, path in updater.leaves(form):
-            struct, field, rows = whole[label], f"opt_state/{group}", master.rows_of(form)
+            key = f"opt_state/{label}"
+            struct, field, rows = whole[key], f"opt_state/{group}", master.rows_of(form)
             # What has its parameter's shape, such as a moment, is cut as that is: the shards hold pieces of one copy.
             if path is not None and struct.shape == params.struct[path].shape:
                 blocks = master.block_counts(names[stage][path])
                 spans = _spans(field, layout, form, name, rows, blocks)
-                add(f"opt_state/{label}", struct, stage, spans, path, blocks)
+                add(key, struct, stage, spans, path, blocks)
                 continue
             # All else, such as a count of steps, lies whole in every shard.
             for row in rows:
-                add(f"opt_state/{label}", struct, stage, _spans(field, layout, form, name, (row,)), None)
+                add(key, struct, stage, _spans(field, layout, form, name, (row,)), None)
     for stage, name, path in collections.leaves():
         spans = _spans("collections", collections.layout, stage, name, (stage,))
         add(join_path(("collections", *path)), collections.struct[path], stage, spans, None)

@@ -38,12 +38,19 @@ def state_arrays(state: TrainState) -> dict[str, Any]:
     return {name: leaf for field in _FIELDS for name, leaf in _named(field, getattr(state, field)).items()}
 
 
+def from_words(like: Any, words: Any) -> Any:
+    """An array as `state_arrays` and catalogs give it, in the dtype of `like`: keys from the words they are."""
+    if not is_key(like.dtype):
+        return words
+    return jax.random.wrap_key_data(words, impl=jax.random.key_impl(jnp.zeros((), like.dtype)))
+
+
 def with_arrays(state: TrainState, arrays: Mapping[str, jax.Array]) -> TrainState:
     """The state with some of these arrays replaced."""
 
     def replaced(path: Any, old: Any) -> Any:
         name = _path_name(path)
-        return _like(old, arrays[name]) if name in arrays else old
+        return from_words(old, arrays[name]) if name in arrays else old
 
     return jax.tree.map_with_path(replaced, state)
 
@@ -256,9 +263,3 @@ def _as_words(leaf: Any) -> Any:
         return jax.random.key_data(leaf)
     words = jax.eval_shape(jax.random.key_data, leaf)
     return jax.ShapeDtypeStruct(words.shape, words.dtype, sharding=leaf.sharding)
-
-
-def _like(old: Any, new: jax.Array) -> jax.Array:
-    return (
-        jax.random.wrap_key_data(new, impl=jax.random.key_impl(jnp.zeros((), old.dtype))) if is_key(old.dtype) else new
-    )

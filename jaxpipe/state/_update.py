@@ -108,10 +108,9 @@ class Updater:
             for name, (label, path) in groups[form].labels(paths).items():
                 yield group, self._layouts[group], name, label, path
 
-    def whole_struct(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Shapes and dtypes of the optimiser's state for the whole model, by label."""
-        state = state_struct(self._optimizer, unflatten_dict(self._params.trained))
-        return {join_path(path): leaf for path, leaf in zip(leaf_paths(state), jax.tree.leaves(state), strict=True)}
+    def whole_struct(self) -> PyTree:
+        """Shapes and dtypes of the optimiser's state for the whole model, as the optimiser makes it."""
+        return state_struct(self._optimizer, unflatten_dict(self._params.trained))
 
     def init(self, form: jax.Array, shard: Storage) -> PyTree:
         """The optimiser state of this device's shard, from its parameters."""

@@ -437,3 +437,9 @@ def test_zero_2_and_3_divide_weights_over_the_replicas(stage: int) -> None:
     assert_close(engine.module_state_dict(), whole.module_state_dict())
     leaves = jax.tree.leaves((engine.state.params, engine.state.opt_state))
     assert any(leaf.addressable_shards[0].data.size < leaf.size // leaf.shape[0] for leaf in leaves)
+
+
+def test_the_optimisers_state_has_the_models_own_tree() -> None:
+    engine = build(Net(), example_batch=entries(1)[0])
+    wanted = optax.adam(1e-2).init(engine.module_state_dict())
+    assert jax.tree.structure(engine.opt_state_tree()) == jax.tree.structure(wanted)

@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -16,7 +17,17 @@ SGD = optax.sgd(0.1, momentum=0.9)
 ADAM = optax.adam(1e-2)
 
 
-def sequential_steps(case: Case, optimizer: optax.GradientTransformation) -> tuple[Any, list[float]]:
+def average(decay: float) -> optax.GradientTransformation:
+    """Keeps an exponential moving average of the weights beside another optimiser's state."""
+
+    def update(updates: Any, state: Any, params: Any) -> tuple[Any, Any]:
+        new = optax.apply_updates(params, updates)
+        return updates, jax.tree.map(lambda a, b: decay * a + (1 - decay) * b, state, new)
+
+    return optax.GradientTransformation(lambda params: jax.tree.map(jnp.array, params), update)
+
+
+def sequential_steps(case: Case, optimizer: optax.GradientTransformation) -> tuple[Any, list[float], Any]:
     params = sequential(case.model)[0]
     state, losses = optimizer.init(params), []
     update = jax.jit(optimizer.update)
@@ -26,7 +37,7 @@ def sequential_steps(case: Case, optimizer: optax.GradientTransformation) -> tup
         updates, state = update(grads, state, params)
         params = jax.device_get(optax.apply_updates(params, updates))
         losses.append(loss)
-    return params, losses
+    return params, losses, jax.device_get(state)
 
 
 def pipeline_steps(case: Case) -> tuple[Any, Any, list[float]]:
@@ -41,9 +52,10 @@ def pipeline_steps(case: Case) -> tuple[Any, Any, list[float]]:
 
 def check(case: Case) -> tuple[Any, Any]:
     pipeline, state, losses = pipeline_steps(case)
-    wanted, wanted_losses = sequential_steps(case, case.optimizer)
+    wanted, wanted_losses, opt_state = sequential_steps(case, case.optimizer)
     assert_loss(losses, wanted_losses, tolerance=STEPS * 1e-6)
     assert_close(pipeline.params_tree(state.params), wanted)
+    assert_close(pipeline.opt_state_tree(state.opt_state), opt_state)
     return pipeline, state
 
 
@@ -70,9 +82,15 @@ def test_momentum(case: Case) -> None:
 @pytest.mark.parametrize(
     "case",
     slow_after(
-        1,
+        2,
         [
             Case(stages=2, data=2, optimizer=ADAM),
+            Case(
+                model="tied",
+                data=2,
+                optimizer=optax.chain(ADAM, average(0.5)),
+                settings={"zero_stage": 1},
+            ),
             Case(stages=4, cut="uniform", schedule="gpipe", optimizer=ADAM),
             Case(model="nnx", stages=4, cut="back", optimizer=ADAM),
             Case(model="tied", stages=4, data=2, optimizer=ADAM),
