@@ -139,13 +139,13 @@ def sequential_model(name: str, compute_dtype: str | None = None) -> Sequential:
         params: Any, held: Any, inputs: Any, labels: Any, side: Any, key: Any, aux_weight: Any
     ) -> tuple[jax.Array, Any]:
         outputs, held, aux = module.call(params, held, inputs, train=True, key=key, side=side)
-        total, weight = module.loss_terms(outputs, labels)
+        total, weight, _ = module.loss_terms(outputs, labels)
         losses = sum(aux["losses"].values(), 0.0)
         return total + losses * aux_weight, (held, 1.0 if weight is None else weight, aux)
 
     def terms(params: Any, held: Any, inputs: Any, labels: Any, side: Any) -> tuple[jax.Array, Any]:
         outputs, _, _ = module.call(params, held, inputs, side=side)
-        total, weight = module.loss_terms(outputs, labels)
+        total, weight, _ = module.loss_terms(outputs, labels)
         return total, 1.0 if weight is None else weight
 
     inputs, _, side = block_of(make_batch(model, 1, 1), 0, 0)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import jax
@@ -30,6 +30,7 @@ class GradientAccumulator:
         gradients: Gradients of `loss` over the number of microbatches in a step, in the form of `TrainState.params`.
         loss: Sum of the losses, not yet divided by any weight.
         weight: How many losses that is the mean of, or the sum of the weights that `loss_fn` returns.
+        of_loss: Sums of the metrics that `loss_fn` returns, weighted as the loss.
         reported: What layers reported, summed over microbatches.
         count: Number of microbatches.
     """
@@ -37,11 +38,14 @@ class GradientAccumulator:
     gradients: PyTree
     loss: jax.Array
     weight: jax.Array
+    of_loss: dict[str, jax.Array]
     reported: ReportedMetrics
     count: jax.Array
 
     @classmethod
-    def of_microbatch(cls, metrics: GradientMetrics, gradients: PyTree) -> "GradientAccumulator":
+    def of_microbatch(
+        cls, metrics: GradientMetrics, gradients: PyTree, loss_metrics: Collection[str]
+    ) -> "GradientAccumulator":
         """The sums over one microbatch, from what `Pipeline.partial_gradients` returns."""
         weight = metrics["weight"]
         # 1 for a microbatch that weighs nothing, whose gradients are 0 and stay so.
@@ -51,9 +55,11 @@ class GradientAccumulator:
         reported: ReportedMetrics = {}
         if "losses" in metrics:
             reported["losses"] = metrics["losses"]
-        if "metrics" in metrics:
-            reported["metrics"] = metrics["metrics"]
-        return cls(gradients, metrics["loss"] * divisor, weight, reported, jnp.int32(1))
+        values = metrics.get("metrics", {})
+        if of_layers := {name: x for name, x in values.items() if name not in loss_metrics}:
+            reported["metrics"] = of_layers
+        of_loss = {name: values[name] * divisor for name in loss_metrics}
+        return cls(gradients, metrics["loss"] * divisor, weight, of_loss, reported, jnp.int32(1))
 
     @functools.partial(jax.jit, donate_argnums=0)
     def add(self, other: "GradientAccumulator") -> "GradientAccumulator":
@@ -66,6 +72,9 @@ class GradientAccumulator:
         # Gradients were divided by the number of microbatches, as if they weighed alike.
         gradients = jax.tree.map(lambda g: g * (self.count / divisor).astype(g.real.dtype), self.gradients)
         reported: ReportedMetrics = jax.tree.map(lambda x: x / self.count, self.reported)
+        if self.of_loss:
+            of_loss = {name: x / divisor for name, x in self.of_loss.items()}
+            reported["metrics"] = {**reported.get("metrics", {}), **of_loss}
         return {"loss": self.loss / divisor, "weight": self.weight, **reported}, gradients
 
 
@@ -96,7 +105,8 @@ def compile_forward(
         state: TrainState, batch: Batch, index: jax.Array
     ) -> tuple[PyTree, GradientAccumulator, jax.Array]:
         metrics, gradients, collections = pipeline.partial_gradients(state, batch, index, np.int32(num_microbatches))
-        return collections, GradientAccumulator.of_microbatch(metrics, gradients), metrics["loss"]
+        total = GradientAccumulator.of_microbatch(metrics, gradients, pipeline.loss_metrics)
+        return collections, total, metrics["loss"]
 
     return jax.jit(jaxpipe_forward_backward)
 

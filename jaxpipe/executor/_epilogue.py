@@ -3,7 +3,6 @@
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from jaxpipe._typing import PyTree
 from jaxpipe.autodiff import differentiable, replace_differentiable
@@ -53,8 +52,8 @@ class Epilogue:
             cotangents: What the loss, and the losses that layers report, are multiplied with before differentiation.
 
         Returns:
-            `(loss, gradients of parameters off the trunk, gradients of the differentiable inputs, collections,
-            values reported)`; the loss is the sum where `loss_fn` returns a sum and a weight.
+            `(sums, gradients of parameters off the trunk, gradients of the differentiable inputs, collections,
+            values reported)`; the sums are those of `LossTerms.sums`.
         """
         segment = self._segment
         full_context = (0, *context, segment.collections(collections))
@@ -63,15 +62,15 @@ class Epilogue:
         def total_loss(trained: dict[str, jax.Array], values: list[jax.Array]) -> tuple[jax.Array, tuple[Any, ...]]:
             leaves, inputs_now = {**trained, **frozen}, replace_differentiable(inputs, values)
             outputs, extras = segment.run(leaves, inputs_now, full_context, train=True)
-            loss = self._module.loss_terms(outputs, labels)[0].astype(jnp.float32)
+            sums = self._module.loss_terms(outputs, labels).sums()
             aux_loss, reported = self.aux.collect([aux for _, aux in extras], len(self.aux.names))
             new = segment.put(collections, [collection for collection, _ in extras])
             # Scaled before differentiation, not after: see `DevicePrograms._cotangents`.
-            total = loss * cotangents[0] + (aux_loss * cotangents[1] if self.aux.has_losses else 0.0)
-            return total, (loss, new, reported)
+            total = sums[0] * cotangents[0] + (aux_loss * cotangents[1] if self.aux.has_losses else 0.0)
+            return total, (sums, new, reported)
 
         # One function for value and gradient: nothing lies between forward and backward, so logits, the largest
         # activations of a language model, live only inside it.
         gradient = jax.grad(total_loss, argnums=(0, 1), has_aux=True)
-        (grads, dx), (loss, new, reported) = gradient(trained, differentiable(inputs))
-        return loss, segment.off_trunk(grads), dx, new, reported
+        (grads, dx), (sums, new, reported) = gradient(trained, differentiable(inputs))
+        return sums, segment.off_trunk(grads), dx, new, reported

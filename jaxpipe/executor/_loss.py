@@ -24,20 +24,25 @@ class Objective:
 
     Raises:
         LayerError: The loss is no scalar, or its weight depends on the model's output.
+
+    Attributes:
+        metric_names: Names of the metrics that `loss_fn` returns, in order.
     """
 
     def __init__(self, module: PipelineModule, outputs: PyTree, labels: PyTree, num_terms: int) -> None:
         self._module, self._outputs, self.num_terms = module, outputs, num_terms
-        self.is_weighted = jax.eval_shape(module.loss_terms, outputs, labels)[1] is not None
+        terms = jax.eval_shape(module.loss_terms, outputs, labels)
+        self.is_weighted, self.metric_names = terms.weight is not None, tuple(sorted(terms.metrics))
         if self.is_weighted:
             # The divisor is needed before the first loss, so weights are computed ahead, from labels alone.
-            closed = jax.make_jaxpr(lambda y, t: module.loss_terms(y, t)[1])(outputs, labels)
+            closed = jax.make_jaxpr(lambda y, t: module.loss_terms(y, t).weight)(outputs, labels)
             num_outputs = len(jax.tree.leaves(outputs))
             bits = [int(i < num_outputs) for i in range(len(closed.jaxpr.invars))]
             if any(output_dependence(closed.jaxpr, bits)):
                 raise LayerError(
                     "the weight that loss_fn returns must depend on the labels alone, but got one computed from the "
-                    "model's output. Compute it from the labels, such as jnp.sum(labels != padding)."
+                    "model's output. Compute it from the labels, such as jnp.sum(labels != padding); to report a "
+                    "metric, return (sum, weight, {name: metric})."
                 )
 
     def divisor(self, labels: Callable[[jax.Array], PyTree], num_microbatches: int) -> jax.Array:
@@ -59,9 +64,13 @@ class Objective:
         return sum_over(jnp.sum(weights), "data")
 
     def measure(self, outputs: PyTree, labels: PyTree) -> tuple[jax.Array, jax.Array]:
-        """The loss of one microbatch as `(sum, weight)`; the weight of a mean is 1."""
-        total, weight = self._module.loss_terms(outputs, labels)
-        return total.astype(jnp.float32), jnp.float32(1) if weight is None else weight
+        """What one microbatch gives, as `(LossTerms.sums, weight)`; the weight of a mean is 1."""
+        terms = self._module.loss_terms(outputs, labels)
+        return terms.sums(), jnp.float32(1) if terms.weight is None else terms.weight
+
+    def named(self, values: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """The loss and its metrics by name, from means of what `measure` gives."""
+        return values[0], dict(zip(self.metric_names, values[1:], strict=True))
 
 
 def loss_divisor(weight: jax.Array) -> jax.Array:

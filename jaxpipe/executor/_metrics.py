@@ -10,7 +10,8 @@ class ReportedMetrics(TypedDict, total=False):
 
     Attributes:
         losses: The losses that layers add to the main one, by `layer/name`.
-        metrics: The other values, by `layer/name`.
+        metrics: The other values, by `layer/name`, and those that `loss_fn` returns by their names, means weighted
+            as the loss is.
     """
 
     losses: dict[str, jax.Array]
@@ -53,7 +54,9 @@ class EvaluationMetrics(TypedDict):
     Attributes:
         loss: The loss of the batch.
         microbatch_losses: That of each microbatch, `[num_microbatches]`.
+        metrics: What `loss_fn` returns besides, means over the batch by name; not there if it returns none.
     """
 
     loss: jax.Array
     microbatch_losses: jax.Array
+    metrics: NotRequired[dict[str, jax.Array]]

@@ -234,14 +234,14 @@ class Stage:
         """Run the epilogue.
 
         Returns:
-            `(loss, gradients of parameters off the trunk, gradient of the output in common form, collections,
-            values reported)`.
+            `(sums of the loss, gradients of parameters off the trunk, gradient of the output in common form,
+            collections, values reported)`.
         """
         inputs = self.activations.unpack(self.last, output)
-        loss, off_trunk, gradient, collections, values = self.epilogue.loss_and_gradients(
+        sums, off_trunk, gradient, collections, values = self.epilogue.loss_and_gradients(
             weights.storage, collections, inputs, batch.labels, batch.context, cotangents
         )
-        return loss, off_trunk, self.gradients.pack(self.last, gradient), collections, values
+        return sums, off_trunk, self.gradients.pack(self.last, gradient), collections, values
 
     def vocab_input_gradients(self, weights: Weights, batch: Microbatch, gradient: PyTree) -> dict[str, jax.Array]:
         """Run the backward of the vocabulary-parallel first layers, on all stages.
@@ -264,15 +264,15 @@ class Stage:
         """Run the vocabulary-parallel last layers and the loss, on all stages.
 
         Returns:
-            `(loss, gradients of parameters by name, gradient of the output in common form)`; loss and the latter are
-            zero where the last virtual stage is not.
+            `(sums of the loss, gradients of parameters by name, gradient of the output in common form)`; the first and
+            the last are zero where the last virtual stage is not.
         """
         assert self.vocab_loss is not None
         inputs = self.activations.unpack(self.last, output)
-        loss, grads, gradient = self.vocab_loss.loss_and_gradients(
+        sums, grads, gradient = self.vocab_loss.loss_and_gradients(
             weights.storage, is_last, inputs, batch.labels, batch.context, cotangent
         )
-        return loss, grads, self.gradients.pack(self.last, gradient)
+        return sums, grads, self.gradients.pack(self.last, gradient)
 
     def evaluate(
         self, at: VirtualStage, weights: Weights, batch: Microbatch, collections: PyTree, arrived: PyTree

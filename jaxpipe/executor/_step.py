@@ -107,7 +107,7 @@ class DevicePrograms:
 
     def evaluate(self, state: TrainState, batch: Batch) -> EvaluationMetrics:
         """The loss, and that of each microbatch."""
-        return _mean_losses(self._results(state, batch, self._objective.measure))
+        return self._means(self._results(state, batch, self._objective.measure))
 
     def predict(self, state: TrainState, batch: Batch) -> PyTree:
         """Outputs of the model for every microbatch, on every stage."""
@@ -117,7 +117,16 @@ class DevicePrograms:
     def evaluate_and_predict(self, state: TrainState, batch: Batch) -> tuple[EvaluationMetrics, PyTree]:
         """Losses and outputs, in one run."""
         terms, outputs = self._results(state, batch, lambda y, t: (self._objective.measure(y, t), self._whole(y)))
-        return _mean_losses(terms), broadcast_sum(outputs, "stage")
+        return self._means(terms), broadcast_sum(outputs, "stage")
+
+    def _means(self, terms: tuple[jax.Array, jax.Array]) -> EvaluationMetrics:
+        """The loss of the batch and of each microbatch, 0 where nothing weighs, from this device's sums and weights."""
+        sums, weights = sum_over(terms, ("stage", "data"))
+        loss, of_loss = self._objective.named(jnp.sum(sums, axis=0) / loss_divisor(jnp.sum(weights)))
+        metrics: EvaluationMetrics = {"loss": loss, "microbatch_losses": sums[:, 0] / loss_divisor(weights)}
+        if of_loss:
+            metrics["metrics"] = of_loss
+        return metrics
 
     def _pinned(self, rows: Storage) -> Storage:
         """This device's row of parameters, sharded over automatic axes as its layout says."""
@@ -160,7 +169,7 @@ class DevicePrograms:
         weight = self._objective.divisor(device_batch.labels, self._train.program.num_microbatches)
         divisor = loss_divisor(weight)
         device = self._device(state, device_batch, self._cotangents(state, divisor, num_parts))
-        sums = self._train.run(device)
+        sums = self._train.run(device, 1 + len(self._objective.metric_names))
         off_trunk = sums.off_trunk_grads.stacked
         # A parameter that vocabulary-parallel layers share with others is in both: its gradient is the sum.
         vocab = {name: g + off_trunk[name] if name in off_trunk else g for name, g in sums.vocab_grads.items()}
@@ -175,12 +184,12 @@ class DevicePrograms:
             grads = self._sharding.trained.shards.constrain(grads)
         reported = gather_values(sums.all_reported, self._stage.aux_names, self._objective.num_terms)
         # Zero on all stages but the last, so that the sum over them is a broadcast.
-        loss = sum_over(sums.loss, ("stage", "data")) / divisor
+        loss, of_loss = self._objective.named(sum_over(sums.loss, ("stage", "data")) / divisor)
         metrics: GradientMetrics = {"loss": sum(reported["losses"].values(), loss), "weight": weight}
         if reported["losses"]:
             metrics["losses"] = reported["losses"]
-        if reported["metrics"]:
-            metrics["metrics"] = reported["metrics"]
+        if reported["metrics"] or of_loss:
+            metrics["metrics"] = {**reported["metrics"], **of_loss}
         return metrics, grads, mean_over_replicas(sums.collections)
 
     def _cotangents(self, state: TrainState, divisor: jax.Array, num_parts: jax.Array | int) -> LossCotangents:
@@ -246,15 +255,6 @@ class DevicePrograms:
 def collections_after(metrics: UpdateMetrics, old: PyTree, new: PyTree) -> PyTree:
     """Collections after an update: a step that is skipped leaves batch statistics as they were, too."""
     return select(metrics["overflow"], old, new) if "overflow" in metrics else new
-
-
-def _mean_losses(terms: tuple[jax.Array, jax.Array]) -> EvaluationMetrics:
-    """The loss of the batch and of each microbatch, 0 where nothing weighs, from this device's sums and weights."""
-    sums, weights = sum_over(terms, ("stage", "data"))
-    return {
-        "loss": jnp.sum(sums) / loss_divisor(jnp.sum(weights)),
-        "microbatch_losses": sums / loss_divisor(weights),
-    }
 
 
 def _squeeze(tree: PyTree) -> PyTree:

@@ -42,7 +42,7 @@ class TrainCarry:
         trunk_grads: Summed gradients of the trunk, a tree for each chunk.
         off_trunk_grads: Those of the stage's other parameters.
         vocab_grads: Those of vocabulary-parallel layers, by name.
-        loss: Summed losses, on the stage of the last part, else 0.
+        loss: Sums of what the loss gives (`LossTerms.sums`), on the stage of the last part, else 0.
         collections: The stage's collections after the microbatches so far.
         reported: Summed values that prologues and trunks report, `[num_chunks, n]`.
         loss_reported: Those that the epilogue reports.
@@ -98,8 +98,8 @@ class TrainLoop(TickLoop):
         self._sums = GradientSums(stage, program, skip_idle=skip_idle)
         self._has_fused_loss = _loss_is_followed_by_backward(program, stage)
 
-    def run(self, device: Device) -> TrainCarry:
-        """Run the whole program; gives the carry after its last tick."""
+    def run(self, device: Device, num_loss_sums: int) -> TrainCarry:
+        """Run the whole program; gives the carry after its last tick, with so many sums of the loss."""
         stage, program = self.stage, self.program
         loss_slots = 0 if self._has_fused_loss else program.residual_slots
         trunk_grads, off_trunk_grads = self._sums.zeros()
@@ -116,7 +116,7 @@ class TrainLoop(TickLoop):
             trunk_grads=trunk_grads,
             off_trunk_grads=off_trunk_grads,
             vocab_grads=stage.zero_vocab_grads(),
-            loss=jnp.zeros((), jnp.float32),
+            loss=jnp.zeros((num_loss_sums,), jnp.float32),
             collections=device.collections,
             reported=jnp.zeros((program.num_chunks, stage.num_reported), jnp.float32),
             loss_reported=jnp.zeros((len(stage.epilogue.aux.names),), jnp.float32),

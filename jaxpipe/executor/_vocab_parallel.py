@@ -143,8 +143,8 @@ class VocabLoss:
             cotangent: What the loss is multiplied with before differentiation.
 
         Returns:
-            `(loss, gradients of trained parameters by name, gradients of the differentiable inputs)`; loss and the
-            latter are zero on all stages but the one that holds the last part.
+            `(sums, gradients of trained parameters by name, gradients of the differentiable inputs)`; sums, those of
+            `LossTerms.sums`, and the latter are zero on all stages but the one that holds the last part.
         """
 
         def scaled_loss(unsharded: Leaves, sharded: Leaves, values: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -152,18 +152,18 @@ class VocabLoss:
             leaves = {**unsharded, **frozen[0]}, {**sharded, **frozen[1]}
             outputs = self._outputs(*leaves, inputs_now, context, train=True)
             # Every stage computes the whole loss. One of them starts the backward: with all, psums would add them up.
-            loss = jnp.where(is_last, self._module.loss_terms(outputs, labels)[0].astype(jnp.float32), 0.0)
-            return loss * cotangent, loss
+            sums = jnp.where(is_last, self._module.loss_terms(outputs, labels).sums(), 0.0)
+            return sums[0] * cotangent, sums
 
         parts = [segment.divided(segment.take(storage)) for segment in (self._unsharded, self._sharded)]
         trained, frozen = zip(*parts, strict=True)
         gradient = jax.grad(scaled_loss, argnums=(0, 1, 2), has_aux=True)
-        (unsharded, sharded, dx), loss = gradient(*trained, differentiable(inputs))
+        (unsharded, sharded, dx), sums = gradient(*trained, differentiable(inputs))
         # Elsewhere the layers before the sharded one ran on garbage: selected away, as NaN * 0 would stay NaN.
         unsharded, dx = select(is_last, (unsharded, dx), zeros_of((unsharded, dx)))
         # A parameter tied between layers of the two kinds has a gradient from each.
         both = {name: unsharded[name] + sharded[name] for name in unsharded.keys() & sharded.keys()}
-        return loss, {**unsharded, **sharded, **both}, dx
+        return sums, {**unsharded, **sharded, **both}, dx
 
     def _outputs(self, unsharded: Leaves, sharded: Leaves, inputs: PyTree, context: Context, *, train: bool) -> PyTree:
         handed = _run(self._unsharded, unsharded, inputs, context, train=train)

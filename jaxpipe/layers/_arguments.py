@@ -1,7 +1,7 @@
 """Checks of what `PipelineModule` is given."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -118,15 +118,38 @@ def checked_dtype(dtype: Any) -> Any:
     return known
 
 
-def checked_loss(result: Any, *, has_loss_fn: bool) -> tuple[jax.Array, jax.Array | None]:
-    """A loss as `(sum, weight)`; the weight is None where the loss is a mean already.
+class LossTerms(NamedTuple):
+    """The loss of one microbatch, as a batch adds it up.
+
+    Attributes:
+        total: The sum of the losses, or their mean where there is no weight.
+        weight: What the sum counts; None: the loss is a mean, and all microbatches count alike.
+        metrics: Further numbers that the loss reports, means over what the weight counts, by name.
+    """
+
+    total: jax.Array
+    weight: jax.Array | None
+    metrics: Mapping[str, jax.Array]
+
+    def sums(self) -> jax.Array:
+        """`float32[1 + metrics]`: the loss, then each metric times the weight, in the order of their names."""
+        values = [jax.lax.stop_gradient(self.metrics[name]) for name in sorted(self.metrics)]
+        # Where nothing weighs a mean is 0 / 0, and NaN * 0 would stay NaN in the sum of all microbatches.
+        weight = jnp.float32(1) if self.weight is None else self.weight
+        weighted = [jnp.where(weight == 0, 0, value * weight) for value in values]
+        return jnp.stack([x.astype(jnp.float32) for x in (self.total, *weighted)])
+
+
+def checked_loss(result: Any, *, has_loss_fn: bool) -> LossTerms:
+    """What `loss_fn` returned for a microbatch.
 
     Raises:
-        LayerError: It is neither a scalar nor a pair of scalars.
+        LayerError: It is neither a scalar, nor `(sum, weight)`, nor `(sum, weight, metrics)`, all of scalars.
     """
+    result, metrics = (result[:2], result[2]) if isinstance(result, tuple) and len(result) == 3 else (result, {})
     terms: tuple[Any, ...] = result if isinstance(result, tuple) and len(result) == 2 else (result,)
-    # A loss of numpy labels may be numpy's.
-    terms = tuple(jnp.asarray(x) if isinstance(x, (np.ndarray, np.generic)) else x for x in terms)
+    # A loss of numpy labels may be numpy's, and a weight such as `labels.size` is a number of Python's.
+    terms = tuple(jnp.asarray(x) if isinstance(x, (np.ndarray, np.generic, int, float)) else x for x in terms)
     if not all(isinstance(x, jax.Array) and x.shape == () for x in terms) or not jnp.issubdtype(
         terms[0].dtype, jnp.floating
     ):
@@ -135,7 +158,29 @@ def checked_loss(result: Any, *, has_loss_fn: bool) -> tuple[jax.Array, jax.Arra
         without = "" if has_loss_fn else "Without loss_fn it is the loss; for the output itself call predict(inputs). "
         raise LayerError(
             f"{subject} must be a floating-point scalar, but got {', '.join(shown)}. {without}Return the mean over the "
-            "microbatch, such as jnp.mean(losses), or (sum, weight), such as (jnp.sum(losses * mask), jnp.sum(mask))."
+            "microbatch, such as jnp.mean(losses), or (sum, weight), such as (jnp.sum(losses * mask), jnp.sum(mask)), "
+            "or (sum, weight, {name: metric})."
         )
     weight = jax.lax.stop_gradient(terms[1].astype(jnp.float32)) if len(terms) == 2 else None
-    return terms[0], weight
+    return LossTerms(terms[0], weight, _checked_metrics(metrics))
+
+
+def _checked_metrics(metrics: Any) -> dict[str, jax.Array]:
+    given = {} if not isinstance(metrics, Mapping) else metrics
+    values = {
+        name: jnp.asarray(x) for name, x in given.items() if isinstance(x, jax.Array | np.ndarray | np.generic | float)
+    }
+    # A name with a slash is that of a value which a layer reports.
+    fits = [isinstance(name, str) and "/" not in name and name in values for name in given]
+    if given is not metrics or not all(fits) or any(_is_no_number(x) for x in values.values()):
+        shown = {n: f"{x.dtype.name}{list(x.shape)}" if hasattr(x, "shape") else repr(x) for n, x in given.items()}
+        raise LayerError(
+            "the third value that loss_fn returns must be a dictionary of real scalars by names without '/', but got "
+            f"{shown if given is metrics else type(metrics).__name__}. Return each metric's mean over the microbatch, "
+            "such as {'accuracy': jnp.mean(outputs.argmax(-1) == labels)}."
+        )
+    return values
+
+
+def _is_no_number(x: jax.Array) -> bool:
+    return x.shape != () or not (jnp.issubdtype(x.dtype, jnp.number) or x.dtype == bool) or jnp.iscomplexobj(x)

@@ -57,8 +57,9 @@ class PipelineModule(SequentialModel, DeepSpeedNames):
             device the axes are there as well, one wide. Without any, metadata and logical constraints mean nothing.
             See `examples/tensor_parallel.py`.
         loss_fn: `loss_fn(outputs, labels)`, a scalar mean over the samples it gets, or `(sum, weight)`: the loss is
-            then the sum of all microbatches' and replicas' sums over that of their weights. None: the last layer's
-            output is the loss.
+            then the sum of all microbatches' and replicas' sums over that of their weights. Or `(sum, weight,
+            metrics)`: a dictionary of scalars, each a mean over what the weight counts; the step's metrics have their
+            means over the batch, weighted as the loss is. None: the last layer's output is the loss.
         seed_layers: Key the initial weights of layer i from `base_seed + i` alone, whatever key `init` is given.
         seed_fn: With `seed_layers`, makes a JAX key from that integer; `jax.random.key` if None.
         base_seed: Seed of the engine's initial weights and of its dropout.
@@ -114,7 +115,7 @@ class PipelineModule(SequentialModel, DeepSpeedNames):
         layers: Iterable[Any],
         num_stages: int | None = None,
         topology: ProcessTopology | None = None,
-        loss_fn: Callable[[PyTree, PyTree], jax.Array | tuple[jax.Array, jax.Array]] | None = None,
+        loss_fn: Callable[[PyTree, PyTree], Any] | None = None,
         seed_layers: bool = False,
         seed_fn: Callable[[int], jax.Array] | None = None,
         base_seed: int = 1234,

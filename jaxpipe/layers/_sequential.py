@@ -12,7 +12,7 @@ from jaxpipe import recompute
 from jaxpipe._typing import PyTree
 from jaxpipe.errors import JaxpipeError, LayerError
 
-from ._arguments import checked_loss
+from ._arguments import LossTerms, checked_loss
 from ._axes import axis_fault, call_on_one, is_unbound_axis, one_device_mesh
 from ._build import NamedLayer
 from ._initial import init_layer, init_params, seeded_key
@@ -259,16 +259,19 @@ class SequentialModel:
         """The loss of one microbatch: `loss_fn(outputs, labels)`, or the output itself without a `loss_fn`.
 
         Raises:
-            LayerError: It is neither a scalar nor `(sum, weight)`.
+            LayerError: As for `loss_terms`.
         """
-        total, weight = self.loss_terms(outputs, labels)
+        total, weight, _ = self.loss_terms(outputs, labels)
         return total if weight is None else total / weight
 
-    def loss_terms(self, outputs: PyTree, labels: PyTree) -> tuple[jax.Array, jax.Array | None]:
-        """The loss of one microbatch as `(sum, weight)`, or `(mean, None)`, in float32 where the model casts.
+    def loss_terms(self, outputs: PyTree, labels: PyTree) -> LossTerms:
+        """The loss of one microbatch, `(sum, weight, metrics)` or `(mean, None, {})`.
+
+        In float32 where the model casts.
 
         Raises:
-            LayerError: It is neither a scalar nor `(sum, weight)`, or `loss_fn` fails with these outputs and labels.
+            LayerError: It is neither a scalar, nor `(sum, weight)`, nor `(sum, weight, metrics)`; or `loss_fn` fails
+                with these outputs and labels.
         """
         if self.compute_dtype is not None:
             outputs = cast_floats(outputs, "float32")

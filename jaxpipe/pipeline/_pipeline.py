@@ -157,8 +157,8 @@ class Pipeline:
     Attributes:
         step: `step(state, batch) -> (state, metrics)`, jitted, the state donated. `metrics["loss"]` is the loss of the
             batch, what layers add to it included; `metrics["grad_norm"]` the global norm of its gradient before
-            clipping; `metrics["losses"]` and `metrics["metrics"]` what layers report, if they do; with a loss scale
-            also `metrics["loss_scale"]` and `metrics["overflow"]`.
+            clipping; `metrics["losses"]` and `metrics["metrics"]` what layers and `loss_fn` report, if they do;
+            with a loss scale also `metrics["loss_scale"]` and `metrics["overflow"]`.
         gradients: `gradients(state, batch) -> (metrics, storage, collections)`, jitted: mean gradients in the form of
             `state.params`, without what is frozen, which `params_tree` turns into the model's tree, and the
             collections after the batch.
@@ -168,12 +168,14 @@ class Pipeline:
             of those of the mean over all parts: already divided by `num_parts`.
         update: `update(state, storage) -> (state, metrics)`, jitted: clips and applies such gradients.
         evaluate: `evaluate(state, batch) -> metrics`, jitted, forward only: `metrics["loss"]`, and
-            `metrics["microbatch_losses"]` of shape `[num_microbatches]`.
+            `metrics["microbatch_losses"]` of shape `[num_microbatches]`, and `metrics["metrics"]`, what `loss_fn`
+            reports, if it does.
         predict: `predict(state, batch) -> outputs`, jitted, leaves
             `[num_microbatches, microbatch_size * replicas, ...]`.
         evaluate_and_predict: Both, in one run.
         config: With what was left open in its section `pipeline` decided.
         plan: What was decided before the pipeline was built: schedule, placement and cut.
+        loss_metrics: Names of the metrics that `loss_fn` returns.
         microbatch_struct: Shapes and dtypes of a microbatch as layers see it, that of one place along `data`: leaves
             `[microbatch_size * places along fsdp, ...]`.
 
@@ -236,6 +238,7 @@ class Pipeline:
             # Without the places along `fsdp`: these compute on one microbatch together, and its loss is one term.
             outputs, num_terms = self.trace.boundaries[-1], num_microbatches * shape["data"]
             objective = self.trace.on_mesh(lambda: Objective(module, outputs, labels, num_terms))
+            self.loss_metrics = objective.metric_names
             wanted = unless_auto(config.pipeline.spread_inputs)
             shard_dims = batch_shard_dims(microbatch, num_microbatches, module.num_stages, wanted)
             self._batch_specs = jax.tree.map(batch_spec, shard_dims)

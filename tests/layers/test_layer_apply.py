@@ -232,5 +232,5 @@ def test_a_loss_of_numpy_labels() -> None:
         counts = labels > 0
         return (outputs * labels * counts).sum(), counts.sum()
 
-    total, weight = PipelineModule([nn.Dense(1)], num_stages=1, loss_fn=loss).loss_terms(labels, labels)
+    total, weight, _ = PipelineModule([nn.Dense(1)], num_stages=1, loss_fn=loss).loss_terms(labels, labels)
     assert (float(total), float(weight)) == (5.0, 2.0)

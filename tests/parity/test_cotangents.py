@@ -153,7 +153,7 @@ def unpipelined(case: Case, module: PipelineModule, params: Any, batch: Any) -> 
         def terms(given: Any) -> Any:
             inputs, labels = given
             outputs, _, aux = module.call(params, {}, inputs, train=True, key=jax.random.key(0))
-            total, weight = module.loss_terms(outputs, labels)
+            total, weight, _ = module.loss_terms(outputs, labels)
             return total, jnp.float32(1) if weight is None else weight, sum(aux["losses"].values(), jnp.zeros(()))
 
         each = jax.tree.map(lambda x: x.reshape(case.num_terms, MICROBATCH, LENGTH), batch[:2])

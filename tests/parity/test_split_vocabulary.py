@@ -107,7 +107,7 @@ def test_gradients_and_steps_are_those_of_one_device(
     @jax.jit
     def objective(params: Any, inputs: Any, labels: Any) -> Any:
         terms = [module.loss_terms(module.apply(params, x), t) for x, t in zip(inputs, labels, strict=True)]
-        return sum(total for total, _ in terms) / sum(1 if weight is None else weight for _, weight in terms)
+        return sum(t.total for t in terms) / sum(1 if t.weight is None else t.weight for t in terms)
 
     state = pipeline.init()
     assert_close(pipeline.params_tree(state.params), first)
