@@ -132,7 +132,7 @@ def _num_bytes(program: Program, times: int) -> Iterator[tuple[Any, int]]:
     """Bytes of each value that can be held; what scans slice is held outside of them."""
     for i, eqn in enumerate(program.eqns):
         if i in program.scans:
-            steps = times * eqn.params["length"]
+            steps = times * program.scans[i].form.length
             yield from ((c.inner, steps * _size(c.inner)) for c in program.scans[i].carried)
             yield from _num_bytes(program.scans[i].body, steps)
         yield from ((v, times * _size(v)) for v in eqn.outvars)

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxpipe.jaxpr import primitives
+from jaxpipe.jaxpr import name_of, primitives
 
 # `dynamic_slice` is one read of what lies in memory already; `name` and `add_any` are JAX's own, for policies and sums
 # of cotangents.
@@ -20,13 +20,13 @@ _CHEAP = (
     | primitives.COMPARISONS
     | primitives.FORMS
     | primitives.RANDOM_KEYS
-    | {"add_any", "dynamic_slice", "name", "reduce_precision"}
+    | {primitives.SUM_OF_COTANGENTS, primitives.NAMED, primitives.ROUNDING, "dynamic_slice"}
 )
 
 
 def is_cheap(eqn: Any) -> bool:
     """True if an equation is run again where that leaves fewer residuals: it is element-wise or changes a form."""
-    return eqn.primitive.name in _CHEAP
+    return name_of(eqn) in _CHEAP
 
 
 def is_kept_in_branches(primitive: Any, *inputs: Any, **params: Any) -> bool:

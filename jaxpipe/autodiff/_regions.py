@@ -7,15 +7,30 @@ from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, Jaxpr
 
-from jaxpipe.jaxpr import Values, all_equations, bind, called_program, primitives, programs_inside, read, save_reduced
+from jaxpipe.jaxpr import (
+    ClosedJaxpr,
+    Jaxpr,
+    ScanForm,
+    Values,
+    all_equations,
+    bind,
+    branches_of,
+    called_program,
+    primitives,
+    programs_inside,
+    read,
+    region_policy,
+    save_reduced,
+    scan_form,
+    scope_of,
+)
 
 from ._policy import is_cheap, is_kept_in_branches, without_complex
 
 _KEPT_IN_BRANCHES = without_complex(is_kept_in_branches)
 
-_FOLLOWED = primitives.CALLS | primitives.REGIONS | {"scan", "cond"}
+_FOLLOWED = primitives.CALLS | primitives.REGIONS | {primitives.SCAN, primitives.COND}
 """Equations in whose programs regions are looked for. A custom rule is none: JAX differentiates it as a whole."""
 
 
@@ -25,7 +40,7 @@ def find_regions(closed: ClosedJaxpr) -> list[set[int]]:
     for eqn in _with_inside(closed.jaxpr.eqns):
         if _is_region(eqn) and not _is_light(eqn):
             # As printed: layers of one kind decide together, and what tells constants apart does not matter here.
-            kinds.setdefault(str(eqn.params["jaxpr"]), set()).add(id(eqn))
+            kinds.setdefault(str(programs_inside(eqn)[0]), set()).add(id(eqn))
     return list(kinds.values())
 
 
@@ -55,8 +70,8 @@ def _run(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], regions: Set[
 
 
 def _equation(eqn: Any, values: list[Any], regions: Set[int]) -> list[Any]:
-    if eqn.primitive.name == "cond":
-        inside = [x.params["policy"] for x in _with_inside([eqn]) if id(x) in regions]
+    if branches_of(eqn):
+        inside = [region_policy(x) for x in _with_inside([eqn]) if id(x) in regions]
         policy = (save_reduced if save_reduced in inside else None) if inside else _KEPT_IN_BRANCHES
         # No barrier: a branch of the backward is a program of its own, with which XLA merges nothing of the forward.
         return jax.checkpoint(lambda *xs: bind(eqn, xs), policy=policy, prevent_cse=False)(*values)
@@ -64,28 +79,27 @@ def _equation(eqn: Any, values: list[Any], regions: Set[int]) -> list[Any]:
         return bind(eqn, values)
     if _is_region(eqn) and not _changes(eqn, regions):
         return bind(eqn, values)
-    with jax.named_scope(str(eqn.source_info.name_stack)):
-        program = called_program(eqn)
-        if program is None:
-            return _scan(eqn, values, regions)
+    with jax.named_scope(scope_of(eqn)):
+        program, scan = called_program(eqn), scan_form(eqn)
+        if scan is not None:
+            return _scan(scan, values, regions)
+        assert program is not None, "only calls, scans and branches are looked into"
         return _run(program.jaxpr, program.consts, values, regions)
 
 
-def _scan(eqn: Any, values: list[Any], regions: Set[int]) -> list[Any]:
-    body, num_consts = eqn.params["jaxpr"], eqn.params["num_consts"]
-    num_fixed = num_consts + eqn.params["num_carry"]
+def _scan(scan: ScanForm, values: list[Any], regions: Set[int]) -> list[Any]:
+    body, num_consts, num_fixed = scan.body, scan.num_consts, scan.num_consts + scan.num_carry
 
     def step(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
         results = _run(body.jaxpr, body.consts, [*values[:num_consts], *carry, *xs], regions)
         return results[: len(carry)], results[len(carry) :]
 
-    settings = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
-    final, stacked = jax.lax.scan(step, values[num_consts:num_fixed], values[num_fixed:], **settings)
+    final, stacked = jax.lax.scan(step, values[num_consts:num_fixed], values[num_fixed:], **scan.settings)
     return [*final, *stacked]
 
 
 def _changes(eqn: Any, regions: Set[int]) -> bool:
-    return eqn.primitive.name == "cond" or (_is_region(eqn) and id(eqn) not in regions)
+    return bool(branches_of(eqn)) or (_is_region(eqn) and id(eqn) not in regions)
 
 
 def _is_region(eqn: Any) -> bool:
@@ -94,12 +108,12 @@ def _is_region(eqn: Any) -> bool:
 
 def _is_light(eqn: Any) -> bool:
     """True if a region does arithmetic and sums alone, and has no policy of a user's own."""
-    return eqn.params["policy"] in (None, save_reduced) and _is_arithmetic(eqn.params["jaxpr"])
+    return region_policy(eqn) in (None, save_reduced) and _is_arithmetic(programs_inside(eqn)[0].jaxpr)
 
 
 def _is_arithmetic(jaxpr: Jaxpr) -> bool:
     def holds(eqn: Any) -> bool:
-        if eqn.primitive.name in primitives.CALLS | {"custom_jvp_call"}:
+        if eqn.primitive.name in primitives.CALLS | {primitives.CUSTOM_JVP}:
             return all(_is_arithmetic(program.jaxpr) for program in programs_inside(eqn))
         return is_cheap(eqn) or eqn.primitive.name in primitives.REDUCTIONS
 

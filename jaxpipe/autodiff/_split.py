@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import Literal
 
 from jaxpipe._typing import PyTree
 from jaxpipe.distributed import log
 from jaxpipe.jaxpr import (
+    Literal,
     Program,
     Slice,
     Values,

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxpipe._typing import PyTree
 from jaxpipe.autodiff import differentiable, replace_differentiable
 from jaxpipe.errors import LayerError
-from jaxpipe.jaxpr import output_dependence
+from jaxpipe.jaxpr import effect_axes, output_dependence
 from jaxpipe.layers import format_struct
 from jaxpipe.state import broadcast_sum
 
@@ -101,8 +101,7 @@ class VocabLoss:
             return
         closed = jax.make_jaxpr(self._module.loss_terms)(struct, labels)
         bits = [int(i < len(jax.tree.leaves(whole))) for i in range(len(closed.jaxpr.invars))]
-        has_axis = any(getattr(effect, "name", None) == _AXIS for effect in closed.effects)
-        if not has_axis and any(output_dependence(closed.jaxpr, bits)):
+        if _AXIS not in effect_axes(closed) and any(output_dependence(closed.jaxpr, bits)):
             raise LayerError(
                 f"loss_fn must take slices of the model's output, {format_struct(struct)} of "
                 f"{format_struct(whole)} on each of num_stages={self._module.num_stages} stages, but got one without "

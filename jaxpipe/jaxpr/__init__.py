@@ -2,18 +2,32 @@
 
 from . import _primitives as primitives
 from ._dependence import output_dependence as output_dependence
+from ._equation import ClosedJaxpr as ClosedJaxpr
+from ._equation import Jaxpr as Jaxpr
+from ._equation import Literal as Literal
+from ._equation import ScanForm as ScanForm
+from ._equation import all_equations as all_equations
+from ._equation import bind as bind
+from ._equation import branches_of as branches_of
+from ._equation import called_program as called_program
+from ._equation import effect_axes as effect_axes
+from ._equation import exponent_of as exponent_of
+from ._equation import is_named as is_named
+from ._equation import name_of as name_of
+from ._equation import programs_inside as programs_inside
+from ._equation import region_policy as region_policy
+from ._equation import scan_form as scan_form
+from ._equation import scope_of as scope_of
+from ._equation import used_operands as used_operands
+from ._equation import with_consts as with_consts
 from ._kernels import ATTENTION_SCOPE as ATTENTION_SCOPE
 from ._kernels import Kernel as Kernel
 from ._kernels import count_kernels as count_kernels
 from ._kernels import result_specs as result_specs
 from ._keys import program_key as program_key
 from ._numbering import value_numbers as value_numbers
-from ._primitives import all_equations as all_equations
-from ._primitives import called_program as called_program
-from ._primitives import programs_inside as programs_inside
 from ._program import Program as Program
 from ._program import Values as Values
-from ._program import bind as bind
 from ._program import flatten as flatten
 from ._program import operands as operands
 from ._program import read as read
@@ -36,6 +50,7 @@ from ._slice import needed_for as needed_for
 from ._slice import reached_from as reached_from
 from ._turns import Turns as Turns
 from ._turns import turns_of as turns_of
+from ._versions import check_jax as check_jax
 from ._work import Work as Work
 from ._work import count_work as count_work
 from ._work import program_work as program_work
@@ -43,22 +58,32 @@ from ._work import program_work as program_work
 __all__ = [
     "ATTENTION_SCOPE",
     "REDUCED",
+    "ClosedJaxpr",
+    "Jaxpr",
     "Kernel",
+    "Literal",
     "Program",
+    "ScanForm",
     "Slice",
     "Turns",
     "Values",
     "Work",
     "all_equations",
     "bind",
+    "branches_of",
     "called_program",
+    "check_jax",
     "computed_by",
     "constrained_axes",
     "count_kernels",
     "count_work",
+    "effect_axes",
     "effects_of",
     "evaluate",
+    "exponent_of",
     "flatten",
+    "is_named",
+    "name_of",
     "needed_for",
     "operands",
     "output_dependence",
@@ -71,13 +96,18 @@ __all__ = [
     "reached_from",
     "read",
     "reduced",
+    "region_policy",
     "result_specs",
     "save_reduced",
     "save_whole",
-    "turns_of",
+    "scan_form",
+    "scope_of",
     "spec_axes",
+    "turns_of",
+    "used_operands",
     "value_numbers",
     "value_of",
     "variables",
+    "with_consts",
     "without_mesh",
 ]

@@ -3,9 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from jax.extend.core import Jaxpr, Literal
-
-from ._primitives import called_program
+from ._equation import Jaxpr, Literal, ScanForm, called_program, scan_form
 
 
 def output_dependence(jaxpr: Jaxpr, inputs: Sequence[int]) -> list[int]:
@@ -36,17 +34,18 @@ def _equation(eqn: Any, sets: list[int]) -> list[int]:
     union = 0
     for bits in sets:
         union |= bits
-    if eqn.primitive.name == "scan":
-        return _scan(eqn, sets)
+    scan = scan_form(eqn)
+    if scan is not None:
+        return _scan(scan, sets)
     program = called_program(eqn)
     return [union] * len(eqn.outvars) if program is None else output_dependence(program.jaxpr, sets)
 
 
-def _scan(eqn: Any, sets: list[int]) -> list[int]:
-    num_consts, num_carry = eqn.params["num_consts"], eqn.params["num_carry"]
+def _scan(scan: ScanForm, sets: list[int]) -> list[int]:
+    num_consts, num_carry = scan.num_consts, scan.num_carry
     consts, carry, sliced = sets[:num_consts], sets[num_consts:][:num_carry], sets[num_consts + num_carry :]
     while True:
-        outputs = output_dependence(eqn.params["jaxpr"].jaxpr, [*consts, *carry, *sliced])
+        outputs = output_dependence(scan.body.jaxpr, [*consts, *carry, *sliced])
         # What a step reads of the carry may come from any step before it, so sets grow until they stay.
         grown = [a | b for a, b in zip(carry, outputs[:num_carry], strict=True)]
         if grown == carry:

@@ -5,24 +5,32 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any, Literal, NamedTuple
 
-from jax.extend.core import ClosedJaxpr, Jaxpr
-from jax.extend.core import Literal as Constant
 from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe._typing import PyTree
 
+from ._equation import Jaxpr, dot_contracted, is_call, name_of, programs_inside, scan_form, scope_of, unsharded
+from ._equation import Literal as Constant
 from ._primitives import (
     ARITHMETIC,
     COMPARISONS,
+    COND,
+    CONSTRAINT,
     CUDNN_ATTENTION,
     CUDNN_ATTENTION_BACKWARD,
+    DOT,
+    DRAWN,
     FORMS,
+    NAMED,
     PLAIN_PRODUCTS,
     RANDOM_KEYS,
     REDUCTIONS,
-    is_call,
-    programs_inside,
+    ROUNDING,
+    SCAN,
+    SHARD_MAP,
+    SUM_OF_COTANGENTS,
+    WHILE,
 )
 from ._program import operands
 from ._sharding import followed_specs, spec_axes
@@ -31,10 +39,10 @@ from ._work import equation_work, live_program
 ATTENTION_SCOPE = "attention_kernel"
 """Named scope of attention that is written in plain JAX and counts as the one kernel that it stands for."""
 
-_FUSED = ARITHMETIC | COMPARISONS | FORMS | RANDOM_KEYS | {"add_any", "name", "random_bits", "reduce_precision"}
+_FUSED = ARITHMETIC | COMPARISONS | FORMS | RANDOM_KEYS | {SUM_OF_COTANGENTS, NAMED, DRAWN, ROUNDING}
 """What XLA computes inside of the kernel that reads or writes it."""
 
-_SUMS = ("add", "add_any")
+_SUMS = ("add", SUM_OF_COTANGENTS)
 
 _SMALL = 2**16
 """Bytes below which a value is not looked at: it is in caches."""
@@ -85,7 +93,7 @@ def count_kernels(
     # Following shardings traces the whole program once more: not where nothing is sharded.
     found: Mapping[Any, P] = {}
     if mesh is not None and any(spec != P() for spec in specs):
-        found = followed_specs(_unsharded(closed), specs, mesh, manual, ATTENTION_SCOPE)
+        found = followed_specs(unsharded(closed), specs, mesh, manual, ATTENTION_SCOPE)
     return list(_Counter(found, mesh).kernels(closed.jaxpr))
 
 
@@ -94,20 +102,8 @@ def result_specs(
 ) -> list[P]:
     """Shardings of the leaves of a function's results over automatic axes; arguments as for `count_kernels`."""
     closed = live_program(function, *args)
-    found = followed_specs(_unsharded(closed), specs, mesh, manual, ATTENTION_SCOPE)
+    found = followed_specs(unsharded(closed), specs, mesh, manual, ATTENTION_SCOPE)
     return [P() if isinstance(x, Constant) else found[x] for x in closed.jaxpr.outvars]
-
-
-def _unsharded(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """A program whose equations say nothing of shardings: derivatives carry those of the mesh they were traced on."""
-    names = ("sharding", "out_sharding")
-
-    def one(eqn: Any) -> Any:
-        is_asked = eqn.primitive.name == "sharding_constraint"
-        params = {key: None if key in names and not is_asked else value for key, value in eqn.params.items()}
-        return eqn.replace(params=params)
-
-    return ClosedJaxpr(closed.jaxpr.replace(eqns=[one(eqn) for eqn in closed.jaxpr.eqns]), closed.consts)
 
 
 class _Fusion:
@@ -196,7 +192,7 @@ class _Counter:
                 continue
             for eqn in eqns:
                 yield from fusion.reduced(eqn)
-                if eqn.primitive.name in _FUSED | REDUCTIONS:
+                if name_of(eqn) in _FUSED | REDUCTIONS:
                     fusion.add(eqn)
                     continue
                 yield from fusion.ended(eqn.invars)
@@ -215,17 +211,18 @@ class _Counter:
             num_bytes = self._bytes([*eqn.invars, *eqn.outvars])
             made = self._bytes(eqn.outvars)
             yield Kernel("attention", equation_work(eqn).flops, num_bytes, result_bytes=made)
-        elif name == "cond":
+        elif name == COND:
             # The branch that does most: which one runs is not known.
             branches = [list(self.kernels(program.jaxpr)) for program in inner]
             yield from max(branches, key=lambda kernels: sum(each.flops + each.num_bytes for each in kernels))
-        elif is_call(eqn) or name in ("scan", "while", "shard_map"):
+        elif is_call(eqn) or name in (SCAN, WHILE, SHARD_MAP):
             # Rounds of a `while` are not known before it runs: it counts once.
-            times = eqn.params["length"] if name == "scan" else 1
+            scan = scan_form(eqn)
+            times = 1 if scan is None else scan.length
             for program in inner:
                 for each in self.kernels(program.jaxpr):
                     yield each._replace(times=times * each.times)
-        elif name == "sharding_constraint":
+        elif name == CONSTRAINT:
             yield from self._gathers(eqn)
         else:
             work = equation_work(eqn)
@@ -247,9 +244,9 @@ class _Counter:
     def _contracted(self, eqn: Any) -> tuple[float, list[str]]:
         """The share of a product's sums that a device makes, and the axes over which these are reduced."""
         left = eqn.invars[0]
-        if eqn.primitive.name != "dot_general" or isinstance(left, Constant):
+        if eqn.primitive.name != DOT or isinstance(left, Constant):
             return 1.0, []
-        dims = eqn.params["dimension_numbers"][0][0]
+        dims = dot_contracted(eqn)
         shape, spec = self._shape(left), self._specs.get(left, P())
         share = math.prod(shape[dim] / left.aval.shape[dim] for dim in dims)
         return share, [axis for dim in dims if dim < len(spec) for axis in spec_axes(spec[dim])]
@@ -277,7 +274,7 @@ class _Counter:
         yield Kernel("attention", round(flops * heads), num_bytes, result_bytes=given)
 
     def _kernel_inside(self, eqn: Any) -> list[Kernel]:
-        return [] if eqn.primitive.name in _FUSED | REDUCTIONS else list(_Counter({}, None)._kernel(eqn))
+        return [] if name_of(eqn) in _FUSED | REDUCTIONS else list(_Counter({}, None)._kernel(eqn))
 
     def _share(self, x: Any) -> float:
         return math.prod(self._shape(x)) / max(1, math.prod(x.aval.shape))
@@ -294,7 +291,7 @@ class _Counter:
 
 
 def _in_attention(eqn: Any) -> bool:
-    return ATTENTION_SCOPE in str(eqn.source_info.name_stack)
+    return ATTENTION_SCOPE in scope_of(eqn)
 
 
 def _axes(spec: P) -> set[str]:

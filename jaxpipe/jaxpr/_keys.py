@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
+from ._equation import ClosedJaxpr, Jaxpr, Literal
 from ._primitives import CUSTOM_RULES
 
 

@@ -3,10 +3,8 @@
 from collections.abc import Hashable, Sequence
 from typing import Any
 
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
-
+from ._equation import ClosedJaxpr, Jaxpr, Literal, called_program
 from ._keys import params_key, value_key
-from ._primitives import called_program
 
 
 def value_numbers(

@@ -11,11 +11,26 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
-from jax.extend.core.primitives import copy_p, sharding_constraint_p
-from jax.sharding import AbstractMesh
 
-from ._primitives import called_program, is_barrier
+from ._equation import (
+    ClosedJaxpr,
+    Jaxpr,
+    Literal,
+    ScanForm,
+    bind,
+    called_program,
+    is_barrier,
+    kept_bits,
+    on_no_mesh,
+    recomputes_behind_barrier,
+    replaced,
+    scan_form,
+    scope_of,
+    target_memories,
+    unknown_primitives,
+)
+from ._primitives import MOVE, ROUNDING
+from ._versions import warn_of_unknown
 
 Values = dict[Any, Any]
 """Arrays by variable."""
@@ -35,6 +50,7 @@ class Scan(NamedTuple):
 
     Attributes:
         body: The body.
+        form: Its equation.
         fixed: Pairs `(operand, body's input)` of what is the same in every step.
         carried: What is handed from step to step.
         sliced: Pairs `(operand, body's input)` of what is sliced.
@@ -42,6 +58,7 @@ class Scan(NamedTuple):
     """
 
     body: "Program"
+    form: ScanForm
     fixed: list[tuple[Any, Any]]
     carried: list[Carry]
     sliced: list[tuple[Any, Any]]
@@ -82,8 +99,9 @@ def flatten(closed: ClosedJaxpr, *, moves: bool = False) -> Program:
     shapes = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in closed.jaxpr.invars]
     # Traced anew instead of edited: a program that is called twice gets variables of its own at each call.
     flat = jax.make_jaxpr(lambda *args: _inline(closed.jaxpr, closed.consts, args, moves))(*shapes)
+    warn_of_unknown(unknown_primitives(flat.jaxpr))
     eqns = flat.jaxpr.eqns
-    scans = {i: _scan(eqn, moves) for i, eqn in enumerate(eqns) if eqn.primitive.name == "scan"}
+    scans = {i: _scan(eqn, form, moves) for i, eqn in enumerate(eqns) if (form := scan_form(eqn)) is not None}
     found = {var for eqn in eqns for var in eqn.outvars}.union(
         flat.jaxpr.invars, *(x.body.variables for x in scans.values())
     )
@@ -96,8 +114,7 @@ def without_mesh(program: Program) -> Program:
 
     What runs on another mesh than it was traced on must not remember that.
     """
-    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
-        nowhere = jax.make_jaxpr(jnp.negative)(1.0).eqns[0].ctx
+    nowhere = on_no_mesh()
 
     def plain(value: Any) -> Any:
         # A scalar that was made on a mesh remembers it, too.
@@ -105,8 +122,7 @@ def without_mesh(program: Program) -> Program:
 
     def alone(eqn: Any) -> Any:
         atoms = [Literal(plain(x.val), x.aval) if isinstance(x, Literal) else x for x in eqn.invars]
-        eqn = eqn.replace(ctx=nowhere, invars=atoms)
-        return eqn.replace(primitive=copy_p, params={}) if eqn.primitive is sharding_constraint_p else eqn
+        return replaced(eqn, context=nowhere, operands=atoms)
 
     consts = {var: plain(value) for var, value in program.consts.items()}
     scans = {i: scan._replace(body=without_mesh(scan.body)) for i, scan in program.scans.items()}
@@ -118,14 +134,6 @@ def operands(eqn: Any) -> list[tuple[list[Any], list[Any]]]:
     if is_barrier(eqn):
         return [([out], variables([x])) for out, x in zip(eqn.outvars, eqn.invars, strict=True)]
     return [(eqn.outvars, variables(eqn.invars))]
-
-
-def bind(eqn: Any, values: Sequence[Any]) -> list[Any]:
-    """The results of an equation."""
-    # In the scope and the context that it was traced in: its name in profiles; the mesh, and what `compute_on` said.
-    with jax.named_scope(str(eqn.source_info.name_stack)), eqn.ctx.manager:
-        out = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
-    return list(out) if eqn.primitive.multiple_results else [out]
 
 
 def read(values: Values, x: Any) -> Any:
@@ -147,15 +155,13 @@ def _is_key(value: Any) -> bool:
     return jnp.issubdtype(getattr(value, "dtype", float), jax.dtypes.prng_key)
 
 
-def _scan(eqn: Any, moves: bool) -> Scan:
-    """The scan of an equation: its operands are `[*constants, *carry, *sliced]`, its results `[*carry, *stacked]`."""
-    body = flatten(eqn.params["jaxpr"], moves=moves)
-    num_consts, num_carry = eqn.params["num_consts"], eqn.params["num_carry"]
+def _scan(eqn: Any, form: ScanForm, moves: bool) -> Scan:
+    body, num_consts, num_carry = flatten(form.body, moves=moves), form.num_consts, form.num_carry
     into = list(zip(eqn.invars, body.inputs, strict=True))
     out = list(zip(body.outputs, eqn.outvars, strict=True))
     carry = zip(into[num_consts : num_consts + num_carry], out[:num_carry], strict=True)
     carried = [Carry(initial, inner, output, result) for (initial, inner), (output, result) in carry]
-    return Scan(body, into[:num_consts], carried, into[num_consts + num_carry :], out[num_carry:])
+    return Scan(body, form, into[:num_consts], carried, into[num_consts + num_carry :], out[num_carry:])
 
 
 def _inline(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], moves: bool) -> list[Any]:
@@ -169,14 +175,14 @@ def _inline(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], moves: boo
         elif program is None:
             results = bind(eqn, values)
         else:
-            with jax.named_scope(str(eqn.source_info.name_stack)):
+            with jax.named_scope(scope_of(eqn)):
                 results = _inline(program.jaxpr, program.consts, _behind_barrier(eqn, values), moves)
         env.update(zip(eqn.outvars, results, strict=True))
     return [read(env, x) for x in jaxpr.outvars]
 
 
 def _moves_memory(eqn: Any) -> bool:
-    places = eqn.params.get("devices", ()) if eqn.primitive.name == "device_put" else ()
+    places = target_memories(eqn) if eqn.primitive.name == MOVE else []
     return bool(places) and all(isinstance(place, jax.memory.Space) for place in places)
 
 
@@ -185,18 +191,16 @@ def _keeps_all_bits(eqn: Any) -> bool:
 
     Numbers of 16 bits are left out: XLA carries them with more, and there the rounding counts.
     """
-    if eqn.primitive.name != "reduce_precision" or eqn.outvars[0].aval.dtype.itemsize < 4:
+    if eqn.primitive.name != ROUNDING or eqn.outvars[0].aval.dtype.itemsize < 4:
         return False
     bits = jnp.finfo(eqn.outvars[0].aval.dtype)
-    return (eqn.params["exponent_bits"], eqn.params["mantissa_bits"]) == (bits.nexp, bits.nmant)
+    return kept_bits(eqn) == (bits.nexp, bits.nmant)
 
 
 def _behind_barrier(eqn: Any, values: list[Any]) -> list[Any]:
     """The operands of recompute behind a barrier: else XLA merges it with the first computation, and all is held."""
-    mark = eqn.params.get("prevent_cse", False)
-    # One mark for all operands, or one for each.
-    marks = mark if isinstance(mark, tuple) else (mark,) * len(values)
-    if not eqn.params.get("differentiated") or not any(marks):
+    marks = recomputes_behind_barrier(eqn)
+    if not marks:
         return values
     barred = iter(jax.lax.optimization_barrier([x for x, m in zip(values, marks, strict=True) if m]))
     return [next(barred) if m else x for x, m in zip(values, marks, strict=True)]

@@ -12,6 +12,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxpipe._typing import PyTree
 
+from ._equation import constraint_is_whole, is_named
+
 REDUCED = "reduced"
 """The name, for `jax.ad_checkpoint.checkpoint_name(x, REDUCED)`."""
 
@@ -45,8 +47,7 @@ def save_reduced(primitive: Any, *inputs: Any, **params: Any) -> bool:
         Whether its results are kept.
     """
     # JAX (0.10) rounds what a policy keeps to the precision that it has, and raises where that is complex.
-    is_named = primitive.name == "name" and params["name"] == REDUCED
-    return is_named and not any(jnp.issubdtype(x.dtype, jnp.complexfloating) for x in inputs)
+    return is_named(primitive, params, [REDUCED]) and not _has_complex(inputs)
 
 
 def save_whole(primitive: Any, *inputs: Any, **params: Any) -> bool:
@@ -63,8 +64,10 @@ def save_whole(primitive: Any, *inputs: Any, **params: Any) -> bool:
     Returns:
         Whether its results are kept.
     """
-    if primitive.name != "sharding_constraint":
-        return save_reduced(primitive, *inputs, **params)
-    spec = getattr(params["sharding"], "spec", None)
-    is_whole = spec is not None and all(names in (None, ()) for names in spec)
-    return is_whole and not any(jnp.issubdtype(x.dtype, jnp.complexfloating) for x in inputs)
+    if save_reduced(primitive, *inputs, **params):
+        return True
+    return constraint_is_whole(primitive, params) and not _has_complex(inputs)
+
+
+def _has_complex(values: Any) -> bool:
+    return any(jnp.issubdtype(x.dtype, jnp.complexfloating) for x in values)

@@ -5,13 +5,27 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
-from ._primitives import CASTS, all_equations, called_program, is_barrier
+from ._equation import (
+    ClosedJaxpr,
+    Jaxpr,
+    Literal,
+    all_equations,
+    bind_here,
+    branches_of,
+    called_program,
+    constraint_spec,
+    is_barrier,
+    mapped_out_specs,
+    refuses_sharding,
+    scan_form,
+    scope_of,
+)
+from ._primitives import CASTS, NAMED, ROUNDING, SHARD_MAP
 
-_PASSING = CASTS | {"name", "reduce_precision"}
+_PASSING = CASTS | {NAMED, ROUNDING}
 """One operand of the result's shape, which is sharded as the result is."""
 
 
@@ -27,8 +41,8 @@ def output_specs(closed: ClosedJaxpr) -> list[P]:
 
 def constrained_axes(closed: ClosedJaxpr) -> set[str]:
     """The mesh axes that a program's sharding constraints name, inside calls, loops and branches too."""
-    constraints = [eqn for eqn in all_equations(closed.jaxpr.eqns) if eqn.primitive.name == "sharding_constraint"]
-    return {axis for eqn in constraints for names in eqn.params["sharding"].spec for axis in spec_axes(names)}
+    specs = map(constraint_spec, all_equations(closed.jaxpr.eqns))
+    return {axis for spec in specs for names in spec or () for axis in spec_axes(names)}
 
 
 def _spec_of(jaxpr: Jaxpr, variable: Any) -> P:
@@ -36,8 +50,9 @@ def _spec_of(jaxpr: Jaxpr, variable: Any) -> P:
     if eqn is None:
         return P()
     position = next(i for i, made in enumerate(eqn.outvars) if made is variable)
-    if eqn.primitive.name == "sharding_constraint":
-        return eqn.params["sharding"].spec
+    spec = constraint_spec(eqn)
+    if spec is not None:
+        return spec
     if is_barrier(eqn) or eqn.primitive.name in _PASSING:
         return _spec_of(jaxpr, eqn.invars[position])
     inside = called_program(eqn)
@@ -107,10 +122,10 @@ def _follow(
 
     eqns: Sequence[Any] = jaxpr.eqns
     for eqn in eqns:
-        if kernel_scope is not None and kernel_scope in str(eqn.source_info.name_stack):
+        if kernel_scope is not None and kernel_scope in scope_of(eqn):
             given = [env[x] for x in eqn.invars if not isinstance(x, Literal)]
             known = {x.shape: x for x in given if any(_spec(x))}
-            if known and (eqn.primitive.name == "scan" or any(_blank(out).shape in known for out in eqn.outvars)):
+            if known and (scan_form(eqn) is not None or any(_blank(out).shape in known for out in eqn.outvars)):
                 for out in eqn.outvars:
                     blank = _blank(out)
                     env[out] = _placed(blank, _spec(known[blank.shape])) if blank.shape in known else blank
@@ -121,23 +136,23 @@ def _follow(
 
 
 def _results(eqn: Any, values: list[jax.Array], seen: dict[Any, P]) -> list[jax.Array]:
-    name, inside = eqn.primitive.name, called_program(eqn)
+    inside, asked, branches, scan = called_program(eqn), constraint_spec(eqn), branches_of(eqn), scan_form(eqn)
     if inside is not None:
         return _follow(inside.jaxpr, values, seen)
-    if name == "sharding_constraint":
-        return [_placed(values[0], eqn.params["sharding"].spec)]
-    if name == "cond":
+    if asked is not None:
+        return [_placed(values[0], asked)]
+    if branches:
         # The first branch speaks for all: which one runs is not known.
-        return _follow(eqn.params["branches"][0].jaxpr, values[1:], seen)
-    if name == "shard_map":
-        return [_placed(_blank(x), spec) for x, spec in zip(eqn.outvars, eqn.params["out_specs"], strict=True)]
-    if name == "scan":
-        num_fixed = eqn.params["num_consts"] + eqn.params["num_carry"]
+        return _follow(branches[0].jaxpr, values[1:], seen)
+    if eqn.primitive.name == SHARD_MAP:
+        return [_placed(_blank(x), spec) for x, spec in zip(eqn.outvars, mapped_out_specs(eqn), strict=True)]
+    if scan is not None:
+        num_fixed = scan.num_consts + scan.num_carry
         sliced = [jax.lax.index_in_dim(x, 0, keepdims=False) for x in values[num_fixed:]]
         # One turn of the body: the carry at its end stands for that of the last one.
-        found = _follow(eqn.params["jaxpr"].jaxpr, [*values[:num_fixed], *sliced], seen)
-        final, steps = found[: eqn.params["num_carry"]], found[eqn.params["num_carry"] :]
-        stacked = eqn.outvars[eqn.params["num_carry"] :]
+        found = _follow(scan.body.jaxpr, [*values[:num_fixed], *sliced], seen)
+        final, steps = found[: scan.num_carry], found[scan.num_carry :]
+        stacked = eqn.outvars[scan.num_carry :]
         return [*final, *(_placed(_blank(x), P(None, *_spec(y))) for x, y in zip(stacked, steps, strict=True))]
     axes = dict.fromkeys(axis for value in values for names in _spec(value) for axis in spec_axes(names))
     # JAX's rules refuse what its partitioner would settle, such as operands that disagree or a sharded dim that is
@@ -145,10 +160,10 @@ def _results(eqn: Any, values: list[jax.Array], seen: dict[Any, P]) -> list[jax.
     for without in ((), *((axis,) for axis in axes), tuple(axes)):
         given = [_placed(value, _spec(value), without) if axes else value for value in values]
         try:
-            out = eqn.primitive.bind(*given, **eqn.primitive.get_bind_params(eqn.params))
-        except Exception:  # noqa: BLE001, S112  # JAX names no class for all that its rules refuse
-            continue
-        return list(out) if eqn.primitive.multiple_results else [out]
+            return bind_here(eqn, given)
+        except Exception as error:
+            if not refuses_sharding(error):
+                raise
     return list(map(_blank, eqn.outvars))
 
 

@@ -6,10 +6,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Literal
 
-from ._primitives import is_barrier
-from ._program import Program, Scan, Values, bind, operands, read, variables
+from ._equation import Literal, bind, has_side_effects, is_barrier, scope_of
+from ._program import Program, Scan, Values, operands, read, variables
 
 _FULL_BYTES = 4
 """Bytes of the numbers that XLA computes with; it has no excess precision for them."""
@@ -76,7 +75,7 @@ def reached_from(
             # What reaches the end of one step is there from the next one's beginning on: until nothing is new.
             while size != len(reached):
                 size = len(reached)
-                reached = reached_from(scan.body, reached, starts, blocked, times * eqn.params["length"])
+                reached = reached_from(scan.body, reached, starts, blocked, times * scan.form.length)
                 reached.update(c.inner for c in scan.carried if _is_in(c.output, reached) and c.inner not in blocked)
             pairs = [*scan.stacked, *((c.output, c.result) for c in scan.carried)]
             reached.update(v for x, v in pairs if _is_in(x, reached) and v not in blocked)
@@ -108,8 +107,7 @@ def effects_of(program: Program) -> set[int]:
             inner = effects_of(program.scans[i].body)
             # With an equation of the body the scan has to run itself.
             found |= {*inner, id(eqn)} if inner else set()
-        # Collectives and `axis_index` have an effect in JAX (0.10) that only says which mesh axis they need.
-        elif any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects):
+        elif has_side_effects(eqn):
             found.add(id(eqn))
     return found
 
@@ -143,8 +141,8 @@ def evaluate(  # noqa: PLR0913  # a function, what of it, what is known, what is
         if id(eqn) not in part.steps:
             continue
         if i in program.scans:
-            with jax.named_scope(str(eqn.source_info.name_stack)):
-                results, handed = _run_scan(eqn, program.scans[i], env, part, given, taken)
+            with jax.named_scope(scope_of(eqn)):
+                results, handed = _run_scan(program.scans[i], env, part, given, taken)
             inner |= handed
         elif is_barrier(eqn):
             pairs = [(v, x) for v, x in zip(eqn.outvars, eqn.invars, strict=True) if _is_open(v, part, given)]
@@ -159,9 +157,7 @@ def evaluate(  # noqa: PLR0913  # a function, what of it, what is known, what is
     return env, {var: env[var] if var in env else inner[var] for var in taken if var in env or var in inner}
 
 
-def _run_scan(
-    eqn: Any, scan: Scan, env: Values, part: Slice, given: Values, taken: Sequence[Any]
-) -> tuple[Values, Values]:
+def _run_scan(scan: Scan, env: Values, part: Slice, given: Values, taken: Sequence[Any]) -> tuple[Values, Values]:
     carried = [c for c in scan.carried if _is_open(c.result, part, given) or _is_open(c.inner, part, given)]
     sliced = [(x, v) for x, v in scan.sliced if v in part.variables]
     stacked = [(x, v) for x, v in scan.stacked if _is_open(v, part, given)]
@@ -181,9 +177,7 @@ def _run_scan(
         step,
         [read(env, c.initial) for c in carried],
         ([read(env, x) for x, _ in sliced], list(known.values())),
-        length=eqn.params["length"],
-        reverse=eqn.params["reverse"],
-        unroll=eqn.params["unroll"],
+        **scan.form.settings,
     )
     results = dict(zip([c.result for c in carried], final, strict=True))
     results |= zip([v for _, v in stacked], ys, strict=True)

@@ -5,25 +5,42 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from jaxpipe._typing import PyTree
 
+from ._equation import (
+    ClosedJaxpr,
+    Jaxpr,
+    Literal,
+    dot_contracted,
+    is_causal,
+    kernel_out_dim,
+    name_of,
+    programs_inside,
+    scan_form,
+)
 from ._primitives import (
     ARITHMETIC,
     COMBINING,
     COMPARISONS,
+    COND,
+    CONVOLUTION,
     CUDNN_ATTENTION,
     CUDNN_ATTENTION_BACKWARD,
+    DOT,
+    DRAWN,
     FORMS,
+    LOOKUPS,
+    RAGGED_DOT,
     RANDOM_KEYS,
     SCATTERS,
-    programs_inside,
+    SHARD_MAP,
+    UPDATE,
 )
 from ._program import flatten
 from ._slice import evaluate, needed_for
 
-_FREE = FORMS | COMPARISONS | RANDOM_KEYS | {"random_bits", "shard_map"}
+_FREE = FORMS | COMPARISONS | RANDOM_KEYS | {DRAWN, SHARD_MAP}
 """Computed inside of what reads it, for next to nothing."""
 
 _FUSED = ARITHMETIC | _FREE
@@ -68,7 +85,7 @@ def live_program(function: Callable[..., Any], *args: PyTree) -> ClosedJaxpr:
 def program_work(jaxpr: Jaxpr) -> Work:
     """Count what all equations of a program do, and the writing of its results."""
     # What is part of its readers' fusion is written to memory only where nothing here reads it: as a result.
-    fused = {var for eqn in jaxpr.eqns if eqn.primitive.name in _FUSED for var in eqn.outvars}
+    fused = {var for eqn in jaxpr.eqns if name_of(eqn) in _FUSED for var in eqn.outvars}
     results = [x for x in jaxpr.outvars if not isinstance(x, Literal)]
     return _total([_work_of(jaxpr), Work(0, _num_bytes(x for x in results if x in fused))])
 
@@ -84,19 +101,20 @@ def _total(works: Iterable[Work], times: int = 1) -> Work:
 
 def equation_work(eqn: Any) -> Work:
     """Operations and bytes of one equation, and of the programs inside it."""
-    name, out = eqn.primitive.name, _size(eqn.outvars)
+    name, out = name_of(eqn), _size(eqn.outvars)
     inner = [_work_of(program.jaxpr) for program in programs_inside(eqn)]
-    if name == "cond":
+    if name == COND:
         return max(inner)  # by operations first, as `Work` compares
     if inner and name not in COMBINING:
-        return _total(inner, eqn.params["length"] if name == "scan" else 1)
+        scan = scan_form(eqn)
+        return _total(inner, 1 if scan is None else scan.length)
     if name in ARITHMETIC:
         return Work(out, 0)
     if name in _FREE:
         return Work(0, 0)
-    if name in ("gather", "dynamic_slice"):
+    if name in LOOKUPS:
         return Work(0, 2 * _num_bytes(eqn.outvars))  # reads the rows that it gives, not the whole table
-    if name == "dynamic_update_slice":
+    if name == UPDATE:
         return Work(0, 2 * _num_bytes(eqn.invars[1:2]))
     if name in SCATTERS:
         return Work(_size(eqn.invars[2:]), _num_bytes([*eqn.outvars, *eqn.invars[2:]]))
@@ -107,20 +125,19 @@ def equation_work(eqn: Any) -> Work:
 def _product(eqn: Any) -> int:
     """Operations of a product or convolution; 0 for other equations."""
     name, out = eqn.primitive.name, _size(eqn.outvars)
-    if name == "dot_general":
-        contracted = eqn.params["dimension_numbers"][0][0]
-        return 2 * out * math.prod(eqn.invars[0].aval.shape[dim] for dim in contracted)
-    if name == "conv_general_dilated":
+    if name == DOT:
+        return 2 * out * math.prod(eqn.invars[0].aval.shape[dim] for dim in dot_contracted(eqn))
+    if name == CONVOLUTION:
         # Each output is a product with the kernel of one output channel.
         kernel = eqn.invars[1].aval
-        return 2 * out * kernel.size // max(1, kernel.shape[eqn.params["dimension_numbers"].rhs_spec[0]])
+        return 2 * out * kernel.size // max(1, kernel.shape[kernel_out_dim(eqn)])
     if name.startswith((CUDNN_ATTENTION, CUDNN_ATTENTION_BACKWARD)):
         # Two products forward, five backward; a causal mask leaves half of each.
         q, k = eqn.invars[0].aval.shape, eqn.invars[1].aval.shape
-        half = 0.5 if "CAUSAL" in str(eqn.params.get("mask_type")) else 1.0
+        half = 0.5 if is_causal(eqn) else 1.0
         products = 2 if name.startswith(CUDNN_ATTENTION) else 5
         return round(half * products * 2 * math.prod(q) * k[1])
-    if name == "ragged_dot_general":
+    if name == RAGGED_DOT:
         return 2 * out * eqn.invars[0].aval.shape[-1]
     return 0
 

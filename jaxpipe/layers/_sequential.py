@@ -11,6 +11,7 @@ from jax.sharding import AbstractMesh
 from jaxpipe import recompute
 from jaxpipe._typing import PyTree
 from jaxpipe.errors import JaxpipeError, LayerError
+from jaxpipe.jaxpr import check_jax
 
 from ._arguments import LossTerms, checked_loss
 from ._axes import axis_fault, call_on_one, is_unbound_axis, one_device_mesh
@@ -52,9 +53,11 @@ class SequentialModel:
             mesh: The mesh that the layers are to run on; None: one device, with the topology's automatic axes.
 
         Raises:
+            ConfigError: A flag of JAX is on under which traced programs cannot be read.
             LayerError: Two neighbouring layers do not fit, a weight cannot be sharded as its metadata says, or
                 `trainable` matches no parameter or leaves none to train.
         """
+        check_jax()
         trace = trace_layers(
             self.layers,
             inputs,

@@ -12,12 +12,11 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 from flax.errors import InvalidRngError, ModifyScopeVariableError
-from jax.extend.core import ClosedJaxpr
 from jax.sharding import AbstractMesh, PartitionSpec
 
 from jaxpipe._typing import Path, PyTree
 from jaxpipe.errors import JaxpipeError, LayerError, nearest
-from jaxpipe.jaxpr import constrained_axes
+from jaxpipe.jaxpr import ClosedJaxpr, constrained_axes, effect_axes
 from jaxpipe.partition import Tie
 from jaxpipe.topology import MANUAL_AXES, automatic_axes
 
@@ -352,7 +351,7 @@ class _Call:
         if manual:
             raise self._constraint_fault(f"a constraint over {', '.join(map(repr, manual))}")
         lengths = self.mesh.shape
-        over_data = any(getattr(effect, "name", None) == "data" for effect in program.jaxpr.effects)
+        over_data = "data" in effect_axes(program.jaxpr)
         if over_data and math.prod(lengths[axis] for axis in MANUAL_AXES) == 1 < math.prod(lengths.values()):
             raise LayerError(
                 f"layer {self.named.name} must use no collective over 'data' where the mesh has one stage and one "

@@ -1,12 +1,11 @@
 """Inputs of a traced function that its outputs are computed from."""
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
-from jax.interpreters.partial_eval import dce_jaxpr
 
 from jaxpipe._typing import PyTree
+from jaxpipe.jaxpr import used_operands
 
 
 def used_inputs(function: Callable[..., PyTree], *args: PyTree) -> tuple[bool, ...]:
@@ -19,9 +18,7 @@ def used_inputs(function: Callable[..., PyTree], *args: PyTree) -> tuple[bool, .
     Returns:
         For each argument whether any of its leaves is needed.
     """
-    jaxpr = jax.make_jaxpr(function)(*args).jaxpr
-    _, is_used = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
-    leaves: list[Any] = list(is_used)
+    leaves = used_operands(jax.make_jaxpr(function)(*args).jaxpr)
     counts = [len(jax.tree.leaves(arg)) for arg in args]
     starts = [sum(counts[:i]) for i in range(len(counts))]
     return tuple(any(leaves[start : start + count]) for start, count in zip(starts, counts, strict=True))

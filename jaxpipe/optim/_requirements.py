@@ -16,17 +16,25 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.extend.core import ClosedJaxpr, Literal
 
 from jaxpipe._typing import Path, PyTree
 from jaxpipe.errors import ConfigError
-from jaxpipe.jaxpr import all_equations, output_dependence, primitives, programs_inside
+from jaxpipe.jaxpr import (
+    ClosedJaxpr,
+    Literal,
+    all_equations,
+    exponent_of,
+    name_of,
+    output_dependence,
+    primitives,
+    programs_inside,
+)
 from jaxpipe.layers import unflatten_dict
 
 from ._trace import OptimizerTrace, find_param, state_struct, trace_optimizer
 
 _KEEPING_SHAPE = primitives.ELEMENTWISE | primitives.CASTS
-_FOLLOWED = primitives.CALLS | primitives.CUSTOM_RULES | {"cond"}
+_FOLLOWED = primitives.CALLS | primitives.CUSTOM_RULES | {primitives.COND}
 
 
 def check_leafwise(trace: OptimizerTrace) -> None:
@@ -175,13 +183,13 @@ def _keeps_elements(closed: ClosedJaxpr) -> bool:
 
 
 def _is_elementwise(eqn: Any) -> bool:
-    name = eqn.primitive.name
+    name = name_of(eqn)
     shapes = {tuple(v.aval.shape) for v in (*eqn.invars, *eqn.outvars) if math.prod(v.aval.shape) > 1}
     if name in _FOLLOWED:
         return all(_keeps_elements(program) for program in programs_inside(eqn))
     if not shapes:
         return True  # counts and hyperparameters, which are whole on every device
-    if name == "broadcast_in_dim":
+    if name == primitives.FILL:
         operand, result = eqn.invars[0].aval, eqn.outvars[0].aval
         return math.prod(operand.shape) == 1 or operand.shape == result.shape
     return name in _KEEPING_SHAPE and len(shapes) == 1 and all(tuple(v.aval.shape) in shapes for v in eqn.outvars)
@@ -198,6 +206,5 @@ def _arithmetic(closed: ClosedJaxpr) -> list[Any]:
         if eqn.primitive.name in primitives.FILLS:
             fills.update(numbers)
         else:
-            # "y" is the exponent of integer_pow, the one factor that stands in a parameter.
-            found.append((eqn.primitive.name, eqn.params.get("y"), numbers))
+            found.append((eqn.primitive.name, exponent_of(eqn), numbers))
     return [*found, fills - {0.0, 1.0}]

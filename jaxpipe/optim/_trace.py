@@ -7,11 +7,10 @@ from typing import Any
 
 import jax
 import optax
-from jax.extend.core import ClosedJaxpr
 
 from jaxpipe._typing import Path, PyTree
 from jaxpipe.errors import ConfigError
-from jaxpipe.jaxpr import value_numbers
+from jaxpipe.jaxpr import ClosedJaxpr, value_numbers
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from jaxpipe.jaxpr import primitives
+from jaxpipe.jaxpr import is_named, primitives
 
 KERNEL = "attention_kernel"
 """The name of what `jaxpipe.attention` keeps for its backward beside q, k and v."""
@@ -31,6 +31,6 @@ def keep_kernels(primitive: Any, *inputs: Any, **params: Any) -> bool:
         >>> jaxpipe.LayerSpec(nn.Dense, 8).remat(keep_kernels)
         Dense(8).remat(policy=keep_kernels)
     """
-    if primitive.name == "name":
-        return params["name"] == KERNEL
+    if is_named(primitive, params, [KERNEL]):
+        return True
     return primitive.name in primitives.KERNELS or primitive.name.startswith(primitives.CUDNN_ATTENTION)

@@ -6,10 +6,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 from jax.sharding import PartitionSpec
 
 from jaxpipe._typing import PyTree
+from jaxpipe.jaxpr import Literal, with_consts
 
 from ._settings import RecomputeSettings
 
@@ -44,7 +44,7 @@ def call_with_stored_inputs(
     stores = [_store_for(x, var in used, settings) for x, var in zip(arrays, closed.jaxpr.invars, strict=True)]
 
     def run(consts: Sequence[Any], values: Sequence[jax.Array]) -> list[jax.Array]:
-        return jaxpr_as_fun(ClosedJaxpr(closed.jaxpr, list(consts)))(*values)
+        return with_consts(closed, consts)(*values)
 
     @jax.custom_vjp
     def call(consts: Sequence[Any], values: Sequence[jax.Array]) -> list[jax.Array]:

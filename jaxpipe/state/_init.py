@@ -8,13 +8,13 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Literal
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe._typing import Path, PyTree
 from jaxpipe.distributed import log
 from jaxpipe.jaxpr import (
+    Literal,
     Program,
     Slice,
     all_equations,

@@ -15,6 +15,7 @@ import jax
 
 from jaxpipe._typing import Path
 from jaxpipe.errors import LayerError
+from jaxpipe.jaxpr import effect_axes
 from jaxpipe.layers import ModelTrace, NamedLayer, flatten_dict, format_struct
 from jaxpipe.partition import StageCut
 
@@ -89,8 +90,7 @@ def slice_struct(struct: Any, dim: int | None, num_stages: int) -> Any:
 
 def _check_layer(named: NamedLayer, trace: ModelTrace, vocab: VocabLayers, num_stages: int) -> None:
     i = named.index
-    effects = trace.programs[i].jaxpr.effects
-    if i not in vocab.layers and any(getattr(effect, "name", None) == _STAGE for effect in effects):
+    if i not in vocab.layers and _STAGE in effect_axes(trace.programs[i].jaxpr):
         raise LayerError(
             f"layer {named.name} must use no collective over 'stage', whose places work on different microbatches, but "
             "got one. Leave it out; only first and last layers of which a parameter is split over 'stage', as "

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxpipe.jaxpr import is_named
 from jaxpipe.recompute import REDUCED, checkpoint, keep_kernels
 
 from ._attention import attention
@@ -29,7 +30,7 @@ class KeepNamed:
     names: frozenset[str]
 
     def __call__(self, primitive: Any, *inputs: Any, **params: Any) -> bool:
-        return primitive.name == "name" and params["name"] in self.names
+        return is_named(primitive, params, self.names)
 
 
 @dataclass(frozen=True)

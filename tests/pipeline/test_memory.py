@@ -14,6 +14,7 @@ from _settings import make_settings
 from _tolerances import MEMORY, STATE_BYTES
 
 from jaxpipe import LayerSpec, PipeDataParallelTopology, Pipeline, PipelineModule
+from jaxpipe.jaxpr import scan_form
 from jaxpipe.partition import Profile
 from jaxpipe.pipeline import describe_pipeline
 from jaxpipe.planner._costs import layer_costs
@@ -127,7 +128,9 @@ def _ring_depths(pipeline: Pipeline) -> set[int]:
     }
     found = set()
     for scan in _scans(jaxpr.jaxpr):
-        consts, carry = scan.params["num_consts"], scan.params["num_carry"]
+        form = scan_form(scan)
+        assert form is not None
+        consts, carry = form.num_consts, form.num_carry
         for var in scan.invars[consts : consts + carry]:
             if (var.aval.shape[1:], var.aval.dtype) in kept - travelling:
                 found.add(var.aval.shape[0])
