@@ -1,15 +1,18 @@
 """Dependence of a traced function's outputs on its inputs."""
 
+import functools
+import operator
 from collections.abc import Sequence
 from typing import Any
 
-from ._equation import Jaxpr, Literal, ScanForm, called_program, scan_form
+from ._equation import ClosedJaxpr, Jaxpr, Literal, ScanForm, branches_of, called_program, scan_form
 
 
 def output_dependence(jaxpr: Jaxpr, inputs: Sequence[int]) -> list[int]:
     """Follow sets of inputs through a jaxpr.
 
-    Calls and scans are followed inside; an output of any other equation depends on all inputs of that equation.
+    Calls, scans and conditionals are followed inside; an output of any other equation depends on
+    all inputs of that equation.
 
     Args:
         jaxpr: The traced function.
@@ -31,14 +34,15 @@ def output_dependence(jaxpr: Jaxpr, inputs: Sequence[int]) -> list[int]:
 
 
 def _equation(eqn: Any, sets: list[int]) -> list[int]:
-    union = 0
-    for bits in sets:
-        union |= bits
-    scan = scan_form(eqn)
+    scan, branches = scan_form(eqn), branches_of(eqn)
     if scan is not None:
         return _scan(scan, sets)
+    if branches:
+        return _cond(branches, sets)
     program = called_program(eqn)
-    return [union] * len(eqn.outvars) if program is None else output_dependence(program.jaxpr, sets)
+    if program is not None:
+        return output_dependence(program.jaxpr, sets)
+    return [functools.reduce(operator.or_, sets, 0)] * len(eqn.outvars)
 
 
 def _scan(scan: ScanForm, sets: list[int]) -> list[int]:
@@ -51,3 +55,10 @@ def _scan(scan: ScanForm, sets: list[int]) -> list[int]:
         if grown == carry:
             return outputs
         carry = grown
+
+
+def _cond(branches: Sequence[ClosedJaxpr], sets: list[int]) -> list[int]:
+    choice, *operands = sets
+    outputs = [output_dependence(branch.jaxpr, operands) for branch in branches]
+    # Each result is that of one of the branches, and which one of them the choice decides.
+    return [functools.reduce(operator.or_, found, choice) for found in zip(*outputs, strict=True)]

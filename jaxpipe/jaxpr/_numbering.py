@@ -3,7 +3,7 @@
 from collections.abc import Hashable, Sequence
 from typing import Any
 
-from ._equation import ClosedJaxpr, Jaxpr, Literal, called_program
+from ._equation import ClosedJaxpr, Jaxpr, Literal, branches_of, called_program
 from ._keys import params_key, value_key
 
 
@@ -12,7 +12,8 @@ def value_numbers(
 ) -> list[int]:
     """Number the results of a traced program, equal where they are computed alike from inputs that count as equal.
 
-    Calls are followed inside; other inner programs, such as the body of a loop, are compared as a whole.
+    Calls and conditionals are followed inside; other inner programs, such as the body of a loop,
+    are compared as a whole.
 
     Args:
         closed: The trace.
@@ -45,6 +46,14 @@ def _results(jaxpr: Jaxpr, consts: Sequence[Any], given: Sequence[int], table: d
         if program is not None:
             # Inside, so that a call and the same equations without one have the same numbers.
             env.update(zip(eqn.outvars, _results(program.jaxpr, program.consts, operands, table), strict=True))
+            continue
+        branches = branches_of(eqn)
+        if branches:
+            # Result by result: each is the same whatever else the branches compute.
+            choice, *inside = operands
+            results = [_results(each.jaxpr, each.consts, inside, table) for each in branches]
+            for var, *chosen in zip(eqn.outvars, *results, strict=True):
+                env[var] = _number(table, "cond", choice, *chosen)
             continue
         # All results of an equation from one number: how it is computed is looked up once, its results are told apart.
         computed = _number(table, eqn.primitive.name, params_key(eqn.primitive.name, eqn.params), tuple(operands))

@@ -58,7 +58,7 @@ def check_leafwise(trace: OptimizerTrace) -> None:
                 f"num_chunks > 1 divides the parameters, but got one whose result mixes {first} and {second}. Devices "
                 "do not see each other's gradients: remove the transformation that couples parameters; in place of "
                 "optax.clip_by_global_norm set gradient_clipping in the config, in place of optax.apply_if_finite "
-                "fp16 or bf16, in place of optax.MultiSteps gradient_accumulation_steps."
+                "fp16 or bf16."
             )
 
 

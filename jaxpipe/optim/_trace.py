@@ -1,6 +1,7 @@
 """An optimiser on a tree of parameters: its state, one update, and the trace of both."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Collection, Generator, Hashable
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,9 @@ import optax
 from jaxpipe._typing import Path, PyTree
 from jaxpipe.errors import ConfigError
 from jaxpipe.jaxpr import ClosedJaxpr, value_numbers
+from jaxpipe.layers import flatten_dict, join_path, unflatten_dict
+
+from ._optax import REJECTIONS
 
 
 @dataclass(frozen=True)
@@ -74,9 +78,11 @@ def trace_optimizer(optimizer: optax.GradientTransformation, tree: PyTree, *, is
         ConfigError: It asks for more than gradients, state and parameters, or fails with them; or it takes the whole
             model's tree only.
     """
-    with _refusing_parts() if is_part else contextlib.nullcontext():
+    # Where the model's tree is accepted it is no parameter by itself that a part is refused for.
+    refused = (lambda: None) if is_part else functools.partial(_refused_param, optimizer, tree)
+    with _refusing(*_ANY_PART, refused):
         init, state = jax.make_jaxpr(optimizer.init, return_shape=True)(tree)
-    with _refusing_parts() if is_part else _refusing_other_arguments():
+    with _refusing(*(_ANY_PART if is_part else _NOTHING_ELSE), refused):
         update = jax.make_jaxpr(lambda g, s, p: apply_update(optimizer, g, s, p))(tree, state, tree)
     return OptimizerTrace(init, update, leaf_paths(tree), leaf_paths(state))
 
@@ -94,7 +100,7 @@ def state_struct(optimizer: optax.GradientTransformation, tree: PyTree) -> PyTre
     Raises:
         ConfigError: The optimiser takes the whole model's tree only.
     """
-    with _refusing_parts():
+    with _refusing(*_ANY_PART):
         return jax.eval_shape(optimizer.init, tree)
 
 
@@ -127,32 +133,52 @@ def find_param(state_path: Path, known: Collection[Path]) -> tuple[int, int] | N
     return next(runs, None)
 
 
+_ANY_PART = (
+    "accept any part of the parameters, as each device updates its own",
+    "Give masks and labels as functions of a tree, not as trees. Of what fails where it has no "
+    "parameters, as optax.contrib.galore does, every stage must train some, and with ZeRO every "
+    "replica.",
+)
+_NOTHING_ELSE = (
+    "update parameters from gradients, state and parameters alone, as a step has nothing else",
+    # What a chain asks for stands in no signature: optax.chain takes any keyword.
+    "Remove the transformation that asks for more; in place of optax.contrib.reduce_on_plateau use "
+    "a learning-rate schedule, or set the learning rate between steps with PipelineEngine.set_lr; "
+    "in place of optax.lookahead, whose parameters are pairs, pass its fast optimizer.",
+)
+
+
 @contextlib.contextmanager
-def _refusing_parts() -> Generator[None]:
-    """Say of an optimiser that fails inside that it fails on a part of a model."""
+def _refusing(
+    rule: str, repair: str, find_refused: Callable[[], tuple[str, Any] | None] = lambda: None
+) -> Generator[None]:
+    """Say of an optimiser that fails inside which rule it breaks, or on which parameter."""
     try:
         yield
     except ConfigError:
         raise
-    except (LookupError, TypeError, ValueError) as error:
-        first = str(error).partition("\n")[0]
-        raise ConfigError(
-            "the optimizer must accept any part of the parameters, as each device updates its own, but got one that "
-            f"fails with {type(error).__name__}: {first}. Give masks and labels as functions of a tree, not as trees."
-        ) from error
+    except REJECTIONS as error:
+        if refused := find_refused():
+            rule = "take every parameter of the model"
+            repair = (
+                "It fails with {} of shape {} alone, and not with others: update that parameter by "
+                "another optimizer, as optax.multi_transform does, and give labels and masks as "
+                "functions of a tree."
+            ).format(*refused)
+        first = str(error).partition("\n")[0].removesuffix(".")
+        failure = f"{type(error).__name__}: {first}"
+        message = f"the optimizer must {rule}, but got one that fails with {failure}. {repair}"
+        raise ConfigError(message) from error
 
 
-@contextlib.contextmanager
-def _refusing_other_arguments() -> Generator[None]:
-    """Say of an optimiser whose update fails inside that it asks for arguments which a step does not have."""
-    try:
-        yield
-    except (TypeError, ValueError) as error:
-        # What a chain asks for stands in no signature, as optax.chain takes any keyword, so it is called to find out.
-        first = str(error).partition("\n")[0]
-        raise ConfigError(
-            "the optimizer must update parameters from gradients, state and parameters alone, as a step of a pipeline "
-            f"hands it nothing else, but got one that fails with {type(error).__name__}: {first}. Remove the "
-            "transformation that asks for more; in place of optax.contrib.reduce_on_plateau use a learning-rate "
-            "schedule, or set the learning rate between steps with PipelineEngine.set_lr."
-        ) from error
+def _refused_param(optimizer: optax.GradientTransformation, tree: PyTree) -> tuple[str, Any] | None:
+    """Path and shape of the first parameter that an optimiser fails on, unless it fails on all."""
+    leaves = flatten_dict(tree)
+    refused: list[tuple[str, Any]] = []
+    for path, leaf in leaves.items():
+        try:
+            trace = jax.make_jaxpr(lambda x: apply_update(optimizer, x, optimizer.init(x), x))
+            trace(unflatten_dict({path: leaf}))
+        except REJECTIONS:
+            refused.append((join_path(path), leaf.shape))
+    return refused[0] if 0 < len(refused) < len(leaves) else None

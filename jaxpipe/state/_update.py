@@ -62,19 +62,25 @@ class Updater:
         is_uniform = len(forms) == 1 or (
             len({tuple(names.values()) for names in trunks}) == 1 and is_uniform_over_stages(trace, trunks)
         )
-        others, trunk = {}, {}
+        others: dict[int, _Group] = {}
+        trunk: dict[int, _Group] = {}
         for form in forms:
             paths = params.trained_paths[sharding.stage_of(form)]
             trained = {name: paths[name] for name in shards.names(form) if name in paths}
             off_trunk = {name: path for name, path in trained.items() if name not in self._trunk_names}
-            others[form] = _Group(shards, form, off_trunk, optimizer, params.vocab_names)
+            of_trunk = {name: path for name, path in trained.items() if name not in off_trunk}
+            # Not every optimiser takes a tree without parameters. One of the two groups is always
+            # updated, if only for what the state holds beside parameters, such as a learning rate
+            # that is read from any shard.
+            of_others = optimizer if off_trunk or not of_trunk else _NOTHING
+            others[form] = _Group(shards, form, off_trunk, of_others, params.vocab_names)
             # Where trunks are treated alike the program of form 0 updates all of them.
             if form == 0 or not is_uniform:
-                of_trunk = {name: path for name, path in trained.items() if name not in off_trunk}
-                trunk[form] = _Group(shards, form, of_trunk, optimizer)
+                trunk[form] = _Group(shards, form, of_trunk, optimizer if of_trunk else _NOTHING)
         if is_apart:
             groups = (*trunk.values(), *others.values())
-            check_separable(optimizer, trace, params.trained, [group.paths.values() for group in groups])
+            parts = [group.paths.values() for group in groups if group.optimizer is optimizer]
+            check_separable(optimizer, trace, params.trained, parts)
         # By form the one whose program updates the group. The keys are part of the names of arrays in
         # checkpoints, also "own", which is what lies off the trunk.
         self._programs = {"trunk": [0] * len(forms) if is_uniform else list(forms), "own": list(forms)}
@@ -97,14 +103,14 @@ class Updater:
         return {name: layout.constrain(state[name]) for name, layout in self._layouts.items()}
 
     def leaves(self, form: int) -> Iterator[tuple[str, Layout, str, str, Path | None]]:
-        """Every leaf of a shard's optimiser state; first that of a group which holds parameters.
+        """Every leaf of a shard's optimiser state.
 
         Returns:
             `(group, its layout, name, label, path)`: the label is the leaf's path in the state of the whole model, the
             path that of the parameter it belongs to, if it belongs to one.
         """
         paths = self._params.trained_paths[self._sharding.stage_of(form)]
-        for group, groups in sorted(self._groups.items(), key=lambda item: not item[1][form].paths):
+        for group, groups in self._groups.items():
             for name, (label, path) in groups[form].labels(paths).items():
                 yield group, self._layouts[group], name, label, path
 
@@ -168,6 +174,9 @@ class Updater:
         return Storage(packed, {n: changed.get(n, old) for n, old in params.stacked.items()}), layout.pack(form, leaves)
 
 
+_NOTHING = optax.identity()  # for a group without parameters beside one that has some
+
+
 class _Group:
     """The optimiser on some parameters of one shard, as a tree with the model's paths.
 
@@ -188,7 +197,7 @@ class _Group:
         optimizer: optax.GradientTransformation,
         shared_names: Collection[str] = (),
     ) -> None:
-        self._layout, self._form, self.paths, self._optimizer = layout, form, paths, optimizer
+        self._layout, self._form, self.paths, self.optimizer = layout, form, paths, optimizer
         self.struct = unflatten_dict({path: layout.struct_of(form, name) for name, path in paths.items()})
         state = state_struct(optimizer, self.struct)
         leaves, self._treedef = jax.tree.flatten(state)
@@ -216,7 +225,7 @@ class _Group:
         return found
 
     def init(self, shard: Storage) -> dict[str, jax.Array]:
-        state = self._optimizer.init(self._tree(shard))
+        state = self.optimizer.init(self._tree(shard))
         return self.by_name(state)
 
     def by_name(self, state: PyTree) -> dict[str, jax.Array]:
@@ -229,7 +238,7 @@ class _Group:
         self, shard: Storage, grads: Storage, state: Mapping[str, jax.Array]
     ) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
         params = self._tree(shard)
-        new, opt_state = apply_update(self._optimizer, self._tree(grads), self.state(state), params)
+        new, opt_state = apply_update(self.optimizer, self._tree(grads), self.state(state), params)
         flat = flatten_dict(new) if self.paths else {}
         changed = {name: flat[path] for name, path in self.paths.items()}
         return changed, dict(zip(self.state_leaves, jax.tree.leaves(opt_state), strict=True))

@@ -311,15 +311,16 @@ def test_gradients_with_marks(names: tuple[str, ...], marked: tuple[int, ...]) -
     assert_close((grads, dx[0]), pullback(jnp.cos(wanted)))
 
 
-def test_dependence_follows_calls_and_scans() -> None:
+def test_dependence_follows_calls_scans_and_conditionals() -> None:
     def function(a: jax.Array, b: jax.Array, c: jax.Array) -> tuple[jax.Array, ...]:
         inner = jax.jit(lambda x, y: (x * 2.0, y + 1.0))(a, b)
         carried, stacked = jax.lax.scan(lambda carry, x: ((carry[1], carry[0]), x * 2.0), (b, c), jnp.ones(4) * a)
         chosen = jax.lax.cond(a > 0, lambda: b, lambda: c)
-        return *inner, *carried, stacked, chosen, jnp.zeros(3)
+        pair = jax.lax.cond(a > 0, lambda: (b, a, c), lambda: (b + 1.0, c, c + a))
+        return *inner, *carried, stacked, chosen, *pair, jnp.zeros(3)
 
     closed = jax.make_jaxpr(function)(1.0, 2.0, 3.0)
-    assert output_dependence(closed.jaxpr, [1, 2, 4]) == [1, 2, 6, 6, 1, 7, 0]
+    assert output_dependence(closed.jaxpr, [1, 2, 4]) == [1, 2, 6, 6, 1, 7, 3, 5, 5, 0]
 
 
 def test_rotary_by_split_keeps_the_product_and_no_float32_halves() -> None:

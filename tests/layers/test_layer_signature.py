@@ -200,6 +200,23 @@ def test_results_are_numbered_by_how_they_are_computed() -> None:
     assert same == {(1, 0), (7, 6)}
 
 
+def test_results_of_a_conditional_are_numbered_one_by_one() -> None:
+    def run(a: jax.Array, b: jax.Array, c: jax.Array) -> Any:
+        return jax.lax.cond(c[0, 0] > 0, lambda: (a + 1, b + 1, b, a), lambda: (a, b, b + 1, b))
+
+    numbers = value_numbers(jax.make_jaxpr(run)(X, X, X), ["x", "x", "other"])
+    assert numbers[0] == numbers[1]
+    assert len({*numbers}) == 3
+
+    def second(b: jax.Array, c: jax.Array) -> Any:
+        return jax.lax.cond(c[0, 0] > 0, lambda: b + 1, lambda: b)
+
+    table: dict[Any, int] = {}
+    first = value_numbers(jax.make_jaxpr(run)(X, X, X), ["a", "b", "c"], table)
+    assert value_numbers(jax.make_jaxpr(second)(X, X), ["b", "c"], table) == [first[1]]
+    assert value_numbers(jax.make_jaxpr(second)(X, X), ["b", "b"], table) != [first[1]]
+
+
 def test_results_of_two_programs_are_compared_through_calls() -> None:
     def both(a: jax.Array, b: jax.Array) -> Any:
         return a + 1, b * 2

@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from _covering import slow_after
+from _optimizers import refusing_empty_trees
 from _oracle import Case, cached_reference, sequential
 from _tolerances import assert_close
 
@@ -32,6 +33,13 @@ def in_late_layers(params: Any) -> Any:
 
 
 LEAFWISE = {
+    "conditional": optax.conditionally_mask(optax.lamb(1e-2), lambda step: step != 1),
+    "no empty trees": refusing_empty_trees(optax.lamb(1e-2)),
+    "novograd": optax.novograd(1e-2, weight_decay=0.1),
+    "passed through": optax.chain(
+        optax.conditionally_transform(optax.adam(1e-2), lambda step: step > 0), optax.sgd(0.1)
+    ),
+    "every second step": optax.MultiSteps(optax.adam(1e-2), 2).gradient_transformation(),
     "sgd": optax.sgd(0.1, momentum=0.9, nesterov=True),
     "adam": optax.adam(1e-2),
     "adamw masked by name": optax.adamw(1e-2, mask=lambda p: jax.tree.map(lambda label: label == "decay", by_path(p))),
@@ -50,6 +58,7 @@ COUPLING = {
     "chain": optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2)),
     "apply_if_finite": optax.apply_if_finite(optax.sgd(0.1), 3),
     "masked": optax.masked(optax.clip_by_global_norm(1.0), in_late_layers),
+    "in a branch": optax.conditionally_mask(optax.clip_by_global_norm(1.0), lambda step: step > 0),
 }
 
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from _optimizers import refusing_empty_trees
 from _stages import make_mesh, on_devices, struct
 
 from jaxpipe import LayerSpec, PipelineModule
@@ -66,10 +67,22 @@ def test_names_in_trunk_and_off_it() -> None:
     assert (params.tied, params.stacked_off_trunk, params.vocab_names) == ({}, (), ())
 
 
-@pytest.mark.parametrize("kind", ["replicated", "elements", "leaves"])
-def test_two_updates_are_those_of_the_whole_tree(kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "optimizer"),
+    [
+        pytest.param("replicated", ADAMW, id="replicated"),
+        pytest.param("elements", ADAMW, id="elements"),
+        pytest.param("leaves", ADAMW, id="leaves"),
+        pytest.param("elements", optax.conditionally_mask(ADAMW, lambda n: n > 0), id="masked"),
+        pytest.param("leaves", refusing_empty_trees(optax.lamb(0.1)), id="no empty trees"),
+    ],
+)
+def test_two_updates_are_those_of_the_whole_tree(
+    kind: str,
+    optimizer: optax.GradientTransformation,
+) -> None:
     sharding, tree = shardings()[kind], model().tree
-    updater = Updater(model().params, sharding, ADAMW)
+    updater = Updater(model().params, sharding, optimizer)
     grads = jax.tree.map(lambda x: jnp.cos(jnp.arange(x.size, dtype=x.dtype)).reshape(x.shape), tree)
 
     def device(params: Any, grads: Any) -> Any:
@@ -87,9 +100,9 @@ def test_two_updates_are_those_of_the_whole_tree(kind: str) -> None:
 
     @jax.jit
     def whole(params: Any) -> Any:
-        state = ADAMW.init(params)
+        state = optimizer.init(params)
         for _ in range(2):
-            updates, state = ADAMW.update(grads, state, params)
+            updates, state = optimizer.update(grads, state, params)
             params = optax.apply_updates(params, updates)
         return params
 
