@@ -29,7 +29,7 @@ class WarmupCosineLR(LRSchedule):
     Args:
         total_num_steps: Updates in the run.
         warmup_min_ratio: Ratio to start from.
-        warmup_num_steps: Length of the warm-up; 1 counts as 2.
+        warmup_num_steps: Length of the warm-up; 0 and 1 count as 2.
         cos_min_ratio: Ratio to end with.
         warmup_type: `"log"` or `"linear"`.
         last_batch_iteration: Iteration before the first update.
@@ -46,7 +46,7 @@ class WarmupCosineLR(LRSchedule):
 
     total_num_steps: int = required(integer(1))
     warmup_min_ratio: float = param(0.0, number(0.0))
-    warmup_num_steps: int = param(1000, integer(1))
+    warmup_num_steps: int = param(1000, integer(0))
     cos_min_ratio: float = param(0.0001, number(0.0))
     warmup_type: str = param("log", warmup_type_reader())
     last_batch_iteration: int = param(-1, integer(-1))

@@ -25,7 +25,7 @@ class WarmupDecayLR(LRSchedule):
             soon as the warm-up is over.
         warmup_min_lr: The rate to start from and to end with.
         warmup_max_lr: The rate to reach.
-        warmup_num_steps: Length of the warm-up; 1 counts as 2.
+        warmup_num_steps: Length of the warm-up; 0 and 1 count as 2.
         warmup_type: `"log"` or `"linear"`.
         last_batch_iteration: Iteration before the first update.
 
@@ -41,7 +41,7 @@ class WarmupDecayLR(LRSchedule):
     total_num_steps: int = required(integer(1))
     warmup_min_lr: float = param(0.0, number(0.0))
     warmup_max_lr: float = param(0.001, number(0.0))
-    warmup_num_steps: int = param(1000, integer(1))
+    warmup_num_steps: int = param(1000, integer(0))
     warmup_type: str = param("log", warmup_type_reader())
     last_batch_iteration: int = param(-1, integer(-1))
 

@@ -26,7 +26,7 @@ class WarmupLR(LRSchedule):
     Args:
         warmup_min_lr: The rate to start from.
         warmup_max_lr: The rate to reach; None: `lr`.
-        warmup_num_steps: Length of the warm-up; 1 counts as 2.
+        warmup_num_steps: Length of the warm-up; 0 and 1 count as 2.
         warmup_type: `"log"` or `"linear"`.
         last_batch_iteration: Iteration before the first update.
         lr: The optimiser's own rate.
@@ -42,7 +42,7 @@ class WarmupLR(LRSchedule):
 
     warmup_min_lr: float = param(0.0, number(0.0))
     warmup_max_lr: float | None = param(None, optional(number(0.0)))
-    warmup_num_steps: int = param(1000, integer(1))
+    warmup_num_steps: int = param(1000, integer(0))
     warmup_type: str = param("log", warmup_type_reader())
     last_batch_iteration: int = param(-1, integer(-1))
     lr: float | None = param(None, optional(number(0.0)), hidden=True)

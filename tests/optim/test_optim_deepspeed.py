@@ -43,15 +43,18 @@ SCHEDULES: list[tuple[str, dict[str, Any]]] = [
         for n, s in product([1, 7], [0, 1])
     ),
     ("WarmupLR", {}),
-    *(("WarmupLR", {"warmup_num_steps": n, "warmup_type": t}) for n, t in product([1, 4, 17], ["log", "linear"])),
+    *(
+        ("WarmupLR", {"warmup_num_steps": n, "warmup_type": rise})
+        for n, rise in product([0, 1, 4, 17], ["log", "linear"])
+    ),
     ("WarmupLR", {"warmup_min_lr": 0.01, "warmup_max_lr": 0.3, "warmup_num_steps": 9}),
     *(
         ("WarmupDecayLR", {"total_num_steps": total, "warmup_num_steps": n, "warmup_min_lr": 0.0001})
-        for total, n in product([2, 20, 100], [1, 9])
+        for total, n in product([2, 20, 100], [0, 9])
     ),
     *(
         ("WarmupCosineLR", {"total_num_steps": total, "warmup_num_steps": n, "warmup_min_ratio": 0.1})
-        for total, n in product([2, 20, 100], [1, 9])
+        for total, n in product([2, 20, 100], [0, 9])
     ),
     *(
         (

@@ -12,7 +12,7 @@ from jaxpipe.optim import LRRangeTest, LRSchedule, WarmupCosineLR, WarmupDecayLR
 
 NUM_UPDATES = 40
 NOT_A_NUMBER = ["0.1", None, True, [0.1], math.inf, math.nan, -0.5]
-NOT_A_COUNT = ["4", True, 2.5, [4], 0, -1, 2**31]
+NOT_A_COUNT = ["4", True, 2.5, [4], -1, 2**31]
 
 
 def _trace(schedule: LRSchedule, num_updates: int = NUM_UPDATES) -> list[float]:
@@ -27,7 +27,7 @@ def _assert_trace(actual: list[float], wanted: list[float]) -> None:
     np.testing.assert_allclose(actual, wanted, rtol=2e-6, atol=1e-6 * max(wanted))
 
 
-WARMUPS = list(product([1, 2, 3, 4, 17], ["log", "linear"], [0.0, 0.02], [-1, 0, 5]))
+WARMUPS = list(product([0, 1, 2, 3, 4, 17], ["log", "linear"], [0.0, 0.02], [-1, 0, 5]))
 
 
 @pytest.mark.parametrize(("steps", "warmup_type", "low", "last"), WARMUPS)
@@ -156,8 +156,10 @@ def test_wrong_numbers_are_refused_by_path(cls: type[LRSchedule], given: dict[st
 @pytest.mark.parametrize(("cls", "given"), CLASSES)
 def test_wrong_counts_are_refused_by_path(cls: type[LRSchedule], given: dict[str, Any]) -> None:
     for name in set(COUNTS) & set(cls.__dataclass_fields__):
-        for value in NOT_A_COUNT:
-            with pytest.raises(ConfigError, match=rf"scheduler\.params\.{name} must be an integer of at least 1 and"):
+        least = 0 if name == "warmup_num_steps" else 1
+        for value in [*NOT_A_COUNT, least - 1]:
+            match = rf"params\.{name} must be an integer of at least {least} and"
+            with pytest.raises(ConfigError, match=match):
                 cls(**{**given, name: value})
     with pytest.raises(ConfigError, match=r"last_batch_iteration=-2. Use for instance 1"):
         cls(**given, last_batch_iteration=-2)
