@@ -117,8 +117,9 @@ def read_section(cls: type[S], mapping: Mapping[object, object], path: str, erro
         cls: The section it holds.
         mapping: The object.
         path: Where it stands, for errors.
-        errors: Gets all that is wrong: keys that are unknown or refused, missing or given under two names, values of
-            the wrong type or out of range, and contradictions.
+        errors: Gets all that is wrong: keys that are unknown or refused, missing or given under two
+            names, values of the wrong type or out of range, unless the section has its switch at
+            false, and contradictions.
 
     Returns:
         The section, with the default in the place of each wrong value; None where a key without default is wrong.
@@ -126,15 +127,20 @@ def read_section(cls: type[S], mapping: Mapping[object, object], path: str, erro
     known = {item.name: item for item in fields(cls)}
     values: dict[str, Any] = {}
     off = _is_switched_off(cls, mapping)
+    # Of a section that says that it is off no value is used, so none is wrong. One that says
+    # nothing may be meant to be on.
+    says_off = mapping.get(cls.switch, True) is False
     for key, value in mapping.items():
         with errors.catch():
             name = cls.aliases.get(_checked_key(key, path), str(key))
             if name not in known:
-                _check_other_key(cls, name, value, path, errors, off=off)
+                if not (says_off and join(cls.path, name) in UNUSED):
+                    _check_other_key(cls, name, value, path, errors, off=off)
                 continue
             if name in values:
                 raise _given_twice(cls, mapping, name, path)
-            values[name] = _read_value(known[name], value, join(path, name if name == key else str(key)), errors)
+            found = Collector() if says_off and name != cls.switch else errors
+            values[name] = _read_value(known[name], value, join(path, str(key)), found)
     for name, item in known.items():
         if name not in values:
             values[name] = _default(item)

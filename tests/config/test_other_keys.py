@@ -1,6 +1,7 @@
 import copy
 import warnings
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -104,9 +105,26 @@ def test_a_section_that_is_off_has_no_effect() -> None:
     _quietly({"fp16": {"enabled": True, "loss_scale": 0, "hysteresis": 2}})
 
 
-def test_a_section_that_is_off_is_checked_all_the_same() -> None:
+SWITCHED = [name for name, value in vars(TrainConfig()).items() if getattr(value, "switch", None)]
+
+
+@pytest.mark.parametrize("section", SWITCHED)
+@pytest.mark.parametrize("wrong", [-1, [], {}, None])
+@pytest.mark.filterwarnings("ignore:.*no effect")
+def test_a_section_that_says_that_it_is_off_may_hold_any_value(section: str, wrong: object) -> None:
+    keys = [item.name for item in fields(getattr(TrainConfig(), section))]
+    keys += [path.partition(".")[2] for path in READERS if path.startswith(f"{section}.")]
+    given = {**dict.fromkeys(keys, wrong), "enabled": False}
+    assert not getattr(load_config({section: given}), section).enabled
+    with pytest.raises(ConfigError, match=rf"{section}\.\w+ must be"):
+        load_config({section: {**dict.fromkeys(keys, []), "enabled": True}})
+
+
+def test_keys_of_a_section_that_is_off_are_checked_all_the_same() -> None:
+    with pytest.raises(ConfigError, match=r"^fp16.enabled must be true or false, but got .*=0"):
+        load_config({"fp16": {"enabled": 0}})
     with pytest.raises(ConfigError, match=r"^fp16.loss_scale must be .*=-1. Use"):
-        load_config({"fp16": {"enabled": False, "loss_scale": -1}})
+        load_config({"fp16": {"loss_scale": -1}})
     with pytest.raises(ConfigError, match=r"^fp16.los_scale is not a known key. Did you mean fp16.loss_scale"):
         load_config({"fp16": {"enabled": False, "los_scale": 0}})
     with pytest.raises(ConfigError, match=r"^fp16.clip must not be set: .*=1.0. Use gradient_clipping"):
