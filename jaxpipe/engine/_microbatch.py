@@ -12,7 +12,7 @@ import numpy as np
 from jaxpipe._typing import PyTree
 from jaxpipe.data import Batch
 from jaxpipe.errors import PipelineError
-from jaxpipe.executor import GradientMetrics, Metrics, ReportedMetrics, collections_after, loss_divisor
+from jaxpipe.executor import Metrics, PartialMetrics, ReportedMetrics, collections_after, loss_divisor
 from jaxpipe.pipeline import Pipeline
 from jaxpipe.state import TrainState
 
@@ -44,7 +44,7 @@ class GradientAccumulator:
 
     @classmethod
     def of_microbatch(
-        cls, metrics: GradientMetrics, gradients: PyTree, loss_metrics: Collection[str]
+        cls, metrics: PartialMetrics, gradients: PyTree, loss_metrics: Collection[str]
     ) -> "GradientAccumulator":
         """The sums over one microbatch, from what `Pipeline.partial_gradients` returns."""
         weight = metrics["weight"]
@@ -66,7 +66,7 @@ class GradientAccumulator:
         """The sums over the microbatches of both; this one is donated."""
         return jax.tree.map(jnp.add, self, other)
 
-    def mean(self) -> tuple[GradientMetrics, PyTree]:
+    def mean(self) -> tuple[PartialMetrics, PyTree]:
         """Metrics and gradients of the step, as those of a whole batch."""
         divisor = loss_divisor(self.weight)
         # Gradients were divided by the number of microbatches, as if they weighed alike.

@@ -15,6 +15,7 @@ from ._loss import loss_divisor as loss_divisor
 from ._metrics import EvaluationMetrics as EvaluationMetrics
 from ._metrics import GradientMetrics as GradientMetrics
 from ._metrics import Metrics as Metrics
+from ._metrics import PartialMetrics as PartialMetrics
 from ._metrics import ReportedMetrics as ReportedMetrics
 from ._metrics import UpdateMetrics as UpdateMetrics
 from ._plan import Plan as Plan

@@ -18,8 +18,8 @@ class ReportedMetrics(TypedDict, total=False):
     metrics: dict[str, jax.Array]
 
 
-class GradientMetrics(ReportedMetrics):
-    """Metrics of a batch that was differentiated.
+class PartialMetrics(ReportedMetrics):
+    """Metrics of a batch, or a part of one, that was differentiated.
 
     Attributes:
         loss: The loss of the batch, what layers add to it included.
@@ -28,6 +28,16 @@ class GradientMetrics(ReportedMetrics):
 
     loss: jax.Array
     weight: jax.Array
+
+
+class GradientMetrics(PartialMetrics):
+    """Metrics of a whole batch that was differentiated.
+
+    Attributes:
+        grad_norm: Global norm of the gradient before clipping.
+    """
+
+    grad_norm: jax.Array
 
 
 class UpdateMetrics(TypedDict):

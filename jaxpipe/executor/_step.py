@@ -31,7 +31,7 @@ from ._batch import DeviceBatch
 from ._buffers import select
 from ._evaluate import EvaluateLoop, Measure
 from ._loss import Objective, gather_values, loss_divisor
-from ._metrics import EvaluationMetrics, GradientMetrics, Metrics, UpdateMetrics
+from ._metrics import EvaluationMetrics, GradientMetrics, Metrics, PartialMetrics, UpdateMetrics
 from ._stage import Stage, Weights
 from ._tick_loop import Device, LossCotangents
 from ._train import TrainLoop
@@ -87,12 +87,16 @@ class DevicePrograms:
 
     def gradients(self, state: TrainState, batch: Batch) -> tuple[GradientMetrics, PyTree, PyTree]:
         """Metrics, mean gradients in the form of the trained parameters, and the collections after the batch."""
-        return self.partial_gradients(state, batch, 0, 1)
+        partial, grads, collections = self._gradients(state, batch)
+        # As `update` finds it: of scaled gradients, and then divided.
+        norm = global_norm(self._tied, self._sharding, self._form(), grads)
+        metrics: GradientMetrics = {**partial, "grad_norm": norm / self._loss_scale(state)}
+        return metrics, _expand(self._unscale(state, grads)), _expand(collections)
 
     def partial_gradients(
         self, state: TrainState, batch: Batch, first: jax.Array | int, num_parts: jax.Array | int
-    ) -> tuple[GradientMetrics, PyTree, PyTree]:
-        """The same for one of `num_parts` parts of a step, which begins with microbatch `first`.
+    ) -> tuple[PartialMetrics, PyTree, PyTree]:
+        """The same without the norm for one of `num_parts` parts of a step, from microbatch `first` on.
 
         Gradients are those of the part's mean loss over `num_parts`, which is its share of the mean of all parts.
         """
@@ -163,7 +167,7 @@ class DevicePrograms:
 
     def _gradients(
         self, state: TrainState, batch: Batch, first: jax.Array | int = 0, num_parts: jax.Array | int = 1
-    ) -> tuple[GradientMetrics, PyTree, PyTree]:
+    ) -> tuple[PartialMetrics, PyTree, PyTree]:
         """Metrics, gradients of the row times the loss scale, and collections."""
         device_batch = self._batch(state, batch, first)
         weight = self._objective.divisor(device_batch.labels, self._train.program.num_microbatches)
@@ -185,7 +189,7 @@ class DevicePrograms:
         reported = gather_values(sums.all_reported, self._stage.aux_names, self._objective.num_terms)
         # Zero on all stages but the last, so that the sum over them is a broadcast.
         loss, of_loss = self._objective.named(sum_over(sums.loss, ("stage", "data")) / divisor)
-        metrics: GradientMetrics = {"loss": sum(reported["losses"].values(), loss), "weight": weight}
+        metrics: PartialMetrics = {"loss": sum(reported["losses"].values(), loss), "weight": weight}
         if reported["losses"]:
             metrics["losses"] = reported["losses"]
         if reported["metrics"] or of_loss:

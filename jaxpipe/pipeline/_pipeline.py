@@ -23,6 +23,7 @@ from jaxpipe.executor import (
     GradientMetrics,
     Metrics,
     Objective,
+    PartialMetrics,
     Stage,
     TrainLoop,
     UpdateMetrics,
@@ -161,11 +162,12 @@ class Pipeline:
             with a loss scale also `metrics["loss_scale"]` and `metrics["overflow"]`.
         gradients: `gradients(state, batch) -> (metrics, storage, collections)`, jitted: mean gradients in the form of
             `state.params`, without what is frozen, which `params_tree` turns into the model's tree, and the
-            collections after the batch.
+            collections after the batch. `metrics["grad_norm"]` is as in `step`, and
             `metrics["weight"]` is what the losses of the batch were divided by: their number, or the sum of weights.
-        partial_gradients: `partial_gradients(state, batch, first, num_parts)`, the same for one of `num_parts` parts of
-            a step, which begins with microbatch `first` of the step and is keyed so. Its gradients are the part's share
-            of those of the mean over all parts: already divided by `num_parts`.
+        partial_gradients: `partial_gradients(state, batch, first, num_parts)`, the same without the
+            norm for one of `num_parts` parts of a step, which begins with microbatch `first` of the
+            step and is keyed so. Its gradients are the part's share of those of the mean over all
+            parts: already divided by `num_parts`.
         update: `update(state, storage) -> (state, metrics)`, jitted: clips and applies such gradients.
         evaluate: `evaluate(state, batch) -> metrics`, jitted, forward only: `metrics["loss"]`, and
             `metrics["microbatch_losses"]` of shape `[num_microbatches]`, and `metrics["metrics"]`, what `loss_fn`
@@ -194,7 +196,7 @@ class Pipeline:
 
     step: Compiled[[TrainState, _BatchLike], tuple[TrainState, Metrics]]
     gradients: Compiled[[TrainState, _BatchLike], tuple[GradientMetrics, Storage, Storage]]
-    partial_gradients: Compiled[[TrainState, _BatchLike, jax.Array, np.int32], tuple[GradientMetrics, Storage, Storage]]
+    partial_gradients: Compiled[[TrainState, _BatchLike, jax.Array, np.int32], tuple[PartialMetrics, Storage, Storage]]
     update: Compiled[[TrainState, Storage], tuple[TrainState, UpdateMetrics]]
     evaluate: Compiled[[TrainState, _BatchLike], EvaluationMetrics]
     predict: Compiled[[TrainState, _BatchLike], PyTree]

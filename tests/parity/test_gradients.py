@@ -4,11 +4,12 @@ from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from _covering import Chosen, covering, first_values_then_pairs, slow_after
 from _models import BLOCKS, MODELS
 from _oracle import SCHEDULES, Case, block_of, cached_reference, sequential
-from _tolerances import assert_close, assert_loss
+from _tolerances import GRADIENT, assert_close, assert_loss
 
 from jaxpipe import microbatch_key
 
@@ -47,6 +48,7 @@ def check(case: Case) -> None:
     loss, wanted = cached_reference(case.model, case.microbatches, case.data)
     assert_loss(metrics["loss"], loss)
     assert_close(pipeline.params_tree(gradients), wanted)
+    assert_loss(metrics["grad_norm"], optax.tree.norm(wanted), tolerance=GRADIENT)
 
 
 LAYOUTS = {
