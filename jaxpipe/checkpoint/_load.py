@@ -207,7 +207,10 @@ def _compare_optimizer(
             f"{checkpoint.path} must hold the state of the optimizer in use, but got {found.describe(stored, wanted)}."
         )
         if strict:
-            raise CheckpointError(f"{text} Use the same optimizer, or begin its state anew with {argument}=False.")
+            fits = "take what fits of it with load_module_strict=False, or " if found.fitting else ""
+            raise CheckpointError(
+                f"{text} Use the same optimizer, or {fits}begin its state anew with {argument}=False."
+            )
         warnings.warn(f"{text} What fits is loaded; {argument}=False loads none of it.", stacklevel=8)
     return found.fitting
 

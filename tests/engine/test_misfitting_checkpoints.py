@@ -153,6 +153,21 @@ def test_another_optimizer(adam: Run) -> None:
     assert engine.global_steps == 3
 
 
+def test_training_less_than_before(adam: Run) -> None:
+    """The refusal names the argument with which the moments of what is trained are kept."""
+    engine = build(dense(3, 1, trainable="1_Dense"))
+    with pytest.raises(
+        CheckpointError,
+        match=r"unexpected: inner_state/0/mu/layers/0_Dense, .*what fits of it with load_module_strict=F",
+    ):
+        engine.load_checkpoint(adam.folder)
+    with pytest.warns(UserWarning, match=r"unexpected: inner_state/0/mu/layers/0_Dense, .*What fits is loaded"):
+        engine.load_checkpoint(adam.folder, load_module_strict=False)
+    found = leaves(engine)
+    assert_same(found, adam.late.leaves, found)
+    assert any(key.startswith("opt_state/") and "1_Dense" in key and found[key].any() for key in found)
+
+
 def test_without_an_optimizer(adam: Run, tmp_path: Path) -> None:
     engine = build(dense(3, 1), optimizer=None)
     engine.load_checkpoint(adam.folder)
