@@ -344,6 +344,23 @@ class SplitEmbed(nn.Module):
         return nn.Dropout(self.rate, deterministic=not train)(x)
 
 
+def to_dtypes(x: jax.Array) -> dict[str, jax.Array]:
+    return {"narrow": x.astype(jnp.float16), "wide": x}
+
+
+def take_wide(x: dict[str, jax.Array]) -> jax.Array:
+    return x["wide"]
+
+
+class Cast(nn.Module):
+    """Takes and hands over leaves of several dtypes."""
+
+    @nn.compact
+    def __call__(self, x: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        y = x["wide"] + nn.tanh(nn.Dense(DIM)(x["wide"] + 0.0 * x["narrow"].astype(jnp.float32)))
+        return {"narrow": y.astype(jnp.float16), "wide": y}
+
+
 class SplitHead(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -371,6 +388,13 @@ def split_tied(*, split: bool = True) -> list[Any]:
     return [table(), lambda x: x * 2.0, *specs(Block), nn.LayerNorm(), table(forward_fn=VocabEmbed.attend)]
 
 
+def split_shared() -> list[Any]:
+    def shared() -> TiedLayerSpec:
+        return TiedLayerSpec("shared", nn.Dense, DIM, kernel_init=nn.initializers.orthogonal(0.5))
+
+    return [nn.Embed(ROWS, DIM), shared(), *specs(Block), shared(), VocabHead(ROWS)]
+
+
 SPLIT_MODELS = {
     "split": Model(
         lambda: [SplitEmbed(), *[LayerSpec(Block, 0.2) for _ in range(BLOCKS)], LayerSpec(SplitHead)],
@@ -386,6 +410,23 @@ SPLIT_MODELS = {
     "split_last": Model(
         lambda: [nn.Embed(ROWS, DIM), *specs(Block), nn.LayerNorm(), VocabHead(ROWS)], split_loss, split_text
     ),
+    "split_narrow": Model(
+        lambda: [VocabEmbed(ROWS, 3), Widen(DIM), *specs(Block), nn.Dense(ROWS)],
+        split_loss,
+        split_text,
+    ),
+    "split_shapes": Model(
+        lambda: [VocabEmbed(ROWS, DIM), Widen(6), jnp.tanh, nn.Dense(ROWS)],
+        split_loss,
+        split_text,
+        has_trunk=False,
+    ),
+    "split_dtypes": Model(
+        lambda: [VocabEmbed(ROWS, DIM), to_dtypes, *specs(Cast), take_wide, VocabHead(ROWS)],
+        split_loss,
+        split_text,
+    ),
+    "split_shared": Model(split_shared, split_loss, split_text),
 }
 """Models whose embedding or head is split over the stages."""
 

@@ -27,9 +27,11 @@ class Prologue:
 
     Args:
         blueprint: The model, cut.
-        arriving: Common form of what virtual stages hand over; member v is the output of virtual stage v. One member
-            more is the input of the first, where that has a gradient.
-        leaving: Common form of the prologues' outputs; member v belongs to virtual stage v.
+        arriving: Common form of what virtual stages hand over; member v is that of virtual stage v.
+        leaving: Common form of the prologues' outputs; member v belongs to virtual stage v. Without
+            a trunk it is `arriving`.
+        gradients: Members of the common form of gradients: those of what virtual stages hand over,
+            and one more, that of the input of the first, where it has a gradient.
         split: Make the split backward too.
 
     Attributes:
@@ -43,11 +45,19 @@ class Prologue:
             some, its input has no gradient, and its output has the form of what travels.
     """
 
-    def __init__(self, blueprint: Blueprint, arriving: Packing, leaving: Packing, *, split: bool) -> None:
+    def __init__(
+        self,
+        blueprint: Blueprint,
+        arriving: Packing,
+        leaving: Packing,
+        gradients: Sequence[PyTree],
+        *,
+        split: bool,
+    ) -> None:
         self._blueprint, self._arriving, self._leaving = blueprint, arriving, leaving
         cuts, boundaries = blueprint.cuts, blueprint.trace.boundaries
         # The first virtual stage's input has a gradient only where vocabulary-parallel layers come before it.
-        self._before_first = len(cuts) if len(arriving.structs) > len(cuts) else None
+        self._before_first = len(cuts) if len(gradients) > len(cuts) else None
         segments = [Segment(blueprint, v, [cut.prologue for cut in cuts], split=split) for v in range(len(cuts))]
         self.aux, self.num_reported = [segment.aux for segment in segments], segments[0].num_reported
         self._programs: list[Segment] = []
@@ -68,9 +78,10 @@ class Prologue:
         self._residuals = Packing([program.residuals.structs for program in self._programs])
         self._pending = Packing([program.pending for program in self._programs])
         self.residuals, self.pending = self._residuals.struct, self._pending.struct
-        self._gradients = Packing([differentiable(struct) for struct in arriving.structs])
-        self._outgoing = Packing([differentiable(struct) for struct in leaving.structs[: len(cuts)]])
-        inputs = Packing([boundaries[cuts[0].prologue.start], *arriving.structs[: len(cuts)]])
+        self._gradients = self._outgoing = Packing(gradients)
+        if leaving is not arriving:
+            self._outgoing = Packing([differentiable(struct) for struct in leaving.structs])
+        inputs = Packing([boundaries[cuts[0].prologue.start], *arriving.structs])
         self.has_apart = (
             len(cuts) > 1
             and [number for number, program in enumerate(self._programs) if program.names] == self._program_of[:1]

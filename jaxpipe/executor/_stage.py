@@ -53,8 +53,8 @@ class Stage:
     """Forward, loss and backward of a model's virtual stages, the same program on every device.
 
     Activations and gradients travel in common form (`activations`, `gradients`): member v is the output of virtual
-    stage v; of the last one it is the epilogue's input. One member more is the first one's input, where
-    vocabulary-parallel layers come before it.
+    stage v; of the last one it is the epilogue's input. Gradients have one member more, that of
+    the first one's input, where vocabulary-parallel layers come before it.
 
     Args:
         module: The model.
@@ -90,10 +90,11 @@ class Stage:
         )
         self.collections = ModelCollections(module.layers, trace, self.cuts, placement)
         stops = [*boundaries[1:-1], self.cuts[-1].epilogue.start]
+        num_outputs = len(stops)
         if self.ends.first:
             stops.append(self.ends.first.stop)
         outputs, specs = [trace.boundaries[stop] for stop in stops], boundary_specs(module, trace, stops)
-        self.activations = Packing(outputs, specs)
+        self.activations = Packing(outputs[:num_outputs], specs[:num_outputs])
         self.gradients = Packing([differentiable(x) for x in outputs], list(map(_differentiable_specs, outputs, specs)))
         context = (jax.eval_shape(lambda: jax.random.key(0)), dict(trace.side))
         blueprint = Blueprint(
@@ -117,7 +118,8 @@ class Stage:
         leaving = self.activations
         if not self.trunk.is_empty:
             leaving = Packing([trace.boundaries[start] for start in starts], boundary_specs(module, trace, starts))
-        self.prologue = Prologue(blueprint, self.activations, leaving, split=split)
+        gradients = self.gradients.structs
+        self.prologue = Prologue(blueprint, self.activations, leaving, gradients, split=split)
         self.epilogue = Epilogue(blueprint)
         self.vocab_input = VocabInput(blueprint, self.ends.first) if self.ends.first else None
         self.vocab_loss = VocabLoss(blueprint, self.ends.last) if self.ends.last else None
@@ -197,6 +199,9 @@ class Stage:
             zero.
         """
         of_prologue, of_trunk = residuals
+        if not (self.trunk.is_empty or self.gradients.is_identity):
+            # Only the input of the first one is of another form: outputs of trunks are alike.
+            gradient = self.gradients.unpack(0, gradient)
         trunk, gradient, trunk_pending = self.trunk.backward(
             at, weights.trunk, of_trunk, gradient, reported_cotangent, split=split
         )
