@@ -62,7 +62,7 @@ def route(gates: jax.Array, room: int) -> tuple[jax.Array, jax.Array]:
     turns = jnp.cumsum(queue, axis=1).reshape(batch, CHOICES, length, EXPERTS).swapaxes(1, 2)
     turn = jnp.sum(turns * choices, axis=-1) - 1  # [batch, time, CHOICES]
     weights = best / best.sum(-1, keepdims=True)
-    slots = jax.nn.one_hot(turn, room)  # zeros beyond the last slot
+    slots = jax.nn.one_hot(turn, room, dtype=gates.dtype)  # zeros beyond the last slot
     return jnp.einsum("btc,btce,btcr->bter", weights, choices, slots), jnp.mean(turn >= room)
 
 

@@ -44,14 +44,16 @@ def read_dtype(value: object, path: str) -> Dtype | None:
 
 @dataclass(frozen=True)
 class FP16Section(Section):
-    """The section `fp16`: computing in float16 with a scaled loss.
+    """The section `fp16`: parameters in float16, and a scaled loss.
 
-    Weights stay float32 between steps. The dynamic scale is halved by an overflow and doubled after a window without
-    one; a step that overflows is skipped.
+    Layers get their parameters in float16. Inputs, side inputs and what layers return stay as they
+    are. Between steps parameters are float32. The dynamic scale is halved by an overflow and
+    doubled after a window without one; a step that overflows is skipped.
 
     Attributes:
-        enabled: Whether to compute in float16.
-        auto_cast: Without effect: inputs are always cast to the dtype that is computed in.
+        enabled: Whether layers get their parameters in float16.
+        auto_cast: Whether the first layer gets floating-point inputs in float16 too; side inputs
+            stay.
         loss_scale: Constant scale of the loss; 0 adapts it.
         initial_scale_power: The adapted scale starts at two to this power.
         loss_scale_window: Steps without overflow after which the scale doubles.
@@ -78,12 +80,13 @@ class FP16Section(Section):
 
 @dataclass(frozen=True)
 class BF16Section(Section):
-    """The section `bf16`, in older files `bfloat16`: computing in bfloat16.
+    """The section `bf16`, in older files `bfloat16`: parameters in bfloat16.
 
-    Weights stay float32 between steps.
+    Layers get their parameters in bfloat16. Inputs, side inputs and what layers return stay as they
+    are. Between steps parameters are float32.
 
     Attributes:
-        enabled: Whether to compute in bfloat16.
+        enabled: Whether layers get their parameters in bfloat16.
         immediate_grad_update: Without effect: gradients are always added up as they are made.
         check_grad_overflow: Whether a step whose gradients are not finite is skipped.
 

@@ -176,7 +176,7 @@ class TrainConfig(Section):
 
     @property
     def compute_dtype(self) -> Dtype:
-        """The dtype that layers compute in, and that crosses from stage to stage."""
+        """The dtype in which layers get their parameters."""
         if self.fp16.enabled:
             return "float16"
         return "bfloat16" if self.bf16.enabled else "float32"

@@ -76,7 +76,7 @@ class Stage:
         self.placement = placement = plan.program.placement
         self._grad_dtype = plan.config.data_types.grad_accum_dtype
         self.last = len(placement.locations) - 1
-        self.compute_dtype = dtype = module.compute_dtype
+        self.cast_inputs = module.cast_inputs
         cuts = cut_stages(plan.signatures, boundaries)
         self.ends, self.cuts = find_vocab_layers(module.layers, trace, cuts, module.num_stages)
         self.params = ModelParams(
@@ -84,7 +84,7 @@ class Stage:
             self.cuts,
             placement,
             self.ends,
-            dtype=dtype,
+            dtype=module.compute_dtype,
             grad_dtype=self._grad_dtype,
             gather=section.gather_weights == "step",
         )

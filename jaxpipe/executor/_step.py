@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxpipe._typing import PyTree
 from jaxpipe.config import TrainConfig
 from jaxpipe.data import Batch
-from jaxpipe.layers import as_arrays, cast_floats
+from jaxpipe.layers import as_arrays
 from jaxpipe.optim import LossScaler
 from jaxpipe.state import (
     Storage,
@@ -146,10 +146,9 @@ class DevicePrograms:
 
     def _batch(self, state: TrainState, batch: Batch, first: jax.Array | int = 0) -> DeviceBatch:
         batch = as_arrays(batch)
-        # Labels stay as they are: losses are computed in float32, and targets may need more digits than bfloat16 has.
-        inputs, side = cast_floats((batch.inputs, batch.side), self._stage.compute_dtype)
+        batch = batch._replace(inputs=self._stage.cast_inputs(batch.inputs))
         replica = jax.lax.axis_index("data")
-        return DeviceBatch(Batch(inputs, batch.labels, side), self._shard_dims, state.rng, state.step, replica, first)
+        return DeviceBatch(batch, self._shard_dims, state.rng, state.step, replica, first)
 
     def _device(self, state: TrainState, batch: DeviceBatch, cotangents: LossCotangents) -> Device:
         stage = jax.lax.axis_index("stage")

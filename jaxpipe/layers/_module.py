@@ -34,6 +34,7 @@ _SETTINGS = (
     "activation_checkpoint_func",
     "checkpointable_layers",
     "compute_dtype",
+    "auto_cast",
     "sharding_rules",
     "trainable",
 )
@@ -76,9 +77,13 @@ class PipelineModule(SequentialModel, DeepSpeedNames):
             every group is.
         dynamic_shape: Either value: shapes may change from one batch to the next, for which a program each is compiled,
             and the microbatches of a batch have one shape.
-        compute_dtype: What floating-point parameters, inputs and what flows between layers are cast to, such as
-            `"bfloat16"`; the last layer's output goes to `loss_fn` in float32. None casts nothing. An engine sets it
-            from the config's `bf16` and `fp16`.
+        compute_dtype: What floating-point parameters are cast to, such as `"bfloat16"`; None casts
+            nothing. Inputs, side inputs and what layers return stay as they are: a layer computes
+            in the dtype that it names, or in what its parameters and inputs promote to. The last
+            layer's output goes to `loss_fn` in float32. An engine sets it from the config's `bf16`
+            and `fp16`.
+        auto_cast: Whether the first layer gets floating-point inputs in `compute_dtype` too; side
+            inputs stay. An engine sets it from the config's `fp16.auto_cast`.
         sharding_rules: What logical names in partition metadata and logical constraints stand for, in Flax's format:
             pairs of a name and a mesh axis, a tuple of axes or None, such as `(("mlp", "model"), ("embed", None))`;
             the first that fits wins. The axes `stage` and `data` count as None: over these the pipeline places weights
@@ -126,6 +131,7 @@ class PipelineModule(SequentialModel, DeepSpeedNames):
         dynamic_shape: bool = False,
         *,
         compute_dtype: Any = None,
+        auto_cast: bool = False,
         sharding_rules: Sequence[tuple[str, str | tuple[str, ...] | None]] | None = None,
         trainable: Trainable | None = None,
     ) -> None:
@@ -152,6 +158,7 @@ class PipelineModule(SequentialModel, DeepSpeedNames):
             activation_checkpoint_func=activation_checkpoint_func,
             checkpointable_layers=checkpointable_layers,
             compute_dtype=compute_dtype,
+            auto_cast=auto_cast,
             sharding_rules=sharding_rules,
             trainable=trainable,
         )
@@ -204,6 +211,7 @@ class PipelineModule(SequentialModel, DeepSpeedNames):
         activation_checkpoint_func: Any,
         checkpointable_layers: Any,
         compute_dtype: Any,
+        auto_cast: bool,
         sharding_rules: Any,
         trainable: Any,
     ) -> None:
@@ -212,6 +220,7 @@ class PipelineModule(SequentialModel, DeepSpeedNames):
         self.seed_fn: Callable[[int], jax.Array] = checked_callable("seed_fn", seed_fn) or jax.random.key
         self.base_seed = base_seed
         self.compute_dtype: Any = checked_dtype(compute_dtype)
+        self.auto_cast = auto_cast
         self.sharding_rules = checked_rules(sharding_rules)
         self.trainable: Trainable | None = checked_trainable(trainable)
         self.partition_method = partition_method

@@ -1,11 +1,13 @@
-"""Mixed precision: floating-point leaves in another dtype, the rest as it is."""
+"""Mixed precision: parameters in another dtype; what flows between layers as the layers make it."""
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr
 
 from jaxpipe._typing import PyTree
+from jaxpipe.jaxpr import all_equations, primitives
 
 
 def cast_floats(tree: PyTree, dtype: Any) -> PyTree:
@@ -34,14 +36,29 @@ def cast_floats(tree: PyTree, dtype: Any) -> PyTree:
 def init_inputs(tree: PyTree, compute_dtype: Any) -> PyTree:
     """Inputs that a layer is initialised with: its own, no narrower than the float32 that parameters are made in.
 
-    In a run a layer gets inputs and parameters of one dtype. Its parameters are made before they are cast, so narrow
-    inputs beside them would be a mixture that no run has, and that loops refuse whose carry changes its dtype.
+    Its parameters are made before they are cast. Narrow inputs beside them would be a mixture that
+    no run has, and that loops refuse whose carry changes its dtype.
 
     Args:
-        tree: The inputs in a run, or their shapes and dtypes.
-        compute_dtype: What the run casts them to; None: it casts nothing, and they stay as they are.
+        tree: Shapes and dtypes of the inputs in a run.
+        compute_dtype: What the run casts parameters to; None: nothing is cast, inputs stay too.
 
     Returns:
         A tree of the same structure.
     """
-    return tree if compute_dtype is None else cast_floats(tree, jnp.promote_types(compute_dtype, jnp.float32))
+    if compute_dtype is None:
+        return tree
+    return jax.tree.map(lambda x: cast_floats(x, jnp.float32) if x.dtype.itemsize < 4 else x, tree)
+
+
+def is_wider(tree: PyTree, dtype: Any) -> bool:
+    """True if a floating-point leaf is wider than `dtype`."""
+    floats = [x.dtype for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.floating)]
+    return any(each.itemsize > jnp.dtype(dtype).itemsize for each in floats)
+
+
+def multiplies_wider(program: ClosedJaxpr, dtype: Any) -> bool:
+    """True if there are products, all of them of floating-point numbers wider than `dtype`."""
+    eqns, products = all_equations(program.jaxpr.eqns), primitives.PLAIN_PRODUCTS
+    factors = [[x.aval for x in eqn.invars[:2]] for eqn in eqns if eqn.primitive.name in products]
+    return bool(factors) and all(is_wider(pair, dtype) for pair in factors)

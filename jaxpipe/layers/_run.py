@@ -9,7 +9,6 @@ import jax
 from jaxpipe._typing import PyTree
 
 from ._build import NamedLayer
-from ._precision import cast_floats
 from ._protocol import layer_rngs
 from ._remat import chain
 from ._sharding import Rules, rules_in_force
@@ -28,8 +27,6 @@ def compose_layers(  # noqa: PLR0913  # one setting each
     *,
     train: bool,
     offset: jax.Array | int,
-    last: int,
-    compute_dtype: Any,
     interval: int,
     remat: Callable[..., Any],
     checkpointable: Collection[str] | None = None,
@@ -43,8 +40,6 @@ def compose_layers(  # noqa: PLR0913  # one setting each
         views: Their parameters, with the paths inside each layer.
         train: Whether layers behave as in training.
         offset: Added to the indices wherever randomness is keyed by layer.
-        last: Index of the model's last layer, whose output keeps its dtype.
-        compute_dtype: What floating-point outputs of the other layers are cast to; None casts nothing.
         interval: Layers per recomputed group in training; 0 recomputes nothing.
         remat: What wraps a group.
         checkpointable: Names of the classes whose layers may be in a recomputed group; None: all.
@@ -65,10 +60,7 @@ def compose_layers(  # noqa: PLR0913  # one setting each
             with jax.named_scope(label):
                 rngs = None if key is None else layer_rngs(jax.random.fold_in(key, named.index + offset))
                 outputs, collections, aux = named.layer.apply(view, collections, x, rngs=rngs, train=train, side=side)
-                outputs = as_arrays(outputs)
-                if named.index != last:
-                    outputs = cast_floats(outputs, compute_dtype)
-            return outputs, (*extras, (as_arrays(collections), aux))
+            return as_arrays(outputs), (*extras, (as_arrays(collections), aux))
 
         names = [named.name for named in layers] if labels is None else labels
         calls = [functools.partial(call, *each) for each in zip(layers, names, views, collections, strict=True)]

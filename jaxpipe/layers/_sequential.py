@@ -37,6 +37,7 @@ class SequentialModel:
     activation_checkpoint_func: Callable[..., Any] | None
     checkpointable_layers: tuple[str, ...] | None
     compute_dtype: Any
+    auto_cast: bool
     sharding_rules: Rules
     trainable: Trainable | None
     automatic_axes: tuple[str, ...]
@@ -60,7 +61,7 @@ class SequentialModel:
         check_jax()
         trace = trace_layers(
             self.layers,
-            inputs,
+            self.cast_inputs(struct_of(inputs)),
             side,
             one_device_mesh(self.automatic_axes) if mesh is None else mesh,
             rules=self.sharding_rules,
@@ -180,9 +181,8 @@ class SequentialModel:
             LayerError: Two neighbouring layers do not fit, or parameters or collections are missing.
         """
         try:
-            params, inputs, extra_inputs = cast_floats(
-                (params, as_arrays(inputs), as_arrays(dict(side or {}))), self.compute_dtype
-            )
+            params = cast_floats(params, self.compute_dtype)
+            inputs, extra_inputs = self.cast_inputs(as_arrays(inputs)), as_arrays(dict(side or {}))
             views = [layer_view(named, params) for named in self.layers]
             by_layer = [collections.get(named.name, {}) for named in self.layers]
 
@@ -222,6 +222,14 @@ class SequentialModel:
                 "Use call(params, collections, inputs), with what init_collections returns."
             )
 
+    def cast_inputs(self, inputs: PyTree) -> PyTree:
+        """Inputs as the first layer gets them: with `auto_cast`, floats in `compute_dtype`.
+
+        Args:
+            inputs: Arrays, or their shapes and dtypes.
+        """
+        return cast_floats(inputs, self.compute_dtype) if self.auto_cast else inputs
+
     def run_layers(
         self,
         indices: Sequence[int],
@@ -249,8 +257,6 @@ class SequentialModel:
             views,
             train=train,
             offset=offset,
-            last=len(self.layers) - 1,
-            compute_dtype=self.compute_dtype,
             interval=self.activation_checkpoint_interval,
             remat=self.activation_checkpoint_func or recompute.checkpoint,
             checkpointable=self.checkpointable_layers,

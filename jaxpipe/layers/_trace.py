@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import logging
 import math
 import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -15,6 +16,7 @@ from flax.errors import InvalidRngError, ModifyScopeVariableError
 from jax.sharding import AbstractMesh, PartitionSpec
 
 from jaxpipe._typing import Path, PyTree
+from jaxpipe.distributed import log as write_log
 from jaxpipe.errors import JaxpipeError, LayerError, nearest
 from jaxpipe.jaxpr import ClosedJaxpr, constrained_axes, effect_axes
 from jaxpipe.partition import Tie
@@ -23,7 +25,7 @@ from jaxpipe.topology import MANUAL_AXES, automatic_axes
 from ._axes import NO_MESH, axis_fault, is_unbound_axis, mesh_for_init, on_mesh
 from ._build import NamedLayer
 from ._lora import check_targets
-from ._precision import cast_floats, init_inputs
+from ._precision import cast_floats, init_inputs, is_wider, multiplies_wider
 from ._protocol import STANDARD_ARGUMENTS, Layer, layer_rngs
 from ._sharding import (
     Rules,
@@ -170,7 +172,7 @@ def trace_layers(  # noqa: PLR0913  # one setting each
         side: Side inputs by name.
         mesh: The mesh that the layers are to run on.
         rules: Rules from logical names to its axes.
-        compute_dtype: What floating-point parameters and what flows between layers are cast to; None casts nothing.
+        compute_dtype: What floating-point parameters are cast to; None casts nothing.
         warned: What has been warned of, which grows. None: nothing yet.
 
     Returns:
@@ -194,6 +196,8 @@ def trace_layers(  # noqa: PLR0913  # one setting each
     _warn_of_side(layers, side or {}, warned)
     _warn_of_data(over_data, warned)
     _warn_of_switches(switches, warned)
+    if compute_dtype is not None:
+        _log_wide(layers, trace, compute_dtype, warned)
     _warn_of_rules([name for name, axes in rules_on(mesh, rules) if axes and name not in used], warned)
     return dataclasses.replace(trace, rules=rules)
 
@@ -207,8 +211,8 @@ def _trace_layers(  # noqa: PLR0913  # one setting each
     compute_dtype: Any,
     over_data: list[str],
 ) -> tuple[ModelTrace, Mapping[str, Mapping[str, bool]]]:
-    side_struct = cast_floats(_side_struct(side), compute_dtype)
-    boundaries, all_params, all_paths = [cast_floats(struct_of(inputs), compute_dtype)], [], []
+    side_struct = _side_struct(side)
+    boundaries, all_params, all_paths = [struct_of(inputs)], [], []
     all_collections, all_aux, all_shardings, programs = [], [], [], []
     shared: dict[Path, tuple[str, Any]] = {}
     shared_specs: dict[Path, PartitionSpec | None] = {}
@@ -237,7 +241,7 @@ def _trace_layers(  # noqa: PLR0913  # one setting each
         _check_params(named, params)
         paths = ParamPaths(named, params)
         _check_shared(named, paths, params, shared)
-        boundaries.append(outputs if named.index == len(layers) - 1 else cast_floats(outputs, compute_dtype))
+        boundaries.append(outputs)
         all_collections.append(collections)
         all_aux.append(aux)
         dims = _with_shared(paths, shardings[2], shared_stage_dims)
@@ -501,6 +505,28 @@ def _warn_of_data(paths: Sequence[str], warned: set[str]) -> None:
             'over replicas give the topology an axis fsdp and map the name to it, sharding_rules=(("data", "fsdp"),); '
             'otherwise write sharding_rules=(("data", None),).',
             stacklevel=4,
+        )
+
+
+def _log_wide(layers: Sequence[NamedLayer], trace: ModelTrace, dtype: Any, warned: set[str]) -> None:
+    """Say once which layers multiply in the wider dtype of their inputs, not in their parameters'."""
+
+    def is_wide(index: int) -> bool:
+        has_params = bool(jax.tree.leaves(trace.params[index]))
+        is_given = is_wider(trace.boundaries[index], dtype)
+        return has_params and is_given and multiplies_wider(trace.programs[index], dtype)
+
+    found = [named.name for named in layers if is_wide(named.index)]
+    if found and "wide" not in warned:
+        warned.add("wide")
+        write_log(
+            logging.WARNING,
+            "%s%s computed in the wider dtype of the inputs, not in the parameters' %s. If that is "
+            "not meant, name a dtype in the layer, as nn.Dense(8, dtype=jnp.bfloat16) does, or cast "
+            "the model's inputs with auto_cast.",
+            found[0],
+            f" and {len(found) - 1} more are" if found[1:] else " is",
+            jnp.dtype(dtype).name,
         )
 
 

@@ -204,6 +204,7 @@ def configure_model(model: PipelineModule, config: TrainConfig) -> PipelineModul
         ("pipeline.activation_checkpoint_interval", interval or None, "activation_checkpoint_interval", 0),
         ("pipeline.seed_layers", section.seed_layers, "seed_layers", False),
         (precision, dtype, "compute_dtype", None),
+        ("fp16.auto_cast", (config.fp16.enabled and config.fp16.auto_cast) or None, "auto_cast", False),
     ):
         if asked is not None:
             changes[name] = asked

@@ -6,6 +6,7 @@ from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe.distributed import log
@@ -178,7 +179,9 @@ def _xla(pattern: Pattern, q: jax.Array, k: jax.Array, v: jax.Array, visibility:
     if visibility.query_segments is not None and visibility.key_segments is not None:
         same = visibility.query_segments[:, None, :, None] == visibility.key_segments[:, None, None, :]
         mask = same if mask is None else mask & same
-    bias = None if bias is None else jax.lax.stop_gradient(bias.astype(q.dtype))
+    if bias is not None:
+        # As wide as the scores: in the dtype of `q` float32's lowest number would be an infinity.
+        bias = jax.lax.stop_gradient(bias.astype(np.promote_types(q.dtype, np.float32)))
     call = _jax_attention(pattern, "xla")
     return call(q, k, v, bias, mask, key_value_seq_lengths=visibility.lengths)
 

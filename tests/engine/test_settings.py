@@ -120,6 +120,23 @@ def test_a_pipeline_without_an_engine() -> None:
     assert pipeline.state_struct.loss_scale.scale.shape == ()
 
 
+@pytest.mark.parametrize(
+    ("sections", "given", "wanted"),
+    [
+        ({"fp16": {"enabled": True}}, False, "float32"),
+        ({"fp16": {"enabled": True, "auto_cast": True}}, False, "float16"),
+        ({"fp16": {"enabled": True}}, True, "float16"),
+        ({"bf16": {"enabled": True}}, True, "bfloat16"),
+        ({}, True, "float32"),
+    ],
+)
+def test_inputs_are_cast_where_that_is_asked(sections: Any, given: bool, wanted: str) -> None:
+    engine, *_ = initialize(model=module(auto_cast=given), config={**CONFIG, **sections}, example_batch=entry())
+    assert {b.dtype.name for b in engine.pipeline.trace.boundaries} == {wanted}
+    assert np.isfinite(engine.train_batch(iter([entry()] * 4)))
+    assert {b.dtype.name for b in engine.module.trace(entry()[0]).boundaries} == {wanted}
+
+
 def test_the_configuration_reaches_the_pipeline() -> None:
     config = {
         **CONFIG,

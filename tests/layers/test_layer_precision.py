@@ -67,7 +67,8 @@ LAYERS = {
 
 
 def _module(layers: Any, dtype: str | None, **kwargs: Any) -> PipelineModule:
-    return PipelineModule(layers, loss_fn=lambda y, t: jnp.mean((y - t) ** 2), compute_dtype=dtype, **kwargs)
+    loss_fn = lambda y, t: jnp.mean((y - t) ** 2)  # noqa: E731
+    return PipelineModule(layers, loss_fn=loss_fn, compute_dtype=dtype, auto_cast=True, **kwargs)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -79,6 +80,31 @@ def test_loops_and_branches_see_one_dtype(layers: Any, dtype: str) -> None:
     assert {x.dtype.name for x in jax.tree.leaves(trace.params)} == {"float32"}
     made, _ = jax.eval_shape(lambda key: module.init_layer(len(layers) - 1, trace, key), jax.random.key(0))
     assert jax.tree.structure(made) == jax.tree.structure(trace.params[-1])
+
+
+@pytest.mark.parametrize("layers", LAYERS.values(), ids=LAYERS)
+def test_wide_inputs_stay_wide_in_loops_and_branches(layers: Any) -> None:
+    trace = _module(layers, "bfloat16", num_stages=1).replace(auto_cast=False).trace(X)
+    assert {b.dtype.name for b in trace.boundaries} == {"float32"}
+
+
+@pytest.mark.parametrize(
+    ("layers", "auto_cast", "wide"),
+    [
+        ([nn.Dense(DIM), jnp.tanh, nn.Dense(DIM)], False, "0_Dense and 1 more are"),
+        ([jnp.tanh, nn.Dense(DIM, dtype=jnp.bfloat16), nn.Dense(DIM)], False, None),
+        ([nn.Dense(DIM), nn.Dense(DIM)], True, None),
+        ([nn.Dense(DIM), nn.Dense(DIM, dtype=jnp.float32)], True, None),
+    ],
+)
+def test_layers_that_compute_wider_than_their_parameters_are_named_once(
+    layers: Any, auto_cast: bool, wide: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    module = PipelineModule(layers, 1, compute_dtype="bfloat16", auto_cast=auto_cast)
+    for _ in range(2):
+        module.trace(X)
+    found = [record.getMessage() for record in caplog.records if "computed in" in record.getMessage()]
+    assert [line.partition(" computed in")[0] for line in found] == [wide] * (wide is not None)
 
 
 def test_a_pipeline_of_loops_in_bfloat16() -> None:

@@ -162,6 +162,21 @@ def test_half_precision_is_what_is_asked_for() -> None:
     assert jax.eval_shape(module.apply, shapes, tokens).dtype == jnp.bfloat16
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("family", ["llama", "experts", "gpt2", "bert"])
+def test_families_compute_in_the_dtype_of_their_parameters(family: str, dtype: str) -> None:
+    if family in ("llama", "experts"):
+        more = EVERYTHING if family == "llama" else {"experts": ROOMY}
+        layers = llama(LlamaConfig(**{**SIZES, **more}))
+    else:
+        layers = (
+            gpt2(GPT2Config(VOCAB, LENGTH, 16, 2, 4)) if family == "gpt2" else bert(BertConfig(VOCAB, 16, 2, 4, 24))
+        )
+    inputs, _, side = jax.tree.map(lambda x: x[0], make_batch(1, is_packed=True))
+    boundaries = PipelineModule(layers, 1, compute_dtype=dtype).trace(inputs, side).boundaries
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(boundaries[1:])} == {dtype}
+
+
 @pytest.mark.parametrize("is_tied", [True, False])
 @pytest.mark.parametrize("family", ["llama", "gpt2", "bert"])
 def test_names_of_huggingface_go_both_ways(family: str, *, is_tied: bool) -> None:

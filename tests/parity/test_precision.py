@@ -2,17 +2,21 @@
 
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from _covering import slow_after
-from _models import MODELS
+from _models import DIM, LENGTH, MODELS
 from _oracle import Case, sequential_model, whole_reference
+from _settings import make_settings
 from _tolerances import BFLOAT16, FLOAT16, assert_loss, tree_error
 
+from jaxpipe import LayerSpec, PipeDataParallelTopology, Pipeline, PipelineModule
 from jaxpipe.optim import LossScaler
+from jaxpipe.topology import make_pipeline_mesh
 
 SGD = optax.sgd(0.1, momentum=0.9)
 STATIC = LossScaler(initial_scale=128.0)
@@ -78,6 +82,54 @@ def test_masters_and_accumulators_are_float32_and_what_travels_is_not() -> None:
     sent = [line for line in text.splitlines() if "= ppermute" in line]
     assert sent
     assert all(":bf16[" in line.split("=")[0] for line in sent)
+
+
+class TimedAttention(nn.Module):
+    """Needs a time step to its last digit and takes float32's lowest number; its stream is float32."""
+
+    @nn.compact
+    def __call__(self, carried: tuple[jax.Array, jax.Array], bias: jax.Array) -> Any:
+        x, time = carried
+        value = nn.Dense(DIM, dtype=jnp.bfloat16)(x)
+        mixed = nn.softmax(0.1 * x @ x.swapaxes(1, 2) + bias) @ value.astype(jnp.float32)
+        return x + 0.3 * jnp.sin(time)[:, None, None] * mixed, time
+
+
+def timed(dtype: str | None, **settings: Any) -> PipelineModule:
+    layers = [LayerSpec(TimedAttention) for _ in range(4)]
+    return PipelineModule(layers, loss_fn=lambda y, t: jnp.mean((y[0] - t) ** 2), compute_dtype=dtype, **settings)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+def test_what_is_no_parameter_keeps_its_dtype(dtype: str, schedule: str) -> None:
+    rng = np.random.default_rng(0)
+    x, labels = rng.normal(size=(2, 2, 2, LENGTH, DIM)).astype(np.float32)
+    bias = np.zeros((2, 2, 1, LENGTH), np.float32)
+    bias[:, 1] = np.finfo(np.float32).min  # the second sample is padding alone
+    batch = (x, np.full((2, 2), [257.0, 2049.0], np.float32)), labels, {"bias": bias}
+    first = jax.tree.map(lambda leaf: leaf[0], batch)
+
+    topology = PipeDataParallelTopology(2, 1)
+    module, mesh = timed(dtype, topology=topology), make_pipeline_mesh(topology)
+    pipeline = Pipeline(module, optax.identity(), mesh, first, 2, make_settings(schedule=schedule))
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(pipeline.trace.boundaries)} == {"float32"}
+    state = pipeline.init()
+    params = pipeline.params_tree(state.params)
+    metrics, storage, _ = pipeline.gradients(state, batch)
+
+    def loss_of(model: PipelineModule) -> Any:
+        def loss(params: Any) -> jax.Array:
+            each = [jax.tree.map(lambda leaf, m=m: leaf[m], batch) for m in range(2)]
+            return jnp.mean(jnp.stack([model.loss(model.apply(params, x, side=side), y) for x, y, side in each]))
+
+        return loss
+
+    for model in (timed(None, num_stages=1), timed(dtype, num_stages=1)):
+        loss, grads = jax.jit(jax.value_and_grad(loss_of(model)))(params)
+        assert_loss(metrics["loss"], loss, tolerance=BFLOAT16)
+        assert_loss(pipeline.evaluate(state, batch)["loss"], loss, tolerance=BFLOAT16)
+        assert tree_error(pipeline.params_tree(storage), jax.device_get(grads))[0] <= BFLOAT16
 
 
 def test_accumulating_in_bfloat16_when_asked() -> None:

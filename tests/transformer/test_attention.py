@@ -126,6 +126,16 @@ def test_sixteen_bits_are_summed_in_more() -> None:
     np.testing.assert_allclose(np.asarray(found, np.float32), wanted, atol=0.02)
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("implementation", ["blocked", "xla"])
+def test_a_row_hidden_by_the_lowest_float_is_finite(implementation: Any, dtype: Any) -> None:
+    q, k, v, _ = (x.astype(dtype) for x in inputs())
+    mask = jnp.zeros((B, 1, 1, T)).at[1].set(jnp.finfo(jnp.float32).min)
+    found = attention(q, k, v, mask=mask, implementation=implementation)
+    assert found.dtype == dtype
+    assert np.isfinite(np.asarray(found, np.float32)).all()
+
+
 def kept(function: Any, *args: Any) -> list[tuple[int, ...]]:
     """Shapes of what a function keeps for its backward, its arguments excepted."""
     pullback = jax.eval_shape(lambda *x: jax.vjp(function, *x)[1], *args)
