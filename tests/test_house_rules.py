@@ -1,6 +1,7 @@
 """Rules of the code base that no linter knows."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,18 @@ def test_nothing_private_of_jax_and_the_environment_in_one_room(path: Path) -> N
     assert "jax._src" not in text
     assert "getenv" not in text
     assert "os.environ" not in text or path.parent.name in ("launch", "distributed")
+
+
+UNPROMISED = re.compile(
+    r"jax\.extend|jax\.interpreters|\beqn\.(params|effects|ctx|source_info)\b|primitive\.name (==|in) [\"{(]"
+)
+"""What JAX may change in any release: modules, fields of equations, names of primitives."""
+
+
+@pytest.mark.parametrize("path", FILES, ids=_name)
+def test_what_jax_does_not_promise_is_read_in_one_room(path: Path) -> None:
+    assert path.parent.name == "jaxpr" or not UNPROMISED.search(path.read_text())
+    assert path.name == "_equation.py" or not re.search(r"jax\.extend|jax\.interpreters", path.read_text())
 
 
 @pytest.mark.parametrize("path", [p for p in FILES if p.name != "__init__.py"], ids=_name)

@@ -13,14 +13,13 @@ import jax.numpy as jnp
 
 from jaxpipe.jaxpr import name_of, primitives
 
-# `dynamic_slice` is one read of what lies in memory already; `name` and `add_any` are JAX's own, for policies and sums
-# of cotangents.
+# A slice at an index is one read of what lies in memory already.
 _CHEAP = (
     primitives.ARITHMETIC
     | primitives.COMPARISONS
     | primitives.FORMS
     | primitives.RANDOM_KEYS
-    | {primitives.SUM_OF_COTANGENTS, primitives.NAMED, primitives.ROUNDING, "dynamic_slice"}
+    | {primitives.SUM_OF_COTANGENTS, primitives.NAMED, primitives.ROUNDING, primitives.SLICE_AT}
 )
 
 

@@ -35,7 +35,10 @@ SUM_OF_COTANGENTS = "add_any"
 DOT, CONVOLUTION, RAGGED_DOT = "dot_general", "conv_general_dilated", "ragged_dot_general"
 """Products of matrices and convolutions."""
 
-LOOKUPS = frozenset({"gather", "dynamic_slice"})
+SLICE_AT = "dynamic_slice"
+"""Reads a block of an array at an index that is computed."""
+
+LOOKUPS = frozenset({"gather", SLICE_AT})
 """Read some rows of an array."""
 
 UPDATE = "dynamic_update_slice"

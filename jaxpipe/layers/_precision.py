@@ -4,10 +4,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr
 
 from jaxpipe._typing import PyTree
-from jaxpipe.jaxpr import all_equations, primitives
+from jaxpipe.jaxpr import ClosedJaxpr, all_equations, primitives
 
 
 def cast_floats(tree: PyTree, dtype: Any) -> PyTree:

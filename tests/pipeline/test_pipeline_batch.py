@@ -165,6 +165,14 @@ def test_an_unknown_schedule() -> None:
     [
         (lambda y, t: (y[..., 0] - t) ** 2, r"loss_fn's result must be a floating-point scalar, but got float32\["),
         (lambda y, t: jnp.sum(t), r"but got int32\[\]\. .*Return the mean"),
+        (
+            lambda y, t: (y.mean(), {"x": y.max()}),
+            r"got float32\[\], 'dict'\. .*or \(sum, weight, \{name: metric\}\)",
+        ),
+        (
+            lambda y, t: (y.mean(), (y.argmax(-1) == t).mean()),
+            r"the labels alone, .*to report a metric, return \(sum, weight, \{name: metric\}\)",
+        ),
         (None, rf"the last layer's output must be .*float32\[2, 3, {VOCAB}\]\. .*Return the mean"),
     ],
 )
