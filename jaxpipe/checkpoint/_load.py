@@ -22,6 +22,7 @@ from ._open import Checkpoint, open_checkpoint, reread
 from ._store import read_arrays
 
 _OPTIMIZER = "opt_state/"
+_PARAMS = "params/"
 
 
 def load_state(
@@ -70,7 +71,9 @@ def load_state(
         warnings.warn(f"{text}{others}The rest is loaded.", stacklevel=7)
     rest = _compare_optimizer(checkpoint, wanted, optimizer, lr_scheduler, strict=strict if model.is_exact else None)
     keys = (*model.fitting, *rest)
-    _warn_of_casts(stored, wanted, keys)
+    # What nobody trains, layers would get in that dtype anyway.
+    untrained = frozen if pipeline.trains else {key for key in keys if key.startswith(_PARAMS)}
+    _warn_of_casts(stored, wanted, [key for key in keys if key not in untrained])
     if state is None and (len(keys) < len(wanted) or not counters):
         state = pipeline.init()
     scalars = _load_scalars(checkpoint, pipeline, loss_scale=optimizer) if counters else {}

@@ -64,7 +64,7 @@ def initialize(  # noqa: PLR0913  # DeepSpeed's arguments
             function: its engine has `forward`, `backward` and `step`, and a replica on every device.
         optimizer: An optax transformation; or, for use with a schedule, a constructor with an argument
             `learning_rate`, such as `optax.adamw`. None: the one that the configuration names; if it names none, the
-            engine only evaluates.
+            engine only evaluates, and keeps its parameters in the dtype that layers get them in.
         model_parameters: Initial parameters as `PipelineModule.init` returns them. None: made from the module's
             `base_seed`, each stage's on its own devices.
         training_data: A sequence of samples `(input, label)` or `(input, label, side)`; `train_batch()` reads it epoch

@@ -48,7 +48,7 @@ class ProgramCache:
 
     Args:
         module: The layers.
-        optimizer: An optax transformation.
+        optimizer: An optax transformation; None: nothing is trained.
         mesh: The devices.
         config: The configuration of pipelines.
         replicas: The replicas whose samples this process feeds.
@@ -63,7 +63,7 @@ class ProgramCache:
     def __init__(
         self,
         module: PipelineModule,
-        optimizer: optax.GradientTransformation,
+        optimizer: optax.GradientTransformation | None,
         mesh: Mesh,
         config: TrainConfig,
         replicas: range,

@@ -68,8 +68,7 @@ class Trainer:
         self.data_shard = process_shard(mesh)
         self.programs = ProgramCache(
             module,
-            # An engine that only evaluates has a state too, one of an optimiser that keeps nothing.
-            optax.identity() if optimizer is None else optimizer,
+            optimizer,
             mesh,
             config,
             self.data_shard.replicas,

@@ -60,6 +60,7 @@ class Stage:
         module: The model.
         trace: Its shapes.
         plan: Its cut, and how it runs.
+        trains: Whether parameters have masters.
 
     Attributes:
         last: The last virtual stage; the only one where it is 0.
@@ -71,7 +72,7 @@ class Stage:
         pending: Shapes and dtypes of what a split backward leaves for its weight gradient.
     """
 
-    def __init__(self, module: PipelineModule, trace: ModelTrace, plan: Plan) -> None:
+    def __init__(self, module: PipelineModule, trace: ModelTrace, plan: Plan, *, trains: bool = True) -> None:
         section, boundaries, split = plan.config.pipeline, plan.parts, plan.program.has_split_backward
         self.placement = placement = plan.program.placement
         self._grad_dtype = plan.config.data_types.grad_accum_dtype
@@ -87,6 +88,7 @@ class Stage:
             dtype=module.compute_dtype,
             grad_dtype=self._grad_dtype,
             gather=section.gather_weights == "step",
+            trains=trains,
         )
         self.collections = ModelCollections(module.layers, trace, self.cuts, placement)
         stops = [*boundaries[1:-1], self.cuts[-1].epilogue.start]

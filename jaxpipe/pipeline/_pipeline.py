@@ -145,7 +145,8 @@ class Pipeline:
 
     Args:
         module: The model.
-        optimizer: An optax transformation that treats every parameter by itself.
+        optimizer: An optax transformation that treats every parameter by itself. None: nothing is
+            trained, and parameters are kept in the dtype that layers get them in.
         mesh: A mesh with the axes `stage` and `data`, and any others, over which layers are sharded as their metadata
             says.
         example: One microbatch of all replicas, `(inputs, labels)` or `(inputs, labels, side)`, arrays or shapes with
@@ -178,6 +179,7 @@ class Pipeline:
         config: With what was left open in its section `pipeline` decided.
         plan: What was decided before the pipeline was built: schedule, placement and cut.
         loss_metrics: Names of the metrics that `loss_fn` returns.
+        trains: Whether there is an optimizer.
         microbatch_struct: Shapes and dtypes of a microbatch as layers see it, that of one place along `data`: leaves
             `[microbatch_size * places along fsdp, ...]`.
 
@@ -205,7 +207,7 @@ class Pipeline:
     def __init__(
         self,
         module: PipelineModule,
-        optimizer: optax.GradientTransformation,
+        optimizer: optax.GradientTransformation | None,
         mesh: Mesh,
         example: Sequence[PyTree],
         num_microbatches: int,
@@ -217,6 +219,8 @@ class Pipeline:
         # through it, here and when a program is first called, and these calls have no argument for them.
         mesh, settings = adopt_mesh(mesh), current_settings() if recompute is None else recompute
         self._tracing = functools.partial(use_settings, settings, mesh)
+        self.trains = optimizer is not None
+        optimizer = optax.identity() if optimizer is None else optimizer
         zero_stage = config.zero_optimization.stage
         # As it was given: what ZeRO 2 and 3 make of the axes next is in no topology of the user's.
         check_mesh(module, mesh)
@@ -245,7 +249,7 @@ class Pipeline:
             shard_dims = batch_shard_dims(microbatch, num_microbatches, module.num_stages, wanted)
             self._batch_specs = jax.tree.map(batch_spec, shard_dims)
             # On the mesh, here and above: a layer's constraint names axes, and fails where there is no mesh.
-            self._stages = self.trace.on_mesh(lambda: Stage(module, self.trace, plan))
+            self._stages = self.trace.on_mesh(lambda: Stage(module, self.trace, plan, trains=self.trains))
             self._params = self._stages.params
             vocab_loss = self._stages.vocab_loss
             if vocab_loss is not None:

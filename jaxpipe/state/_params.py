@@ -59,6 +59,8 @@ class ModelParams:
         vocab: The vocabulary-parallel layers; without them nothing is sliced over the stages.
         dtype: What the layers compute in, in mixed precision; None: parameters are as the layers make them.
         grad_dtype: What their gradients are summed in; None: float32, or their own dtype where that is wider.
+        trains: Whether there are masters, in float32 in mixed precision; else parameters are kept
+            in `dtype`, as what is frozen is.
         gather: Hold what the layers compute with whole along `fsdp` from the beginning of a step to its end.
 
     Attributes:
@@ -93,13 +95,14 @@ class ModelParams:
         dtype: Any = None,
         grad_dtype: Any = None,
         gather: bool = False,
+        trains: bool = True,
     ) -> None:
         paths = [paths.paths for paths in trace.paths]
         self.stages: tuple[StageLeaves, ...] = name_leaves(paths, cuts, placement, vocab.layers)
         self.stage_dims = vocab.dims
         # Updates are small beside the weights: added in bfloat16, with 8 bits of precision, most would round to
         # nothing.
-        master_dtype = None if dtype is None else jnp.float32
+        master_dtype = jnp.float32 if trains and dtype is not None else dtype
         self.frozen = _frozen_names(self.stages, trace.frozen)
         is_kept = {path: name in self.frozen for stage in self.stages for name, path in stage.paths.items()}
         struct = {

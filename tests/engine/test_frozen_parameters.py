@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from _small import build, entry, module
+from _small import SIZES, build, entry, module
 
+import jaxpipe
 from jaxpipe import LayerSpec, PipelineEngine, checkpoint
 from jaxpipe.errors import CheckpointError
 from jaxpipe.layers import flatten_dict
@@ -92,3 +93,32 @@ def test_a_step_needs_less_memory() -> None:
     (arguments, temporaries), (fewer, less) = sizes
     assert 0.99 * 2 * per_stage <= arguments - fewer <= 2 * per_stage
     assert temporaries - less >= 0.99 * per_stage
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 3])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_without_an_optimizer_all_are_held_in_the_dtype_they_compute_in(
+    dtype: str, zero_stage: int, tmp_path: Path
+) -> None:
+    sections = {dtype: {"enabled": True}, "zero_optimization": {"stage": zero_stage}}
+    trained = engine(trainable=None, data=2, **sections)
+    trained.train_batch(batches(1, samples=4))
+    trained.save_checkpoint(tmp_path)
+    inputs, wanted = entry(samples=4)[0], trained.module_state_dict()
+    kept = jnp.dtype("bfloat16" if dtype == "bf16" else "float16")
+    narrow = jax.tree.map(lambda leaf: leaf.astype(kept), wanted)
+    model = module(*[LayerSpec(nn.Dense, 4) for _ in range(4)], data=2)
+    for model_parameters in (wanted, None):
+        reference, *_ = jaxpipe.initialize(
+            model=model,
+            config={**SIZES, **sections},
+            model_parameters=model_parameters,
+            example_batch=entry(samples=4),
+        )
+        if model_parameters is None:
+            reference.load_checkpoint(tmp_path, load_module_only=True)
+        assert {leaf.dtype for leaf in jax.tree.leaves(reference.state.params)} == {kept}
+        np.testing.assert_array_equal(reference.predict(inputs), trained.predict(inputs))
+        losses = [float(each.eval_batch(batches(1, samples=4))) for each in (reference, trained)]
+        assert losses[0] == losses[1]
+        jax.tree.map(np.testing.assert_array_equal, reference.module_state_dict(), narrow)
