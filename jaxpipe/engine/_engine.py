@@ -67,7 +67,7 @@ class Engine(ABC):
         tree: The form of the user's parameters; by default that of `PipelineModule.init`.
         model_parameters: Initial parameters in that form; None: made from `base_seed`.
         example_batch: One entry, arrays or shapes; None: the first batch gives the first shapes.
-        data_iter: What `train_batch()` and `eval_batch()` read when not given an iterator.
+        data_iter: What `train_batch()` reads when not given an iterator.
         reporter: As for `initialize`.
         monitors: As for `initialize`.
 
@@ -250,7 +250,7 @@ class Engine(ABC):
         """Evaluate one batch, forward only, with layers outside training.
 
         Args:
-            data_iter: As for `train_batch`.
+            data_iter: Iterator of entries, other than that of the training data.
             return_logits: Return the model's outputs too.
             compute_loss: False: labels are not looked at and may be None, and the loss is None.
             reduce_output: `"avg"` gives the loss of the batch; None gives that of each microbatch, averaged over
@@ -265,12 +265,18 @@ class Engine(ABC):
 
         Raises:
             StopIteration: The iterator ended.
-            PipelineError: There is no iterator.
+            PipelineError: It is None.
             ConfigError: `reduce_output` or `num_micro_batches` is no such value.
             DataError: An entry does not fit its neighbours or the batches before.
             LayerError: Outputs are asked for and have no dim of samples.
         """
         _check_evaluation(reduce_output, num_micro_batches)
+        if data_iter is None:
+            raise PipelineError(
+                "eval_batch must be given an iterator of its own, but got data_iter=None: what it "
+                "took from the training data would never be trained on. Pass one, such as "
+                "iter(eval_loader), outside a loop over batches."
+            )
         count = self.micro_batches if num_micro_batches is None else num_micro_batches
         run = self._trainer.run
         metrics: Mapping[str, Any] = {}

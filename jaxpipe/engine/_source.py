@@ -220,6 +220,12 @@ class MicrobatchSource:
                 stack.add(entry if index < pulled.num_mapped else self._mapped(entry, has_labels=has_labels))
         except Exception as error:
             if not len(stack):
+                if isinstance(error, StopIteration):
+                    raise StopIteration(
+                        f"the data ended before {what}: a {_kind(iterator)} has no more entries. For "
+                        "another epoch give a fresh iterator, or RepeatingLoader(...), which goes "
+                        "round without end."
+                    ) from error
                 raise
             lost = f"after {len(stack)} of {num_microbatches} microbatches of {what}, which are lost"
             if isinstance(error, StopIteration):

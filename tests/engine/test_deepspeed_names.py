@@ -24,11 +24,13 @@ def test_a_loader_is_read_from_one_iteration_of_it() -> None:
     loader = list(entries(count=2 * MICROBATCHES))
     engine.set_dataloader(loader)
     assert engine.training_dataloader is loader
-    assert [float(engine.eval_batch()) for _ in range(2)] == [
-        float(plain.eval_batch(entries(k * MICROBATCHES))) for k in range(2)
+    assert [float(engine.train_batch()) for _ in range(2)] == [
+        float(plain.train_batch(entries(k * MICROBATCHES))) for k in range(2)
     ]
-    with pytest.raises(StopIteration):
-        engine.eval_batch()
+    with pytest.raises(
+        StopIteration, match=r"ended before step 3: a list has no more entries.*RepeatingLoader\(\.\.\.\)"
+    ):
+        engine.train_batch()
     with pytest.raises(DataError, match=r"something to iterate, but got a int\. Pass a loader or a list"):
         engine.set_dataloader(3)
 

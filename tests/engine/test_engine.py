@@ -103,16 +103,18 @@ def test_a_first_batch_that_does_not_fit() -> None:
 def test_iterators(shared: PipelineEngine) -> None:
     engine = build()
     match = r"must come from an iterator, but got data_iter=None.*Pass an iterator, or call set_dataiterator"
-    for method in (engine.train_batch, engine.eval_batch):
-        with pytest.raises(PipelineError, match=match):
-            method()
+    with pytest.raises(PipelineError, match=match):
+        engine.train_batch()
     for call in (engine.set_dataiterator, engine.train_batch, engine.eval_batch):
         with pytest.raises(DataError, match=r"must be an iterator, but got a list\. Pass iter\(\.\.\.\) of it once"):
             call(entries())
     endless = jaxpipe.RepeatingLoader(entries())
     engine.set_dataiterator(endless)
     first = float(engine.train_batch())
-    assert float(engine.eval_batch()) < first
+    place = endless.get_state()
+    with pytest.raises(PipelineError, match=r"iterator of its own, but got data_iter=None.*iter\(eval_loader\)"):
+        engine.eval_batch()
+    assert endless.get_state() == place
     assert float(engine.train_batch()) < first
     assert engine.global_steps == 2
 

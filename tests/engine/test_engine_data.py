@@ -38,7 +38,7 @@ def test_data_that_end_within_a_batch(engine: PipelineEngine, steps: int, caplog
     assert [record.getMessage()[:39] for record in caplog.records] == ["the data ended after 1 of 2 microbatche"]
     assert engine.global_steps == start + steps
     caplog.clear()
-    with pytest.raises(StopIteration, match=r"^$"):
+    with pytest.raises(StopIteration, match=r"^the data ended before step \d: a list_iterator has no more"):
         engine.train_batch(data)
     with pytest.raises(
         StopIteration, match=r"after 2 of 3 microbatches of an evaluation, which are lost.*multiple of 3"
