@@ -1,7 +1,10 @@
 """Joining the processes of a job, and what they tell each other."""
 
+from ._address import DEFAULT_PORT as DEFAULT_PORT
+from ._address import bracketed as bracketed
+from ._address import is_ipv6 as is_ipv6
+from ._address import read_address as read_address
 from ._devices import check_devices as check_devices
-from ._environment import DEFAULT_PORT as DEFAULT_PORT
 from ._environment import Job as Job
 from ._environment import asks_for_determinism as asks_for_determinism
 from ._errors import raise_on_all as raise_on_all
@@ -24,14 +27,17 @@ __all__ = [
     "Heartbeat",
     "Tail",
     "asks_for_determinism",
+    "bracketed",
     "check_devices",
     "gather_numbers",
     "gather_texts",
     "handshake",
     "init_distributed",
+    "is_ipv6",
     "log",
     "names_other_processes",
     "raise_on_all",
+    "read_address",
     "run_on_all",
     "whole_number",
 ]

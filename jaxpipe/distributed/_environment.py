@@ -6,10 +6,8 @@ from dataclasses import dataclass
 
 from jaxpipe.errors import LaunchError, shown
 
+from ._address import DEFAULT_PORT, bracketed, read_address
 from ._numbers import whole_number
-
-DEFAULT_PORT = 29500
-"""DeepSpeed's and torch's port of the coordinator."""
 
 MPI4PY = "mpi4py"
 """Source of jobs under MPICH, Intel MPI or Open MPI 5, which JAX asks through mpi4py."""
@@ -82,7 +80,7 @@ def _from_torchrun(environ: Mapping[str, str], port: int) -> Job | None:
     local = None
     if environ.get("LOCAL_WORLD_SIZE", "1") != "1" and "LOCAL_RANK" in environ:
         local = (_number("LOCAL_RANK", environ["LOCAL_RANK"]),)
-    address = f"{environ['MASTER_ADDR']}:{port}"
+    address = f"{bracketed(environ['MASTER_ADDR'])}:{port}"
     return _job("torchrun's MASTER_ADDR, WORLD_SIZE and RANK", address, environ, "WORLD_SIZE", "RANK", local)
 
 
@@ -92,7 +90,8 @@ def _from_skypilot(environ: Mapping[str, str], port: int) -> Job | None:
         return None
     _check_whole(environ, names, names)
     first = (environ[names[0]].split() or [""])[0]
-    return _job("SkyPilot's SKYPILOT_NODE_IPS", f"{first}:{port}", environ, names[1], names[2], None)
+    address = f"{bracketed(first)}:{port}"
+    return _job("SkyPilot's SKYPILOT_NODE_IPS", address, environ, names[1], names[2], None)
 
 
 def _from_schedulers(environ: Mapping[str, str], port: int) -> Job | None:
@@ -114,7 +113,8 @@ def _job(
 ) -> Job:
     num_processes, process_id = _number(count, environ[count]), _number(index, environ[index])
     check_index(process_id, num_processes, index, count)
-    return Job(source, check_address(address), num_processes, process_id, local)
+    read_address(address)
+    return Job(source, address, num_processes, process_id, local)
 
 
 def check_index(process_id: int, num_processes: int, index: str = "process_id", count: str = "num_processes") -> None:
@@ -128,21 +128,6 @@ def check_index(process_id: int, num_processes: int, index: str = "process_id", 
             f"{index} must be in [0, {count}={num_processes}), but got {index}={process_id}. Processes are counted "
             "from 0."
         )
-
-
-def check_address(address: str) -> str:
-    """Refuse an address without a host or a port.
-
-    Raises:
-        LaunchError: It is not `host:port`.
-    """
-    host, _, port = address.rpartition(":")
-    if not host or not 0 < (whole_number(port) or 0) < 65536:
-        raise LaunchError(
-            f"the coordinator's address must be host:port, but got {shown(address)}. Write for instance "
-            f"'10.0.0.1:{DEFAULT_PORT}'."
-        )
-    return address
 
 
 def _check_whole(environ: Mapping[str, str], needed: Sequence[str], shown: Sequence[str]) -> None:

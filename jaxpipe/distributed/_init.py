@@ -20,8 +20,9 @@ import jax
 
 from jaxpipe.errors import LaunchError
 
+from ._address import DEFAULT_PORT, is_ipv6, read_address
 from ._devices import check_devices, warn_of_unused_devices
-from ._environment import DEFAULT_PORT, MPI4PY, Job, check_address, check_index, find_job
+from ._environment import MPI4PY, Job, check_index, find_job
 from ._log import log
 from ._tail import WAITS_AT_ITS_END
 
@@ -124,15 +125,18 @@ def names_other_processes() -> bool:
 
 
 def _address(init_method: str | None, address: str | None) -> str | None:
-    if init_method in (None, "", "env://"):
-        return None if address is None else check_address(address)
-    scheme, _, rest = str(init_method).partition("://")
-    if scheme != "tcp" or address is not None:
-        raise LaunchError(
-            "init_method must be 'env://' or 'tcp://host:port' in place of coordinator_address, but got init_method="
-            f"{init_method!r} and coordinator_address={address!r}. Give coordinator_address alone."
-        )
-    return check_address(rest)
+    if init_method not in (None, "", "env://"):
+        scheme, _, rest = str(init_method).partition("://")
+        if scheme != "tcp" or address is not None:
+            raise LaunchError(
+                "init_method must be 'env://' or 'tcp://host:port' in place of coordinator_address,"
+                f" but got init_method={init_method!r} and coordinator_address={address!r}. Give "
+                "coordinator_address alone."
+            )
+        address = rest
+    if address is not None:
+        read_address(address)
+    return address
 
 
 def _one_of(name: str, value: int | None, other: str, other_value: int | None) -> int | None:
@@ -258,14 +262,14 @@ def _detection(job: Job) -> str | None:
 
 def _check_reachable(job: Job, timeout_s: int) -> None:
     """End with a clear message where the coordinator does not answer, which JAX ends the process for."""
-    host, _, port = str(job.coordinator_address).rpartition(":")
+    host, port = read_address(str(job.coordinator_address))
     if job.process_id == 0:
-        _check_free(job, int(port))
+        _check_free(job, host, port)
         return
     deadline = time.monotonic() + timeout_s
     while True:
         try:
-            socket.create_connection((host.strip("[]"), int(port)), timeout=min(timeout_s, 5)).close()
+            socket.create_connection((host, port), timeout=min(timeout_s, 5)).close()
         except OSError as error:
             if time.monotonic() > deadline:
                 raise LaunchError(
@@ -278,8 +282,9 @@ def _check_reachable(job: Job, timeout_s: int) -> None:
             return
 
 
-def _check_free(job: Job, port: int) -> None:
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+def _check_free(job: Job, host: str, port: int) -> None:
+    family = socket.AF_INET6 if is_ipv6(host) else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("", port))

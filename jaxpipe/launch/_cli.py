@@ -5,7 +5,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 
-from jaxpipe.distributed import DEFAULT_PORT
+from jaxpipe.distributed import DEFAULT_PORT, bracketed, read_address
 from jaxpipe.errors import LaunchError
 
 from ._attempts import run_attempts
@@ -16,7 +16,7 @@ from ._kubernetes import jobset_manifest, kubernetes_manifest
 from ._layout import Layout, equal_nodes, read_layout
 from ._node import NodeJob
 from ._options import read_options
-from ._ports import check_port, free_port, read_address
+from ._ports import check_port, free_port, is_here
 from ._program import Program
 from ._remote import SSH, RemoteJob
 from ._slurm import slurm_script
@@ -53,17 +53,24 @@ def _run_here(args: argparse.Namespace) -> int:
             "processes must have either simulated or real devices, but got --cpu-devices "
             f"{args.cpu_devices} and --devices-per-process {args.devices_per_process}. Leave one of them out."
         )
+    layout = equal_nodes(["localhost"], args.nproc * (args.devices_per_process or 1), args.nproc)
+    binds_devices = args.nproc > 1 or args.devices_per_process is not None
+    return _run_alone(args, layout, binds_devices=binds_devices)
+
+
+def _run_alone(args: argparse.Namespace, layout: Layout, *, binds_devices: bool = True) -> int:
+    """Start all processes of a job on this machine."""
     program = _program(args)
-    program.check()
-    each = args.devices_per_process or 1
+    if not args.dry_run:
+        program.check()
     job = NodeJob(
-        layout=equal_nodes(["localhost"], args.nproc * each, args.nproc),
+        layout=layout,
         node_rank=0,
         program=program,
         python=args.python or sys.executable,
         exports=read_exports(args.export),
         cpu_devices=args.cpu_devices,
-        binds_devices=args.nproc > 1 or args.devices_per_process is not None,
+        binds_devices=binds_devices,
         is_alone=True,
     )
 
@@ -85,7 +92,7 @@ def _run_as_node(args: argparse.Namespace) -> int:
             "--node-rank must come with the coordinator's address, but got no --coordinator. Give every node the same, "
             f"--coordinator HOST:{DEFAULT_PORT} with the host of node 0."
         )
-    _, port = read_address(args.coordinator)
+    _, port = read_address(args.coordinator, "--coordinator")
     layout = _layout_of_node(args)
     rank = _node_rank(args.node_rank, layout)
     sent = receive_variables(sys.stdin.fileno()) if args.control == "stdin" else {}
@@ -143,13 +150,16 @@ def _run_on_nodes(args: argparse.Namespace) -> int:
         num_gpus=args.num_gpus,
     )
     layout = Layout(chosen, args.processes_per_node)
+    is_plain = {args.launcher, args.ssh_command, args.coordinator} == {None}
+    if is_plain and len(chosen) == 1 and is_here(chosen[0].name):
+        return _run_alone(args, layout)
     if args.port is not None and args.coordinator is not None:
         raise LaunchError(
             f"the coordinator's port must be given once, but got --port {args.port} and --coordinator "
             f"{args.coordinator}. Leave --port out."
         )
     if args.coordinator is not None:
-        read_address(args.coordinator)
+        read_address(args.coordinator, "--coordinator")
     exports = read_exports(args.export)
     job = RemoteJob(
         layout=layout,
@@ -163,9 +173,11 @@ def _run_on_nodes(args: argparse.Namespace) -> int:
         launcher_args=_words(args.launcher_args or "", "--launcher-args"),
     )
 
+    first = bracketed(chosen[0].name)
+
     def coordinator(attempt: int) -> str:
         # Without --port each attempt takes another, as processes of the last attempt may still hold theirs.
-        return args.coordinator or f"{chosen[0].name}:{args.port or DEFAULT_PORT + attempt}"
+        return args.coordinator or f"{first}:{args.port or DEFAULT_PORT + attempt}"
 
     if args.dry_run:
         return _print([shlex.join(words) for words in job.words(coordinator(0))])

@@ -9,9 +9,9 @@ from pathlib import Path
 from jaxpipe.distributed import whole_number
 from jaxpipe.errors import LaunchError, shown
 
-from ._layout import NODE_NAME, Node, read_nodes
+from ._layout import Node, read_name, read_nodes
 
-_LINE = re.compile(rf"({NODE_NAME.pattern})\s+slots=([0-9]+)")
+_LINE = re.compile(r"(\S+)\s+slots=([0-9]+)")
 _MAX_SLOTS = 4096
 _MOST_BYTES = 1 << 24
 _PATIENCE_S = 10.0
@@ -48,13 +48,13 @@ def read_hostfile(path: Path) -> tuple[Node, ...]:
         if not text:
             continue
         match = _LINE.fullmatch(text)
-        slots = 0 if match is None else whole_number(match[2]) or 0
-        if match is None or not 0 < slots <= _MAX_SLOTS:
+        name = read_name(match[1]) if match else None
+        slots = whole_number(match[2]) or 0 if match else 0
+        if name is None or not 0 < slots <= _MAX_SLOTS:
             raise LaunchError(
                 f"{path}, line {number} must be 'name slots=N' with N in [1, {_MAX_SLOTS}], but got {shown(text)}. "
                 "Write for instance 'worker-0 slots=8'."
             )
-        name = match[1]
         if name in nodes:
             raise LaunchError(
                 f"{path}, line {number} must name a new node, but got {name!r}, which line {first_seen[name]} names. "

@@ -4,10 +4,23 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jaxpipe.distributed import whole_number
+from jaxpipe.distributed import bracketed, is_ipv6, whole_number
 from jaxpipe.errors import LaunchError, shown
 
-NODE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+
+
+def read_name(text: str) -> str | None:
+    """The name of a node, or its address, as others reach it.
+
+    Args:
+        text: It; an IPv6 address with brackets or without.
+
+    Returns:
+        The same without brackets; None where it can be no name.
+    """
+    inner = text[1:-1] if text.startswith("[") and text.endswith("]") else text
+    return inner if is_ipv6(inner) or _NAME.fullmatch(text) else None
 
 
 @dataclass(frozen=True)
@@ -23,7 +36,7 @@ class Node:
     slots: tuple[int, ...]
 
     def __str__(self) -> str:
-        return f"{self.name}:{','.join(map(str, self.slots))}"
+        return f"{bracketed(self.name)}:{','.join(map(str, self.slots))}"
 
 
 @dataclass(frozen=True)
@@ -132,16 +145,26 @@ def read_nodes(text: str, option: str) -> list[tuple[str, tuple[int, ...] | None
     """
     found: list[tuple[str, tuple[int, ...] | None]] = []
     for part in text.split("@"):
-        name, colon, listed = part.strip().partition(":")
-        slots = [slot for slot in map(whole_number, listed.split(",")) if slot is not None]
-        if not NODE_NAME.fullmatch(name) or (colon and len(slots) != listed.count(",") + 1):
+        name, slots = _name_and_slots(part.strip())
+        if name is None or None in slots:
             raise _wrong(option, text, f"{shown(part)} is neither a name nor a name and slots")
-        if len(set(slots)) != len(slots):
-            raise _wrong(option, text, f"{shown(part)} names slot {max(slots, key=slots.count)} a second time")
+        taken = tuple(slot for slot in slots if slot is not None)
+        if len(set(taken)) != len(taken):
+            twice = max(taken, key=taken.count)
+            raise _wrong(option, text, f"{shown(part)} names slot {twice} a second time")
         if name in [known for known, _ in found]:
             raise _wrong(option, text, f"{shown(part)} names {name} a second time")
-        found.append((name, tuple(slots) if colon else None))
+        found.append((name, taken or None))
     return found
+
+
+def _name_and_slots(part: str) -> tuple[str | None, list[int | None]]:
+    """A node's name, and the slots that are named with it; None for what is none."""
+    name = read_name(part)
+    if name is not None:
+        return name, []
+    before, _, listed = part.rpartition(":")
+    return read_name(before), [whole_number(slot) for slot in listed.split(",")]
 
 
 def read_layout(text: str, processes_per_node: int | None) -> Layout:

@@ -1,13 +1,11 @@
-"""Ports and addresses of the coordinator."""
+"""Ports of the coordinator, and the addresses of this machine."""
 
 import contextlib
 import random
 import socket
 
-from jaxpipe.distributed import DEFAULT_PORT, whole_number
-from jaxpipe.errors import LaunchError, shown
+from jaxpipe.errors import LaunchError
 
-_NUM_PORTS = 65536
 # Below what systems hand out by themselves, so that no connection takes the port before the coordinator does.
 _FIRST, _LAST = 20000, 32000
 _TRIES = 100
@@ -46,27 +44,21 @@ def check_port(port: int, option: str) -> None:
         )
 
 
-def read_address(text: str) -> tuple[str, int]:
-    """Take `HOST:PORT` apart.
+def is_here(host: str) -> bool:
+    """True for a name or an address of this machine, such as `localhost`.
 
     Args:
-        text: The address; an IPv6 host in brackets.
+        host: The name, or an address without brackets.
 
     Returns:
-        Host and port.
-
-    Raises:
-        LaunchError: It is not of this form.
+        Whether it leads to an address that a socket can be bound to here.
     """
-    host, _, port = text.rpartition(":")
-    number = whole_number(port) or 0
-    plain = host.startswith("[") and host.endswith("]") or ":" not in host
-    if not host or not plain or not 0 < number < _NUM_PORTS:
-        raise LaunchError(
-            f"--coordinator must be HOST:PORT, but got --coordinator {shown(text)}. "
-            f"Write for instance worker-0:{DEFAULT_PORT}."
-        )
-    return host, number
+    with contextlib.suppress(OSError, UnicodeError):
+        for family, kind, _, _, address in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
+            with contextlib.suppress(OSError), socket.socket(family, kind) as tried:
+                tried.bind(address)
+                return True
+    return False
 
 
 def _is_free(port: int) -> bool:

@@ -1,6 +1,7 @@
 """Where a process finds the others."""
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -43,6 +44,38 @@ SLURM = {
             (1,),
         ),
         (SKYPILOT, "SkyPilot's SKYPILOT_NODE_IPS", "10.0.0.7:29500", 2, 1, None),
+        (
+            {**JAX, "JAX_COORDINATOR_ADDRESS": "[::1]:7"},
+            "the variables JAX_*",
+            "[::1]:7",
+            4,
+            3,
+            None,
+        ),
+        (
+            {**TORCH, "MASTER_ADDR": "fd00::1"},
+            "torchrun's MASTER_ADDR, WORLD_SIZE and RANK",
+            "[fd00::1]:4321",
+            8,
+            5,
+            None,
+        ),
+        (
+            {**TORCH, "MASTER_ADDR": "[::1]"},
+            "torchrun's MASTER_ADDR, WORLD_SIZE and RANK",
+            "[::1]:4321",
+            8,
+            5,
+            None,
+        ),
+        (
+            {**SKYPILOT, "SKYPILOT_NODE_IPS": "fe80::1%eth0\nfe80::2"},
+            "SkyPilot's SKYPILOT_NODE_IPS",
+            "[fe80::1%eth0]:29500",
+            2,
+            1,
+            None,
+        ),
         ({**TORCH, **JAX, **SLURM}, "the variables JAX_*", "10.0.0.1:1234", 4, 3, None),
         (SLURM, "Slurm", None, None, None, None),
         ({"OMPI_MCA_orte_hnp_uri": "1.0;tcp://a:1", "OMPI_COMM_WORLD_SIZE": "2"}, "Open MPI", None, None, None, None),
@@ -84,6 +117,8 @@ def test_alone(environ: dict[str, str]) -> None:
         ({**JAX, "JAX_PROCESS_ID": "4"}, r"JAX_PROCESS_ID must be in \[0, JAX_NUM_PROCESSES=4\), but got .*=4. Proc"),
         ({**JAX, "JAX_PROCESS_ID": "x"}, "JAX_PROCESS_ID must be a number, but got JAX_PROCESS_ID='x'. Set it"),
         ({**JAX, "JAX_COORDINATOR_ADDRESS": "host"}, "must be host:port, but got 'host'. Write for instance"),
+        ({**JAX, "JAX_COORDINATOR_ADDRESS": "::1:29500"}, r"'::1:29500'.*\[fd00::1\]:29500 with"),
+        ({**TORCH, "MASTER_ADDR": "node0:1"}, "must be host:port, but got 'node0:1:4321'. Write"),
         ({**TORCH, "MASTER_PORT": "99999"}, "must be host:port, but got 'node0:99999'. Write for instance"),
         ({**JAX, "JAX_NUM_PROCESSES": LONG}, r"JAX_NUM_PROCESSES='9+'\.\.\. \(5000 characters\)\. Set it to one"),
         ({**JAX, "JAX_PROCESS_ID": LONG}, r"JAX_PROCESS_ID must be a number, but got .*\(5000 characters\)\. Set it"),
@@ -130,6 +165,36 @@ def test_deepspeed_s_defaults_never_fail(arguments: dict[str, Any]) -> None:
     job = jaxpipe.init_distributed(**arguments)
     assert job.is_alone
     assert jax.process_count() == 1
+
+
+JOIN = """
+import jax, jaxpipe
+jax.config.update("jax_num_cpu_devices", 1)
+print(jaxpipe.init_distributed(timeout=60).coordinator_address, jax.process_count())
+"""
+
+
+@pytest.mark.slow
+def test_processes_meet_at_an_ipv6_address() -> None:
+    try:
+        with socket.socket(socket.AF_INET6) as free:
+            free.bind(("::1", 0))
+            port = free.getsockname()[1]
+    except OSError:
+        pytest.skip("this machine has no IPv6")
+    given = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "WORLD_SIZE": "2"}
+    given |= {"MASTER_ADDR": "::1", "MASTER_PORT": str(port)}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", JOIN],
+            env={**given, "RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    outs = [process.communicate(timeout=120)[0] for process in processes]
+    assert [out.splitlines()[-1] for out in outs] == [f"[::1]:{port} 2"] * 2
 
 
 MODEL = """

@@ -23,6 +23,19 @@ def test_reads_names_and_slots(tmp_path: Path) -> None:
     assert [str(node) for node in nodes] == ["worker-0:0,1,2,3", "worker-1:0,1,2,3", "10.0.0.7:0,1"]
 
 
+def test_reads_ipv6_addresses(tmp_path: Path) -> None:
+    text = "fd00::10 slots=4\n[fd00::7] slots=2\nfe80::1%eth0 slots=1"
+    nodes = read_hostfile(_file(tmp_path, text))
+    assert [node.name for node in nodes] == ["fd00::10", "fd00::7", "fe80::1%eth0"]
+    assert str(nodes[0]) == "[fd00::10]:0,1,2,3"
+    assert choose_nodes(nodes, include="fd00::7@[fd00::10]:1,3") == (
+        Node("fd00::10", (1, 3)),
+        Node("fd00::7", (0, 1)),
+    )
+    left = choose_nodes(nodes, exclude="[fd00::10]@[fd00::7]:0@fe80::1%eth0")
+    assert left == (Node("fd00::7", (1,)),)
+
+
 @pytest.mark.parametrize(
     "line",
     [
@@ -38,6 +51,9 @@ def test_reads_names_and_slots(tmp_path: Path) -> None:
         "user@worker-1 slots=4",
         "-oProxyCommand=x slots=4",
         "a:b slots=1",
+        "[a] slots=1",
+        "fd00::1::2 slots=1",
+        "fd00::10:8 slots",
     ],
 )
 def test_a_wrong_line_is_named(tmp_path: Path, line: str) -> None:

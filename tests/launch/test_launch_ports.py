@@ -2,8 +2,9 @@ import socket
 
 import pytest
 
+from jaxpipe.distributed import read_address
 from jaxpipe.errors import LaunchError
-from jaxpipe.launch._ports import check_port, free_port, read_address
+from jaxpipe.launch._ports import check_port, free_port, is_here
 
 
 def test_a_free_port_can_be_used() -> None:
@@ -27,15 +28,28 @@ def test_a_port_in_use_is_named(address: str) -> None:
 
 def test_addresses() -> None:
     assert read_address("worker-0:29500") == ("worker-0", 29500)
-    assert read_address("[fd00::1]:1") == ("[fd00::1]", 1)
+    assert read_address("[fd00::1]:1") == ("fd00::1", 1)
+    assert read_address("[fe80::1%eth0]:80") == ("fe80::1%eth0", 80)
 
 
-@pytest.mark.parametrize(
-    "text", ["", "worker-0", "worker-0:", ":29500", "worker-0:0", "worker-0:65536", "a:x", "fd00::1:5"]
-)
+WRONG = ["", "worker-0", "worker-0:", ":29500", "worker-0:0", "worker-0:65536", "a:x", "a:1:2"]
+WRONG += ["fd00::1:5", "::1", "[::1]", "[::1]:", "[a]:1", "[]:1", "[::1:1", "[[::1]]:1", "[b:1]:2"]
+
+
+@pytest.mark.parametrize("text", WRONG)
 def test_wrong_addresses(text: str) -> None:
     with pytest.raises(
-        LaunchError, match=r"--coordinator must be HOST:PORT.*Write for instance worker-0:29500"
+        LaunchError, match=r"--coordinator must be host:port.*Write for instance worker-0:29500, or"
     ) as caught:
-        read_address(text)
+        read_address(text, "--coordinator")
     assert repr(text) in str(caught.value)
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "127.0.0.9", socket.gethostname()])
+def test_names_of_this_machine(host: str) -> None:
+    assert is_here(host)
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "2001:db8::1", "no-such.invalid", "a" * 70, "a..b"])
+def test_names_of_other_machines(host: str) -> None:
+    assert not is_here(host)

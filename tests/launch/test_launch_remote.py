@@ -88,6 +88,51 @@ def test_ssh_starts_the_launcher_on_each_node(
         ]
 
 
+def test_addresses_of_ipv6(hosts: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    hosts.write_text("2001:db8::10 slots=2\n2001:db8::7 slots=1\n")
+    commands = _printed(capfd, "-H", hosts, "--dry-run", "train.py")
+    assert [words[-2] for words in commands] == ["2001:db8::10", "2001:db8::7"]
+    for words in commands:
+        inner = shlex.split(words[-1])
+        at = inner.index("--layout")
+        assert inner[at + 1] == "[2001:db8::10]:0,1@[2001:db8::7]:0"
+        assert inner[at + 4 : at + 6] == ["--coordinator", "[2001:db8::10]:29500"]
+    [words] = _printed(capfd, "-H", hosts, "--num_nodes", 1, "--port", 7, "--dry-run", "train.py")
+    assert "[2001:db8::10]:7" in shlex.split(words[-1])
+
+
+@pytest.mark.parametrize("name", ["localhost", "127.0.0.1", socket.gethostname()])
+def test_this_machine_alone_needs_no_ssh(
+    hosts: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv("PATH", "")
+    hosts.write_text(f"{name} slots=4\nworker-1 slots=4\n")
+    names = ("COORDINATOR_ADDRESS", "COORDINATOR_BIND_ADDRESS", "NUM_PROCESSES", "LOCAL_DEVICE_IDS")
+    source = f"print(*(os.environ['JAX_' + n] for n in {names}), os.environ['A'])\n"
+    port = free_port()
+    options = ("-H", hosts, "--include", f"{name}:1,3", "--port", port, "--export", "A=b")
+    assert launch(*options, script(hosts.parent, source)) == 0
+    address = f"127.0.0.1:{port}"
+    wanted = [f"[{i}] {address} {address} 2 {device} b" for i, device in enumerate((1, 3))]
+    assert sorted(capfd.readouterr().out.splitlines()) == wanted
+    [words] = _printed(capfd, *options, "--one-process-per-node", "--dry-run", "train.py")
+    assert words[0] == "env"
+    assert {"JAX_NUM_PROCESSES=1", "JAX_LOCAL_DEVICE_IDS=1,3"} <= {*words}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [("--launcher", "ssh"), ("--ssh-command", "ssh"), ("--coordinator", "a:1"), ("--num_nodes", 2)],
+)
+def test_this_machine_is_reached_as_it_is_asked_for(
+    hosts: Path, capfd: pytest.CaptureFixture[str], options: tuple[object, ...]
+) -> None:
+    text = "localhost slots=1\n"
+    hosts.write_text(text + "worker-1 slots=1\n" if "--num_nodes" in options else text)
+    for words in _printed(capfd, "-H", hosts, *options, "--dry-run", "train.py"):
+        assert words[0] == "ssh"
+
+
 def test_srun_starts_one_launcher_a_node(hosts: Path, capfd: pytest.CaptureFixture[str]) -> None:
     options = ("-H", hosts, "--num_gpus", 2, "--launcher", "srun", "--launcher-args", "--account=me --mem=0")
     [words] = _printed(capfd, *options, "--one-process-per-node", "--dry-run", "--module", "pkg.train", "x")
@@ -285,7 +330,7 @@ def test_being_a_node(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeyp
             ("--node-rank", 0, "--layout", "a:0"),
             "but got no --coordinator. Give every node the same, --coordinator HOST",
         ),
-        (("--node-rank", 0, "--coordinator", "a"), "--coordinator must be HOST:PORT, but got --coordinator 'a'."),
+        (("--node-rank", 0, "--coordinator", "a"), "--coordinator must be host:port, but got 'a'."),
         (
             ("--node-rank", 0, "--coordinator", "a:1"),
             "but got --layout None, --num_nodes None, --num_gpus None. Give all",
@@ -310,7 +355,7 @@ def test_being_a_node(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeyp
         ),
         (
             ("--hostfile", "hosts", "--coordinator", "a:b"),
-            "--coordinator must be HOST:PORT, but got --coordinator 'a:b'.",
+            "--coordinator must be host:port, but got 'a:b'.",
         ),
         (
             ("--hostfile", "hosts", "--processes-per-node", 3),
@@ -322,7 +367,7 @@ def test_being_a_node(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeyp
         ),
         (
             ("--hostfile", "hosts", "--coordinator", "a:" + "9" * 5000),
-            "--coordinator must be HOST:PORT, but got --coord",
+            "--coordinator must be host:port, but got 'a:9",
         ),
         (
             ("--node-rank", "9" * 5000, "--coordinator", "a:1", "--layout", "a:0"),
