@@ -10,7 +10,7 @@ from jaxpipe._typing import PyTree
 from jaxpipe.errors import LayerError
 from jaxpipe.jaxpr import output_dependence
 from jaxpipe.layers import PipelineModule
-from jaxpipe.state import axes_length, sum_over
+from jaxpipe.topology import axes_length, sum_over
 
 
 class Objective:

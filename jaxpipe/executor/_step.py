@@ -17,15 +17,14 @@ from jaxpipe.state import (
     TrainState,
     Updater,
     ZeroSharding,
-    broadcast_sum,
     broadcast_tied,
     clip_to,
     global_norm,
     mean_over_replicas,
     select_arrays,
-    sum_over,
     sum_tied,
 )
+from jaxpipe.topology import broadcast_sum, sum_over
 
 from ._batch import DeviceBatch
 from ._buffers import select

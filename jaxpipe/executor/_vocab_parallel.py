@@ -17,7 +17,7 @@ from jaxpipe.autodiff import differentiable, replace_differentiable
 from jaxpipe.errors import LayerError
 from jaxpipe.jaxpr import effect_axes, output_dependence
 from jaxpipe.layers import format_struct
-from jaxpipe.state import broadcast_sum
+from jaxpipe.topology import broadcast_sum
 
 from ._batch import Context
 from ._blueprint import Blueprint

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpipe.errors import LayerError
+from jaxpipe.topology import sum_over
 
 from ._sharding import unbox
 
@@ -64,7 +65,7 @@ class VocabEmbed(nn.Module):
             return jnp.take(table, tokens, axis=0)
         local, is_here = _local(tokens, table.shape[0], self.num_embeddings)
         rows = jnp.take(table, local, axis=0)
-        return jax.lax.psum(jnp.where(is_here[..., None], rows, jnp.zeros((), rows.dtype)), STAGE)
+        return sum_over(jnp.where(is_here[..., None], rows, jnp.zeros((), rows.dtype)), STAGE)
 
     @nn.compact
     def attend(self, x: jax.Array) -> jax.Array:
@@ -170,9 +171,9 @@ def vocab_cross_entropy(logits: jax.Array, labels: jax.Array, num_embeddings: in
         return value if is_whole else reduce(value, STAGE)
 
     highest = over_stages(jax.lax.pmax, jax.lax.stop_gradient(logits.max(-1)))
-    total = over_stages(jax.lax.psum, jnp.exp(logits - highest[..., None]).sum(-1))
+    total = over_stages(sum_over, jnp.exp(logits - highest[..., None]).sum(-1))
     found = jnp.take_along_axis(logits, local[..., None], axis=-1)[..., 0]
-    right = over_stages(jax.lax.psum, jnp.where(is_here, found, 0.0))
+    right = over_stages(sum_over, jnp.where(is_here, found, 0.0))
     return jnp.log(total) + highest - right
 
 

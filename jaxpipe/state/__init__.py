@@ -7,9 +7,6 @@ from ._catalog import make_catalog as make_catalog
 from ._catalog import opt_state_keys as opt_state_keys
 from ._catalog import read_leaf as read_leaf
 from ._catalog import write_leaf as write_leaf
-from ._collectives import axes_length as axes_length
-from ._collectives import broadcast_sum as broadcast_sum
-from ._collectives import sum_over as sum_over
 from ._host import HostRows as HostRows
 from ._host import Source as Source
 from ._host import from_words as from_words

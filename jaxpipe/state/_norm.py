@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxpipe._typing import PyTree
+from jaxpipe.topology import sum_over
 
-from ._collectives import sum_over
 from ._layout import Storage
 from ._tied import drop_copies
 from ._zero import ZeroSharding

@@ -13,9 +13,8 @@ from jaxpipe._typing import Path, PyTree
 from jaxpipe.errors import LayerError
 from jaxpipe.layers import ModelTrace, NamedLayer, cast_floats, flatten_dict, join_path, split_path, unflatten_dict
 from jaxpipe.schedules import Placement
-from jaxpipe.topology import FSDP
+from jaxpipe.topology import FSDP, axes_length, sum_over
 
-from ._collectives import axes_length
 from ._layout import Layout, Specs, Storage
 from ._vocab_layers import StageCut, VocabLayers, slice_struct
 
@@ -276,9 +275,10 @@ def mean_over_replicas(storage: Storage) -> Storage:
         return storage
 
     def one(leaf: jax.Array) -> jax.Array:
-        is_float = jnp.issubdtype(leaf.dtype, jnp.inexact)
+        if jnp.issubdtype(leaf.dtype, jnp.inexact):
+            return sum_over(leaf, "data") / axes_length("data")
         # Of equal integers the largest is the value; a mean would make them floating point.
-        return jax.lax.pmean(leaf, "data") if is_float else jax.lax.pmax(leaf, "data")
+        return jax.lax.pmax(leaf, "data")
 
     return jax.tree.map(one, storage)
 

@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 import jax
 import jax.numpy as jnp
 
+from jaxpipe.topology import sum_over
+
 from ._layout import Layout, Storage
 from ._switch import switch_stages
 from ._zero import ShardLayout
@@ -82,7 +84,8 @@ def _exchange(
             stage = jnp.asarray(stages)[form]
             # A broadcast as a sum with zeros, which is exact, and one collective for all leaves whatever their owners.
             given = {name: jnp.where(stage == stacked[name][0], leaf, 0) for name, leaf in given.items()}
-        storage = dataclasses.replace(storage, stacked={**storage.stacked, **jax.lax.psum(given, "stage")})
+        totals = sum_over(given, "stage")
+        storage = dataclasses.replace(storage, stacked={**storage.stacked, **totals})
     if not tied:
         return storage
     forms = range(layout.num_stages)
@@ -100,7 +103,7 @@ def _exchange(
 
     # The collective lies between two conditionals: inside one, not all devices would take part in it.
     given = switch_stages(form, forms, give, storage)
-    return switch_stages(form, forms, take, storage, jax.lax.psum(given, "stage"))
+    return switch_stages(form, forms, take, storage, sum_over(given, "stage"))
 
 
 def _by_storage(tied: Tied, layout: Layout) -> tuple[Tied, Tied]:

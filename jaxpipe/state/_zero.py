@@ -19,8 +19,8 @@ from jax.sharding import PartitionSpec as P
 from jaxpipe.jaxpr import spec_axes
 from jaxpipe.layers import unflatten_dict
 from jaxpipe.optim import is_elementwise
+from jaxpipe.topology import scatter_sum, sum_over
 
-from ._collectives import sum_over
 from ._layout import Layout, Storage, constrained
 from ._params import ModelParams
 from ._switch import switch_stages
@@ -117,8 +117,7 @@ class _Sharded(ShardLayout):
     def reduce(self, stage: jax.Array, storage: Storage) -> Storage:
         """Cut every leaf, then sum and scatter the cuts."""
         # One reduce-scatter, and with the gather of the next step it sends what one all-reduce would.
-        shards = self._cut(stage, storage)
-        return jax.tree.map(lambda x: jax.lax.psum_scatter(x, "data", scatter_dimension=0), shards)
+        return scatter_sum(self._cut(stage, storage), "data")
 
     @abc.abstractmethod
     def _cut(self, stage: jax.Array, storage: Storage) -> Storage:

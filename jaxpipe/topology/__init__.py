@@ -1,5 +1,9 @@
 """Places in the machine: topologies, grids, and the mesh they stand for."""
 
+from ._collectives import axes_length as axes_length
+from ._collectives import broadcast_sum as broadcast_sum
+from ._collectives import scatter_sum as scatter_sum
+from ._collectives import sum_over as sum_over
 from ._grid import PipelineParallelGrid as PipelineParallelGrid
 from ._mesh import FSDP as FSDP
 from ._mesh import MANUAL_AXES as MANUAL_AXES
@@ -30,10 +34,14 @@ __all__ = [
     "MANUAL_AXES",
     "adopt_mesh",
     "automatic_axes",
+    "axes_length",
+    "broadcast_sum",
     "mesh_shape",
     "num_batch_shards",
     "rank_devices",
+    "scatter_sum",
     "stages_cross_hosts",
+    "sum_over",
     "topology_for",
     "with_fsdp_axis",
 ]
