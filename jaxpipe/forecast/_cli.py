@@ -63,7 +63,8 @@ def _parser(prog: str) -> argparse.ArgumentParser:
         prog=prog,
         description="Memory and time of a training job on GPUs that are not there. Needs none.",
         epilog="JOB names a function without arguments that returns (model, config, example_batch), with an optimizer "
-        "as a fourth entry if the configuration names none; or a dictionary of the arguments of jaxpipe.plan.",
+        "as a fourth entry if the configuration names none; or a dictionary of the arguments of "
+        "jaxpipe.plan. An example of one replica's microbatch will do for any number of devices.",
     )
     parser.add_argument("job", metavar="JOB", help="module:function, such as train:job for job() in train.py")
     parser.add_argument("--hardware", help=f"NAME:NUMBER, such as h200:64; names: {', '.join(HARDWARE)}")

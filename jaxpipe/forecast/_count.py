@@ -243,7 +243,7 @@ class Candidate:
         if self._vocab.last:
             ends_work = ends_work.plus(self._figures.loss)
         gather_s = 0.0
-        if self._gathers() == "tick":
+        if fsdp > 1 and self._gathers() == "tick":
             more = layout_bytes(params.gathered, trace.mesh) - layout_bytes(params.at_rest, trace.mesh)
             size, inside_host = self._figures.axes[FSDP]
             gather_s = collective_s(hardware, "all-gather", more * size / (size - 1), size, inside_host=inside_host)

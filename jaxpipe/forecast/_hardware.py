@@ -92,6 +92,8 @@ class Hardware:
 
 HARDWARE: dict[str, Hardware] = {
     "a100": Hardware("a100", 312e12, 80e9, 2.039e12, 300e9, network_bytes_per_s=25e9),
+    "a100-80gb": Hardware("a100-80gb", 312e12, 80e9, 2.039e12, 300e9, network_bytes_per_s=25e9),
+    "a100-40gb": Hardware("a100-40gb", 312e12, 40e9, 1.555e12, 300e9, network_bytes_per_s=25e9),
     "h100": Hardware("h100", 989e12, 80e9, 3.35e12, 450e9),
     "h200": Hardware("h200", 989e12, 141e9, 4.8e12, 450e9),
     "b200": Hardware("b200", 2250e12, 180e9, 7.7e12, 900e9),
@@ -129,6 +131,11 @@ def read_hardware(text: str | tuple[Hardware, int]) -> tuple[Hardware, int]:
     name = found[1].lower()
     if name not in HARDWARE:
         near = nearest(name, HARDWARE, cutoff=0.4)
-        hint = f"Did you mean {near!r}?" if near else "Use one of these, or pass (Hardware(...), number)."
-        raise ConfigError(f"hardware must be one of {', '.join(HARDWARE)}, but got {found[1]!r}. {hint}")
+        hint = f"Did you mean {near!r}? If not" if near else "Use one of these, or"
+        memory = {key: f"{each.memory_bytes / 1e9:.0f} GB" for key, each in HARDWARE.items()}
+        known = ", ".join(f"{key} ({size})" for key, size in memory.items())
+        raise ConfigError(
+            f"hardware must be one of {known}, but got {found[1]!r}. {hint}, plan for another memory "
+            f"or GPU with jaxpipe.forecast.HARDWARE[{name!r}] = Hardware(...) in the job's file."
+        )
     return HARDWARE[name], int(found[2])

@@ -63,7 +63,8 @@ def plan(  # noqa: PLR0913  # what to look at, one argument each
         model: The layers and their number of stages.
         config: DeepSpeed's configuration, as for `make_pipeline`.
         example_batch: One entry as a data iterator yields it, `(inputs, labels)` or `(inputs, labels, side)`, leaves
-            `[microbatch_size * replicas, ...]`, arrays or shapes.
+            `[microbatch_size * replicas, ...]` or, as of one replica, `[microbatch_size, ...]`,
+            arrays or shapes.
         hardware: Name and number of devices, such as `"h200:64"`, of `forecast.HARDWARE`; or a `Hardware` and a number.
         optimizer: An optax transformation; None: that of the configuration, and where it names none AdamW.
         places: Lengths of further axes of the mesh, such as `{"model": 8}` or `{"fsdp": 8}`; replicas take the rest.
@@ -272,7 +273,15 @@ class _Setup:
         self.mesh = mesh = with_fsdp_axis(given) if config.zero_optimization.stage >= 2 else given
         replicas = num_batch_shards(mesh)
         self.microbatch_size = size = sizes.train_micro_batch_size_per_gpu
-        entry = entry_struct(example_batch, size, replicas)
+        # An example of one replica says as much as one of all, whatever the number of devices.
+        leaves = jax.tree.leaves(example_batch)
+        is_of_one = all(getattr(leaf, "shape", ())[:1] == (size,) for leaf in leaves)
+        entry = entry_struct(example_batch, size, 1 if is_of_one else replicas)
+
+        def of_all(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct((size * replicas, *x.shape[1:]), x.dtype)
+
+        self._entry = jax.tree.map(of_all, entry)
         num_samples = size * replicas // mesh.shape["data"]
         microbatch = jax.tree.map(lambda x: jax.ShapeDtypeStruct((num_samples, *x.shape[1:]), x.dtype), entry)
         inputs, self._labels, side = microbatch
@@ -339,7 +348,7 @@ class _Setup:
 
     def compile(self, one: Forecast, target: str | None) -> CompiledStep:
         """Compile a candidate's step for devices that are not there."""
-        model, config, example, hardware, count, _, places = self._arguments
+        model, config, _, hardware, count, _, places = self._arguments
         devices = compilable_devices(hardware, count, target)
         section = dataclasses.replace(config.pipeline, schedule=one.schedule, num_chunks=one.num_chunks)
         config = dataclasses.replace(config, pipeline=section)
@@ -350,7 +359,14 @@ class _Setup:
             one.label,
             one.memory.total,
             lambda: Pipeline(
-                module, job.optimizer, mesh, example, job.num_microbatches, config, self._settings, one.boundaries
+                module,
+                job.optimizer,
+                mesh,
+                self._entry,
+                job.num_microbatches,
+                config,
+                self._settings,
+                one.boundaries,
             ),
         )
 

@@ -195,6 +195,26 @@ def test_more_microbatches_take_as_long_as_if_all_were_gone_through() -> None:
     assert other.bubble < one.bubble
 
 
+@pytest.mark.parametrize("zero_stage", [0, 3])
+def test_an_example_of_one_replica_is_enough(zero_stage: int) -> None:
+    settings = config(zero_optimization={"stage": zero_stage})
+    for replicas in (1, 2, 4):
+        options = {"optimizer": optax.sgd(0.1), "schedules": ["1f1b"], "recompute": [0]}
+        plans = [
+            jaxpipe.plan(model(), settings, example(given), f"h200:{2 * replicas}", **options)
+            for given in (1, replicas)
+        ]
+        assert plans[0].to_json() == plans[1].to_json()
+
+
+def test_memory_of_hardware_by_name() -> None:
+    one, other = (planned_on(HARDWARE[name]) for name in ("a100-40gb", "a100"))
+    assert "of 40 GB usable" in str(one)
+    assert one.best is not None
+    assert other.best is not None
+    assert one.best.step_s > other.best.step_s
+
+
 def test_a_remainder_of_microbatches_takes_the_ticks_of_the_whole_program() -> None:
     settings = config(gradient_accumulation_steps=31)
     found = planned(num_stages=4, config=settings, schedules=["interleaved"], num_chunks=[2], partition=["best"])
@@ -207,6 +227,7 @@ def test_a_remainder_of_microbatches_takes_the_ticks_of_the_whole_program() -> N
     ("changes", "match"),
     [
         ({"hardware": "h300:8"}, "'h300'. Did you mean 'h100'|one of a100"),
+        ({"hardware": "a100-64gb:8"}, r"a100-40gb \(40 GB\).*memory.*HARDWARE\['a100-64gb'\] = H"),
         ({"hardware": "h200"}, "'NAME:NUMBER', but got hardware='h200'"),
         ({"hardware": "h200:0"}, "positive number of devices"),
         ({"hardware": "h200:-2"}, "NAME:NUMBER"),
