@@ -14,7 +14,7 @@ from sphinx.environment import BuildEnvironment
 
 from jaxpipe.config import TrainConfig
 from jaxpipe.config._other_keys import REFUSED, UNUSED
-from jaxpipe.config._section import Section
+from jaxpipe.config._section import Section, key_meanings
 from jaxpipe.schedules import draw, lower_schedule, makespan, schedule_names
 
 
@@ -30,7 +30,7 @@ def write_configuration(file: Path) -> None:
 
 
 def _sections(cls: type[Section]) -> Iterator[str]:
-    meanings = _attributes(cls)
+    meanings = key_meanings(cls)
     yield from (f"## {f'`{cls.path}`' if cls.path else 'Outermost keys'}", "")
     text = inspect.cleandoc(cls.__doc__ or "").split("\nAttributes:")[0]
     yield from (_markdown(text), "")
@@ -45,14 +45,6 @@ def _sections(cls: type[Section]) -> Iterator[str]:
     yield ""
     for section in inner:
         yield from _sections(section)
-
-
-def _attributes(cls: type[Section]) -> dict[str, str]:
-    text = inspect.cleandoc(cls.__doc__ or "")
-    block = re.search(r"^Attributes:\n(.*?)(?=^\S|\Z)", text, re.MULTILINE | re.DOTALL)
-    entries = re.split(r"^    (?=\w+: )", block[1] if block else "", flags=re.MULTILINE)[1:]
-    pairs = (entry.split(": ", 1) for entry in entries)
-    return {name: " ".join(meaning.split()) for name, meaning in pairs}
 
 
 def _type(item: Field[Any]) -> str:

@@ -1,5 +1,8 @@
 """The base of all sections of the configuration, and the reading of one."""
 
+import inspect
+import re
+import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from types import MappingProxyType
@@ -108,6 +111,43 @@ def subsection(cls: type[Section], *, absent: bool = False, instead: Reader | No
 
     metadata = {"reader": read, "section": cls}
     return field(default=None, metadata=metadata) if absent else field(default_factory=cls, metadata=metadata)
+
+
+def key_meanings(cls: type[Section]) -> dict[str, str]:
+    """What each key of a section means, as the attributes in its docstring say.
+
+    Args:
+        cls: The section.
+
+    Returns:
+        Key to text on one line; nothing where Python runs without docstrings.
+    """
+    text = inspect.cleandoc(cls.__doc__ or "")
+    block = re.search(r"^Attributes:\n(.*?)(?=^\S|\Z)", text, re.MULTILINE | re.DOTALL)
+    entries = re.split(r"^    (?=\w+: )", block[1] if block else "", flags=re.MULTILINE)[1:]
+    pairs = (entry.split(": ", 1) for entry in entries)
+    return {name: " ".join(meaning.split()) for name, meaning in pairs}
+
+
+def with_inner_keys(cls: type[S]) -> type[S]:
+    """Add the keys of the sections inside a section, with their meanings, to its docstring."""
+    found = "\n\n".join(textwrap.fill(text, 96) for text in _inner_keys(cls))
+    cls.__doc__ = f"{inspect.cleandoc(cls.__doc__ or '')}\n\nKeys of the sections:\n\n{found}\n"
+    return cls
+
+
+def _inner_keys(cls: type[Section]) -> Iterator[str]:
+    for outer in fields(cls):
+        section: type[Section] | None = outer.metadata.get("section")
+        if section is None:
+            continue
+        meanings = key_meanings(section)
+        for item in fields(section):
+            if "section" not in item.metadata:
+                value = _default(item)
+                default = "required" if value is MISSING else f"default {shown(value)}"
+                yield f"{join(section.path, item.name)} ({default}): {meanings.get(item.name, '')}"
+        yield from _inner_keys(section)
 
 
 def read_section(cls: type[S], mapping: Mapping[object, object], path: str, errors: Collector) -> S | None:

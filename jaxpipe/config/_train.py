@@ -14,7 +14,7 @@ from ._optimizer import OptimizerSection, SchedulerSection
 from ._precision import BF16Section, DataTypesSection, Dtype, FP16Section, read_dtype
 from ._profiler import FlopsProfilerSection
 from ._recompute import ActivationCheckpointingSection
-from ._section import Section, setting, subsection
+from ._section import Section, setting, subsection, with_inner_keys
 from ._values import (
     auto_or,
     integer_of_at_least,
@@ -104,6 +104,7 @@ class PipelineConfig(Section):
     residual_dtype: Dtype | None = setting(None, read_dtype)
 
 
+@with_inner_keys
 @dataclass(frozen=True)
 class TrainConfig(Section):
     """The whole configuration.

@@ -1,4 +1,6 @@
 import functools
+import pydoc
+import re
 from typing import Any
 
 import pytest
@@ -60,6 +62,13 @@ def test_every_key_of_every_section() -> None:
         assert value != KEYS[path].default or path in GIVEN_AS_DEFAULT, path
     assert hash(config) == hash(load_config(FULL))
     assert config == TrainConfig(**FULL)
+
+
+def test_help_has_every_key_of_every_section_with_its_meaning() -> None:
+    text = pydoc.render_doc(TrainConfig, renderer=pydoc.plaintext)
+    for path, key in KEYS.items():
+        if "." in path and not key.is_section:
+            assert re.search(rf"\b{path}\s\((required|default\s.+?)\):\s\S", text), path
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
