@@ -158,7 +158,7 @@ def test_overflow_skips_lowers_and_ends() -> None:
 
 
 def test_bfloat16_skips_what_is_not_finite() -> None:
-    engine = build(config={"bf16": {"enabled": True}})
+    engine = build(module(auto_cast=True), {"bf16": {"enabled": True}})
     engine.train_batch(entries())
     before = engine.module_state_dict()
     assert {leaf.dtype.name for leaf in jax.tree.leaves(before)} == {"float32"}
