@@ -1,6 +1,7 @@
 """Iterables of batches."""
 
 import itertools
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from numbers import Integral
 from typing import Any, Generic, Protocol, TypeVar
@@ -258,7 +259,14 @@ class BatchLoader(Generic[T]):
             What `set_state` takes.
         """
         found = self._resumed or self._latest
-        return {"epoch": self._epoch, "samples": 0} if found is None else found.get_state()
+        if found is None:
+            return {"epoch": self._epoch, "samples": 0, **self.order_facts}
+        return found.get_state()
+
+    @property
+    def order_facts(self) -> dict[str, int]:
+        """What the order of an epoch depends on beside its number."""
+        return {"seed": self._seed, "num_samples": len(self._dataset), "shuffle": self._shuffle}
 
     def set_state(self, state: Mapping[str, int]) -> None:
         """Let the next `iter()` go on from where another one stood; from the end of an epoch it begins the next.
@@ -339,12 +347,17 @@ class EpochIterator:
         """The position, for a checkpoint.
 
         Returns:
-            The epoch's number and how many of its samples were given, over all shards.
+            The epoch's number, how many of its samples were given, over all shards, and what their
+            order depends on.
         """
-        return {"epoch": self._epoch, "samples": min(self._position * self._loader.total_size, len(self._order))}
+        samples = min(self._position * self._loader.total_size, len(self._order))
+        return {"epoch": self._epoch, "samples": samples, **self._loader.order_facts}
 
     def set_state(self, state: Mapping[str, int]) -> None:
         """Go on from where another one stood; the loader's next epoch is then the one after it.
+
+        A warning says so where the epoch was begun in another order: with another seed, number of
+        samples or `shuffle`.
 
         Args:
             state: What `get_state` returned.
@@ -361,8 +374,9 @@ class EpochIterator:
             ) from error
         size = self._loader.total_size
         position, rest = divmod(samples, size)
-        if samples == len(self._order) and rest and len(self._loader) > position:
-            position, rest = position + 1, 0  # the last batch was not full
+        if samples == state.get("num_samples", len(self._order)):
+            # Also where the last batch was not full, or there are other samples now.
+            position, rest = len(self._loader), 0
         if epoch < 0:
             raise DataError(
                 f"state must have an epoch of at least 0, but got epoch={epoch}. Pass what get_state returned."
@@ -375,3 +389,15 @@ class EpochIterator:
         self._epoch, self._position = epoch, position
         self._order = self._loader.order(epoch)
         self._loader.adopt(self, epoch)
+        facts = self._loader.order_facts
+        differing = [name for name in facts if state.get(name, facts[name]) != facts[name]]
+        if differing and position and not self.is_over:
+            before = ", ".join(f"{name}={state[name]}" for name in differing)
+            now = ", ".join(f"{name}={facts[name]}" for name in differing)
+            warnings.warn(
+                f"epoch {epoch} must go on in the order that it was begun in, but got a loader with "
+                f"{now}, and {samples} samples taken of one with {before}: some samples will come "
+                "twice in this epoch, and others never. Give BatchLoader, or training_data and "
+                "base_seed, those of before; or go on: the epochs after this one are whole.",
+                stacklevel=3,
+            )

@@ -141,10 +141,10 @@ def test_training_data(stored: tuple[PipelineEngine, Path, list[float]]) -> None
     engine, path, wanted = stored
     engine.load_checkpoint(path)
     assert losses(engine) == wanted
-    assert place(engine) == {"iterator": {"epoch": 1, "samples": 6}}
+    assert place(engine)["iterator"].items() >= {"epoch": 1, "samples": 6}.items()
     fresh = build(module(stages=1), {"train_micro_batch_size_per_gpu": 4}, training_data=SAMPLES)
     fresh.load_checkpoint(path)
-    assert place(fresh) == {"iterator": {"epoch": 0, "samples": 8}}
+    assert place(fresh)["iterator"].items() >= {"epoch": 0, "samples": 8}.items()
     fresh.load_checkpoint(path, load_module_only=True)
     assert fresh.global_steps == 2
 
@@ -278,7 +278,7 @@ def reading() -> PipelineEngine:
 
 @pytest.mark.parametrize(
     ("name", "state"),
-    [("list", r"\{'position': 4\}"), ("own", r"b'.*'"), ("epoch", r"\{'epoch': 0, 'samples': 8\}")],
+    [("list", r"\{'position': 4\}"), ("own", r"b'.*'"), ("epoch", r"\{'epoch': 0, 'samples': 8.*")],
     ids=["list", "own", "epoch"],
 )
 def test_the_place_of_another_kind_of_iterator(
@@ -297,10 +297,25 @@ def test_the_place_of_another_kind_of_iterator(
     assert (scalars(reading), place(reading)) == (counted, at)
 
 
+@pytest.mark.parametrize("seed", [1234, 5])
+def test_an_epoch_that_goes_on_in_another_order(
+    seed: int, stored: tuple[PipelineEngine, Path, list[float]], tmp_path: Path
+) -> None:
+    """Named where the data are drawn by another `base_seed`, or are more."""
+    data = SAMPLES if seed == 5 else SAMPLES * 2
+    engine = build(module(base_seed=seed), training_data=data)
+    match = (
+        "with seed=5, .* with seed=1234:" if seed == 5 else "with num_samples=28, .*8 samples .* with num_samples=14:"
+    )
+    with pytest.warns(UserWarning, match=match):
+        engine.load_checkpoint(stored[1])
+
+
 def test_a_place_between_batches_of_another_size(stored: tuple[PipelineEngine, Path, list[float]]) -> None:
     path = stored[1]
     target = build(module(stages=1), {"train_micro_batch_size_per_gpu": 3}, training_data=SAMPLES)
     with pytest.raises(DataError, match=r"got samples=8 and batch_size=3. Use a batch size that divides 8"):
         target.load_checkpoint(path)
-    assert (target.global_steps, place(target)) == (0, {"iterator": {"epoch": 0, "samples": 0}})
+    assert target.global_steps == 0
+    assert place(target)["iterator"].items() >= {"epoch": 0, "samples": 0}.items()
     target.load_checkpoint(path, load_module_only=True)
