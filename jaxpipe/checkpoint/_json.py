@@ -1,6 +1,7 @@
 """Values of the JSON part of a checkpoint."""
 
 import base64
+import importlib.util
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -82,7 +83,8 @@ def encode_state(value: Any, where: str, depth: int = 0) -> Any:
     """The state of a data iterator as JSON.
 
     Args:
-        value: Bytes, or what JSON knows; numbers of numpy become Python's.
+        value: What JSON knows, bytes, tuples, dictionaries with integers for keys, arrays of numpy
+            and tensors of torch; numbers of numpy become Python's.
         where: What it is called, for the error.
         depth: How many containers it lies in.
 
@@ -96,16 +98,41 @@ def encode_state(value: Any, where: str, depth: int = 0) -> Any:
         check_json(None, where, depth)
     if isinstance(value, bytes):
         return {_BYTES: base64.b64encode(value).decode()}
+    if _is_array(value):
+        array = np.asarray(value)
+        return {
+            _BYTES: None,
+            "array": base64.b64encode(array.tobytes()).decode(),
+            "dtype": array.dtype.str,
+            "shape": list(array.shape),
+            "is_torch": not isinstance(value, np.ndarray),
+        }
     if isinstance(value, Mapping):
-        check_json(dict.fromkeys(value), where)
         items = {key: encode_state(item, f"{where}[{shown(key)}]", depth + 1) for key, item in value.items()}
+        if any(type(key) is int for key in items):
+            check_json({key: None for key in items if type(key) is not int}, where)
+            return {_BYTES: None, "items": [list(each) for each in items.items()]}
+        check_json(dict.fromkeys(value), where)
         return {_BYTES: None, "mapping": items} if _BYTES in items else items
     if isinstance(value, list | tuple):
-        return [encode_state(item, f"{where}[{i}]", depth + 1) for i, item in enumerate(value)]
+        items = [encode_state(item, f"{where}[{i}]", depth + 1) for i, item in enumerate(value)]
+        return {_BYTES: None, "tuple": items} if isinstance(value, tuple) else items
     if isinstance(value, np.generic):
         value = value.item()
     check_json(value, where, depth)
     return value
+
+
+def _is_array(value: Any) -> bool:
+    """True for what numpy holds as numbers, and a tensor of torch that it can read."""
+    if isinstance(value, np.ndarray):
+        return value.dtype.kind in "biufcSU"
+    kind = type(value)
+    if (kind.__module__, kind.__name__) != ("torch", "Tensor"):
+        return False
+    # Numpy has no bfloat16; what lies on a device or has gradients is no state of data.
+    is_plain = value.device.type == "cpu" and not value.requires_grad
+    return is_plain and f"{value.dtype}" != "torch.bfloat16"
 
 
 def decode_state(value: Any) -> Any:
@@ -114,12 +141,21 @@ def decode_state(value: Any) -> Any:
     Raises:
         Exception: It is none of its results: any of `KeyError`, `AttributeError`, `TypeError` and `ValueError`.
     """
-    if isinstance(value, dict):
-        if value.get(_BYTES) is not None:
-            return base64.b64decode(value[_BYTES])
-        if _BYTES in value:
-            value = value["mapping"]
-        return {key: decode_state(item) for key, item in value.items()}
     if isinstance(value, list):
         return [decode_state(item) for item in value]
-    return value
+    if not isinstance(value, dict):
+        return value
+    if value.get(_BYTES) is not None:
+        return base64.b64decode(value[_BYTES])
+    if _BYTES not in value:
+        return {key: decode_state(item) for key, item in value.items()}
+    if "array" in value:
+        content = bytearray(base64.b64decode(value["array"]))
+        array = np.ndarray(value["shape"], np.dtype(value["dtype"]), content)
+        # Where there is no torch, nothing is there that could want its tensor.
+        is_tensor = value["is_torch"] and importlib.util.find_spec("torch") is not None
+        return importlib.import_module("torch").from_numpy(array) if is_tensor else array
+    if "tuple" in value:
+        return tuple(decode_state(value["tuple"]))
+    pairs = value["items"] if "items" in value else value["mapping"].items()
+    return {key: decode_state(item) for key, item in pairs}

@@ -47,7 +47,7 @@ from ._directory import (
     sync_folders,
 )
 from ._index import INDEX, Index, StoredArray, dump_index
-from ._json import check_json, encode_state
+from ._json import check_json
 from ._lock import DirectoryLock
 from ._snapshot import snapshot
 from ._store import grid_of, hash_blocks, start_writing
@@ -65,7 +65,8 @@ class RunState:
     Attributes:
         global_steps: Batches trained.
         global_samples: Samples trained.
-        data_iterator: State of this process's data iterator, as its `get_state()` returned it; None: it has none.
+        data_iterator: State of this process's data iterator, as `encode_state` gives it; None: it
+            has none.
         client_state: What the caller wants to keep, as JSON knows it.
         config: The configuration, likewise.
     """
@@ -147,13 +148,12 @@ class CheckpointWriter:
         tag = self._agreed_tag(step_tag(run.global_steps) if tag is None else tag)
         # All that can be refused is, before anything is locked or written.
         run_on_all(lambda: _check_client_state(run.client_state))
-        iterator = run_on_all(lambda: encode_state(run.data_iterator, "the state of the data iterator"))
         hold = snapshot if background else dict
         frozen = {join_path(("params", *path)) for path in pipeline.trace.frozen} if exclude_frozen else set[str]()
         leaves = {key: leaf for key, leaf in pipeline.catalog.items() if key not in frozen}
         names = {span.array for leaf in leaves.values() for copy in leaf.copies for span in copy}
         arrays = {name: array for name, array in state_arrays(state).items() if name in names or not frozen}
-        iterators = [json.loads(text) for text in gather_texts(json.dumps(iterator))]
+        iterators = [json.loads(text) for text in gather_texts(json.dumps(run.data_iterator))]
         made = run_on_all(lambda: _prepare(folder, tag), who=[0])
         try:
             data, sequence = gather_texts("" if made is None else f"{made.data} {made.sequence}")[0].split()

@@ -3,7 +3,11 @@
 from ._leaves import array_fault as array_fault
 from ._leaves import host_array as host_array
 from ._loaders import BatchLoader as BatchLoader
+from ._loaders import LoaderIterator as LoaderIterator
 from ._loaders import RepeatingLoader as RepeatingLoader
+from ._place import get_place as get_place
+from ._place import has_place as has_place
+from ._place import set_place as set_place
 from ._shard import Shard as Shard
 from ._shard import process_shard as process_shard
 from ._stack import Batch as Batch
@@ -20,9 +24,13 @@ __all__ = [
     "process_shard",
     # For other rooms.
     "Batch",
+    "LoaderIterator",
     "MicrobatchStack",
     "array_fault",
+    "get_place",
+    "has_place",
     "host_array",
+    "set_place",
     "split_entry",
     "stack_microbatches",
     "structures_differ",

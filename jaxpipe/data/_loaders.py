@@ -1,15 +1,17 @@
 """Iterables of batches."""
 
+import contextlib
 import itertools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from numbers import Integral
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, Self, TypeVar
 
 import numpy as np
 
 from jaxpipe.errors import DataError
 
+from ._place import epoch_holder, get_place, has_place, set_place
 from ._shard import Shard
 from ._stack import stack_trees
 
@@ -27,11 +29,108 @@ class Dataset(Protocol[T_co]):
     def __getitem__(self, index: int, /) -> T_co: ...
 
 
-class RepeatingLoader(Generic[T]):
+class LoaderIterator(Generic[T]):
+    """One round over a loader, which knows its place where the loader does, or its iterator.
+
+    A loader with `state_dict` and `load_state_dict`, such as torchdata's `StatefulDataLoader`, goes
+    to a place in its next round; one with `set_epoch` is told the next epoch when a round ends.
+
+    Args:
+        loader: What to iterate.
+
+    Attributes:
+        loader: The loader.
+    """
+
+    def __init__(self, loader: Iterable[T]) -> None:
+        self.loader = loader
+        self._iterator: Iterator[T] | None = None
+        """The round under way; None before the first."""
+        self._position = 0
+        self._is_over = False
+        self._set: Mapping[str, Any] | None = None
+        """The place that the loader was sent to, until it has given an item from there."""
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> T:
+        for item in self._round():
+            self._position += 1
+            self._set = None
+            return item
+        if not self._is_over:
+            self._is_over = True
+            holder = epoch_holder(self.loader)
+            if holder is not None:
+                # Also because a Hugging Face dataset begins every round of an epoch where it was
+                # once sent.
+                holder.set_epoch(holder.epoch + 1)
+        raise StopIteration
+
+    def get_state(self) -> Mapping[str, Any] | None:
+        """The position, for a checkpoint.
+
+        Returns:
+            What `set_state` takes; None where the loader is no sequence, and neither it nor its
+            iterators have `get_state` and `set_state`, or `state_dict` and `load_state_dict`.
+        """
+        if self._set is not None:
+            # Until it is iterated, a Hugging Face dataset tells the place where it was before.
+            return self._set
+        holder, epochs = self._holder(), epoch_holder(self.loader)
+        if holder is not None:
+            state = {"iterator": get_place(holder)}
+            return state if epochs is None else {**state, "epoch": epochs.epoch}
+        return {"position": self._position} if isinstance(self.loader, Sequence) else None
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from where another one stood.
+
+        Args:
+            state: What `get_state` of one over the same items returned, or the loader's iterator.
+
+        Raises:
+            DataError: It is that of another kind of loader.
+        """
+        size = len(self.loader) if isinstance(self.loader, Sequence) else -1
+        known = state if isinstance(state, Mapping) else {}
+        holder, epochs = self._holder(), epoch_holder(self.loader)
+        if known and "position" not in known and holder is not None:
+            if "epoch" in known and "iterator" in known and epochs is not None:
+                epochs.set_epoch(known["epoch"])
+            set_place(holder, known.get("iterator", known))
+            if holder is self.loader:
+                self._iterator, self._set = None, known
+        elif type(known.get("position")) is int and 0 <= known["position"] <= size:
+            self._position = known["position"]
+            self._iterator = itertools.islice(self.loader, self._position, None)
+        else:
+            raise DataError(
+                f"state must be that of a repeated loader of the same kind, but got state={state!r} and "
+                f"loader=<{type(self.loader).__name__}>. Pass the loader that was trained with."
+            )
+        self._is_over = False
+
+    def _round(self) -> Iterator[T]:
+        if self._iterator is None:
+            self._iterator = iter(self.loader)
+        return self._iterator
+
+    def _holder(self) -> Any:
+        """The object that knows the position: the loader or its iterator."""
+        tells_in_a_round = hasattr(self.loader, "state_dict")
+        if has_place(self.loader) and (self._iterator is None or tells_in_a_round):
+            return self.loader
+        return self._round() if has_place(self._round()) else None
+
+
+class RepeatingLoader(LoaderIterator[T]):
     """An endless iterator over a loader that begins anew whenever it ends.
 
-    A loader that shuffles itself at each `iter()`, such as `BatchLoader`, gives a new order each time round. The first
-    round begins with the first item that is asked for.
+    A loader that shuffles itself at each `iter()`, such as `BatchLoader`, gives a new order each
+    time round, and so does one that shuffles by `set_epoch`, itself or its `dataset` or `sampler`:
+    each round is told the next epoch. The first round begins with the first item that is asked for.
 
     Args:
         loader: What to iterate. An iterator or generator can be gone through only once: to repeat, pass something
@@ -45,22 +144,17 @@ class RepeatingLoader(Generic[T]):
     """
 
     def __init__(self, loader: Iterable[T]) -> None:
-        self.loader = loader
-        self._iterator: Iterator[T] | None = None
-        """The round under way; None before the first."""
+        super().__init__(loader)
         self._has_yielded = False
-        self._position = 0
-
-    def __iter__(self) -> "RepeatingLoader[T]":
-        return self
 
     def __next__(self) -> T:
         for _ in range(2):
-            for item in self._round():
+            with contextlib.suppress(StopIteration):
+                item = super().__next__()
                 self._has_yielded = True
-                self._position += 1
                 return item
-            self._iterator, self._position = None, 0
+            self._iterator, self._position, self._is_over = None, 0, False
+            self._set = None
         kind = type(self.loader).__name__
         if self._has_yielded:
             raise DataError(
@@ -74,51 +168,6 @@ class RepeatingLoader(Generic[T]):
 
     def __bool__(self) -> bool:
         return True
-
-    def get_state(self) -> dict[str, Any] | None:
-        """The position, for a checkpoint.
-
-        Returns:
-            What `set_state` takes; None where the loader is neither a sequence nor gives iterators with `get_state`.
-        """
-        holder = self._holder("get_state")
-        if holder is not None:
-            return {"iterator": holder.get_state()}
-        return {"position": self._position} if isinstance(self.loader, Sequence) else None
-
-    def set_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from where another one stood.
-
-        Args:
-            state: What `get_state` of a repeated loader of the same items returned.
-
-        Raises:
-            DataError: It is that of another kind of loader.
-        """
-        size = len(self.loader) if isinstance(self.loader, Sequence) else -1
-        known = state if isinstance(state, Mapping) else {}
-        holder = self._holder("set_state")
-        if "iterator" in known and holder is not None:
-            holder.set_state(state["iterator"])
-        elif type(known.get("position")) is int and 0 <= known["position"] <= size:
-            self._position = state["position"]
-            self._iterator = itertools.islice(self.loader, self._position, None)
-        else:
-            raise DataError(
-                f"state must be that of a repeated loader of the same kind, but got state={state!r} and "
-                f"loader=<{type(self.loader).__name__}>. Pass the loader that was trained with."
-            )
-
-    def _round(self) -> Iterator[T]:
-        if self._iterator is None:
-            self._iterator = iter(self.loader)
-        return self._iterator
-
-    def _holder(self, method: str) -> Any:
-        """The object that knows the position: the loader where it does before a round, else the iterator."""
-        if self._iterator is None and hasattr(self.loader, method):
-            return self.loader
-        return self._round() if hasattr(self._round(), method) else None
 
     def __len__(self) -> int:
         """The number of items until the loader begins anew.

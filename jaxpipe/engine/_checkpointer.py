@@ -84,7 +84,7 @@ class Checkpointer:
         run = RunState(
             global_steps=trainer.global_steps,
             global_samples=trainer.global_samples,
-            data_iterator={"is_own": self._source.is_own, "state": self._source.get_state()},
+            data_iterator=run_on_all(self._source.position),
             client_state=client_state,
             config=_as_json(dataclasses.asdict(without_secrets(trainer.config))),
         )
@@ -299,7 +299,7 @@ def _data_position(found: Checkpoint) -> dict[str, Any]:
 def _checked_position(found: Checkpoint, position: Any) -> dict[str, Any]:
     if position is None:  # written without an engine
         return {"state": None, "is_own": False}
-    if not isinstance(position, dict) or position.keys() != {"state", "is_own"}:
+    if not isinstance(position, dict) or position.keys() - {"why_none"} != {"state", "is_own"}:
         raise CheckpointError(
             f"{found.path} must hold the place of a data iterator as an engine writes it, but got {position!r:.100}. "
             "Load another tag, or load_module_only=True."

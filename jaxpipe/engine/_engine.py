@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from jaxpipe._typing import PyTree
 from jaxpipe.checkpoint import Rename
 from jaxpipe.config import BatchSizes, TrainConfig, without_secrets
-from jaxpipe.data import Batch, RepeatingLoader, Shard, split_entry
+from jaxpipe.data import Batch, LoaderIterator, RepeatingLoader, Shard, split_entry
 from jaxpipe.errors import ConfigError, DataError, PipelineError
 from jaxpipe.executor import Metrics
 from jaxpipe.layers import PipelineModule
@@ -403,7 +403,8 @@ class Engine(ABC):
                 f"set_dataloader must be given something to iterate, but got a {type(loader).__name__}. Pass a loader "
                 "or a list of (inputs, labels), or RepeatingLoader(...) of it to go round without end."
             )
-        self._source.set_iterator(iter(loader))
+        iterator = loader if isinstance(loader, Iterator) else LoaderIterator(loader)
+        self._source.set_iterator(iterator)
         self.training_dataloader = loader
 
     def set_batch_fn(self, fn: Callable[[Any], Entry] | None) -> None:

@@ -9,11 +9,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxpipe._typing import PyTree
-from jaxpipe.data import Batch, MicrobatchStack
+from jaxpipe.checkpoint import encode_state
+from jaxpipe.data import Batch, LoaderIterator, MicrobatchStack, get_place, has_place, set_place
 from jaxpipe.distributed import log
-from jaxpipe.errors import DataError, PipelineError
+from jaxpipe.errors import CheckpointError, DataError, PipelineError
 
 Entry = Sequence[PyTree]
+
+_REPAIR = (
+    "Give set_dataloader or RepeatingLoader a list, a BatchLoader, a StatefulDataLoader of torchdata, "
+    "a grain or an iterable Hugging Face dataset; or begin an iterator of your own at "
+    "engine.global_steps."
+)
 
 
 @dataclass
@@ -55,8 +62,13 @@ class MicrobatchSource:
         self._batch_fn: Callable[[Any], Entry] | None = None
         self._trained: Any = None
         """The iterator that training read last."""
+        self._num_trained = 0
+        """How many batches in a row it gave."""
+        self._has_warned = False
         self._pending: tuple[Any, bool] | None = None
         """A state that waits for the iterator that training will read, and whether it is that of one that was set."""
+        self._has_moved = False
+        """Whether the iterator that is set was sent to another place since the last `snapshot`."""
         self._pulled = _Pulled(None)
 
     def set_iterator(self, iterator: Iterator[Entry]) -> None:
@@ -79,22 +91,57 @@ class MicrobatchSource:
         """State of the iterator that training reads; None: it has none to give."""
         if self._pending is not None:
             return self._pending[0]
-        iterator: Any = self._data_iter if self._trained is None else self._trained
-        return iterator.get_state() if hasattr(iterator, "get_state") else None
+        return get_place(self._data_iter if self._trained is None else self._trained)
 
-    def set_state(self, state: Any, *, is_own: bool) -> None:
+    def position(self) -> dict[str, Any]:
+        """The place in the data for a checkpoint, as JSON; a warning, once, if there is none.
+
+        Returns:
+            What `set_state` takes, decoded.
+        """
+        state, why = self.get_state(), None
+        # An iterator that gives one batch alone is made for each: then the caller knows the place.
+        if state is None and self._trained is not None and (self.is_own or self._num_trained > 1):
+            methods = "get_state and set_state nor state_dict and load_state_dict"
+            why = f"a {_kind(self._trained)} has neither {methods}"
+        found = {"is_own": self.is_own, "state": state}
+        try:
+            encoded = encode_state(found, "the state of the data iterator")
+        except CheckpointError as error:
+            # No reason to keep a job from saving all the rest.
+            encoded, why = {**found, "state": None}, str(error).removesuffix(".")
+        if why is None:
+            return encoded
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"the checkpoint holds no place in the data, because {why}: a run that loads it "
+                f"trains on the data from where its iterator then begins. {_REPAIR}",
+                stacklevel=6,
+            )
+        return {**encoded, "why_none": why}
+
+    def set_state(self, state: Any, *, is_own: bool, why_none: str | None = None) -> None:
         """Go on from the iterator's state in another run.
 
         Args:
             state: What `get_state` returned there; None: iterators stay where they are.
             is_own: What `is_own` was there: then the iterator that is set takes the state at once; else, or where none
                 is set, the next one that training reads.
+            why_none: Why there is no state, for a warning; None: there is one, or none is missed.
 
         Raises:
             DataError: The iterator that is set is of another kind.
         """
+        if why_none is not None:
+            warnings.warn(
+                f"the checkpoint holds no place in the data, because {why_none}: training goes on "
+                f"with the data where the iterator stands. {_REPAIR}",
+                stacklevel=2,
+            )
         waits = state is not None and not (is_own and self._data_iter is not None)
         if state is not None and not waits:
+            self._has_moved = True
             _put(self._data_iter, state)
             self._trained = None
         self._pending = (state, is_own) if waits else None
@@ -106,12 +153,12 @@ class MicrobatchSource:
             A function that restores it.
         """
         pending, trained = self._pending, self._trained
-        iterator: Any = self._data_iter
-        state = _state_of(iterator)
+        iterator, self._has_moved = self._data_iter, False
+        state = get_place(iterator)
 
         def restore() -> None:
-            if state is not None and iterator.get_state() != state:
-                iterator.set_state(state)
+            if state is not None and self._has_moved:
+                set_place(iterator, state)
             self._pending, self._trained = pending, trained
 
         return restore
@@ -138,9 +185,9 @@ class MicrobatchSource:
     def transaction(self) -> Generator[None]:
         """Take back what is pulled within the body if an interrupt ends it before `commit` is called.
 
-        An iterator with `get_state` and `set_state` goes back to where it stood; of any other the entries are kept for
-        the next batch that is pulled from it. An ordinary error is not an interrupt: its cause, such as an entry that
-        does not fit, would come again.
+        An iterator that knows its place goes back to where it stood; of any other the entries are
+        kept for the next batch that is pulled from it. An ordinary error is not an interrupt: its
+        cause, such as an entry that does not fit, would come again.
         """
         try:
             yield
@@ -158,7 +205,7 @@ class MicrobatchSource:
                 pulled.detach()
             else:
                 pulled.entries.clear()
-                pulled.iterator.set_state(pulled.state)
+                set_place(pulled.iterator, pulled.state)
             raise
 
     def commit(self) -> None:
@@ -182,7 +229,7 @@ class MicrobatchSource:
         Entries that are pulled for a batch which cannot be completed are lost: they are named, not given again.
 
         Args:
-            data_iter: The iterator; None: the one that is set.
+            data_iter: The iterator; None: the one that is set, which is for training.
             num_microbatches: How many entries to take.
             what: What the batch is for, for messages.
             has_labels: False leaves the labels of every entry out, whatever they are.
@@ -192,7 +239,7 @@ class MicrobatchSource:
             The batch with leaves `[num_microbatches, ...]`, as numpy arrays.
 
         Raises:
-            StopIteration: The iterator ended; where it did so within a batch, with words and a line in the log.
+            StopIteration: The iterator ended; where it did within a batch, with a line in the log.
             PipelineError: There is no iterator.
             DataError: It is none, or its entries do not stack.
             Exception: What the iterator raised, with a note of how many entries it had given.
@@ -205,6 +252,7 @@ class MicrobatchSource:
             )
         if is_training:
             # Evaluations do not count: the state that a checkpoint stores is that of the training data.
+            self._num_trained = self._num_trained + 1 if iterator is self._trained else 1
             self._trained = iterator
             self._resume(iterator)
         pulled = self._begin(iterator, num_microbatches)
@@ -245,7 +293,8 @@ class MicrobatchSource:
         if self._pulled.iterator is not iterator:
             self._pulled = _Pulled(iterator)
         pulled = self._pulled
-        pulled.count, pulled.state, pulled.stack = count, _state_of(iterator), MicrobatchStack(count)
+        pulled.count, pulled.stack = count, MicrobatchStack(count)
+        pulled.state = get_place(iterator)
         return pulled
 
     def _mapped(self, entry: Any, *, has_labels: bool) -> Any:
@@ -256,22 +305,21 @@ class MicrobatchSource:
         return entry
 
 
-def _state_of(iterator: Any) -> Any:
-    """State of an iterator that can go back to it; else None."""
-    return iterator.get_state() if hasattr(iterator, "get_state") and hasattr(iterator, "set_state") else None
-
-
 def _put(iterator: Any, state: Any) -> None:
     """Set the state that another iterator had."""
-    if hasattr(iterator, "set_state"):
-        iterator.set_state(state)
+    if has_place(iterator):
+        set_place(iterator, state)
         return
     warnings.warn(
-        f"a {type(iterator).__name__} has no set_state: training goes on with the data where it stands, not where the "
-        "checkpoint was written. Use jaxpipe.RepeatingLoader, a grain iterator, or another with get_state and "
-        "set_state.",
+        f"a {_kind(iterator)} has no set_state or load_state_dict: training goes on with the data "
+        f"where it stands, not where the checkpoint was written. {_REPAIR}",
         stacklevel=4,
     )
+
+
+def _kind(iterator: Any) -> str:
+    """The name of an iterator's class, or of the loader's that it goes over."""
+    return type(iterator.loader if isinstance(iterator, LoaderIterator) else iterator).__name__
 
 
 def _checked_iterator(iterator: Any) -> Iterator[Entry]:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from _leaves import assert_same, leaves, scalars
 from _small import FEATURES, MICROBATCH, build, entries, entry, module
+from _stateful import Own, Sampled, Streamed
 
 from jaxpipe import LayerSpec, PipelineEngine, RepeatingLoader
 from jaxpipe.data import BatchLoader
@@ -55,11 +56,39 @@ def data_loader() -> grain.DataLoader:
     )
 
 
+def torchdata(**settings: Any) -> Any:
+    stateful = pytest.importorskip("torchdata.stateful_dataloader")
+
+    def collate(samples: list[Any]) -> Any:
+        return tuple(map(np.stack, zip(*samples, strict=True)))
+
+    return stateful.StatefulDataLoader(SAMPLES, batch_size=MICROBATCH, shuffle=True, collate_fn=collate, **settings)
+
+
+def datasets() -> Any:
+    rows = [{"x": x, "y": y} for x, y in SAMPLES]
+    made = pytest.importorskip("datasets").Dataset.from_list(rows).to_iterable_dataset(num_shards=2)
+    return made.shuffle(seed=0, buffer_size=1).batch(MICROBATCH)
+
+
+LOADERS: dict[str, Callable[[], Any]] = {
+    "list": lambda: ENTRIES,
+    "batches": lambda: BatchLoader(SAMPLES, MICROBATCH, seed=1),
+    "sampled": lambda: Sampled(ENTRIES),
+    "streamed": lambda: Streamed(ENTRIES),
+    "own": lambda: Own(ENTRIES),
+    "torchdata": torchdata,
+    "datasets": datasets,
+    "grain": lambda: dataset().batch(MICROBATCH).to_iter_dataset(AT_ONCE),
+}
+
 ITERATORS: dict[str, Callable[[], Iterator[Any]]] = {
     "list": lambda: RepeatingLoader(ENTRIES),
     "batches": lambda: RepeatingLoader(BatchLoader(SAMPLES, MICROBATCH, seed=1)),
     "epoch": lambda: iter(BatchLoader(SAMPLES * 2, MICROBATCH, seed=1)),
     "own": Counting,
+    "own-state-dict": lambda: Own(ENTRIES),
+    "sampled": lambda: RepeatingLoader(Sampled(ENTRIES)),
     "grain": lambda: iter(dataset().repeat().batch(MICROBATCH).to_iter_dataset(AT_ONCE)),
     "grain-epochs": lambda: RepeatingLoader(dataset().batch(MICROBATCH).to_iter_dataset(AT_ONCE)),
     "grain-mix": lambda: iter(
@@ -137,6 +166,34 @@ def test_an_iterator_that_is_set(engine: PipelineEngine, tmp_path: Path) -> None
     assert losses(engine, first) == wanted
 
 
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata calls torch so
+@pytest.mark.parametrize("is_endless", [False, True])
+@pytest.mark.parametrize("name", LOADERS)
+def test_a_loader_that_is_set(name: str, is_endless: bool, engine: PipelineEngine, tmp_path: Path) -> None:
+    def give(target: PipelineEngine) -> None:
+        loader = LOADERS[name]()
+        if is_endless:
+            target.set_dataiterator(RepeatingLoader(loader))
+        else:
+            target.set_dataloader(loader)
+
+    if name == "datasets":
+        engine.set_batch_fn(lambda batch: tuple(np.array(batch[key], np.float32) for key in "xy"))
+    give(engine)
+    losses(engine, None, 1)
+    engine.save_checkpoint(tmp_path)
+    count = 6 if is_endless else 2
+    wanted = losses(engine, None, count)
+    engine.load_checkpoint(tmp_path)  # into the iterator that was read on
+    engine.save_checkpoint(tmp_path, "again")
+    assert losses(engine, None, count) == wanted
+    give(engine)
+    engine.load_checkpoint(tmp_path, "again")  # into a fresh one
+    assert losses(engine, None, count) == wanted
+    assert len(set(wanted)) == count
+    engine.set_batch_fn(None)
+
+
 def test_training_data(stored: tuple[PipelineEngine, Path, list[float]]) -> None:
     engine, path, wanted = stored
     engine.load_checkpoint(path)
@@ -184,7 +241,9 @@ def test_evaluation_does_not_take_the_place(engine: PipelineEngine, tmp_path: Pa
 def test_an_iterator_without_a_place(engine: PipelineEngine, start: Path, tmp_path: Path) -> None:
     losses(engine, RepeatingLoader(ENTRIES))
     engine.save_checkpoint(tmp_path)
-    match = r"a list_iterator has no set_state: training goes on with the data where it stands.*Use jaxpipe\.Repeating"
+    match = (
+        r"a list_iterator has no set_state or load_state_dict: training goes on with the data where it stands.*Give set"
+    )
     engine.load_checkpoint(tmp_path)
     with pytest.warns(UserWarning, match=match):
         engine.train_batch(entries(3))
@@ -199,15 +258,89 @@ def test_an_iterator_without_a_place(engine: PipelineEngine, start: Path, tmp_pa
     assert loader.get_state() == {"position": 6}
 
 
+class Torch:
+    """As torch's `DataLoader`: a fresh iterator each time, and no place."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return (each for each in ENTRIES)
+
+
+WITHOUT: dict[str, tuple[str, Callable[[PipelineEngine], Any]]] = {
+    "set": ("list_iterator", lambda engine: engine.set_dataiterator(iter(ENTRIES))),
+    "loader": ("Torch", lambda engine: engine.set_dataloader(Torch())),
+    "repeated": ("Torch", lambda engine: engine.set_dataiterator(RepeatingLoader(Torch()))),
+    "given": ("generator", lambda engine: iter(Torch())),
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT)
+def test_a_place_that_cannot_be_saved(name: str, explicit: PipelineEngine, tmp_path: Path) -> None:
+    """One warning at the first save, and one at each load."""
+    engine = build(example_batch=entry())
+    kind, give = WITHOUT[name]
+    iterator = give(engine)
+    engine.save_checkpoint(tmp_path)  # before a batch there is nothing to lose
+    losses(engine, iterator, 2)
+    why = f"holds no place in the data, because a {kind} has neither get_state and set_state nor state_dict and load_"
+    with pytest.warns(
+        UserWarning, match=rf"{why}.*where its iterator then begins\. .*StatefulDataLoader of torchdata"
+    ) as met:
+        engine.save_checkpoint(tmp_path)
+    assert len(met) == 1
+    assert met[0].filename == __file__
+    engine.save_checkpoint(tmp_path)
+    for target in (engine, build(example_batch=entry())):
+        with pytest.warns(UserWarning, match=rf"{why}.*goes on with the data where the iterator stands\. Give") as met:
+            target.load_checkpoint(tmp_path)
+        assert len(met) == 1
+        target.load_checkpoint(tmp_path, load_module_only=True)
+
+
+def test_iterators_that_are_made_for_each_batch_miss_no_place(engine: PipelineEngine, tmp_path: Path) -> None:
+    for _ in range(3):
+        engine.train_batch(entries())
+        engine.save_checkpoint(tmp_path)
+    engine.load_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "loader", [lambda: RepeatingLoader(Sampled(ENTRIES)), lambda: Own(ENTRIES)], ids=["loader", "own"]
+)
+def test_a_batch_that_was_interrupted_comes_again(loader: Any, tmp_path: Path) -> None:
+    """In this process, and after a resume from a checkpoint that was saved then."""
+
+    def interrupted(found: Any) -> Any:
+        nonlocal count
+        count -= 1
+        if not count:
+            raise KeyboardInterrupt
+        return found
+
+    count, engine, plain = 0, build(example_batch=entry()), build(example_batch=entry())
+    wanted = losses(plain, loader())
+    engine.set_dataiterator(loader())
+    engine.set_batch_fn(interrupted)
+    assert losses(engine, None, 1) == wanted[:1]
+    count = 2
+    with pytest.raises(KeyboardInterrupt):
+        engine.train_batch()
+    engine.save_checkpoint(tmp_path)
+    assert losses(engine, None, 2) == wanted[1:]
+    other = build(example_batch=entry())
+    other.set_dataiterator(loader())
+    other.load_checkpoint(tmp_path)
+    assert losses(other, None, 2) == wanted[1:]
+
+
 def test_an_iterator_without_a_place_that_is_set(engine: PipelineEngine, tmp_path: Path) -> None:
     engine.set_dataiterator(RepeatingLoader(ENTRIES))
     losses(engine, None, 1)
     engine.save_checkpoint(tmp_path)
     target = build(example_batch=entry())
     target.load_checkpoint(tmp_path)
-    with pytest.warns(UserWarning, match=r"a list_iterator has no set_state"):
+    with pytest.warns(UserWarning, match=r"a list_iterator has no set_state or load_state_dict"):
         target.set_dataiterator(entries())
-    with pytest.warns(UserWarning, match=r"a list_iterator has no set_state"):
+    with pytest.warns(UserWarning, match=r"a list_iterator has no set_state or load_state_dict"):
         target.load_checkpoint(tmp_path)
 
 
@@ -278,8 +411,8 @@ def reading() -> PipelineEngine:
 
 @pytest.mark.parametrize(
     ("name", "state"),
-    [("list", r"\{'position': 4\}"), ("own", r"b'.*'"), ("epoch", r"\{'epoch': 0, 'samples': 8.*")],
-    ids=["list", "own", "epoch"],
+    [("list", r"\{'position': 4\}"), ("own", r"b'.*'")],
+    ids=["list", "own"],
 )
 def test_the_place_of_another_kind_of_iterator(
     name: str, state: str, engine: PipelineEngine, reading: PipelineEngine, start: Path, tmp_path: Path
@@ -295,6 +428,16 @@ def test_the_place_of_another_kind_of_iterator(
         reading.load_checkpoint(tmp_path)
     assert_same(leaves(reading), held)
     assert (scalars(reading), place(reading)) == (counted, at)
+
+
+def test_the_place_of_an_epoch_fits_its_loader(engine: PipelineEngine, tmp_path: Path) -> None:
+    engine.set_dataiterator(iter(BatchLoader(SAMPLES, MICROBATCH, seed=1)))
+    losses(engine, None, 1)
+    engine.save_checkpoint(tmp_path)
+    wanted = losses(engine, None, 2)
+    engine.set_dataloader(BatchLoader(SAMPLES, MICROBATCH, seed=1))
+    engine.load_checkpoint(tmp_path)
+    assert losses(engine, None, 2) == wanted
 
 
 @pytest.mark.parametrize("seed", [1234, 5])
