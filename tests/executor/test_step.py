@@ -1,0 +1,45 @@
+"""What the programs of a step report alike."""
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import numpy as np
+import optax
+import pytest
+from _frozen import make
+from _oracle import Case
+from _tolerances import GRADIENT, assert_loss
+
+import jaxpipe
+from jaxpipe import Pipeline
+
+
+def half(_: str) -> tuple[Pipeline, Any]:
+    module = jaxpipe.PipelineModule(
+        [nn.Dense(4), nn.Dense(1)], num_stages=2, loss_fn=lambda y, t: ((y - t) ** 2).mean()
+    )
+    x = np.random.default_rng(0).normal(size=(2, 4)).astype(np.float32)
+    config = {"train_micro_batch_size_per_gpu": 2, "fp16": {"enabled": True, "loss_scale": 128}}
+    mesh = jaxpipe.mesh_for(module, jax.devices()[:2])
+    pipeline = jaxpipe.make_pipeline(module, optax.sgd(0.1), config, mesh, (x, x[:, :1]))
+    return pipeline, (x[None], x[None, :, :1], {})
+
+
+def frozen(trainable: str) -> tuple[Pipeline, Any]:
+    settings = {"zero_stage": 1, "gradient_clipping": 0.1}
+    case = Case("tied", 2, 2, optimizer=optax.adam(1e-2), settings=settings)
+    return make(case, trainable), case.batch()
+
+
+@pytest.mark.parametrize(("build", "trainable"), [(half, ""), (frozen, "Block.*bias$|^tied"), (frozen, "^tied")])
+def test_the_norm_of_the_gradients_is_that_of_the_step(build: Any, trainable: str) -> None:
+    """Before clipping, without the loss scale; of what is trained, tied parameters and replicas once."""
+    pipeline, batch = build(trainable)
+    state = pipeline.init()
+    metrics, storage, _ = pipeline.gradients(state, batch)
+    wanted = optax.tree.norm(pipeline.params_tree(storage))
+    assert_loss(metrics["grad_norm"], wanted, tolerance=GRADIENT)
+    assert wanted > 0.1
+    _, after = pipeline.step(state, batch)
+    assert_loss(metrics["grad_norm"], after["grad_norm"])
