@@ -29,7 +29,6 @@ from ._struct import Config as Config
 from ._train import PipelineConfig as PipelineConfig
 from ._train import TrainConfig as TrainConfig
 from ._values import Reader as Reader
-from ._values import as_number as as_number
 from ._values import integer_of_at_least as integer_of_at_least
 from ._values import number as number
 from ._values import optional as optional
@@ -68,7 +67,6 @@ __all__ = [
     "Dtype",
     "Params",
     "Reader",
-    "as_number",
     "config_from_args",
     "integer_of_at_least",
     "number",

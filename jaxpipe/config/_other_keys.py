@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple, cast
 
+from jaxpipe._numbers import plain
+
 from ._values import (
     Reader,
     auto_or,
@@ -66,7 +68,8 @@ def is_off(value: object, off: tuple[object, ...]) -> bool:
     return value is None or any(_matches(value, other) for other in off)
 
 
-def _matches(value: object, off: object) -> bool:
+def _matches(given: object, off: object) -> bool:
+    value = plain(given)
     if isinstance(off, Mapping):
         if not isinstance(value, Mapping):
             return False

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from numbers import Real
 from typing import Any, cast
 
+from jaxpipe._numbers import plain
 from jaxpipe.errors import ConfigError, shown
 
 from ._collect import Collector
@@ -67,7 +68,8 @@ def read_params(value: object, path: str) -> Params:
     return Params(values)
 
 
-def _frozen(value: object, path: str) -> object:
+def _frozen(given: object, path: str) -> object:
+    value = plain(given)
     if value is None or isinstance(value, str | bool | Real):
         return value
     if isinstance(value, Mapping):

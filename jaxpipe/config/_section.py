@@ -8,6 +8,7 @@ from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar, cast
 
+from jaxpipe._numbers import as_flag, plain
 from jaxpipe.errors import ConfigError, nearest, shown
 
 from ._collect import Collector
@@ -243,7 +244,7 @@ def _read_value(item: Field[Any], value: object, path: str, errors: Collector) -
     with errors.catch():
         if section is not None and isinstance(value, Mapping):
             return read_section(section, cast("Mapping[object, object]", value), path, errors)
-        return item.metadata["reader"](value, path)
+        return item.metadata["reader"](plain(value), path)
     return _default(item)
 
 
@@ -252,7 +253,7 @@ def _default(item: Field[Any]) -> Any:
 
 
 def _is_switched_off(cls: type[Section], mapping: Mapping[object, object]) -> bool:
-    return cls.switch is not None and mapping.get(cls.switch, False) is False
+    return cls.switch is not None and as_flag(mapping.get(cls.switch, False)) is False
 
 
 def _checked_key(key: object, path: str) -> str:

@@ -3,11 +3,10 @@
 A reader takes a value and its JSON path, and returns what the configuration stores, or raises `ConfigError`.
 """
 
-import math
 from collections.abc import Callable, Mapping, Sequence
-from numbers import Integral, Real
 from typing import Any, Literal, TypeVar, cast
 
+from jaxpipe._numbers import as_flag, as_integer, as_number
 from jaxpipe.errors import ConfigError, shown
 
 from ._collect import Collector
@@ -34,18 +33,6 @@ def wrong_value(path: str, rule: str, value: object, repair: str) -> ConfigError
     if isinstance(value, str) and value == "auto":
         repair += "; 'auto' belongs to Hugging Face's Trainer, which writes its own arguments there"
     return ConfigError(f"{path} must be {rule}, but got {path}={shown(value)}. {repair}.", paths=[path])
-
-
-def as_integer(value: object) -> int | None:
-    """A value as an integer if it is one.
-
-    Args:
-        value: Any value.
-
-    Returns:
-        The integer; None for a bool, a float, and all that is not an integer.
-    """
-    return int(value) if not isinstance(value, bool) and isinstance(value, Integral) else None
 
 
 def integer_of_at_least(minimum: int, below: int | None = None, *, whole_floats: bool = False) -> Reader:
@@ -134,25 +121,6 @@ def number_of_at_least(minimum: float) -> Reader:
         The reader.
     """
     return number(minimum, repair=f"Use for instance {max(minimum, 1.0):g}")
-
-
-def as_number(value: object) -> float | None:
-    """A value as a float if it is a finite number.
-
-    Args:
-        value: Any value.
-
-    Returns:
-        The float; None for a bool, an infinity, a NaN, and all that is not a number.
-    """
-    # A bool is a number to Python, but `true` in JSON is a mistake where a number belongs.
-    if isinstance(value, bool) or not isinstance(value, Real):
-        return None
-    try:
-        number = float(value)
-    except OverflowError:
-        return None
-    return number if math.isfinite(number) else None
 
 
 def read_positive_number(value: object, path: str) -> float:
@@ -310,9 +278,10 @@ def read_flag(value: object, path: str) -> bool:
     Raises:
         ConfigError: The value is something else.
     """
-    if not isinstance(value, bool):
+    flag = as_flag(value)
+    if flag is None:
         raise wrong_value(path, "true or false", value, "Use true or false without quotes")
-    return value
+    return flag
 
 
 def read_schedule(value: object, path: str) -> str | type:

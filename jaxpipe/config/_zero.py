@@ -3,8 +3,10 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
+from jaxpipe._numbers import as_integer
+
 from ._section import Section, setting
-from ._values import as_integer, wrong_value
+from ._values import wrong_value
 
 
 def read_stage(value: object, path: str) -> int:

@@ -9,6 +9,7 @@ from typing import Any, Generic, Protocol, Self, TypeVar
 
 import numpy as np
 
+from jaxpipe._numbers import as_flag
 from jaxpipe.errors import DataError
 
 from ._place import epoch_holder, get_place, has_place, set_place
@@ -237,7 +238,7 @@ class BatchLoader(Generic[T]):
                     f"{name} must be an integer of at least {minimum}, but got {name}={value!r}. "
                     f"Pass {minimum} or more."
                 )
-        if not isinstance(shuffle, bool):
+        if as_flag(shuffle) is None:
             raise DataError(f"shuffle must be true or false, but got shuffle={shuffle!r}. Pass True or False.")
         if collate_fn is not None and not callable(collate_fn):
             raise DataError(

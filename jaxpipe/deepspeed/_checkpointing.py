@@ -3,6 +3,7 @@
 import warnings
 from typing import Any, NoReturn
 
+from jaxpipe._numbers import as_integer
 from jaxpipe.config import ConfigWarning
 from jaxpipe.errors import ConfigError, PipelineError
 from jaxpipe.recompute import checkpoint
@@ -78,7 +79,7 @@ def set_num_layers(nlayers: int) -> None:
 
 
 def _check_num_layers(nlayers: object) -> None:
-    if not isinstance(nlayers, int) or isinstance(nlayers, bool) or nlayers < 1:
+    if as_integer(nlayers, 1) is None:
         raise ConfigError(
             f"num_checkpoints must be an integer >= 1, but got num_checkpoints={nlayers!r}. Give the number of "
             "recomputed groups, or leave it out."

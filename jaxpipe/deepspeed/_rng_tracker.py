@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.core import Tracer
 
+from jaxpipe._numbers import as_integer
 from jaxpipe.errors import ConfigError, LayerError
 
 DEFAULT_RNG = "default-rng"
@@ -217,7 +218,7 @@ def _seed_here(state: RNGState, model_rank: int | None) -> jax.Array | int:
 
 
 def _check_seed(seed: Any, limit: int = _MAX_SEED) -> None:
-    if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < limit:
+    if as_integer(seed, 0) is None or seed >= limit:
         raise ConfigError(
             f"seed must be an integer in [0, {limit}), but got seed={seed!r}. Pass a number, not a JAX key: a stream "
             "makes its own keys."

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxpipe._numbers import as_integer
 from jaxpipe._typing import PyTree
 from jaxpipe.checkpoint import Rename
 from jaxpipe.config import BatchSizes, TrainConfig, without_secrets
@@ -270,14 +271,14 @@ class Engine(ABC):
             DataError: An entry does not fit its neighbours or the batches before.
             LayerError: Outputs are asked for and have no dim of samples.
         """
-        _check_evaluation(reduce_output, num_micro_batches)
+        asked = _checked_count(reduce_output, num_micro_batches)
         if data_iter is None:
             raise PipelineError(
                 "eval_batch must be given an iterator of its own, but got data_iter=None: what it "
                 "took from the training data would never be trained on. Pass one, such as "
                 "iter(eval_loader), outside a loop over batches."
             )
-        count = self.micro_batches if num_micro_batches is None else num_micro_batches
+        count = self.micro_batches if asked is None else asked
         run = self._trainer.run
         metrics: Mapping[str, Any] = {}
         outputs: PyTree = None
@@ -777,15 +778,15 @@ class Engine(ABC):
         """
         micro, replicas = self.micro_batch_size, self._trainer.num_replicas
         unit = micro * replicas
-        is_integer = isinstance(train_batch_size, int) and not isinstance(train_batch_size, bool)
-        if not is_integer or train_batch_size < 1 or train_batch_size % unit:
-            below = train_batch_size // unit * unit if is_integer else 0
+        size = as_integer(train_batch_size)
+        if size is None or size < 1 or size % unit:
+            below = 0 if size is None else size // unit * unit
             nearest = " or ".join(str(size) for size in (below, below + unit) if size > 0) or unit
             raise ConfigError(
                 f"train_batch_size must be a multiple of train_micro_batch_size_per_gpu * replicas = {micro} * "
                 f"{replicas} = {unit}, but got train_batch_size={train_batch_size!r}. Use for instance {nearest}."
             )
-        self._trainer.sizes = BatchSizes(train_batch_size, micro, train_batch_size // unit)
+        self._trainer.sizes = BatchSizes(size, micro, size // unit)
 
     def is_first_stage(self) -> bool:
         """True if this process has a device of the first stage."""
@@ -940,12 +941,15 @@ def _check_monitor(monitor: Any) -> None:
         )
 
 
-def _check_evaluation(reduce_output: Any, num_micro_batches: Any) -> None:
+def _checked_count(reduce_output: Any, num_micro_batches: Any) -> int | None:
     """Check what `eval_batch` is asked for.
 
     Args:
         reduce_output: `"avg"` or None.
         num_micro_batches: A positive integer or None.
+
+    Returns:
+        The latter.
 
     Raises:
         ConfigError: One is something else.
@@ -955,9 +959,10 @@ def _check_evaluation(reduce_output: Any, num_micro_batches: Any) -> None:
             f"reduce_output must be 'avg' or None, but got reduce_output={reduce_output!r}. Use None for the losses of "
             "all microbatches, and reduce them."
         )
-    count = num_micro_batches
-    if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
+    count = as_integer(num_micro_batches, 1)
+    if count is None and num_micro_batches is not None:
         raise ConfigError(
-            f"num_micro_batches must be an integer of at least 1, but got num_micro_batches={count!r}. Leave it out "
-            "for as many as in training."
+            "num_micro_batches must be an integer of at least 1, but got "
+            f"num_micro_batches={num_micro_batches!r}. Leave it out for as many as in training."
         )
+    return count

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxpipe._numbers import as_flag, as_number
 from jaxpipe._typing import PyTree
 from jaxpipe.config import Collector, TrainConfig, load_config, unless_auto
 from jaxpipe.errors import ConfigError, JaxpipeError, PartitionError, TopologyError, shown
@@ -140,11 +141,8 @@ def _check(model: object, measured_step_s: object, optimizer: object) -> None:
         )
     if measured_step_s is None:
         return
-    if (
-        isinstance(measured_step_s, bool)
-        or not isinstance(measured_step_s, int | float)
-        or not 0 < measured_step_s < math.inf
-    ):
+    seconds = as_number(measured_step_s)
+    if seconds is None or seconds <= 0:
         raise ConfigError(
             f"measured_step_s must be a positive number of seconds, but got measured_step_s={measured_step_s!r}. "
             "Leave it out where there is no run to compare with."
@@ -152,7 +150,7 @@ def _check(model: object, measured_step_s: object, optimizer: object) -> None:
 
 
 def _check_compiling(compiles: object, target_config: object) -> None:
-    if not isinstance(compiles, bool):
+    if as_flag(compiles) is None:
         raise ConfigError(f"compiles must be True or False, but got compiles={shown(compiles)}. Write one of these.")
     if target_config is None:
         return

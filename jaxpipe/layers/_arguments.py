@@ -7,25 +7,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxpipe._numbers import as_flag, as_integer
 from jaxpipe.errors import LayerError, PartitionError, TopologyError
 from jaxpipe.topology import ProcessTopology
 
 
-def checked_stages(num_stages: int | None, topology: ProcessTopology | None) -> int:
+def checked_stages(given: Any, topology: ProcessTopology | None) -> int:
     """The number of stages.
 
     Raises:
         TopologyError: Neither argument is given, they disagree, or one of them is not of its kind.
     """
-    if num_stages is None and topology is None:
+    num_stages = as_integer(given, 1)
+    if given is None and topology is None:
         raise TopologyError(
             "PipelineModule must know the number of stages, but got num_stages=None and topology=None. "
             "Give num_stages=, or a topology with a 'pipe' axis."
         )
-    if num_stages is not None and (not isinstance(num_stages, int) or isinstance(num_stages, bool) or num_stages < 1):
-        raise TopologyError(
-            f"num_stages must be an integer >= 1, but got num_stages={num_stages!r}. Use 1 for no pipeline."
-        )
+    if given is not None and num_stages is None:
+        raise TopologyError(f"num_stages must be an integer >= 1, but got num_stages={given!r}. Use 1 for no pipeline.")
     if topology is None:
         return num_stages or 1
     if not isinstance(topology, ProcessTopology):
@@ -58,18 +58,31 @@ def checked_callable(name: str, value: Any) -> Any:
     return value
 
 
+def checked_flag(name: str, value: Any) -> bool:
+    """A truth value.
+
+    Raises:
+        LayerError: It is something else.
+    """
+    flag = as_flag(value)
+    if flag is None:
+        raise LayerError(f"{name} must be True or False, but got {name}={value!r}. Pass a boolean.")
+    return flag
+
+
 def checked_interval(interval: Any) -> int:
     """A number of layers, or 0.
 
     Raises:
         PartitionError: It is not an integer >= 0.
     """
-    if not isinstance(interval, int) or isinstance(interval, bool) or interval < 0:
+    count = as_integer(interval, 0)
+    if count is None:
         raise PartitionError(
             f"activation_checkpoint_interval must be an integer >= 0, but got {interval!r}. "
             "Use 0 to keep all activations, or 1 to recompute layer by layer."
         )
-    return interval
+    return count
 
 
 def checked_class_names(names: Any, layers: Sequence[str]) -> tuple[str, ...] | None:

@@ -17,6 +17,7 @@ import numpy as np
 from flax import nnx
 from flax.core import meta
 
+from jaxpipe._numbers import as_integer, as_number
 from jaxpipe._typing import Path, PyTree
 from jaxpipe.errors import LayerError
 
@@ -61,16 +62,17 @@ def lora(layers: Iterable[_T] | nn.Sequential, rank: int, alpha: float, targets:
     Reference:
         LoRA: Low-Rank Adaptation of Large Language Models (Hu et al., 2021), section 4.1.
     """
-    if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
+    size = as_integer(rank, 1)
+    if size is None:
         raise LayerError(f"lora's rank must be an integer >= 1, but got rank={rank!r}. Common ranks are 8 to 64.")
-    _check_alpha(alpha)
+    scale = _checked_alpha(alpha) / size
     patterns = [targets] if isinstance(targets, str) else targets
     if not isinstance(patterns, (list, tuple)) or not patterns or not all(isinstance(p, str) for p in patterns):
         raise LayerError(
             f"lora's targets must be a pattern or a list of patterns, but got targets={targets!r}. Write for instance "
             "targets=['query', 'value']."
         )
-    adapters = _Adapters(rank, alpha / rank, [re.compile(pattern) for pattern in patterns])
+    adapters = _Adapters(size, scale, [re.compile(pattern) for pattern in patterns])
     items = list(layers.layers if isinstance(layers, nn.Sequential) else layers)
     adapted = [_adapted(index, item, adapters) for index, item in enumerate(items)]
     if all(new is old for new, old in zip(adapted, items, strict=True)):
@@ -112,20 +114,23 @@ def _adapters_of(layer: Layer) -> "_Adapters | None":
     return of_spec or getattr(getattr(layer, "forward_fn", None), "adapters", None)
 
 
-def merge_lora(params: PyTree, alpha: float) -> dict[str, PyTree]:
+def merge_lora(params: PyTree, alpha: float, dtype: Any = None) -> dict[str, PyTree]:
     """The plain parameters that a tree with adapters amounts to, such as `jaxpipe.checkpoint` exports.
 
     Args:
         params: A model's tree, as `engine.module_state_dict()` returns it.
         alpha: As `lora` was given it; the rank is that of the arrays.
+        dtype: What merged kernels are rounded to; None: each to its own, in which what an adapter
+            has learned may be lost where that is bfloat16.
 
     Returns:
-        The tree of the layers without `lora`, of numpy arrays, each `kernel` as `W + alpha / rank * A B` in its dtype.
+        The tree of the layers without `lora`, of numpy arrays, each `kernel` as
+        `W + alpha / rank * A B`, computed in float32 at least and rounded once.
 
     Raises:
         LayerError: Adapters stand beside no kernel, such as those of a checkpoint that holds nothing else.
     """
-    _check_alpha(alpha)
+    alpha = _checked_alpha(alpha)
     leaves = {path: np.asarray(leaf) for path, leaf in flatten_dict(params).items()}
     plain = {path: leaf for path, leaf in leaves.items() if path[-1] not in (_A, _B)}
     for path, a in leaves.items():
@@ -141,10 +146,11 @@ def merge_lora(params: PyTree, alpha: float) -> dict[str, PyTree]:
         kernel, rank = plain[at], a.shape[-1]
         # Dims that all three have in front, one for each `nn.scan` around the module.
         stacked = kernel.shape[: a.ndim + b.ndim - 2 - kernel.ndim]
-        # In float32: a product of bfloat16 would round before it is added.
-        a, b = a.reshape(*stacked, -1, rank).astype(np.float32), b.reshape(*stacked, rank, -1).astype(np.float32)
-        delta = a @ b
-        plain[at] = (kernel.astype(np.float32) + (alpha / rank) * delta.reshape(kernel.shape)).astype(kernel.dtype)
+        # A product of bfloat16 would round before it is added.
+        wide = np.promote_types(kernel.dtype, np.float32)
+        delta = a.reshape(*stacked, -1, rank).astype(wide) @ b.reshape(*stacked, rank, -1).astype(wide)
+        merged = kernel.astype(wide) + (alpha / rank) * delta.reshape(kernel.shape)
+        plain[at] = merged.astype(kernel.dtype if dtype is None else dtype)
     return unflatten_dict(plain)
 
 
@@ -365,6 +371,8 @@ def _adapted_class(cls: type) -> type:
     return types.new_class(cls.__name__, (cls,), {}, lambda body: body.update(__call__=call, __module__=cls.__module__))
 
 
-def _check_alpha(alpha: Any) -> None:
-    if isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not math.isfinite(alpha):
+def _checked_alpha(alpha: Any) -> float:
+    number = as_number(alpha)
+    if number is None:
         raise LayerError(f"lora's alpha must be a number, but got alpha={alpha!r}. A common one is twice the rank.")
+    return number

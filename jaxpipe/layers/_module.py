@@ -9,12 +9,20 @@ from typing import Any
 
 import jax
 
+from jaxpipe._numbers import as_flag
 from jaxpipe._typing import PyTree
 from jaxpipe.errors import LayerError, PartitionError, counted
 from jaxpipe.partition import Profile, is_method, needs_shapes, partition_layers, profile_source
 from jaxpipe.topology import PipeDataParallelTopology, ProcessTopology, automatic_axes
 
-from ._arguments import checked_callable, checked_class_names, checked_dtype, checked_interval, checked_stages
+from ._arguments import (
+    checked_callable,
+    checked_class_names,
+    checked_dtype,
+    checked_flag,
+    checked_interval,
+    checked_stages,
+)
 from ._build import NamedLayer, as_layers
 from ._deepspeed import DeepSpeedNames
 from ._estimate import estimate_layers
@@ -135,7 +143,7 @@ class PipelineModule(SequentialModel, DeepSpeedNames):
         sharding_rules: Sequence[tuple[str, str | tuple[str, ...] | None]] | None = None,
         trainable: Trainable | None = None,
     ) -> None:
-        if not isinstance(dynamic_shape, bool):
+        if as_flag(dynamic_shape) is None:
             raise LayerError(
                 f"dynamic_shape must be True or False, but got dynamic_shape={dynamic_shape!r}. Leave it out: shapes "
                 "may always change from one batch to the next."
@@ -216,11 +224,11 @@ class PipelineModule(SequentialModel, DeepSpeedNames):
         trainable: Any,
     ) -> None:
         self.loss_fn: Callable[[PyTree, PyTree], Any] | None = checked_callable("loss_fn", loss_fn)
-        self.seed_layers = seed_layers
+        self.seed_layers = checked_flag("seed_layers", seed_layers)
         self.seed_fn: Callable[[int], jax.Array] = checked_callable("seed_fn", seed_fn) or jax.random.key
         self.base_seed = base_seed
         self.compute_dtype: Any = checked_dtype(compute_dtype)
-        self.auto_cast = auto_cast
+        self.auto_cast = checked_flag("auto_cast", auto_cast)
         self.sharding_rules = checked_rules(sharding_rules)
         self.trainable: Trainable | None = checked_trainable(trainable)
         self.partition_method = partition_method

@@ -8,6 +8,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from jaxpipe._numbers import as_number
 from jaxpipe.checkpoint import Rename, Source, Transform, conv1d, merge, transpose
 from jaxpipe.errors import LayerError
 from jaxpipe.layers import LayerSpec, TiedLayerSpec
@@ -116,7 +117,7 @@ class GPT2Config:
     def _rules(self) -> Iterator[Rule]:
         yield from are_sizes(self, _SIZES)
         drops = self.embd_pdrop
-        yield "embd_pdrop", isinstance(drops, (int, float)) and 0 <= drops < 1, "in [0, 1)", "Use 0.0 for none."
+        yield "embd_pdrop", as_number(drops) is not None and 0 <= drops < 1, "in [0, 1)", "Use 0.0 for none."
 
 
 class Positions(nn.Module):

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from jaxpipe._numbers import as_number
 from jaxpipe.checkpoint import Source
 from jaxpipe.errors import ConfigError
 
@@ -224,7 +225,7 @@ class LlamaConfig:
         needs = SLIDING in (kinds or ())
         yield "sliding_window", window is not None or not needs, f"given for layers of {SLIDING!r}", "Pass it."
         drops = self.attention_dropout
-        yield "attention_dropout", isinstance(drops, (int, float)) and 0 <= drops < 1, "in [0, 1)", "Use 0.0 for none."
+        yield "attention_dropout", as_number(drops) is not None and 0 <= drops < 1, "in [0, 1)", "Use 0.0 for none."
         is_float = self.dtype is None or jnp.issubdtype(self.dtype, jnp.floating)
         yield "dtype", is_float, "a floating-point dtype or None", "Leave it out."
 

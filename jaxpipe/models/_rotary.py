@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxpipe._numbers import as_number
 from jaxpipe.errors import ConfigError, nearest
 
 _REQUIRED = {
@@ -67,7 +68,7 @@ class RotaryScaling:
             )
         for name in _REQUIRED[self.rope_type]:
             value = getattr(self, name)
-            if not isinstance(value, (int, float)) or value <= 0:
+            if as_number(value) is None or value <= 0:
                 raise ConfigError(
                     f"rope_parameters.{name} must be given and > 0 with rope_type={self.rope_type!r}, but got "
                     f"{name}={value!r}. Copy it from the model's config.json."

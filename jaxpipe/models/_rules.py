@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import fields
 from typing import Any
 
+from jaxpipe._numbers import as_integer, plain
 from jaxpipe.errors import ConfigError
 
 from ._huggingface import ConfigKeys
@@ -12,12 +13,15 @@ Rule = tuple[str, bool, str, str]
 """A field, whether it keeps to a rule, the rule, and the repair."""
 
 
-def check_fields(config: object, rules: Iterable[Rule]) -> None:
+def check_fields(config: Any, rules: Iterable[Rule]) -> None:
     """Refuse a configuration with the first rule that does not hold; later ones may count on earlier ones.
 
     Raises:
         ConfigError: There is one.
     """
+    for field in fields(config):
+        # The dataclass is frozen; its numbers may be NumPy's.
+        object.__setattr__(config, field.name, plain(getattr(config, field.name)))
     for name, holds, rule, repair in rules:
         if not holds:
             raise ConfigError(f"{name} must be {rule}, but got {name}={getattr(config, name)!r}. {repair}")
@@ -25,7 +29,7 @@ def check_fields(config: object, rules: Iterable[Rule]) -> None:
 
 def is_size(value: Any, least: int = 1) -> bool:
     """True for an integer that is not less; no boolean is one."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+    return as_integer(value, least) is not None
 
 
 def are_sizes(config: object, names: Iterable[str], least: int = 1) -> Iterator[Rule]:

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxpipe._numbers import as_number
 from jaxpipe.errors import ConfigError, shown
 
 from ._adagrad import adagrad_recipe
@@ -135,7 +136,7 @@ def optimizer_lr(name: str, params: Mapping[str, Any] | None = None) -> float | 
         return recipe.build(read_params(recipe, params))[1][_RATE]
     default = inspect.signature(_optax_factory(name)).parameters[_RATE].default
     rate = params.get(_RATE, default)
-    return float(rate) if isinstance(rate, int | float) and not isinstance(rate, bool) else None
+    return as_number(rate)
 
 
 def with_schedule(

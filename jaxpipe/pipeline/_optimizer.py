@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxpipe._numbers import as_number
 from jaxpipe.config import Collector, OptimizerSection, TrainConfig
 from jaxpipe.errors import ConfigError, shown
 from jaxpipe.optim import (
@@ -147,7 +148,7 @@ def _default_rate(factory: Any) -> float | None:
         return None
     rate = None if parameter is None else parameter.default
     # Without a default it is `Parameter.empty`, or a schedule that was bound; True would count as the integer 1.
-    return float(rate) if isinstance(rate, int | float) and not isinstance(rate, bool) else None
+    return as_number(rate)
 
 
 def _check_schedule(schedule: Any) -> None:

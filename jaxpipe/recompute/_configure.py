@@ -9,6 +9,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from jaxpipe._numbers import as_flag, as_integer
 from jaxpipe.config import ConfigWarning, TrainConfig, load_config
 from jaxpipe.errors import ConfigError
 
@@ -190,12 +191,12 @@ def _check_types(arguments: Mapping[str, Any], *, optional: bool = True) -> None
         if value is None and optional:
             continue
         if name == "num_checkpoints":
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            if as_integer(value, 1) is None:
                 raise ConfigError(
                     f"{name} must be an integer >= 1, but got {name}={value!r}. Give the number of recomputed groups, "
                     "or leave it out."
                 )
-        elif not isinstance(value, bool):
+        elif as_flag(value) is None:
             raise ConfigError(f"{name} must be True or False, but got {name}={value!r}. Pass a boolean.")
 
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
+from jaxpipe._numbers import as_integer
 from jaxpipe.distributed import log
 from jaxpipe.errors import LayerError
 from jaxpipe.recompute import is_first, traced_mesh
@@ -89,9 +90,9 @@ def attention(  # noqa: PLR0913  # what may hide a key, one argument each
             f"attention's dropout_rate must be in [0, 1) and stand beside a key, but got dropout_rate={dropout_rate} "
             f"and key={key}. Pass key=self.make_rng('dropout'), or dropout_rate=0.0 outside of training."
         )
-    if window is not None and (not isinstance(window, int) or isinstance(window, bool) or window < 1):
+    if window is not None and as_integer(window, 1) is None:
         raise LayerError(f"window must be an integer >= 1 or None, but got window={window!r}. It counts positions.")
-    pattern = Pattern(causal, window, q.shape[-1] ** -0.5 if scale is None else scale, dropout_rate)
+    pattern = Pattern(causal, as_integer(window), q.shape[-1] ** -0.5 if scale is None else scale, dropout_rate)
     visibility = _visibility(q, k, mask, lengths, segment_ids)
     visibility = visibility._replace(key=key if dropout_rate else None)
     if implementation == "auto":

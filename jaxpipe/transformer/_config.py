@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args
 import jax
 import jax.numpy as jnp
 
+from jaxpipe._numbers import plain
 from jaxpipe.config import ConfigWarning
 from jaxpipe.distributed import asks_for_determinism
 from jaxpipe.errors import ConfigError, nearest
@@ -117,6 +118,9 @@ class DeepSpeedTransformerConfig:
     recompute: Recompute = None
 
     def __post_init__(self) -> None:
+        for name in (*_INTEGERS, *_NUMBERS, *_FLAGS):
+            # The dataclass is frozen; its numbers may be NumPy's.
+            object.__setattr__(self, name, plain(getattr(self, name)))
         for name, holds, rule, repair in self._rules():
             if not holds:
                 got = f"{name}={getattr(self, name)!r}"
