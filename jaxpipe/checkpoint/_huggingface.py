@@ -195,7 +195,7 @@ class _Tensors:
             keys = [_PARAMS + path for path in match.ours]
             kernels = [key.rpartition("/")[0] for key in keys if key.endswith("/kernel")]
             self._needs.append((match, keys + [key for module in kernels for key in beside.get(module, ())]))
-            own = jnp.result_type(*(tensor_of(named[path]).dtype for path in match.ours))
+            own = np.result_type(*(tensor_of(named[path]).dtype for path in match.ours))
             to = dtype if dtype is not None and jnp.issubdtype(own, jnp.floating) else own
             shape = match.transform.their_shape(match.shapes)
             self.structs |= {names[0]: jax.ShapeDtypeStruct(shape, to) for names in match.theirs}
@@ -213,7 +213,8 @@ class _Tensors:
             if len(leaves) > len(match.ours):
                 assert self._alpha is not None  # checked where there are adapters
                 tree = unflatten_dict({split_path(path): leaf for path, leaf in leaves.items()})
-                merged = flatten_dict(merge_lora(tree, self._alpha))
+                # Rounded to the kernel's dtype before, small changes would be lost.
+                merged = flatten_dict(merge_lora(tree, self._alpha, np.float32))
                 leaves = {join_path(path): leaf for path, leaf in merged.items()}
             ours = [leaves[path] for path in match.ours]
             for number, names in enumerate(match.theirs):

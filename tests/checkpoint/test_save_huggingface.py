@@ -36,7 +36,7 @@ def config_of(*, tied: bool) -> LlamaConfig:
     return LlamaConfig(**SIZES, tie_word_embeddings=tied)
 
 
-def make_engine(config: LlamaConfig, stages: int, *, adapters: bool = False) -> Any:
+def make_engine(config: LlamaConfig, stages: int, *, adapters: bool = False, **sections: Any) -> Any:
     tokens = jax.ShapeDtypeStruct((4, 6), jnp.int32)
     engine, *_ = jaxpipe.initialize(
         model=PipelineModule(
@@ -47,7 +47,7 @@ def make_engine(config: LlamaConfig, stages: int, *, adapters: bool = False) -> 
         ),
         optimizer=optax.adam(1e-2),
         example_batch=(tokens, tokens),
-        config={"train_batch_size": 8, "gradient_accumulation_steps": 2},
+        config={"train_batch_size": 8, "gradient_accumulation_steps": 2, **sections},
     )
     return engine
 
@@ -120,6 +120,24 @@ def test_adapters_are_merged(runs: dict[str, tuple[Path, Any]], tmp_path: Path) 
     config = config_of(tied=True)
     save_huggingface(path, tmp_path, llama_names(config), tag="global_step1", lora_alpha=ALPHA)
     assert_holds(tmp_path, merge_lora(params, ALPHA), config)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+def test_adapters_of_narrow_weights_are_merged_before_rounding(dtype: Any, tmp_path: Path) -> None:
+    config = config_of(tied=True)
+    engine = make_engine(config, 2, adapters=True, bf16={"enabled": True})
+    tokens = np.arange(4 * 6, dtype=np.int32).reshape(4, 6) % 32
+    engine.train_batch(iter([(tokens, tokens)] * 2))
+    engine.save_checkpoint(tmp_path / "run")
+    out, told = tmp_path / "out", np.dtype(dtype).name
+    save_huggingface(tmp_path / "run", out, llama_names(config), lora_alpha=ALPHA, dtype=told)
+    params = engine.module_state_dict()
+    assert any(leaf.dtype == ml_dtypes.bfloat16 for leaf in jax.tree.leaves(params))
+    wide = jax.tree.map(lambda leaf: np.asarray(leaf, np.float32), params)
+    assert_holds(out, merge_lora(wide, ALPHA), config, dtype)
+    found = flatten_dict(merge_lora(params, ALPHA, dtype))
+    for path, leaf in flatten_dict(merge_lora(wide, ALPHA)).items():
+        np.testing.assert_array_equal(found[path].astype(dtype), leaf.astype(dtype))
 
 
 @pytest.mark.parametrize(
