@@ -6,7 +6,6 @@ from importlib import metadata
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxpipe.layers import format_struct, join_path
@@ -89,7 +88,9 @@ def load_scalars(scalars: Mapping[str, Any], pipeline: Pipeline, *, loss_scale: 
     Returns:
         Fields by name.
     """
-    rng = jax.random.wrap_key_data(jnp.asarray(scalars["rng"]["words"], jnp.uint32), impl=scalars["rng"]["impl"])
+    # Put: `jax.transfer_guard` refuses what goes to a device unsaid.
+    words = jax.device_put(np.asarray(scalars["rng"]["words"], np.uint32))
+    rng = jax.random.wrap_key_data(words, impl=scalars["rng"]["impl"])
     fields: dict[str, Any] = {
         "step": np.int32(scalars["step"]),
         "skipped_steps": np.int32(scalars["skipped_steps"]),

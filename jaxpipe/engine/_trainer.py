@@ -113,7 +113,9 @@ class Trainer:
             self.check_parameters()
             # Made here, not when the engine is: until now a checkpoint could be loaded without paying for initial
             # weights.
-            self._state = pipeline.init() if given is None else pipeline.init_from(given)
+            # Seeds and initialisers, users' among them, are made of numbers of the host; once.
+            with jax.transfer_guard_host_to_device("allow"):
+                self._state = pipeline.init() if given is None else pipeline.init_from(given)
             self.model_parameters = None
         if self.present() is None:
             raise PipelineError(

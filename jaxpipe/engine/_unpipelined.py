@@ -19,6 +19,7 @@ from jaxpipe.data import Batch, stack_microbatches
 from jaxpipe.errors import ConfigError, DataError, PipelineError
 from jaxpipe.layers import LayerSpec, PipelineModule, TiedLayerSpec
 from jaxpipe.pipeline import ChosenOptimizer
+from jaxpipe.state import place_everywhere
 
 from ._engine import Engine
 from ._hold import hold_signals
@@ -199,7 +200,8 @@ class UnpipelinedEngine(Engine):
         batch = pipeline.place_batch(stacked, self.data_shard.replicas)
         if not self.training:
             return trainer.run("evaluation", pipeline.evaluate, batch)["loss"]
-        forward, index = self._forward_of(pipeline, self.micro_batches), np.int32(begun.index)
+        forward = self._forward_of(pipeline, self.micro_batches)
+        index = place_everywhere(np.int32(begun.index), pipeline.mesh)
         state = trainer.prepare("forward and backward", forward, batch, index)
         with hold_signals():
             # The first forward since the update: a step that overflows goes back to these.

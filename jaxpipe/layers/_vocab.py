@@ -11,6 +11,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxpipe.errors import LayerError
 from jaxpipe.topology import sum_over
@@ -163,7 +164,7 @@ def vocab_cross_entropy(logits: jax.Array, labels: jax.Array, num_embeddings: in
     Reference:
         Shoeybi et al., Megatron-LM (2019), section 3, with the vocabulary over pipeline stages.
     """
-    logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    logits = logits.astype(np.promote_types(logits.dtype, np.float32))
     is_whole = logits.shape[-1] == num_embeddings
     local, is_here = _local(labels, logits.shape[-1], num_embeddings)
 

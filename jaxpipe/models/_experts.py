@@ -8,6 +8,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxpipe.transformer import MODEL, Divided, constrained, dividing
 
@@ -94,7 +95,7 @@ class Experts(nn.Module):
         down = weight("down", (width, size), (MODEL, None))
         x = x.astype(gate.dtype)
         logits = nn.Dense(config.num_experts, use_bias=False, dtype=self.dtype, kernel_init=normal, name="router")(x)
-        probabilities = nn.softmax(logits.astype(jnp.promote_types(logits.dtype, jnp.float32)))
+        probabilities = nn.softmax(logits.astype(np.promote_types(logits.dtype, np.float32)))
         best, chosen = jax.lax.top_k(probabilities, config.num_experts_per_tok)
         gates = best / best.sum(-1, keepdims=True) if config.norm_topk_prob else best
         chosen = jax.nn.one_hot(chosen, config.num_experts, dtype=x.dtype)  # [B, T, choices, E]

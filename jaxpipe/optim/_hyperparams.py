@@ -185,10 +185,11 @@ def _copy(state: Any, **changes: Any) -> Any:
 def _filled(old: Any, value: Any) -> Any:
     """A number in the shape, dtype and sharding of an array."""
     # A traced value has no sharding yet.
-    if isinstance(old, Tracer) or not isinstance(old, jax.Array):
+    if isinstance(old, Tracer):
         return jnp.full(jnp.shape(old), value, jnp.result_type(old))
+    filled = np.full(np.shape(old), value, jnp.result_type(old))
     # With the old one's sharding: an array on one device is no row of a mesh that several processes share.
-    return jax.device_put(np.full(old.shape, value, old.dtype), old.sharding)
+    return jax.device_put(filled, old.sharding) if isinstance(old, jax.Array) else filled
 
 
 def _first(value: Any, num_leading: int) -> Any:

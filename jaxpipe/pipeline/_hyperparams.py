@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpipe._typing import PyTree
 from jaxpipe.optim import next_hyperparams, read_hyperparams, replace_hyperparams, set_hyperparams
-from jaxpipe.state import Updater, ZeroSharding, switch_stages
+from jaxpipe.state import Updater, ZeroSharding, place_everywhere, switch_stages
 
 
 class Hyperparams:
@@ -40,6 +40,7 @@ class Hyperparams:
         schedules: Mapping[str, optax.Schedule],
         shardings: PyTree,
     ) -> None:
+        self._mesh = mesh
         # As the master parameters are cut, so is the optimiser's state.
         self._updater, self._sharding, self._schedules = updater, sharding.master, schedules
         rows = sharding.row_spec
@@ -91,7 +92,8 @@ class Hyperparams:
         """
         # On zeros first, for its errors alone: the state is donated to the program that writes.
         set_hyperparams(self._blank(0), **values)
-        return self._write(opt_state, {name: np.float32(value) for name, value in values.items()})
+        numbers = {name: np.float32(value) for name, value in values.items()}
+        return self._write(opt_state, place_everywhere(numbers, self._mesh))
 
     def _values(self, opt_state: PyTree) -> dict[str, jax.Array]:
         def read(form: int, shard: PyTree) -> dict[str, jax.Array]:

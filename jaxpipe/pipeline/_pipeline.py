@@ -75,7 +75,15 @@ from jaxpipe.state import (
 from jaxpipe.topology import FSDP, adopt_mesh, automatic_axes, mesh_shape, num_batch_shards, with_fsdp_axis
 
 from ._hyperparams import Hyperparams
-from ._validate import check_batch, check_mesh, check_params, check_sharded, entry_struct, infer_microbatch_size
+from ._validate import (
+    check_batch,
+    check_jit,
+    check_mesh,
+    check_params,
+    check_sharded,
+    entry_struct,
+    infer_microbatch_size,
+)
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result", covariant=True)
@@ -108,6 +116,7 @@ class _Program(Generic[_Result]):
         self._checks_branches = waits_in_branches(mesh)
 
     def __call__(self, state: TrainState, *args: Any) -> _Result:
+        check_jit()
         if self._is_unchecked and not isinstance(state.step, Tracer):
             # Compiled once: the call below finds what is compiled here.
             program = compile_program(self._jitted, state, *args)
@@ -215,6 +224,7 @@ class Pipeline:
         recompute: RecomputeSettings | None = None,
         parts: Sequence[int] | None = None,
     ) -> None:
+        check_jit()
         # The one place that gives the settings to calls of `checkpoint` inside layers: all of a pipeline's tracing goes
         # through it, here and when a program is first called, and these calls have no argument for them.
         mesh, settings = adopt_mesh(mesh), current_settings() if recompute is None else recompute
@@ -428,6 +438,7 @@ class Pipeline:
         Returns:
             The state.
         """
+        check_jit()
         # Values are made as placing asks for them, one stage after another: host memory never holds the whole model.
         made = StageInit(self.module, self.trace, self._key if key is None else key)
         return self._state(self._draw("params", made) | self._draw("collections", made))

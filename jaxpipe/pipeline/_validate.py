@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from jaxpipe._typing import Path, PyTree
 from jaxpipe.data import Batch, array_fault, split_entry
-from jaxpipe.errors import ConfigError, DataError, LayerError, TopologyError
+from jaxpipe.errors import ConfigError, DataError, LayerError, PipelineError, TopologyError
 from jaxpipe.layers import ModelTrace, PipelineModule, flatten_dict, format_struct, struct_of, unbox, unflatten_dict
 from jaxpipe.optim import is_elementwise
 from jaxpipe.state import ModelParams
@@ -19,6 +19,8 @@ from jaxpipe.topology import mesh_shape, mesh_topology
 
 _LISTS = " A list of numbers is a tree of scalars: make an array of it with numpy.asarray."
 _MOST_LISTED = 8
+
+_DISABLE_JIT = "jax_disable_jit"
 
 
 def infer_microbatch_size(entry: Sequence[PyTree], num_replicas: int) -> int:
@@ -251,3 +253,16 @@ def _listed(wrong: list[str]) -> str:
 
 def _name(path: Path) -> str:
     return "/".join(path)
+
+
+def check_jit() -> None:
+    """Refuse to run operation by operation: a pipeline is one compiled program for all its devices.
+
+    Raises:
+        PipelineError: `jax.disable_jit` is in force.
+    """
+    if getattr(jax.config, _DISABLE_JIT):
+        raise PipelineError(
+            "a pipeline must be compiled, but got jax.disable_jit()=True. Leave it, and debug the "
+            "same layers on one device: engine.module.apply(engine.module_state_dict(), inputs)."
+        )

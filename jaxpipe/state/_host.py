@@ -184,7 +184,7 @@ def place_everywhere(tree: PyTree, mesh: Mesh) -> PyTree:
             # NumPy has no arrays of keys.
             return jax.random.wrap_key_data(place(jax.random.key_data(leaf)), impl=jax.random.key_impl(leaf))
         value = np.asarray(leaf)
-        return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
+        return _from_blocks(value.shape, sharding, lambda index: value[index])
 
     return jax.tree.map(place, tree)
 
@@ -210,7 +210,7 @@ def place_samples(leaf: Any, like: Any, replicas: range, num_replicas: int) -> j
         start, stop, _ = index[1].indices(like.shape[1])
         return value[index[0], start - first : stop - first, *index[2:]]
 
-    return jax.make_array_from_callback(like.shape, like.sharding, share)
+    return _from_blocks(like.shape, like.sharding, share)
 
 
 def owned(leaf: Any) -> Any:
@@ -246,6 +246,14 @@ def _path_name(path: Any) -> str:
 
 def _whole(like: Any, shards: Sequence[jax.Array]) -> jax.Array:
     return jax.make_array_from_single_device_arrays(like.shape, like.sharding, shards)
+
+
+def _from_blocks(shape: tuple[int, ...], sharding: NamedSharding, block: Callable[[Any], np.ndarray]) -> jax.Array:
+    """A global array of host values, from the block that each device of this process holds."""
+    indices = sharding.addressable_devices_indices_map(shape)
+    # Not `jax.make_array_from_callback`, whose transfers `jax.transfer_guard` refuses as implicit.
+    blocks = jax.device_put([block(index) for index in indices.values()], list(indices))
+    return jax.make_array_from_single_device_arrays(shape, sharding, blocks)
 
 
 def _row(index: Any) -> int:

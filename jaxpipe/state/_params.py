@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from jax.sharding import PartitionSpec as P
 
@@ -244,7 +245,7 @@ def specs_of(stage: StageLeaves, specs: Mapping[Path, P]) -> Specs:
 def grad_accum_struct(leaf: Any, grad_dtype: Any = None) -> Any:
     """Shape and dtype of the sum of a parameter's gradients; None: float32, or the parameter's where that is wider."""
     if grad_dtype is None and jnp.issubdtype(leaf.dtype, jnp.floating):
-        grad_dtype = jnp.promote_types(leaf.dtype, jnp.float32)
+        grad_dtype = np.promote_types(leaf.dtype, np.float32)
     return cast_floats(leaf, grad_dtype)
 
 

@@ -97,7 +97,8 @@ def _backward(pattern: Pattern, residuals: Any, grad: jax.Array) -> tuple[Any, .
     blocks = _Blocks(pattern, q, k, visibility)
     queries, keys, values, grads = blocks.queries(q), blocks.keys(k), blocks.keys(v), blocks.queries(grad)
     # The sum over keys of probability times its gradient, without either: FlashAttention-2, equation 4.
-    inner = (grads.astype(blocks.dtype) * blocks.queries(out)).sum(-1, keepdims=True)
+    wide = blocks.queries(out).astype(blocks.dtype)
+    inner = (grads.astype(blocks.dtype) * wide).sum(-1, keepdims=True)
     log_sum = log_sum[..., None]
 
     def step(carry: tuple[jax.Array, ...], i: jax.Array, j: jax.Array) -> tuple[jax.Array, ...]:
@@ -136,7 +137,7 @@ class _Blocks:
         self._pattern, self._visibility = pattern, visibility
         self.num_queries, self.num_keys, self._heads = q.shape[1], k.shape[1], k.shape[2]
         self._rows, self._cols = min(BLOCK, self.num_queries), min(BLOCK, self.num_keys)
-        self.dtype = jnp.promote_types(q.dtype, jnp.float32)
+        self.dtype = np.promote_types(q.dtype, np.float32)
         self._mask = None if visibility.mask is None else self._grouped(visibility.mask)
 
     def loop(self, step: Callable[..., Any], carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxpipe.jaxpr import is_named
@@ -140,11 +141,12 @@ class Body:
         return summed(h @ params["output_w"], samples) + params["output_b"].reshape(1, 1, -1)
 
     def _norm(self, params: Mapping[str, jax.Array], name: str, x: jax.Array) -> jax.Array:
-        x = x if self.config.stochastic_mode else x.astype(jnp.promote_types(self.dtype, jnp.float32))
+        x = x if self.config.stochastic_mode else x.astype(np.promote_types(self.dtype, np.float32))
         # In two passes: the mean of squares less the square of the mean loses digits where the mean is large.
         x = x - x.mean(-1, keepdims=True)
         x = x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + self.config.layer_norm_eps)
-        weight, bias = (params[f"{name}{suffix}"].reshape(1, 1, -1) for suffix in "wb")
+        scales = (params[f"{name}{suffix}"].reshape(1, 1, -1) for suffix in "wb")
+        weight, bias = (scale.astype(x.dtype) for scale in scales)
         return checkpoint_name((x * weight + bias).astype(self.dtype), _NORM)
 
     def _dropped(self, x: jax.Array, key: jax.Array | None, place: int) -> jax.Array:
