@@ -79,7 +79,8 @@ def host_array(leaf: Any, where: str) -> np.ndarray:
     fault = array_fault(leaf)
     if fault is not None:
         raise DataError(f"A leaf of a batch must be an array of numbers, but got {where} = {fault[0]}. {fault[1]}.")
-    array = np.asarray(leaf)
+    # Got from a device by name: `jax.transfer_guard` refuses what comes unsaid.
+    array = np.asarray(jax.device_get(leaf) if isinstance(leaf, jax.Array) else leaf)
     if not array.dtype.isnative:
         array = array.astype(array.dtype.newbyteorder("="))
     on_device = jax.dtypes.canonicalize_dtype(array.dtype)

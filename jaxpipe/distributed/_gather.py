@@ -28,7 +28,7 @@ def gather_numbers(values: Sequence[int]) -> np.ndarray:
     local = jax.device_put(own, device)
     shape = (jax.process_count(), own.shape[1])
     rows = jax.make_array_from_single_device_arrays(shape, NamedSharding(mesh, P("process")), [local])
-    return np.asarray(gather(rows).addressable_shards[0].data)
+    return np.asarray(jax.device_get(gather(rows).addressable_shards[0].data))
 
 
 def gather_texts(text: str) -> list[str]:

@@ -40,7 +40,7 @@ class OverflowWatch:
         is_alone = jax.process_count() == 1  # else processes could come to different ends
         while self._pending and (len(self._pending) > 1 or (is_alone and self._pending[0].is_ready())):
             # Waits for the step, unless it has ended.
-            self._is_exhausted |= bool(self._pending.pop(0))
+            self._is_exhausted |= bool(jax.device_get(self._pending.pop(0)))
         if self._is_exhausted and self._scaler is not None:
             raise PipelineError(
                 "gradients must be finite at the smallest loss scale, but got an overflow at "

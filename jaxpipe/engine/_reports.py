@@ -83,7 +83,7 @@ class Reports:
         if not self._trainer.has_state or not self._scaler.enabled:
             return self._scaler.initial_scale
         scale: Any = self._trainer.state.loss_scale
-        return float(scale.scale)
+        return float(jax.device_get(scale.scale))
 
     def count_tokens(self, batch: Batch) -> None:
         """Add the tokens of what is trained, where all inputs are integers of one shape `[samples, length]`."""
@@ -115,7 +115,8 @@ class Reports:
 
     def line(self) -> str:
         """A line on the last batch and the speed since the last line; waits for it."""
-        metrics = self.metrics
+        # Waits for the batch, and asks for its numbers at once.
+        metrics = jax.device_get(self.metrics)
         assert metrics is not None, "a step has ended"
         parts = [f"step {self._trainer.global_steps}", f"loss {float(metrics['loss']):.4f}"]
         rates = self._next_hyperparams()
@@ -126,7 +127,7 @@ class Reports:
         )
         now, since = self._now(), self._clock
         if since is not None and now.num_samples > since.num_samples:
-            # After `float(loss)` above has waited for the batch: else only the calls would be timed.
+            # After the batch has been waited for above: else only the calls would be timed.
             elapsed_s = now.at_s - since.at_s
             parts.append(f"{(now.num_samples - since.num_samples) / elapsed_s:.1f} samples/s")
             if now.num_tokens and since.num_tokens is not None:

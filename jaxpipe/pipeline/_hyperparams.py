@@ -63,7 +63,9 @@ class Hyperparams:
             Name to number. One that follows a schedule which is not known has the value of the last update.
         """
         # Each shard's state has them all, with equal values: one row that lies here will do.
-        return {name: rows.addressable_shards[0].data[0].item() for name, rows in self.start_read(opt_state).items()}
+        found = self.start_read(opt_state)
+        shards = {name: rows.addressable_shards[0].data for name, rows in found.items()}
+        return {name: row[0].item() for name, row in jax.device_get(shards).items()}
 
     def start_read(self, opt_state: PyTree) -> Mapping[str, jax.Array]:
         """Start the program of `read`, without waiting for it.

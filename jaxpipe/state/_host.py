@@ -202,7 +202,7 @@ def place_samples(leaf: Any, like: Any, replicas: range, num_replicas: int) -> j
     Returns:
         The global array `[num_microbatches, microbatch_size * replicas, ...]`.
     """
-    value = np.asarray(owned(leaf))
+    value = np.asarray(jax.device_get(leaf) if isinstance(leaf, jax.Array) else owned(leaf))
     # Indices below are those of the global array, `value` begins with the samples of `replicas`.
     first = replicas.start * (like.shape[1] // num_replicas)
 
