@@ -43,6 +43,7 @@ def step_of(model: int = 1, schedule: str = "1f1b", side: str = "", **given: Any
         loss_fn=lambda y, t: jnp.mean((y - t) ** 2),
         partition_method="uniform",
         compute_dtype="bfloat16",
+        auto_cast=True,
     )
     x = jax.ShapeDtypeStruct((SAMPLES, TIME, DIM), jnp.float32)
     sides = {

@@ -37,6 +37,7 @@ def step_of(policy: str) -> Step:
         loss_fn=lambda y, t: jnp.mean((y - t) ** 2),
         partition_method="uniform",
         compute_dtype="bfloat16",
+        auto_cast=True,
     )
     x = jax.ShapeDtypeStruct((SAMPLES, DIM), jnp.float32)
     mesh = h200_mesh(STAGES, 1, fsdp=PLACES)

@@ -34,6 +34,7 @@ def memory(stages: int, data: int, zero_stage: int, interval: int) -> Any:
         loss_fn=lambda y, t: jnp.mean((y - t) ** 2),
         partition_method="uniform",
         compute_dtype="bfloat16",
+        auto_cast=True,
         activation_checkpoint_interval=interval,
     )
     x = jax.ShapeDtypeStruct((SAMPLES * data, SIZE), jnp.float32)

@@ -67,6 +67,7 @@ def language_model(data: int = 1, hosts: int = 1, microbatches: int = 16, **sett
         loss_fn=cross_entropy,
         partition_method="trunk",
         compute_dtype="bfloat16",
+        auto_cast=True,
     )
     tokens = jax.ShapeDtypeStruct((SAMPLES * data, TIME), jnp.int32)
     pipeline = build(module, h200_mesh(STAGES, data, hosts), (tokens, tokens), microbatches, **settings)
@@ -117,6 +118,7 @@ def split_vocabulary(hosts: int, **settings: Any) -> Step:
         loss_fn=cross_entropy,
         partition_method="trunk",
         compute_dtype="bfloat16",
+        auto_cast=True,
     )
     data = 4 * hosts
     tokens = jax.ShapeDtypeStruct((MANY * data, TIME), jnp.int32)
@@ -184,6 +186,7 @@ def wide_step(schedule: str) -> float:
         loss_fn=lambda y, t: jnp.mean((y - t) ** 2),
         partition_method="uniform",
         compute_dtype="bfloat16",
+        auto_cast=True,
         activation_checkpoint_interval=1,
     )
     x = jax.ShapeDtypeStruct((WIDTH // 4, WIDTH), jnp.bfloat16)
@@ -212,6 +215,7 @@ def test_weights_are_gathered_and_gradients_reduced_under_products(schedule: str
         loss_fn=lambda y, t: jnp.mean((y - t) ** 2),
         partition_method="uniform",
         compute_dtype="bfloat16",
+        auto_cast=True,
     )
     x = jax.ShapeDtypeStruct((width, width), jnp.bfloat16)
     pipeline = build(module, h200_mesh(4, 2), (x, x), 8, schedule=schedule, zero_stage=1)
@@ -229,6 +233,7 @@ def picture_step(**settings: Any) -> Any:
         num_stages=2,
         loss_fn=lambda y, t: jnp.mean((y - t) ** 2),
         compute_dtype="bfloat16",
+        auto_cast=True,
     )
     pictures = jax.ShapeDtypeStruct((SAMPLES, PIXELS), jnp.float32)
     labels = jax.ShapeDtypeStruct((SAMPLES, DIM), jnp.float32)

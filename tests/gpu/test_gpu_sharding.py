@@ -64,6 +64,7 @@ def step_of(form: str = "whole") -> SplitStep:
         loss_fn=lambda y, t: jnp.mean((y - t) ** 2),
         partition_method="uniform",
         compute_dtype="bfloat16",
+        auto_cast=True,
     )
     x = jax.ShapeDtypeStruct((SAMPLES, TIME, DIM), jnp.float32)
     pipeline = build(module, h200_mesh(STAGES, 1, model=PLACES), (x, x), 16)

@@ -140,7 +140,9 @@ def build(case: Case) -> tuple[PipelineModule, Any]:
     make, loss_fn, num_tokens = LAYERS[case.layers]
     # About the size of the cotangents: of much smaller ones the bend would keep the sign alone, larger ones it passes.
     size = 0.01 * case.scale / case.num_terms
-    module = PipelineModule(make(size), num_stages=case.stages, loss_fn=loss_fn, compute_dtype=case.dtype)
+    module = PipelineModule(
+        make(size), num_stages=case.stages, loss_fn=loss_fn, compute_dtype=case.dtype, auto_cast=True
+    )
     shape = (2, case.microbatches, MICROBATCH * case.data, LENGTH)
     inputs, labels = np.random.default_rng(0).integers(0, num_tokens, shape, np.int32)
     return module, (inputs, labels, {})
