@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxpipe._numbers import as_flag, as_number
+from jaxpipe._numbers import as_flag, as_integer, as_number, plain
 from jaxpipe._typing import PyTree
 from jaxpipe.config import Collector, TrainConfig, load_config, unless_auto
 from jaxpipe.errors import ConfigError, JaxpipeError, PartitionError, TopologyError, shown
@@ -225,7 +225,8 @@ def _hashable(method: Any) -> Any:
     return method if isinstance(method, str) else tuple(method) if isinstance(method, Sequence) else method
 
 
-def _listed(name: str, values: Any) -> list[Any] | None:
+def _listed(name: str, given: Any) -> list[Any] | None:
+    values = plain(given)
     if values is None:
         return None
     if isinstance(values, str) or not isinstance(values, Sequence) or not values:
@@ -238,13 +239,16 @@ def _listed(name: str, values: Any) -> list[Any] | None:
 
 def _integers(name: str, values: Any, least: int) -> tuple[int, ...] | None:
     listed = _listed(name, values)
-    wrong = [value for value in listed or () if type(value) is not int or value < least]
-    if wrong:
+    if listed is None:
+        return None
+    found = [as_integer(value, least) for value in listed]
+    if None in found:
+        wrong = shown(listed[found.index(None)])
         raise ConfigError(
-            f"{name} must be integers of at least {least}, but got {name}={shown(values)} with {shown(wrong[0])}. "
-            "Correct or remove it."
+            f"{name} must be integers of at least {least}, but got {name}={shown(values)} with "
+            f"{wrong}. Correct or remove it."
         )
-    return None if listed is None else tuple(dict.fromkeys(listed))
+    return tuple(dict.fromkeys(integer for integer in found if integer is not None))
 
 
 class _Setup:

@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 
 import optax
 
+from jaxpipe._numbers import plain
 from jaxpipe.config import Collector, Reader, wrong_value
 
 from ._check import unknown_param
@@ -61,8 +62,8 @@ def read_params(recipe: Recipe, params: Mapping[str, Any]) -> dict[str, Any]:
     """
     errors = Collector()
     values = {name: default for name, (default, _) in recipe.params.items()}
-    for name, value in params.items():
-        path = f"{SECTION}.{name}"
+    for name, given in params.items():
+        path, value = f"{SECTION}.{name}", plain(given)
         with errors.catch():
             if name in recipe.refused:
                 reason, repair = recipe.refused[name]

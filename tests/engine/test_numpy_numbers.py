@@ -109,6 +109,16 @@ def test_arguments(integer: Any, tmp_path: Path) -> None:
     assert losses == [*wanted, float(same.train_batch(entries(count=4)))]
 
 
+def test_an_optimizer_and_a_plan() -> None:
+    params = {"lr": np.float32(0.5), "betas": np.array([0.5, 0.25]), "adam_w_mode": np.bool_(False)}
+    state = jaxpipe.optim.make_optimizer("Adam", params).init({"w": jnp.ones(2)})
+    assert jaxpipe.optim.read_hyperparams(state)["b1"] == 0.5
+    shapes = jax.ShapeDtypeStruct((2, 4), jnp.float32), jax.ShapeDtypeStruct((2, 1), jnp.float32)
+    asked = {"num_chunks": np.array([1]), "recompute": [np.int64(0)], "schedules": ["1f1b"]}
+    found = jaxpipe.plan(module(), {**SIZES, "optimizer": ADAM}, shapes, "h100:2", **asked)
+    assert [type(found.best.num_chunks), found.best.num_chunks] == [int, 1]
+
+
 def test_layers_and_families() -> None:
     adapted = lora([nn.Dense(8)], np.int64(2), np.float32(4.0), ["kernel"])
     params = PipelineModule(adapted, 1).init(jax.random.key(0), entry()[0])
