@@ -509,7 +509,7 @@ def _warn_of_data(paths: Sequence[str], warned: set[str]) -> None:
 
 
 def _log_wide(layers: Sequence[NamedLayer], trace: ModelTrace, dtype: Any, warned: set[str]) -> None:
-    """Say once which layers multiply in the wider dtype of their inputs, not in their parameters'."""
+    """Say once which layers multiply in the dtype of their inputs, wider than their parameters'."""
 
     def is_wide(index: int) -> bool:
         has_params = bool(jax.tree.leaves(trace.params[index]))
@@ -522,8 +522,8 @@ def _log_wide(layers: Sequence[NamedLayer], trace: ModelTrace, dtype: Any, warne
         write_log(
             logging.WARNING,
             "%s%s computed in the wider dtype of the inputs, not in the parameters' %s. If that is "
-            "not meant, name a dtype in the layer, as nn.Dense(8, dtype=jnp.bfloat16) does, or cast "
-            "the model's inputs with auto_cast.",
+            "not meant, name a dtype in the layer, as nn.Dense(8, dtype=jnp.bfloat16) does, or "
+            "cast the model's inputs with auto_cast.",
             found[0],
             f" and {len(found) - 1} more are" if found[1:] else " is",
             jnp.dtype(dtype).name,
