@@ -24,6 +24,7 @@ from ._kernels import ATTENTION_SCOPE as ATTENTION_SCOPE
 from ._kernels import Kernel as Kernel
 from ._kernels import count_kernels as count_kernels
 from ._kernels import result_specs as result_specs
+from ._keys import Same as Same
 from ._keys import program_key as program_key
 from ._numbering import value_numbers as value_numbers
 from ._program import Program as Program
@@ -63,6 +64,7 @@ __all__ = [
     "Kernel",
     "Literal",
     "Program",
+    "Same",
     "ScanForm",
     "Slice",
     "Turns",

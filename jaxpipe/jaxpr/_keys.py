@@ -75,13 +75,13 @@ def value_key(value: Any) -> Hashable:
     try:
         hash(value)
     except TypeError:
-        return _Same(value)  # by identity: at worst two programs that are equal count as different
+        return Same(value)  # by identity: at worst two programs that are equal count as different
     return value
 
 
 def _array_key(array: Any) -> Hashable:
     if isinstance(array, Tracer):
-        return _Same(array)
+        return Same(array)
     impl = None
     if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
         # This may run while a function is being traced: the numbers are wanted now, not as part of that trace.
@@ -91,14 +91,14 @@ def _array_key(array: Any) -> Hashable:
     return impl, host.shape, str(host.dtype), hashlib.sha256(host.tobytes()).digest()
 
 
-class _Same:
+class Same:
     """Equal only where it holds the very same object, which it keeps alive."""
 
     def __init__(self, value: Any) -> None:
         self._value = value
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self._value is other._value
+        return isinstance(other, Same) and self._value is other._value
 
     def __hash__(self) -> int:
         return id(self._value)

@@ -11,7 +11,7 @@ import jax
 from jaxpipe._typing import Path, PyTree
 from jaxpipe.errors import LayerError
 
-from ._protocol import TRAIN_FLAGS, Applied, CallArguments, Layer, Rngs, call_of, identity_of
+from ._protocol import TRAIN_FLAGS, Applied, CallArguments, Layer, Rngs, call_of, equal_or_same, identity_of
 from ._spec import LayerSpec
 from ._tree import flatten_dict, unflatten_dict
 
@@ -44,10 +44,13 @@ class EquinoxLayer(Layer):
                 f"{type(spec.module_kwargs['key']).__name__}. Leave it out: each layer is built with a key of its own."
             )
         flags = {**TRAIN_FLAGS, **spec.train_flags}
-        arguments = (spec.module_args, tuple(spec.module_kwargs.items()))
-        self.identity = identity_of(spec.typename, *arguments, forward_fn, tuple(flags.items()))
         parameters = inspect.signature(spec.typename).parameters
         self._takes_key = "key" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        arguments = (spec.module_args, tuple(spec.module_kwargs.items()))
+        made_by = identity_of(spec.typename, *arguments, forward_fn, tuple(flags.items()))
+        leaves, treedef = jax.tree.flatten(self._structure)
+        numbers = identity_of(*(leaf for leaf in leaves if not hasattr(leaf, "dtype")))
+        self.identity = made_by, equal_or_same(treedef), numbers
         call = call_of(spec.typename) if forward_fn is None else forward_fn  # pyright: ignore[reportArgumentType]
         self.arguments = CallArguments(call, 2, f"layer {self.class_name}", flags)
         self._check()

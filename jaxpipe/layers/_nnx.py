@@ -21,6 +21,7 @@ from ._protocol import (
     Layer,
     Rngs,
     call_of,
+    equal_or_same,
     flag_values,
     identity_of,
     named_scalars,
@@ -59,8 +60,6 @@ class NNXLayer(Layer):
         _check_spec(spec)
         self.spec, self.forward_fn = spec, forward_fn
         flags = {**TRAIN_FLAGS, **spec.train_flags}
-        arguments = (spec.module_args, tuple(spec.module_kwargs.items()))
-        self.identity = identity_of(spec.typename, *arguments, forward_fn, tuple(flags.items()))
         self._cls: Any = spec.typename
         parameters = inspect.signature(self._cls.__init__).parameters
         self._takes_rngs = "rngs" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
@@ -71,6 +70,9 @@ class NNXLayer(Layer):
             on_mesh(one_device_mesh(()), lambda: self._structure)  # where a class may ask for the axis of the replicas
         except NameError as error:
             raise (axis_fault(f"layer {self.class_name}", error, ()) if is_unbound_axis(error) else error) from error
+        arguments = (spec.module_args, tuple(spec.module_kwargs.items()))
+        made_by = identity_of(spec.typename, *arguments, forward_fn, tuple(flags.items()))
+        self.identity = made_by, equal_or_same(self._structure[0])
 
     @property
     def module(self) -> Any:

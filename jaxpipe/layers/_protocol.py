@@ -2,16 +2,20 @@
 
 import abc
 import copy
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Collection, Hashable, Mapping
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from flax.core import FrozenDict
 
 from jaxpipe._typing import PyTree
 from jaxpipe.errors import LayerError
+from jaxpipe.jaxpr import Same
 
 Rngs = Mapping[str, jax.Array]
 Applied = tuple[PyTree, dict[str, PyTree], dict[str, PyTree]]
@@ -38,8 +42,8 @@ class Layer(abc.ABC):
     """
 
     class_name: str
-    identity: Hashable = None
-    """Equal for layers of equal code and arguments; None where that cannot be told."""
+    identity: Hashable
+    """Equal only for layers of equal code and arguments."""
     arguments: "CallArguments"
     """Arguments of its call beside its inputs."""
 
@@ -142,15 +146,41 @@ def flag_values(flags: Mapping[str, bool], *, train: bool) -> dict[str, Any]:
 
 
 def identity_of(*parts: Any) -> Hashable:
-    """Key that tells layers apart without tracing them; None where the parts have no hash.
+    """Key that tells layers apart without tracing them.
 
-    The printed form tells apart what Python holds equal, such as 1, 1.0 and True.
+    Not by `==` and `repr`, which need not show every attribute: what cannot change counts as equal where all its
+    contents are, anything else where it is the same object.
+    """
+    return tuple(map(_identity, parts))
+
+
+def _identity(value: Any) -> Hashable:
+    if value is None or type(value) in (bool, int, float, complex, str, bytes):
+        return type(value), repr(value)  # told apart: 1, 1.0 and True, 0.0 and -0.0
+    if type(value) is tuple:
+        return tuple, identity_of(*value)
+    if isinstance(value, FrozenDict):
+        return FrozenDict, identity_of(*value.items())
+    is_frozen = getattr(getattr(type(value), "__dataclass_params__", None), "frozen", False)
+    if isinstance(value, nn.Module) or (is_frozen and not hasattr(value, "__dict__")):
+        attributes = {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
+    elif is_frozen:
+        attributes = vars(value)
+    else:
+        return Same(value)
+    return type(value), identity_of(*attributes.items())
+
+
+def equal_or_same(structure: Hashable) -> Hashable:
+    """The structure of a built module as a part of its key; by identity where an attribute has no hash.
+
+    Layers of the same arguments may differ in it: a constructor may count the layers.
     """
     try:
-        hash(parts)
+        hash(structure)
     except TypeError:
-        return None
-    return parts, repr(parts)
+        return Same(structure)
+    return structure
 
 
 def call_of(cls: type) -> Callable[..., Any]:

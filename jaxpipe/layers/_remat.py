@@ -115,7 +115,7 @@ class _RematLayer(Layer):
     def __init__(self, layer: Layer, mark: RematMark) -> None:
         self._layer, self._mark = layer, mark
         self.class_name, self.arguments = layer.class_name, layer.arguments
-        self.identity = None if layer.identity is None else (layer.identity, mark)
+        self.identity = layer.identity, mark
 
     @property
     def holds_streams(self) -> bool:

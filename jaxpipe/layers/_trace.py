@@ -223,8 +223,7 @@ def _trace_layers(  # noqa: PLR0913  # one setting each
     for named in layers:
         # A layer of the class, settings and inputs of an earlier one is traced once for both. Not a tied one, whose
         # parameters depend on what the layers before it have made.
-        alone = named.tied_key is not None or named.layer.identity is None
-        kind = named.index if alone else (named.layer.identity, struct_key(boundaries[-1]))
+        kind = named.index if named.tied_key is not None else (named.layer.identity, struct_key(boundaries[-1]))
         first = known.setdefault(kind, named.index)
         if first < named.index:
             outputs, params, program = boundaries[first + 1], all_params[first], programs[first]

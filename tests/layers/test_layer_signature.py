@@ -1,4 +1,6 @@
+import dataclasses
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -148,6 +150,87 @@ def test_other_shapes_are_not_alike() -> None:
 
 def test_layers_that_share_are_alike_to_none() -> None:
     assert not _alike(TiedLayerSpec("k", nn.Dense, 3), TiedLayerSpec("k", nn.Dense, 3))
+
+
+class _Quiet:
+    """A factor that neither `==` nor `repr` shows."""
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Quiet)
+
+    def __hash__(self) -> int:
+        return 0
+
+    def __repr__(self) -> str:
+        return "Quiet"
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x * self.factor
+
+
+@dataclasses.dataclass(frozen=True)
+class _QuietConfig:
+    factor: float = dataclasses.field(compare=False, repr=False)
+
+
+class _QuietField(nn.Module):
+    factor: float = dataclasses.field(default=1.0, compare=False, repr=False)
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x * self.factor
+
+
+class _Scaled(nn.Module):
+    by: Any
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x * self.by.factor
+
+
+class _NNXScaled(nnx.Module):
+    def __init__(self, by: Any) -> None:
+        self.by = by
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x * self.by.factor
+
+
+class _NNXCounted(nnx.Module):
+    factors = itertools.count()
+
+    def __init__(self) -> None:
+        self.factor = next(self.factors)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x * self.factor
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [
+        [LayerSpec(_QuietField, factor=2.0), LayerSpec(_QuietField, factor=3.0)],
+        [LayerSpec(_QuietField, factor=2.0).remat(), LayerSpec(_QuietField, factor=3.0).remat()],
+        [nn.Sequential([_QuietField(2.0)]), nn.Sequential([_QuietField(3.0)])],
+        [LayerSpec(_Scaled, _QuietConfig(2.0)), LayerSpec(_Scaled, _QuietConfig(3.0))],
+        [LayerSpec(_Scaled, _Quiet(2.0)), LayerSpec(_Scaled, _Quiet(3.0))],
+        [LayerSpec(_NNXScaled, _Quiet(2.0)), LayerSpec(_NNXScaled, _Quiet(3.0))],
+        [LayerSpec(_NNXCounted), LayerSpec(_NNXCounted)],
+        [_Quiet(2.0), _Quiet(3.0)],
+    ],
+    ids=repr,
+)
+def test_what_neither_eq_nor_repr_shows_tells_layers_apart(layers: list[Any]) -> None:
+    assert not _alike(*layers)
+
+
+def test_constants_made_of_the_same_numbers_are_alike() -> None:
+    assert _alike(LayerSpec(_Scaled, _QuietConfig(2.0)), LayerSpec(_Scaled, _QuietConfig(2.0)))
+    assert _alike(_Quiet(2.0), _Quiet(2.0))  # by their programs
 
 
 def test_repeated_layers_share_a_number() -> None:

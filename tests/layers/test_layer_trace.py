@@ -78,8 +78,8 @@ def test_layers_of_equal_code_and_shapes_are_traced_once() -> None:
 
 
 def test_unhashable_arguments_are_no_obstacle() -> None:
-    spec = LayerSpec(_Odd, "w", np.ones(3, np.float32))
-    assert _trace(spec, spec).firsts == (0, 1)
+    spec, other = (LayerSpec(_Odd, "w", np.ones(3, np.float32)) for _ in range(2))
+    assert _trace(spec, spec, other).firsts == (0, 0, 2)
 
 
 @pytest.mark.parametrize(
