@@ -17,7 +17,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
-from ._primitives import BARRIER, CALLS, COND, CONSTRAINT, CUSTOM_RULES, NAMED, REGIONS, SCAN, is_known
+from ._primitives import BARRIER, CALLS, COND, CONSTRAINT, CUSTOM_RULES, NAMED, REGIONS, SCAN, TRANSPOSE, is_known
 
 _AXIS_EFFECT = "NamedAxisEffect"
 """Type of an effect that only says which mesh axis an equation needs; collectives and `axis_index` have it."""
@@ -166,6 +166,11 @@ def dot_contracted(eqn: Any) -> Sequence[int]:
 def kernel_out_dim(eqn: Any) -> int:
     """The dim of a convolution's kernel that counts its output channels."""
     return eqn.params["dimension_numbers"].rhs_spec[0]
+
+
+def permutation_of(eqn: Any) -> tuple[int, ...] | None:
+    """The order in which a transpose takes its operand's dims; None for other equations."""
+    return tuple(eqn.params["permutation"]) if eqn.primitive.name == TRANSPOSE else None
 
 
 def is_causal(eqn: Any) -> bool:

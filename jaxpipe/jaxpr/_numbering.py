@@ -3,7 +3,7 @@
 from collections.abc import Hashable, Sequence
 from typing import Any
 
-from ._equation import ClosedJaxpr, Jaxpr, Literal, branches_of, called_program
+from ._equation import ClosedJaxpr, Jaxpr, Literal, branches_of, called_program, permutation_of
 from ._keys import params_key, value_key
 
 
@@ -47,7 +47,7 @@ def _results(jaxpr: Jaxpr, consts: Sequence[Any], given: Sequence[int], table: d
             # Inside, so that a call and the same equations without one have the same numbers.
             env.update(zip(eqn.outvars, _results(program.jaxpr, program.consts, operands, table), strict=True))
             continue
-        branches = branches_of(eqn)
+        branches, order = branches_of(eqn), permutation_of(eqn)
         if branches:
             # Result by result: each is the same whatever else the branches compute.
             choice, *inside = operands
@@ -55,8 +55,18 @@ def _results(jaxpr: Jaxpr, consts: Sequence[Any], given: Sequence[int], table: d
             for var, *chosen in zip(eqn.outvars, *results, strict=True):
                 env[var] = _number(table, "cond", choice, *chosen)
             continue
+        if order is not None:
+            env[eqn.outvars[0]] = _transposed(table, operands[0], order)
+            continue
         # All results of an equation from one number: how it is computed is looked up once, its results are told apart.
         computed = _number(table, eqn.primitive.name, params_key(eqn.primitive.name, eqn.params), tuple(operands))
         for place, var in enumerate(eqn.outvars):
             env[var] = _number(table, "output", computed, place)
     return [read(var) for var in jaxpr.outvars]
+
+
+def _transposed(table: dict[Hashable, int], operand: int, order: tuple[int, ...]) -> int:
+    """The number of a transpose; where it undoes one before it, that of what was transposed."""
+    number = _number(table, "transpose", operand, order)
+    table.setdefault(("transpose", number, tuple(map(order.index, range(len(order))))), operand)
+    return number

@@ -26,6 +26,9 @@ ROUNDING = "reduce_precision"
 MOVE = "device_put"
 """Moves to other devices or another memory."""
 
+TRANSPOSE = "transpose"
+"""Reorders the dims of an array."""
+
 FILL = "broadcast_in_dim"
 """Repeats its operand along further dims."""
 
@@ -72,7 +75,7 @@ ELEMENTWISE = ARITHMETIC | COMPARISONS | {"cbrt", "ceil", "floor", "nextafter"}
 
 FORMS = frozenset(
     {"bitcast_convert_type", FILL, "concatenate", "convert_element_type", "copy", MOVE, "iota", BARRIER, "pad"}
-    | {"reshape", "rev", "slice", "split", "squeeze", "stack", "stop_gradient", "tile", "transpose", "unstack"}
+    | {"reshape", "rev", "slice", "split", "squeeze", "stack", "stop_gradient", "tile", TRANSPOSE, "unstack"}
 )
 """Change shape, type or memory; XLA computes them inside of what reads them."""
 

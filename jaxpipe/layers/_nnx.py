@@ -2,6 +2,8 @@
 
 import functools
 import inspect
+import itertools
+import operator
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
@@ -9,9 +11,11 @@ import jax
 from flax import nnx
 from flax.core import meta
 from jax.core import Tracer
+from jax.extend.core import ClosedJaxpr
 
 from jaxpipe._typing import PyTree
 from jaxpipe.errors import LayerError
+from jaxpipe.jaxpr import value_numbers
 
 from ._axes import axis_fault, is_unbound_axis, on_mesh, one_device_mesh
 from ._protocol import (
@@ -65,6 +69,8 @@ class NNXLayer(Layer):
         self._takes_rngs = "rngs" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         self._call = call_of(self._cls) if forward_fn is None else forward_fn
         self._flags = flags
+        self._writes_nothing = {True: False, False: False}
+        """By whether it is training: whether a call was seen to write no parameter."""
         self.arguments = CallArguments(self._call, 2, f"layer {self.class_name}", flags)
         try:
             on_mesh(one_device_mesh(()), lambda: self._structure)  # where a class may ask for the axis of the replicas
@@ -112,7 +118,8 @@ class NNXLayer(Layer):
         """See `Layer.apply`.
 
         Raises:
-            LayerError: The module has random streams, is in training, and gets no key for them.
+            LayerError: The module has random streams, is in training, and gets no key for them; or its call writes a
+                parameter.
         """
         graph, params_like, streams_like, rest_like = self._structure
         if train and rngs is None and jax.tree.leaves(streams_like):
@@ -121,47 +128,78 @@ class NNXLayer(Layer):
                 "Pass apply(..., train=True, key=key)."
             )
         key = jax.random.key(0) if rngs is None else rngs["params"]
-        module = nnx.merge(
-            graph,
-            _fill(params_like, params),
-            _fill(streams_like, _fresh_streams(streams_like, key)),
-            _fill(rest_like, collections.get("state", {})),
-        )
-        for name, value in flag_values(self._flags, train=train).items():
-            for holder in _holders(module, name):
-                setattr(holder, name, value)
-        streams = nnx.Rngs(rngs["dropout"]) if rngs is not None and "dropout" in rngs else None
-        args, kwargs = self.arguments.select(rngs=streams, train=train, side=side)
-        run = nnx.capture(lambda module: self._call(module, inputs, *args, **kwargs), AuxLoss, Metric)
-        outputs, losses, metrics = cast("tuple[Any, nnx.State[Any, Any], nnx.State[Any, Any]]", run(module))
+
+        def call(params: PyTree) -> tuple[tuple[Any, ...], Any, dict[str, Any], dict[str, Any]]:
+            """Results, the module after the call, and its parameters before and after, by name."""
+            filled = _fill(params_like, params)
+            before = _by_name(filled)
+            module = nnx.merge(
+                graph,
+                filled,
+                _fill(streams_like, _fresh_streams(streams_like, key)),
+                _fill(rest_like, collections.get("state", {})),
+            )
+            for name, value in flag_values(self._flags, train=train).items():
+                for holder in _holders(module, name):
+                    setattr(holder, name, value)
+            streams = nnx.Rngs(rngs["dropout"]) if rngs is not None and "dropout" in rngs else None
+            args, kwargs = self.arguments.select(rngs=streams, train=train, side=side)
+            run = nnx.capture(lambda module: self._call(module, inputs, *args, **kwargs), AuxLoss, Metric)
+            results = cast("tuple[Any, nnx.State[Any, Any], nnx.State[Any, Any]]", run(module))
+            return results, module, before, _by_name(nnx.state(module, nnx.Param))
+
+        (outputs, losses, metrics), module, before, after = call(params)
+        if not self._writes_nothing[train]:
+            self._check_written(before, after, lambda: jax.make_jaxpr(lambda params: call(params)[2:])(params))
+            self._writes_nothing[train] = True
         _, _, _, rest = nnx.split(module, *_KINDS)
         reported = {"losses": _to_tree(losses), "metrics": _to_tree(metrics)} if train else {}
         aux = {name: named_scalars(self.class_name, tree) for name, tree in reported.items() if jax.tree.leaves(tree)}
         return outputs, _collections(_to_tree(rest)), aux
 
+    def _check_written(
+        self, before: Mapping[str, Any], after: Mapping[str, Any], trace: Callable[[], ClosedJaxpr]
+    ) -> None:
+        """Refuse a call that leaves other parameters than it was given: no step would keep them."""
+        written = [name for name, value in after.items() if value is not before.get(name)]
+        if written and before.keys() == after.keys():
+            # A transformation such as nnx.jit gives all variables new values, which may be the old ones.
+            program = trace()
+            numbers = value_numbers(program, range(len(program.jaxpr.invars)))
+            changes = map(operator.ne, numbers[: len(before)], numbers[len(before) :])
+            written = list(itertools.compress(sorted(before), changes))
+        if written:
+            raise LayerError(
+                f"layer {self.class_name} must leave its parameters to the optimizer, but got a call that writes "
+                f"{written[0]!r}. Compute with the new value without assigning it, or make it an nnx.Variable of "
+                "another type than nnx.Param, which is kept from call to call."
+            )
+
     @functools.cached_property
     def _structure(self) -> tuple[Any, nnx.State[Any, Any], nnx.State[Any, Any], nnx.State[Any, Any]]:
         """The module without values: its graph, parameters, random streams and the rest."""
-        made = nnx.split(nnx.eval_shape(lambda: self._build(jax.random.key(0))), *_KINDS)
+        # Split inside the trace: of containers NNX takes along arrays, not their shapes.
+        made = jax.eval_shape(lambda key: nnx.split(self._build(key), *_KINDS), jax.random.key(0))
         return cast("tuple[Any, nnx.State[Any, Any], nnx.State[Any, Any], nnx.State[Any, Any]]", made)
 
     def _build(self, key: jax.Array) -> Any:
         with nnx.use_eager_sharding(False):
             module = self.spec.build(rngs=nnx.Rngs(key)) if self._takes_rngs else self.spec.build()
         for path, node in nnx.iter_graph(module):
-            found = [name for name, value in _attributes(node) if isinstance(value, Tracer)]
-            if found:
+            name = ".".join(map(str, path))
+            if isinstance(node, Tracer):
                 raise LayerError(
                     f"layer {self.class_name} must keep its arrays in nnx.Variable objects, but got a plain array as "
-                    f"{type(node).__name__}.{found[0]}. Make it an nnx.Param if it is trained, else compute it in the "
-                    "call."
+                    f"{self.class_name}.{name}. Make it an nnx.Param if it is trained, else compute it in the call."
                 )
-            value = node.get_value() if isinstance(node, nnx.Param) else 0.0
-            if not hasattr(value, "dtype") and not isinstance(value, (bool, int, float, complex)):
+            is_param = isinstance(node, nnx.Param)
+            value = node.get_value() if isinstance(node, nnx.Variable) else 0.0
+            is_one = hasattr(value, "dtype") or isinstance(value, (bool, int, float, complex))
+            if not is_one and (is_param or isinstance(value, (Mapping, list, tuple))):
                 raise LayerError(
-                    f"parameter {'.'.join(map(str, path))!r} of layer {self.class_name} must be one array, but got a "
-                    f"{type(value).__name__}: {value!r:.60}. Make an nnx.Param of each array, and keep what is no "
-                    "number in a plain attribute."
+                    f"{'parameter' if is_param else 'variable'} {name!r} of layer {self.class_name} must be one array, "
+                    f"but got a {type(value).__name__}: {value!r:.60}. Make a {type(node).__name__} of each array, "
+                    "and keep what is no number in a plain attribute."
                 )
         return module
 
@@ -174,10 +212,6 @@ def _holders(module: Any, name: str) -> list[nnx.Module]:
     nodes = [node for _, node in nnx.iter_modules(module)]
     values = [vars(node).get(name, getattr(type(node), name, ...)) for node in nodes]
     return [node for node, value in zip(nodes, values, strict=True) if value is None or isinstance(value, bool)]
-
-
-def _attributes(node: Any) -> list[tuple[str, Any]]:
-    return list(vars(node).items()) if isinstance(node, nnx.Module) else []
 
 
 def _check_spec(spec: LayerSpec) -> None:
@@ -219,6 +253,12 @@ def _to_boxes(state: nnx.State[Any, Any]) -> PyTree:
     with nnx.logical_axis_rules(()):  # names as the module gives them, for the model's rules
         specs = nnx.get_partition_spec(state)
     return jax.tree.map(one, _to_tree(state), _to_tree(specs))
+
+
+def _by_name(state: nnx.State[Any, Any]) -> dict[str, Any]:
+    """The values of a state by dotted path."""
+    leaves = jax.tree.leaves_with_path(_to_tree(state))
+    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
 
 
 def _fill(state: nnx.State[Any, Any], tree: PyTree) -> nnx.State[Any, Any]:

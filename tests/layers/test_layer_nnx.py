@@ -1,3 +1,4 @@
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -190,6 +191,198 @@ def test_batch_statistics_change_in_training_alone() -> None:
 def test_a_plain_array_is_refused() -> None:
     with pytest.raises(LayerError, match="nnx.Variable objects, but got a plain array as _PlainArray.table. Make it"):
         PipelineModule([LayerSpec(_PlainArray)], num_stages=1)
+
+
+class _ArrayInside(nnx.Module):
+    def __init__(self, hold: Callable[[jax.Array], Any]) -> None:
+        self.inner = nnx.List([nnx.data(hold(jnp.ones((1, 3))))])
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x
+
+
+@pytest.mark.parametrize(
+    ("hold", "path"),
+    [
+        (lambda x: {"a": x}, "inner.0.a"),
+        (lambda x: [x], "inner.0.0"),
+        (lambda x: {"a": ({"b": x},)}, "inner.0.a.0.b"),
+        (lambda x: nnx.Dict(a=x), "inner.0.a"),
+    ],
+)
+def test_a_plain_array_in_a_container_is_refused(hold: Any, path: str) -> None:
+    with pytest.raises(LayerError, match=f"got a plain array as _ArrayInside.{path}. Make it"):
+        PipelineModule([LayerSpec(_ArrayInside, hold)], num_stages=1)
+
+
+class _NumpyInside(nnx.Module):
+    def __init__(self) -> None:
+        self.tables = nnx.data({"a": [np.full((1, 3), 2.0, np.float32)]})
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x * self.tables["a"][0]
+
+
+def test_numpy_arrays_in_containers_are_kept_as_they_are() -> None:
+    model = PipelineModule([LayerSpec(_NumpyInside)], num_stages=1)
+    held = model.init_collections(KEY, X)
+    outputs, same, _ = model.call(model.init(KEY, X), held, X, train=True)
+    np.testing.assert_array_equal(outputs, 2 * X)
+    assert jax.tree.structure(same) == jax.tree.structure(held)
+
+
+class _OddVariable(nnx.Module):
+    def __init__(self) -> None:
+        self.tables = nnx.BatchStat({"a": jnp.ones(3)})
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x
+
+
+def test_a_variable_of_several_arrays_is_refused() -> None:
+    with pytest.raises(LayerError, match="variable 'tables' of layer _OddVariable must be one array, but got a dict"):
+        PipelineModule([LayerSpec(_OddVariable)], num_stages=1)
+
+
+class _Base(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.linear = nnx.Linear(3, 3, rngs=rngs)
+        self.norm = nnx.BatchNorm(3, rngs=rngs)
+
+    def run(self, x: jax.Array) -> jax.Array:
+        return self.norm(nnx.tanh(self.linear(x)))
+
+    def clip(self) -> None:
+        self.linear.kernel[...] = jnp.clip(self.linear.kernel[...], -0.1, 0.1)
+
+
+class _Clips(_Base):
+    def __call__(self, x: jax.Array) -> jax.Array:
+        self.clip()
+        return self.run(x)
+
+
+class _ClipsInTraining(_Base):
+    def __call__(self, x: jax.Array, train: bool) -> jax.Array:
+        if train:
+            self.clip()
+        return self.run(x)
+
+
+class _ClipsInJit(_Base):
+    @nnx.jit
+    def __call__(self, x: jax.Array) -> jax.Array:
+        self.clip()
+        return self.run(x)
+
+
+class _Updates(_Base):
+    def __call__(self, x: jax.Array) -> jax.Array:
+        nnx.update(self.linear, jax.tree.map(lambda x: 2 * x, nnx.state(self.linear)))
+        return self.run(x)
+
+
+class _Replaces(_Base):
+    def __call__(self, x: jax.Array) -> jax.Array:
+        self.linear.kernel = nnx.Param(2 * self.linear.kernel[...])
+        return self.run(x)
+
+
+class _MakesLater(_Base):
+    def __call__(self, x: jax.Array) -> jax.Array:
+        self.later = nnx.Param(jnp.ones((1, 3)))
+        return self.run(x) * self.later[...]
+
+
+class _NormsWeights(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.norm = nnx.WeightNorm(nnx.Linear(3, 3, rngs=rngs), use_scale=False, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.norm(x)
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        *((cls, "linear.kernel") for cls in (_Clips, _ClipsInTraining, _ClipsInJit, _Replaces)),
+        (_Updates, "linear.bias"),
+        (_MakesLater, "later"),
+        (_NormsWeights, "norm.layer_instance.kernel"),
+    ],
+)
+def test_a_call_that_writes_a_parameter_is_refused(module: Any, name: str) -> None:
+    model = PipelineModule([LayerSpec(module)], num_stages=1)
+    with pytest.raises(LayerError, match=rf"layer {module.__name__} must leave its param.*a call that writes '{name}'"):
+        model.trace(X)
+
+
+class _RunsIn(_Base):
+    def __init__(self, around: Callable[..., Any], rngs: nnx.Rngs) -> None:
+        super().__init__(rngs)
+        self.around = around
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.around(lambda module, x: module.run(x))(self, x)
+
+
+class _WritesTheSame(_Base):
+    def __call__(self, x: jax.Array) -> jax.Array:
+        self.linear.kernel[...] = self.linear.kernel[...]
+        return self.run(x)
+
+
+class _ScansAlongColumns(nnx.Module):
+    axes = nnx.StateAxes({nnx.Param: 1, ...: 0})
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        make = nnx.split_rngs(splits=2)(nnx.vmap(_Base, in_axes=0, out_axes=self.axes))
+        self.layers = make(rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        def step(x: jax.Array, module: _Base) -> jax.Array:
+            return module.run(x)
+
+        return nnx.scan(step, in_axes=(nnx.Carry, self.axes), out_axes=nnx.Carry)(x, self.layers)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        LayerSpec(_RunsIn, nnx.jit),
+        LayerSpec(_RunsIn, nnx.remat),
+        LayerSpec(_WritesTheSame),
+        LayerSpec(_ScansAlongColumns),
+    ],
+)
+def test_transformations_that_hand_back_parameters_write_none(spec: LayerSpec) -> None:
+    PipelineModule([spec], num_stages=1).trace(X)
+
+
+class _OwnKind(nnx.Variable[Any]):
+    pass
+
+
+class _Remembers(nnx.Module):
+    def __init__(self, kind: Any, rngs: nnx.Rngs) -> None:
+        self.linear = nnx.Linear(3, 3, rngs=rngs)
+        self.seen = kind(jnp.zeros((1, 3)))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y = self.linear(x) + self.seen[...]
+        self.seen[...] = 0.5 * self.seen[...] + x.mean(0, keepdims=True)
+        return y
+
+
+@pytest.mark.parametrize("kind", [nnx.Variable, nnx.Cache, nnx.Intermediate, nnx.Perturbation, _OwnKind])
+def test_variables_that_are_no_parameters_are_kept_from_call_to_call(kind: Any) -> None:
+    model = PipelineModule([LayerSpec(_Remembers, kind)], num_stages=1)
+    params, held = model.init(KEY, X), model.init_collections(KEY, X)
+    by_hand = _Remembers(kind, nnx.Rngs(jax.random.fold_in(KEY, 0)))
+    for step in range(3):
+        outputs, held, _ = model.call(params, held, X + step, train=True, key=KEY)
+        np.testing.assert_allclose(outputs, by_hand(X + step), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(held["0__Remembers"]["state"]["seen"], by_hand.seen[...], rtol=1e-6)
 
 
 class _OddParam(nnx.Module):

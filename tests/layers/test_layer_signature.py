@@ -311,3 +311,13 @@ def test_results_of_two_programs_are_compared_through_calls() -> None:
     first = value_numbers(jax.make_jaxpr(jax.jit(both))(X, X), ["a", "b"], table)
     assert value_numbers(jax.make_jaxpr(second)(X), ["b"], table)[0] == first[1]
     assert len({*first, *value_numbers(jax.make_jaxpr(jax.jit(second))(X), ["b"], table)}) == 3
+
+
+def test_a_transpose_that_undoes_another_gives_back_the_number() -> None:
+    def run(a: jax.Array) -> Any:
+        turned = a.transpose(1, 2, 0)
+        return a, turned.transpose(2, 0, 1), turned.transpose(1, 2, 0), turned
+
+    numbers = value_numbers(jax.make_jaxpr(run)(np.ones((3, 3, 3))), ["a"])
+    assert numbers[0] == numbers[1]
+    assert len(set(numbers)) == 3
