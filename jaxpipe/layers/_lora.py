@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from flax.core import meta
+from flax.core import freeze, meta
 
 from jaxpipe._numbers import as_integer, as_number
 from jaxpipe._typing import Path, PyTree
@@ -248,6 +248,9 @@ def _with_adapters(call: Callable[..., Any], prefix: Path, adapters: _Adapters) 
 
     @functools.wraps(call)
     def run(module: Any, *args: Any, **kwargs: Any) -> Any:
+        # `nn.jit` keeps its traces by the module and its scope's flags: one without adapters, or of another layer, is
+        # not this one.
+        module.scope.flags = freeze({**module.scope.flags, _A: (prefix, adapters)})
         with nn.intercept_methods(intercept):
             return call(module, *args, **kwargs)
 

@@ -36,6 +36,10 @@ class Heads(nn.Module):
         return x + nn.DenseGeneral(DIM, axis=(-2, -1), name="join")(y)
 
 
+# One class, whose traces `nn.jit` keeps: those of the base are not those with adapters.
+Jitted = nn.jit(Heads)
+
+
 class Scanned(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -61,6 +65,7 @@ BASES: dict[str, Any] = {
     "general": (lambda: [Embed(), Heads(), LayerSpec(Heads), Heads(), Heads(), nn.Dense(VOCAB)], ["_Heads/", "Dense"]),
     "nnx": (lambda: [LayerSpec(NNXEmbed), *[LayerSpec(NNXBlock)] * 4, LayerSpec(nnx.Linear, DIM, VOCAB)], [r"layers/"]),
     "nnx_general": (lambda: [Embed(), *[LayerSpec(NNXHeads)] * 4, nn.Dense(VOCAB)], "split|join|einsum"),
+    "jitted": (lambda: [Embed(), *[LayerSpec(Jitted)] * 4, nn.Dense(VOCAB)], ["_JitHeads/"]),
     "scanned": (lambda: [Embed(), *[LayerSpec(Scanned)] * 4, Head()], "dense"),
     "tied": (
         lambda: [
