@@ -16,6 +16,7 @@ from jaxpipe.layers import LayerSpec, TiedLayerSpec
 from jaxpipe.transformer import DeepSpeedTransformerConfig, DeepSpeedTransformerLayer
 
 from ._huggingface import ConfigKeys
+from ._positions import positions_of
 from ._rules import Rule, are_sizes, check_fields, read_fields, shared_fields
 
 BertHead = Literal["masked_lm"] | None
@@ -138,6 +139,7 @@ class BertEmbeddings(nn.Module):
         x: jax.Array,
         token_type_ids: jax.Array | None = None,
         positions: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
         *,
         train: bool = False,
     ) -> jax.Array:
@@ -146,7 +148,10 @@ class BertEmbeddings(nn.Module):
         Args:
             x: Embeddings of tokens, `[B, T, H]`.
             token_type_ids: Integers `[B, T]`; None: all 0. In a pipeline a side input of that name.
-            positions: Integers `[B, T]`; None: 0 to T - 1. In a pipeline a side input of that name.
+            positions: Integers `[B, T]`; None: 0 to T - 1, or in each segment from 0. In a pipeline a side input of
+                that name.
+            segment_ids: Integers `[B, T]`, equal for the positions of one text. In a pipeline a side input of that
+                name.
             train: Whether dropout is on.
 
         Returns:
@@ -162,7 +167,7 @@ class BertEmbeddings(nn.Module):
                 f"got {length}. Cut it into shorter ones."
             )
         types = jnp.zeros((1, length), jnp.int32) if token_type_ids is None else token_type_ids
-        positions = jnp.arange(length)[None] if positions is None else positions
+        positions = positions_of(length, segment_ids) if positions is None else positions
         x = x + _table(config, config.type_vocab_size, "token_type")(types)
         x = x + _table(config, config.max_position_embeddings, "position")(positions)
         return nn.Dropout(config.hidden_dropout_prob, deterministic=not train)(_norm(config)(x))

@@ -6,7 +6,6 @@ from typing import Any
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 
 from jaxpipe._numbers import as_number
 from jaxpipe.checkpoint import Rename, Source, Transform, conv1d, merge, transpose
@@ -165,7 +164,7 @@ class Positions(nn.Module):
                 "into shorter ones."
             )
         if positions is None:
-            positions = jnp.arange(length)[None] if segment_ids is None else positions_of(segment_ids)
+            positions = positions_of(length, segment_ids)
         init = nn.initializers.normal(self.initializer_range)
         x = x + nn.Embed(self.num_positions, x.shape[-1], self.dtype, embedding_init=init, name="position")(positions)
         return nn.Dropout(self.dropout_rate, deterministic=not train)(x)

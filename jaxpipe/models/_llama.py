@@ -9,15 +9,16 @@ from typing import Any, cast
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 
 from jaxpipe.checkpoint import Rename, Source, Transform, stack, transpose
+from jaxpipe.errors import LayerError
 from jaxpipe.layers import LayerSpec, TiedLayerSpec
 from jaxpipe.recompute import reduced
 from jaxpipe.transformer import MODEL, Divided, attention, constrained, dividing_axes
 
 from ._experts import Experts, ExpertsConfig
 from ._llama_config import LlamaConfig
+from ._positions import positions_of
 from ._rotary import rotary, rotate
 
 
@@ -49,14 +50,17 @@ class LlamaBlock(nn.Module):
 
         Args:
             x: `[B, T, H]`.
-            positions: Integers `[B, T]` that queries and keys are turned by; None: 0 to T - 1. In a pipeline a side
-                input of that name.
+            positions: Integers `[B, T]` that queries and keys are turned by; None: 0 to T - 1, or in each segment from
+                0. In a pipeline a side input of that name.
             segment_ids: Integers `[B, T]`: only positions of the same number are seen, for several texts packed into
                 one sequence. In a pipeline a side input of that name.
             train: Whether dropout is on.
 
         Returns:
             `[B, T, H]`.
+
+        Raises:
+            LayerError: There are segments, and angles depend on the length of a text.
         """
         config = self.config
         attend = LlamaAttention(config, self.window, name="attention")
@@ -107,8 +111,15 @@ class LlamaAttention(nn.Module):
         k, v = (heads(name, config.num_key_value_heads) for name in ("key", "value"))
         if config.qk_norm:
             q, k = _norm(config, "query_norm")(q), _norm(config, "key_norm")(k)
-        positions = jnp.arange(length)[None] if positions is None else positions
-        cos, sin = rotary(positions, config.head_dim, config.rope_theta, config.rope_scaling)
+        scaling = config.rope_scaling
+        if segment_ids is not None and scaling is not None and scaling.is_stretched(length):
+            raise LayerError(
+                "packed texts must be no longer together than the context that rope_type='dynamic' begins to stretch "
+                f"at, since each text's own length decides its angles, but got segment_ids for {length} positions and "
+                f"original_max_position_embeddings={scaling.original_max_position_embeddings}. Pack fewer texts."
+            )
+        positions = positions_of(length, segment_ids) if positions is None else positions
+        cos, sin = rotary(positions, config.head_dim, config.rope_theta, scaling)
         drops = train and config.attention_dropout > 0 and not self.is_initializing()
         y = attention(
             rotate(q, cos, sin),

@@ -1,11 +1,22 @@
-"""Positions of packed texts."""
+"""Positions of tokens, of packed texts too."""
 
 import jax
 import jax.numpy as jnp
 
 
-def positions_of(segment_ids: jax.Array) -> jax.Array:
-    """Positions within each segment of `[B, T]`, from 0 where the number of a segment changes."""
-    index = jnp.arange(segment_ids.shape[1])[None]
-    begins = jnp.concatenate([jnp.zeros_like(segment_ids[:, :1], bool), segment_ids[:, 1:] != segment_ids[:, :-1]], 1)
+def positions_of(length: int, segment_ids: jax.Array | None) -> jax.Array:
+    """Positions of a sequence's tokens, in each of its texts from 0, as the text alone would have.
+
+    Args:
+        length: Number T of tokens.
+        segment_ids: Integers `[B, T]`, equal for the tokens of one text; None: all are one text.
+
+    Returns:
+        `[B or 1, T]`.
+    """
+    index = jnp.arange(length)[None]
+    if segment_ids is None:
+        return index
+    changes = segment_ids[:, 1:] != segment_ids[:, :-1]
+    begins = jnp.concatenate([jnp.zeros_like(changes, shape=(len(segment_ids), 1)), changes], 1)
     return index - jax.lax.cummax(jnp.where(begins, index, 0), axis=1)

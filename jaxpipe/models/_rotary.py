@@ -89,6 +89,10 @@ class RotaryScaling:
                 raise ConfigError(f"rope_parameters.{name}={value!r} is not a known key. {hint}")
         return cls(**values)
 
+    def is_stretched(self, length: int) -> bool:
+        """True if the angles of a sequence depend on its length."""
+        return self.rope_type == "dynamic" and length > self.original_max_position_embeddings
+
     def frequencies(self, theta: float, dim: int, length: int) -> np.ndarray:
         """Angle per position of each pair of dims, as `frequencies`."""
         if self.rope_type == "dynamic":

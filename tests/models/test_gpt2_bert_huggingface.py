@@ -1,5 +1,6 @@
 """GPT-2 and BERT against `transformers` on random small configurations; needs torch and transformers."""
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,17 @@ def test_logits_of_bert() -> None:
     bare = PipelineModule(bert(config, head=None), num_stages=1)
     params = to_ours(weights_of(model.bert), bare, bert_names(config, head=None))
     assert_near(bare.apply(params, tokens, side=side), hidden)
+
+
+def test_packed_texts_of_bert_are_as_each_alone() -> None:
+    _, values = make("Bert:ForMaskedLM", **BERT, hidden_act="gelu")
+    module = PipelineModule(bert(BertConfig.from_huggingface(values)), num_stages=1)
+    tokens, starts = tokens_of(2, LENGTH), (0, 3, 8, LENGTH)
+    ids = np.broadcast_to(np.searchsorted(starts, np.arange(LENGTH), side="right"), (2, LENGTH)).astype(np.int32)
+    params = module.init(jax.random.key(0), tokens)
+    alone = [module.apply(params, tokens[:, a:b]) for a, b in itertools.pairwise(starts)]
+    packed = module.apply(params, tokens, side={"segment_ids": ids})
+    assert_near(packed, np.concatenate(alone, axis=1))
 
 
 def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:

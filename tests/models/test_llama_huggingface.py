@@ -1,5 +1,6 @@
 """The Llama decoder against `transformers` on random small configurations; needs torch and transformers."""
 
+import contextlib
 import json
 import tempfile
 from pathlib import Path
@@ -16,8 +17,8 @@ from _written import written
 
 from jaxpipe import PipeDataParallelTopology, Pipeline, PipelineModule
 from jaxpipe.checkpoint import rename, rename_back
-from jaxpipe.errors import ConfigError
-from jaxpipe.models import LlamaConfig, llama, llama_names
+from jaxpipe.errors import ConfigError, LayerError
+from jaxpipe.models import LlamaConfig, RotaryScaling, llama, llama_names
 from jaxpipe.topology import make_pipeline_mesh
 
 torch = pytest.importorskip("torch")
@@ -137,6 +138,21 @@ def test_packed_texts_are_as_each_alone() -> None:
     side = {"segment_ids": ids, "positions": positions}
     logits = module.apply(to_ours(model, module, config), tokens, side=side)
     np.testing.assert_allclose(logits, np.concatenate(wanted, axis=1), rtol=1e-5, atol=1e-5)
+    by_segments = module.apply(to_ours(model, module, config), tokens, side={"segment_ids": ids})
+    np.testing.assert_array_equal(by_segments, logits)
+
+
+def test_packed_texts_whose_length_together_would_stretch_angles_are_refused() -> None:
+    scaling = RotaryScaling("dynamic", factor=2.0, original_max_position_embeddings=8)
+    sizes = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    config = LlamaConfig(**sizes, num_attention_heads=2, rope_scaling=scaling)
+    module = PipelineModule(llama(config), num_stages=1)
+    for length, is_stretched in ((8, False), (9, True)):
+        ids = np.ones((1, length), np.int32)
+        module.trace(ids)
+        match = "'dynamic'.*segment_ids for 9 positions and original_max_position_embeddings=8. Pack fewer texts"
+        with pytest.raises(LayerError, match=match) if is_stretched else contextlib.nullcontext():
+            module.trace(ids, {"segment_ids": ids})
 
 
 def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
