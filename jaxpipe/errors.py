@@ -3,6 +3,8 @@
 from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
 
+_LONGEST_NAME = 200
+
 
 class JaxpipeError(Exception):
     """Base class of all errors raised by jaxpipe."""
@@ -97,6 +99,9 @@ def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
     Returns:
         The most similar one; None where none is similar enough.
     """
-    lowered = {each.lower(): each for each in known}
+    # Likeness of long texts takes minutes.
+    lowered = {each.lower(): each for each in known if len(each) <= _LONGEST_NAME}
+    if len(name) > _LONGEST_NAME:
+        return None
     near = get_close_matches(name.lower(), lowered, n=1, cutoff=cutoff)
     return lowered[near[0]] if near else None

@@ -11,20 +11,19 @@ but never changed or removed.
 """
 
 import contextlib
-import errno
 import json
 import logging
 import os
 import re
 import secrets
 import shutil
-import stat
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from jaxpipe._files import read_file
 from jaxpipe.distributed import log
 from jaxpipe.errors import CheckpointError, shown
 
@@ -39,8 +38,6 @@ VERSION = 1
 
 _DATA = re.compile(r"data-[0-9]+-[0-9a-f]+")
 _STEP_TAG = re.compile(r"global_step([0-9]+)")
-_LARGEST = 1 << 30
-"""Bytes of the largest file of JSON that is read."""
 _PARTIAL = ".partial"
 _WRITING = ".orbax-checkpoint-tmp"
 """Suffix that Orbax gives a folder that it has not finished."""
@@ -235,22 +232,6 @@ def commit(save_dir: Path, tag: str, content: Commit) -> None:
             replace_file(save_dir / LATEST, tag.encode())
         except OSError as error:  # the checkpoint is there, and is found without the file
             log(logging.WARNING, "%s is committed, but %s still names another: %s", tag, save_dir / LATEST, error)
-
-
-def read_file(path: Path) -> bytes:
-    """Read a file that is one: no pipe, which would never end, and no device.
-
-    Raises:
-        OSError: It is none, larger than any that is written here, or cannot be read.
-    """
-    number = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # opening a pipe waits for its other end otherwise
-    with os.fdopen(number, "rb") as file:
-        found = os.fstat(number)
-        if not stat.S_ISREG(found.st_mode):
-            raise OSError(errno.EINVAL, "what is no file but a folder, a pipe or a device", str(path))
-        if found.st_size > _LARGEST:
-            raise OSError(errno.EFBIG, f"a file of {found.st_size} bytes", str(path))
-        return file.read()
 
 
 def replace_file(path: Path, content: bytes) -> None:

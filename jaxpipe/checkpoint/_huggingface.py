@@ -12,12 +12,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxpipe._files import read_file
 from jaxpipe.distributed import run_on_all
 from jaxpipe.errors import CheckpointError, ConfigError, shown
 from jaxpipe.layers import LORA_PARAMETERS, flatten_dict, join_path, merge_lora, split_path, unflatten_dict
 from jaxpipe.pipeline import Pipeline
 from jaxpipe.state import TrainState
 
+from ._json import parse_json
 from ._load import read_into, read_leaves
 from ._open import Checkpoint, open_checkpoint, reread
 from ._rename import Index, Match, Rename, Shape, check_theirs, first_of, match_renames
@@ -133,7 +135,7 @@ def read_config_json(source: Source) -> Mapping[str, Any]:
     path = Path(source)
     path = path / _CONFIG if path.is_dir() else path
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = parse_json(read_file(path))
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"a model's config.json must be readable, but got {path}: {error}. Name the folder that it is in."

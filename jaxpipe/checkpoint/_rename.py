@@ -483,7 +483,7 @@ def _matched(text: str, name: str) -> dict[str, int] | None:
     pattern, end = "", 0
     steps: list[tuple[str, int]] = []
     for mark in _COUNTER.finditer(text):
-        pattern += re.escape(text[end : mark.start()]) + "(0|[1-9][0-9]*)"
+        pattern += re.escape(text[end : mark.start()]) + "(0|[1-9][0-9]{0,8})"
         steps.append((mark[1], int(mark[2] or 0)))
         end = mark.end()
     found = re.fullmatch(pattern + re.escape(text[end:]), name)

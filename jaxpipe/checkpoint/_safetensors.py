@@ -22,20 +22,30 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors import safe_open
 
-from jaxpipe.errors import CheckpointError
+from jaxpipe._files import (
+    PARTIAL,
+    check_is_file,
+    new_beside,
+    open_to_append,
+    open_to_change,
+    read_file,
+    write_file,
+)
+from jaxpipe.errors import CheckpointError, shown
 from jaxpipe.layers import split_path, unflatten_dict
 from jaxpipe.state import Leaf
 
-from ._directory import read_file, replace_file
+from ._directory import sync_folders
 from ._json import parse_json
 from ._load import read_leaves
 from ._open import Checkpoint, open_checkpoint, reread
 
 _SUFFIX = ".safetensors"
 _INDEX_SUFFIX = _SUFFIX + ".index.json"
-_PARTIAL = ".partial"
 _SHARD = re.compile(r"-[0-9]{5,}-of-[0-9]{5,}\.safetensors")
 _PARAMS, _COLLECTIONS = "params/", "collections/"
+_DEEPEST = 100
+"""Most parts of a path in a tree: what walks one calls itself for each."""
 _DTYPES = {
     "bool": "BOOL",
     "int8": "I8",
@@ -68,11 +78,6 @@ class _File:
     header: bytes
     starts: Mapping[str, int]
     size: int
-
-    @property
-    def partial(self) -> Path:
-        """Its name until it is whole."""
-        return self.path.with_name(self.path.name + _PARTIAL)
 
 
 def export_safetensors(
@@ -182,14 +187,17 @@ def write_safetensors(
         target.parent.mkdir(parents=True, exist_ok=True)
         with _claimed(target):
             _check_others(target, written)
-            with _removed([file.partial for file in files]):
-                _write(files, values)
+            _remove_leftovers(target)
+            with contextlib.ExitStack() as stack:
+                partials = {file.path: stack.enter_context(new_beside(file.path)) for file in files}
+                _write(files, partials, values)
                 for path in {index, *last}:
                     path.unlink(missing_ok=True)
-                for file in files:
-                    file.partial.replace(file.path)
+                for path, partial in partials.items():
+                    partial.replace(path)
             for path, content in last.items():
-                replace_file(path, content)
+                write_file(path, content)
+            sync_folders([target.parent])
     except OSError as error:
         raise CheckpointError(
             f"out must be a file that can be written, but got out={str(target)!r} and {error.strerror or error}. Make "
@@ -224,6 +232,11 @@ def load_safetensors(path: str | PathLike[str], part: Literal["params", "collect
     paths = {split_path(name): name for name in sorted(found)}
     for name in found:
         each = split_path(name)
+        if len(each) > _DEEPEST:
+            raise CheckpointError(
+                f"{path} must name tensors by paths of at most {_DEEPEST} parts, but got {shown(name)} of {len(each)}. "
+                "Rename it."
+            )
         others = [paths[each[:i]] for i in range(1, len(each) + 1) if paths.get(each[:i], name) != name]
         if others:
             raise CheckpointError(
@@ -310,7 +323,7 @@ def _check_others(target: Path, written: Sequence[Path]) -> None:
 def _claimed(target: Path) -> Generator[None]:
     """Refuse to write what another process is writing; a claim ends with its process, however that ends."""
     path = target.with_name(f".{target.name}.writing")
-    with path.open("wb") as handle:
+    with open_to_append(path) as handle:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # Since it was opened here, the one that had it may have ended, and removed it.
@@ -330,29 +343,28 @@ def _claimed(target: Path) -> Generator[None]:
             path.unlink(missing_ok=True)
 
 
-@contextlib.contextmanager
-def _removed(paths: Sequence[Path]) -> Generator[None]:
-    """Remove what is left of some files at the end."""
-    try:
-        yield
-    finally:
-        for path in paths:
+def _remove_leftovers(target: Path) -> None:
+    """Remove what an export by that name left whose process was killed."""
+    stem = re.escape(target.name.removesuffix(_SUFFIX))
+    left = re.compile(rf"\.{stem}({_SHARD.pattern}|{re.escape(_SUFFIX)})\.[0-9a-f]{{16}}{re.escape(PARTIAL)}")
+    for path in target.parent.iterdir():
+        if left.fullmatch(path.name):
             path.unlink(missing_ok=True)
 
 
-def _write(files: Sequence[_File], values: Iterable[tuple[str, np.ndarray]]) -> None:
+def _write(files: Sequence[_File], partials: Mapping[Path, Path], values: Iterable[tuple[str, np.ndarray]]) -> None:
     for file in files:
-        with file.partial.open("wb") as handle:
+        with open_to_change(partials[file.path]) as handle:
             handle.write(file.header)
             handle.truncate(file.size)
     file_of = {name: file for file in files for name in file.starts}
     for name, value in values:
         file = file_of[name]
-        with file.partial.open("r+b") as handle:
+        with open_to_change(partials[file.path]) as handle:
             handle.seek(file.starts[name])
             handle.write(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)
-    for file in files:
-        with file.partial.open("r+b") as handle:
+    for partial in partials.values():
+        with open_to_change(partial) as handle:
             os.fsync(handle.fileno())
 
 
@@ -448,6 +460,7 @@ def _read_weight_map(path: Path) -> dict[str, str]:
 def open_safetensors(path: Path) -> Generator[Any]:
     """Open a file; what fails in it is a CheckpointError."""
     try:
+        check_is_file(path)
         with safe_open(str(path), framework="numpy") as tensors:
             yield tensors
     except Exception as error:  # whatever the library raises for damaged files, and numpy for dtypes it has not

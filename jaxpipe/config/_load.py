@@ -8,6 +8,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, cast
 
+from jaxpipe._files import read_file
 from jaxpipe.errors import ConfigError, shown
 
 from ._classes import TrainingConfig
@@ -15,9 +16,12 @@ from ._collect import Collector
 from ._section import idle_keys, join, read_section
 from ._train import TrainConfig
 
-# Texts first in both, so that what looks like a comment or a comma inside one is passed over.
-_COMMENT = re.compile(r'("(?:[^"\\]|\\.)*")|#[^\n]*|//[^\n]*|/\*.*?\*/', re.DOTALL)
-_TRAILING_COMMA = re.compile(r'("(?:[^"\\]|\\.)*"|[\[{,:]\s*,)|,(?=\s*[}\]])', re.DOTALL)
+# Texts first in both, so that what looks like a comment or a comma inside one is passed over. What nobody ended counts
+# to its end, so that nothing is read twice; JSON refuses it there.
+_TEXT = r'"(?:[^"\\]|\\.)*+"?'
+_COMMENT = re.compile(rf"({_TEXT})|#[^\n]*|//[^\n]*|/\*.*?\*/|(/\*.*)", re.DOTALL)
+_TRAILING_COMMA = re.compile(rf"({_TEXT}|[\[{{,:]\s*,)|,(?=\s*[}}\]])", re.DOTALL)
+_MOST_BYTES = 1 << 26
 
 
 class ConfigWarning(UserWarning):
@@ -141,7 +145,7 @@ def _integer(digits: str) -> object:
 def _parse(file: Path) -> _Object:
     """The JSON object that a file holds."""
     try:
-        text = file.read_text(encoding="utf-8")
+        text = re.sub("\r\n?", "\n", read_file(file, _MOST_BYTES).decode())
     except FileNotFoundError as error:
         raise ConfigError(
             f"config must be the path of a JSON file, but got config={str(file)!r}, which does not exist. "
@@ -160,7 +164,9 @@ def _parse(file: Path) -> _Object:
             "Correct the file there; beyond JSON only comments and trailing commas are read."
         ) from error
     except RecursionError as error:
-        raise ConfigError(f"config must be valid JSON, but got {error} in {file}. Correct the file.") from error
+        raise ConfigError(
+            f"config must be valid JSON, but got brackets nested too deep in {file}. Correct the file."
+        ) from error
     if not isinstance(value, _Object):
         raise ConfigError(f"config must be a JSON object, but got {shown(value)} in {file}. Write {{...}} there.")
     return value
@@ -170,14 +176,13 @@ def _as_strict_json(text: str) -> str:
     """JSON with blanks in the place of comments and trailing commas, so that lines and columns stay."""
     # Nothing else of HJSON: where it finds no JSON it takes the rest of the line for a text without quotes, so that a
     # forgotten comma would turn `"lr": 1 "eps": 2` into something nobody has written.
-    text = _COMMENT.sub(lambda match: match[1] or re.sub(r"[^\n]", " ", match[0]), text)
+    text = _COMMENT.sub(lambda match: match[1] or match[2] or re.sub(r"[^\n]", " ", match[0]), text)
     return _TRAILING_COMMA.sub(lambda match: match[1] or " ", text)
 
 
 def _check_repeated(root: Mapping[object, object], errors: Collector) -> None:
     pending: list[tuple[object, str]] = [(root, "")]
-    while pending:
-        value, path = pending.pop(0)
+    for value, path in pending:  # which grows
         if isinstance(value, _Object):
             for key, values in value.repeated.items():
                 where = join(path, key)

@@ -2,11 +2,11 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
 
+from jaxpipe._files import write_file
 from jaxpipe.data import Batch
 from jaxpipe.pipeline import Pipeline
 from jaxpipe.profile import Operation, format_profile, layer_profiles, memory_line, phase_times
@@ -93,7 +93,7 @@ class Breakdown:
         if self._section.output_file is None:
             report(text)
         elif jax.process_index() == 0:
-            Path(self._section.output_file).write_text(text + "\n", encoding="utf-8")
+            write_file(self._section.output_file, text + "\n")
 
     def _line(self, step: int, phases: Mapping[str, float]) -> str:
         now = time.perf_counter()

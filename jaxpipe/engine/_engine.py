@@ -6,13 +6,13 @@ import signal
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from os import PathLike
-from pathlib import Path
 from typing import Any, NoReturn
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxpipe._files import write_file
 from jaxpipe._numbers import as_integer
 from jaxpipe._typing import PyTree
 from jaxpipe.checkpoint import Rename
@@ -383,7 +383,7 @@ class Engine(ABC):
         if measure:
             steps["measured"] = self._measured_slices(data_iter)
         steps["planned"] = timeline(self.pipeline.program, forward_s, backward_s, weight_s=weight_s)
-        Path(path).write_text(json.dumps(trace_of(steps)), encoding="utf-8")
+        write_file(path, json.dumps(trace_of(steps)))
 
     def set_dataiterator(self, iterator: Iterator[Entry]) -> None:
         """Store the iterator that `train_batch()` reads.

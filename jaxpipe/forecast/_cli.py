@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from jaxpipe._files import read_file, write_file
 from jaxpipe._imports import import_named, raised
 from jaxpipe.errors import ConfigError, JaxpipeError, nearest, shown
 
@@ -49,7 +50,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m jaxpipe.forec
         found = plan(**{**given, **{name: value for name, value in options.items() if value is not None}})
         sys.stdout.write(f"{found}\n")
         if args.json is not None:
-            args.json.write_text(found.to_json() + "\n", encoding="utf-8")
+            write_file(args.json, found.to_json() + "\n")
         if args.html is not None:
             found.to_html(args.html)
     except (JaxpipeError, OSError) as error:
@@ -147,7 +148,7 @@ def _target(path: Path | None) -> str | None:
     if path is None:
         return None
     try:
-        return path.read_text()
+        return read_file(path).decode()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"--target-config must be a file of text, but got {str(path)!r}: {error}. Correct the path."

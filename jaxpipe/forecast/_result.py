@@ -4,8 +4,8 @@ import dataclasses
 import json
 from dataclasses import dataclass, field
 from os import PathLike
-from pathlib import Path
 
+from jaxpipe._files import write_file
 from jaxpipe._text import format_table
 
 from ._compile import CompiledStep
@@ -158,7 +158,7 @@ class StepPlan:
         """
         rows = [self._row(one) for one in self.candidates]
         stages = [_STAGE_HEADS, *_stage_rows(self.shown)]
-        Path(path).write_text(page_of(self, _HEADS, rows, stages), encoding="utf-8")
+        write_file(path, page_of(self, _HEADS, rows, stages))
 
     def _repr_html_(self) -> str:
         rows = [self._row(one) for one in self.candidates]

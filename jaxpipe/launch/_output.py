@@ -12,6 +12,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import IO
 
+from jaxpipe._files import open_to_append
 from jaxpipe.distributed import Tail
 from jaxpipe.errors import LaunchError
 
@@ -66,7 +67,7 @@ class _Log:
         self._has_failed = False
         self._file: IO[bytes] | None = None
         try:
-            self._file = path.open("ab" if append else "wb", buffering=0)
+            self._file = open_to_append(path, anew=not append)
         except OSError as error:
             self._tell(error)
 

@@ -1,10 +1,12 @@
 """`CSVMonitor`: files of numbers."""
 
 import csv
+import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import final
 
+from jaxpipe._files import open_to_append
 from jaxpipe.config import CSVMonitorSection
 
 from ._event import Event
@@ -28,9 +30,10 @@ class CSVMonitor:
     def __call__(self, events: Sequence[Event]) -> None:
         for event in events:
             path = self._folder / f"{event.name.replace('/', '_').replace(' ', '_')}.csv"
-            is_new = not path.exists()
-            with path.open("a", newline="") as file:
-                writer = csv.writer(file)
-                if is_new:
+            with open_to_append(path) as file:
+                rows = io.StringIO()
+                writer = csv.writer(rows)
+                if file.tell() == 0:
                     writer.writerow(["step", event.name.rpartition("/")[2]])
                 writer.writerow([event.samples, event.value])
+                file.write(rows.getvalue().encode())

@@ -2,12 +2,14 @@
 
 import html
 import importlib
+import io
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from jaxpipe._files import write_file
 from jaxpipe.errors import ScheduleError
 
 from ._base import PipeSchedule
@@ -84,7 +86,7 @@ class Picture:
         """
         target = Path(path)
         if target.suffix == ".svg":
-            target.write_text(self.svg(), encoding="utf-8")
+            write_file(target, self.svg())
         elif target.suffix == ".png":
             self._save_png(target)
         else:
@@ -147,7 +149,9 @@ class Picture:
         axes.set_xlim(0, self.span_s or 1.0)
         axes.set_xlabel("s")
         figure.legend(loc="outside upper right", fontsize=7, ncols=len(_COLOURS))
-        figure.savefig(path, dpi=150)
+        content = io.BytesIO()
+        figure.savefig(content, dpi=150, format="png")
+        write_file(path, content.getvalue())
 
 
 def draw(

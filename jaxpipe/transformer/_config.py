@@ -5,17 +5,17 @@ import json
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from os import PathLike
-from pathlib import Path
+from os import PathLike, fspath
 from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 
+from jaxpipe._files import read_file
 from jaxpipe._numbers import plain
 from jaxpipe.config import ConfigWarning
 from jaxpipe.distributed import asks_for_determinism
-from jaxpipe.errors import ConfigError, nearest
+from jaxpipe.errors import ConfigError, nearest, shown
 
 from ._attention import Implementation
 
@@ -155,9 +155,17 @@ class DeepSpeedTransformerConfig:
         """Make a configuration of a JSON file.
 
         Raises:
-            ConfigError: As in `from_dict`.
+            ConfigError: As in `from_dict`, or the file is none of JSON.
         """
-        return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
+        try:
+            values = json.loads(read_file(path))
+        except (OSError, ValueError, RecursionError) as error:
+            raise ConfigError(
+                f"path must be a file of JSON, but got {fspath(path)!r}: {error}. Name another."
+            ) from error
+        if not isinstance(values, dict):
+            raise ConfigError(f"{fspath(path)} must hold an object, but got {shown(values)}. Write {{...}} there.")
+        return cls.from_dict(values)
 
     @property
     def output_range(self) -> float:

@@ -154,6 +154,37 @@ def test_an_earlier_export_is_replaced(root: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("limit", [None, LIMIT], ids=["whole", "shards"])
+def test_nothing_is_written_through_a_link(root: Path, tmp_path: Path, limit: int | None) -> None:
+    own, folder = tmp_path / "own", tmp_path / "shared"
+    own.write_text("years of work")
+    folder.mkdir()
+    target = folder / "m.safetensors"
+    written = export_safetensors(saved(root), target, max_shard_bytes=limit)
+    for path in written:
+        for name in (path.name, path.name + ".partial", f".{path.name}.partial", f".{path.name}.writing"):
+            (folder / name).unlink(missing_ok=True)
+            (folder / name).symlink_to(own)
+    lock = folder / f".{target.name}.writing"
+    if lock.is_symlink():
+        with pytest.raises(CheckpointError, match="is a link, through which nothing is written"):
+            export_safetensors(saved(root), target, max_shard_bytes=limit)
+        lock.unlink()
+    export_safetensors(saved(root), target, max_shard_bytes=limit)
+    assert own.read_text() == "years of work"
+    assert not any(path.is_symlink() for path in written)
+    assert_same(load_safetensors(written[-1]), load_params(saved(root)))
+
+
+def test_what_a_killed_export_left_is_removed(root: Path, tmp_path: Path) -> None:
+    (tmp_path / f".m-00001-of-00002.safetensors.{'0a' * 8}.partial").write_bytes(b"half")
+    other = tmp_path / f".n.safetensors.{'0a' * 8}.partial"
+    other.write_bytes(b"of another export")
+    out = tmp_path / "m.safetensors"
+    export_safetensors(saved(root), out)
+    assert set(tmp_path.iterdir()) == {out, other}
+
+
+@pytest.mark.parametrize("limit", [None, LIMIT], ids=["whole", "shards"])
 def test_a_damaged_checkpoint_leaves_an_earlier_export_alone(root: Path, tmp_path: Path, limit: int | None) -> None:
     out = tmp_path / "out" / "model.safetensors"
     written = export_safetensors(saved(root), out, max_shard_bytes=limit)
@@ -241,6 +272,16 @@ def test_a_name_cannot_hold_others(tmp_path: Path) -> None:
         load_safetensors(tmp_path)
 
 
+def test_a_name_has_no_end_of_parts(tmp_path: Path) -> None:
+    for name in ("x" + "/x" * 100_000, "/" * 200_000):
+        write_header(tmp_path / "m.safetensors", {name: FLOAT}, b"four")
+        with pytest.raises(
+            CheckpointError, match=r"paths of at most 100 parts, but got .* characters\) of \d+\. Rename"
+        ):
+            load_safetensors(tmp_path)
+
+
+FLOAT = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
 FLOAT8 = {"x": {"dtype": "F8_E4M3", "shape": [1], "data_offsets": [0, 1]}}
 SHORT = {"x": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}
 TWICE = {

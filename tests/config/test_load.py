@@ -1,5 +1,6 @@
 import json
 import random
+import time
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -156,6 +157,35 @@ def test_invalid_json_names_the_line_and_the_column(tmp_path: Path) -> None:
         ConfigError, match=r"valid JSON, but got .* in .*config.json at line 3, column 30. Correct .* only comments"
     ):
         load_config(file)
+
+
+MANY = 100_000
+LONG = {
+    "quotes in a text": '{"a": "' + r"\"" * MANY + '"}',
+    "quotes in a text that nobody ends": '{"a": "' + r"\"" * MANY,
+    "quotes": r"\"" * MANY,
+    "comments that nobody ends": "{" + "/*" * MANY,
+    "backslashes": '"' + "\\" * MANY,
+    "commas": "{" + ", " * MANY,
+    "brackets": "[" * MANY,
+    "objects": '{"a":' * MANY,
+    "values": '{"pipeline": {"partition": [' + "-1," * MANY + "]}}",
+}
+
+
+@pytest.mark.parametrize("kind", list(LONG))
+def test_long_files_are_read_in_one_go(kind: str, tmp_path: Path) -> None:
+    """Each took minutes where a file was read again from every place in it."""
+    file = _write(tmp_path, LONG[kind])
+    began = time.process_time()
+    with pytest.raises(ConfigError):
+        load_config(file)
+    assert time.process_time() - began < 20
+
+
+def test_a_comment_that_nobody_ends_is_none(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="but got Extra data in .* at line 1, column 25"):
+        load_config(_write(tmp_path, '{"train_batch_size": 4} /* and'))
 
 
 def test_json_that_is_nested_too_deep(tmp_path: Path) -> None:

@@ -1,0 +1,119 @@
+"""Files of users: nothing waits for a pipe, reads a device, or writes through a link."""
+
+import contextlib
+import errno
+import os
+import secrets
+import stat
+from collections.abc import Generator
+from io import FileIO
+from pathlib import Path
+from typing import BinaryIO
+
+LARGEST = 1 << 30
+"""Bytes of the largest file that is read as a whole."""
+PARTIAL = ".partial"
+"""How names of files end until they are whole."""
+
+
+def check_is_file(path: str | os.PathLike[str]) -> None:
+    """Refuse what is there and no file, before it is opened: some devices act when they are.
+
+    Raises:
+        OSError: It is a folder, a pipe or a device, or there is nothing.
+    """
+    _check_mode(Path(path).stat().st_mode, path)
+
+
+def read_file(path: str | os.PathLike[str], most_bytes: int = LARGEST) -> bytes:
+    """Read a file that is one: no pipe, which would never end, and no device.
+
+    Raises:
+        OSError: It is none, larger, or cannot be read.
+    """
+    check_is_file(path)
+    # Opening a pipe, which may have come since, waits for its other end otherwise.
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+        found = os.fstat(file.fileno())
+        _check_mode(found.st_mode, path)
+        if found.st_size > most_bytes:
+            raise OSError(errno.EFBIG, f"a file of {found.st_size} bytes", os.fspath(path))
+        return file.read()
+
+
+def write_file(path: str | os.PathLike[str], content: str | bytes) -> None:
+    """Write a file, whole or not at all, in the place of a link rather than through it.
+
+    What is no file, such as `/dev/stdout` or a pipe, is written to as it is.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    path = Path(path)
+    data = content.encode() if isinstance(content, str) else content
+    if path.exists() and not path.is_file():
+        path.write_bytes(data)
+        return
+    with new_beside(path) as partial:
+        with open_to_change(partial) as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+
+
+@contextlib.contextmanager
+def new_beside(path: Path) -> Generator[Path]:
+    """A new file in the folder of another, by a name that nobody knows before; removed unless it is renamed.
+
+    Raises:
+        OSError: It cannot be made.
+    """
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}{PARTIAL}")
+    partial.open("xb").close()
+    try:
+        yield partial
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def open_to_change(path: Path) -> BinaryIO:
+    """Open a file that is there to write anywhere in it; through no link, and no pipe.
+
+    Raises:
+        OSError: It is one of these, or cannot be written.
+    """
+    return os.fdopen(_opened(path, os.O_WRONLY), "wb")
+
+
+def open_to_append(path: Path, *, anew: bool = False) -> FileIO:
+    """Open a file to write to its end, unbuffered, as it is or emptied; through no link to a file, and no pipe.
+
+    Raises:
+        OSError: It is one of these, or cannot be written.
+    """
+    file = FileIO(_opened(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "a")
+    if anew and stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.truncate(0)
+    return file
+
+
+def _opened(path: Path, flags: int) -> int:
+    # A link to a device such as /dev/null leads to nothing of anybody.
+    is_device = path.is_char_device()
+    try:
+        number = os.open(path, flags | os.O_NONBLOCK | (0 if is_device else os.O_NOFOLLOW), 0o666)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise OSError(errno.ELOOP, f"{path.name} is a link, through which nothing is written", str(path)) from error
+    found = os.fstat(number).st_mode
+    if stat.S_ISCHR(found) != is_device or not (is_device or stat.S_ISREG(found)):
+        os.close(number)
+        raise OSError(errno.EINVAL, f"{path.name} is no file", str(path))
+    return number
+
+
+def _check_mode(mode: int, path: str | os.PathLike[str]) -> None:
+    if not stat.S_ISREG(mode):
+        raise OSError(errno.EINVAL, "what is no file but a folder, a pipe or a device", os.fspath(path))
