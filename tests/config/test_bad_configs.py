@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 import random
 import re
 import types
@@ -143,6 +144,21 @@ CASES = random.Random(7).sample(ALL, NUM_CASES)
 
 def test_every_number_has_values_out_of_its_range() -> None:
     assert {path for path, key in KEYS.items() if key.kind() in (int, float)} <= {*WRONG_VALUES}
+
+
+NUMBERS = [path for path, key in KEYS.items() if key.kind() in (int, float)]
+NUMBERS += ["optimizer.params.lr", "optimizer.params.betas", "scheduler.params.warmup_min_lr"]
+
+
+@pytest.mark.parametrize("path", NUMBERS)
+def test_no_number_is_infinite_or_none(path: str) -> None:
+    for number in (math.nan, math.inf, -math.inf, 10**400):
+        for value in (number, [number]):
+            config = copy.deepcopy(FULL)
+            put(config, path, value)
+            with pytest.raises(ConfigError) as error:
+                load_config(config)
+            assert _names(error.value, path)
 
 
 def test_the_sample_is_of_every_kind() -> None:
