@@ -6,7 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from jaxpipe._files import check_is_file, new_beside, open_to_append, open_to_change, read_file, write_file
 from jaxpipe.checkpoint import load_safetensors, read_config_json
@@ -142,3 +144,14 @@ def test_numbers_of_a_run_are_not_written_through_a_link(tmp_path: Path) -> None
     with pytest.raises(OSError, match="is a link"):
         monitor([Event("Train/loss", 0.5, 8)])
     assert (tmp_path / "own").read_text() == "mine"
+
+
+def test_a_folder_of_the_hub_gives_what_transformers_reads(tmp_path: Path) -> None:
+    other = {"y": np.ones(2, np.float32)}
+    for name in ("consolidated.safetensors", "adapter_model.safetensors", "model-00001-of-00001.safetensors"):
+        save_file(other, tmp_path / name)
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text('{"weight_map": {"y": "model-00001-of-00001.safetensors"}}')
+    assert list(load_safetensors(tmp_path)) == ["y"]
+    save_file({"x": np.zeros(2, np.float32)}, tmp_path / "model.safetensors")
+    assert list(load_safetensors(tmp_path)) == ["x"]

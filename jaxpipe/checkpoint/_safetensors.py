@@ -380,6 +380,10 @@ def _resolve(path: Path) -> Path:
     if not path.is_dir():
         return path
     names = sorted(each.name for each in path.iterdir())
+    # As `transformers` chooses: other files in a model's folder hold its weights in another form, or an adapter.
+    for name in ("model" + _SUFFIX, "model" + _INDEX_SUFFIX):
+        if name in names:
+            return path / name
     found = [name for name in names if name.endswith(_INDEX_SUFFIX)]
     found += [name for name in names if name.endswith(_SUFFIX) and not _SHARD.search(name)]
     if len(found) != 1:
