@@ -15,9 +15,9 @@ from jaxpipe.errors import ConfigError, LayerError
 from jaxpipe.layers import LayerSpec, TiedLayerSpec
 from jaxpipe.transformer import DeepSpeedTransformerConfig, DeepSpeedTransformerLayer
 
-from ._huggingface import ConfigKeys
+from ._huggingface import ConfigKeys, read_fields, shared_fields
 from ._positions import positions_of
-from ._rules import Rule, are_sizes, check_fields, read_fields, shared_fields
+from ._rules import Rule, are_deviations, are_positive, are_shares, are_sizes, check_fields
 
 BertHead = Literal["masked_lm"] | None
 
@@ -27,6 +27,7 @@ _SIZES = (
     *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"),
     *("max_position_embeddings", "type_vocab_size"),
 )
+_COMPUTED = {"is_decoder": (False,), "position_embedding_type": ("absolute",), "tie_word_embeddings": (True,)}
 
 
 @dataclass(frozen=True)
@@ -84,13 +85,13 @@ class BertConfig:
                 `transformers` has it.
 
         Raises:
-            ConfigError: A key has a value that these layers do not compute, or is not known and has a value.
+            ConfigError: A key has a value that these layers do not compute. Keys that are not known are named in a
+                warning.
         """
-        keys = ConfigKeys(source, ("bert",))
-        keys.check("position_embedding_type", "absolute")
-        keys.check("tie_word_embeddings", True)
-        keys.get("classifier_dropout", None)  # of heads that are not here
-        return cls(**read_fields(keys, cls))
+        keys = ConfigKeys(source, {"bert": _COMPUTED})
+        config = cls(**read_fields(keys, cls))
+        keys.finish()
+        return config
 
     def to_huggingface(self, head: BertHead = "masked_lm") -> dict[str, Any]:
         """The contents of a `config.json`, which `from_huggingface` reads back; for `save_huggingface`.
@@ -121,7 +122,11 @@ class BertConfig:
 
     def _rules(self) -> Iterator[Rule]:
         yield from are_sizes(self, _SIZES)
-        yield "hidden_act", self.hidden_act in _ACTIVATIONS, f"one of {', '.join(_ACTIVATIONS)}", "Use one of them."
+        yield from are_shares(self, ("hidden_dropout_prob", "attention_probs_dropout_prob"))
+        yield from are_positive(self, ("layer_norm_eps",))
+        yield from are_deviations(self, ("initializer_range",))
+        is_known = isinstance(self.hidden_act, str) and self.hidden_act in _ACTIVATIONS
+        yield "hidden_act", is_known, f"one of {', '.join(_ACTIVATIONS)}", "Use one of them."
 
 
 class BertEmbeddings(nn.Module):
@@ -274,7 +279,7 @@ def bert_names(config: BertConfig | Source, head: BertHead = "masked_lm") -> tup
     def entry(theirs: str, ours: str, transform: Transform | None = None) -> Rename:
         # The bare model is written as `BertModel` has it.
         names = (theirs, f"bert.{theirs}") if head is None else (f"bert.{theirs}", theirs)
-        return Rename(names, ours, transform)
+        return Rename(_with_old(*names), ours, transform)
 
     own = "attention.self.{p}"
     each = ("query", "key", "value")
@@ -300,12 +305,14 @@ def bert_names(config: BertConfig | Source, head: BertHead = "masked_lm") -> tup
         tied,
         Rename(f"{transform}.weight", f"{last}/dense/kernel", transpose),
         Rename(f"{transform}.bias", f"{last}/dense/bias"),
-        Rename(f"{norm}.weight", f"{last}/norm/scale"),
-        Rename(f"{norm}.bias", f"{last}/norm/bias"),
+        Rename(_with_old(f"{norm}.weight"), f"{last}/norm/scale"),
+        Rename(_with_old(f"{norm}.bias"), f"{last}/norm/bias"),
         Rename((f"{at}.bias", f"{decoder}.bias"), f"{last + 1}/bias"),
     ]
     others = ["pooler.dense.weight", "pooler.dense.bias", "embeddings.position_ids"]
-    passed = [*others, *(f"bert.{name}" for name in others), "cls.seq_relationship.weight", "cls.seq_relationship.bias"]
+    passed = [*others, *(f"bert.{name}" for name in others)]
+    heads = ("cls.seq_relationship", "classifier", "qa_outputs")
+    passed += [f"{name}.{part}" for name in heads for part in ("weight", "bias")]
     passed += [] if head else [name for rename in of_head[1:] for name in rename.their_names] + [f"{decoder}.weight"]
     return (
         *(of_head if head else [entry(table, "0/embedding")]),
@@ -319,6 +326,17 @@ def bert_names(config: BertConfig | Source, head: BertHead = "masked_lm") -> tup
         ),
         *(Rename(name, None) for name in passed),
     )
+
+
+def _with_old(*names: str) -> tuple[str, ...]:
+    """Names of a tensor, and after them what the files of TensorFlow's time call those of norms."""
+    old = [
+        name.removesuffix(new) + before
+        for name in names
+        for new, before in (("LayerNorm.weight", "LayerNorm.gamma"), ("LayerNorm.bias", "LayerNorm.beta"))
+        if name.endswith(new)
+    ]
+    return (*names, *old)
 
 
 def _norm(config: BertConfig) -> nn.LayerNorm:

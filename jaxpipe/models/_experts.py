@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxpipe._numbers import as_number
 from jaxpipe.transformer import MODEL, Divided, constrained, dividing
 
-from ._rules import Rule, are_sizes, check_fields
+from ._rules import Rule, are_deviations, are_flags, are_sizes, check_fields, is_size
 
 EXPERT = "expert"
 """The axis over which experts are divided."""
@@ -58,8 +59,14 @@ class ExpertsConfig:
         yield from are_sizes(self, ("shared_size",), least=0)
         is_less, rule = self.num_experts_per_tok <= self.num_experts, f"at most num_experts={self.num_experts}"
         yield "num_experts_per_tok", is_less, rule, "A token passes each expert once."
-        is_room = self.capacity_factor is None or self.capacity_factor > 0
+        yield from are_flags(self, ("norm_topk_prob",))
+        dense = self.dense_layers
+        are_layers = isinstance(dense, tuple) and all(is_size(layer, 0) for layer in dense)
+        yield "dense_layers", are_layers, "a tuple of numbers of layers", "Layers are counted from 0."
+        room = as_number(self.capacity_factor)
+        is_room = self.capacity_factor is None or (room is not None and room > 0)
         yield "capacity_factor", is_room, "> 0 or None", "Use 1.25, or None for the exact mixture."
+        yield from are_deviations(self, ("balance",))
 
 
 class Experts(nn.Module):

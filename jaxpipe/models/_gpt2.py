@@ -7,22 +7,28 @@ from typing import Any
 import flax.linen as nn
 import jax
 
-from jaxpipe._numbers import as_number
 from jaxpipe.checkpoint import Rename, Source, Transform, conv1d, merge, transpose
 from jaxpipe.errors import LayerError
 from jaxpipe.layers import LayerSpec, TiedLayerSpec
 from jaxpipe.transformer import DeepSpeedTransformerConfig, DeepSpeedTransformerLayer
 
-from ._huggingface import ConfigKeys
+from ._huggingface import ConfigKeys, read_fields, shared_fields
 from ._positions import positions_of
-from ._rules import Rule, are_sizes, check_fields, read_fields, shared_fields
+from ._rules import Rule, are_deviations, are_flags, are_positive, are_shares, are_sizes, check_fields
 
 _SIZES = ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head")
 
-_OTHER_HEADS = tuple(
-    f"summary_{what}" for what in ("activation", "first_dropout", "proj_to_labels", "type", "use_proj")
-)
-"""Keys for heads that are not here."""
+_COMPUTED = {
+    **dict.fromkeys(("activation_function", "hidden_act"), ("gelu_new", "gelu_pytorch_tanh")),
+    "reorder_and_upcast_attn": (False,),
+    "scale_attn_by_inverse_layer_idx": (False,),
+    "scale_attn_weights": (True,),
+}
+_OTHER_NAMES = {
+    **{"n_ctx": "n_positions", "max_position_embeddings": "n_positions", "hidden_size": "n_embd"},
+    **{"num_attention_heads": "n_head", "num_hidden_layers": "n_layer"},
+}
+"""Further names that `transformers` takes for a size, or that old files hold beside it."""
 
 
 @dataclass(frozen=True)
@@ -81,15 +87,15 @@ class GPT2Config:
                 `transformers` has it.
 
         Raises:
-            ConfigError: A key has a value that these layers do not compute, or is not known and has a value.
+            ConfigError: A key has a value that these layers do not compute. Keys that are not known are named in a
+                warning.
         """
-        keys = ConfigKeys(source, ("gpt2",))
-        keys.check("activation_function", "gelu_new", "gelu_pytorch_tanh")
-        keys.check("scale_attn_weights", True)
-        keys.check("n_ctx", keys.get("n_positions", 1024))
-        for key in _OTHER_HEADS:
-            keys.get(key, None)
-        return cls(**read_fields(keys, cls))
+        keys = ConfigKeys(source, {"gpt2": _COMPUTED})
+        config = cls(**read_fields(keys, cls))
+        for other, name in _OTHER_NAMES.items():
+            keys.check(other, getattr(config, name))
+        keys.finish()
+        return config
 
     def to_huggingface(self) -> dict[str, Any]:
         """The contents of a `config.json`, which `from_huggingface` reads back; for `save_huggingface`."""
@@ -114,9 +120,11 @@ class GPT2Config:
         )
 
     def _rules(self) -> Iterator[Rule]:
-        yield from are_sizes(self, _SIZES)
-        drops = self.embd_pdrop
-        yield "embd_pdrop", as_number(drops) is not None and 0 <= drops < 1, "in [0, 1)", "Use 0.0 for none."
+        yield from are_sizes(self, _SIZES if self.n_inner is None else (*_SIZES, "n_inner"))
+        yield from are_shares(self, ("resid_pdrop", "embd_pdrop", "attn_pdrop"))
+        yield from are_positive(self, ("layer_norm_epsilon",))
+        yield from are_deviations(self, ("initializer_range",))
+        yield from are_flags(self, ("tie_word_embeddings",))
 
 
 class Positions(nn.Module):

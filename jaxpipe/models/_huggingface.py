@@ -1,42 +1,89 @@
 """Hugging Face's `config.json`, read so that nothing that would change numbers is passed over."""
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 from jaxpipe.checkpoint import Source, read_config_json
-from jaxpipe.errors import ConfigError, shown
+from jaxpipe.config import ConfigWarning
+from jaxpipe.errors import ConfigError, nearest, shown
 
-_NO_NUMBERS = (
-    *("architectures", "auto_map", "bos_token_id", "chunk_size_feed_forward", "dtype", "eos_token_id", "id2label"),
-    *("is_encoder_decoder", "is_llama_config", "label2id", "max_position_embeddings", "max_window_layers"),
-    *("model_type", "output_attentions", "output_hidden_states", "pad_token_id", "pretraining_tp", "problem_type"),
-    *("return_dict", "sep_token_id", "task_specific_params", "tokenizer_class", "torch_dtype", "torchscript"),
-    *("transformers.js_config", "transformers_version", "unsloth_version", "use_cache", "use_bfloat16"),
+from ._rules import is_size
+
+Computed = Mapping[str, tuple[Any, ...]]
+"""Keys that change what a model computes, each with the values with which it computes what the layers here do."""
+
+_COMPUTED: Computed = {
+    **dict.fromkeys(("attention_multiplier", "attn_logit_softcapping", "clip_qkv", "compression_config"), ()),
+    **dict.fromkeys(
+        ("final_logit_softcapping", "quantization_config", "query_pre_attn_scalar", "scale_depth", "sliding_window"), ()
+    ),
+    **dict.fromkeys(("embedding_multiplier", "logit_scale", "logits_scaling", "partial_rotary_factor"), (1.0,)),
+    **dict.fromkeys(("residual_multiplier", "rotary_pct", "scale_emb"), (1.0,)),
+    **dict.fromkeys(("n_routed_experts", "num_experts", "num_local_experts"), (0,)),
+    **dict.fromkeys(
+        ("add_cross_attention", "alibi", "rope_interleaved", "scale_embedding", "use_sliding_window"), (False,)
+    ),
+    **dict.fromkeys(
+        ("no_rope_layers", "per_layer_config", "pruned_heads", "rope_parameters", "rope_scaling"), ({}, [])
+    ),
+}
+"""Those of all families; a key without a value, or with null, is allowed always."""
+
+_NO_NUMBERS = frozenset(
+    (
+        # Of the file, and of the weights' dtype, which the tensors have.
+        *("architectures", "dtype", "torch_dtype", "model_type", "transformers_version", "transformers.js_config"),
+        *("unsloth_version", "is_llama_config", "use_bfloat16", "torchscript", "tf_legacy_loss"),
+        # Of tokens.
+        *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id", "prefix"),
+        *("tokenizer_class", "max_length", "max_sequence_length", "max_position_embeddings", "max_window_layers"),
+        # Of a call, and of the way in which it is computed.
+        *("use_cache", "return_dict", "output_attentions", "output_hidden_states", "output_past", "output_scores"),
+        *("chunk_size_feed_forward", "gradient_checkpointing", "pretraining_tp", "attn_implementation"),
+        # Of heads that are not here, and of encoders beside decoders.
+        *("id2label", "label2id", "num_labels", "problem_type", "finetuning_task", "task_specific_params"),
+        *("classifier_dropout", "directionality", "pooler_fc_size", "pooler_num_attention_heads", "pooler_type"),
+        *("pooler_num_fc_layers", "pooler_size_per_head", "summary_activation", "summary_first_dropout"),
+        *("summary_proj_to_labels", "summary_type", "summary_use_proj", "n_special", "predict_special_tokens"),
+        *("is_decoder", "is_encoder_decoder", "tie_encoder_decoder", "cross_attention_hidden_size"),
+        *("tie_last_hidden_states", "router_aux_loss_coef"),
+        # Of texts that are generated.
+        *("bad_words_ids", "begin_suppress_tokens", "diversity_penalty", "do_sample", "early_stopping"),
+        *("encoder_no_repeat_ngram_size", "exponential_decay_length_penalty", "forced_bos_token_id"),
+        *("forced_eos_token_id", "length_penalty", "min_length", "no_repeat_ngram_size", "num_beam_groups"),
+        *("num_beams", "num_return_sequences", "remove_invalid_values", "repetition_penalty"),
+        *("return_dict_in_generate", "suppress_tokens", "temperature", "top_k", "top_p", "typical_p"),
+    )
 )
 """Keys that say nothing of what a model computes in training, or are read with another key."""
 
+_SHOWN = 12
+
 
 class ConfigKeys:
-    """The keys of a `config.json`, each of which must be asked for before `finish`.
+    """The keys of a `config.json`; what nobody has asked for before `finish` is judged there.
 
     Args:
         source: Where it is.
-        model_types: Those that the caller knows.
+        families: By the type of model, those that the caller knows, what they compute.
 
     Raises:
         ConfigError: There is no such file, or it is of another type of model.
     """
 
-    def __init__(self, source: Source, model_types: Sequence[str]) -> None:
+    def __init__(self, source: Source, families: Mapping[str, Computed]) -> None:
         self._values = read_config_json(source)
         self._asked: set[str] = set()
         self.model_type: str = self.get("model_type", None)
-        if self.model_type not in model_types:
+        if not isinstance(self.model_type, str) or self.model_type not in families:
             raise ConfigError(
-                f"model_type must be one of {', '.join(model_types)}, but got model_type={self.model_type!r}. Use the "
-                "configuration of that family in jaxpipe.models, if there is one.",
+                f"model_type must be one of {', '.join(families)}, but got model_type={shown(self.model_type)}. Use "
+                "the configuration of that family in jaxpipe.models, if there is one.",
                 paths=["model_type"],
             )
+        self._computed = {**_COMPUTED, **families[self.model_type]}
 
     def get(self, key: str, default: Any) -> Any:
         """A value; the default where there is none."""
@@ -54,31 +101,107 @@ class ConfigKeys:
             raise ConfigError(f"{key} must be given, but got {key}=None. Add it to config.json.", paths=[key])
         return value
 
+    def size(self, key: str, default: int | None = None, least: int = 1) -> int:
+        """An integer that is not less; it must be given where there is no default.
+
+        Raises:
+            ConfigError: It is none.
+        """
+        value = self.get(key, None)
+        value = default if value is None else value
+        if value is None:
+            return self.required(key)
+        if not is_size(value, least):
+            raise wrong(key, f"an integer from {least} to below 2**31", value, "Correct it")
+        return value
+
+    def flag(self, key: str, default: bool) -> bool:  # noqa: FBT001  # the value of a switch
+        """A truth value.
+
+        Raises:
+            ConfigError: It is none.
+        """
+        value = self.get(key, default)
+        if not isinstance(value, bool):
+            raise wrong(key, "true or false", value, "Correct it")
+        return value
+
+    def mapping(self, key: str) -> dict[str, Any]:
+        """An object; an empty one where there is none.
+
+        Raises:
+            ConfigError: It is none.
+        """
+        value = self.get(key, None)
+        if value is not None and not isinstance(value, Mapping):
+            raise wrong(key, "an object or null", value, "Copy it from the model's config.json")
+        return dict(value or {})
+
     def check(self, key: str, *allowed: Any) -> None:
         """Refuse all but some values; no value is allowed always.
 
         Raises:
             ConfigError: It has another.
         """
-        value = self.get(key, None)
-        if value is not None and value not in allowed:
-            rule = " or ".join(repr(each) for each in allowed) or "left out"
-            raise ConfigError(
-                f"{key} must be {rule}, but got {key}={shown(value)}. The layers here compute nothing else: use a "
-                "model of your own, or weights that were made so.",
-                paths=[key],
-            )
+        check_value(key, self.get(key, None), *allowed)
 
     def finish(self) -> None:
-        """Refuse keys that nobody has asked for, if they have a value that may mean something.
+        """Judge the keys that nobody has asked for.
+
+        One that is known to change numbers is refused unless it says what is computed; those that are not known are
+        named in one warning.
 
         Raises:
-            ConfigError: There is one.
+            ConfigError: There is one that would change numbers.
         """
-        for key, value in self._values.items():
-            if value and key not in self._asked and key not in _NO_NUMBERS and not key.startswith("_"):
-                raise ConfigError(
-                    f"{key} is no known key of a config.json with model_type={self.model_type!r}, and may change what "
-                    f"the model computes: {key}={shown(value)}. If it does not, pass the file's contents without it.",
-                    paths=[key],
-                )
+        for key in self._computed.keys() - self._asked:
+            self.check(key, *self._computed[key])
+        unknown = [
+            key
+            for key, value in self._values.items()
+            if value is not None and key not in self._asked | _NO_NUMBERS and not str(key).startswith("_")
+        ]
+        if not unknown:
+            return
+        absent = {key for key in self._asked | set(self._computed) if key not in self._values}
+        meant = {key: nearest(str(key), absent, 0.8) for key in unknown}
+        listed = ", ".join(
+            f"{key}={shown(self._values[key])}" + (f" (did you mean {meant[key]}?)" if meant[key] else "")
+            for key in unknown[:_SHOWN]
+        )
+        more = f" and {len(unknown) - _SHOWN} more" if len(unknown) > _SHOWN else ""
+        warnings.warn(
+            f"config.json has keys that are not known with model_type={self.model_type!r} and are passed over: {listed}"
+            f"{more}. If one of them changes what the model computes, use a model of your own; otherwise pass the "
+            "file's contents without them to silence this warning.",
+            ConfigWarning,
+            stacklevel=3,
+        )
+
+
+def shared_fields(config: Any) -> list[str]:
+    """The fields of a configuration that have Hugging Face's names: all but the dtype that layers compute in."""
+    return [field.name for field in fields(config) if field.name != "dtype"]
+
+
+def read_fields(keys: ConfigKeys, kind: Any) -> dict[str, Any]:
+    """The shared fields as a `config.json` has them, defaults where it has none."""
+    return {name: keys.get(name, getattr(kind, name)) for name in shared_fields(kind)}
+
+
+def check_value(key: str, value: Any, *allowed: Any) -> None:
+    """Refuse all but some values of a key; None is allowed always.
+
+    Raises:
+        ConfigError: It has another.
+    """
+    # To Python 1 is True, and 0 is False.
+    if value is None or any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in allowed):
+        return
+    repair = "The layers here compute nothing else: use a model of your own, or weights that were made so"
+    raise wrong(key, " or ".join(map(shown, allowed)) or "left out", value, repair)
+
+
+def wrong(key: str, rule: str, value: Any, repair: str) -> ConfigError:
+    """The error for a value of a key that breaks a rule."""
+    return ConfigError(f"{key} must be {rule}, but got {key}={shown(value)}. {repair}.", paths=[key])

@@ -6,18 +6,15 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxpipe._numbers import as_number
 from jaxpipe.checkpoint import Source
 from jaxpipe.errors import ConfigError
 
 from ._experts import ExpertsConfig
-from ._huggingface import ConfigKeys
+from ._huggingface import ConfigKeys, check_value, wrong
 from ._rotary import RotaryScaling
-from ._rules import Rule, are_sizes, check_fields, is_size
+from ._rules import Rule, are_deviations, are_flags, are_positive, are_shares, are_sizes, check_fields, is_size
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-
-MODEL_TYPES = ("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
 
 _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
@@ -103,18 +100,21 @@ class LlamaConfig:
                 `transformers` has it.
 
         Raises:
-            ConfigError: A key has a value that these layers do not compute, or is not known and has a value.
+            ConfigError: A key has a value that these layers do not compute. Keys that are not known are named in a
+                warning.
         """
-        keys = ConfigKeys(source, MODEL_TYPES)
+        keys = ConfigKeys(source, dict.fromkeys(_CLASSES, _COMPUTED))
         family = keys.model_type
-        keys.check("hidden_act", "silu")
-        keys.check("rope_interleaved", False)
-        keys.check("quantization_config")
+        sizes = {name: keys.size(name) for name in _SIZES}
+        keys.size("max_position_embeddings", 1)  # read with `rope_scaling`
         theta, scaling = _rotary(keys)
-        has_bias = keys.get("attention_bias", False) if family in ("llama", "qwen3", "qwen3_moe") else False
-        has_qkv_bias = keys.get("qkv_bias", True) if family == "qwen2_moe" else has_bias or family == "qwen2"
+        has_bias = keys.flag("attention_bias", False) if family in ("llama", "qwen3", "qwen3_moe") else False
+        has_qkv_bias = keys.flag("qkv_bias", True) if family == "qwen2_moe" else has_bias or family == "qwen2"
+        keys.check("qkv_bias", has_qkv_bias)
+        for key in ("qk_norm", "use_qk_norm"):
+            keys.check(key, family in ("qwen3", "qwen3_moe"))
         config = cls(
-            **{name: keys.required(name) for name in _SIZES},
+            **sizes,
             num_key_value_heads=keys.get("num_key_value_heads", _KEY_HEADS.get(family)),
             head_dim=keys.get("head_dim", 128 if family == "qwen3" else None),
             rms_norm_eps=keys.get("rms_norm_eps", 1e-5 if family == "mixtral" else 1e-6),
@@ -122,7 +122,7 @@ class LlamaConfig:
             rope_scaling=scaling,
             qkv_bias=has_qkv_bias,
             out_bias=has_bias,
-            mlp_bias=keys.get("mlp_bias", False) if family == "llama" else False,
+            mlp_bias=keys.flag("mlp_bias", False) if family == "llama" else False,
             qk_norm=family in ("qwen3", "qwen3_moe"),
             **_windows(keys),
             tie_word_embeddings=keys.get("tie_word_embeddings", False),
@@ -215,17 +215,29 @@ class LlamaConfig:
             "Each of these heads serves an equal number of heads of queries.",
         )
         yield "head_dim", self.head_dim % 2 == 0, "even", "Positions turn pairs of dims."
+        is_scaling = self.rope_scaling is None or isinstance(self.rope_scaling, RotaryScaling)
+        yield "rope_scaling", is_scaling, "a RotaryScaling or None", "Make one with RotaryScaling.from_dict."
+        is_dynamic = self.rope_scaling is not None and self.rope_scaling.rope_type == "dynamic"
+        yield "head_dim", self.head_dim > 2 or not is_dynamic, "> 2 with rope_type='dynamic'", "It is divided by D - 2."
         window = self.sliding_window
         yield "sliding_window", window is None or is_size(window), "an integer >= 1 or None", "It counts positions."
+        yield from are_positive(self, ("rms_norm_eps",))
+        yield from are_positive(self, ("rope_theta",), above=1.0)
+        yield from are_deviations(self, ("initializer_range",))
+        yield from are_shares(self, ("attention_dropout",))
+        flags = ("qkv_bias", "out_bias", "mlp_bias", "qk_norm", "tie_word_embeddings", "shard_sequence")
+        yield from are_flags(self, flags)
+        dense = () if self.experts is None else self.experts.dense_layers
+        are_there = all(layer < self.num_hidden_layers for layer in dense)
+        rule = f"a mixture with dense_layers below num_hidden_layers={self.num_hidden_layers}"
+        yield "experts", are_there, rule, "Layers are counted from 0."
         kinds = self.layer_types
         is_listed = kinds is None or (isinstance(kinds, tuple) and len(kinds) == self.num_hidden_layers)
         rule = f"None or one of {FULL!r} and {SLIDING!r} for each of num_hidden_layers={self.num_hidden_layers}"
-        are_known = is_listed and set(kinds or ()) <= {FULL, SLIDING}
+        are_known = is_listed and all(kind in (FULL, SLIDING) for kind in kinds or ())
         yield "layer_types", are_known, rule, "Layers of other types are not known here."
         needs = SLIDING in (kinds or ())
         yield "sliding_window", window is not None or not needs, f"given for layers of {SLIDING!r}", "Pass it."
-        drops = self.attention_dropout
-        yield "attention_dropout", as_number(drops) is not None and 0 <= drops < 1, "in [0, 1)", "Use 0.0 for none."
         is_float = self.dtype is None or jnp.issubdtype(self.dtype, jnp.floating)
         yield "dtype", is_float, "a floating-point dtype or None", "Leave it out."
 
@@ -239,7 +251,13 @@ _CLASSES = {
     "qwen3": "Qwen3",
     "qwen3_moe": "Qwen3Moe",
 }
-"""How names of classes of `transformers` begin."""
+"""By the type of model, how names of classes of `transformers` begin."""
+
+_COMPUTED = {
+    "hidden_act": ("silu",),
+    **dict.fromkeys(("attention_bias", "mlp_bias", "output_router_logits"), (False,)),
+    "router_jitter_noise": (0.0,),
+}
 
 _SHARED = (
     *_SIZES,
@@ -256,24 +274,46 @@ _KEY_HEADS: Mapping[str, int] = {
 
 def _rotary(keys: ConfigKeys) -> tuple[float, RotaryScaling | None]:
     """Base and scaling, of today's `rope_parameters` or of `rope_theta` and `rope_scaling`."""
-    values = {**(keys.get("rope_scaling", None) or {}), **(keys.get("rope_parameters", None) or {})}
-    theta = values.pop("rope_theta", keys.get("rope_theta", 1e6 if keys.model_type == "mixtral" else 10000.0))
-    keys.check("partial_rotary_factor", 1.0)
-    if values.pop("partial_rotary_factor", None) not in (None, 1.0):
-        keys.check("rope_parameters")
-    kind = values.pop("type", "default")
-    kind = values.setdefault("rope_type", kind)
-    if kind == "default":
+    names = ("rope_parameters", "rope_scaling")
+    given = {name: values for name in names if (values := keys.mapping(name))}
+    found = [_rotary_of(keys, name, values) for name, values in (given or {names[0]: {}}).items()]
+    if found[0] != found[-1]:
+        raise wrong(names[1], "left out beside rope_parameters that differ", given[names[1]], "Remove one of them")
+    return found[0]
+
+
+def _rotary_of(keys: ConfigKeys, name: str, values: dict[str, Any]) -> tuple[float, RotaryScaling | None]:
+    """Base and scaling of one of the two."""
+    kinds = [values.pop(key) for key in ("rope_type", "type") if key in values] or ["default"]
+    if kinds[0] is None or kinds[0] != kinds[-1]:
+        got = kinds[0] if len(kinds) == 1 else kinds
+        raise wrong(f"{name}.rope_type", "the name of one kind", got, "Correct it, or leave it out for no scaling")
+    values = {key: value for key, value in values.items() if value is not None}
+    theta = keys.get("rope_theta", None)
+    if "rope_theta" in values:
+        check_value("rope_theta", theta, values["rope_theta"])
+        theta = values.pop("rope_theta")
+    theta = (1e6 if keys.model_type == "mixtral" else 10000.0) if theta is None else theta
+    check_value(f"{name}.partial_rotary_factor", values.pop("partial_rotary_factor", None), 1.0)
+    values.pop("finetuned", None)  # says how the weights came to be
+    if kinds[0] == "default":
+        if values:
+            key = next(iter(values))
+            rule = "left out, as angles without scaling do not depend on it"
+            raise wrong(
+                f"{name}.{key}", rule, values[key], "Correct its name, or give the rope_type that it belongs to"
+            )
         return theta, None
-    context = keys.get("original_max_position_embeddings", keys.get("max_position_embeddings", 0))
-    values = {name: value for name, value in values.items() if value is not None}
-    if kind == "dynamic":
-        values["original_max_position_embeddings"] = keys.get("max_position_embeddings", 0)
-    elif kind in ("llama3", "yarn"):
-        values.setdefault("original_max_position_embeddings", context)
+    own, context = "original_max_position_embeddings", keys.get("max_position_embeddings", 0)
+    if kinds[0] in ("llama3", "yarn"):
+        outer = keys.get(own, None)
+        context = values.pop(own, context if outer is None else outer)
+        check_value(own, outer, context)
     else:
-        values.pop("original_max_position_embeddings", None)
-    return theta, RotaryScaling.from_dict(values)
+        check_value(f"{name}.{own}", values.pop(own, None), *([context] if kinds[0] == "dynamic" else []))
+    if kinds[0] != "linear":
+        values[own] = context
+    return theta, RotaryScaling.from_dict({"rope_type": kinds[0], **values})
 
 
 def _scaling_of(scaling: RotaryScaling) -> dict[str, Any]:
@@ -296,21 +336,35 @@ def _experts_of(family: str, experts: ExpertsConfig) -> dict[str, Any]:
 
 def _windows(keys: ConfigKeys) -> dict[str, Any]:
     """The window, and which layers have it."""
-    if keys.model_type == "llama":
-        return {}
-    window = keys.get("sliding_window", None if keys.model_type == "mixtral" else 4096)  # null means none
-    if keys.model_type.endswith("_moe"):
-        keys.check("use_sliding_window", False)
-        keys.get("layer_types", None)
-        return {}
-    if keys.model_type in ("mistral", "mixtral"):
+    family, num_layers = keys.model_type, keys.size("num_hidden_layers")
+    if family in ("mistral", "mixtral"):  # null means none
+        window = keys.get("sliding_window", None if family == "mixtral" else 4096)
+        keys.check("use_sliding_window", window is not None)
+        _check_kinds(keys, FULL if window is None else SLIDING, num_layers)
         return {"sliding_window": window}
-    is_used, first = keys.get("use_sliding_window", False), keys.get("max_window_layers", 28)
-    kinds, num_layers = keys.get("layer_types", None), keys.required("num_hidden_layers")
-    if not is_used or window is None:
+    if family not in ("qwen2", "qwen3"):
+        if family != "llama":
+            keys.get("sliding_window", None)  # which `use_sliding_window` alone turns on
+        _check_kinds(keys, FULL, num_layers)
         return {}
-    kinds = kinds or [SLIDING if layer >= first else FULL for layer in range(num_layers)]
+    is_used, first = keys.flag("use_sliding_window", False), keys.size("max_window_layers", 28, least=0)
+    window = keys.get("sliding_window", 4096)
+    if not is_used or window is None:
+        _check_kinds(keys, FULL, num_layers)
+        return {}
+    kinds = keys.get("layer_types", None)
+    if kinds is None:
+        kinds = [SLIDING if layer >= first else FULL for layer in range(num_layers)]
     return {"sliding_window": window, "layer_types": kinds}
+
+
+def _check_kinds(keys: ConfigKeys, kind: str, num_layers: int) -> None:
+    """Refuse layers of other kinds than the one that all are of here."""
+    kinds = keys.get("layer_types", None)
+    are_right = isinstance(kinds, list | tuple) and len(kinds) == num_layers and all(each == kind for each in kinds)
+    if kinds is not None and not are_right:
+        repair = "The layers here compute nothing else with the other keys: correct these, or use a model of your own"
+        raise wrong("layer_types", f"{kind!r} for each of num_hidden_layers={num_layers}", kinds, repair)
 
 
 def _experts(keys: ConfigKeys) -> ExpertsConfig | None:
@@ -318,21 +372,22 @@ def _experts(keys: ConfigKeys) -> ExpertsConfig | None:
     family = keys.model_type
     if family != "mixtral" and not family.endswith("_moe"):
         return None
-    keys.check("output_router_logits", False)
-    keys.get("router_aux_loss_coef", None)  # used with these logits
-    number = keys.get("num_experts", None) or keys.required("num_local_experts")
-    keys.get("num_local_experts", None)
+    local = keys.get("num_local_experts", None)
+    number = keys.size("num_experts" if local is None else "num_local_experts")
+    keys.check("num_experts", number)
+    per_token = keys.size("num_experts_per_tok", {"mixtral": 2, "qwen2_moe": 4, "qwen3_moe": 8}[family])
     if family == "mixtral":
-        keys.check("router_jitter_noise", 0.0)
-        return ExpertsConfig(number, keys.get("num_experts_per_tok", 2), keys.required("intermediate_size"))
-    step, dense = keys.get("decoder_sparse_step", 1), keys.get("mlp_only_layers", None) or []
-    layers = range(keys.required("num_hidden_layers"))
-    is_second = family == "qwen2_moe"
+        return ExpertsConfig(number, per_token, keys.size("intermediate_size"))
+    step, num_layers = keys.size("decoder_sparse_step", 1), keys.size("num_hidden_layers")
+    dense = keys.get("mlp_only_layers", None)
+    dense = [] if dense is None else dense
+    if not isinstance(dense, list | tuple) or not all(is_size(layer, 0) and layer < num_layers for layer in dense):
+        raise wrong("mlp_only_layers", f"numbers of layers below num_hidden_layers={num_layers}", dense, "Correct it")
     return ExpertsConfig(
         number,
-        keys.get("num_experts_per_tok", 4 if is_second else 8),
-        keys.required("moe_intermediate_size"),
-        norm_topk_prob=keys.get("norm_topk_prob", False),
-        shared_size=keys.required("shared_expert_intermediate_size") if is_second else 0,
-        dense_layers=tuple(i for i in layers if i in dense or (i + 1) % step),
+        per_token,
+        keys.size("moe_intermediate_size"),
+        norm_topk_prob=keys.flag("norm_topk_prob", False),
+        shared_size=keys.size("shared_expert_intermediate_size", least=0) if family == "qwen2_moe" else 0,
+        dense_layers=tuple(layer for layer in range(num_layers) if layer in dense or (layer + 1) % step),
     )

@@ -1,7 +1,7 @@
 """Rotary position embedding, and how its angles are slowed for contexts longer than those trained on."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -10,7 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpipe._numbers import as_number
-from jaxpipe.errors import ConfigError, nearest
+from jaxpipe.errors import ConfigError, nearest, shown
+
+from ._rules import Rule, is_size
 
 _REQUIRED = {
     "linear": ("factor",),
@@ -19,6 +21,9 @@ _REQUIRED = {
     "yarn": ("factor", "original_max_position_embeddings"),
 }
 """What each kind of scaling needs."""
+
+_OPTIONAL = {"yarn": ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate")}
+"""What each kind may have beside."""
 
 
 @dataclass(frozen=True)
@@ -61,18 +66,37 @@ class RotaryScaling:
     truncate: bool = True
 
     def __post_init__(self) -> None:
-        if self.rope_type not in _REQUIRED:
+        if not isinstance(self.rope_type, str) or self.rope_type not in _REQUIRED:
             raise ConfigError(
                 f"rope_parameters.rope_type must be one of default, {', '.join(_REQUIRED)}, but got "
-                f"rope_type={self.rope_type!r}. Angles of other kinds are not known here: use another model."
+                f"rope_type={shown(self.rope_type)}. Angles of other kinds are not known here: use another model."
             )
-        for name in _REQUIRED[self.rope_type]:
-            value = getattr(self, name)
-            if as_number(value) is None or value <= 0:
+        for name, holds, rule, repair in self._rules():
+            if not holds:
                 raise ConfigError(
-                    f"rope_parameters.{name} must be given and > 0 with rope_type={self.rope_type!r}, but got "
-                    f"{name}={value!r}. Copy it from the model's config.json."
+                    f"rope_parameters.{name} must be {rule} with rope_type={self.rope_type!r}, but got "
+                    f"{name}={shown(getattr(self, name))}. {repair}"
                 )
+
+    def _rules(self) -> Iterator[Rule]:
+        required, optional = _REQUIRED[self.rope_type], _OPTIONAL.get(self.rope_type, ())
+        for field in fields(self):
+            name, value = field.name, getattr(self, field.name)
+            is_default = value == field.default and not isinstance(value, bool)
+            if name in ("rope_type", "truncate") or (is_default and name not in required):
+                continue
+            yield name, name in (*required, *optional), "left out", "Angles of that kind do not depend on it."
+            number = as_number(value)
+            is_right = (
+                is_size(value) if name == "original_max_position_embeddings" else number is not None and number > 0
+            )
+            rule = "given and > 0" if name in required else "> 0"
+            yield name, is_right, rule, "Copy it from the model's config.json."
+        is_read = "truncate" in optional or self.truncate is True
+        yield "truncate", isinstance(self.truncate, bool) and is_read, "left out", "Yarn alone has it: True or False."
+        if self.rope_type == "llama3":
+            is_ramp = self.low_freq_factor < self.high_freq_factor
+            yield "high_freq_factor", is_ramp, f"> low_freq_factor={self.low_freq_factor}", "Copy both."
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "RotaryScaling":
@@ -84,9 +108,9 @@ class RotaryScaling:
         known = [field.name for field in fields(cls)]
         for name, value in values.items():
             if name not in known:
-                guess = nearest(name, known)
+                guess = nearest(str(name), known)
                 hint = f"Did you mean {guess}?" if guess else f"Known are {', '.join(known)}."
-                raise ConfigError(f"rope_parameters.{name}={value!r} is not a known key. {hint}")
+                raise ConfigError(f"rope_parameters.{name}={shown(value)} is not a known key. {hint}")
         return cls(**values)
 
     def is_stretched(self, length: int) -> bool:

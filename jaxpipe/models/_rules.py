@@ -1,16 +1,16 @@
-"""Rules that the fields of models' configurations keep to, and what these have in common with Hugging Face's."""
+"""Rules that the fields of models' configurations keep to."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import fields
 from typing import Any
 
-from jaxpipe._numbers import as_integer, plain
-from jaxpipe.errors import ConfigError
-
-from ._huggingface import ConfigKeys
+from jaxpipe._numbers import as_integer, as_number, plain
+from jaxpipe.errors import ConfigError, shown
 
 Rule = tuple[str, bool, str, str]
 """A field, whether it keeps to a rule, the rule, and the repair."""
+
+_LARGEST = 2**31
 
 
 def check_fields(config: Any, rules: Iterable[Rule]) -> None:
@@ -24,31 +24,44 @@ def check_fields(config: Any, rules: Iterable[Rule]) -> None:
         object.__setattr__(config, field.name, plain(getattr(config, field.name)))
     for name, holds, rule, repair in rules:
         if not holds:
-            raise ConfigError(f"{name} must be {rule}, but got {name}={getattr(config, name)!r}. {repair}")
+            value = shown(getattr(config, name))
+            raise ConfigError(f"{name} must be {rule}, but got {name}={value}. {repair}", paths=[name])
 
 
 def is_size(value: Any, least: int = 1) -> bool:
     """True for an integer that is not less; no boolean is one."""
-    return as_integer(value, least) is not None
+    found = as_integer(value, least)
+    return found is not None and found < _LARGEST
 
 
 def are_sizes(config: object, names: Iterable[str], least: int = 1) -> Iterator[Rule]:
     """The rule that some fields are integers, and not less."""
     for name in names:
-        yield name, is_size(getattr(config, name), least), f"an integer >= {least}", "Pass one."
+        yield name, is_size(getattr(config, name), least), f"an integer >= {least} and below 2**31", "Pass one."
 
 
-def shared_fields(config: Any) -> list[str]:
-    """The fields of a configuration that have Hugging Face's names: all but the dtype that layers compute in."""
-    return [field.name for field in fields(config) if field.name != "dtype"]
+def are_positive(config: object, names: Iterable[str], above: float = 0.0) -> Iterator[Rule]:
+    """The rule that some fields are finite numbers, and more."""
+    for name in names:
+        number = as_number(getattr(config, name))
+        yield name, number is not None and number > above, f"a finite number > {above:g}", "Pass one."
 
 
-def read_fields(keys: ConfigKeys, kind: Any) -> dict[str, Any]:
-    """The shared fields as a `config.json` has them, defaults where it has none; the last keys to be asked for.
+def are_shares(config: object, names: Iterable[str]) -> Iterator[Rule]:
+    """The rule that some fields are shares that training drops."""
+    for name in names:
+        number = as_number(getattr(config, name))
+        yield name, number is not None and 0 <= number < 1, "in [0, 1)", "Use 0.0 for none."
 
-    Raises:
-        ConfigError: There are others that may mean something.
-    """
-    found = {name: keys.get(name, getattr(kind, name)) for name in shared_fields(kind)}
-    keys.finish()
-    return found
+
+def are_deviations(config: object, names: Iterable[str]) -> Iterator[Rule]:
+    """The rule that some fields are standard deviations."""
+    for name in names:
+        number = as_number(getattr(config, name))
+        yield name, number is not None and number >= 0, "a finite number >= 0", "Use for instance 0.02."
+
+
+def are_flags(config: object, names: Iterable[str]) -> Iterator[Rule]:
+    """The rule that some fields are truth values."""
+    for name in names:
+        yield name, isinstance(getattr(config, name), bool), "True or False", "Pass one of them."

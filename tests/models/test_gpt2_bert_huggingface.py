@@ -162,12 +162,12 @@ def test_what_is_written_opens_in_transformers_as_it_was(family: str, tmp_path: 
 
 REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (GPT2Config, {"activation_function": "relu"}, "activation_function must be 'gelu_new' or .*, but got"),
-    (GPT2Config, {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True. If it does not"),
+    (GPT2Config, {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx must be False"),
     (GPT2Config, {"n_head": 5}, "hidden_size must be a multiple of heads=5"),
     (GPT2Config, {"n_layer": 0}, "n_layer must be an integer >= 1"),
     (BertConfig, {"hidden_act": "tanh"}, "hidden_act must be one of gelu, gelu_new"),
     (BertConfig, {"position_embedding_type": "relative_key"}, "position_embedding_type must be 'absolute', but got"),
-    (BertConfig, {"is_decoder": True}, "is_decoder=True. If it does not"),
+    (BertConfig, {"is_decoder": True}, "is_decoder must be False, but got is_decoder=True"),
 ]
 
 

@@ -194,7 +194,7 @@ REFUSED = [
     ),
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1.0, but got partial_rotary_factor=0.5"),
     ({"quantization_config": {"bits": 4}}, "quantization_config must be left out"),
-    ({"residual_multiplier": 0.2}, "residual_multiplier=0.2. If it does not, pass"),
+    ({"residual_multiplier": 0.2}, "residual_multiplier must be 1.0, but got residual_multiplier=0.2"),
     ({"model_type": "gemma"}, "model_type must be one of llama, .*, but got model_type='gemma'"),
     ({"num_key_value_heads": 3}, "num_key_value_heads must be a divisor of num_attention_heads=4, but got"),
     ({"hidden_size": None}, "hidden_size must be given"),

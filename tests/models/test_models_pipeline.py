@@ -146,7 +146,7 @@ def test_a_folder_is_read_and_what_would_change_numbers_is_refused(tmp_path: Pat
         ConfigError, match=r"rope_type must be one of default, linear, .*, but got rope_type='longrope'"
     ):
         LlamaConfig.from_huggingface({**values, "rope_parameters": {"rope_type": "longrope"}})
-    with pytest.raises(ConfigError, match="logit_scale=0.5. If it does not, pass"):
+    with pytest.raises(ConfigError, match="logit_scale must be 1.0, but got logit_scale=0.5"):
         LlamaConfig.from_huggingface({**values, "logit_scale": 0.5})
     with pytest.raises(ConfigError, match=r"must be readable, but got .*missing"):
         LlamaConfig.from_huggingface(tmp_path / "missing")
