@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from jaxpipe._files import read_file
+from jaxpipe._paths import local_path
 from jaxpipe.errors import ConfigError, shown
 
 from ._classes import TrainingConfig
@@ -75,7 +76,7 @@ def _load(config: object, errors: Collector) -> TrainConfig:
             f"config must be a dictionary or the path of a JSON file, but got config={shown(config)}. "
             "Pass a dict, a str or a pathlib.Path."
         )
-    file = Path(cast("str | PathLike[str]", config))
+    file = local_path(cast("str | PathLike[str]", config), "config")
     mapping = _parse(file)
     errors.source = str(file)
     return _read(mapping, errors)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from ._section import Section, setting
-from ._values import integer_of_at_least, one_of, optional, read_flag, read_string, read_text
+from ._values import integer_of_at_least, one_of, optional, read_flag, read_path, read_text
 
 _JOB = "DeepSpeedJobName"
 
@@ -26,7 +26,7 @@ class TensorBoardSection(Section):
     switch: ClassVar[str | None] = "enabled"
 
     enabled: bool = setting(False, read_flag)
-    output_path: str = setting("", read_string)
+    output_path: str = setting("", read_path)
     job_name: str = setting(_JOB, read_text)
 
 
@@ -47,7 +47,7 @@ class CSVMonitorSection(Section):
     switch: ClassVar[str | None] = "enabled"
 
     enabled: bool = setting(False, read_flag)
-    output_path: str = setting("", read_string)
+    output_path: str = setting("", read_path)
     job_name: str = setting(_JOB, read_text)
 
 

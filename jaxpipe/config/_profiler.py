@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ._section import Section, setting
-from ._values import integer_of_at_least, optional, read_flag, read_text
+from ._values import integer_of_at_least, optional, read_flag, read_path
 
 
 @dataclass(frozen=True)
@@ -33,4 +33,4 @@ class FlopsProfilerSection(Section):
     module_depth: int = setting(-1, integer_of_at_least(-1))
     top_modules: int = setting(1, integer_of_at_least(0))
     detailed: bool = setting(True, read_flag)
-    output_file: str | None = setting(None, optional(read_text))
+    output_file: str | None = setting(None, optional(read_path))

@@ -4,9 +4,11 @@ A reader takes a value and its JSON path, and returns what the configuration sto
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, TypeVar, cast
 
 from jaxpipe._numbers import as_flag, as_integer, as_number
+from jaxpipe._paths import local_path
 from jaxpipe.errors import ConfigError, shown
 
 from ._collect import Collector
@@ -160,22 +162,22 @@ def read_text(value: object, path: str) -> str:
     return value
 
 
-def read_string(value: object, path: str) -> str:
-    """Read a text, which may be empty.
+def read_path(value: object, path: str) -> str:
+    """Read the path of a file or a folder on this machine, or an empty text.
 
     Args:
         value: The value.
         path: Its JSON path.
 
     Returns:
-        The text.
+        The path.
 
     Raises:
         ConfigError: The value is something else.
     """
     if not isinstance(value, str):
-        raise wrong_value(path, "a text", value, "Write it in quotes")
-    return value
+        raise wrong_value(path, "a path", value, "Write it in quotes")
+    return value and str(local_path(value, path, partial(ConfigError, paths=[path])))
 
 
 def one_of(*names: str) -> Reader:

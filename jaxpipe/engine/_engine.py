@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 
 from jaxpipe._files import write_file
 from jaxpipe._numbers import as_integer
+from jaxpipe._paths import local_path
 from jaxpipe._typing import PyTree
 from jaxpipe.checkpoint import Rename
 from jaxpipe.config import BatchSizes, TrainConfig, without_secrets
@@ -379,11 +380,12 @@ class Engine(ABC):
                 schedule, as where idle actions are computed and dropped.
             ScheduleError: The times are none.
         """
+        target = local_path(path, "path")
         steps: dict[str, Sequence[Slice]] = {}
         if measure:
             steps["measured"] = self._measured_slices(data_iter)
         steps["planned"] = timeline(self.pipeline.program, forward_s, backward_s, weight_s=weight_s)
-        write_file(path, json.dumps(trace_of(steps)))
+        write_file(target, json.dumps(trace_of(steps)))
 
     def set_dataiterator(self, iterator: Iterator[Entry]) -> None:
         """Store the iterator that `train_batch()` reads.

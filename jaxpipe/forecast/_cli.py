@@ -11,6 +11,7 @@ import jax
 
 from jaxpipe._files import read_file, write_file
 from jaxpipe._imports import import_named, raised
+from jaxpipe._paths import local_path
 from jaxpipe.errors import ConfigError, JaxpipeError, nearest, shown
 
 from ._hardware import HARDWARE
@@ -32,8 +33,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m jaxpipe.forec
     args = _parser(prog).parse_args(argv)
     jax.config.update("jax_platforms", "cpu")  # planning needs no accelerator, and takes none from those who do
     try:
-        for option, path in (("--json", args.json), ("--html", args.html)):
-            _check_folder(option, path)
+        to_json, to_html = _file("--json", args.json), _file("--html", args.html)
         given = _job(args.job)
         options: dict[str, Any] = {
             "schedules": _words(args.schedules),
@@ -49,10 +49,10 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m jaxpipe.forec
             options["hardware"] = args.hardware
         found = plan(**{**given, **{name: value for name, value in options.items() if value is not None}})
         sys.stdout.write(f"{found}\n")
-        if args.json is not None:
-            write_file(args.json, found.to_json() + "\n")
-        if args.html is not None:
-            found.to_html(args.html)
+        if to_json is not None:
+            write_file(to_json, found.to_json() + "\n")
+        if to_html is not None:
+            found.to_html(to_html)
     except (JaxpipeError, OSError) as error:
         sys.stderr.write(f"{prog}: {error}\n")
         return _WRONG_USE
@@ -76,9 +76,9 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     parser.add_argument("--places", metavar="LIST", help="further axes of the mesh, such as model=8")
     parser.add_argument("--measured-step", metavar="SECONDS", type=float, help="of a run, to compare with")
     parser.add_argument("--compile", action="store_true", default=None, help="compile the best candidate, too")
-    parser.add_argument("--target-config", metavar="FILE", type=Path, help="XLA's description of a GPU, for --compile")
-    parser.add_argument("--json", metavar="FILE", type=Path, help="where to write all figures")
-    parser.add_argument("--html", metavar="FILE", type=Path, help="where to write a page with pictures")
+    parser.add_argument("--target-config", metavar="FILE", help="XLA's description of a GPU, for --compile")
+    parser.add_argument("--json", metavar="FILE", help="where to write all figures")
+    parser.add_argument("--html", metavar="FILE", help="where to write a page with pictures")
     return parser
 
 
@@ -138,15 +138,18 @@ def _check_names(text: str, given: dict[str, Any]) -> None:
             )
 
 
-def _check_folder(option: str, path: Path | None) -> None:
-    """Find out before the work whether there is a folder to write to."""
+def _file(option: str, given: str | None) -> Path | None:
+    """A file to write, in a folder that is there: what is wrong is found out before the work."""
+    path = None if given is None else local_path(given, option)
     if path is not None and (path.is_dir() or not path.parent.is_dir()):
         raise ConfigError(f"{option} must be a file in a folder that exists, but got {str(path)!r}. Make the folder.")
+    return path
 
 
-def _target(path: Path | None) -> str | None:
-    if path is None:
+def _target(given: str | None) -> str | None:
+    if given is None:
         return None
+    path = local_path(given, "--target-config")
     try:
         return read_file(path).decode()
     except (OSError, UnicodeDecodeError) as error:

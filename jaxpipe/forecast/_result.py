@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from os import PathLike
 
 from jaxpipe._files import write_file
+from jaxpipe._paths import local_path
 from jaxpipe._text import format_table
 
 from ._compile import CompiledStep
@@ -158,7 +159,7 @@ class StepPlan:
         """
         rows = [self._row(one) for one in self.candidates]
         stages = [_STAGE_HEADS, *_stage_rows(self.shown)]
-        write_file(path, page_of(self, _HEADS, rows, stages))
+        write_file(local_path(path, "path"), page_of(self, _HEADS, rows, stages))
 
     def _repr_html_(self) -> str:
         rows = [self._row(one) for one in self.candidates]

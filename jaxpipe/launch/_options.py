@@ -2,8 +2,10 @@
 
 import argparse
 import math
+from collections.abc import Callable
 from pathlib import Path
 
+from jaxpipe._paths import local_path
 from jaxpipe.distributed import whole_number
 from jaxpipe.errors import LaunchError, shown
 
@@ -115,7 +117,7 @@ def _add_places(parser: argparse.ArgumentParser) -> None:
         "--devices-per-process", type=_count, metavar="K", help="GPUs of each; 1, or all for a single process"
     )
     hosts = parser.add_argument_group("on several nodes")
-    hosts.add_argument("-H", "--hostfile", type=Path, metavar="FILE", help="lines 'name slots=N'")
+    hosts.add_argument("-H", "--hostfile", type=_path("--hostfile"), metavar="FILE", help="lines 'name slots=N'")
     hosts.add_argument("-i", "--include", metavar="NODES", help="only these, such as worker-0@worker-1:0,2")
     hosts.add_argument("-e", "--exclude", metavar="NODES", help="all but these")
     hosts.add_argument("--num_nodes", "--num-nodes", type=_count, metavar="N", help="the first N nodes")
@@ -139,7 +141,9 @@ def _add_places(parser: argparse.ArgumentParser) -> None:
 
 def _add_limits(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("supervision")
-    group.add_argument("--log-dir", type=Path, metavar="DIR", help="what each process writes, in a file of its own too")
+    group.add_argument(
+        "--log-dir", type=_path("--log-dir"), metavar="DIR", help="what each process writes, in a file of its own too"
+    )
     group.add_argument("--max-restarts", type=_whole, metavar="K", help="start the group again after a failure; 0")
     group.add_argument("--stall-timeout", type=_seconds, metavar="SECONDS", help="end the job where no step finishes")
     group.add_argument("--start-timeout", type=_seconds, metavar="SECONDS", help="the same before the first step")
@@ -159,6 +163,10 @@ def _add_files(parser: argparse.ArgumentParser) -> None:
 
 def _whole(text: str) -> int:
     return _integer(text, 0, math.inf, "a whole number of at least 0")
+
+
+def _path(option: str) -> Callable[[str], Path]:
+    return lambda text: local_path(text, option, LaunchError)
 
 
 def _count(text: str) -> int:

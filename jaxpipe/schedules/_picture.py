@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxpipe._files import write_file
+from jaxpipe._paths import local_path
 from jaxpipe.errors import ScheduleError
 
 from ._base import PipeSchedule
@@ -84,7 +85,7 @@ class Picture:
         Raises:
             ScheduleError: The name ends otherwise, or matplotlib is not installed.
         """
-        target = Path(path)
+        target = local_path(path, "path", ScheduleError)
         if target.suffix == ".svg":
             write_file(target, self.svg())
         elif target.suffix == ".png":

@@ -5,7 +5,7 @@ import json
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from os import PathLike, fspath
+from os import PathLike
 from typing import Any, Literal, get_args
 
 import jax
@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from jaxpipe._files import read_file
 from jaxpipe._numbers import plain
+from jaxpipe._paths import local_path
 from jaxpipe.config import ConfigWarning
 from jaxpipe.distributed import asks_for_determinism
 from jaxpipe.errors import ConfigError, nearest, shown
@@ -157,14 +158,13 @@ class DeepSpeedTransformerConfig:
         Raises:
             ConfigError: As in `from_dict`, or the file is none of JSON.
         """
+        file = local_path(path, "path")
         try:
-            values = json.loads(read_file(path))
+            values = json.loads(read_file(file))
         except (OSError, ValueError, RecursionError) as error:
-            raise ConfigError(
-                f"path must be a file of JSON, but got {fspath(path)!r}: {error}. Name another."
-            ) from error
+            raise ConfigError(f"path must be a file of JSON, but got {str(file)!r}: {error}. Name another.") from error
         if not isinstance(values, dict):
-            raise ConfigError(f"{fspath(path)} must hold an object, but got {shown(values)}. Write {{...}} there.")
+            raise ConfigError(f"{file} must hold an object, but got {shown(values)}. Write {{...}} there.")
         return cls.from_dict(values)
 
     @property
