@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxpipe._imports import import_named
+from jaxpipe._paths import local_path
 from jaxpipe._text import format_bytes
-from jaxpipe.errors import ConfigError, JaxpipeError, counted, shown
+from jaxpipe.errors import CheckpointError, ConfigError, JaxpipeError, counted, shown
 
 from ._huggingface import save_huggingface
 from ._inspect import inspect_checkpoint
@@ -29,8 +30,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit status: 0, or 1 where there is no sound checkpoint. Wrong usage exits with 2.
     """
-    args = _parser().parse_args(argv)
     try:
+        args = _parser().parse_args(argv)
         text = args.run(args)
     except JaxpipeError as error:
         sys.stderr.write(f"{error}\n")
@@ -77,7 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     theirs = export.add_argument_group("for --format huggingface")
     theirs.add_argument("--renames", metavar="NAME", help="module:name, such as jaxpipe.models:llama_names")
-    theirs.add_argument("--config", metavar="FILE", type=Path, help="the config.json to write, or its folder")
+    theirs.add_argument("--config", metavar="FILE", help="the config.json to write, or its folder")
     theirs.add_argument("--dtype", help="what floating-point tensors are converted to, such as bfloat16")
     theirs.add_argument("--lora-alpha", metavar="ALPHA", type=float, help="merge adapters, made with this alpha")
     return parser
@@ -118,13 +119,13 @@ def _export(args: argparse.Namespace) -> str:
     return "\n".join(f"{path}  {format_bytes(path.stat().st_size)}" for path in written)
 
 
-def _renames(text: str | None, config: Path | None) -> Sequence[Rename]:
+def _renames(text: str | None, config: str | None) -> Sequence[Rename]:
     example = "jaxpipe.models:llama_names"
     if text is None:
         raise ConfigError(f"--format huggingface must have a table of names. Add for instance --renames {example}.")
     found = import_named(text, "--renames", example)
     if callable(found):
-        found = found() if config is None else found(config)
+        found = found() if config is None else found(local_path(config, "--config"))
     if not isinstance(found, Sequence) or not all(isinstance(each, Rename) for each in found):
         raise ConfigError(
             f"--renames must name a sequence of jaxpipe.checkpoint.Rename, or a function that returns one, but got "
@@ -135,7 +136,7 @@ def _renames(text: str | None, config: Path | None) -> Sequence[Rename]:
 
 def _path(text: str) -> Path:
     """The whole path, so that `.` has a name too."""
-    return Path(text).resolve()
+    return local_path(text, "PATH", CheckpointError).resolve()
 
 
 def _size(text: str) -> int:

@@ -1,7 +1,7 @@
 """The directory that checkpoints lie in: which tags are committed, which is the latest, what is left over.
 
     save_dir/latest                    the last committed tag
-    save_dir/.lock/                    while a job saves there
+    save_dir/.lock/                    from a job's first save there to its end
     save_dir/<tag>/commit.json         names the data; a tag without it is no checkpoint
     save_dir/<tag>/data-<n>-<x>/       index.json, and the arrays
 
@@ -11,19 +11,21 @@ but never changed or removed.
 """
 
 import contextlib
+import errno
 import json
 import logging
 import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 from jaxpipe._files import read_file
+from jaxpipe._paths import local_path
 from jaxpipe.distributed import log
 from jaxpipe.errors import CheckpointError, shown
 
@@ -42,6 +44,8 @@ _PARTIAL = ".partial"
 _WRITING = ".orbax-checkpoint-tmp"
 """Suffix that Orbax gives a folder that it has not finished."""
 _MARK = ".jaxpipe"
+_NOT_SYNCED = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EISDIR, errno.EACCES, errno.EPERM)
+"""Answers of file systems that open no folders, or have nothing to sync, and of folders without permission to read."""
 
 
 @dataclass(frozen=True)
@@ -160,7 +164,7 @@ def committed_tags(save_dir: str | PathLike[str]) -> dict[str, Commit]:
     Raises:
         CheckpointError: A commit is damaged, or the directory cannot be listed.
     """
-    commits, damaged = sound_tags(Path(save_dir))
+    commits, damaged = sound_tags(local_path(save_dir, "save_dir", CheckpointError))
     for error in damaged.values():
         raise error
     return commits
@@ -234,8 +238,29 @@ def commit(save_dir: Path, tag: str, content: Commit) -> None:
             log(logging.WARNING, "%s is committed, but %s still names another: %s", tag, save_dir / LATEST, error)
 
 
+@contextlib.contextmanager
+def readable(path: Path) -> Generator[None]:
+    """What the file system does not read below a path is a CheckpointError."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} must be readable, but got {error.strerror or error}. Check the path, its permissions and the file "
+            "system."
+        ) from error
+
+
+class NotSyncedError(OSError):
+    """A file was replaced, but may be the old one again after a loss of power."""
+
+
 def replace_file(path: Path, content: bytes) -> None:
-    """Write a file so that at every moment it is the old one or the new one, and stays after a loss of power."""
+    """Write a file so that at every moment it is the old one or the new one, and stays after a loss of power.
+
+    Raises:
+        NotSyncedError: It is the new one, but may not stay.
+        OSError: It is the old one.
+    """
     partial = path.with_name(path.name + _PARTIAL)
     try:
         partial.unlink(missing_ok=True)
@@ -248,18 +273,59 @@ def replace_file(path: Path, content: bytes) -> None:
         with contextlib.suppress(OSError):
             partial.unlink()
         raise
-    sync_folders([path.parent])
+    try:
+        sync([path.parent])
+    except OSError as error:
+        raise NotSyncedError(error.errno, error.strerror, str(path)) from error
 
 
-def sync_folders(folders: Iterable[Path]) -> None:
-    """Let the names in some folders stay after a loss of power."""
-    for folder in folders:
-        with contextlib.suppress(OSError):  # not every file system opens folders
-            number = os.open(folder, os.O_RDONLY)
+def sync(paths: Iterable[Path]) -> None:
+    """Let files, or the names in folders, stay after a loss of power.
+
+    Raises:
+        OSError: Storage fails.
+    """
+    for path in paths:
+        try:
+            number = os.open(path, os.O_RDONLY)
             try:
                 os.fsync(number)
             finally:
                 os.close(number)
+        except OSError as error:
+            if error.errno not in _NOT_SYNCED:
+                raise
+
+
+def sync_tree(folder: Path) -> None:
+    """Let all that lies below a folder stay after a loss of power: the files, then the names in folders.
+
+    Raises:
+        OSError: Storage fails.
+    """
+
+    def fail(error: OSError) -> None:  # otherwise a folder that cannot be listed is passed over
+        raise error
+
+    places = [(Path(place), names) for place, _, names in os.walk(folder, onerror=fail)]
+    sync(place / name for place, names in places for name in names)
+    sync(place for place, _ in places)
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder and those that it lies in, which stay after a loss of power."""
+    try:
+        folder.mkdir()
+    except FileNotFoundError:
+        if folder.parent == folder:
+            raise
+        make_folder(folder.parent)
+        make_folder(folder)
+    except OSError:
+        if not folder.is_dir():
+            raise
+    else:
+        sync([folder.parent])
 
 
 def remove_leftovers(save_dir: Path) -> list[Path]:
@@ -368,6 +434,7 @@ def _is_linked(folder: Path, commit: Commit) -> bool:
 def _remove_tag(folder: Path) -> None:
     """Remove a checkpoint: first the commit, so that it is never half there."""
     (folder / COMMIT).unlink()
+    sync([folder])
     remove_data(folder)
     if not any(folder.iterdir()):
         folder.rmdir()

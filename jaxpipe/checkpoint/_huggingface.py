@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpipe._files import read_file
+from jaxpipe._paths import local_path
 from jaxpipe.distributed import run_on_all
 from jaxpipe.errors import CheckpointError, ConfigError, shown
 from jaxpipe.layers import LORA_PARAMETERS, flatten_dict, join_path, merge_lora, split_path, unflatten_dict
@@ -61,7 +62,7 @@ def load_huggingface(
     """
     keys = [key for key in pipeline.catalog if key.startswith(_PARAMS) and not re.search(LORA_PARAMETERS, key)]
     leaves = {key.removeprefix(_PARAMS): tensor_of(pipeline.catalog[key]) for key in keys}
-    files = run_on_all(lambda: _Files(Path(folder), renames, leaves))
+    files = run_on_all(lambda: _Files(local_path(folder, "folder", CheckpointError), renames, leaves))
     assert files is not None  # it ran on all processes
     return read_into(pipeline, state, keys, files.leaves, when_read)
 
@@ -106,7 +107,7 @@ def save_huggingface(
     check_shard_size(max_shard_bytes)
     contents = None if config is None else read_config_json(config)
     to = _floating(dtype)
-    target = Path(folder) / "model.safetensors"
+    target = local_path(folder, "folder", CheckpointError) / "model.safetensors"
 
     def write() -> list[Path]:
         tensors = _Tensors(open_checkpoint(path, tag), renames, to, lora_alpha)
@@ -132,7 +133,7 @@ def read_config_json(source: Source) -> Mapping[str, Any]:
             f"a model's config.json must be a folder, a file or a dictionary, but got {shown(source)}. Name the folder "
             "that it is in."
         )
-    path = Path(source)
+    path = local_path(source, "a model's config.json")
     path = path / _CONFIG if path.is_dir() else path
     try:
         values = parse_json(read_file(path))

@@ -30,7 +30,7 @@ def parse_json(content: bytes) -> Any:
 
 
 def check_json(value: Any, where: str, depth: int = 0) -> None:
-    """Refuse a value that would not come back as it is.
+    """Refuse a value that would not come back as it is; numbers of numpy come back as Python's.
 
     Args:
         value: The value.
@@ -41,6 +41,8 @@ def check_json(value: Any, where: str, depth: int = 0) -> None:
         CheckpointError: Something in it is neither None, a truth value, number or string, nor a list or a dictionary
             with strings for keys; or it lies too deep, as in a list that holds itself; or has too many digits.
     """
+    if isinstance(value, np.generic):
+        value = value.item()
     if depth > _DEEPEST:
         raise CheckpointError(
             f"{where[:_SHOWN]}... must be nested at most {_DEEPEST} deep, as it is stored as JSON, but got one that is "
@@ -77,6 +79,11 @@ def _repair(value: Any) -> str:
     if hasattr(value, "tolist"):
         return "Write value.tolist(), or make it a collection of a layer if it is large."
     return "Store what it can be made from."
+
+
+def dump_json(value: Any) -> str:
+    """A value that `check_json` allows as JSON."""
+    return json.dumps(value, default=np.generic.item)
 
 
 def encode_state(value: Any, where: str, depth: int = 0) -> Any:
@@ -117,10 +124,8 @@ def encode_state(value: Any, where: str, depth: int = 0) -> Any:
     if isinstance(value, list | tuple):
         items = [encode_state(item, f"{where}[{i}]", depth + 1) for i, item in enumerate(value)]
         return {_BYTES: None, "tuple": items} if isinstance(value, tuple) else items
-    if isinstance(value, np.generic):
-        value = value.item()
     check_json(value, where, depth)
-    return value
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def _is_array(value: Any) -> bool:

@@ -1,11 +1,12 @@
-"""The lock on a directory of checkpoints: one job at a time saves there.
+"""The lock on a directory of checkpoints: one job at a time saves there, from its first save to its end.
 
     save_dir/.lock/<since>-<pid>-<start>-<place>-<nonce>-<host>
 
-The folder appears with the one file in it, by a rename, which only one of several can do, on network file systems too.
-The file is empty, so that it is never half written and fits on a full disk: its name tells whose it is, and its time of
-change is the owner's last sign of life. The file of an owner that is gone is removed by its name, which no other has:
-several that take over at once cannot remove each other's.
+The folder appears with the one file in it, by a rename, which only one of several can do, on
+network file systems too. The file is empty, so that it is never half written and fits on a full
+disk: its name tells whose it is, and its time of change is the owner's last sign of life. The file
+of an owner that is gone is removed by its name, which no other has: several that take over at once
+cannot remove each other's.
 """
 
 import contextlib
@@ -18,6 +19,7 @@ import secrets
 import socket
 import threading
 import time
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,7 +43,8 @@ class _Owner:
         since: When it was taken, in seconds of the epoch.
         pid: The process.
         start: When that process began, in ticks of its machine; empty where the system does not tell.
-        place: Hash of all that process numbers depend on: machine, its last start, and container.
+        place: Hash of all that process numbers depend on: machine, its last start, and container;
+            and of the directory, so that a copy of it is not held by whoever holds the first.
         nonce: Makes the name its own.
         host: The machine's name.
     """
@@ -60,7 +63,7 @@ class _Owner:
 
 
 class DirectoryLock:
-    """A lock that is held; in a job of several processes one holds it for all.
+    """A lock that this process holds; in a job of several processes one holds it for all.
 
     Args:
         save_dir: The directory.
@@ -72,11 +75,50 @@ class DirectoryLock:
     """
 
     def __init__(self, save_dir: Path) -> None:
-        self._folder, self._owner = save_dir / LOCK, _new_owner()
-        self._file = self._folder / self._owner.name
-        _take(save_dir, self._owner)
+        self._owner = _new_owner(save_dir)
+        self._file = save_dir / LOCK / self._owner.name
+        self._runs: set[int] = set()
+        self._is_saving = True
         self._released = threading.Event()
+        _HELD[self._owner.name] = self  # before others of this process can see the file
+        try:
+            _take(save_dir, self._owner)
+        except BaseException:
+            del _HELD[self._owner.name]
+            raise
         threading.Thread(target=self._beat, daemon=True, name="checkpoint lock").start()
+
+    @classmethod
+    def begin_save(cls, save_dir: Path) -> "DirectoryLock":
+        """Lock a directory for a save, or use the lock that a run of this process holds there.
+
+        Raises:
+            CheckpointError: As the class raises it; or another save of this process is under way there.
+            OSError: As the class raises it.
+        """
+        for file in _files(save_dir / LOCK):
+            held = _HELD.get(file.name)
+            if held is not None and held.is_at(file):
+                with _GUARD:
+                    if not held._is_saving:
+                        held._is_saving = True
+                        return held
+        return cls(save_dir)
+
+    def end_save(self, run: object, *, is_kept: bool) -> None:
+        """Let another save of this process begin.
+
+        Args:
+            run: What saved.
+            is_kept: Whether the lock is held for it until it is deleted, or the program ends. Else the lock is given
+                back, unless it is held for a run already.
+        """
+        if is_kept and id(run) not in self._runs:
+            self._runs.add(id(run))
+            weakref.finalize(run, self._forget, id(run))
+        self._is_saving = False
+        if not self._runs:
+            self.release()
 
     def check(self) -> None:
         """Make sure that it is held still.
@@ -87,21 +129,43 @@ class DirectoryLock:
         try:
             os.utime(self._file)
         except FileNotFoundError as error:
-            names = " and ".join(_describe(_owner_of(file)) for file in _files(self._folder)) or "nobody"
+            names = " and ".join(_describe(_owner_of(file)) for file in _files(self._file.parent)) or "nobody"
             raise OSError(f"this job lost its lock on the directory, which is now held by {names}") from error
 
     def release(self) -> None:
         """Give it back; nothing happens where it is lost."""
+        if self._owner.pid != str(os.getpid()):  # a fork of the process that holds it
+            return
+        # First: what cannot be removed now, in an outage, is then nobody's.
+        _HELD.pop(self._owner.name, None)
         self._released.set()
         with contextlib.suppress(OSError):
             self._file.unlink()
         with contextlib.suppress(OSError):  # another job has taken it since
-            self._folder.rmdir()
+            self._file.parent.rmdir()
+
+    def is_at(self, file: Path) -> bool:
+        """True if this process has not forked since, and the file is the lock's own: no copy of it elsewhere."""
+        return self._owner.pid == str(os.getpid()) and self._file.samefile(file)
+
+    def _forget(self, run: int) -> None:
+        self._runs.discard(run)
+        if not self._runs and not self._is_saving:
+            self.release()
 
     def _beat(self) -> None:
         while not self._released.wait(_BEAT_S):
-            with contextlib.suppress(OSError):
+            try:
                 os.utime(self._file)
+            except FileNotFoundError:  # it is lost
+                return
+            except OSError:  # an outage, which may end
+                continue
+
+
+_GUARD = threading.Lock()
+_HELD: dict[str, DirectoryLock] = {}
+"""What this process holds, by the names of the files. It is the process that holds a lock, for all of its engines."""
 
 
 def _take(save_dir: Path, owner: _Owner) -> None:
@@ -169,7 +233,7 @@ def _is_gone(file: Path, own: _Owner, clock: Path) -> bool:
     """True if an owner has died, or been silent for long by the clock of the file system."""
     os.utime(clock)
     found, now, other = _changed(file), _changed(clock), _owner_of(file)
-    if found is None or now is None or _is_dead(other, own):
+    if found is None or now is None or _is_dead(other, own) or _is_copy(file):
         return True
     return not _is_alive(other, own) and now - found > _SILENT_S
 
@@ -185,12 +249,21 @@ def _changed(file: Path) -> float | None:
         os.close(number)
 
 
+def _is_copy(file: Path) -> bool:
+    """True for a copy of a lock that this process holds, made with the directory that it lies in."""
+    held = _HELD.get(file.name)
+    return held is not None and not held.is_at(file)
+
+
 def _is_dead(other: _Owner, own: _Owner) -> bool:
-    """True if a process of this place is known to have ended; its number may be another's now."""
+    """True if a process of this place is known to have ended, or this one to have given the lock back.
+
+    A process's number may be another's now.
+    """
     if other.place != own.place:
         return False
     if other.pid == own.pid:
-        return other.start != own.start
+        return other.start != own.start or other.name not in _HELD
     try:
         # Signal 0 is not sent: the call only tells whether the process is there.
         os.kill(int(other.pid), 0)
@@ -216,9 +289,9 @@ def _start_of(pid: str) -> str:
     return "ended" if fields[0] in "ZX" else fields[19]
 
 
-def _new_owner() -> _Owner:
+def _new_owner(save_dir: Path) -> _Owner:
     host, pid = socket.gethostname(), str(os.getpid())
-    facts = [host]
+    facts = [host, str(save_dir.stat().st_ino)]
     with contextlib.suppress(OSError):
         facts += [Path("/proc/sys/kernel/random/boot_id").read_text(), str(Path("/proc/self/ns/pid").readlink())]
     place = hashlib.sha256("\n".join(facts).encode()).hexdigest()[:8]

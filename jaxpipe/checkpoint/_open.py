@@ -1,6 +1,5 @@
 """Finding a checkpoint."""
 
-import contextlib
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,9 +7,10 @@ from os import PathLike
 from pathlib import Path
 from typing import TypeVar
 
+from jaxpipe._paths import local_path
 from jaxpipe.errors import CheckpointError
 
-from ._directory import ARRAYS, COMMIT, Commit, check_tag, read_commit, read_latest, sound_tags
+from ._directory import ARRAYS, Commit, check_tag, read_commit, read_latest, sound_tags
 from ._index import INDEX, Index, read_index
 
 _READINGS = 20
@@ -53,10 +53,10 @@ def find_checkpoint(load_dir: str | PathLike[str], tag: str | None = None) -> Ch
     Raises:
         CheckpointError: There is none with that tag; `latest` names none; or it is damaged.
     """
-    folder = Path(load_dir)
+    folder = local_path(load_dir, "load_dir", CheckpointError)
     if tag is not None:
-        return open_folder(folder / check_tag(tag), load_dir)
-    if (folder / COMMIT).exists():
+        return open_folder(folder / check_tag(tag), folder)
+    if read_commit(folder) is not None:
         return open_folder(folder, folder.parent)
     commits, damaged = sound_tags(folder)
     found = [name for name, commit in commits.items() if commit.is_latest]
@@ -94,11 +94,12 @@ def open_checkpoint(path: str | PathLike[str], tag: str | None = None) -> Checkp
     Raises:
         CheckpointError: There is none, or it is damaged.
     """
-    found = find_checkpoint(path, tag)
+    folder = local_path(path, "path", CheckpointError)
+    found = find_checkpoint(folder, tag)
     if found is None:
         raise CheckpointError(
             f"path must be a checkpoint, or a directory with one, but got path={str(path)!r} and "
-            f"{_listed(sound_tags(Path(path))[0])}. Give the directory that save_checkpoint was given, or its tag."
+            f"{_listed(sound_tags(folder)[0])}. Give the directory that save_checkpoint was given, or its tag."
         )
     return found
 
@@ -117,7 +118,7 @@ def reread(path: str | PathLike[str], read: Callable[[], T], agreed: Callable[[b
     Raises:
         CheckpointError: What the function raised while the directory stayed as it was, or every time.
     """
-    folder, num_readings = Path(path), 0
+    folder, num_readings = local_path(path, "path", CheckpointError), 0
     while True:
         before = _commits(folder)
         num_readings += 1
@@ -125,7 +126,8 @@ def reread(path: str | PathLike[str], read: Callable[[], T], agreed: Callable[[b
             return read()
         except CheckpointError as error:
             # All processes go round again or none does: reading exchanges messages.
-            if not agreed(_commits(folder) != before):
+            after = _commits(folder)
+            if not agreed(before is not None and after is not None and after != before):
                 raise
             if num_readings == _READINGS:
                 raise CheckpointError(
@@ -135,16 +137,18 @@ def reread(path: str | PathLike[str], read: Callable[[], T], agreed: Callable[[b
                 ) from error
 
 
-def _commits(folder: Path) -> dict[str, Commit | None]:
-    """Commits in a directory of checkpoints, or in a checkpoint's own folder, by tag."""
+def _commits(folder: Path) -> dict[str, Commit | None] | None:
+    """Commits in a directory of checkpoints, or in a checkpoint's own folder, by tag; None: storage fails."""
     found: dict[str, Commit | None] = {}
-    with contextlib.suppress(CheckpointError):
+    try:
         found.update(sound_tags(folder)[0])
         found[""] = read_commit(folder)
+    except CheckpointError as error:
+        return None if isinstance(error.__cause__, OSError) else found
     return found
 
 
-def open_folder(folder: Path, load_dir: str | PathLike[str]) -> Checkpoint:
+def open_folder(folder: Path, load_dir: Path) -> Checkpoint:
     """Open the checkpoint in a tag's folder.
 
     Raises:
@@ -154,7 +158,7 @@ def open_folder(folder: Path, load_dir: str | PathLike[str]) -> Checkpoint:
     if commit is None:
         raise CheckpointError(
             f"tag must name a checkpoint, but got tag={folder.name!r} in {str(load_dir)!r}, which holds "
-            f"{_listed(sound_tags(Path(load_dir))[0])}. Use one of these tags, or None for the latest."
+            f"{_listed(sound_tags(load_dir)[0])}. Use one of these tags, or None for the latest."
         )
     return Checkpoint(folder, folder.name, commit, read_index(folder / commit.data / INDEX, commit.index_sha256))
 

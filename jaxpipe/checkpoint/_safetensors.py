@@ -31,11 +31,12 @@ from jaxpipe._files import (
     read_file,
     write_file,
 )
+from jaxpipe._paths import local_path
 from jaxpipe.errors import CheckpointError, shown
 from jaxpipe.layers import split_path, unflatten_dict
 from jaxpipe.state import Leaf
 
-from ._directory import sync_folders
+from ._directory import readable, sync
 from ._json import parse_json
 from ._load import read_leaves
 from ._open import Checkpoint, open_checkpoint, reread
@@ -109,7 +110,7 @@ def export_safetensors(
         CheckpointError: There is no checkpoint, it is damaged, it has a dtype that safetensors has not, `out` is no
             such name, cannot be written or lies beside an export in other files, or `max_shard_bytes` is not positive.
     """
-    target = _check_target(Path(out))
+    target = _check_target(local_path(out, "out", CheckpointError))
     check_shard_size(max_shard_bytes)
     return reread(path, lambda: _export(open_checkpoint(path, tag), target, max_shard_bytes))
 
@@ -197,7 +198,7 @@ def write_safetensors(
                     partial.replace(path)
             for path, content in last.items():
                 write_file(path, content)
-            sync_folders([target.parent])
+            sync([target.parent])
     except OSError as error:
         raise CheckpointError(
             f"out must be a file that can be written, but got out={str(target)!r} and {error.strerror or error}. Make "
@@ -225,7 +226,7 @@ def load_safetensors(path: str | PathLike[str], part: Literal["params", "collect
     if part not in ("params", "collections"):
         raise CheckpointError(f"part must be 'params' or 'collections', but got part={part!r}. Write one of these.")
     found: dict[str, np.ndarray] = {}
-    for file, names in safetensors_files(Path(path)).items():
+    for file, names in safetensors_files(local_path(path, "path", CheckpointError)).items():
         wanted = [name for name in names if name.startswith(_COLLECTIONS) == (part == "collections")]
         with open_safetensors(file) as tensors:
             found.update({name: tensors.get_tensor(name) for name in wanted})
@@ -247,8 +248,10 @@ def load_safetensors(path: str | PathLike[str], part: Literal["params", "collect
 
 
 def _check_target(out: Path) -> Path:
-    if not out.name.endswith(_SUFFIX) or out.name == _SUFFIX or out.is_dir():
-        example = out / "model.safetensors" if out.is_dir() else out.with_name((out.name or "model") + _SUFFIX)
+    with readable(out):
+        is_folder = out.is_dir()
+    if not out.name.endswith(_SUFFIX) or out.name == _SUFFIX or is_folder:
+        example = out / "model.safetensors" if is_folder else out.with_name((out.name or "model") + _SUFFIX)
         raise CheckpointError(
             f"out must be the name of a file that ends in {_SUFFIX!r}, but got out={str(out)!r}. Write for instance "
             f"{str(example)!r}."
@@ -403,7 +406,11 @@ def safetensors_files(path: Path) -> dict[Path, list[str]]:
     Raises:
         CheckpointError: As `load_safetensors`.
     """
-    path = _resolve(path)
+    with readable(path):
+        return _files(_resolve(path))
+
+
+def _files(path: Path) -> dict[Path, list[str]]:
     if path.suffix != ".json":
         with open_safetensors(path) as tensors:
             return {path: list(tensors.keys())}

@@ -4,8 +4,13 @@ It is imported by the calls, not by this module: that takes longer than the impo
 root logger a handler, with which a program's own `logging.basicConfig` would do nothing.
 """
 
+import functools
 import hashlib
+import logging
 import os
+import sys
+import traceback
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +23,7 @@ from jaxpipe.errors import CheckpointError
 
 from ._index import StoredArray
 
+_LOGGER = logging.getLogger("jaxpipe")
 _WRITE_BYTES = 128 << 20
 """Largest sum of buffers while writing."""
 _FILE_BYTES = 256 << 20
@@ -77,6 +83,7 @@ def read_arrays(
             like = {name: _like(array) if name in names else ... for name, array in nonempty.items()}
             found = ocp.load(str(path.absolute()), like)
         except Exception as error:  # whatever the libraries below raise for damaged files
+            make_bare(error)
             raise CheckpointError(
                 f"{path} must hold the arrays as they were written, but reading {names[0]} and the {len(names) - 1} "
                 f"after it failed with {type(error).__name__}: {_first_line(error)}. The files are damaged or missing: "
@@ -143,10 +150,42 @@ def _hash(block: np.ndarray) -> str:
     return hashlib.sha256(np.ascontiguousarray(block).reshape(-1).view(np.uint8).data).hexdigest()
 
 
+def make_bare(error: BaseException) -> None:
+    """Take from an error the hundreds of lines of Orbax that it came through; they are logged for who debugs it."""
+    _LOGGER.debug("Orbax failed", exc_info=error)
+    error.__cause__ = error.__context__ = error.__traceback__ = None
+
+
+@functools.cache
 def _orbax() -> Any:
     from orbax.checkpoint import v1
 
+    # What fails in a thread of Orbax is raised here, and told once. Each thread prints it too, and so do those that it
+    # leaves alone after the first failure: in an outage a thousand lines around the one that says what happened.
+    for name in ("absl", "asyncio"):
+        logging.getLogger(name).addFilter(_is_news)
+    show = sys.unraisablehook
+
+    def hook(unraisable: Any) -> None:
+        is_late = isinstance(unraisable.exc_value, RuntimeError) and unraisable.object is None
+        if is_late and str(unraisable.exc_value) == "Event loop is closed":
+            _LOGGER.debug("a write ended after its save: %s", unraisable.exc_value)
+        else:
+            show(unraisable)
+
+    sys.unraisablehook = hook
+    warnings.filterwarnings("ignore", "coroutine '.*serialize.*' was never awaited", RuntimeWarning)
     return v1
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """False for an exception that was raised inside Orbax; a filter of loggers."""
+    error = record.exc_info[1] if record.exc_info else None
+    frames = [] if error is None else traceback.extract_tb(error.__traceback__)
+    if not any("/orbax/" in frame.filename for frame in frames):
+        return True
+    _LOGGER.debug("%s", record.getMessage())
+    return False
 
 
 def _like(array: StoredArray) -> np.ndarray:

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
@@ -21,6 +21,7 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 
+from jaxpipe._paths import local_path
 from jaxpipe.distributed import gather_texts, log, run_on_all
 from jaxpipe.errors import CheckpointError
 from jaxpipe.layers import join_path
@@ -31,10 +32,13 @@ from jaxpipe.topology import mesh_shape
 from ._describe import describe_layers, dump_scalars, library_versions, scalar_arrays
 from ._directory import (
     ARRAYS,
+    COMMIT,
     Commit,
+    NotSyncedError,
     check_tag,
     commit,
     make_data,
+    make_folder,
     next_sequence,
     read_commit,
     read_latest,
@@ -44,13 +48,14 @@ from ._directory import (
     replace_file,
     sound_tags,
     step_tag,
-    sync_folders,
+    sync,
+    sync_tree,
 )
 from ._index import INDEX, Index, StoredArray, dump_index
-from ._json import check_json
+from ._json import check_json, dump_json
 from ._lock import DirectoryLock
 from ._snapshot import snapshot
-from ._store import grid_of, hash_blocks, start_writing
+from ._store import grid_of, hash_blocks, make_bare, start_writing
 from ._struct import dump_struct
 
 _REPORT_TIMEOUT_S = 600
@@ -97,7 +102,8 @@ class _Job:
 class CheckpointWriter:
     """Writes the states of one run.
 
-    Only one run may save to a directory at a time, which a lock sees to: what unfinished saves left there is removed.
+    Only one job may save to a directory, from its first save there until its runs are deleted or its
+    program ends, which a lock sees to. What unfinished saves left there is removed.
 
     Args:
         keep_last: How many checkpoints with tags of the form `global_step<N>` to keep; None: all.
@@ -108,7 +114,7 @@ class CheckpointWriter:
         self._keep_last, self._keep_every = keep_last, keep_every
         self._ended = threading.Event()
         self._ended.set()
-        self._error: CheckpointError | None = None
+        self._error: Exception | None = None
         self._is_waited_for = False
 
     def save(
@@ -143,8 +149,8 @@ class CheckpointWriter:
                 the tag is a link; another job saves there; the directory cannot be written; or the last save in the
                 background failed. No checkpoint has changed.
         """
+        folder = local_path(save_dir, "save_dir", CheckpointError)
         self.wait()
-        folder = Path(save_dir)
         tag = self._agreed_tag(step_tag(run.global_steps) if tag is None else tag)
         # All that can be refused is, before anything is locked or written.
         run_on_all(lambda: _check_client_state(run.client_state))
@@ -163,7 +169,7 @@ class CheckpointWriter:
                     save_dir=folder.absolute(),
                     tag=tag,
                     sequence=int(sequence),
-                    data=_checked_data(folder.absolute() / tag / data, save_dir),
+                    data=_checked_data(folder.absolute() / tag / data, folder),
                     arrays=hold(arrays),
                     scalars=hold(scalar_arrays(pipeline, state)),
                     leaves=leaves,
@@ -174,18 +180,16 @@ class CheckpointWriter:
             finish = _start(cast("_Job", job), self._keep_last, self._keep_every)
         except BaseException:
             if made is not None:
-                made.lock.release()
+                made.lock.end_save(self, is_kept=False)
             raise
         del job
+        lock = None if made is None else made.lock
         if background:
             self._finish_at_exit()
             self._ended.clear()
-            threading.Thread(target=self._run, args=(finish,), name=f"save {tag}").start()
+            threading.Thread(target=self._run, args=(finish, lock), name=f"save {tag}").start()
         else:
-            try:
-                finish()
-            except CheckpointError as error:
-                self._error = error
+            self._run(finish, lock)
             self.wait()
         return folder / tag
 
@@ -232,21 +236,26 @@ class CheckpointWriter:
         getattr(threading, "_register_atexit", atexit.register)(wait)
         atexit.register(report)
 
-    def _run(self, finish: Callable[[], None]) -> None:
-        """End a save in the background."""
+    def _run(self, finish: Callable[[], None], lock: DirectoryLock | None) -> None:
+        """End a save; `wait` tells what failed, on all processes."""
+        is_saved = False
         try:
             finish()
-        except CheckpointError as error:
+            is_saved = True
+        except Exception as error:  # noqa: BLE001  # whatever it is: a save that is not told of counts as done
             self._error = error
-            logging.getLogger("jaxpipe").error("%s", error)  # not by `log`, which writes in process 0 alone
+            if threading.current_thread() is not threading.main_thread():
+                logging.getLogger("jaxpipe").error("%s", error)  # not by `log`, which writes in process 0 alone
         finally:
+            if lock is not None:
+                lock.end_save(self, is_kept=is_saved)
             self._ended.set()
 
 
 class _FailingAtTheEnd:
     """A stream that the interpreter cannot flush when it ends, which prints why and makes its exit status 120."""
 
-    def __init__(self, stream: Any, error: CheckpointError) -> None:
+    def __init__(self, stream: Any, error: Exception) -> None:
         self._stream, self._error = stream, error
 
     def __getattr__(self, name: str) -> Any:
@@ -266,25 +275,23 @@ def _start(job: _Job, keep_last: int | None, keep_every: int | None) -> Callable
     failure = _caught(lambda: waits.append(start_writing(job.data / ARRAYS, job.arrays)))
 
     def finish() -> None:
-        try:
-            failed = failure or _caught(lambda: _end(job, waits[0]))
-            if failed is not None:
-                _caught(lambda: _report(job.data, error=_first_line(failed)))
-            elif job.lock is not None:
-                failed = _caught(lambda: _commit(job, cast("DirectoryLock", job.lock)))
-            if job.lock is not None and failed is None:
-                _make_room(job, keep_last, keep_every)
-            elif job.lock is not None:
-                _clean_up(job)
-        finally:
-            if job.lock is not None:
-                job.lock.release()
+        failed, is_there = failure or _caught(lambda: _end(job, waits[0])), False
+        if failed is not None:
+            _caught(lambda: _report(job.data, error=_first_line(failed)))
+        elif job.lock is not None:
+            failed = _caught(lambda: _commit(job, cast("DirectoryLock", job.lock)))
+        if job.lock is not None and failed is None:
+            _make_room(job, keep_last, keep_every)
+        elif job.lock is not None:
+            is_commit = isinstance(failed, NotSyncedError) and Path(failed.filename).name == COMMIT
+            is_there = _clean_up(job) or is_commit
         if failed is None:
             log(logging.INFO, "saved %s in %.1f s", job.save_dir / job.tag, time.perf_counter() - started)
         elif isinstance(failed, KeyboardInterrupt):
             raise failed
         else:
-            raise _failure(job, failed) from failed
+            make_bare(failed)
+            raise _failure(job, failed, is_there=is_there) from failed
 
     return finish
 
@@ -318,12 +325,14 @@ def _commit(job: _Job, lock: DirectoryLock) -> None:
     if failed:
         raise OSError("; ".join(failed))
     content = dump_index(_index(job, [report["sha256"] for report in reports]))
-    # A commit names only what is on disk: the arrays, then the index with their hashes, then the folders' entries, and
+    # A commit names only what is on disk: the arrays, the index with their hashes, then the folders' entries, and
     # last, by `commit`, one small file. Before it the tag is not there, after it the tag is whole.
     replace_file(job.data / INDEX, content)
     for path in job.data.glob("report-*.json"):
         path.unlink()
-    sync_folders([job.data.parent, job.data, *(path for path in job.data.rglob("*") if path.is_dir())])
+    # Of what Orbax writes it syncs the arrays' values alone, and no reader does without the rest.
+    sync_tree(job.data)
+    sync([job.data.parent, job.save_dir])
     done = Commit(
         sequence=job.sequence,
         data=job.data.name,
@@ -380,9 +389,9 @@ class _Prepared:
 
 def _prepare(save_dir: Path, tag: str) -> _Prepared:
     """Make room and the folder for the data."""
-    try:
-        save_dir.mkdir(parents=True, exist_ok=True)
-        lock = DirectoryLock(save_dir.absolute())
+    with _told(save_dir):
+        make_folder(save_dir)
+        lock = DirectoryLock.begin_save(save_dir.absolute())
         try:
             if (save_dir / tag).is_symlink():
                 raise CheckpointError(
@@ -395,27 +404,30 @@ def _prepare(save_dir: Path, tag: str) -> _Prepared:
             sequence = next_sequence(sound_tags(save_dir)[0])
             return _Prepared(lock, make_data(save_dir / tag, sequence).name, sequence)
         except BaseException:
-            lock.release()
+            lock.end_save(None, is_kept=False)
             raise
-    except OSError as error:
-        raise _not_writable(save_dir, error) from error
 
 
-def _checked_data(data: Path, save_dir: str | PathLike[str]) -> Path:
-    if not data.is_dir():
-        raise CheckpointError(
-            f"save_dir must be a directory that all processes see, but got save_dir={str(save_dir)!r}, in which "
-            f"process {jax.process_index()} does not find {data} that process 0 made. Give an absolute path on a "
-            "shared disk."
-        )
-    return data
-
-
-def _not_writable(save_dir: Path, error: OSError) -> CheckpointError:
-    return CheckpointError(
-        f"save_dir must be a directory that can be written, but got save_dir={str(save_dir)!r} and "
-        f"{error.strerror or error} at {error.filename}. Check its permissions, or choose another."
+def _checked_data(data: Path, save_dir: Path) -> Path:
+    with _told(save_dir):
+        if data.is_dir():
+            return data
+    raise CheckpointError(
+        f"save_dir must be a directory that all processes see, but got save_dir={str(save_dir)!r}, in which process "
+        f"{jax.process_index()} does not find {data} that process 0 made. Give an absolute path on a shared disk."
     )
+
+
+@contextlib.contextmanager
+def _told(save_dir: Path) -> Generator[None]:
+    """Tell of what the file system does not do."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            f"save_dir must be a directory that can be written, but got save_dir={str(save_dir)!r} and "
+            f"{error.strerror or error} at {error.filename}. Check its permissions, or choose another."
+        ) from error
 
 
 def _content(pipeline: Pipeline, run: RunState, iterators: list[Any], leaves: Mapping[str, Leaf]) -> dict[str, Any]:
@@ -430,7 +442,7 @@ def _content(pipeline: Pipeline, run: RunState, iterators: list[Any], leaves: Ma
         "excluded": tuple(key for key in pipeline.catalog if key not in leaves),
         "batch": dump_struct(tuple(batch)),
         "data_iterators": iterators,
-        "client_state": json.loads(json.dumps(dict(run.client_state))),
+        "client_state": json.loads(dump_json(dict(run.client_state))),
         "config": run.config,
         "versions": library_versions(),
     }
@@ -449,33 +461,45 @@ def _index(job: _Job, reports: list[dict[str, dict[str, str]]]) -> Index:
     return Index(leaves=job.leaves, arrays=arrays, scalars=dump_scalars(job.scalars), **job.content)
 
 
-def _clean_up(job: _Job) -> None:
+def _clean_up(job: _Job) -> bool:
     """Make room after a failure, unless that came after the commit.
 
     Where one array cannot be written Orbax leaves the writers of the others alone, and these make folders again. How
     many they are, and when the last one ends, it does not tell. So the data are removed until they stay away; the next
-    save removes what comes later still.
+    save removes what comes later still, and all of it where storage does not answer now.
+
+    Returns:
+        Whether the checkpoint is committed.
     """
-    with contextlib.suppress(CheckpointError, OSError):
+    try:
         committed = read_commit(job.data.parent)
         if committed is not None and committed.data == job.data.name:
-            return
-    num_quiet, deadline = 0, time.monotonic() + _CLEANING_S
-    while num_quiet < _QUIET_POLLS and time.monotonic() < deadline:
-        num_quiet = 0 if job.data.exists() else num_quiet + 1
-        shutil.rmtree(job.data, ignore_errors=True)
-        time.sleep(_QUIET_PAUSE_S)
+            return True
+        num_quiet, deadline = 0, time.monotonic() + _CLEANING_S
+        while num_quiet < _QUIET_POLLS and time.monotonic() < deadline:
+            num_quiet = 0 if job.data.exists() else num_quiet + 1
+            shutil.rmtree(job.data, ignore_errors=True)
+            time.sleep(_QUIET_PAUSE_S)
+    except (CheckpointError, OSError) as error:
+        log(logging.WARNING, "%s was not written, and is left for the next save to remove: %s", job.data, error)
+    return False
 
 
-def _raise(error: CheckpointError | None) -> None:
+def _raise(error: Exception | None) -> None:
     if error is not None:
         raise error
 
 
-def _failure(job: _Job, error: BaseException) -> CheckpointError:
+def _failure(job: _Job, error: BaseException, *, is_there: bool) -> CheckpointError:
+    path = job.save_dir / job.tag
+    if is_there:
+        return CheckpointError(
+            f"{path} was written, but may be lost if the machine's power is: {_first_line(error)}. Check the file "
+            "system, and save again."
+        )
     return CheckpointError(
-        f"{job.save_dir / job.tag} could not be written: {_first_line(error)}. Earlier checkpoints are as they were. "
-        "Make room or check the file system, and save again."
+        f"{path} could not be written: {_first_line(error)}. Earlier checkpoints are as they were. Make room or check "
+        "the file system, and save again."
     )
 
 

@@ -187,8 +187,7 @@ class Colour(enum.IntEnum):
     [
         ((1, 2), "x", r"but got a tuple. Write list\(...\)"),
         ({1, 2}, "x", r"but got a set. Write list\(...\)"),
-        (np.float32(1.5), "x", r"but got a float32. Write value.item\(\)"),
-        (np.float64(1.5), "x", r"but got a float64. Write value.item\(\)"),
+        (np.datetime64("2024-01-01"), "x", r"but got a date. Store what it can be made from"),
         (jnp.float32(1.5), "x", r"but got a ArrayImpl. Write value.item\(\)"),
         (np.zeros(3), "x", r"but got a ndarray. Write value.tolist\(\), or make it a collection of a layer if it is"),
         (jnp.zeros(3), "x", r"but got a ArrayImpl. Write value.tolist\(\), or make it a collection"),

@@ -1,6 +1,9 @@
 """The lock on a directory: who holds it is told, who is gone is not waited for, and who lost it does not commit."""
 
+import contextlib
 import dataclasses
+import errno
+import gc
 import json
 import os
 import shutil
@@ -22,6 +25,7 @@ from jaxpipe.checkpoint._lock import DirectoryLock, _new_owner, _Owner, _start_o
 from jaxpipe.errors import CheckpointError
 
 SCRIPT = Path(__file__).parent / "_save_again_and_again.py"
+STAYING = Path(__file__).parent / "_save_and_stay.py"
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +49,7 @@ def save(run: Run, path: Path, step: int = 1, **how: Any) -> CheckpointWriter:
 
 def held_by(path: Path, age_s: float = 0.0, **changed: str) -> Path:
     """The lock of another owner, who gave the last sign of life so long ago."""
-    owner: _Owner = dataclasses.replace(_new_owner(), **changed)
+    owner: _Owner = dataclasses.replace(_new_owner(path), **changed)
     file = path / ".lock" / owner.name
     file.parent.mkdir(parents=True)
     file.touch()
@@ -53,21 +57,119 @@ def held_by(path: Path, age_s: float = 0.0, **changed: str) -> Path:
     return file
 
 
-def test_it_is_there_while_a_job_saves_and_only_then(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[list[str]] = []
+def held_in(path: Path) -> list[str]:
+    """Names of the files of locks."""
+    return [each.name for each in path.glob(".lock/*")]
+
+
+def test_it_is_there_from_the_first_save_of_a_run_to_its_end(run: Run, tmp_path: Path) -> None:
+    writer = CheckpointWriter()
+    for step in (1, 2):
+        writer.save(tmp_path, run.engine.pipeline, run.engine.state, RunState(global_steps=step), background=True)
+        writer.wait()
+        (name,) = held_in(tmp_path)
+        assert name.split("-")[1] == str(os.getpid())
+    assert list(committed_tags(tmp_path)) == ["global_step1", "global_step2"]
+    del writer
+    gc.collect()
+    assert not list(tmp_path.glob(".lock*"))
+
+
+def test_runs_of_one_process_share_it(run: Run, tmp_path: Path) -> None:
+    first = save(run, tmp_path, 1)
+    second = save(run, tmp_path, 2)
+    first.save(tmp_path, run.engine.pipeline, run.engine.state, RunState(global_steps=4))
+    names = held_in(tmp_path)
+    assert len(names) == 1
+    del first
+    gc.collect()
+    assert held_in(tmp_path) == names
+    del second
+    gc.collect()
+    assert held_in(tmp_path) == []
+
+
+def test_two_saves_of_one_process_at_once(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer, may_end = save(run, tmp_path, 1), threading.Event()
     true = _writer._end
 
     def end(*args: Any) -> None:
-        seen.append([path.name for path in (tmp_path / ".lock").iterdir()])
+        may_end.wait()
         true(*args)
 
     monkeypatch.setattr(_writer, "_end", end)
-    save(run, tmp_path, background=True).wait()
-    assert len(seen[0]) == 1
-    assert seen[0][0].split("-")[1] == str(os.getpid())
+    writer.save(tmp_path, run.engine.pipeline, run.engine.state, RunState(global_steps=2), background=True)
+    try:
+        with pytest.raises(CheckpointError, match=f"held by process {os.getpid()} on .* UTC, which is this process. S"):
+            save(run, tmp_path, 3)
+    finally:
+        may_end.set()
+    writer.wait()
+    save(run, tmp_path, 3)
+    assert list(committed_tags(tmp_path)) == ["global_step1", "global_step2", "global_step3"]
+
+
+def test_a_lock_that_could_not_be_given_back_is_in_nobodys_way(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock = DirectoryLock(tmp_path)
+    with monkeypatch.context() as outage:
+        outage.setattr(Path, "unlink", lambda *args, **kwargs: (_ for _ in ()).throw(OSError(errno.EIO, "is out")))
+        lock.release()
+    assert len(held_in(tmp_path)) == 1
+    save(run, tmp_path)
+    assert list(committed_tags(tmp_path)) == ["global_step1"]
+
+
+def test_a_copy_of_a_directory_is_not_held(run: Run, tmp_path: Path, sleeper: subprocess.Popen[bytes]) -> None:
+    (tmp_path / "first").mkdir()
+    writer = save(run, tmp_path / "first")
+    began = time.monotonic()
+    save(run, shutil.copytree(tmp_path / "first", tmp_path / "copy"), 2)
+    held_by(tmp_path / "copy", pid=str(sleeper.pid), start=_start_of(str(sleeper.pid)))
+    other = shutil.copytree(tmp_path / "copy", tmp_path / "other")
+    for file in (other / ".lock").iterdir():
+        os.utime(file, (time.time() - 61,) * 2)
+    save(run, other, 3)
+    assert time.monotonic() - began < 30
+    del writer
+
+
+def test_another_job_is_refused_until_the_first_has_ended(run: Run, tmp_path: Path) -> None:
+    """But may read."""
+    with staying(tmp_path) as job:
+        with pytest.raises(CheckpointError, match=f"which is held by process {job.pid} on .* UTC. Save again when th"):
+            save(run, tmp_path, 7)
+        run.engine.load_checkpoint(tmp_path)
+        job.communicate("end\n", timeout=60)
+        assert job.returncode == 0
     assert not list(tmp_path.glob(".lock*"))
-    save(run, tmp_path, 2)
-    assert list(committed_tags(tmp_path)) == ["global_step1", "global_step2"]
+    save(run, tmp_path, 7)
+
+
+def test_a_job_that_was_killed_after_its_save_is_not_waited_for(run: Run, tmp_path: Path) -> None:
+    with staying(tmp_path) as job:
+        job.kill()
+        job.communicate()
+    assert len(held_in(tmp_path)) == 1
+    began = time.monotonic()
+    save(run, tmp_path, 7)
+    assert time.monotonic() - began < 20
+
+
+@contextlib.contextmanager
+def staying(path: Path) -> Iterator[subprocess.Popen[str]]:
+    """A job that has saved, and goes on until it is told to end."""
+    paths = [str(Path(jaxpipe.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, str(STAYING), str(path)]
+    with subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as job:
+        try:
+            assert job.stdout is not None
+            assert job.stdout.readline() == "saved\n"
+            yield job
+        finally:
+            job.kill()
 
 
 def test_a_process_that_lives_is_named(run: Run, tmp_path: Path, sleeper: subprocess.Popen[bytes]) -> None:
@@ -182,7 +284,7 @@ def test_what_killed_processes_left_of_locks_is_removed(run: Run, tmp_path: Path
     """But nothing that only looks like it."""
     left = tmp_path / ".lock-0123abcd"
     left.mkdir()
-    (left / dataclasses.replace(_new_owner(), pid="4194305", start="1").name).touch()
+    (left / dataclasses.replace(_new_owner(tmp_path), pid="4194305", start="1").name).touch()
     for name in (".lock-mine", ".lock-89abcdef"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "notes.txt").write_text("mine")
