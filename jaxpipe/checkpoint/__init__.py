@@ -6,6 +6,7 @@ from ._huggingface import load_huggingface as load_huggingface
 from ._huggingface import read_config_json as read_config_json
 from ._huggingface import save_huggingface as save_huggingface
 from ._inspect import inspect_checkpoint as inspect_checkpoint
+from ._json import check_json as check_json
 from ._json import decode_state as decode_state
 from ._json import encode_state as encode_state
 from ._load import load_collections as load_collections
@@ -66,6 +67,7 @@ __all__ = [
     "transpose",
     "verify_checkpoint",
     # For other rooms.
+    "check_json",
     "decode_state",
     "encode_state",
     "load_struct",

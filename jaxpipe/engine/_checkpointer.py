@@ -8,17 +8,22 @@ import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from os import PathLike, fspath
+from functools import partial
+from os import PathLike
+from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 
+from jaxpipe._imports import raised
+from jaxpipe._paths import local_path
 from jaxpipe.checkpoint import (
     Checkpoint,
     CheckpointWriter,
     Rename,
     RunState,
+    check_json,
     decode_state,
     find_checkpoint,
     load_huggingface,
@@ -33,6 +38,8 @@ from jaxpipe.errors import CheckpointError
 from ._hold import hold_signals
 from ._source import MicrobatchSource
 from ._trainer import Trainer
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -65,7 +72,7 @@ class Checkpointer:
         self._trainer, self._source, self._when_loaded = trainer, source, when_loaded
         self._section = trainer.config.checkpoint
         self._writer = CheckpointWriter(self._section.keep_last, self._section.keep_every)
-        self._preemption: tuple[_PreemptionWatch, str, Callable[[], Mapping[str, Any]]] | None = None
+        self._preemption: tuple[_PreemptionWatch, Path, Callable[[], Mapping[str, Any]]] | None = None
 
     def save(
         self,
@@ -75,22 +82,28 @@ class Checkpointer:
         *,
         save_latest: bool,
         exclude_frozen: bool = False,
+        is_last: bool = False,
     ) -> None:
-        """Write a checkpoint; see `Engine.save_checkpoint`."""
-        check_path(save_dir, "save_dir")
+        """Write a checkpoint; see `Engine.save_checkpoint`.
+
+        Where it is the last one that there will be, what cannot be stored of the place in the data is left out.
+        """
+        folder = local_path(save_dir, "save_dir", CheckpointError)
         trainer = self._trainer
         pipeline, state = trainer.pipeline, trainer.state
         trainer.block_until_ready()
+        position, nowhere = self._source.position, {"is_own": False, "state": None}
+        place = _what_fits(position, nowhere) if is_last else run_on_all(position)
         run = RunState(
             global_steps=trainer.global_steps,
             global_samples=trainer.global_samples,
-            data_iterator=run_on_all(self._source.position),
+            data_iterator=place,
             client_state=client_state,
             config=_as_json(dataclasses.asdict(without_secrets(trainer.config))),
         )
         background = self._section.async_save
         self._writer.save(
-            save_dir,
+            folder,
             pipeline,
             state,
             run,
@@ -114,17 +127,17 @@ class Checkpointer:
         self, load_dir: str | PathLike[str], tag: str | None, what: LoadOptions
     ) -> tuple[str | None, dict[str, Any]]:
         """Go on from a checkpoint; see `Engine.load_checkpoint`."""
-        check_path(load_dir, "load_dir")
+        folder = local_path(load_dir, "load_dir", CheckpointError)
         self._writer.wait()
         return reread(
-            load_dir,
-            lambda: self._load(load_dir, tag, what),
+            folder,
+            lambda: self._load(folder, tag, what),
             agreed=lambda changed: bool(gather_numbers([changed]).any()),
         )
 
     def load_huggingface(self, folder: str | PathLike[str], renames: Sequence[Rename]) -> None:
         """Read parameters out of safetensors files; see `Engine.load_huggingface`."""
-        check_path(folder, "folder")
+        source = local_path(folder, "folder", CheckpointError)
         self._writer.wait()
         trainer = self._trainer
         trainer.block_until_ready()
@@ -133,25 +146,23 @@ class Checkpointer:
             def when_read() -> None:
                 exchange.enter_context(hold_signals())
 
-            trainer.state = load_huggingface(folder, renames, trainer.pipeline, trainer.state, when_read)
+            trainer.state = load_huggingface(source, renames, trainer.pipeline, trainer.state, when_read)
             self._when_loaded()
-        log(logging.INFO, "loaded parameters from %s", fspath(folder))
+        log(logging.INFO, "loaded parameters from %s", source)
 
-    def _load(
-        self, load_dir: str | PathLike[str], tag: str | None, what: LoadOptions
-    ) -> tuple[str | None, dict[str, Any]]:
+    def _load(self, load_dir: Path, tag: str | None, what: LoadOptions) -> tuple[str | None, dict[str, Any]]:
         found = run_on_all(lambda: find_checkpoint(load_dir, tag))
         # A network file system may show a new checkpoint to some processes later than to others.
         tags = gather_texts("" if found is None else f"{found.tag} {found.commit.sequence}")
         if len(set(tags)) > 1:
             named = ", ".join(f"process {i}: {each or 'none'}" for i, each in enumerate(tags))
             raise CheckpointError(
-                f"all processes must find the same checkpoint in {fspath(load_dir)!r}, but got {named}. Give them one "
+                f"all processes must find the same checkpoint in {str(load_dir)!r}, but got {named}. Give them one "
                 "directory on a file system that all of them see."
             )
         if found is None:
             warnings.warn(
-                f"load_checkpoint found no checkpoint in {fspath(load_dir)!r}; the engine is as it was.", stacklevel=7
+                f"load_checkpoint found no checkpoint in {str(load_dir)!r}; the engine is as it was.", stacklevel=7
             )
             return None, {}
         trainer = self._trainer
@@ -208,8 +219,9 @@ class Checkpointer:
         client_state: Callable[[], Mapping[str, Any]],
     ) -> None:
         """Begin to watch for signals; see `Engine.save_on_preemption`."""
-        check_path(save_dir, "save_dir")
-        self._preemption = (_PreemptionWatch(signals), fspath(save_dir), client_state)
+        # As seen from here: the program may be elsewhere when it ends.
+        folder = local_path(save_dir, "save_dir", CheckpointError).absolute()
+        self._preemption = (_PreemptionWatch(signals), folder, client_state)
 
     def end_if_preempted(self) -> None:
         """After a step: save and exit if any process was asked to end."""
@@ -219,12 +231,11 @@ class Checkpointer:
         exit_code = watch.exit_code()
         if exit_code is None:
             return
-        try:
-            self.wait()
-        except CheckpointError as error:
-            log(logging.WARNING, "%s", error)
-        # Even where an earlier save failed: this is the last chance to keep what was trained.
-        self.save(save_dir, None, client_state(), save_latest=True)
+        # Whatever fails beside the weights: this is the last chance to keep what was trained.
+        _what_fits(self.wait, None)
+        given = _what_fits(lambda: dict(client_state()), {})
+        state = {key: value for key, value in given.items() if _what_fits(partial(_check_item, key, value), False)}
+        self.save(save_dir, None, state, save_latest=True, is_last=True)
         self.wait()
         log(logging.WARNING, "asked to end: saved after %d steps in %s", self._trainer.global_steps, save_dir)
         raise SystemExit(exit_code)
@@ -268,17 +279,19 @@ class _PreemptionWatch:
         self._received = number
 
 
-def check_path(path: Any, name: str) -> None:
-    """Refuse what is no path of a folder.
+def _what_fits(give: Callable[[], T], otherwise: T) -> T:
+    """What a function gives for the last checkpoint; where it fails, something else, and a warning."""
+    try:
+        return give()
+    except Exception as error:  # noqa: BLE001  # of users' code too
+        # Not by `log`, which writes in process 0 alone.
+        logging.getLogger("jaxpipe").warning("asked to end, and saving without this: %s", raised(error))
+        return otherwise
 
-    Raises:
-        CheckpointError: It is empty, or neither a string nor a `pathlib.Path`.
-    """
-    if not isinstance(path, str | PathLike) or not fspath(path):
-        raise CheckpointError(
-            f"{name} must be the path of a directory, a string or a pathlib.Path, but got {name}={path!r}. Name one, "
-            "such as 'checkpoints', or '.' for the working directory."
-        )
+
+def _check_item(key: Any, value: Any) -> bool:
+    check_json({key: value}, "client_state")
+    return True
 
 
 def _data_position(found: Checkpoint) -> dict[str, Any]:

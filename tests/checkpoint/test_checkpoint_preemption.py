@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import flax.linen as nn
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from _one_run import MICROBATCH, Run, assert_holds, entry, make_run, mean_square
 
 import jaxpipe
-from jaxpipe import PipeDataParallelTopology
+from jaxpipe import PipeDataParallelTopology, RepeatingLoader
 from jaxpipe.checkpoint import committed_tags
 from jaxpipe.errors import CheckpointError
 from jaxpipe.topology import make_pipeline_mesh
@@ -115,6 +116,87 @@ def test_a_save_that_failed_before_does_not_cost_the_last_one(run: Run, tmp_path
         run.engine.train_batch()
     assert list(committed_tags(tmp_path / "save")) == ["global_step1"]
     assert caught.type is SystemExit
+
+
+class Placed(RepeatingLoader[Any]):
+    """Data whose place is no JSON."""
+
+    def get_state(self) -> Any:
+        return {"rng": object()}
+
+
+class Lost(RepeatingLoader[Any]):
+    """Data whose place can be told once."""
+
+    is_told = False
+
+    def get_state(self) -> Any:
+        if self.is_told:
+            raise OSError("no place")
+        self.is_told = True
+        return super().get_state()
+
+
+def raises() -> dict[str, Any]:
+    raise ZeroDivisionError("mine")
+
+
+STATES: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "numpy": (lambda: {"best": np.float32(0.5), "n": np.int64(3)}, {"best": 0.5, "n": 3}, ""),
+    "array": (lambda: {"n": 1, "loss": jnp.float32(1.0)}, {"n": 1}, r"client_state\['loss'\] must be .* got a ArrayI"),
+    "key": (lambda: {"n": 1, 2: "x"}, {"n": 1}, "keys of client_state must be strings"),
+    "raises": (raises, {}, r"ZeroDivisionError: mine \(test_checkpoint_preemption.py, line"),
+    "none": (lambda: None, {}, "TypeError: 'NoneType' object is not iterable"),
+}
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_what_cannot_be_stored_does_not_cost_the_weights(
+    run: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture, state: str
+) -> None:
+    give, kept, told = STATES[state]
+    run.engine.save_on_preemption(tmp_path, [signal.SIGUSR1], give)
+    os.kill(os.getpid(), signal.SIGUSR1)
+    with pytest.raises(SystemExit) as caught:
+        run.engine.train_batch()
+    assert caught.value.code == 128 + signal.SIGUSR1
+    held = run.held()
+    run.engine.save_on_preemption(os.devnull, ())
+    run.train(1)
+    assert run.engine.load_checkpoint(tmp_path)[1] == kept
+    assert_holds(run, held)
+    said = [each.getMessage() for each in caplog.records if "saving without this" in each.getMessage()]
+    assert len(said) == bool(told)
+    assert all(re.search(told, each) for each in said)
+
+
+@pytest.mark.filterwarnings("ignore:.*saved:UserWarning")
+@pytest.mark.parametrize("loader", [Placed, Lost])
+def test_a_place_in_the_data_that_cannot_be_stored(
+    run: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture, loader: type[RepeatingLoader[Any]]
+) -> None:
+    run.engine.save_on_preemption(tmp_path, [signal.SIGUSR1])
+    data = loader([entry(0)])
+    os.kill(os.getpid(), signal.SIGUSR1)
+    with pytest.raises(SystemExit) as caught:
+        run.engine.train_batch(data)
+    assert caught.value.code == 128 + signal.SIGUSR1
+    assert list(committed_tags(tmp_path)) == ["global_step1"]
+    run.engine.set_dataiterator(run.data)
+    assert re.search("saving without this: .*(state of the data iterator|no place)", caplog.text)
+
+
+def test_the_directory_is_the_one_that_was_meant(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever the program is when it ends."""
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    run.engine.save_on_preemption("last", [signal.SIGUSR1])
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    os.kill(os.getpid(), signal.SIGUSR1)
+    with pytest.raises(SystemExit):
+        run.engine.train_batch()
+    assert list(committed_tags(tmp_path / "last")) == ["global_step1"]
+    assert not list((tmp_path / "elsewhere").iterdir())
 
 
 def test_forward_backward_and_step_end_with_the_update(run: Run, tmp_path: Path) -> None:
