@@ -1,5 +1,6 @@
 """Checkpoints: written by the devices that hold the rows, opened at any number of stages, replicas and processes."""
 
+from ._describe import library_versions as library_versions
 from ._directory import committed_tags as committed_tags
 from ._huggingface import Source as Source
 from ._huggingface import load_huggingface as load_huggingface
@@ -70,6 +71,7 @@ __all__ = [
     "check_json",
     "decode_state",
     "encode_state",
+    "library_versions",
     "load_struct",
     "reread",
 ]

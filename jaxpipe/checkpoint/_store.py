@@ -43,7 +43,8 @@ def start_writing(path: Path, arrays: Mapping[str, jax.Array]) -> Callable[[], o
     Returns:
         What waits for the end, in any thread.
     """
-    ocp = _orbax()
+    from orbax.checkpoint import v1 as ocp
+
     context = ocp.Context()
     context.array.saving.use_compression = False  # random mantissas do not compress, and every byte is hashed anyway
     context.array.saving.ocdbt_target_data_file_size = _FILE_BYTES
@@ -72,7 +73,6 @@ def read_arrays(
     Raises:
         CheckpointError: Something cannot be read, or a row is not what was written.
     """
-    ocp = _orbax()
     empty = [name for name in rows if not arrays[name].num_bytes]
     if empty:
         yield {name: np.zeros(arrays[name].shape, jnp.dtype(arrays[name].dtype)) for name in empty}
@@ -80,8 +80,7 @@ def read_arrays(
     for names in _batches(nonempty, {name: None for name in rows if name in nonempty}):
         try:
             _check_files(path, sum(array.num_bytes for array in nonempty.values()) + _OVERHEAD_BYTES)
-            like = {name: _like(array) if name in names else ... for name, array in nonempty.items()}
-            found = ocp.load(str(path.absolute()), like)
+            found = _read(path, {name: nonempty[name] for name in names})
         except Exception as error:  # whatever the libraries below raise for damaged files
             make_bare(error)
             raise CheckpointError(
@@ -111,20 +110,27 @@ def _check_files(path: Path | str, most_bytes: int) -> None:
                 raise OSError(f"{entry.path} is no file, or one of {entry.stat().st_size} bytes")
 
 
-def hash_blocks(arrays: Mapping[str, jax.Array]) -> dict[str, dict[int, str]]:
-    """Hash the blocks that this process writes: of each the first copy.
+def hash_blocks(arrays: Mapping[str, jax.Array]) -> dict[str, dict[int, list[str]]]:
+    """Hash the blocks that this process holds, every copy: which of them Orbax writes is its own choice.
 
     Returns:
-        Number of a block to hash in hexadecimal, by the array's name; see `StoredArray`.
+        The hashes in hexadecimal that the copies of a block have, one where they are equal, by the array's name and the
+        block's number; see `StoredArray`.
     """
-    return {
-        name: {
-            _number(array, shard.index): _hash(np.asarray(shard.data))
-            for shard in array.addressable_shards
-            if shard.replica_id == 0
-        }
-        for name, array in arrays.items()
-    }
+    found: dict[str, dict[int, list[str]]] = {}
+    for name, array in arrays.items():
+        copies: dict[int, list[Any]] = {}
+        for shard in array.addressable_shards:
+            copies.setdefault(_number(array, shard.index), []).append(shard)
+        found[name] = {number: _hashes(shards) for number, shards in copies.items()}
+    return found
+
+
+def _hashes(copies: Sequence[Any]) -> list[str]:
+    first = _bytes(copies[0].data)
+    # Comparing is many times as fast as hashing, and by bytes: a NaN is equal to itself.
+    others = [copy for copy in copies[1:] if not np.array_equal(_bytes(copy.data), first)]
+    return [_hash(first), *sorted({_hash(np.asarray(copy.data)) for copy in others})]
 
 
 def grid_of(array: jax.Array) -> tuple[int, ...]:
@@ -139,7 +145,7 @@ def is_damaged(stored: StoredArray, array: np.ndarray, row: int) -> bool:
 
 def _number(array: jax.Array, index: tuple[slice, ...]) -> int:
     at = [(i.start or 0) // max(size, 1) for i, size in zip(index, _block_shape(array), strict=True)]
-    return int(np.ravel_multi_index(at, grid_of(array)))
+    return int(np.ravel_multi_index(at, grid_of(array))) if at else 0
 
 
 def _block_shape(array: jax.Array) -> tuple[int, ...]:
@@ -147,7 +153,7 @@ def _block_shape(array: jax.Array) -> tuple[int, ...]:
 
 
 def _hash(block: np.ndarray) -> str:
-    return hashlib.sha256(np.ascontiguousarray(block).reshape(-1).view(np.uint8).data).hexdigest()
+    return hashlib.sha256(_bytes(block).data).hexdigest()
 
 
 def make_bare(error: BaseException) -> None:
@@ -176,6 +182,33 @@ def _orbax() -> Any:
     sys.unraisablehook = hook
     warnings.filterwarnings("ignore", "coroutine '.*serialize.*' was never awaited", RuntimeWarning)
     return v1
+
+
+def _bytes(block: Any) -> np.ndarray:
+    return np.ascontiguousarray(block).reshape(-1).view(np.uint8)
+
+
+def _read(path: Path, arrays: Mapping[str, StoredArray]) -> Mapping[str, np.ndarray]:
+    """Read whole arrays, in this process alone.
+
+    By Orbax's handler of trees and not by its `load`, which waits for all processes of the job: each process reads
+    what it needs, some of them nothing, and one may read a checkpoint by itself.
+    """
+    import orbax.checkpoint as ocp
+
+    # `load` knows the folder by what lies in it, too: its name has changed with Orbax.
+    metadata = next(path.glob("*/_METADATA"), None)
+    if metadata is None:
+        raise FileNotFoundError(f"{path} has no file _METADATA")
+    like = {name: _like(array) for name, array in arrays.items()}
+    as_numpy = {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in arrays}
+    args = ocp.args.PyTreeRestore(item=like, restore_args=as_numpy, partial_restore=True)
+    folder: Any = metadata.parent.absolute()  # an `etils.epath.Path` for type checkers
+    found: Mapping[str, np.ndarray] = ocp.PyTreeCheckpointHandler().restore(folder, args=args)
+    for name, array in arrays.items():
+        if (found[name].shape, found[name].dtype.name) != (array.shape, array.dtype):
+            raise ValueError(f"{name} is {found[name].dtype.name}{list(found[name].shape)}")
+    return found
 
 
 def _is_news(record: logging.LogRecord) -> bool:

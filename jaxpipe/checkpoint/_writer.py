@@ -29,6 +29,7 @@ from jaxpipe.pipeline import Pipeline
 from jaxpipe.state import Leaf, TrainState, state_arrays
 from jaxpipe.topology import mesh_shape
 
+from ._copies import Hashes, merge_hashes
 from ._describe import describe_layers, dump_scalars, library_versions, scalar_arrays
 from ._directory import (
     ARRAYS,
@@ -287,7 +288,7 @@ def _start(job: _Job, keep_last: int | None, keep_every: int | None) -> Callable
             is_there = _clean_up(job) or is_commit
         if failed is None:
             log(logging.INFO, "saved %s in %.1f s", job.save_dir / job.tag, time.perf_counter() - started)
-        elif isinstance(failed, KeyboardInterrupt):
+        elif isinstance(failed, KeyboardInterrupt | CheckpointError):
             raise failed
         else:
             make_bare(failed)
@@ -308,7 +309,7 @@ def _caught(action: Callable[[], object]) -> BaseException | None:
 def _end(job: _Job, wait: Callable[[], object]) -> None:
     """Hash this process's blocks while they are written, and report to process 0."""
     # Orbax writes in threads of its own meanwhile, and hashing lets go of Python's lock.
-    hashes = hash_blocks(job.arrays)
+    hashes = hash_blocks({**job.arrays, **job.scalars})
     wait()
     _report(job.data, sha256=hashes)
 
@@ -448,14 +449,12 @@ def _content(pipeline: Pipeline, run: RunState, iterators: list[Any], leaves: Ma
     }
 
 
-def _index(job: _Job, reports: list[dict[str, dict[str, str]]]) -> Index:
-    hashes: dict[str, dict[int, str]] = {}
-    for report in reports:
-        for name, blocks in report.items():
-            hashes.setdefault(name, {}).update({int(block): sha256 for block, sha256 in blocks.items()})
+def _index(job: _Job, reports: list[Hashes]) -> Index:
+    grids = {name: grid_of(array) for name, array in {**job.arrays, **job.scalars}.items()}
+    hashes = merge_hashes(reports, grids, job.leaves)
     arrays = {}
     for name, array in job.arrays.items():
-        grid = grid_of(array)
+        grid = grids[name]
         sha256 = tuple(hashes[name][block] for block in range(math.prod(grid)))
         arrays[name] = StoredArray(tuple(array.shape), jnp.dtype(array.dtype).name, grid, sha256)
     return Index(leaves=job.leaves, arrays=arrays, scalars=dump_scalars(job.scalars), **job.content)
@@ -480,6 +479,8 @@ def _clean_up(job: _Job) -> bool:
             num_quiet = 0 if job.data.exists() else num_quiet + 1
             shutil.rmtree(job.data, ignore_errors=True)
             time.sleep(_QUIET_PAUSE_S)
+        with contextlib.suppress(OSError):  # a tag that was there before has data of its own
+            job.data.parent.rmdir()
     except (CheckpointError, OSError) as error:
         log(logging.WARNING, "%s was not written, and is left for the next save to remove: %s", job.data, error)
     return False

@@ -1,6 +1,7 @@
 """Descriptions of a job in the environment, by launcher."""
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -9,6 +10,8 @@ from jaxpipe.errors import LaunchError, shown
 from ._address import DEFAULT_PORT, bracketed, read_address
 from ._numbers import whole_number
 
+_OWN_FLAG = re.compile("dump|path|dir|file|host_platform_device_count")
+_TF32 = "NVIDIA_TF32_OVERRIDE"
 MPI4PY = "mpi4py"
 """Source of jobs under MPICH, Intel MPI or Open MPI 5, which JAX asks through mpi4py."""
 
@@ -145,6 +148,13 @@ def _number(name: str, text: str) -> int:
     if number is None:
         raise LaunchError(f"{name} must be a number, but got {name}={shown(text)}. Set it to one, or remove it.")
     return number
+
+
+def compiler_variables() -> dict[str, str]:
+    """Variables that change what a compiled program computes, without flags that say where a process writes."""
+    flags = os.environ.get("XLA_FLAGS", "").split()
+    common = sorted(flag for flag in flags if not _OWN_FLAG.search(flag.partition("=")[0]))
+    return {"XLA_FLAGS": " ".join(common), _TF32: os.environ.get(_TF32, "")}
 
 
 def asks_for_determinism() -> bool:

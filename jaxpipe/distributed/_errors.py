@@ -34,12 +34,21 @@ def run_on_all(action: Callable[[], T], who: Sequence[int] | None = None) -> T |
         try:
             result = action()
         except Exception as error:  # noqa: BLE001  # raised again below, when all processes know
-            own, failure = error, f"{type(error).__name__}\n{error}"
+            own, failure = error, failure_of(error)
     if jax.process_count() > 1:
         raise_on_all(own, gather_texts(failure))
     elif own is not None:
         raise own
     return result
+
+
+def failure_of(error: Exception) -> str:
+    """An error as `raise_on_all` takes it."""
+    try:
+        text = str(error)
+    except Exception:  # noqa: BLE001  # a class of the user's: the others must hear of it all the same
+        text = "(an error whose text cannot be made)"
+    return f"{type(error).__name__}\n{text}"
 
 
 def raise_on_all(own: Exception | None, failures: Sequence[str]) -> None:

@@ -33,14 +33,15 @@ def gather_numbers(values: Sequence[int]) -> np.ndarray:
 
 def gather_texts(text: str) -> list[str]:
     """A text of each process, in the order of process indices; all processes call."""
-    own = text.encode()
+    # What a file's name or an error brings with it need not be UTF-8.
+    own = text.encode(errors="surrogatepass")
     sizes = gather_numbers([len(own)])[:, 0]
     if not sizes.any():
         return [""] * len(sizes)
     words = -(-int(sizes.max()) // 4)
     padded = np.frombuffer(own.ljust(4 * words, b"\0"), np.uint32)
     rows = gather_numbers(padded.tolist())
-    return [row.tobytes()[:size].decode() for row, size in zip(rows, sizes, strict=True)]
+    return [row.tobytes()[:size].decode(errors="surrogatepass") for row, size in zip(rows, sizes, strict=True)]
 
 
 @cache

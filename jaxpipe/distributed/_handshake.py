@@ -1,6 +1,7 @@
 """Trying every axis of a mesh before anything depends on it."""
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -10,6 +11,30 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe.errors import LaunchError
+
+from ._gather import gather_numbers
+
+
+def meet(call: str, timeout_s: float) -> None:
+    """Wait until all processes have come to a call; all make it.
+
+    Args:
+        call: Its name.
+        timeout_s: Seconds to wait.
+
+    Raises:
+        LaunchError: Some did not come in time, or ended.
+    """
+    # Asked first: counting processes asks JAX for its devices, which a wrong argument must not wait for.
+    if not jax.distributed.is_initialized() or jax.process_count() == 1:
+        return
+    found = _run_in_time(lambda: gather_numbers([0]), timeout_s, call)
+    if not isinstance(found, np.ndarray):
+        got = f"waited {timeout_s:g} s" if found is None else f"got {_first_line(found)} when it waited"
+        raise LaunchError(
+            f"all {jax.process_count()} processes must call {call}, but process {jax.process_index()} {got} for the "
+            "others. Look for the process that ended, or that does something else before."
+        )
 
 
 def handshake(mesh: Mesh, timeout_s: float) -> None:
@@ -41,29 +66,38 @@ def _try_axis(mesh: Mesh, axis: str, timeout_s: float) -> None:
         return jax.lax.ppermute(x, axis, [(i, (i + 1) % length) for i in range(length)])
 
     mapped = jax.jit(jax.shard_map(shift, mesh=mesh, in_specs=sharding.spec, out_specs=sharding.spec, check_vma=False))
-    found: list[Any] = []
-
-    def run() -> None:
-        try:
-            found.append(jax.block_until_ready(mapped(jnp.asarray(sent))))
-        except Exception as error:  # noqa: BLE001  # whatever the backend raises; reported below
-            found.append(error)
-
-    thread = threading.Thread(target=run, daemon=True, name=f"handshake along {axis}")
-    thread.start()
-    thread.join(timeout_s)
-    if not found:
+    found = _run_in_time(lambda: jax.block_until_ready(mapped(jnp.asarray(sent))), timeout_s, f"handshake along {axis}")
+    if found is None:
         raise LaunchError(f"{_links(mesh, at)} must answer, but got nothing for {timeout_s:g} s. {_REPAIR}")
-    if isinstance(found[0], Exception):
-        first = (str(found[0]).strip().splitlines() or [""])[0]
-        raise LaunchError(f"{_links(mesh, at)} must answer, but got {type(found[0]).__name__}: {first}. {_REPAIR}")
-    for shard in found[0].addressable_shards:
+    if isinstance(found, Exception):
+        raise LaunchError(f"{_links(mesh, at)} must answer, but got {_first_line(found)}. {_REPAIR}")
+    for shard in found.addressable_shards:
         wanted = (places[shard.index] - 1) % length
         if not np.array_equal(np.asarray(shard.data), wanted):
             raise LaunchError(
                 f"{_links(mesh, at)} must pass on what was sent, but got {np.asarray(shard.data).ravel().tolist()} in "
                 f"place of {wanted.ravel().tolist()}. {_REPAIR}"
             )
+
+
+def _run_in_time(run: Callable[[], Any], timeout_s: float, name: str) -> Any:
+    """What a function returns or raises; None where it takes longer, and goes on in a thread of its own."""
+    found: list[Any] = []
+
+    def note() -> None:
+        try:
+            found.append(run())
+        except Exception as error:  # noqa: BLE001  # whatever the backend raises; the caller reports it
+            found.append(error)
+
+    thread = threading.Thread(target=note, daemon=True, name=name)
+    thread.start()
+    thread.join(timeout_s)
+    return found[0] if found else None
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
 
 
 _REPAIR = (
