@@ -153,7 +153,9 @@ class Checkpointer:
     def _load(self, load_dir: Path, tag: str | None, what: LoadOptions) -> tuple[str | None, dict[str, Any]]:
         found = run_on_all(lambda: find_checkpoint(load_dir, tag))
         # A network file system may show a new checkpoint to some processes later than to others.
-        tags = gather_texts("" if found is None else f"{found.tag} {found.commit.sequence}")
+        tags = gather_texts(
+            "" if found is None else f"{found.tag} {found.commit.sequence} (index {found.commit.index_sha256[:12]})"
+        )
         if len(set(tags)) > 1:
             named = ", ".join(f"process {i}: {each or 'none'}" for i, each in enumerate(tags))
             raise CheckpointError(

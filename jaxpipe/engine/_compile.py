@@ -1,6 +1,7 @@
 """Compiling programs before their first call, with a line before and one after; lines in other long waits."""
 
 import contextlib
+import functools
 import sys
 import threading
 import time
@@ -11,6 +12,8 @@ from typing import Any
 import jax
 
 from jaxpipe.executor import compile_program
+
+from ._alike import check_program
 
 Reporter = Callable[[str], None]
 
@@ -50,12 +53,15 @@ class Compiler:
             args: Its arguments.
             name: Its name for users.
             describe: Returns a description of the arguments, such as " for 4 microbatches".
+
+        Raises:
+            ConfigError: It is another program in another process.
         """
         if function in self._compiled:
             return
         self.report(f"compiling {name}{describe()}")
         began = time.perf_counter()
-        compile_program(function, *args)
+        compile_program(function, *args, when_lowered=functools.partial(check_program, name))
         self._compiled.add(function)
         self.report(f"compiled {name} in {time.perf_counter() - began:.1f} s")
 

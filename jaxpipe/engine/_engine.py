@@ -6,7 +6,7 @@ import signal
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from os import PathLike
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import jax
 import numpy as np
@@ -19,7 +19,8 @@ from jaxpipe._typing import PyTree
 from jaxpipe.checkpoint import Rename
 from jaxpipe.config import BatchSizes, TrainConfig, without_secrets
 from jaxpipe.data import Batch, LoaderIterator, RepeatingLoader, Shard, split_entry
-from jaxpipe.errors import ConfigError, DataError, PipelineError
+from jaxpipe.distributed import check_equal, run_on_all
+from jaxpipe.errors import ConfigError, DataError, LayerError, PipelineError
 from jaxpipe.executor import Metrics
 from jaxpipe.layers import PipelineModule
 from jaxpipe.monitor import Monitor, check_monitors
@@ -29,6 +30,7 @@ from jaxpipe.schedules import Slice, timeline, trace_of
 from jaxpipe.state import TrainState
 from jaxpipe.topology import PipelineParallelGrid, mesh_shape, mesh_topology, rank_devices
 
+from ._alike import describe_leaves
 from ._breakdown import Breakdown, stage_devices
 from ._checkpointer import Checkpointer, LoadOptions
 from ._compile import Reporter, print_line
@@ -43,6 +45,8 @@ from ._source import Entry, MicrobatchSource
 from ._telemetry import Telemetry
 from ._trainer import Trainer
 from ._turn import Turn, one_thread
+
+T = TypeVar("T")
 
 
 class Engine(ABC):
@@ -319,11 +323,16 @@ class Engine(ABC):
             LayerError: Outputs have no dim of samples.
         """
         trainer = self._trainer
-        batch, num_samples = split_samples(inputs, side, self.micro_batch_size * trainer.num_replicas)
-        num_microbatches = jax.tree.leaves(batch)[0].shape[0]
+
+        def read() -> tuple[tuple[Pipeline, int], Batch]:
+            batch, num_samples = split_samples(inputs, side, self.micro_batch_size * trainer.num_replicas)
+            num_microbatches = jax.tree.leaves(batch)[0].shape[0]
+            pipeline = trainer.programs.for_batch(batch, num_microbatches, has_labels=False, is_whole=True)
+            check_outputs(pipeline)
+            return (pipeline, num_samples), batch
+
         # Whole on every process, as the caller gave it: each gives all samples, and gets all outputs.
-        pipeline = trainer.programs.for_batch(batch, num_microbatches, has_labels=False, is_whole=True)
-        check_outputs(pipeline)
+        (pipeline, num_samples), batch = self._take("predict", read, is_whole=True)
         outputs = trainer.run("prediction", pipeline.predict, pipeline.place_batch(batch))
         trainer.block_until_ready()  # joining is a program of its own
         joined = join_samples(outputs, num_samples, self.mesh)
@@ -610,13 +619,24 @@ class Engine(ABC):
             collections: What `module_collections` returned; None: they stay.
 
         Raises:
-            LayerError: Parameters are missing, unexpected or of another shape, and `strict` is true; or one is no array
-                of floating-point numbers. Nothing changed.
+            LayerError: Parameters are missing, unexpected or of another shape, and `strict` is true; one is no array of
+                floating-point numbers; or another process gives other values. Nothing changed.
             PipelineError: No shapes are known yet.
         """
         trainer, tree = self._trainer, self._trainer.tree
-        params = tree.wrap(state_dict if strict else merge_params(self.module_state_dict(), state_dict))
-        tree.check(trainer.pipeline, params)
+        present = None if strict else self.module_state_dict()
+
+        def read() -> PyTree:
+            params = tree.wrap(state_dict if present is None else merge_params(present, state_dict))
+            tree.check(trainer.pipeline, params)
+            return params
+
+        params = run_on_all(read)
+        check_equal(
+            lambda: {"parameters": describe_leaves(params), "collections": describe_leaves(collections)},
+            LayerError,
+            "Give all processes the same trees: nothing changed.",
+        )
         state = trainer.pipeline.replace_params(trainer.state, params)
         if collections is not None:
             state = trainer.pipeline.replace_collections(state, tree.wrap_collections(collections))
@@ -702,6 +722,7 @@ class Engine(ABC):
             PipelineError: No shapes are known yet.
         """
         self._reports.set_hyperparams(values)
+        self._lockstep.settings |= {name: str(value) for name, value in values.items()}
 
     def get_global_grad_norm(self) -> jax.Array | None:
         """Norm of the last batch's gradient over all stages, before clipping; None before the first batch."""
@@ -789,6 +810,7 @@ class Engine(ABC):
                 f"{replicas} = {unit}, but got train_batch_size={train_batch_size!r}. Use for instance {nearest}."
             )
         self._trainer.sizes = BatchSizes(size, micro, size // unit)
+        self._lockstep.settings["train_batch_size"] = str(size)
 
     def is_first_stage(self) -> bool:
         """True if this process has a device of the first stage."""
@@ -865,10 +887,14 @@ class Engine(ABC):
             )
             return self._trainer.programs.for_batch(batch, num_microbatches, has_labels=has_labels), batch
 
-        if jax.process_count() > 1:  # the exchange with the other processes is a program too
-            self._trainer.block_until_ready()
-        pipeline, batch = self._lockstep.take(read)
+        pipeline, batch = self._take("train_batch" if is_training else "eval_batch", read)
         return pipeline, pipeline.place_batch(batch, self.data_shard.replicas)
+
+    def _take(self, call: str, read: Callable[[], tuple[T, Batch]], *, is_whole: bool = False) -> tuple[T, Batch]:
+        """Take a batch together with the other processes."""
+        if jax.process_count() > 1:  # the exchange with them is a program too
+            self._trainer.block_until_ready()
+        return self._lockstep.take(call, read, is_whole=is_whole)
 
     def _measured_slices(self, data_iter: Iterator[Entry] | None) -> Sequence[Slice]:
         """Train a batch and record it: its actions, with their times."""

@@ -3,26 +3,29 @@
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import jax
 import optax
 from jax.sharding import Mesh
 
 from jaxpipe._typing import PyTree
-from jaxpipe.config import Collector, config_from_args
+from jaxpipe.config import Collector, TrainConfig, config_from_args
 from jaxpipe.data import BatchLoader, RepeatingLoader, process_shard
-from jaxpipe.distributed import handshake, init_distributed, log, names_other_processes
+from jaxpipe.distributed import check_equal, handshake, init_distributed, log, meet, names_other_processes, run_on_all
 from jaxpipe.errors import ConfigError
 from jaxpipe.layers import PipelineModule
 from jaxpipe.monitor import Monitor
-from jaxpipe.pipeline import ConfigLike, check_mesh, prepare, read_params
+from jaxpipe.pipeline import ConfigLike, Prepared, check_mesh, prepare, read_params
 
+from ._alike import SAME_START, describe_start, describe_state
 from ._compile import Reporter, print_line
 from ._pipelined import PipelineEngine
 from ._unpipelined import UnpipelinedEngine, as_one_stage, further_inputs
 
 Optimizer = optax.GradientTransformation | Callable[..., optax.GradientTransformation]
+MEETING_TIMEOUT_S = 300.0
+"""Seconds that the first process waits for the last one to call `initialize`, as `init_distributed` does."""
 HANDSHAKE_TIMEOUT_S = 120.0
 """Seconds that the first exchange along an axis of the mesh may take."""
 
@@ -128,21 +131,31 @@ def initialize(  # noqa: PLR0913  # DeepSpeed's arguments
         DeepSpeed's `deepspeed.initialize`.
     """
     is_pipeline = isinstance(model, PipelineModule)
-    module = _checked_model(model, loss_fn)
-    refused = {
-        "mpu": (mpu, "the topology says how devices are used; give PipelineModule(topology=...)"),
-    }
-    for name, (value, instead) in refused.items():
-        if value is not None:
-            raise ConfigError(f"{name} must be None, but got {name}={value!r}. Instead, {instead}.")
     # Before anything below asks JAX for devices: from then on a process can no longer join others.
     if dist_init_required or (dist_init_required is None and names_other_processes()):
         init_distributed()
-    errors = Collector()
-    settings = config_from_args(args, config, config_params, errors)
-    module, chosen, mesh, sizes = prepare(module, settings, optimizer, lr_scheduler, mesh, errors)
-    if model_parameters is not None:
-        model_parameters = read_params(model_parameters)
+    meet("initialize", MEETING_TIMEOUT_S)
+
+    def read() -> tuple[Prepared, TrainConfig, PyTree | None]:
+        if mpu is not None:
+            raise ConfigError(
+                f"mpu must be None, but got mpu={mpu!r}. Instead, the topology says how devices are used; give "
+                "PipelineModule(topology=...)."
+            )
+        errors = Collector()
+        module, settings = _checked_model(model, loss_fn), config_from_args(args, config, config_params, errors)
+        prepared = prepare(module, settings, optimizer, lr_scheduler, mesh, errors)
+        return prepared, settings, None if model_parameters is None else read_params(model_parameters)
+
+    # What is wrong in one process alone, such as a file that is missing there, is an error in all.
+    prepared, settings, model_parameters = cast("tuple[Prepared, TrainConfig, PyTree | None]", run_on_all(read))
+    module, chosen, mesh, sizes = prepared
+    num_samples = len(training_data) if hasattr(training_data, "__len__") else None
+    check_equal(
+        lambda: describe_start(settings, module, mesh, example_batch, model_parameters, num_samples),
+        ConfigError,
+        SAME_START,
+    )
     if jax.process_count() > 1:
         check_mesh(module, mesh)
         # Before minutes are spent on compiling: what does not answer is found, and named, by a program of a few bytes.
@@ -169,17 +182,24 @@ def initialize(  # noqa: PLR0913  # DeepSpeed's arguments
             entry = loader.batch(range(loader.total_size))
             example_batch = entry if isinstance(entry, tuple | list) and len(entry) in (2, 3) else None
     make = PipelineEngine if is_pipeline else partial(UnpipelinedEngine, further_inputs=further_inputs(model))
-    engine = make(
-        module,
-        chosen,
-        settings,
-        mesh,
-        model_parameters=model_parameters,
-        example_batch=example_batch,
-        data_iter=None if loader is None else RepeatingLoader(loader),
-        reporter=reporter,
-        monitors=monitors,
+    engine = cast(
+        "PipelineEngine | Any",
+        run_on_all(
+            lambda: make(
+                module,
+                chosen,
+                settings,
+                mesh,
+                model_parameters=model_parameters,
+                example_batch=example_batch,
+                data_iter=None if loader is None else RepeatingLoader(loader),
+                reporter=reporter,
+                monitors=monitors,
+            )
+        ),
     )
+    if example_batch is not None:
+        check_equal(lambda: {"shapes of layers": describe_state(engine.pipeline)}, ConfigError, SAME_START)
     return engine, engine.optimizer, loader, engine.lr_scheduler
 
 

@@ -1,15 +1,24 @@
 """`Lockstep`: all processes take the next batch, or none."""
 
+import json
 import zlib
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import numpy as np
 
 from jaxpipe.data import Batch, Shard
-from jaxpipe.distributed import gather_numbers, gather_texts, raise_on_all
-from jaxpipe.errors import DataError
+from jaxpipe.distributed import (
+    check_equal,
+    checksum,
+    failure_of,
+    gather_numbers,
+    gather_texts,
+    listed,
+    raise_on_all,
+)
+from jaxpipe.errors import ConfigError, DataError
 from jaxpipe.layers import format_struct, struct_of
 
 T = TypeVar("T")
@@ -23,22 +32,30 @@ _ADVICE = (
 class Lockstep:
     """Lets all processes take the next batch, or none.
 
-    Processes exchange whether they have a batch and of what form before anything starts that all must take part in;
-    the first time also a checksum, since processes that hold parts of one replica must feed the same samples.
+    Processes exchange whether they have a batch, of what form and for which call, before anything starts that all must
+    take part in; a checksum, since processes that hold parts of one replica must feed the same samples; and what the
+    user has set since the engine was made.
 
     Args:
         shard: The samples that this process feeds.
+
+    Attributes:
+        settings: What calls have set, by name.
     """
 
     def __init__(self, shard: Shard) -> None:
         self._shard = shard
-        self._is_checked = False
+        self.settings: dict[str, str] = {}
+        self._is_alone = False
+        """True once it is known that no other process feeds the same shard."""
 
-    def take(self, read: Callable[[], tuple[T, Batch]]) -> tuple[T, Batch]:
+    def take(self, call: str, read: Callable[[], tuple[T, Batch]], *, is_whole: bool = False) -> tuple[T, Batch]:
         """Take a batch.
 
         Args:
+            call: What the batch is for.
             read: Returns something made for this process's part of the batch, and the part.
+            is_whole: Whether each process gives the batch of all replicas.
 
         Returns:
             What `read` returned.
@@ -46,6 +63,7 @@ class Lockstep:
         Raises:
             StopIteration: The data of all processes ended.
             DataError: They ended on some only, or their batches do not go together.
+            ConfigError: `settings` differ.
             Exception: What `read` raised; where it raised on another process the same kind of error.
         """
         if jax.process_count() == 1:
@@ -57,49 +75,49 @@ class Lockstep:
         except StopIteration as caught:
             end = caught
         except Exception as caught:  # noqa: BLE001  # raised again below, when all processes know
-            error, failure = caught, f"{type(caught).__name__}\n{caught}"
-        form = "" if found is None else format_struct(struct_of(found[1]))
-        # Once: hashing every byte of every batch would cost more than it finds.
-        content = 0 if found is None or self._is_checked else _checksum(found[1])
+            error, failure = caught, failure_of(caught)
+        form = "" if found is None else f"{call} of {format_struct(struct_of(found[1]))}"
+        shard = 0 if is_whole else self._shard.index
+        content = 0 if found is None or (self._is_alone and not is_whole) else _checksum(found[1])
         # One exchange for all questions, since every step waits for it; texts follow only where something is wrong.
-        gathered = gather_numbers(
-            [bool(failure), end is not None, zlib.crc32(form.encode()), content, self._shard.index]
-        )
+        settings = zlib.crc32(json.dumps(self.settings, sort_keys=True).encode())
+        gathered = gather_numbers([bool(failure), end is not None, zlib.crc32(form.encode()), content, shard, settings])
         if gathered[:, 0].any():
             raise_on_all(error, gather_texts(failure))
+        if len(set(gathered[:, 5].tolist())) > 1:
+            repair = "Make set_lr, set_hyperparams and set_train_batch_size the same calls in all."
+            check_equal(lambda: {"settings": self.settings}, ConfigError, repair)
         if end is not None and gathered[:, 1].all():
             raise end
-        if gathered[:, 1].any():
-            raise DataError(
-                f"the data of all processes must end after the same batch, but got the end in process "
-                f"{_listed(gathered[:, 1])} and another batch in process {_listed(gathered[:, 1] == 0)}. {_ADVICE}"
-            )
-        if len(set(gathered[:, 2].tolist())) > 1:
-            forms = "; ".join(f"process {i}: {text}" for i, text in enumerate(gather_texts(form)))
-            raise DataError(f"the batches of all processes must have one form, but got {forms}. {_ADVICE}")
-        self._check_content(gathered[:, 3], gathered[:, 4])
+        _check_batches(gathered, form, "Give all processes the same samples." if is_whole else _ADVICE)
+        if not is_whole:
+            self._is_alone = np.count_nonzero(gathered[:, 4] == shard) == 1
         if found is None:
             raise StopIteration
         return found
 
-    def _check_content(self, contents: np.ndarray, shards: np.ndarray) -> None:
-        if self._is_checked:
-            return
-        self._is_checked = True
-        for shard in sorted(set(shards.tolist())):
-            if len(set(contents[shards == shard].tolist())) > 1:
-                raise DataError(
-                    f"processes that hold parts of the same replicas must feed the same samples, but got other ones in "
-                    f"process {_listed(shards == shard)}, all of shard {shard}. {_ADVICE}"
-                )
+
+def _check_batches(gathered: np.ndarray, form: str, repair: str) -> None:
+    """Raise where the batches of all processes do not go together."""
+    if gathered[:, 1].any():
+        raise DataError(
+            f"the data of all processes must end after the same batch, but got the end in "
+            f"{_listed(gathered[:, 1])} and another batch in {_listed(gathered[:, 1] == 0)}. {repair}"
+        )
+    if len(set(gathered[:, 2].tolist())) > 1:
+        forms = "; ".join(f"process {i}: {text}" for i, text in enumerate(gather_texts(form)))
+        raise DataError(f"the batches of all processes must have one form, but got {forms}. {repair}")
+    for shard in sorted(set(gathered[:, 4].tolist())):
+        if len(set(gathered[gathered[:, 4] == shard, 3].tolist())) > 1:
+            raise DataError(
+                f"processes that hold parts of the same replicas must feed the same samples, but got other ones in "
+                f"{_listed(gathered[:, 4] == shard)}, all of shard {shard}. {repair}"
+            )
 
 
-def _checksum(batch: Any) -> int:
-    checksum = 0
-    for leaf in jax.tree.leaves(batch):
-        checksum = zlib.crc32(np.ascontiguousarray(leaf).reshape(-1).view(np.uint8).data, checksum)
-    return checksum
+def _checksum(batch: Batch) -> int:
+    return zlib.crc32(np.array([checksum(leaf) for leaf in jax.tree.leaves(batch)], np.uint32).data)
 
 
 def _listed(chosen: np.ndarray) -> str:
-    return ", ".join(str(process) for process in np.flatnonzero(chosen))
+    return listed(np.flatnonzero(chosen).tolist())

@@ -83,6 +83,6 @@ def merge_params(present: PyTree, given: PyTree) -> PyTree:
         warnings.warn(
             f"load_module_state_dict(strict=False) left out {len(left)} parameters that are missing, unexpected or of "
             f"another shape: {', '.join(left[:8])}{', ...' if len(left) > 8 else ''}",
-            stacklevel=4,
+            stacklevel=6,
         )
     return unflatten_dict({**now, **fits})

@@ -2,14 +2,16 @@
 
 import contextlib
 import threading
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import Any
 
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
 
-def compile_program(function: Any, *args: Any) -> jax.stages.Compiled:
+def compile_program(
+    function: Any, *args: Any, when_lowered: Callable[[jax.stages.Lowered], object] = lambda lowered: None
+) -> jax.stages.Compiled:
     """Compile a jitted function, so that its next call finds the program in memory.
 
     A program for several CPU devices is neither read from JAX's persistent compilation cache nor written to it: read
@@ -19,6 +21,7 @@ def compile_program(function: Any, *args: Any) -> jax.stages.Compiled:
     Args:
         function: What `jax.jit` returned.
         args: Its arguments, or structs with their shardings; the first leaf tells the devices.
+        when_lowered: Called before the long part; what it raises ends the call.
 
     Returns:
         The program.
@@ -27,7 +30,9 @@ def compile_program(function: Any, *args: Any) -> jax.stages.Compiled:
     devices = () if sharding is None else sharding.device_set
     is_simulated = len(devices) > 1 and next(iter(devices)).platform == "cpu"
     with without_cache() if is_simulated else contextlib.nullcontext():
-        return function.lower(*args).compile()
+        lowered = function.lower(*args)
+        when_lowered(lowered)
+        return lowered.compile()
 
 
 # The setting is the whole process's. With two threads in here, the first to leave would switch the cache on for the

@@ -3,6 +3,7 @@
 from ._describe import describe_pipeline as describe_pipeline
 from ._hyperparams import Hyperparams as Hyperparams
 from ._make import ConfigLike as ConfigLike
+from ._make import Prepared as Prepared
 from ._make import configure_model as configure_model
 from ._make import make_pipeline as make_pipeline
 from ._make import mesh_for as mesh_for
@@ -21,6 +22,7 @@ __all__ = [
     "ConfigLike",
     "Hyperparams",
     "Pipeline",
+    "Prepared",
     "check_mesh",
     "check_params",
     "choose_optimizer",

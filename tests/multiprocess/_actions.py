@@ -17,10 +17,17 @@ import numpy as np  # noqa: E402
 from _layouts import Layout  # noqa: E402
 
 import jaxpipe  # noqa: E402
-from jaxpipe.checkpoint import Rename  # noqa: E402
+from jaxpipe.checkpoint import (  # noqa: E402
+    Rename,
+    export_safetensors,
+    inspect_checkpoint,
+    load_params,
+    verify_checkpoint,
+)
 from jaxpipe.data import BatchLoader  # noqa: E402
+from jaxpipe.distributed import failure_of  # noqa: E402
 from jaxpipe.layers import flatten_dict  # noqa: E402
-from jaxpipe.state import state_arrays  # noqa: E402
+from jaxpipe.state import state_arrays, with_arrays  # noqa: E402
 
 
 class Actions:
@@ -107,8 +114,8 @@ class Actions:
         """The error that an action ends with."""
         try:
             getattr(self, name)(*args)
-        except (jaxpipe.errors.JaxpipeError, StopIteration) as error:
-            return [type(error).__name__, str(error)]
+        except (jaxpipe.errors.JaxpipeError, StopIteration, ValueError) as error:
+            return [type(error).__name__, failure_of(error).partition("\n")[2]]
         return ["none", ""]
 
     def train_uneven(self) -> None:
@@ -130,9 +137,80 @@ class Actions:
         bad = jax.process_index() == 1
         self.engine.train_batch((("text", y) if bad else (x, y)) for x, y in self.entries(0))
 
-    def train_other_samples(self) -> None:
+    def train_other_samples(self, step: int = 0) -> None:
         """Processes of one replica feed different samples."""
-        self.engine.train_batch(((x + jax.process_index()) % 11, y) for x, y in self.entries(0))
+        self.engine.train_batch(((x + jax.process_index()) % 11, y) for x, y in self.entries(step))
+
+    def train_or_evaluate(self) -> None:
+        """Process 1 makes another call."""
+        call = self.engine.eval_batch if jax.process_index() else self.engine.train_batch
+        call(self.entries(0))
+
+    def train_undecodable(self, kind: str) -> None:
+        """The data of process 1 fail with an error whose text cannot be encoded, or not even made."""
+
+        class UnprintableError(ValueError):
+            def __str__(self) -> str:
+                raise RuntimeError("no text")
+
+        def entries() -> Iterator[Any]:
+            if jax.process_index() == 1:
+                raise UnprintableError if kind == "none" else ValueError(f"no file {kind}")
+            yield from self.entries(0)
+
+        self.engine.train_batch(entries())
+
+    def predict_apart(self) -> None:
+        """Each process gives other samples."""
+        self.engine.predict(next(self.layout.entries(jax.process_index()))[0])
+
+    def set_apart(self) -> None:
+        """Each process sets another size of a batch."""
+        self.engine.set_train_batch_size(8 * (1 + jax.process_index()))
+        try:
+            self.train(0, 1)
+        finally:
+            self.engine.set_train_batch_size(8)
+
+    def load_apart(self) -> None:
+        """Each process sets other parameters."""
+        own = jax.tree.map(lambda x: x * (1 + jax.process_index()), self.engine.module_state_dict())
+        self.engine.load_module_state_dict(own)
+
+    def flip(self, process: int = 1) -> str:
+        """A bit of the last replica's memory in a process changes; returns the array in which it lies."""
+        state = self.engine.state
+        arrays = state_arrays(state)
+        name = next(each for each in sorted(arrays) if each.startswith("params/stacked"))
+        shards = [np.array(shard.data) for shard in arrays[name].addressable_shards]
+        if jax.process_index() == process:
+            shards[-1].reshape(-1).view(np.uint8)[3] ^= 1
+        placed = [
+            jax.device_put(value, shard.device)
+            for value, shard in zip(shards, arrays[name].addressable_shards, strict=True)
+        ]
+        array = jax.make_array_from_single_device_arrays(arrays[name].shape, arrays[name].sharding, placed)
+        self.engine._trainer.state = with_arrays(state, {name: array})
+        return name
+
+    def flip_here(self, path: str) -> None:
+        """Save after that, where the process has both replicas."""
+        self.train(1, 2)
+        self.flip(0)
+        self.save(path)
+
+    def read_alone(self, path: str) -> list[Any]:
+        """Process 0 alone does all that one process may do with a checkpoint."""
+        if jax.process_index():
+            return []
+        tree = load_params(path)
+        written = export_safetensors(path, f"{path}/out.safetensors")
+        return [
+            verify_checkpoint(path).tag,
+            len(jax.tree.leaves(tree)),
+            len(inspect_checkpoint(path)) > 0,
+            len(written),
+        ]
 
     def preempted(self, path: str) -> list[Any]:
         """Process 1 is asked to end."""

@@ -118,7 +118,7 @@ def test_one_process_s_mistake_is_every_process_s_error(tmp_path: Path) -> None:
     for _, uneven, misshapen, failing, tags, apart, after in results:
         assert uneven[0] == misshapen[0] == failing[0] == "DataError"
         assert "the end in process 1 and another batch in process 0" in uneven[1]
-        assert "process 1: Batch(inputs=int32[2, 2, 4]" in misshapen[1]
+        assert "process 1: train_batch of Batch(inputs=int32[2, 2, 4]" in misshapen[1]
         assert "dtype" in failing[1]
         assert tags[0] == "CheckpointError"
         assert "process 0: 'mine0', process 1: 'mine1'" in tags[1]

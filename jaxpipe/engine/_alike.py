@@ -1,0 +1,164 @@
+"""What all processes of a job must do alike, compared before anything depends on it."""
+
+import os
+import platform
+import re
+import zlib
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxpipe._typing import PyTree
+from jaxpipe.checkpoint import library_versions
+from jaxpipe.config import TrainConfig, without_secrets
+from jaxpipe.distributed import checksum, compiler_variables, gather_numbers, gather_texts, listed
+from jaxpipe.errors import ConfigError
+from jaxpipe.layers import PipelineModule, format_struct, struct_of
+from jaxpipe.pipeline import Pipeline
+
+SAME_START = "Start all with the same program, arguments, configuration, packages and environment."
+
+_FLAGS = (
+    "jax_allow_f16_reductions",
+    "jax_default_matmul_precision",
+    "jax_default_prng_impl",
+    "jax_disable_jit",
+    "jax_enable_custom_prng",
+    "jax_enable_x64",
+    "jax_legacy_prng_key",
+    "jax_numpy_dtype_promotion",
+    "jax_random_seed_offset",
+    "jax_softmax_custom_jvp",
+    "jax_threefry_partitionable",
+    "jax_use_shardy_partitioner",
+)
+"""JAX's flags that change what a program computes, or how it is divided."""
+_SETTINGS = ("num_stages", "base_seed", "seed_layers", "partition_method", "activation_checkpoint_interval")
+# Process 0 alone writes there, and a process may well be told to be silent.
+_OF_PROCESS_0 = ("tensorboard", "wandb", "csv_monitor", "comet", "dump_state", "flops_profiler.output_file")
+_ADDRESS = re.compile(r"\b0x[0-9a-f]+")
+_AROUND = 60
+
+
+def describe_start(  # noqa: PLR0913  # one part or value each
+    settings: TrainConfig,
+    module: PipelineModule,
+    mesh: Mesh,
+    example_batch: PyTree,
+    model_parameters: PyTree,
+    num_samples: int | None,
+) -> dict[str, dict[str, str]]:
+    """What `initialize` is given, in parts as `check_equal` takes them.
+
+    Args:
+        settings: The configuration.
+        module: The layers and their cut.
+        mesh: The devices.
+        example_batch: One entry; None: none is given.
+        model_parameters: Initial parameters; None: none are given.
+        num_samples: Length of the training data; None: none are given, or they have no length.
+    """
+    named = {name: getattr(module, name) for name in _SETTINGS}
+    layers = {f"layers[{each.index}]": each.name for each in module.layers}
+    data = {"training_data": num_samples, "example_batch": _struct(example_batch)}
+    flags = {name: getattr(jax.config, name, None) for name in _FLAGS}
+    return {
+        "configuration": _configuration(settings),
+        "layers": _texts({**layers, **named}),
+        "shapes of data": _texts(data),
+        "model_parameters": describe_leaves(model_parameters),
+        "mesh": _texts({"axes": dict(mesh.shape), "devices": [device.id for device in mesh.devices.flat]}),
+        "JAX flags": _texts({**flags, **compiler_variables()}),
+        "versions": {**library_versions(), "python": ".".join(platform.python_version_tuple()[:2])},
+    }
+
+
+def describe_state(pipeline: Pipeline) -> dict[str, str]:
+    """The form of a model's state, and how it is cut."""
+    # The optimiser's follow from these.
+    params = {key: leaf for key, leaf in pipeline.catalog.items() if key.startswith("params/")}
+    leaves = {key: f"{leaf.dtype}{list(leaf.shape)}" for key, leaf in params.items()}
+    return {**leaves, "cut": str(pipeline.parts), "schedule": pipeline.program.name}
+
+
+def describe_leaves(tree: PyTree) -> dict[str, str]:
+    """Shapes and checksums of the leaves of a tree that is in host memory or on the devices of this process."""
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="/"): _leaf(leaf)
+        for path, leaf in jax.tree.leaves_with_path(tree)
+    }
+
+
+def check_program(name: str, lowered: jax.stages.Lowered) -> None:
+    """Compare a program between the processes, which run it together; all processes call.
+
+    It holds what no other comparison sees: a number in a layer, in the loss or in an optimiser of the user's.
+
+    Args:
+        name: Its name for users.
+        lowered: The program.
+
+    Raises:
+        ConfigError: It is not the same; the first line that differs is shown.
+    """
+    if jax.process_count() == 1:
+        return
+    lines = lowered.as_text().splitlines()
+
+    def differs(count: int) -> bool:
+        found = gather_numbers([zlib.crc32("\n".join(lines[:count]).encode()), min(count, len(lines))])
+        return bool((found != found[0]).any())
+
+    same, other = 0, int(gather_numbers([len(lines)]).max())
+    if not differs(other):
+        return
+    while other - same > 1:
+        middle = (same + other) // 2
+        same, other = (same, middle) if differs(middle) else (middle, other)
+    texts = gather_texts(lines[same] if same < len(lines) else "its end")
+    start = max(0, len(os.path.commonprefix(texts)) - _AROUND)
+    having: dict[str, list[int]] = {}
+    for process, text in enumerate(texts):
+        having.setdefault(text[start : start + 2 * _AROUND].strip(), []).append(process)
+    shares = "; ".join(f"{text!r} in {listed(who)}" for text, who in having.items())
+    raise ConfigError(
+        f"all processes must run the same program for {name}, but got in its line {same + 1}: {shares}. "
+        "A layer, the loss, the optimizer or a schedule is another one there: build them from the same code and "
+        "numbers."
+    )
+
+
+def _configuration(settings: TrainConfig) -> dict[str, str]:
+    found: dict[str, Any] = {}
+
+    def add(path: str, value: Any) -> None:
+        if path in _OF_PROCESS_0:
+            return
+        if isinstance(value, Mapping) and value:
+            for key, inner in value.items():
+                add(f"{path}.{key}" if path else str(key), inner)
+        else:
+            found[path] = value
+
+    add("", asdict(without_secrets(settings)))
+    return _texts(found)
+
+
+def _texts(values: Mapping[str, Any]) -> dict[str, str]:
+    """Values as texts that are equal in processes which run the same code."""
+    return {name: _ADDRESS.sub("0x", str(value)) for name, value in values.items()}
+
+
+def _struct(batch: PyTree) -> str:
+    return "None" if batch is None else format_struct(struct_of(tuple(batch)))
+
+
+def _leaf(leaf: Any) -> str:
+    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+        return f"{format_struct(leaf)} of all processes"
+    value = np.asarray(leaf)
+    return f"{format_struct(value)} with checksum {checksum(value):08x}"
