@@ -39,13 +39,14 @@ def merge_hashes(
     for (name, number), having in holders.items():
         if len(having) > 1:
             row = number // math.prod(grids[name][1:])
-            shares = ", others in ".join(listed(processes) for processes in having.values())
+            # On two devices of one process too.
+            shares = " and in ".join(listed(processes) for processes in having.values())
             differing |= dict.fromkeys(_leaves_in(leaves, name, row), shares)
     if differing:
-        lines = [f"{leaf}: some in {shares}" for leaf, shares in differing.items()]
-        more = f"; and {len(lines) - _SHOWN} more leaves" if len(lines) > _SHOWN else ""
+        lines = [f"{leaf} (in {shares})" for leaf, shares in differing.items()]
+        more = f" and {len(lines) - _SHOWN} more leaves" if len(lines) > _SHOWN else ""
         raise CheckpointError(
-            f"all replicas must hold the same values, but got different ones of {'; '.join(lines[:_SHOWN])}{more}. "
+            f"all replicas must hold the same values, but got different ones of {', '.join(lines[:_SHOWN])}{more}. "
             "Nothing was saved, and earlier checkpoints are as they were: load one, which makes replicas equal again. "
             "Give all processes the same parameters; if they had them, look for a device that computes wrongly."
         )

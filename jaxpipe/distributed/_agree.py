@@ -16,8 +16,8 @@ from ._gather import gather_numbers, gather_texts
 _SHOWN = 4
 """Differences, and processes with a value, that an error lists."""
 _SMALL_BYTES = 1 << 15
-# Odd, so that samples of a usual size do not all begin at the same few columns.
-_COLUMNS = 4093
+# Primes: what moves within 130 MB changes its column in one of the tables.
+_COLUMNS = (4091, 4093)
 
 
 def check_equal(describe: Callable[[], Mapping[str, Mapping[str, str]]], kind: type[JaxpipeError], repair: str) -> None:
@@ -77,15 +77,15 @@ def listed(processes: Sequence[int]) -> str:
 def checksum(array: Any) -> int:
     """A checksum of an array's bytes and of their order, from 0 to 2**32 - 1.
 
-    Sums of 64-bit words along the rows and along the columns of a table: with numpy about nine times as fast as
-    `zlib.crc32` (12 against 1.4 GB/s on one core of the machine it was written on). It finds mistakes, not malice.
+    Sums of 64-bit words along the columns of two tables, with numpy as fast as memory is read: 13 GB/s for 16 MB and 3
+    for 150 MB where `zlib.crc32` takes 1 GB/s. It finds mistakes, not malice.
     """
     data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     if data.size < _SMALL_BYTES:
         return zlib.crc32(data.data)
-    size = data.size // (8 * _COLUMNS) * 8 * _COLUMNS
-    table = data[:size].view(np.uint64).reshape(-1, _COLUMNS)
-    found = zlib.crc32(data[size:].data)
-    for axis in (0, 1):
-        found = zlib.crc32(table.sum(axis).data, found)
+    found = 0
+    for columns in _COLUMNS:
+        size = data.size // (8 * columns) * 8 * columns
+        table = data[:size].view(np.uint64).reshape(-1, columns)
+        found = zlib.crc32(data[size:].data, zlib.crc32(table.sum(0).data, found))
     return found

@@ -24,7 +24,7 @@ def test_replicas_that_differ_are_told_and_cost_no_checkpoint(tmp_path: Path) ->
         assert "must have the same parameters, but got layers/" in apart[1]
         assert refused[0] == "CheckpointError"
         leaf = "/".join(["params", *flipped.split("/")[2:]])
-        assert f"different ones of {leaf}: some in process 0, others in process 1. Nothing" in refused[1], flipped
+        assert f"different ones of {leaf} (in process 0 and in process 1). Nothing" in refused[1], flipped
         assert [loaded[0], again, saved] == [f"{path}/global_step1", trained, True]
     assert set(jaxpipe.checkpoint.committed_tags(path)) == {"global_step1", "global_step2"}
     for tag in ("global_step1", "global_step2"):
@@ -35,7 +35,7 @@ def test_replicas_of_one_process_that_differ_are_told(tmp_path: Path) -> None:
     actions = [["train", 0, 1], ["save", str(tmp_path / "a")], ["error", "flip_here", str(tmp_path / "a")]]
     ((_, _, (kind, text)),) = run_job(tmp_path, 1, 2, REPLICAS, actions)
     assert kind == "CheckpointError"
-    assert "some in process 0, others in process 0" in text
+    assert "(in process 0 and in process 0)" in text
     assert sorted(jaxpipe.checkpoint.committed_tags(tmp_path / "a")) == ["global_step1"]
 
 
