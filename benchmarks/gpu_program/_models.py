@@ -167,7 +167,7 @@ def language_model(
             return vocab_cross_entropy(logits, labels, vocab).mean()
 
     return jaxpipe.PipelineModule(
-        [ends[0], *[block] * num_blocks, *ends[1:]],
+        [ends[0], *(block.clone() for _ in range(num_blocks)), *ends[1:]],
         num_stages,
         loss_fn=loss_fn,
         partition_method="trunk",

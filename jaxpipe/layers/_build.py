@@ -1,10 +1,12 @@
 """From what users put into the list to layers of one protocol."""
 
-from collections.abc import Callable, Iterable, Mapping, Set
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
 import flax.linen as nn
+import jax
 from flax import nnx
 
 from jaxpipe._typing import Path
@@ -30,6 +32,7 @@ class NamedLayer:
         tied_key: Key of a `TiedLayerSpec`, else None.
         tied_paths: Dotted paths of the parameters that are shared; None shares all of them.
         is_marked: Whether its spec says that it recomputes itself in training.
+        instances: The built Linen modules in it, each with the path of its parameters inside the layer.
     """
 
     index: int
@@ -38,6 +41,7 @@ class NamedLayer:
     tied_key: str | None = None
     tied_paths: tuple[str, ...] | None = None
     is_marked: bool = False
+    instances: tuple[tuple[Path, nn.Module], ...] = ()
 
     def shares(self, path: Path) -> bool:
         """True if the parameter at this path inside the layer belongs to the tied key."""
@@ -91,12 +95,50 @@ def _name(index: int, item: Any) -> NamedLayer:
                 f"train_flag must name an argument, field or attribute of layer {name}, but got train_flag({flag!r}). "
                 f"Name one of those of its call ({known}), a boolean field, or a boolean attribute."
             )
+    instances = tuple(_instances(layer.module)) if isinstance(layer, LinenLayer) else ()
     mark = item.remat_mark if isinstance(item, LayerSpec) else None
     if mark is not None:
         layer = remat_layer(layer, mark)
     if isinstance(item, TiedLayerSpec):
-        return NamedLayer(index, name, layer, item.key, item.tied_weight_attr, is_marked=mark is not None)
-    return NamedLayer(index, name, layer, is_marked=mark is not None)
+        return NamedLayer(index, name, layer, item.key, item.tied_weight_attr, mark is not None, instances)
+    return NamedLayer(index, name, layer, is_marked=mark is not None, instances=instances)
+
+
+def _instances(module: nn.Module, path: Path = ()) -> Iterator[tuple[Path, nn.Module]]:
+    """A module and those in its fields, with the paths that Flax gives them."""
+    yield path, module
+    for field in dataclasses.fields(module):
+        if field.name == "parent":
+            continue
+        value = getattr(module, field.name, None)
+        for keys, leaf in jax.tree.leaves_with_path(value, is_leaf=lambda x: isinstance(x, nn.Module)):
+            if isinstance(leaf, nn.Module):
+                name = "_".join((field.name, *(jax.tree_util.keystr((key,), simple=True) for key in keys)))
+                yield from _instances(leaf, (*path, leaf.name or name))
+
+
+def check_instances(layers: Sequence[NamedLayer], variables: Sequence[Sequence[Path]]) -> None:
+    """Look whether two layers hold one module instance, whose variables Flax shares and a list of layers does not.
+
+    Args:
+        layers: The model.
+        variables: Paths of each layer's parameters and collections, inside the layer.
+
+    Raises:
+        LayerError: Two do, and it has variables.
+    """
+    owners: dict[int, NamedLayer] = {}
+    for named, paths in zip(layers, variables, strict=True):
+        for at, module in named.instances:
+            owner = owners.setdefault(id(module), named)
+            is_tied = owner is named or (named.tied_key is not None and owner.tied_key == named.tied_key)
+            if not is_tied and any(path[: len(at)] == at for path in paths):
+                kind = type(module).__name__
+                raise LayerError(
+                    f"layer {named.name} must have a module instance of its own, but got the {kind} instance of layer "
+                    f"{owner.name} again, whose weights Flax would share. Write LayerSpec({kind}, ...) at each place "
+                    f"for weights of their own, or TiedLayerSpec('key', {kind}, ...) to share them."
+                )
 
 
 def _adapt(index: int, item: Any) -> Layer:

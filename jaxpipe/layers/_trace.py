@@ -23,7 +23,7 @@ from jaxpipe.partition import Tie
 from jaxpipe.topology import MANUAL_AXES, automatic_axes
 
 from ._axes import NO_MESH, axis_fault, is_unbound_axis, mesh_for_init, on_mesh
-from ._build import NamedLayer
+from ._build import NamedLayer, check_instances
 from ._lora import check_targets
 from ._precision import cast_floats, init_inputs, is_wider, multiplies_wider
 from ._protocol import STANDARD_ARGUMENTS, Layer, layer_rngs
@@ -180,8 +180,8 @@ def trace_layers(  # noqa: PLR0913  # one setting each
 
     Raises:
         LayerError: A layer cannot take the output of the one before, changes the shapes of its collections, has a
-            parameter that is no floating-point array or cannot be sharded as its metadata says, or shares one whose
-            shape differs from the one it is tied to; or a side input has the name of a standard argument, or a rule an
+            parameter that is no floating-point array or cannot be sharded as its metadata says, shares one whose shape
+            differs from the one it is tied to, or holds a module instance of another; or a side input has the name of a standard argument, or a rule an
             axis that the mesh lacks.
     """
     check_rules(mesh, rules)
@@ -249,6 +249,8 @@ def _trace_layers(  # noqa: PLR0913  # one setting each
         programs.append(program)
         all_paths.append(paths)
         firsts.append(first)
+    kept = ([path[1:] for path in flatten_dict(each)] for each in all_collections)
+    check_instances(layers, [[*flatten_dict(each), *paths] for each, paths in zip(all_params, kept, strict=True)])
     trace = ModelTrace(
         tuple(boundaries),
         tuple(all_params),

@@ -40,7 +40,9 @@ def loss_fn(y: jax.Array, t: jax.Array) -> jax.Array:
 
 
 def model(num_stages: int = 2, **kwargs: Any) -> jaxpipe.PipelineModule:
-    return jaxpipe.PipelineModule([nn.Dense(WIDTH), *[Block()] * 8, nn.Dense(8)], num_stages, loss_fn=loss_fn, **kwargs)
+    return jaxpipe.PipelineModule(
+        [nn.Dense(WIDTH), *(Block() for _ in range(8)), nn.Dense(8)], num_stages, loss_fn=loss_fn, **kwargs
+    )
 
 
 def config(**kwargs: Any) -> dict[str, Any]:
@@ -269,7 +271,10 @@ def test_a_remainder_of_microbatches_takes_the_ticks_of_the_whole_program() -> N
         ({"compiles": "yes"}, "compiles must be True or False, but got compiles='yes'"),
         ({"target_config": "x"}, "target_config must be left out where nothing is compiled"),
         ({"target_config": 3}, "text of XLA's GpuTargetConfigProto, but got target_config=3"),
-        ({"model": jaxpipe.PipelineModule([nn.Dense(8)] * 4, 2)}, "must be a floating-point scalar.*Without loss_fn"),
+        (
+            {"model": jaxpipe.PipelineModule([nn.Dense(8) for _ in range(4)], 2)},
+            "must be a floating-point scalar.*Without loss_fn",
+        ),
         ({"optimizer": "adam"}, "optax transformation"),
         ({"optimizer": optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3))}, "set gradient_clipping"),
         ({"measured_step_s": -1.0}, "positive number of seconds"),
@@ -307,7 +312,7 @@ JOB = """
 import flax.linen as nn, jax, jax.numpy as jnp, optax, jaxpipe
 
 def job():
-    model = jaxpipe.PipelineModule([nn.Dense(32)] * 4, 2, loss_fn=lambda y, t: jnp.mean((y - t) ** 2))
+    model = jaxpipe.PipelineModule([nn.Dense(32) for _ in range(4)], 2, loss_fn=lambda y, t: jnp.mean((y - t) ** 2))
     x = jax.ShapeDtypeStruct((4, 32), jnp.float32)
     config = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 8}
     return model, config, (x, x), optax.adamw(1e-3)

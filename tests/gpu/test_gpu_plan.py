@@ -24,7 +24,7 @@ def compiled_plan(hardware: str, axes: Any = None) -> Any:
     def loss_fn(y: jax.Array, t: jax.Array) -> jax.Array:
         return jnp.mean((y - t) ** 2)
 
-    model = jaxpipe.PipelineModule([nn.Dense(512)] * 4, 2, loss_fn=loss_fn)
+    model = jaxpipe.PipelineModule([nn.Dense(512) for _ in range(4)], 2, loss_fn=loss_fn)
     x = jax.ShapeDtypeStruct((8 if axes else 4, 512), jnp.float32)
     config = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 8}
     return jaxpipe.plan(

@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 from jaxpipe.errors import LayerError
-from jaxpipe.layers import LayerSpec, PipelineModule, TiedLayerSpec
+from jaxpipe.layers import LayerSpec, PipelineModule, TiedLayerSpec, lora
 
 
 def _names(layers: Any) -> list[str]:
@@ -50,11 +50,65 @@ def test_any_iterable_and_a_linen_sequential_are_lists_of_layers() -> None:
     assert _names([nn.Sequential([nn.Dense(3), jnp.tanh])]) == ["0_Sequential"]
 
 
-def test_one_instance_given_twice_is_two_layers() -> None:
-    dense = nn.Dense(3)
-    params = PipelineModule([dense, dense], num_stages=1).init(jax.random.key(0), np.ones((2, 3), np.float32))
-    first, second = params["layers"]["0_Dense"]["kernel"], params["layers"]["1_Dense"]["kernel"]
-    assert not np.array_equal(first, second)
+class _Holding(nn.Module):
+    inner: nn.Module
+    others: tuple[nn.Module, ...] = ()
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for module in (self.inner, *self.others):
+            x = module(x)
+        return x
+
+
+class _HoldingByDefault(nn.Module):
+    inner: nn.Module = nn.Dense(3)
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.inner(x)
+
+
+DENSE, NORM = nn.Dense(3), nn.BatchNorm(use_running_average=True, use_bias=False, use_scale=False)
+INPUTS = np.ones((2, 3), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("layers", "got"),
+    [
+        ([DENSE, jnp.tanh, DENSE], "2_Dense.*the Dense instance of layer 0_Dense"),
+        (nn.Sequential([DENSE, DENSE]), "1_Dense.*the Dense instance of layer 0_Dense"),
+        ([nn.Dense(3)] * 4, "1_Dense.*the Dense instance of layer 0_Dense"),
+        ([LayerSpec(DENSE).remat(), LayerSpec(DENSE)], "1_Dense.*the Dense instance of layer 0_Dense"),
+        ([LayerSpec(lambda: DENSE), LayerSpec(lambda: DENSE)], "1_Dense.*the Dense instance of layer 0_Dense"),
+        ([TiedLayerSpec("k", DENSE), DENSE], "1_Dense.*the Dense instance of layer 0_Dense"),
+        ([NORM, NORM], "1_BatchNorm.*the BatchNorm instance of layer 0_BatchNorm"),
+        ([_Holding(DENSE), DENSE], "1_Dense.*the Dense instance of layer 0__Holding"),
+        ([DENSE, _Holding(nn.LayerNorm(), (nn.Dense(3), DENSE))], "1__Holding.*the Dense instance of layer 0_Dense"),
+        ([_HoldingByDefault(), _HoldingByDefault()], "1__HoldingByDefault.*the Dense instance of layer 0__Holding"),
+        (lora([DENSE, DENSE], 2, 4.0, "kernel"), "1_Dense.*the Dense instance of layer 0_Dense"),
+    ],
+)
+def test_one_instance_at_two_places_is_refused(layers: Any, got: str) -> None:
+    model = PipelineModule(layers, num_stages=1)
+    match = rf"layer {got}.* Write LayerSpec\((Dense|BatchNorm), ...\) .* or TiedLayerSpec\("
+    with pytest.raises(LayerError, match=match):
+        model.trace(INPUTS)
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [
+        [TiedLayerSpec("k", DENSE), TiedLayerSpec("k", DENSE)],
+        [LayerSpec(nn.Dense, 3)] * 4,
+        [nn.Sequential([DENSE, jnp.tanh, DENSE])],
+        [_Holding(nn.Dense(3)), _Holding(nn.Dense(3))],
+        [jnp.tanh] * 3,
+        [*[nn.Dropout(0.5, deterministic=True)] * 2, nn.Dense(3)],
+    ],
+)
+def test_what_has_no_weights_or_shares_them_anyway_may_stand_at_two_places(layers: Any) -> None:
+    PipelineModule(layers, num_stages=1).trace(INPUTS)
 
 
 @pytest.mark.parametrize("layers", [3, None, "dense", {"a": nn.Dense(3)}, {1}])
