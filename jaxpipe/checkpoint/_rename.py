@@ -310,7 +310,7 @@ def match_renames(renames: Sequence[Rename], leaves: Mapping[str, Shape]) -> lis
             names = [_filled(path, counters, rename) for path in rename.our_paths]
             lost = [name for name in names if name not in paths]
             if lost:
-                absent += [_with_nearest(name, map(_short, leaves)) for name in lost]
+                absent += lost
                 continue
             keys = tuple(paths[name] for name in names)
             for key in keys:
@@ -321,8 +321,10 @@ def match_renames(renames: Sequence[Rename], leaves: Mapping[str, Shape]) -> lis
                     )
                 entry_of[key] = rename
             found.append(_match(rename, counters, keys, tuple(tuple(leaves[key]) for key in keys)))
-    unnamed = [_with_nearest(_short(key), _our_texts(renames)) for key in leaves if key not in entry_of]
+    unnamed = [_short(key) for key in leaves if key not in entry_of]
     if unnamed or absent:
+        unnamed = _with_nearest(unnamed, _our_texts(renames))
+        absent = _with_nearest(absent, [_short(key) for key in leaves])
         parts = [("leaves of the model without an entry", unnamed), ("entries without a leaf", absent)]
         raise CheckpointError(
             f"renames must name every leaf of the model, but got {_listed_parts(parts)}. Add entries, or correct them."
@@ -351,21 +353,24 @@ def check_theirs(source: str, renames: Sequence[Rename], matches: Sequence[Match
     wanted = {name for match in matches for names in match.theirs for name in names}
     over = [name for name in theirs if name not in wanted and not _is_passed_over(name, renames)]
     missing: list[str] = []
+    ours: list[str] = []
     misshapen: list[str] = []
     for match in matches:
         shape = match.transform.their_shape(match.shapes)
         for names in match.theirs:
             present = [name for name in names if name in theirs]
             if not present:
-                ours = ", ".join(map(_short, match.ours))
-                missing.append(f"{_with_nearest(names[0], over)} for {ours}")
+                missing.append(names[0])
+                ours.append(", ".join(map(_short, match.ours)))
             for name in present:
                 if tuple(theirs[name]) != shape:
-                    ours = ", ".join(
+                    leaves = ", ".join(
                         f"{_short(key)} {list(own)}" for key, own in zip(match.ours, match.shapes, strict=True)
                     )
-                    misshapen.append(f"{name} {list(theirs[name])}, not {list(shape)} as for {ours}")
+                    misshapen.append(f"{name} {list(theirs[name])}, not {list(shape)} as for {leaves}")
     if missing or over or misshapen:
+        near = _with_nearest(missing, over)
+        missing = [f"{name} for {own}" for name, own in zip(near, ours, strict=True)]
         parts = [("missing", missing), ("left over", over), ("of another shape", misshapen)]
         raise CheckpointError(
             f"{source} must hold the tensors that renames and the model ask for, but got {_listed_parts(parts)}. "
@@ -548,9 +553,11 @@ def _our_texts(renames: Sequence[Rename]) -> list[str]:
     return [text for rename in renames for text in rename.our_paths]
 
 
-def _with_nearest(name: str, known: Any) -> str:
-    near = nearest(name, known)
-    return name if near is None else f"{name} (nearest: {near})"
+def _with_nearest(names: Sequence[str], known: Sequence[str]) -> list[str]:
+    """Names, those that are shown with the nearest of others: a search through all of them takes minutes."""
+    near = [nearest(name, known) for name in names[:_SHOWN]]
+    found = [name if other is None else f"{name} (nearest: {other})" for name, other in zip(names, near, strict=False)]
+    return [*found, *names[_SHOWN:]]
 
 
 def _repeated(names: Sequence[str]) -> list[str]:

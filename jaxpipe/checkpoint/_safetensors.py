@@ -211,7 +211,8 @@ def load_safetensors(path: str | PathLike[str], part: Literal["params", "collect
     """Read what `export_safetensors` wrote, or files of that form from elsewhere.
 
     Args:
-        path: A file, the index of shards, or a folder that holds one of these.
+        path: A file, the index of shards, or a folder that holds one of these; of several the one for `model`, as
+            `transformers` chooses.
         part: `"params"`: the parameters, as `load_params` returns them. `"collections"`: what layers keep beside them,
             as `load_collections` does.
 

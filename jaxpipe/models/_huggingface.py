@@ -164,7 +164,7 @@ class ConfigKeys:
         if not unknown:
             return
         absent = {key for key in self._asked | set(self._computed) if key not in self._values}
-        meant = {key: nearest(str(key), absent, 0.8) for key in unknown}
+        meant = {key: nearest(str(key), absent, 0.8) for key in unknown[:_SHOWN]}
         listed = ", ".join(
             f"{key}={shown(self._values[key])}" + (f" (did you mean {meant[key]}?)" if meant[key] else "")
             for key in unknown[:_SHOWN]

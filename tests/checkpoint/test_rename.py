@@ -1,6 +1,7 @@
 """Tables of names, in both directions and slice by slice."""
 
 import itertools
+import time
 from typing import Any
 
 import numpy as np
@@ -113,3 +114,22 @@ def test_tables_that_are_wrong(entry: Rename, text: str) -> None:
     theirs = rename_back(params, RENAMES)
     with pytest.raises(CheckpointError, match=text):
         rename(theirs, (*RENAMES[:-1], entry), params)
+
+
+def test_thousands_of_other_names_are_told_at_once() -> None:
+    like = {"layers": {f"{i}_Dense": {"kernel": np.zeros((1, 1))} for i in range(1500)}}
+    table = [Rename("a.model.layers.{i}.weight", "{i}/kernel")]
+    theirs = {f"b.model.layers.{i}.weights": np.zeros((1, 1)) for i in range(1500)}
+    began = time.process_time()
+    with pytest.raises(CheckpointError, match=r"missing: a\.model\.layers\.0\.weight \(nearest: .*and 1488 more"):
+        rename(theirs, table, like)
+    with pytest.raises(CheckpointError, match=r"must name every leaf of the model, but got leaves.* and 1488 more"):
+        rename(theirs, [Rename("b.{i}.weight", "{i}/kernels")], like)
+    assert time.process_time() - began < 20
+
+
+def test_a_number_of_thousands_of_digits_is_no_counter() -> None:
+    like = {"layers": {"0_Dense": {"kernel": np.zeros((1, 1))}}}
+    theirs = {"0.weight": np.zeros((1, 1)), "1" * 5000 + ".mask": np.zeros(1)}
+    with pytest.raises(CheckpointError, match="left over: 111"):
+        rename(theirs, [Rename("{i}.weight", "{i}/kernel"), Rename("{i}.mask", None)], like)
