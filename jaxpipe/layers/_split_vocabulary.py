@@ -3,6 +3,8 @@
 import copy
 import dataclasses
 import functools
+import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -17,6 +19,7 @@ from jaxpipe._typing import PyTree
 from jaxpipe.errors import LayerError
 from jaxpipe.jaxpr import Program, evaluate, flatten, needed_for, value_of
 
+from ._axes import NO_MESH
 from ._build import NamedLayer
 from ._linen import LinenLayer
 from ._nnx import NNXLayer
@@ -142,22 +145,52 @@ def _refused(named: NamedLayer, place: str, wanted: str, found: str) -> LayerErr
     )
 
 
+def _of_one_hot(logits: jax.Array, target: jax.Array, size: int) -> jax.Array:
+    """Cross entropies of rows of a one-hot encoding: of zeros where no class is meant."""
+    return jnp.where(_is_class(target, size), vocab_cross_entropy(logits, target, size), 0.0)
+
+
+def _taken_from_logits(logits: jax.Array, target: jax.Array, size: int) -> jax.Array:
+    """Cross entropies whose targets' logits are taken: NaN where there is none."""
+    missing = jnp.where(_is_class(target, size), 0.0, jnp.nan)
+    return vocab_cross_entropy(logits, target, size) + missing
+
+
+def _taken_from_log_probs(logits: jax.Array, target: jax.Array, size: int) -> jax.Array:
+    """Log probabilities that are taken: NaN without a gradient where there is none."""
+    return jnp.where(_is_class(target, size), vocab_cross_entropy(logits, target, size), jnp.nan)
+
+
+def _indexed_in_log_probs(logits: jax.Array, target: jax.Array, size: int) -> jax.Array:
+    """Log probabilities that are indexed: the nearest without a gradient where there is none."""
+    entropies = vocab_cross_entropy(logits, jnp.clip(target, 0, size - 1), size)
+    return jnp.where(_is_class(target, size), entropies, jax.lax.stop_gradient(entropies))
+
+
+def _is_class(target: jax.Array, size: int) -> jax.Array:
+    return (target >= 0) & (target < size)
+
+
+_KINDS = (_taken_from_logits, _of_one_hot, _taken_from_log_probs, _indexed_in_log_probs)
+"""Cross entropies as losses compute them; they differ where a target is no class."""
+
+
 class _Entropies(NamedTuple):
     """The place at which a loss has the cross entropies of all positions, or their negatives.
 
     Attributes:
         num_eqns: Length of the program in which this is so.
-        eqn: The equation.
-        place: Which of its results.
+        place: Number of their variable.
         sign: 1, or -1 for negatives.
-        label: Which leaf of the labels they are of.
+        target: Number of the variable that holds the classes: labels, or what is made of them.
+        of: Computes them.
     """
 
     num_eqns: int
-    eqn: int
     place: int
     sign: int
-    label: int
+    target: int
+    of: Callable[[jax.Array, jax.Array, int], jax.Array]
 
 
 class SplitLoss:
@@ -181,7 +214,9 @@ class SplitLoss:
         leaves, treedef = jax.tree.flatten(labels)
         # Two of each dim are enough; a loss that was written for certain lengths takes only these.
         tries = [treedef.unflatten(each) for each in ([_small(x) for x in leaves], leaves)]
-        targets = [i for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.integer) and x.ndim]
+        targets = [
+            i for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.integer) and x.ndim and math.prod(x.shape)
+        ]
         found = next((x for i in targets for each in tries if (x := self._find(each, i)) is not None), None)
         if found is None:
             raise LayerError(
@@ -196,7 +231,7 @@ class SplitLoss:
         """The loss of a microbatch, from whole logits or from this stage's slice of them."""
         if not isinstance(logits, jax.Array) or logits.shape[-1] == self._size:
             return self._loss_fn(logits, labels)
-        leaves, at = jax.tree.leaves(labels), self._entropies
+        at = self._entropies
         whole = jax.ShapeDtypeStruct((*logits.shape[:-1], self._size), logits.dtype)
         program, results = self._trace(whole, labels)
         if len(program.eqns) != at.num_eqns:
@@ -205,50 +240,103 @@ class SplitLoss:
                 f"{len(program.eqns)} operations for logits {list(whole.shape)}, and {at.num_eqns} before. Use "
                 "VocabHead with a loss of vocab_cross_entropy."
             )
-        var = program.eqns[at.eqn].outvars[at.place]
-        entropies = at.sign * vocab_cross_entropy(logits, leaves[at.label], self._size)
+        numbered = _numbered(program)
+        var, target = numbered[at.place], numbered[at.target]
+        args = dict(zip(program.inputs[1:], jax.tree.leaves(labels), strict=True))
+        values, _ = evaluate(program, args, needed_for(program, [target]), {}, [])
+        classes = value_of(values, target).reshape(logits.shape[:-1])
+        entropies = at.sign * at.of(logits, classes, self._size)
         given = {var: entropies.reshape(var.aval.shape).astype(var.aval.dtype)}
-        args = dict(zip(program.inputs[1:], leaves, strict=True))
-        values, _ = evaluate(program, args, needed_for(program, program.outputs, given=given), given, [])
+        part = needed_for(program, program.outputs, given=given)
+        values, _ = evaluate(program, args, part, given, [])
         return jax.tree.unflatten(results, [value_of(values, x) for x in program.outputs])
 
     def _trace(self, logits: jax.ShapeDtypeStruct, labels: PyTree) -> tuple[Program, Any]:
-        closed, shapes = jax.make_jaxpr(self._loss_fn, return_shape=True)(logits, labels)
+        structs = logits, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), labels)
+        # On no mesh, as it was when the cross entropies were found: on one JAX adds operations.
+        with jax.sharding.use_abstract_mesh(NO_MESH):
+            closed, shapes = jax.make_jaxpr(self._loss_fn, return_shape=True)(*structs)
         return flatten(closed), jax.tree.structure(shapes)
 
-    def _find(self, labels: PyTree, label: int) -> "_Entropies | None":
+    def _find(self, labels: PyTree, label: int) -> _Entropies | None:
+        """The cross entropies in a loss that computes those of one leaf of the labels."""
         leaves = jax.tree.leaves(labels)
-        logits = jax.ShapeDtypeStruct((*leaves[label].shape, self._size), jnp.float32)
+        shape = leaves[label].shape
         try:
-            program, _ = self._trace(logits, labels)
+            program, _ = self._trace(jax.ShapeDtypeStruct((*shape, self._size), jnp.float32), labels)
         except Exception:  # noqa: BLE001  # whatever a user's code raises of other shapes than its own
             return None
         rng = np.random.default_rng(0)
-        values = [rng.integers(0, min(self._size, 2**15), x.shape).astype(x.dtype) for x in leaves]
-        outputs = rng.normal(size=logits.shape).astype(np.float32)
-        wanted = np.asarray(vocab_cross_entropy(jnp.asarray(outputs), jnp.asarray(values[label]), self._size))
-        args = dict(zip(program.inputs, map(jnp.asarray, (outputs, *values)), strict=True))
-        # Outside of scans: a value of a scan's body is not one for all positions.
-        known, _ = evaluate(program, args, needed_for(program, [*program.outputs, *_made(program)]), {}, [])
-        for i, eqn in enumerate(program.eqns):
-            for place, var in enumerate(eqn.outvars):
-                sign = _sign(known[var], wanted) if var in known else 0
-                if sign and program.inputs[0] not in needed_for(program, program.outputs, given=[var]).variables:
-                    return _Entropies(len(program.eqns), i, place, sign, label)
+        usual = [rng.integers(0, min(self._size, 2**15), x.shape).astype(x.dtype) for x in leaves]
+        # What is no class, too: losses wrap it, mask it, or give NaN.
+        odd = np.asarray([-1, self._size, -100, -self._size, 2 * self._size, -2 * self._size - 1])
+        odd = np.resize(odd, (-(-odd.size // math.prod(shape)), *shape)).astype(leaves[label].dtype)
+        probes = [usual, *([*usual[:label], each, *usual[label + 1 :]] for each in odd)]
+        logits = jnp.asarray(rng.normal(size=(*shape, self._size)), jnp.float32)
+        numbered = _numbered(program)
+
+        def is_like(var: Any, kind: type[np.generic]) -> bool:
+            return var.aval.size == math.prod(shape) and jnp.issubdtype(var.aval.dtype, kind)
+
+        targets = [i for i, var in enumerate(numbered) if is_like(var, np.integer)]
+        for place, var in enumerate(numbered):
+            # All that the loss reads of the logits must go through it.
+            part = needed_for(program, program.outputs, given=[var])
+            if not is_like(var, np.floating) or program.inputs[0] in part.variables:
+                continue
+            found = [_with_gradient(_part_of(program, var, labels), logits) for labels in probes]
+            # The last ones first: what a loss makes of its labels, not the labels.
+            for target in reversed(targets):
+                if not _follows_from(program, var, numbered[target]):
+                    continue
+                classes = [_part_of(program, numbered[target], labels)(logits) for labels in probes]
+                for sign, of in itertools.product((1, -1), _KINDS):
+                    one = _Entropies(len(program.eqns), place, sign, target, of)
+                    if all(map(functools.partial(self._agrees, one, logits), classes, found)):
+                        return one
         return None
 
+    def _agrees(self, entropies: _Entropies, logits: jax.Array, classes: jax.Array, found: Sequence[jax.Array]) -> bool:
+        """Whether values and gradients are those that a loss has."""
 
-def _sign(found: jax.Array, wanted: np.ndarray) -> int:
-    """1 where values are those wanted, in whatever shape, -1 where they are their negatives, else 0."""
-    if found.size != wanted.size or not jnp.issubdtype(found.dtype, jnp.floating):
-        return 0
-    values = np.asarray(found, np.float32).reshape(wanted.shape)
-    signs = [sign for sign in (1, -1) if np.allclose(sign * values, wanted, rtol=_TOLERANCE, atol=_TOLERANCE)]
-    return signs[0] if signs else 0
+        def of_logits(logits: jax.Array) -> jax.Array:
+            at = classes.reshape(logits.shape[:-1])
+            return entropies.sign * entropies.of(logits, at, self._size)
+
+        pairs = zip(_with_gradient(of_logits, logits), found, strict=True)
+        return all(
+            np.allclose(wanted.reshape(-1), x.reshape(-1), _TOLERANCE, _TOLERANCE, equal_nan=True)
+            for wanted, x in pairs
+        )
 
 
-def _made(program: Program) -> list[Any]:
-    return [var for i, eqn in enumerate(program.eqns) if i not in program.scans for var in eqn.outvars]
+def _with_gradient(function: Callable[[jax.Array], jax.Array], x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """A function's value and the gradient of its sum."""
+    value, pullback = jax.vjp(function, x)
+    return value, pullback(jnp.ones_like(value))[0]
+
+
+def _part_of(program: Program, var: Any, labels: Sequence[np.ndarray]) -> Callable[[jax.Array], jax.Array]:
+    """One of a loss's values, as a function of the logits."""
+    part = needed_for(program, [var])
+
+    def function(logits: jax.Array) -> jax.Array:
+        args = dict(zip(program.inputs, [logits, *map(jnp.asarray, labels)], strict=True))
+        return value_of(evaluate(program, args, part, {}, [])[0], var)
+
+    return jax.jit(function)
+
+
+def _follows_from(program: Program, var: Any, target: Any) -> bool:
+    """True if a value depends on the labels through one that is made of them, and on nothing else of them."""
+    used = needed_for(program, [var], given=[target]).variables
+    return target in used and used.isdisjoint({*program.inputs[1:]} - {target})
+
+
+def _numbered(program: Program) -> list[Any]:
+    """Variables by number. Outside of scans: a value of a scan's body is not one for all positions."""
+    made = [var for i, eqn in enumerate(program.eqns) if i not in program.scans for var in eqn.outvars]
+    return [*program.inputs[1:], *made]
 
 
 def _small(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:

@@ -64,9 +64,15 @@ class VocabEmbed(nn.Module):
         table = self._table()
         if table.shape[0] == self.num_embeddings:
             return jnp.take(table, tokens, axis=0)
-        local, is_here = _local(tokens, table.shape[0], self.num_embeddings)
+        # As a lookup in the whole table: negative tokens count from its end, others outside give NaN.
+        size = self.num_embeddings
+        tokens = _wide(tokens)
+        tokens = jnp.where(tokens < 0, tokens + size, tokens)
+        local, is_here = _local(tokens, table.shape[0], size)
         rows = jnp.take(table, local, axis=0)
-        return sum_over(jnp.where(is_here[..., None], rows, jnp.zeros((), rows.dtype)), STAGE)
+        rows = sum_over(jnp.where(is_here[..., None], rows, jnp.zeros((), rows.dtype)), STAGE)
+        is_row = (tokens >= 0) & (tokens < size)
+        return jnp.where(is_row[..., None], rows, jnp.full((), jnp.nan, rows.dtype))
 
     @nn.compact
     def attend(self, x: jax.Array) -> jax.Array:
@@ -194,7 +200,7 @@ def _split_param(
 
 def _local(indices: jax.Array, size: int, num_embeddings: int) -> tuple[jax.Array, jax.Array]:
     """Indices into this stage's slice, or the whole; 0 where they point elsewhere, and whether they point into it."""
-    local = indices
+    local = indices = _wide(indices)
     if size != num_embeddings:
         num_stages = _num_stages()
         if size * num_stages != num_embeddings:
@@ -205,6 +211,11 @@ def _local(indices: jax.Array, size: int, num_embeddings: int) -> tuple[jax.Arra
         local = indices - size * jax.lax.axis_index(STAGE).astype(indices.dtype)
     is_here = (local >= 0) & (local < size)
     return jnp.where(is_here, local, 0), is_here
+
+
+def _wide(indices: jax.Array) -> jax.Array:
+    """Indices, wide enough for sums with the size of a vocabulary, and signed."""
+    return indices.astype(jnp.promote_types(indices.dtype, jnp.int32))
 
 
 def _num_stages() -> int:

@@ -14,14 +14,18 @@ from _models import DIM, ROWS, Block, specs, split_text
 from _settings import make_settings
 from _tolerances import GRADIENT, assert_close, assert_loss
 from flax import nnx
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 import jaxpipe
 from jaxpipe import LayerSpec, Pipeline, PipelineModule, ProcessTopology, TiedLayerSpec
 from jaxpipe.errors import LayerError
+from jaxpipe.layers import VocabEmbed
 from jaxpipe.layers._split_vocabulary import SplitLoss
 from jaxpipe.topology import make_pipeline_mesh
 
 MICROBATCHES, SAMPLES = 4, 4
+IGNORED = -100
 ADAM = optax.adamw(1e-2)
 
 
@@ -153,6 +157,85 @@ def test_whole_logits_are_taken_too(loss_fn: Callable[..., Any]) -> None:
     logits, labels = rng.normal(size=(2, 3, ROWS)).astype(np.float32), rng.integers(0, ROWS, (2, 3), np.int32)
     split = SplitLoss(loss_fn, jax.eval_shape(jnp.asarray, labels), ROWS)
     jax.tree.map(np.testing.assert_array_equal, split(jnp.asarray(logits), labels), loss_fn(logits, labels))
+
+
+def masked(logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
+    mask = labels != IGNORED
+    safe = jnp.where(mask, labels, 0)
+    each = optax.softmax_cross_entropy_with_integer_labels(logits, safe)
+    return jnp.where(mask, each, 0.0).sum(), mask.sum()
+
+
+def wrapped(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    return mean(logits, labels % ROWS)
+
+
+def clipped(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    return mean(logits, jnp.clip(labels, 0, ROWS - 1))
+
+
+def indexed(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    logits, labels = logits.reshape(-1, ROWS), labels.reshape(-1)
+    return -jax.nn.log_softmax(logits)[jnp.arange(labels.size), labels].mean()
+
+
+def on_two_stages(function: Callable[..., Any], dim: int) -> Callable[..., Any]:
+    """A scalar and its gradient, from an array of which each stage has a slice."""
+
+    def counted(given: jax.Array, *args: Any) -> jax.Array:
+        # One stage starts the backward: sums over the stages add up the cotangents of all.
+        return jnp.where(jax.lax.axis_index("stage") == 0, function(given, *args), 0.0)
+
+    def run(given: jax.Array, *args: Any) -> tuple[jax.Array, jax.Array]:
+        value, gradient = jax.value_and_grad(counted)(given, *args)
+        return jax.lax.psum(value, "stage"), gradient
+
+    mesh = jax.make_mesh((2,), ("stage",), axis_types=(AxisType.Auto,))
+    spec = P(*[None] * dim, "stage")
+    specs = {"in_specs": (spec, P()), "out_specs": (P(), spec)}
+    return jax.jit(jax.shard_map(run, mesh=mesh, check_vma=False, **specs))
+
+
+@pytest.mark.parametrize(
+    "loss_fn", [mean, one_hot, gathered, masked, wrapped, clipped, indexed], ids=lambda f: f.__name__
+)
+def test_labels_outside_the_vocabulary_give_what_the_whole_loss_gives(
+    loss_fn: Callable[..., Any],
+) -> None:
+    rng = np.random.default_rng(0)
+    logits = rng.normal(size=(2, 3, ROWS)).astype(np.float32)
+    labels = rng.integers(0, ROWS, (2, 3), np.int32)
+    split = SplitLoss(loss_fn, jax.eval_shape(jnp.asarray, labels), ROWS)
+
+    def total(loss: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args: jax.tree.leaves(loss(*args))[0]
+
+    found = on_two_stages(total(split), 2)
+    wanted = jax.jit(jax.value_and_grad(total(loss_fn)))
+    for outside in (-1, ROWS, IGNORED, -ROWS, 7 * ROWS):
+        labels[:, 1] = outside
+        for x, y in zip(found(logits, labels), wanted(logits, labels), strict=True):
+            np.testing.assert_allclose(x, y, rtol=GRADIENT, atol=1e-7)
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.uint8, np.int8])
+def test_tokens_outside_the_vocabulary_give_what_the_whole_table_gives(dtype: Any) -> None:
+    table = np.random.default_rng(0).normal(size=(ROWS, DIM)).astype(np.float32)
+    tokens = np.arange(-2 * ROWS, 3 * ROWS).astype(dtype)
+
+    def loss(layer: Any) -> Callable[..., Any]:
+        return lambda table, tokens: jnp.sin(layer(table, tokens)).sum()
+
+    def split(table: jax.Array, tokens: jax.Array) -> jax.Array:
+        return VocabEmbed(ROWS, DIM).apply({"params": {"embedding": table}}, tokens)
+
+    def whole(table: jax.Array, tokens: jax.Array) -> jax.Array:
+        return nn.Embed(ROWS, DIM).apply({"params": {"embedding": table}}, tokens)
+
+    found, wanted = on_two_stages(loss(split), 0), jax.jit(jax.value_and_grad(loss(whole)))
+    for token in tokens:
+        for x, y in zip(found(table, token[None]), wanted(table, token[None]), strict=True):
+            np.testing.assert_allclose(x, y, rtol=GRADIENT, atol=1e-7)
 
 
 def test_labels_may_be_trees() -> None:
