@@ -93,7 +93,8 @@ def plan(  # noqa: PLR0913  # what to look at, one argument each
 
     Example:
         >>> import flax.linen as nn, jax, jax.numpy as jnp, jaxpipe
-        >>> model = jaxpipe.PipelineModule([nn.Dense(64) for _ in range(8)], 4, loss_fn=lambda y, t: jnp.mean((y - t) ** 2))
+        >>> layers = [nn.Dense(64) for _ in range(8)]
+        >>> model = jaxpipe.PipelineModule(layers, 4, loss_fn=lambda y, t: jnp.mean((y - t) ** 2))
         >>> x = jax.ShapeDtypeStruct((16, 64), jnp.float32)
         >>> config = {"train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 16}
         >>> found = jaxpipe.plan(model, config, (x, x), "h200:8", schedules=["1f1b"], recompute=[0])

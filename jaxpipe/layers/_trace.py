@@ -181,8 +181,8 @@ def trace_layers(  # noqa: PLR0913  # one setting each
     Raises:
         LayerError: A layer cannot take the output of the one before, changes the shapes of its collections, has a
             parameter that is no floating-point array or cannot be sharded as its metadata says, shares one whose shape
-            differs from the one it is tied to, or holds a module instance of another; or a side input has the name of a standard argument, or a rule an
-            axis that the mesh lacks.
+            differs from the one it is tied to, or holds a module instance of another; or a side input has the name of
+            a standard argument, or a rule an axis that the mesh lacks.
     """
     check_rules(mesh, rules)
     warned = set() if warned is None else warned

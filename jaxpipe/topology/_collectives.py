@@ -19,12 +19,12 @@ def sum_over(tree: PyTree, axes: Axes) -> PyTree:
     # manual partitioning mode").
     if axes_length(axes) == 1:
         return tree
-    return _added(jax.lax.psum, tree, axes)  # pyright: ignore[reportUnknownMemberType]
+    return _added(jax.lax.psum, tree, axes)  # pyright: ignore[reportUnknownArgumentType, reportUnknownMemberType]
 
 
 def scatter_sum(tree: PyTree, axis: str) -> PyTree:
     """`jax.lax.psum_scatter` along the first dim, which is as long as the axis and goes."""
-    return _added(jax.lax.psum_scatter, tree, axis)  # pyright: ignore[reportUnknownMemberType]
+    return _added(jax.lax.psum_scatter, tree, axis)  # pyright: ignore[reportUnknownArgumentType, reportUnknownMemberType]
 
 
 def broadcast_sum(tree: PyTree, axes: Axes) -> PyTree:
