@@ -30,6 +30,8 @@ from ._vocab import STAGE, VocabEmbed, VocabHead, vocab_cross_entropy
 _TOLERANCE = 1e-5
 """Relative, of cross entropies in float32."""
 
+_OfLogits = Callable[[jax.Array], jax.Array]
+
 
 class _SplitLayer(Layer):
     """A layer whose variables are another's, split over the stages, and which computes as a layer of this room does.
@@ -196,9 +198,10 @@ class _Entropies(NamedTuple):
 class SplitLoss:
     """A loss of cross entropies, computed from this stage's slice of the logits.
 
-    The loss is traced. It must read the logits through the cross entropy of each position with one of the labels alone,
-    whatever it is written with; which of its values that is, is found by evaluating it on random logits. The rest of
-    it, masks, weights and means, runs as it is.
+    The loss is traced. It must read the logits through the cross entropy of each position with one
+    of the labels alone, or with what it makes of that one, whatever it is written with. Which of
+    its values these are is found by evaluating it, and its gradient, on random logits and on labels
+    in the vocabulary and outside. The rest of it, masks, weights and means, runs as it is.
 
     Args:
         loss_fn: `loss_fn(logits, labels)`, on whole logits.
@@ -214,9 +217,8 @@ class SplitLoss:
         leaves, treedef = jax.tree.flatten(labels)
         # Two of each dim are enough; a loss that was written for certain lengths takes only these.
         tries = [treedef.unflatten(each) for each in ([_small(x) for x in leaves], leaves)]
-        targets = [
-            i for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.integer) and x.ndim and math.prod(x.shape)
-        ]
+        integers = [i for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.integer)]
+        targets = [i for i in integers if leaves[i].ndim and math.prod(leaves[i].shape)]
         found = next((x for i in targets for each in tries if (x := self._find(each, i)) is not None), None)
         if found is None:
             raise LayerError(
@@ -263,7 +265,8 @@ class SplitLoss:
         leaves = jax.tree.leaves(labels)
         shape = leaves[label].shape
         try:
-            program, _ = self._trace(jax.ShapeDtypeStruct((*shape, self._size), jnp.float32), labels)
+            whole = jax.ShapeDtypeStruct((*shape, self._size), jnp.float32)
+            program, _ = self._trace(whole, labels)
         except Exception:  # noqa: BLE001  # whatever a user's code raises of other shapes than its own
             return None
         rng = np.random.default_rng(0)
@@ -296,7 +299,13 @@ class SplitLoss:
                         return one
         return None
 
-    def _agrees(self, entropies: _Entropies, logits: jax.Array, classes: jax.Array, found: Sequence[jax.Array]) -> bool:
+    def _agrees(
+        self,
+        entropies: _Entropies,
+        logits: jax.Array,
+        classes: jax.Array,
+        found: Sequence[jax.Array],
+    ) -> bool:
         """Whether values and gradients are those that a loss has."""
 
         def of_logits(logits: jax.Array) -> jax.Array:
@@ -310,13 +319,13 @@ class SplitLoss:
         )
 
 
-def _with_gradient(function: Callable[[jax.Array], jax.Array], x: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _with_gradient(function: _OfLogits, x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """A function's value and the gradient of its sum."""
     value, pullback = jax.vjp(function, x)
     return value, pullback(jnp.ones_like(value))[0]
 
 
-def _part_of(program: Program, var: Any, labels: Sequence[np.ndarray]) -> Callable[[jax.Array], jax.Array]:
+def _part_of(program: Program, var: Any, labels: Sequence[np.ndarray]) -> _OfLogits:
     """One of a loss's values, as a function of the logits."""
     part = needed_for(program, [var])
 
@@ -328,15 +337,16 @@ def _part_of(program: Program, var: Any, labels: Sequence[np.ndarray]) -> Callab
 
 
 def _follows_from(program: Program, var: Any, target: Any) -> bool:
-    """True if a value depends on the labels through one that is made of them, and on nothing else of them."""
+    """True if a value depends on the labels through one alone that is made of them."""
     used = needed_for(program, [var], given=[target]).variables
     return target in used and used.isdisjoint({*program.inputs[1:]} - {target})
 
 
 def _numbered(program: Program) -> list[Any]:
-    """Variables by number. Outside of scans: a value of a scan's body is not one for all positions."""
-    made = [var for i, eqn in enumerate(program.eqns) if i not in program.scans for var in eqn.outvars]
-    return [*program.inputs[1:], *made]
+    """Variables by number."""
+    # Outside of scans: a value of a scan's body is not one for all positions.
+    eqns = [eqn for i, eqn in enumerate(program.eqns) if i not in program.scans]
+    return [*program.inputs[1:], *(var for eqn in eqns for var in eqn.outvars)]
 
 
 def _small(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:

@@ -56,7 +56,8 @@ class VocabEmbed(nn.Module):
         """Look up rows.
 
         Args:
-            tokens: Integers in `[0, num_embeddings)`, of any shape.
+            tokens: Integers in `[0, num_embeddings)`, of any shape. As in `flax.linen.Embed`
+                negative ones count from the end, and others outside give NaN.
 
         Returns:
             Their rows, `[..., features]`, the same on every stage.
@@ -64,7 +65,7 @@ class VocabEmbed(nn.Module):
         table = self._table()
         if table.shape[0] == self.num_embeddings:
             return jnp.take(table, tokens, axis=0)
-        # As a lookup in the whole table: negative tokens count from its end, others outside give NaN.
+        # What a lookup in the whole table does of itself.
         size = self.num_embeddings
         tokens = _wide(tokens)
         tokens = jnp.where(tokens < 0, tokens + size, tokens)

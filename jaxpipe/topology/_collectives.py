@@ -11,6 +11,9 @@ from jaxpipe._typing import PyTree
 
 Axes = str | tuple[str, ...]
 
+_LAX: Any = jax.lax
+"""JAX does not say the types of its collectives."""
+
 
 def sum_over(tree: PyTree, axes: Axes) -> PyTree:
     """`jax.lax.psum`, which over axes that are all one long is the values themselves."""
@@ -19,16 +22,16 @@ def sum_over(tree: PyTree, axes: Axes) -> PyTree:
     # manual partitioning mode").
     if axes_length(axes) == 1:
         return tree
-    return _added(jax.lax.psum, tree, axes)  # pyright: ignore[reportUnknownArgumentType, reportUnknownMemberType]
+    return _added(_LAX.psum, tree, axes)
 
 
 def scatter_sum(tree: PyTree, axis: str) -> PyTree:
     """`jax.lax.psum_scatter` along the first dim, which is as long as the axis and goes."""
-    return _added(jax.lax.psum_scatter, tree, axis)  # pyright: ignore[reportUnknownArgumentType, reportUnknownMemberType]
+    return _added(_LAX.psum_scatter, tree, axis)
 
 
 def broadcast_sum(tree: PyTree, axes: Axes) -> PyTree:
-    """On all places along some axes the values of one of them, where the others have zeros: exact."""
+    """On all places along some axes the values of one, where the others have zeros: exact."""
 
     def one(leaf: jax.Array) -> jax.Array:
         number = leaf.astype(jnp.int32) if leaf.dtype == jnp.bool_ else leaf

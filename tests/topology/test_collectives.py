@@ -46,7 +46,8 @@ def test_sums_beside_an_automatic_axis(name: str, dtype: Any) -> None:
     found = jax.jit(over_places(SUMS[name], mesh_of(jax.devices())))(jnp.asarray(values, dtype))
     total = values.reshape(PLACES, PLACES, 2).sum(0)
     assert found.dtype == dtype
-    np.testing.assert_array_equal(found, total if name == "scatter_sum" else np.tile(total, (PLACES, 1)))
+    wanted = total if name == "scatter_sum" else np.tile(total, (PLACES, 1))
+    np.testing.assert_array_equal(found, wanted)
 
 
 @pytest.mark.parametrize("name", SUMS)
@@ -58,7 +59,8 @@ def test_gradients_of_sums_of_bfloat16(name: str) -> None:
     found = jax.jit(over_places(jax.grad(loss), mesh_of(jax.devices())))(x)
     assert found.dtype == jnp.bfloat16
     # Each place differentiates the sum of all places' losses.
-    np.testing.assert_array_equal(found.astype(jnp.float32), 2.0 * PLACES * (1 if name == "scatter_sum" else PLACES))
+    wanted = 2.0 * PLACES * (1 if name == "scatter_sum" else PLACES)
+    np.testing.assert_array_equal(found.astype(jnp.float32), wanted)
 
 
 @pytest.mark.parametrize("name", SUMS)
