@@ -45,7 +45,7 @@ class _SplitLayer(Layer):
     def __init__(self, layer: Layer, split: Layer, specs: Mapping[str, tuple[str | None, ...]]) -> None:
         self._layer, self._split, self._specs = layer, split, specs
         self.class_name, self.arguments = layer.class_name, layer.arguments
-        self.identity = None if layer.identity is None else ("split", layer.identity)
+        self.identity = "split", layer.identity
 
     def init(
         self, key: jax.Array, inputs: PyTree, *, side: Mapping[str, PyTree], given: PyTree | None = None
