@@ -43,8 +43,7 @@ def start_writing(path: Path, arrays: Mapping[str, jax.Array]) -> Callable[[], o
     Returns:
         What waits for the end, in any thread.
     """
-    from orbax.checkpoint import v1 as ocp
-
+    _, ocp = _orbax()
     context = ocp.Context()
     context.array.saving.use_compression = False  # random mantissas do not compress, and every byte is hashed anyway
     context.array.saving.ocdbt_target_data_file_size = _FILE_BYTES
@@ -163,7 +162,9 @@ def make_bare(error: BaseException) -> None:
 
 
 @functools.cache
-def _orbax() -> Any:
+def _orbax() -> tuple[Any, Any]:
+    """Orbax, and its newer interface."""
+    import orbax.checkpoint as ocp
     from orbax.checkpoint import v1
 
     # What fails in a thread of Orbax is raised here, and told once. Each thread prints it too, and so do those that it
@@ -181,7 +182,7 @@ def _orbax() -> Any:
 
     sys.unraisablehook = hook
     warnings.filterwarnings("ignore", "coroutine '.*serialize.*' was never awaited", RuntimeWarning)
-    return v1
+    return ocp, v1
 
 
 def _bytes(block: Any) -> np.ndarray:
@@ -194,8 +195,7 @@ def _read(path: Path, arrays: Mapping[str, StoredArray]) -> Mapping[str, np.ndar
     By Orbax's handler of trees and not by its `load`, which waits for all processes of the job: each process reads
     what it needs, some of them nothing, and one may read a checkpoint by itself.
     """
-    import orbax.checkpoint as ocp
-
+    ocp, _ = _orbax()
     # `load` knows the folder by what lies in it, too: its name has changed with Orbax.
     metadata = next(path.glob("*/_METADATA"), None)
     if metadata is None:
