@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from numbers import Real
 from typing import Any, cast
 
-from jaxpipe._numbers import as_number, plain
+from jaxpipe._numbers import plain
 from jaxpipe.errors import ConfigError, shown
 
 from ._collect import Collector
@@ -70,11 +70,7 @@ def read_params(value: object, path: str) -> Params:
 
 def _frozen(given: object, path: str) -> object:
     value = plain(given)
-    if value is None or isinstance(value, str | bool):
-        return value
-    if isinstance(value, Real):
-        if as_number(value) is None:
-            raise wrong_value(path, "a finite number", value, "Use a number such as 0.001")
+    if value is None or isinstance(value, str | bool | Real):
         return value
     if isinstance(value, Mapping):
         return read_params(cast("object", value), path)

@@ -35,6 +35,8 @@ def run_on_all(action: Callable[[], T], who: Sequence[int] | None = None) -> T |
             result = action()
         except Exception as error:  # noqa: BLE001  # raised again below, when all processes know
             own, failure = error, failure_of(error)
+    if own is not None and not jax.distributed.is_initialized():
+        raise own  # alone; and to count processes is to ask JAX for its devices, of which it may have none
     if jax.process_count() > 1:
         raise_on_all(own, gather_texts(failure))
     elif own is not None:

@@ -162,7 +162,8 @@ def checked_loss(result: Any, *, has_loss_fn: bool) -> LossTerms:
     result, metrics = (result[:2], result[2]) if isinstance(result, tuple) and len(result) == 3 else (result, {})
     terms: tuple[Any, ...] = result if isinstance(result, tuple) and len(result) == 2 else (result,)
     # A loss of numpy labels may be numpy's, and a weight such as `labels.size` is a number of Python's.
-    terms = tuple(jnp.asarray(x) if isinstance(x, (np.ndarray, np.generic, int, float)) else x for x in terms)
+    known = [(np.ndarray, np.generic), (np.ndarray, np.generic, int, float)]
+    terms = tuple(jnp.asarray(x) if isinstance(x, kinds) else x for x, kinds in zip(terms, known, strict=False))
     if not all(isinstance(x, jax.Array) and x.shape == () for x in terms) or not jnp.issubdtype(
         terms[0].dtype, jnp.floating
     ):

@@ -11,11 +11,10 @@ import jax
 from flax import nnx
 from flax.core import meta
 from jax.core import Tracer
-from jax.extend.core import ClosedJaxpr
 
 from jaxpipe._typing import PyTree
 from jaxpipe.errors import LayerError
-from jaxpipe.jaxpr import value_numbers
+from jaxpipe.jaxpr import ClosedJaxpr, value_numbers
 
 from ._axes import axis_fault, is_unbound_axis, on_mesh, one_device_mesh
 from ._protocol import (

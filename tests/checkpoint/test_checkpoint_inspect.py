@@ -29,7 +29,7 @@ in all                        elements  arrays +size
 parameters, shared ones once     4,224       8 +10\.3 KiB
 beside the parameters                1       1 +4 B
 state of the optimiser           8,454      22 +20\.6 KiB
-on disk, in \d+ files +20 +\d+\.\d KiB"""
+on disk, in \d+ files +14 +\d+\.\d KiB"""
 
 
 @pytest.fixture(scope="module")

@@ -19,8 +19,11 @@ DIM = 8
 
 
 def _layers() -> list[LayerSpec]:
-    weight, spectral = LayerSpec(nn.WeightNorm, nn.Dense(DIM)), LayerSpec(nn.SpectralNorm, nn.Dense(DIM))
-    return [weight, spectral.train_flag("update_stats"), weight, spectral.train_flag("update_stats")]
+    def pair() -> list[LayerSpec]:
+        spectral = LayerSpec(nn.SpectralNorm, nn.Dense(DIM)).train_flag("update_stats")
+        return [LayerSpec(nn.WeightNorm, nn.Dense(DIM)), spectral]
+
+    return [*pair(), *pair()]
 
 
 def _engine(stages: int, method: Any = "uniform") -> PipelineEngine:

@@ -222,7 +222,7 @@ def test_the_loss_of_a_microbatch() -> None:
         (lambda y, t: y, r"loss_fn's result .* float32\[3\]"),
         (lambda y, t: jnp.int32(3), r"loss_fn's result .* int32\[\]"),
         (lambda y, t: 3.0, "loss_fn's result .* 'float'"),
-        (lambda y, t: (y.sum(), 2), r"loss_fn's result .* float32\[\], 'int'"),
+        (lambda y, t: (y.sum(), "2"), r"loss_fn's result .* float32\[\], 'str'"),
         (None, r"the last layer's output .* float32\[3\]"),
     ],
 )
