@@ -116,7 +116,6 @@ class _Program(Generic[_Result]):
         self._checks_branches = waits_in_branches(mesh)
 
     def __call__(self, state: TrainState, *args: Any) -> _Result:
-        check_jit()
         if self._is_unchecked and not isinstance(state.step, Tracer):
             # Compiled once: the call below finds what is compiled here.
             program = compile_program(self._jitted, state, *args)
@@ -605,9 +604,16 @@ class Pipeline:
         # With check_vma=True a gradient through a branch on the device is wrong without a word (jax-ml/jax#40823).
         # Every axis but these two is left to XLA's partitioner, which follows the shardings of weights and activations.
         axes = {"stage", "data"}
-        return jax.shard_map(
+        mapped = jax.shard_map(
             function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, axis_names=axes, check_vma=False
         )
+
+        @functools.wraps(function)
+        def compiled(*args: Any) -> Any:
+            check_jit()  # runs when JAX traces, and at each call where it is told not to compile
+            return mapped(*args)
+
+        return compiled
 
     def _compile(self) -> None:
         programs, state, rows = self._programs, self.state_struct, self._sharding.row_spec

@@ -184,7 +184,7 @@ def place_everywhere(tree: PyTree, mesh: Mesh) -> PyTree:
             # NumPy has no arrays of keys.
             return jax.random.wrap_key_data(place(jax.random.key_data(leaf)), impl=jax.random.key_impl(leaf))
         value = np.asarray(leaf)
-        return _from_blocks(value.shape, sharding, lambda index: value[index])
+        return _from_blocks(value.shape, sharding, [value] * len(sharding.addressable_devices))
 
     return jax.tree.map(place, tree)
 
@@ -206,11 +206,13 @@ def place_samples(leaf: Any, like: Any, replicas: range, num_replicas: int) -> j
     # Indices below are those of the global array, `value` begins with the samples of `replicas`.
     first = replicas.start * (like.shape[1] // num_replicas)
 
-    def share(index: Any) -> np.ndarray:
-        start, stop, _ = index[1].indices(like.shape[1])
-        return value[index[0], start - first : stop - first, *index[2:]]
-
-    return _from_blocks(like.shape, like.sharding, share)
+    indices = like.sharding.addressable_devices_indices_map(like.shape).values()
+    spans = [slice(*index[1].indices(like.shape[1])) for index in indices]
+    blocks = [
+        value[index[0], span.start - first : span.stop - first, *index[2:]]
+        for index, span in zip(indices, spans, strict=True)
+    ]
+    return _from_blocks(like.shape, like.sharding, blocks)
 
 
 def owned(leaf: Any) -> Any:
@@ -248,12 +250,11 @@ def _whole(like: Any, shards: Sequence[jax.Array]) -> jax.Array:
     return jax.make_array_from_single_device_arrays(like.shape, like.sharding, shards)
 
 
-def _from_blocks(shape: tuple[int, ...], sharding: NamedSharding, block: Callable[[Any], np.ndarray]) -> jax.Array:
-    """A global array of host values, from the block that each device of this process holds."""
-    indices = sharding.addressable_devices_indices_map(shape)
+def _from_blocks(shape: tuple[int, ...], sharding: NamedSharding, blocks: list[np.ndarray]) -> jax.Array:
+    """A global array of host values, from the block that each device of this process holds, in their order."""
     # Not `jax.make_array_from_callback`, whose transfers `jax.transfer_guard` refuses as implicit.
-    blocks = jax.device_put([block(index) for index in indices.values()], list(indices))
-    return jax.make_array_from_single_device_arrays(shape, sharding, blocks)
+    placed = jax.device_put(blocks, list(sharding.addressable_devices_indices_map(shape)))
+    return jax.make_array_from_single_device_arrays(shape, sharding, placed)
 
 
 def _row(index: Any) -> int:
