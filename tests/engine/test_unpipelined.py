@@ -167,7 +167,7 @@ def test_a_smaller_microbatch() -> None:
         engine(*(np.concatenate([x, x[:1]]) for x in batch[0]))
 
 
-FP16 = {"enabled": True, "initial_scale_power": 18, "hysteresis": 1, "loss_scale_window": 2}
+FP16 = {"enabled": True, "auto_cast": True, "initial_scale_power": 18, "hysteresis": 1, "loss_scale_window": 2}
 
 
 @pytest.mark.parametrize(
