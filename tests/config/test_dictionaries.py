@@ -56,6 +56,9 @@ _BY_HAND: dict[str, st.SearchStrategy[Any]] = {
     "activation_checkpointing.contiguous_memory_optimization": st.just(False),  # needs two others
     "optimizer": _named("Adam", "muon", "sgd"),
     "scheduler": _named("WarmupLR", "OneCycle"),
+    **{
+        path: st.text("ab_", min_size=1) for path in KEYS if path.endswith(".output_path")
+    },  # read as paths: "a/" is "a"
     "checkpoint": _section(async_save=flags, keep_last=positive | st.none(), keep_every=st.none())
     | st.fixed_dictionaries({"keep_last": positive, "keep_every": positive}, optional={"async_save": flags}),
 }

@@ -177,9 +177,9 @@ def test_a_loader_that_is_set(name: str, is_endless: bool, engine: PipelineEngin
         else:
             target.set_dataloader(loader)
 
+    give(engine)
     if name == "datasets":
         engine.set_batch_fn(lambda batch: tuple(np.array(batch[key], np.float32) for key in "xy"))
-    give(engine)
     losses(engine, None, 1)
     engine.save_checkpoint(tmp_path)
     count = 6 if is_endless else 2
