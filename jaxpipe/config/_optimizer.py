@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from jaxpipe.errors import ConfigError, shown
 
-from ._params import Params, read_params
+from ._params import Params, infinite_in, read_params
 from ._section import Section, join, required
 from ._values import read_text, wrong_value
 
@@ -65,7 +65,8 @@ class OptimizerSection(Section):
     params: Params = field(default=Params({}), metadata={"reader": read_params})
 
     def check(self) -> Iterable[ConfigError]:
-        """Refuse clipping among the optimizer's settings."""
+        """Refuse clipping among the optimizer's settings, and numbers that are none."""
+        yield from infinite_in(self.params, join(self.path, "params"))
         if "max_grad_norm" in self.params:
             norm = self.params["max_grad_norm"]
             repair = f"Set gradient_clipping={shown(norm)} beside the optimizer: it clips by the norm over all stages"
@@ -88,3 +89,7 @@ class SchedulerSection(Section):
 
     type: str = required(read_text)
     params: Params = field(default=Params({}), metadata={"reader": read_params})
+
+    def check(self) -> Iterable[ConfigError]:
+        """Refuse numbers that are none."""
+        return infinite_in(self.params, join(self.path, "params"))

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from numbers import Real
 from typing import Any, cast
 
-from jaxpipe._numbers import plain
+from jaxpipe._numbers import as_number, plain
 from jaxpipe.errors import ConfigError, shown
 
 from ._collect import Collector
@@ -66,6 +66,23 @@ def read_params(value: object, path: str) -> Params:
             values[key] = _frozen(inner, f"{path}.{key}")
     errors.raise_all()
     return Params(values)
+
+
+def infinite_in(value: object, path: str) -> Iterator[ConfigError]:
+    """An error for each number in the settings that is NaN, infinite, or too large for a float.
+
+    Args:
+        value: Settings as `read_params` returns them.
+        path: Their JSON path.
+    """
+    if isinstance(value, Params):
+        for key, inner in value.items():
+            yield from infinite_in(inner, f"{path}.{key}")
+    elif isinstance(value, tuple):
+        for index, item in enumerate(cast("tuple[object, ...]", value)):
+            yield from infinite_in(item, f"{path}[{index}]")
+    elif isinstance(value, Real) and not isinstance(value, bool) and as_number(value) is None:
+        yield wrong_value(path, "a finite number", value, "Use for instance 0.001")
 
 
 def _frozen(given: object, path: str) -> object:

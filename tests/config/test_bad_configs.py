@@ -147,6 +147,7 @@ def test_every_number_has_values_out_of_its_range() -> None:
 
 
 NUMBERS = [path for path, key in KEYS.items() if key.kind() in (int, float)]
+NUMBERS += ["optimizer.params.lr", "optimizer.params.betas", "scheduler.params.warmup_min_lr"]
 
 
 @pytest.mark.parametrize("path", NUMBERS)
