@@ -41,8 +41,6 @@ VERSION = 1
 _DATA = re.compile(r"data-[0-9]+-[0-9a-f]+")
 _STEP_TAG = re.compile(r"global_step([0-9]+)")
 _PARTIAL = ".partial"
-_WRITING = ".orbax-checkpoint-tmp"
-"""Suffix that Orbax gives a folder that it has not finished."""
 _MARK = ".jaxpipe"
 _NOT_SYNCED = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EISDIR, errno.EACCES, errno.EPERM)
 """Answers of file systems that open no folders, or have nothing to sync, and of folders without permission to read."""
@@ -358,6 +356,7 @@ def make_data(folder: Path, sequence: int) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     data.mkdir()
     (data / _MARK).mkdir()
+    (data / ARRAYS).mkdir()
     return data
 
 
@@ -377,7 +376,7 @@ def _was_made_here(data: Path) -> bool:
         return False
     # A save that failed removes its folder with the mark, and writers that were late make it again without.
     names = {path.name for path in data.iterdir()}
-    return _MARK in names or names <= {ARRAYS + _WRITING}
+    return _MARK in names or names <= {ARRAYS}
 
 
 def _remove_folder(data: Path) -> None:

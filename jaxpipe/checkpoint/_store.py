@@ -11,7 +11,7 @@ import os
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,27 +33,44 @@ _READ_BYTES = 256 << 20
 """Bytes read at a time, unless one array is larger."""
 
 
-def start_writing(path: Path, arrays: Mapping[str, jax.Array]) -> Callable[[], object]:
-    """Begin to write global arrays, each row by a process that holds it; all processes call, in the main thread.
+def write_arrays(path: Path, arrays: Mapping[str, jax.Array]) -> None:
+    """Write this process's blocks of global arrays; `finish_arrays` puts together what all processes wrote.
+
+    By Orbax's handler of trees and not by its `save`, whose processes wait for each other: one whose storage fails
+    would leave the others waiting, with nobody who tells them.
 
     Args:
-        path: A folder that does not exist.
+        path: A folder, which all processes see.
         arrays: The arrays by name, which must not change before the end.
-
-    Returns:
-        What waits for the end, in any thread.
     """
-    _, ocp = _orbax()
-    context = ocp.Context()
-    context.array.saving.use_compression = False  # random mantissas do not compress, and every byte is hashed anyway
-    context.array.saving.ocdbt_target_data_file_size = _FILE_BYTES
-    # Otherwise writers wait for a signal whose number a load in another thread may take: they write before there are
-    # folders, which are then removed with what lies in them.
-    context.async_options.create_directories_asynchronously = False
-    context.memory.write_concurrent_bytes = _WRITE_BYTES
+    ocp = _orbax()
     full = {name: array for name, array in arrays.items() if array.size}
-    with context:
-        return ocp.save_async(str(path.absolute()), full).result
+    args = ocp.args.PyTreeSave(full, ocdbt_target_data_file_size=_FILE_BYTES)
+    _writer().save(_orbax_path(path), args=args)
+
+
+def finish_arrays(path: Path) -> None:
+    """Make the arrays readable, once all processes have written their blocks; one process calls."""
+    _writer().finalize(_orbax_path(path))
+
+
+def _orbax_path(path: Path) -> Any:
+    from etils import epath
+
+    return epath.Path(path.absolute())
+
+
+def _writer() -> Any:
+    ocp = _orbax()
+    # Without a store of the arrays' metadata: process 0 makes its folder, and others would wait ten minutes for that.
+    handler = ocp.type_handlers.ArrayHandler(array_metadata_store=None)
+    impl = ocp.BasePyTreeCheckpointHandler(
+        type_handler_registry=ocp.type_handlers.create_type_handler_registry((jax.Array, handler)),
+        save_concurrent_bytes=_WRITE_BYTES,
+        use_zarr3=True,
+        use_compression=False,  # random mantissas do not compress, and every byte is hashed anyway
+    )
+    return ocp.PyTreeCheckpointHandler(handler_impl=impl)
 
 
 def read_arrays(
@@ -162,10 +179,9 @@ def make_bare(error: BaseException) -> None:
 
 
 @functools.cache
-def _orbax() -> tuple[Any, Any]:
-    """Orbax, and its newer interface."""
+def _orbax() -> Any:
+    """Orbax, told to leave errors to us."""
     import orbax.checkpoint as ocp
-    from orbax.checkpoint import v1
 
     # What fails in a thread of Orbax is raised here, and told once. Each thread prints it too, and so do those that it
     # leaves alone after the first failure: in an outage a thousand lines around the one that says what happened.
@@ -182,7 +198,7 @@ def _orbax() -> tuple[Any, Any]:
 
     sys.unraisablehook = hook
     warnings.filterwarnings("ignore", "coroutine '.*serialize.*' was never awaited", RuntimeWarning)
-    return ocp, v1
+    return ocp
 
 
 def _bytes(block: Any) -> np.ndarray:
@@ -195,16 +211,11 @@ def _read(path: Path, arrays: Mapping[str, StoredArray]) -> Mapping[str, np.ndar
     By Orbax's handler of trees and not by its `load`, which waits for all processes of the job: each process reads
     what it needs, some of them nothing, and one may read a checkpoint by itself.
     """
-    ocp, _ = _orbax()
-    # `load` knows the folder by what lies in it, too: its name has changed with Orbax.
-    metadata = next(path.glob("*/_METADATA"), None)
-    if metadata is None:
-        raise FileNotFoundError(f"{path} has no file _METADATA")
+    ocp = _orbax()
     like = {name: _like(array) for name, array in arrays.items()}
     as_numpy = {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in arrays}
     args = ocp.args.PyTreeRestore(item=like, restore_args=as_numpy, partial_restore=True)
-    folder: Any = metadata.parent.absolute()  # an `etils.epath.Path` for type checkers
-    found: Mapping[str, np.ndarray] = ocp.PyTreeCheckpointHandler().restore(folder, args=args)
+    found: Mapping[str, np.ndarray] = ocp.PyTreeCheckpointHandler().restore(_orbax_path(path), args=args)
     for name, array in arrays.items():
         if (found[name].shape, found[name].dtype.name) != (array.shape, array.dtype):
             raise ValueError(f"{name} is {found[name].dtype.name}{list(found[name].shape)}")

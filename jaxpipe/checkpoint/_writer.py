@@ -13,7 +13,9 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Generator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any, cast
@@ -55,11 +57,11 @@ from ._directory import (
 from ._index import INDEX, Index, StoredArray, dump_index
 from ._json import check_json, dump_json
 from ._lock import DirectoryLock
+from ._reports import collect, remove_reports, report, still_writing
 from ._snapshot import snapshot
-from ._store import grid_of, hash_blocks, make_bare, start_writing
+from ._store import finish_arrays, grid_of, hash_blocks, make_bare, write_arrays
 from ._struct import dump_struct
 
-_REPORT_TIMEOUT_S = 600
 _CLEANING_S, _QUIET_POLLS, _QUIET_PAUSE_S = 10.0, 50, 0.01
 """Seconds to go on removing data of a failed save, and how often in a row they must be found gone."""
 
@@ -178,7 +180,7 @@ class CheckpointWriter:
                     save_latest=save_latest,
                 )
             )
-            finish = _start(cast("_Job", job), self._keep_last, self._keep_every)
+            finish = partial(_finish, cast("_Job", job), self._keep_last, self._keep_every, background=background)
         except BaseException:
             if made is not None:
                 made.lock.end_save(self, is_kept=False)
@@ -269,32 +271,28 @@ class _FailingAtTheEnd:
             raise self._error
 
 
-def _start(job: _Job, keep_last: int | None, keep_every: int | None) -> Callable[[], None]:
-    """Begin to write; what is returned ends it, and is run by every process."""
-    started = time.perf_counter()
-    waits: list[Callable[[], object]] = []
-    failure = _caught(lambda: waits.append(start_writing(job.data / ARRAYS, job.arrays)))
-
-    def finish() -> None:
-        failed, is_there = failure or _caught(lambda: _end(job, waits[0])), False
-        if failed is not None:
-            _caught(lambda: _report(job.data, error=_first_line(failed)))
-        elif job.lock is not None:
-            failed = _caught(lambda: _commit(job, cast("DirectoryLock", job.lock)))
-        if job.lock is not None and failed is None:
-            _make_room(job, keep_last, keep_every)
-        elif job.lock is not None:
-            is_commit = isinstance(failed, NotSyncedError) and Path(failed.filename).name == COMMIT
-            is_there = _clean_up(job) or is_commit
-        if failed is None:
-            log(logging.INFO, "saved %s in %.1f s", job.save_dir / job.tag, time.perf_counter() - started)
-        elif isinstance(failed, KeyboardInterrupt | CheckpointError):
-            raise failed
-        else:
-            make_bare(failed)
-            raise _failure(job, failed, is_there=is_there) from failed
-
-    return finish
+def _finish(job: _Job, keep_last: int | None, keep_every: int | None, *, background: bool) -> None:
+    """Write the checkpoint; every process runs it."""
+    started, is_there = time.perf_counter(), False
+    # In a thread a process has nothing but its files to tell the others that it failed; here all hear of it at once.
+    write = partial(_write, job)
+    failed = _caught(write if background else lambda: run_on_all(write))
+    if failed is not None:
+        _caught(lambda: report(job.data, error=_first_line(failed)))
+    elif job.lock is not None:
+        failed = _caught(lambda: _commit(job, cast("DirectoryLock", job.lock)))
+    if job.lock is not None and failed is None:
+        _make_room(job, keep_last, keep_every)
+    elif job.lock is not None:
+        is_commit = isinstance(failed, NotSyncedError) and Path(failed.filename).name == COMMIT
+        is_there = _clean_up(job) or is_commit
+    if failed is None:
+        log(logging.INFO, "saved %s in %.1f s", job.save_dir / job.tag, time.perf_counter() - started)
+    elif isinstance(failed, KeyboardInterrupt | CheckpointError):
+        raise failed
+    else:
+        make_bare(failed)
+        raise _failure(job, failed, is_there=is_there) from failed
 
 
 def _caught(action: Callable[[], object]) -> BaseException | None:
@@ -306,31 +304,25 @@ def _caught(action: Callable[[], object]) -> BaseException | None:
     return None
 
 
-def _end(job: _Job, wait: Callable[[], object]) -> None:
-    """Hash this process's blocks while they are written, and report to process 0."""
-    # Orbax writes in threads of its own meanwhile, and hashing lets go of Python's lock.
-    hashes = hash_blocks({**job.arrays, **job.scalars})
-    wait()
-    _report(job.data, sha256=hashes)
-
-
-def _report(data: Path, error: str | None = None, sha256: Mapping[str, Any] | None = None) -> None:
-    text = json.dumps({"error": error, "sha256": sha256 or {}})
-    replace_file(data / f"report-{jax.process_index()}.json", text.encode())
+def _write(job: _Job) -> None:
+    """Write this process's blocks, hash them meanwhile, and report to process 0."""
+    with still_writing(job.data), ThreadPoolExecutor(1) as pool:
+        # Hashing lets go of Python's lock.
+        hashes = pool.submit(hash_blocks, {**job.arrays, **job.scalars})
+        write_arrays(job.data / ARRAYS, job.arrays)
+        sha256 = hashes.result()
+    report(job.data, sha256=sha256)
 
 
 def _commit(job: _Job, lock: DirectoryLock) -> None:
     """Put together what all processes report, and commit."""
-    reports = _reports(job.data, lock)
-    failed = [f"process {i}: {report['error']}" for i, report in enumerate(reports) if report["error"]]
-    if failed:
-        raise OSError("; ".join(failed))
-    content = dump_index(_index(job, [report["sha256"] for report in reports]))
+    reports = collect(job.data, lock.check)
+    finish_arrays(job.data / ARRAYS)
+    content = dump_index(_index(job, reports))
     # A commit names only what is on disk: the arrays, the index with their hashes, then the folders' entries, and
     # last, by `commit`, one small file. Before it the tag is not there, after it the tag is whole.
     replace_file(job.data / INDEX, content)
-    for path in job.data.glob("report-*.json"):
-        path.unlink()
+    remove_reports(job.data)
     # Of what Orbax writes it syncs the arrays' values alone, and no reader does without the rest.
     sync_tree(job.data)
     sync([job.data.parent, job.save_dir])
@@ -345,20 +337,6 @@ def _commit(job: _Job, lock: DirectoryLock) -> None:
     # Checked last: a job that took this one for dead may have begun to write, and one of two commits is too many.
     lock.check()
     commit(job.save_dir, job.tag, done)
-
-
-def _reports(data: Path, lock: DirectoryLock) -> list[dict[str, Any]]:
-    """Reports of all processes; waits for missing ones, unless this process's own is gone again."""
-    paths = [data / f"report-{i}.json" for i in range(jax.process_count())]
-    deadline = time.monotonic() + _REPORT_TIMEOUT_S
-    while missing := [str(i) for i, path in enumerate(paths) if not path.exists()]:
-        lock.check()
-        if str(jax.process_index()) in missing:
-            raise FileNotFoundError(f"{data} was removed by somebody else while it was written")
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"process {', '.join(missing)} did not report for {_REPORT_TIMEOUT_S} s")
-        time.sleep(0.02)
-    return [json.loads(path.read_text()) for path in paths]
 
 
 def _make_room(job: _Job, keep_last: int | None, keep_every: int | None) -> None:

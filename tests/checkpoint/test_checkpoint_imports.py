@@ -14,8 +14,9 @@ assert not [name for name in sys.modules if name.partition(".")[0] == "orbax"]
 assert logging.root.handlers == []
 import jax.numpy as jnp
 from pathlib import Path
-from jaxpipe.checkpoint._store import start_writing
-start_writing(Path(sys.argv[1]), {"x": jnp.ones(3)})()
+from jaxpipe.checkpoint._store import finish_arrays, write_arrays
+write_arrays(Path(sys.argv[1]), {"x": jnp.ones(3)})
+finish_arrays(Path(sys.argv[1]))
 assert "orbax.checkpoint" in sys.modules
 """
 

@@ -91,13 +91,13 @@ def test_runs_of_one_process_share_it(run: Run, tmp_path: Path) -> None:
 
 def test_two_saves_of_one_process_at_once(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     writer, may_end = save(run, tmp_path, 1), threading.Event()
-    true = _writer._end
+    true = _writer._write
 
     def end(*args: Any) -> None:
         may_end.wait()
         true(*args)
 
-    monkeypatch.setattr(_writer, "_end", end)
+    monkeypatch.setattr(_writer, "_write", end)
     writer.save(tmp_path, run.engine.pipeline, run.engine.state, RunState(global_steps=2), background=True)
     try:
         with pytest.raises(CheckpointError, match=f"held by process {os.getpid()} on .* UTC, which is this process. S"):
@@ -349,13 +349,13 @@ def test_a_job_whose_own_work_vanished_fails_at_once(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lose: Callable[[Path], Any], match: str
 ) -> None:
     """It would wait for its own report otherwise, or commit what another job removes."""
-    true = _writer._reports
+    true = _writer.collect
 
     def reports(*args: Any) -> Any:
         lose(tmp_path)
         return true(*args)
 
-    monkeypatch.setattr(_writer, "_reports", reports)
+    monkeypatch.setattr(_writer, "collect", reports)
     began = time.monotonic()
     with pytest.raises(CheckpointError, match=f"/global_step1 could not be written: .*{match}"):
         save(run, tmp_path)

@@ -140,7 +140,7 @@ def test_writers_that_end_later_than_the_save_that_failed(
         while found[0].exists():
             time.sleep(0.001)
         time.sleep(0.2)
-        late.append(found[0] / "arrays.orbax-checkpoint-tmp" / "state")
+        late.append(found[0] / "arrays" / "state")
         late[0].mkdir(parents=True)
         (late[0] / "zarr.json").write_text("{}")
 

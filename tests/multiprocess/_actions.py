@@ -1,10 +1,12 @@
 """One process of a job: builds an engine and does what it is told; run as `python _actions.py JSON`."""
 
+import errno
 import hashlib
 import json
 import os
 import signal
 import sys
+import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,11 +16,16 @@ warnings.simplefilter("error")
 
 import jax  # noqa: E402
 import numpy as np  # noqa: E402
+import pytest  # noqa: E402
 from _layouts import Layout  # noqa: E402
 
 import jaxpipe  # noqa: E402
 from jaxpipe.checkpoint import (  # noqa: E402
+    CheckpointWriter,
     Rename,
+    RunState,
+    _reports,
+    _writer,
     export_safetensors,
     inspect_checkpoint,
     load_params,
@@ -26,6 +33,7 @@ from jaxpipe.checkpoint import (  # noqa: E402
 )
 from jaxpipe.data import BatchLoader  # noqa: E402
 from jaxpipe.distributed import failure_of  # noqa: E402
+from jaxpipe.errors import CheckpointError  # noqa: E402
 from jaxpipe.layers import flatten_dict  # noqa: E402
 from jaxpipe.state import state_arrays, with_arrays  # noqa: E402
 
@@ -76,6 +84,29 @@ class Actions:
             self.params()
         self.engine.wait_for_checkpoint()
         return losses
+
+    def save_in_outage(self, path: str, background: bool) -> list[Any]:
+        """The storage of process 1 takes nothing; what is told, and after how many seconds, and a save after it."""
+
+        def fail(*args: Any, **kwargs: Any) -> None:
+            raise OSError(errno.EIO, "Input/output error", path)
+
+        writer, began, told = CheckpointWriter(), time.monotonic(), ""
+        what = path, self.engine.pipeline, self.engine.state, RunState(global_steps=1)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(_reports, "_SILENT_S", 3.0)
+            if jax.process_index() == 1:
+                for owner, name in ((_writer, "write_arrays"), (Path, "write_text")):
+                    patch.setattr(owner, name, fail)
+            try:
+                writer.save(*what, tag="failed", background=background)
+                writer.wait()
+            except CheckpointError as error:
+                told = str(error)
+        taken = time.monotonic() - began
+        writer.save(*what, tag="after", background=background)
+        writer.wait()
+        return [told, taken]
 
     def save_apart(self, path: str) -> None:
         """Each process in a directory of its own."""

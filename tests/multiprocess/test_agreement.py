@@ -66,6 +66,20 @@ def test_one_process_reads_checkpoints_by_itself(tmp_path: Path) -> None:
     assert [each[5][2] for each in results] == [2, 2]
 
 
+def test_a_process_whose_storage_takes_nothing_is_told_in_all(tmp_path: Path) -> None:
+    """At once, or where a thread saves as soon as it has been silent for a while; the next save works."""
+    path = str(tmp_path / "kept")
+    outages = [["save_in_outage", path, background] for background in (False, True)]
+    (_, at_once, after), (_, *others) = run_job(tmp_path, 2, 1, STAGES, [["train", 0, 1], *outages])
+    for told, seconds in (at_once, after, *others):
+        assert "/failed could not be written: " in told
+        assert seconds < 30
+    assert "process 1 failed with OSError: [Errno 5] Input/output error" in at_once[0]
+    assert "process 1 has written nothing to " in after[0]
+    assert list(jaxpipe.checkpoint.committed_tags(path)) == ["after"]
+    jaxpipe.checkpoint.verify_checkpoint(path, "after")
+
+
 def test_an_error_whose_text_cannot_be_sent_or_made(tmp_path: Path) -> None:
     texts = ["\udcff", "\ud800", "none"]
     actions = [*(["error", "train_undecodable", text] for text in texts), ["train", 0, 1]]
