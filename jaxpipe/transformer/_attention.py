@@ -20,6 +20,9 @@ from ._sharding import dividing_axes
 Implementation = Literal["auto", "blocked", "cudnn", "xla"]
 """How attention is computed."""
 
+_MASKS_SINCE = (0, 11, 1)
+"""The first JAX whose cuDNN kernel computes no gradient of a boolean mask, which costs as much as the scores."""
+
 Segments = jax.Array | tuple[jax.Array, jax.Array] | None
 
 
@@ -58,8 +61,10 @@ def attention(  # noqa: PLR0913  # what may hide a key, one argument each
         key: For dropout: the same key drops the same, also where the backward computes it again.
         scale: Factor of the scores. None: `D ** -0.5`.
         implementation: `"auto"`: cuDNN's kernel where the devices are NVIDIA GPUs with cuDNN, the dtype has 16 bits,
-            the head size fits, nothing but `causal`, `lengths` and a causal `window` hides keys and nothing is dropped;
-            else `"blocked"`. In a pipeline the devices are those of its mesh, elsewhere JAX's default ones. The logger
+            the head size fits, nothing is dropped, no `mask` of numbers and no `window` on both sides hides keys, and,
+            before JAX 0.11.1, no `mask` and no `segment_ids` at all; else `"blocked"`. The kernel takes a mask, and
+            segments as one, as a number a query and key in the dtype of `q`, made anew in the backward. In a pipeline
+            the devices are those of its mesh, elsewhere JAX's default ones. The logger
             `jaxpipe` says which was chosen and why. `"blocked"`: in blocks of queries and keys, in plain JAX: any
             backend and dtype, and all of the above. `"cudnn"`: that or an error. `"xla"`: JAX's, which makes all scores
             at once; without dropout.
@@ -105,7 +110,7 @@ def attention(  # noqa: PLR0913  # what may hide a key, one argument each
     if implementation == "blocked":
         return blocked_attention(pattern, q, k, v, visibility)
     if implementation == "cudnn":
-        return _cudnn(pattern, q, k, v, visibility.lengths)
+        return _cudnn(pattern, q, k, v, visibility)
     return _xla(pattern, q, k, v, visibility)
 
 
@@ -128,44 +133,84 @@ def _platform_refusal() -> str | None:
 
 def _cudnn_refusal(pattern: Pattern, q: jax.Array, k: jax.Array, v: jax.Array, visibility: Visibility) -> str | None:
     """Why cuDNN's kernels cannot compute this; None if they can."""
+    hides_pairs = visibility.mask is not None or visibility.query_segments is not None
+    since = ".".join(map(str, _MASKS_SINCE))
     found = {
         f"the dtype is {q.dtype}, and its kernels take float16 and bfloat16": q.dtype
         not in (jnp.float16, jnp.bfloat16),
         "probabilities are dropped, which it can do by a constant seed alone": pattern.dropout_rate > 0,
-        "there is a mask, whose gradient it would compute": visibility.mask is not None,
-        "there are segment_ids, for which it would need a mask": visibility.query_segments is not None,
+        "there is a mask of numbers, whose gradient it would compute": not _is_boolean(visibility.mask),
+        f"there is a mask or segment_ids, whose gradient it would compute before JAX {since}": (
+            hides_pairs and jax.__version_info__ < _MASKS_SINCE
+        ),
         "a window looks at later keys, too": pattern.window is not None and not pattern.causal,
     }
     refusals = [why for why, holds in found.items() if holds]
     if refusals:
         return refusals[0]
 
-    def train(q: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array | None) -> jax.Array:
-        return jax.vjp(lambda q, k, v: _cudnn(pattern, q, k, v, lengths), q, k, v)[0]
+    def train(q: jax.Array, k: jax.Array, v: jax.Array, visibility: Visibility) -> jax.Array:
+        return jax.vjp(lambda q, k, v: _cudnn(pattern, q, k, v, visibility), q, k, v)[0]
 
     # JAX knows the rest: head sizes by version and device, and whether there is a cuDNN. It says so while tracing.
     try:
-        jax.eval_shape(train, q, k, v, visibility.lengths)
+        jax.eval_shape(train, q, k, v, visibility)
     except (NotImplementedError, RuntimeError, ValueError) as error:
         return str(error).partition("\n")[0].rstrip(".")
     return None
 
 
-def _cudnn(pattern: Pattern, q: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array | None) -> jax.Array:
-    def call(q: jax.Array, k: jax.Array, v: jax.Array, *lengths: jax.Array) -> jax.Array:
-        given = lengths[0] if lengths else None
-        return _jax_attention(pattern, "cudnn")(q, k, v, key_value_seq_lengths=given)
+def _cudnn(pattern: Pattern, q: jax.Array, k: jax.Array, v: jax.Array, visibility: Visibility) -> jax.Array:
+    mask = _boolean_mask(visibility)
+    if mask is not None:
+        mask = jnp.broadcast_to(mask, (*mask.shape[:2], q.shape[1], k.shape[1]))
+    hides = Visibility(mask, visibility.lengths)
+
+    def call(q: jax.Array, k: jax.Array, v: jax.Array, hides: Visibility) -> jax.Array:
+        attend = _jax_attention(pattern, "cudnn")
+        out = attend(q, k, v, mask=hides.mask, key_value_seq_lengths=hides.lengths)
+        if hides.mask is None:
+            return out
+        # Hidden scores are large negative numbers to the kernel: where all are, it gives a mean of `v`.
+        return jnp.where(_sees_any(pattern, hides.mask, hides.lengths), out, 0)
 
     mesh = jax.sharding.get_abstract_mesh()
     axes = {axis for axis in mesh.auto_axes if mesh.shape[axis] > 1} if mesh.manual_axes else set[str]()
-    arrays = (q, k, v) if lengths is None else (q, k, v, lengths)
     if not axes:
-        return call(*arrays)
+        return call(q, k, v, hides)
     # JAX (0.10) cannot partition the kernel where other axes are manual: each device calls it for its own heads.
     samples, heads = dividing_axes(q.shape[0], k.shape[2])
     each = P(samples, None, heads)
-    specs = (each, each, each) if lengths is None else (each, each, each, P(samples))
-    return jax.shard_map(call, in_specs=specs, out_specs=each, axis_names=axes, check_vma=False)(*arrays)
+    of_mask = None if mask is None else P(samples if mask.shape[0] > 1 else None, heads if mask.shape[1] > 1 else None)
+    specs = (each, each, each, Visibility(of_mask, None if hides.lengths is None else P(samples)))
+    return jax.shard_map(call, in_specs=specs, out_specs=each, axis_names=axes, check_vma=False)(q, k, v, hides)
+
+
+def _is_boolean(mask: jax.Array | None) -> bool:
+    return mask is None or mask.dtype == jnp.bool_
+
+
+def _boolean_mask(visibility: Visibility) -> jax.Array | None:
+    """What a mask of booleans and segments leave, `[B or 1, N or 1, T or 1, S or 1]`; None where there is neither."""
+    mask = visibility.mask if _is_boolean(visibility.mask) else None
+    if visibility.query_segments is None or visibility.key_segments is None:
+        return mask
+    same = visibility.query_segments[:, None, :, None] == visibility.key_segments[:, None, None, :]
+    return same if mask is None else mask & same
+
+
+def _sees_any(pattern: Pattern, mask: jax.Array, lengths: jax.Array | None) -> jax.Array:
+    """Whether a query sees a key at all, `[B or 1, T, N or 1, 1]`, of a mask `[B or 1, N or 1, T, S]`."""
+    queries, keys = jnp.arange(mask.shape[2])[:, None], jnp.arange(mask.shape[3])[None]
+    seen = jnp.ones((mask.shape[2], mask.shape[3]), bool)
+    if pattern.causal:
+        seen &= keys <= queries
+    if pattern.window is not None:
+        seen &= queries - keys < pattern.window
+    mask &= seen[None, None]
+    if lengths is not None:
+        mask &= keys[None, None] < lengths[:, None, None, None]
+    return mask.any(-1).swapaxes(1, 2)[..., None]
 
 
 def _xla(pattern: Pattern, q: jax.Array, k: jax.Array, v: jax.Array, visibility: Visibility) -> jax.Array:
@@ -174,12 +219,7 @@ def _xla(pattern: Pattern, q: jax.Array, k: jax.Array, v: jax.Array, visibility:
             f'implementation="xla" must be without dropout, but got dropout_rate={pattern.dropout_rate}. '
             'Say implementation="blocked", or leave it out.'
         )
-    bias, mask = visibility.mask, None
-    if bias is not None and bias.dtype == jnp.bool_:
-        bias, mask = None, bias
-    if visibility.query_segments is not None and visibility.key_segments is not None:
-        same = visibility.query_segments[:, None, :, None] == visibility.key_segments[:, None, None, :]
-        mask = same if mask is None else mask & same
+    bias, mask = None if _is_boolean(visibility.mask) else visibility.mask, _boolean_mask(visibility)
     if bias is not None:
         # As wide as the scores: in the dtype of `q` float32's lowest number would be an infinity.
         bias = jax.lax.stop_gradient(bias.astype(np.promote_types(q.dtype, np.float32)))

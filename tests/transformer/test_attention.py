@@ -14,6 +14,7 @@ from _tolerances import assert_close
 from jaxpipe import attention
 from jaxpipe.checkpointing import keep_kernels
 from jaxpipe.errors import LayerError
+from jaxpipe.transformer import _attention
 
 B, T, N, K, D = 2, 300, 4, 2, 8  # more than a block, and no whole number of them
 
@@ -99,6 +100,40 @@ def test_jax_own_gives_the_same() -> None:
         for name in ("blocked", "xla")
     )
     assert_close(found, wanted)
+
+
+HIDING: dict[str, dict[str, Any]] = {
+    **{name: CASES[name] for name in ("causal_window_segments", "of_keys", "of_pairs")},
+    "lengths": {"lengths": jnp.array([40, 270]), "mask": CASES["of_keys"]["mask"]},
+    "nothing_seen": {
+        "mask": jnp.asarray(RNG.random((B, N, T, T)) < 0.5).at[:, :, :7, 7:].set(True).at[:, :, :7, :7].set(False)
+    },
+}
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", HIDING)
+def test_what_the_kernel_is_given_hides_the_same(name: str, causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With JAX's own attention in the place of cuDNN's, which takes the same arguments."""
+    q, k, v, grad = inputs()
+    given: dict[str, Any] = {**HIDING[name], "causal": causal or "window" in HIDING[name]}
+    true = _attention._jax_attention
+    monkeypatch.setattr(_attention, "_jax_attention", lambda pattern, _: true(pattern, "xla"))
+    monkeypatch.setattr(_attention, "_cudnn_refusal", lambda *_: None)
+    found = values_and_gradients(functools.partial(attention, implementation="cudnn", **given), q, k, v, grad)
+    assert_close(found, values_and_gradients(lambda *x: reference(*x, hidden_by(**given)), q, k, v, grad))
+
+
+@pytest.mark.parametrize("name", ["of_keys", "causal_window_segments"])
+def test_the_kernel_is_for_masks_whose_gradient_it_does_not_compute(name: str) -> None:
+    """On a machine without a GPU the reason is the next one."""
+    q, k, v, _ = (x.astype(jnp.bfloat16) for x in inputs())
+    is_new = jax.__version_info__ >= (0, 11, 1)
+    reason = (
+        "but got: (?!there is)" if is_new else "mask or segment_ids, whose gradient it would compute before JAX 0.11.1"
+    )
+    with pytest.raises(LayerError, match=reason):
+        attention(q, k, v, implementation="cudnn", **CASES[name])
 
 
 def test_dropout_is_the_same_in_the_backward() -> None:
