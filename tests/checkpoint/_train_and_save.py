@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from _one_run import Run, make_run  # noqa: E402
 WIDTH, KEEP_LAST = 40_000, 2
 MOMENTS = {
     "before-data": ("os.mkdir", r"{tag}/data-[1-9][^/]*$"),
-    "arrays": ("open", r"{tag}/data-[^/]+/.*/array_metadatas/"),  # written beside the arrays
+    "arrays": ("os.mkdir", r"{tag}/data-[^/]+/arrays$"),  # and then, once some of them are there
     "before-commit": ("os.rename", r"{tag}/commit\.json\.partial$"),
     "before-latest": ("open", r"/latest\.partial$"),
     "removal": ("os.rmdir", r"^ocdbt\.process_0$"),  # inside a folder that is being removed
@@ -67,17 +68,19 @@ class Killer:
         if self._left is not None and (event != "open" or path.startswith(str(self._directory))):
             self._left -= 1
         if self._left == 0 or (event == self._event and self._pattern.search(path)):
-            self._let_arrays_grow()
-            os.kill(os.getpid(), signal.SIGKILL)
+            if self._moment == "arrays":
+                threading.Thread(target=_kill_while_arrays_grow, args=(Path(path),), daemon=True).start()
+            else:
+                os.kill(os.getpid(), signal.SIGKILL)
         self._is_inside = False
 
-    def _let_arrays_grow(self) -> None:
-        deadline = time.monotonic() + 20
-        while self._moment == "arrays" and self._num_bytes() < 1 << 20 and time.monotonic() < deadline:
-            time.sleep(0.001)
 
-    def _num_bytes(self) -> int:
-        return sum(path.stat().st_size for path in self._directory.glob("*/data-*/*tmp/**/d/*"))
+def _kill_while_arrays_grow(arrays: Path) -> None:
+    # Tensorstore writes them without an event of Python's.
+    deadline = time.monotonic() + 20
+    while sum(path.stat().st_size for path in arrays.glob("**/d/*")) < 1 << 20 and time.monotonic() < deadline:
+        time.sleep(0.001)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def main() -> None:
