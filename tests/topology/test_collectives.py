@@ -67,7 +67,7 @@ def test_gradients_of_sums_of_bfloat16(name: str) -> None:
 def test_on_other_devices_bfloat16_is_added_as_it_is(name: str) -> None:
     x = jax.ShapeDtypeStruct((PLACES * PLACES, 2), jnp.bfloat16)
     absent = mesh_of(absent_devices(HARDWARE["h200"], 2 * PLACES))
-    unknown = AbstractMesh((PLACES, 2), ("data", "model"))
+    unknown = AbstractMesh((PLACES, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     for mesh in (absent, unknown):
         assert "f32" not in str(jax.make_jaxpr(over_places(SUMS[name], mesh))(x))
     here = jax.make_jaxpr(over_places(SUMS[name], mesh_of(jax.devices())))(x)
