@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
 ENTRIES = re.findall(r"^(`+)(.+?)\1(?: \((\w+)\))?\n: ", PAGE, re.MULTILINE)
 OWN = [quoted for _, quoted, owner in ENTRIES if not owner]
-OTHERS = {"JAX", "XLA", "Gloo"}
+OTHERS = {"JAX", "XLA", "Gloo", "pip"}
 
 
 def literals(tree: ast.AST) -> Iterator[str]:
