@@ -20,7 +20,7 @@ from jaxpipe.layers import on_mesh
 X = np.arange(8, dtype=np.float32).reshape(2, 4) / 8
 KEY = jax.random.key(0)
 TOPOLOGY = PipeModelDataParallelTopology(num_pp=1, num_mp=2, num_dp=1)
-MESH = AbstractMesh((1, 2, 2), ("stage", "data", "model"))
+MESH = AbstractMesh((1, 2, 2), ("stage", "data", "model"), axis_types=(AxisType.Auto,) * 3)
 RULES = (("batch", "data"), ("embed", None), ("mlp", "model"))
 P = PartitionSpec
 

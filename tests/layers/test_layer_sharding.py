@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import AbstractMesh, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from jaxpipe import LayerSpec, PipelineModule, PipeModelDataParallelTopology, ProcessTopology, TiedLayerSpec
 from jaxpipe.errors import LayerError
@@ -20,7 +20,7 @@ from jaxpipe.layers._sharding import with_fsdp
 X = np.ones((2, 4), np.float32)
 KEY = jax.random.key(0)
 TOPOLOGY = PipeModelDataParallelTopology(num_pp=1, num_mp=2, num_dp=1)
-MESH = AbstractMesh((1, 2, 2, 2), ("stage", "data", "model", "expert"))
+MESH = AbstractMesh((1, 2, 2, 2), ("stage", "data", "model", "expert"), axis_types=(AxisType.Auto,) * 4)
 P = PartitionSpec
 lecun = nn.initializers.lecun_normal()
 
@@ -158,7 +158,7 @@ def test_a_variable_may_have_rules_of_its_own(make: Any) -> None:
 
 
 def test_axes_of_length_one_are_axes_like_others() -> None:
-    mesh = AbstractMesh((1, 1, 1), ("stage", "data", "model"))
+    mesh = AbstractMesh((1, 1, 1), ("stage", "data", "model"), axis_types=(AxisType.Auto,) * 3)
     assert _specs(_dense(None, "model"), mesh=mesh) == [P(None, "model")]
 
 
@@ -312,7 +312,7 @@ def test_a_rule_that_nothing_uses_is_warned_of_once() -> None:
         model.replace(sharding_rules=rules[:1]).init(KEY, X)
 
 
-FSDP_MESH = AbstractMesh((2, 2, 4, 2), ("stage", "data", "fsdp", "model"))
+FSDP_MESH = AbstractMesh((2, 2, 4, 2), ("stage", "data", "fsdp", "model"), axis_types=(AxisType.Auto,) * 4)
 
 
 @pytest.mark.parametrize(
@@ -369,7 +369,7 @@ class _Table(nn.Module):
 def test_what_a_trace_says_of_weights_on_a_mesh_with_fsdp() -> None:
     """Collections stay whole, for they are no weights."""
     topology = ProcessTopology(["pipe", "data", "fsdp"], [2, 1, 4])
-    mesh = AbstractMesh((2, 1, 4), ("stage", "data", "fsdp"))
+    mesh = AbstractMesh((2, 1, 4), ("stage", "data", "fsdp"), axis_types=(AxisType.Auto,) * 3)
     layers = [VocabEmbed(64, 8), _dense("fsdp", features=16), nn.Dense(12), _Table()]
     trace = PipelineModule(layers, topology=topology).trace(X.astype(int), mesh=mesh)
     assert trace.stage_dims[0] == {("embedding",): 0}
@@ -383,7 +383,7 @@ def test_what_a_trace_says_of_weights_on_a_mesh_with_fsdp() -> None:
 
 
 def test_layers_whose_metadata_divides_them_otherwise_are_not_alike() -> None:
-    mesh = AbstractMesh((1, 1, 2), ("stage", "data", "fsdp"))
+    mesh = AbstractMesh((1, 1, 2), ("stage", "data", "fsdp"), axis_types=(AxisType.Auto,) * 3)
     layers = [nn.Dense(4, use_bias=False), _dense("fsdp", features=4), _dense(None, "fsdp", features=4)]
     model = PipelineModule(layers, topology=ProcessTopology(["pipe", "data", "fsdp"], [1, 1, 2]))
     first, second, third = layer_signatures(model.layers, model.trace(X, mesh=mesh))
