@@ -73,7 +73,7 @@ def first_values_then_pairs(
 ) -> list[Any]:
     """Parameters of a test: cases with every value of every factor, then all pairs of values.
 
-    Half of the first run by default; of the others every second is slow, of the pairs every eighth, the rest soak.
+    A third of the first run by default; of the others every second is slow, of the pairs every eighth, the rest soak.
 
     Args:
         factors: As for `covering`.
@@ -85,7 +85,7 @@ def first_values_then_pairs(
     """
     values, pairs = ([to_case(x) for x in covering(factors, is_valid, strength)] for strength in (1, 2))
     rest = [case for case in pairs if case not in values]
-    return [*slow_after(len(values) // 2, values), *slow_after(0, rest, soak=True)]
+    return [*slow_after(len(values) // 3, values), *slow_after(0, rest, soak=True)]
 
 
 def slow_after(count: int, cases: Sequence[Any], *, unpack: bool = False, soak: bool = False) -> list[Any]:
@@ -99,5 +99,22 @@ def slow_after(count: int, cases: Sequence[Any], *, unpack: bool = False, soak: 
     """
     every = 8 if soak else 2
     marks = [pytest.mark.slow if i % every == 0 else pytest.mark.soak for i in range(len(cases) - count)]
-    rest = zip(cases[count:], marks, strict=False)
-    return [*cases[:count], *(pytest.param(*(case if unpack else (case,)), marks=mark) for case, mark in rest)]
+    rest = zip(cases[count:], marks, strict=True)
+    return [*cases[:count], *(_marked(case, mark, unpack=unpack) for case, mark in rest)]
+
+
+def soak_after(count: int, cases: Sequence[Any], *, unpack: bool = False) -> list[Any]:
+    """Parameters of a test of which the first few run by default; the others, alike, are soak.
+
+    Args:
+        count: How many run by default.
+        cases: The values.
+        unpack: Whether each is a tuple of values of several arguments.
+    """
+    return [*cases[:count], *(_marked(case, pytest.mark.soak, unpack=unpack) for case in cases[count:])]
+
+
+def _marked(case: Any, mark: pytest.MarkDecorator, *, unpack: bool) -> Any:
+    if isinstance(case, type(pytest.param())):  # with an id, or marks of its own
+        return pytest.param(*case.values, id=case.id, marks=[*case.marks, mark])
+    return pytest.param(*(case if unpack else (case,)), marks=mark)

@@ -15,6 +15,7 @@ import jaxpipe
 from jaxpipe import checkpoint
 from jaxpipe._paths import local_path
 from jaxpipe.checkpoint import CheckpointWriter, RunState
+from jaxpipe.checkpoint.__main__ import main as checkpoint_command
 from jaxpipe.config import CSVMonitorSection, FlopsProfilerSection, TensorBoardSection, load_config
 from jaxpipe.errors import ConfigError, JaxpipeError
 from jaxpipe.forecast._cli import main as plan_command
@@ -145,17 +146,20 @@ def test_the_command_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
     for words in (["--hostfile", url, "x.py"], ["--nproc", "1", "--log-dir", url, "x.py"]):
         assert launch(words, "jaxpipe launch") == 2
         assert "must lie on a file system of this machine" in capsys.readouterr().err
-    for words in (["inspect", url], ["verify", url], ["export", ".", "--out", f"{url}.safetensors"]):
-        done = subprocess.run(
-            [sys.executable, "-m", "jaxpipe.checkpoint", *words],
-            capture_output=True,
-            text=True,
-            check=False,
-            env={"PYTHONPATH": str(Path(jaxpipe.__file__).parents[1]), "PATH": "/usr/bin:/bin"},
-        )
-        assert done.returncode == 1
-        assert "and gs:// is none" in done.stderr
-        assert len(done.stderr.splitlines()) == 1
+    done = subprocess.run(
+        [sys.executable, "-m", "jaxpipe.checkpoint", "inspect", url],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={"PYTHONPATH": str(Path(jaxpipe.__file__).parents[1]), "PATH": "/usr/bin:/bin"},
+    )
+    told = [(done.returncode, done.stderr)]
+    for words in (["verify", url], ["export", ".", "--out", f"{url}.safetensors"]):
+        told.append((checkpoint_command(words), capsys.readouterr().err))
+    for code, text in told:
+        assert code == 1
+        assert "and gs:// is none" in text
+        assert len(text.splitlines()) == 1
     assert list(tmp_path.iterdir()) == []
 
 

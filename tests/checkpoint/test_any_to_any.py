@@ -44,7 +44,7 @@ def check(source: Layout, target: Layout, root: Path) -> None:
     assert_loss(train(engine, target, range(3, 5)), losses, tolerance=ROUNDING)
 
 
-@pytest.mark.parametrize(("source", "target"), slow_after(2, SPANNING, unpack=True, soak=True), ids=str)
+@pytest.mark.parametrize(("source", "target"), slow_after(1, SPANNING, unpack=True, soak=True), ids=str)
 def test_a_spanning_set(source: Layout, target: Layout, root: Path) -> None:
     check(source, target, root)
 

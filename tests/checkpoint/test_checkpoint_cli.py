@@ -38,6 +38,7 @@ def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_a_process_verifies_what_lies_where_it_runs(root: Path) -> None:
     done = run(saved(root) / "global_step1", "verify", ".")
     assert re.fullmatch(r"/.*/saved/global_step1 is as it was written: \d+ rows of 14 arrays, .* KiB\n", done.stdout)

@@ -523,7 +523,7 @@ DIFFERENCES = {
 }
 
 
-@pytest.mark.parametrize("other", OTHER_MODELS)
+@pytest.mark.parametrize("other", slow_after(2, [*OTHER_MODELS]))
 def test_a_checkpoint_of_another_model_or_optimizer(kept: Kept, other: str) -> None:
     run = OTHER_MODELS[other]()
     next(run.data)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from _covering import slow_after
 from _one_run import Run, make_run
 
 from jaxpipe.checkpoint import CheckpointWriter, RunState, committed_tags, load_params, verify_checkpoint
@@ -142,7 +143,7 @@ def freeze(path: Path, immutable: list[Path]) -> None:
 FROZEN = ["data-7-0a/index.json", "data-7-0a", "data-7-0a/.jaxpipe", "commit.json.partial", "commit.json", ""]
 
 
-@pytest.mark.parametrize("place", FROZEN)
+@pytest.mark.parametrize("place", slow_after(3, [*FROZEN]))
 @pytest.mark.parametrize("tag", ["global_step1", "unfinished"])
 def test_what_cannot_be_removed_is_in_nobodys_way(
     run: Run, tmp_path: Path, immutable: list[Path], caplog: pytest.LogCaptureFixture, tag: str, place: str

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from _covering import slow_after
 from _one_run import Run, make_run
 
 import jaxpipe
@@ -344,7 +345,7 @@ LOSSES: dict[str, tuple[Callable[[Path], Any], str]] = {
 }
 
 
-@pytest.mark.parametrize(("lose", "match"), LOSSES.values(), ids=LOSSES)
+@pytest.mark.parametrize(("lose", "match"), slow_after(2, [*LOSSES.values()], unpack=True), ids=LOSSES)
 def test_a_job_whose_own_work_vanished_fails_at_once(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lose: Callable[[Path], Any], match: str
 ) -> None:

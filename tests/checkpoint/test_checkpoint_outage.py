@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from _covering import slow_after
 from _one_run import Run, assert_holds, make_run
 from _storage import Storage
 
@@ -47,7 +48,9 @@ def save(run: Run, path: Path, tag: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("background", "number"), [(False, errno.EIO), (True, errno.ESTALE)], ids=["foreground", "background"]
+    ("background", "number"),
+    slow_after(1, [(False, errno.EIO), (True, errno.ESTALE)], unpack=True),
+    ids=["foreground", "background"],
 )
 def test_an_outage_at_any_moment_of_a_save(
     runs: dict[bool, Run], tmp_path: Path, storage: Storage, background: bool, number: int

@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import optax
 import pytest
-from _covering import slow_after
+from _covering import slow_after, soak_after
 from safetensors.numpy import save_file
 
 import jaxpipe
@@ -73,7 +73,7 @@ def assert_loaded(engine: Any, params: Any) -> None:
         np.testing.assert_array_equal(found[path], leaf)
 
 
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("tied", soak_after(1, [True, False]), ids=["tied", "untied"])
 @pytest.mark.parametrize("topology", slow_after(1, list(TOPOLOGIES)))
 def test_it_has_the_values_of_the_file(topology: str, *, tied: bool, tmp_path: Path) -> None:
     config = config_of(tied=tied)
@@ -83,6 +83,7 @@ def test_it_has_the_values_of_the_file(topology: str, *, tied: bool, tmp_path: P
     assert_loaded(engine, params_of(config))
 
 
+@pytest.mark.slow
 def test_shards_in_half_precision_replace_what_was_trained_and_nothing_else(tmp_path: Path) -> None:
     config = config_of(tied=True)
     tensors = {name: x.astype(ml_dtypes.bfloat16) for name, x in tensors_of(config).items()}
@@ -133,7 +134,7 @@ MISTAKES = ["missing", "left over", "of another shape", "differ"]
 MISTAKES += [f"model.norm.weight of {dtype}. Write" for dtype in ("I8", "BOOL")]
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
+@pytest.mark.parametrize("mistake", slow_after(3, [*MISTAKES]))
 def test_what_does_not_fit_is_named_and_changes_nothing(mistake: str, tmp_path: Path) -> None:
     config = config_of(tied=True)
     save_file(wrong(mistake, tensors_of(config)), tmp_path / "model.safetensors")

@@ -14,6 +14,7 @@ import ml_dtypes
 import numpy as np
 import optax
 import pytest
+from _covering import slow_after
 from _saved import saved
 from safetensors import safe_open
 
@@ -52,20 +53,28 @@ def make_engine(config: LlamaConfig, stages: int, *, adapters: bool = False, **s
     return engine
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Any]]:
-    """A checkpoint after a step, and the parameters it holds: tied, untied, and with adapters."""
-    tokens = np.arange(4 * 6, dtype=np.int32).reshape(4, 6) % 32
-    found = {}
-    for name in ("tied", "untied", "adapters"):
+class Runs(dict[str, tuple[Path, Any]]):
+    """A checkpoint after a step, and the parameters it holds: tied, untied, or with adapters; made when asked for."""
+
+    def __init__(self, factory: pytest.TempPathFactory) -> None:
+        super().__init__()
+        self.factory = factory
+
+    def __missing__(self, name: str) -> tuple[Path, Any]:
+        tokens = np.arange(4 * 6, dtype=np.int32).reshape(4, 6) % 32
         engine = make_engine(config_of(tied=name != "untied"), 2, adapters=name == "adapters")
         engine.train_batch(iter([(tokens, tokens)] * 2))
-        path = tmp_path_factory.mktemp(name) / "run"
+        path = self.factory.mktemp(name) / "run"
         engine.save_checkpoint(path)
         if name == "adapters":
             engine.save_checkpoint(path, tag="alone", exclude_frozen_parameters=True, save_latest=False)
-        found[name] = path, engine.module_state_dict()
-    return found
+        self[name] = path, engine.module_state_dict()
+        return self[name]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return Runs(tmp_path_factory)
 
 
 def assert_holds(folder: Path, params: Any, config: LlamaConfig, dtype: Any = np.float32) -> None:
@@ -80,9 +89,7 @@ def assert_holds(folder: Path, params: Any, config: LlamaConfig, dtype: Any = np
 
 @pytest.mark.parametrize("name", ["tied", "untied"])
 @pytest.mark.slow
-def test_what_is_written_is_read_by_an_engine_of_other_stages(
-    name: str, runs: dict[str, tuple[Path, Any]], tmp_path: Path
-) -> None:
+def test_what_is_written_is_read_by_an_engine_of_other_stages(name: str, runs: Runs, tmp_path: Path) -> None:
     path, params = runs[name]
     config = config_of(tied=name == "tied")
     table = llama_names(config)
@@ -101,7 +108,7 @@ def test_what_is_written_is_read_by_an_engine_of_other_stages(
     jax.tree.map(np.testing.assert_array_equal, engine.module_state_dict(), params)
 
 
-def test_shards_in_half_precision_over_an_earlier_folder(runs: dict[str, tuple[Path, Any]], tmp_path: Path) -> None:
+def test_shards_in_half_precision_over_an_earlier_folder(runs: Runs, tmp_path: Path) -> None:
     path, params = runs["tied"]
     config = config_of(tied=True)
     old = {"model_type": "llama", "torch_dtype": "float32"}
@@ -115,14 +122,14 @@ def test_shards_in_half_precision_over_an_earlier_folder(runs: dict[str, tuple[P
     assert_holds(tmp_path, params, config, ml_dtypes.bfloat16)
 
 
-def test_adapters_are_merged(runs: dict[str, tuple[Path, Any]], tmp_path: Path) -> None:
+def test_adapters_are_merged(runs: Runs, tmp_path: Path) -> None:
     path, params = runs["adapters"]
     config = config_of(tied=True)
     save_huggingface(path, tmp_path, llama_names(config), tag="global_step1", lora_alpha=ALPHA)
     assert_holds(tmp_path, merge_lora(params, ALPHA), config)
 
 
-@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("dtype", slow_after(1, [ml_dtypes.bfloat16, np.float32]))
 def test_adapters_of_narrow_weights_are_merged_before_rounding(dtype: Any, tmp_path: Path) -> None:
     config = config_of(tied=True)
     engine = make_engine(config, 2, adapters=True, bf16={"enabled": True})
@@ -161,7 +168,7 @@ def test_mistakes_write_nothing(
     changes: dict[str, Any],
     error: type[Exception],
     match: str,
-    runs: dict[str, tuple[Path, Any]],
+    runs: Runs,
     tmp_path: Path,
 ) -> None:
     names = llama_names(config_of(tied=True))
@@ -177,9 +184,7 @@ def test_collections_have_no_names(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("at", ["out", "out/model.safetensors"])
-def test_a_file_where_a_folder_should_be_and_a_folder_for_a_file(
-    at: str, runs: dict[str, tuple[Path, Any]], tmp_path: Path
-) -> None:
+def test_a_file_where_a_folder_should_be_and_a_folder_for_a_file(at: str, runs: Runs, tmp_path: Path) -> None:
     if at == "out":
         (tmp_path / "out").write_text("mine")
     else:
@@ -189,7 +194,7 @@ def test_a_file_where_a_folder_should_be_and_a_folder_for_a_file(
     assert not (tmp_path / "out" / "config.json").exists()
 
 
-def test_the_command(runs: dict[str, tuple[Path, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command(runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, params = runs["adapters"]
     config = config_of(tied=True)
     told, out = tmp_path / "config.json", tmp_path / "out"
@@ -212,9 +217,7 @@ def test_the_command(runs: dict[str, tuple[Path, Any]], tmp_path: Path, capsys: 
 
 
 @pytest.mark.slow
-def test_another_process_does_not_write_into_what_one_is_writing(
-    runs: dict[str, tuple[Path, Any]], tmp_path: Path
-) -> None:
+def test_another_process_does_not_write_into_what_one_is_writing(runs: Runs, tmp_path: Path) -> None:
     path, params = runs["tied"]
     config = config_of(tied=True)
     told = config.to_huggingface(64)
@@ -262,7 +265,7 @@ def environment() -> dict[str, str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_values", [0, 1, 20])
-def test_killed_while_it_writes(num_values: int, runs: dict[str, tuple[Path, Any]], tmp_path: Path) -> None:
+def test_killed_while_it_writes(num_values: int, runs: Runs, tmp_path: Path) -> None:
     """What was there before stays whole, and nothing that is half written has a name that is looked for."""
     path, params = runs["tied"]
     config = config_of(tied=True)

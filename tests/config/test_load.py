@@ -8,6 +8,7 @@ from typing import Any
 import hjson
 import numpy as np
 import pytest
+from _covering import slow_after
 
 from jaxpipe.config import PipelineConfig, TrainConfig, load_config
 from jaxpipe.errors import ConfigError
@@ -173,7 +174,7 @@ LONG = {
 }
 
 
-@pytest.mark.parametrize("kind", list(LONG))
+@pytest.mark.parametrize("kind", slow_after(len(LONG) - 1, sorted(LONG, key=lambda kind: kind == "values")))
 def test_long_files_are_read_in_one_go(kind: str, tmp_path: Path) -> None:
     """Each took minutes where a file was read again from every place in it."""
     file = _write(tmp_path, LONG[kind])

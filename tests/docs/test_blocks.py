@@ -19,8 +19,8 @@ def blocks(page: Path, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
 
 
-# Each is a program of many compiled steps: the first page runs by default.
-PROGRAMS = sorted((page for page in PAGES if blocks(page, "python")), key=lambda page: (page.stem != "first_run", page))
+# Most are programs of many compiled steps: the one that compiles none runs by default.
+PROGRAMS = sorted((page for page in PAGES if blocks(page, "python")), key=lambda page: (page.stem != "schedules", page))
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import flax.linen as nn
 import grain.python as grain
 import numpy as np
 import pytest
+from _covering import slow_after, soak_after
 from _leaves import assert_same, leaves, scalars
 from _small import FEATURES, MICROBATCH, build, entries, entry, module
 from _stateful import Own, Sampled, Streamed
@@ -167,7 +168,7 @@ def test_an_iterator_that_is_set(engine: PipelineEngine, tmp_path: Path) -> None
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata calls torch so
-@pytest.mark.parametrize("is_endless", [False, True])
+@pytest.mark.parametrize("is_endless", soak_after(1, [False, True]))
 @pytest.mark.parametrize("name", LOADERS)
 def test_a_loader_that_is_set(name: str, is_endless: bool, engine: PipelineEngine, tmp_path: Path) -> None:
     def give(target: PipelineEngine) -> None:
@@ -273,7 +274,7 @@ WITHOUT: dict[str, tuple[str, Callable[[PipelineEngine], Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", WITHOUT)
+@pytest.mark.parametrize("name", slow_after(2, [*WITHOUT]))
 def test_a_place_that_cannot_be_saved(name: str, explicit: PipelineEngine, tmp_path: Path) -> None:
     """One warning at the first save, and one at each load."""
     engine = build(example_batch=entry())
@@ -304,7 +305,7 @@ def test_iterators_that_are_made_for_each_batch_miss_no_place(engine: PipelineEn
 
 
 @pytest.mark.parametrize(
-    "loader", [lambda: RepeatingLoader(Sampled(ENTRIES)), lambda: Own(ENTRIES)], ids=["loader", "own"]
+    "loader", slow_after(1, [lambda: RepeatingLoader(Sampled(ENTRIES)), lambda: Own(ENTRIES)]), ids=["loader", "own"]
 )
 def test_a_batch_that_was_interrupted_comes_again(loader: Any, tmp_path: Path) -> None:
     """In this process, and after a resume from a checkpoint that was saved then."""

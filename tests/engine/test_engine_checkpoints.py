@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from _covering import slow_after
 from _leaves import assert_same, differing, leaves, scalars
 from _runs import FP16, KINDS, NOTHING, ZERO, Run, batch, moment, run_of
 from _small import ADAM, FEATURES, SIZES, build, entry, mean_square, module
@@ -25,7 +26,10 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("runs")
 
 
-@pytest.fixture(params=KINDS)
+FIRST = ("tied-reporting", "fp16-zero", "muon-zero")
+
+
+@pytest.fixture(params=slow_after(len(FIRST), sorted(KINDS, key=lambda name: name not in FIRST)))
 def run(request: pytest.FixtureRequest, root: Path) -> Run:
     return run_of(request.param, root)
 
@@ -115,7 +119,9 @@ def test_a_rate_that_was_set_is_kept(root: Path) -> None:
         assert run.engine.get_lr() == run.late.rates
 
 
-@pytest.mark.parametrize(("name", "stages", "data"), [("tied-reporting", 1, 2), ("warmup-zero", 2, 1)])
+@pytest.mark.parametrize(
+    ("name", "stages", "data"), slow_after(1, [("tied-reporting", 1, 2), ("warmup-zero", 2, 1)], unpack=True)
+)
 def test_training_goes_on_in_another_layout(name: str, stages: int, data: int, root: Path) -> None:
     run = run_of(name, root)
     config = {"train_micro_batch_size_per_gpu": 4 // data}
@@ -127,15 +133,19 @@ def test_training_goes_on_in_another_layout(name: str, stages: int, data: int, r
 
 @pytest.mark.parametrize(
     ("source", "config", "scale"),
-    [
-        ("fp16-zero", {}, 1.0),
-        ("fp16-zero", {"bf16": {"enabled": True}}, 1.0),
-        ("adam", FP16, 256.0),
-        ("bf16", FP16, 256.0),
-        ("bf16", {}, 1.0),
-        ("fp16-zero", {"fp16": {"enabled": True, "loss_scale": 128}}, 128.0),
-    ],
-    ids=["fp16-fp32", "fp16-bf16", "fp32-fp16", "bf16-fp16", "bf16-fp32", "dynamic-static"],
+    slow_after(
+        3,
+        [
+            ("fp16-zero", {}, 1.0),
+            ("adam", FP16, 256.0),
+            ("fp16-zero", {"fp16": {"enabled": True, "loss_scale": 128}}, 128.0),
+            ("fp16-zero", {"bf16": {"enabled": True}}, 1.0),
+            ("bf16", FP16, 256.0),
+            ("bf16", {}, 1.0),
+        ],
+        unpack=True,
+    ),
+    ids=["fp16-fp32", "fp32-fp16", "dynamic-static", "fp16-bf16", "bf16-fp16", "bf16-fp32"],
 )
 def test_in_another_precision(source: str, config: dict[str, Any], scale: float, root: Path) -> None:
     run = run_of(source, root)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from _covering import slow_after, soak_after
 from _small import SIZES, build, entry, module
 
 import jaxpipe
@@ -95,8 +96,8 @@ def test_a_step_needs_less_memory() -> None:
     assert temporaries - less >= 0.99 * per_stage
 
 
-@pytest.mark.parametrize("zero_stage", [0, 1, 3])
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("zero_stage", slow_after(1, [1, 0, 3]))
+@pytest.mark.parametrize("dtype", soak_after(1, ["bf16", "fp16"]))
 def test_without_an_optimizer_all_are_held_in_the_dtype_they_compute_in(
     dtype: str, zero_stage: int, tmp_path: Path
 ) -> None:

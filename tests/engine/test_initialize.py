@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from _covering import slow_after
 from _models import MODELS, VOCAB, Embed, Head, cross_entropy
 
 import jaxpipe
@@ -101,7 +102,7 @@ def test_num_stages_alone_takes_all_devices() -> None:
     assert dict(engine.mesh.shape) == {"stage": 2, "data": 4}
 
 
-@pytest.mark.parametrize("axes", [("stage", "data"), ("data", "stage")])
+@pytest.mark.parametrize("axes", slow_after(1, [("data", "stage"), ("stage", "data")]))
 def test_a_mesh_of_jax(axes: tuple[str, str]) -> None:
     shape = tuple({"stage": 2, "data": 2}[axis] for axis in axes)
     mesh = jax.make_mesh(shape, axes, devices=jax.devices()[4:])

@@ -33,7 +33,7 @@ def events(path: Path, process: int = 1) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("schedule", "cuts"),
     slow_after(
-        1, [("1f1b-v", [2, 3, 4]), ("1f1b", [3]), ("zero-bubble-h1", [3]), ("gpipe", [3]), ("train", [3])], unpack=True
+        1, [("1f1b", [3]), ("1f1b-v", [2, 3, 4]), ("zero-bubble-h1", [3]), ("gpipe", [3]), ("train", [3])], unpack=True
     ),
 )
 def test_a_measured_step_has_the_actions_of_the_schedule(schedule: str, cuts: list[int], tmp_path: Path) -> None:

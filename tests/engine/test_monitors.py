@@ -124,6 +124,7 @@ def test_tensorboard_reads_its_files(tmp_path: Path) -> None:
     assert {TAG + name for name in ("lr", "grad_norm", "samples_per_s")} <= set(reader.Tags()["tensors"])
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
 def test_wandb_without_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wandb = pytest.importorskip("wandb")

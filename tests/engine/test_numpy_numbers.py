@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from _covering import soak_after
 from _small import ADAM, SIZES, build, entries, entry, module
 
 import jaxpipe
@@ -82,7 +83,7 @@ def test_one_reading_for_all() -> None:
     assert plain(np.float32) is np.float32
 
 
-@pytest.mark.parametrize("integer", [np.int64, np.int32])
+@pytest.mark.parametrize("integer", soak_after(1, [np.int64, np.int32]))
 def test_arguments(integer: Any, tmp_path: Path) -> None:
     topology = PipeDataParallelTopology(integer(2), integer(1))
     model = PipelineModule(

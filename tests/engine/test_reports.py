@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from _covering import slow_after
+from _covering import slow_after, soak_after
 from _small import ADAM, MICROBATCHES, Reporting, build, entries, entry, module
 
 from jaxpipe import LayerSpec, PipelineEngine
@@ -49,7 +49,7 @@ def test_what_follows_a_schedule_cannot_be_set(scheduled: PipelineEngine) -> Non
     assert scheduled.get_lr() == scheduled.get_lr() != [0.5]
 
 
-@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("stage", soak_after(1, [1, 0]))
 def test_rates_can_be_set(stage: int) -> None:
     optimizer = optax.chain(optax.scale(1.0), optax.inject_hyperparams(optax.sgd)(learning_rate=0.5))
     engine = build(module(data=2), {"zero_optimization": {"stage": stage}}, optimizer=optimizer)
@@ -100,7 +100,7 @@ def test_rates_before_shapes_are_known(arguments: dict[str, Any], rates: Any, mo
             ask()
 
 
-@pytest.mark.parametrize("rate", slow_after(2, [0.001, 3e-4, 5e-5 * 8**0.5, 1 / 3, 1]))
+@pytest.mark.parametrize("rate", slow_after(1, [0.001, 3e-4, 5e-5 * 8**0.5, 1 / 3, 1]))
 def test_numbers_come_back_as_they_were_written(rate: float) -> None:
     betas = [0.9, 1 - 1 / 3]
     engine = build(config={"optimizer": {"type": "Adam", "params": {"lr": rate, "betas": betas}}})

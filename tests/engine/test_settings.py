@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from _covering import slow_after
 from _small import SIZES as CONFIG
 from _small import entry, module
 
@@ -122,13 +123,17 @@ def test_a_pipeline_without_an_engine() -> None:
 
 @pytest.mark.parametrize(
     ("sections", "given", "wanted"),
-    [
-        ({"fp16": {"enabled": True}}, False, "float32"),
-        ({"fp16": {"enabled": True, "auto_cast": True}}, False, "float16"),
-        ({"fp16": {"enabled": True}}, True, "float16"),
-        ({"bf16": {"enabled": True}}, True, "bfloat16"),
-        ({}, True, "float32"),
-    ],
+    slow_after(
+        3,
+        [
+            ({"fp16": {"enabled": True}}, False, "float32"),
+            ({"fp16": {"enabled": True, "auto_cast": True}}, False, "float16"),
+            ({"bf16": {"enabled": True}}, True, "bfloat16"),
+            ({"fp16": {"enabled": True}}, True, "float16"),
+            ({}, True, "float32"),
+        ],
+        unpack=True,
+    ),
 )
 def test_inputs_are_cast_where_that_is_asked(sections: Any, given: bool, wanted: str) -> None:
     engine, *_ = initialize(model=module(auto_cast=given), config={**CONFIG, **sections}, example_batch=entry())

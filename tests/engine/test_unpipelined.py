@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from _covering import slow_after
+from _covering import slow_after, soak_after
 from _models import bend
 from _tolerances import BFLOAT16, FLOAT16, GRADIENT, assert_close, assert_loss, tree_error
 from flax import nnx
@@ -108,8 +108,8 @@ def call(engine: UnpipelinedEngine, batch: list[Any]) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("data", [1, 2, 8])
-@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("data", slow_after(2, [8, 1, 2]))
+@pytest.mark.parametrize("count", soak_after(1, [3, 1]))
 def test_a_plain_loop_on_one_device(count: int, data: int) -> None:
     optimizer = optax.adam(1e-2)
     model = Net()
@@ -224,12 +224,16 @@ class Limited(nn.Module):
 
 @pytest.mark.parametrize(
     ("config", "scale", "tolerance"),
-    [
-        ({}, 1.0, GRADIENT),
-        ({"bf16": {"enabled": True}}, 1.0, BFLOAT16),
-        ({"fp16": {"enabled": True}}, 2.0**12, FLOAT16),
-    ],
-    ids=["float32", "bfloat16", "float16"],
+    slow_after(
+        1,
+        [
+            ({"fp16": {"enabled": True}}, 2.0**12, FLOAT16),
+            ({}, 1.0, GRADIENT),
+            ({"bf16": {"enabled": True}}, 1.0, BFLOAT16),
+        ],
+        unpack=True,
+    ),
+    ids=["float16", "float32", "bfloat16"],
 )
 def test_each_layer_sees_the_cotangent_of_the_steps_loss(config: Any, scale: float, tolerance: float) -> None:
     if scale != 1:
@@ -428,7 +432,7 @@ def test_parameters_that_are_not_the_models_are_refused_at_once() -> None:
         build(Net(), model_parameters={"params": params}, example_batch=entries(1)[0])
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", soak_after(1, [3, 2]))
 def test_zero_2_and_3_divide_weights_over_the_replicas(stage: int) -> None:
     engine, whole = (build(Net(), data=2, count=2, config={"zero_optimization": {"stage": s}}) for s in (stage, 0))
     for step in range(2):

@@ -31,6 +31,7 @@ def test_it_learns_whole_and_by_adapters_of_what_it_wrote(tmp_path: Path) -> Non
     assert {file.name for file in tuned.iterdir()} == written
 
 
+@pytest.mark.slow
 def test_help_trains_nothing() -> None:
     assert "--rank" in run_example("finetune.py", "--help")
 

@@ -2,6 +2,7 @@ import re
 from pathlib import Path
 
 import pytest
+from _covering import soak_after
 from _run_example import run_example
 
 ROOT = Path(__file__).parents[2]
@@ -21,7 +22,9 @@ def test_the_first_block_of_the_readme_is_the_example() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["custom_schedule.py", "linen_and_nnx.py", "mixture_of_experts.py", "tensor_parallel.py", "train_gpt.py"],
+    soak_after(
+        1, ["train_gpt.py", "custom_schedule.py", "linen_and_nnx.py", "mixture_of_experts.py", "tensor_parallel.py"]
+    ),
 )
 def test_help_trains_nothing(name: str) -> None:
     printed = run_example(name, "--help")

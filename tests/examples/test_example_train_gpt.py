@@ -19,6 +19,7 @@ def _text(path: Path, num_paragraphs: int) -> str:
     return str(path)
 
 
+@pytest.mark.slow
 def test_it_prints_the_plan_the_losses_and_a_sample(tmp_path: Path) -> None:
     text = _text(tmp_path / "text.txt", 200)
     printed = run_example("train_gpt.py", *_SMALL, "--stages", "2", "--steps", "25", "--text", text)

@@ -40,7 +40,7 @@ class Columns(nn.Module):
         return x @ kernel
 
 
-@pytest.mark.parametrize("optimizer", [optax.lamb(0.1), optax.adafactor(0.1), optax.contrib.muon(0.1)])
+@pytest.mark.parametrize("optimizer", slow_after(1, [optax.lamb(0.1), optax.adafactor(0.1), optax.contrib.muon(0.1)]))
 def test_optimizers_that_look_at_whole_arrays_see_whole_arrays(optimizer: optax.GradientTransformation) -> None:
     pipeline = build([Columns(), Columns(names=("model", None))], optimizer=optimizer)
     state, batch = pipeline.init(), (X[None], X[None], {})

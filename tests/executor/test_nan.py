@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from _covering import slow_after
+from _covering import slow_after, soak_after
 from _models import Widen
-from _oracle import SCHEDULES
+from _oracle import SCHEDULES, Case
 from _settings import make_settings
 from _tolerances import assert_close
 
@@ -38,7 +38,7 @@ def batch(data: int) -> tuple[Any, Any, Any]:
     return rng.normal(size=shape).astype(np.float32), rng.normal(size=shape).astype(np.float32), {}
 
 
-@pytest.mark.parametrize("skip_idle", [True, False])
+@pytest.mark.parametrize("skip_idle", soak_after(1, [False, True]))
 @pytest.mark.parametrize(("stages", "data"), slow_after(1, [(1, 2), (2, 2), (4, 1)], unpack=True))
 def test_one_nan_makes_the_loss_nan(stages: int, data: int, skip_idle: bool) -> None:
     pipeline = build(stages, data, skip_idle=skip_idle)
@@ -56,7 +56,12 @@ def pole(x: jax.Array) -> jax.Array:
     return x + 0.1 * jnp.sin(1.0 / jnp.sum(x**2, -1, keepdims=True))
 
 
-LEAKS = [(4, "zero-bubble-v"), (2, "1f1b"), (1, "train"), (2, "split"), (2, "interleaved")]
+def poles(stages: int, schedule: str) -> list[Any]:
+    """One for each part, at most four."""
+    return [pole, LayerSpec(Widen, SIZE)] * min(Case(stages=stages, schedule=schedule).parts, 4)
+
+
+LEAKS = [(2, "1f1b"), (4, "zero-bubble-v"), (1, "train"), (2, "split"), (2, "interleaved")]
 LEAKS += [
     (2, "dual-pipe-v"),
     (4, "zero-bubble-h1"),
@@ -69,7 +74,7 @@ LEAKS += [(s, name) for s in (1, 2, 4) for name in ("1f1b", "train", "one_by_one
 SENT_EARLY = ("zero-bubble-v", "dual-pipe-v", "interleaved", "1f1b-v", "zero-bubble-2")
 
 
-@pytest.mark.parametrize(("stages", "schedule"), slow_after(2, LEAKS, unpack=True, soak=True))
+@pytest.mark.parametrize(("stages", "schedule"), slow_after(1, LEAKS, unpack=True, soak=True))
 def test_masked_actions_do_not_leak(monkeypatch: pytest.MonkeyPatch, stages: int, schedule: str) -> None:
     """A layer that is NaN on zeros: idle actions that compute on empty slots must not spoil anything.
 
@@ -86,8 +91,7 @@ def test_masked_actions_do_not_leak(monkeypatch: pytest.MonkeyPatch, stages: int
 
     monkeypatch.setattr(_pipeline, "make_plan", make_plan)
 
-    layers = [pole, LayerSpec(Widen, SIZE), pole, LayerSpec(Widen, SIZE), pole, LayerSpec(Widen, SIZE), pole]
-    layers = [*layers, LayerSpec(Widen, SIZE)]
+    layers = poles(stages, schedule)
     results = []
     is_early = schedule in SENT_EARLY
     for skip_idle, sends_early, has_ends_apart in (
@@ -118,7 +122,7 @@ def test_masked_actions_do_not_leak(monkeypatch: pytest.MonkeyPatch, stages: int
 )
 def test_nothing_leaks_into_a_split_vocabulary(stages: int, schedule: str) -> None:
     """Nor where the last layers take, a tick later, what an idle stage has left."""
-    layers = [nn.Embed(ROWS, SIZE), *(layer for _ in range(4) for layer in (pole, LayerSpec(Widen, SIZE)))]
+    layers = [nn.Embed(ROWS, SIZE), *poles(stages, schedule)]
     tokens = np.random.default_rng(0).integers(0, ROWS, (MICROBATCHES, 2, 3))
     x, mesh = jax.ShapeDtypeStruct((2, 3), jnp.int32), make_pipeline_mesh(PipeDataParallelTopology(stages, 1))
     results = []

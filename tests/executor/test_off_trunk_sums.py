@@ -9,7 +9,7 @@ from _tolerances import assert_close, assert_loss
 @pytest.mark.parametrize(
     "case",
     slow_after(
-        2,
+        1,
         [
             Case(model="tied", stages=2, data=2),
             Case(model="linen", stages=2, schedule="zero-bubble-h1", microbatches=5),

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from _covering import slow_after
 from _frozen import make
 from _oracle import Case
 from _tolerances import GRADIENT, assert_loss
@@ -32,7 +33,9 @@ def frozen(trainable: str) -> tuple[Pipeline, Any]:
     return make(case, trainable), case.batch()
 
 
-@pytest.mark.parametrize(("build", "trainable"), [(half, ""), (frozen, "Block.*bias$|^tied"), (frozen, "^tied")])
+@pytest.mark.parametrize(
+    ("build", "trainable"), slow_after(1, [(frozen, "Block.*bias$|^tied"), (half, ""), (frozen, "^tied")], unpack=True)
+)
 def test_the_norm_of_the_gradients_is_that_of_the_step(build: Any, trainable: str) -> None:
     """Before clipping, without the loss scale; of what is trained, tied parameters and replicas once."""
     pipeline, batch = build(trainable)

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from _covering import slow_after
 
 import jaxpipe
 from jaxpipe.__main__ import main
@@ -62,14 +63,18 @@ def planned(replicas: int = 1, num_stages: int = 2, **kwargs: Any) -> StepPlan:
 
 @pytest.mark.parametrize(
     ("num_stages", "replicas", "schedule", "chunks", "interval", "extra"),
-    [
-        (2, 1, "1f1b", 1, 0, {}),
-        (4, 1, "1f1b", 1, 1, {"bf16": {"enabled": True}}),
-        (2, 2, "interleaved", 2, 0, {"zero_optimization": {"stage": 1}}),
-        (2, 2, "zero-bubble", 1, 0, {"bf16": {"enabled": True}}),
-        (2, 2, "1f1b", 1, 0, {"zero_optimization": {"stage": 3}}),
-        (1, 2, "1f1b", 1, 0, {}),
-    ],
+    slow_after(
+        3,
+        [
+            (4, 1, "1f1b", 1, 1, {"bf16": {"enabled": True}}),
+            (2, 2, "interleaved", 2, 0, {"zero_optimization": {"stage": 1}}),
+            (2, 2, "1f1b", 1, 0, {"zero_optimization": {"stage": 3}}),
+            (2, 1, "1f1b", 1, 0, {}),
+            (2, 2, "zero-bubble", 1, 0, {"bf16": {"enabled": True}}),
+            (1, 2, "1f1b", 1, 0, {}),
+        ],
+        unpack=True,
+    ),
 )
 def test_memory_is_that_of_the_pipeline(
     num_stages: int, replicas: int, schedule: str, chunks: int, interval: int, extra: dict[str, Any]
@@ -197,7 +202,7 @@ def test_more_microbatches_take_as_long_as_if_all_were_gone_through() -> None:
     assert other.bubble < one.bubble
 
 
-@pytest.mark.parametrize("zero_stage", [0, 3])
+@pytest.mark.parametrize("zero_stage", slow_after(1, [0, 3]))
 def test_an_example_of_one_replica_is_enough(zero_stage: int) -> None:
     settings = config(zero_optimization={"stage": zero_stage})
     for replicas in (1, 2, 4):

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from _covering import slow_after, soak_after
 from _launching import is_running, launch, script, start, wait_until
 
 from jaxpipe.errors import LaunchError
@@ -37,12 +38,16 @@ def _run(here: Path, num_processes: int, source: str, *options: object) -> int:
 
 @pytest.mark.parametrize(
     ("ending", "code", "how"),
-    [
-        ("sys.exit(3)", 3, "ended with exit code 3"),
-        ("os.kill(os.getpid(), signal.SIGKILL)", 137, "was killed by SIGKILL"),
-        ("os.abort()", 134, "was killed by SIGABRT"),
-        ("os.kill(os.getpid(), signal.SIGRTMIN + 1)", 128 + signal.SIGRTMIN + 1, "was killed by SIGRTMIN+1"),
-    ],
+    slow_after(
+        2,
+        [
+            ("sys.exit(3)", 3, "ended with exit code 3"),
+            ("os.kill(os.getpid(), signal.SIGKILL)", 137, "was killed by SIGKILL"),
+            ("os.abort()", 134, "was killed by SIGABRT"),
+            ("os.kill(os.getpid(), signal.SIGRTMIN + 1)", 128 + signal.SIGRTMIN + 1, "was killed by SIGRTMIN+1"),
+        ],
+        unpack=True,
+    ),
     ids=["exit", "kill", "abort", "real-time"],
 )
 def test_the_first_failure_ends_all(
@@ -64,7 +69,7 @@ LOSES_IT = "raise RuntimeError('connection closed by peer')"
 IS_ENDED = "print('... because the JAX distributed service detected fatal errors', file=sys.stderr); os.abort()"
 
 
-@pytest.mark.parametrize("me", [0, 1])
+@pytest.mark.parametrize("me", soak_after(1, [1, 0]))
 @pytest.mark.parametrize(
     ("cause", "consequence", "code", "error"),
     [
@@ -161,6 +166,7 @@ for n in range(10000):
     assert re.search(line + r" at \d\d:\d\d:\d\d\. It is stopped by a signal\.", err)
 
 
+@pytest.mark.slow
 def test_before_the_first_step_the_start_timeout_counts(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
     source = WAIT + "time.sleep(2.5)\nstep()\n"
     assert _run(here, 2, source, "--stall-timeout", 2) == 0
@@ -170,6 +176,7 @@ def test_before_the_first_step_the_start_timeout_counts(here: Path, capfd: pytes
     assert re.search(r"finished no first step in \d+\.\d s, longer than --start-timeout 0\.5\.", err)
 
 
+@pytest.mark.slow
 def test_a_process_that_is_done_is_not_late(here: Path) -> None:
     source = WAIT + "step()\nfor n in range(80 * me):\n    time.sleep(0.05)\n    step()\n"
     assert _run(here, 2, source, "--stall-timeout", 3) == 0
@@ -252,7 +259,7 @@ while True: time.sleep(1)
 
 
 @pytest.mark.parametrize(
-    "numbers", [(signal.SIGINT, signal.SIGINT), (signal.SIGHUP, signal.SIGINT)], ids=["int", "hup"]
+    "numbers", soak_after(1, [(signal.SIGINT, signal.SIGINT), (signal.SIGHUP, signal.SIGINT)]), ids=["int", "hup"]
 )
 @pytest.mark.usefixtures("hangup")
 def test_an_interrupt_after_another_signal_kills(here: Path, numbers: tuple[signal.Signals, ...]) -> None:

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from _covering import soak_after
 from flax import nnx
 from jax.core import Tracer
 
@@ -55,7 +56,7 @@ def _loss_and_gradients(apply: Callable[[Any], jax.Array], params: Any) -> Any:
     return jax.jit(jax.value_and_grad(lambda p: jnp.sum(apply(p) ** 2)))(params)
 
 
-@pytest.mark.parametrize("train", [False, True])
+@pytest.mark.parametrize("train", soak_after(1, [True, False]))
 def test_the_sequential_model_is_the_same_as_flax_by_hand(train: bool, language_params: Any) -> None:
     model, params = _language_model(), language_params
     key = jax.random.key(5)
@@ -76,7 +77,7 @@ def test_dropout_is_keyed_by_the_key_and_the_place_of_the_layer() -> None:
     assert not np.array_equal(model.apply({}, x, train=True, key=jax.random.key(1)), first * third)
 
 
-@pytest.mark.parametrize("interval", [1, 3])
+@pytest.mark.parametrize("interval", soak_after(1, [3, 1]))
 def test_recompute_changes_no_number(interval: int, language_params: Any) -> None:
     wrapped = []
 

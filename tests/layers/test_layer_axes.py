@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from _covering import slow_after, soak_after
 from flax import nnx
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
@@ -135,16 +136,19 @@ def test_what_is_traced_runs_on_the_devices_of_the_mesh() -> None:
     np.testing.assert_allclose(found, wanted, rtol=1e-5)
 
 
-@pytest.mark.parametrize("train", [False, True])
+@pytest.mark.parametrize("train", soak_after(1, [True, False]))
 @pytest.mark.parametrize(
     "call",
-    [
-        pytest.param(lambda f, x: f(x), id="eagerly"),
-        pytest.param(lambda f, x: jax.jit(f)(x), id="jit"),
-        pytest.param(lambda f, x: jax.vmap(f)(jnp.stack([x, 2 * x])), id="vmap"),
-        pytest.param(lambda f, x: jax.jit(jax.vmap(f))(jnp.stack([x, 2 * x])), id="jit of vmap"),
-        pytest.param(lambda f, x: jax.lax.scan(lambda c, x: (c, f(x)), 0, jnp.stack([x, 2 * x])), id="scan"),
-    ],
+    slow_after(
+        3,
+        [
+            pytest.param(lambda f, x: f(x), id="eagerly"),
+            pytest.param(lambda f, x: jax.jit(jax.vmap(f))(jnp.stack([x, 2 * x])), id="jit of vmap"),
+            pytest.param(lambda f, x: jax.lax.scan(lambda c, x: (c, f(x)), 0, jnp.stack([x, 2 * x])), id="scan"),
+            pytest.param(lambda f, x: jax.jit(f)(x), id="jit"),
+            pytest.param(lambda f, x: jax.vmap(f)(jnp.stack([x, 2 * x])), id="vmap"),
+        ],
+    ),
 )
 def test_on_one_device_constraints_change_no_number(call: Callable[..., Any], train: bool) -> None:
     model, plain = _module(_Block()), _module(_PlainBlock(), sharding_rules=None)
@@ -220,7 +224,7 @@ def test_without_automatic_axes_nothing_is_compiled_and_annotations_mean_nothing
     assert not issubclass(seen[0], jax.core.Tracer)
 
 
-@pytest.mark.parametrize("mesh_axes", [("x",), ("stage", "data", "model")])
+@pytest.mark.parametrize("mesh_axes", soak_after(1, [("stage", "data", "model"), ("x",)]))
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 def test_a_users_own_mesh_may_be_around(mesh_axes: tuple[str, ...], axis_type: AxisType) -> None:
     shape = (8,) if len(mesh_axes) == 1 else (2, 2, 2)

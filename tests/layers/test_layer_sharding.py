@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from _covering import slow_after, soak_after
 from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
@@ -58,22 +59,26 @@ def _specs(layer: Any, rules: Any = None, mesh: AbstractMesh = MESH) -> list[Par
 @pytest.mark.filterwarnings("ignore:.* must be whole on each replica")
 @pytest.mark.parametrize(
     ("names", "rules", "spec"),
-    [
-        ((None, "model"), None, P(None, "model")),
-        (("expert", "model"), None, P("expert", "model")),
-        (("model",), None, P("model", None)),
-        ((None, ("expert", "model")), None, P(None, ("expert", "model"))),
-        (("data", "model"), None, P(None, "model")),
-        ((None, ("data", "model")), None, P(None, "model")),
-        (("data", None), None, None),
-        (("embed", "mlp"), (("embed", None), ("mlp", "model")), P(None, "model")),
-        (("embed", "mlp"), (("embed", "expert"), ("mlp", ("data", "model"))), P("expert", "model")),
-        (("embed", "mlp"), (("embed", "data"), ("mlp", "pipe")), None),
-        ((None, ("embed", "mlp")), (("embed", "expert"), ("mlp", "model")), P(None, ("expert", "model"))),
-        (("embed", "mlp"), (("embed", None), ("mlp", "model"), ("mlp", "expert")), P(None, "model")),
-        (("model", "mlp"), (("model", "expert"), ("mlp", "model")), P("expert", "model")),
-        (("embed", "mlp"), (("mlp", "model"), ("embed", "model"), ("embed", "expert")), P("expert", "model")),
-    ],
+    soak_after(
+        7,
+        [
+            (("expert", "model"), None, P("expert", "model")),
+            ((None, ("expert", "model")), None, P(None, ("expert", "model"))),
+            ((None, ("data", "model")), None, P(None, "model")),
+            (("data", None), None, None),
+            (("embed", "mlp"), (("embed", "expert"), ("mlp", ("data", "model"))), P("expert", "model")),
+            (("embed", "mlp"), (("embed", "data"), ("mlp", "pipe")), None),
+            (("embed", "mlp"), (("mlp", "model"), ("embed", "model"), ("embed", "expert")), P("expert", "model")),
+            ((None, "model"), None, P(None, "model")),
+            (("model",), None, P("model", None)),
+            (("data", "model"), None, P(None, "model")),
+            (("embed", "mlp"), (("embed", None), ("mlp", "model")), P(None, "model")),
+            ((None, ("embed", "mlp")), (("embed", "expert"), ("mlp", "model")), P(None, ("expert", "model"))),
+            (("embed", "mlp"), (("embed", None), ("mlp", "model"), ("mlp", "expert")), P(None, "model")),
+            (("model", "mlp"), (("model", "expert"), ("mlp", "model")), P("expert", "model")),
+        ],
+        unpack=True,
+    ),
 )
 @pytest.mark.parametrize("make", [_dense, _logical, _nnx])
 def test_metadata_and_rules(make: Any, names: Sequence[Any], rules: Any, spec: PartitionSpec | None) -> None:
@@ -107,7 +112,7 @@ class _Attention(nn.Module):
         return nn.MultiHeadDotProductAttention(num_heads=2, kernel_init=init, out_kernel_init=lecun)(x[None])[0]
 
 
-@pytest.mark.parametrize("spec", [None, P(None, "model")])
+@pytest.mark.parametrize("spec", slow_after(1, [P(None, "model"), None]))
 def test_names_of_a_variable_that_is_made_in_another_shape(spec: PartitionSpec | None) -> None:
     """As in any call, Flax traces the initialiser in `apply` too."""
     layer = _Attention(("embed", "heads", "kv"), spec)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from _covering import slow_after
+from _covering import slow_after, soak_after
 from flax import nnx
 
 import jaxpipe
@@ -92,7 +92,7 @@ FUNCTIONS = {
 
 
 @pytest.mark.parametrize("interval", slow_after(1, [2, 1, 5]))
-@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("name", slow_after(3, [*FUNCTIONS]))
 def test_groups_change_no_gradient(plain: tuple[Any, Any, int], name: str, interval: int) -> None:
     params, expected, kept = plain
     module = PipelineModule(
@@ -102,7 +102,9 @@ def test_groups_change_no_gradient(plain: tuple[Any, Any, int], name: str, inter
     assert _residual_bytes(module, params) < kept
 
 
-@pytest.mark.parametrize("policy", [None, POLICIES.dots_saveable, POLICIES.save_only_these_names("none")])
+@pytest.mark.parametrize(
+    "policy", slow_after(1, [POLICIES.dots_saveable, None, POLICIES.save_only_these_names("none")])
+)
 @pytest.mark.parametrize("interval", [0, 2])
 def test_marks_change_no_gradient(plain: tuple[Any, Any, int], policy: Any, interval: int) -> None:
     params, expected, kept = plain
@@ -112,7 +114,7 @@ def test_marks_change_no_gradient(plain: tuple[Any, Any, int], policy: Any, inte
     assert _residual_bytes(module, params) < kept
 
 
-@pytest.mark.parametrize("index", range(5))
+@pytest.mark.parametrize("index", soak_after(2, [0, 4, 1, 2, 3]))
 def test_one_mark_is_enough(plain: tuple[Any, Any, int], index: int) -> None:
     params, expected, kept = plain
     specs = _specs()

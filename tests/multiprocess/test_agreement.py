@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
 from _job import Job, run_job
 
 import jaxpipe
@@ -31,6 +32,7 @@ def test_replicas_that_differ_are_told_and_cost_no_checkpoint(tmp_path: Path) ->
         jaxpipe.checkpoint.verify_checkpoint(path, tag)
 
 
+@pytest.mark.slow
 def test_replicas_of_one_process_that_differ_are_told(tmp_path: Path) -> None:
     actions = [["train", 0, 1], ["save", str(tmp_path / "a")], ["error", "flip_here", str(tmp_path / "a")]]
     ((_, _, (kind, text)),) = run_job(tmp_path, 1, 2, REPLICAS, actions)
@@ -39,6 +41,7 @@ def test_replicas_of_one_process_that_differ_are_told(tmp_path: Path) -> None:
     assert sorted(jaxpipe.checkpoint.committed_tags(tmp_path / "a")) == ["global_step1"]
 
 
+@pytest.mark.slow
 def test_later_batches_that_differ_within_a_replica(tmp_path: Path) -> None:
     """Each is told, and training goes on after it."""
     told = [["error", "train_other_samples", step] for step in range(1, 20)]
@@ -55,6 +58,7 @@ def test_later_batches_that_differ_within_a_replica(tmp_path: Path) -> None:
         assert len(trained) == len(last) == 1
 
 
+@pytest.mark.slow
 def test_one_process_reads_checkpoints_by_itself(tmp_path: Path) -> None:
     """And saving goes on after it."""
     path = str(tmp_path / "kept")
@@ -80,6 +84,7 @@ def test_a_process_whose_storage_takes_nothing_is_told_in_all(tmp_path: Path) ->
     jaxpipe.checkpoint.verify_checkpoint(path, "after")
 
 
+@pytest.mark.slow
 def test_an_error_whose_text_cannot_be_sent_or_made(tmp_path: Path) -> None:
     texts = ["\udcff", "\ud800", "none"]
     actions = [*(["error", "train_undecodable", text] for text in texts), ["train", 0, 1]]
@@ -225,6 +230,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.slow
 def test_a_process_that_never_comes_is_not_waited_for_without_end(tmp_path: Path) -> None:
     job = Job(tmp_path, 2, 1).start([], {}, program=MEETING)
     try:

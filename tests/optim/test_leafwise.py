@@ -62,7 +62,7 @@ COUPLING = {
 }
 
 
-@pytest.mark.parametrize("name", slow_after(2, [*LEAFWISE]))
+@pytest.mark.parametrize("name", slow_after(1, [*LEAFWISE]))
 def test_leafwise_optimisers_do_what_they_do_unpipelined(name: str) -> None:
     optimizer = LEAFWISE[name]
     case = Case(stages=4, cut="trunk", optimizer=optimizer)
@@ -95,7 +95,7 @@ def test_coupling_optimisers_are_refused_on_several_stages(name: str) -> None:
         case.pipeline()
 
 
-@pytest.mark.parametrize("name", COUPLING)
+@pytest.mark.parametrize("name", slow_after(2, [*COUPLING]))
 def test_coupling_optimisers_are_allowed_on_one_stage(name: str) -> None:
     case = Case(stages=1, microbatches=1, optimizer=COUPLING[name])
     assert case.pipeline().init().step == 0

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from _covering import soak_after
 
 from jaxpipe.errors import ConfigError
 from jaxpipe.optim import LossScaler, LossScaleState
@@ -76,9 +77,10 @@ SECTIONS = [
     )
     for window, hysteresis, consecutive, smallest in product([1, 2, 3], [1, 2, 3], [False, True], [1.0, 3.0, 8.0])
 ]
+MIXED = [SECTIONS[7 * i % len(SECTIONS)] for i in range(len(SECTIONS))]  # the first ones with all values of each
 
 
-@pytest.mark.parametrize("section", SECTIONS, ids=repr)
+@pytest.mark.parametrize("section", soak_after(12, MIXED), ids=repr)
 def test_every_pattern_of_overflows(section: Section) -> None:
     patterns = np.array(list(product([False, True], repeat=8)))
     states = _run(LossScaler.from_section(section), patterns)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from _covering import slow_after
 from _optimizers import refusing_empty_trees
 from _settings import make_settings
 from _tolerances import assert_close
@@ -138,8 +139,7 @@ def test_labels_by_layer_do_what_they_do_unpipelined(stages: int) -> None:
     assert_close(pipeline.params_tree(state.params), jax.device_get(optax.apply_updates(params, updates)))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", OPTAX)
+@pytest.mark.parametrize("name", slow_after(0, [*OPTAX]))
 def test_optimizers_of_optax_are_refused_or_do_what_they_do_unpipelined(name: str) -> None:
     optimizer = optax_optimizers()[name](learning_rate=0.1, **NEEDED.get(name, {}))
     try:

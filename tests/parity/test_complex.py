@@ -110,13 +110,14 @@ def check(pipeline: Pipeline, model: str) -> None:
 
 
 @pytest.mark.parametrize("interval", [0, 1])
-@pytest.mark.parametrize("schedule", slow_after(2, ["1f1b", "interleaved", "zero-bubble"]))
+@pytest.mark.parametrize("schedule", slow_after(1, ["interleaved", "1f1b", "zero-bubble"]))
 def test_complex_activations_between_stages(schedule: str, interval: int) -> None:
     check(pipeline_of(module_of("complex", activation_checkpoint_interval=interval), schedule), "complex")
 
 
 @pytest.mark.parametrize(
-    ("schedule", "interval", "scan_trunk"), [("1f1b", 0, False), ("interleaved", 1, False), ("zero-bubble", 0, True)]
+    ("schedule", "interval", "scan_trunk"),
+    slow_after(1, [("interleaved", 1, False), ("1f1b", 0, False), ("zero-bubble", 0, True)], unpack=True),
 )
 def test_complex_numbers_inside_layers(schedule: str, interval: int, scan_trunk: bool) -> None:
     module = module_of("filter", activation_checkpoint_interval=interval)

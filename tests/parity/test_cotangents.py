@@ -116,11 +116,11 @@ LAYERS: dict[str, tuple[Any, Any, int]] = {
 }
 
 CASES = [
+    Case(2, 2, 3, "gpipe", "weights"),
+    Case(2, 1, 4, "interleaved", "losses"),
     Case(1),
     Case(1, 2, 4),
-    Case(2, 2, 3, "gpipe", "weights"),
     Case(4, 1, 4, "zero-bubble"),
-    Case(2, 1, 4, "interleaved", "losses"),
     Case(2, 1, 2, "1f1b-v", skip_idle=False),
     Case(4, 2, 2, "train", "losses"),
     Case(2, 1, 2, "1f1b", "nothing weighs"),
@@ -167,7 +167,7 @@ def unpipelined(case: Case, module: PipelineModule, params: Any, batch: Any) -> 
     return loss, jax.device_get(jax.tree.map(lambda g: g / case.scale, grads))
 
 
-@pytest.mark.parametrize("case", slow_after(6, CASES), ids=str)
+@pytest.mark.parametrize("case", slow_after(2, CASES), ids=str)
 def test_each_layer_sees_the_cotangent_of_the_whole_batchs_loss(case: Case) -> None:
     module, batch = build(case)
     scaler = (LossScaler(SCALE) if case.dtype == "float16" else LossScaler.none()) if case.checks else None

@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 import pytest
-from _covering import slow_after
+from _covering import slow_after, soak_after
 from _oracle import Case, evaluation, whole_reference
 from _tolerances import assert_close, assert_loss
 
@@ -13,8 +13,8 @@ from jaxpipe.pipeline import _pipeline
 from jaxpipe.schedules import with_ends_apart
 
 CASES = [
-    Case(model="linen", stages=2, data=2, microbatches=1, settings={"zero_stage": 1}),
     Case(model="tied", stages=2, data=2, microbatches=3, schedule="interleaved", settings={"zero_stage": 1}),
+    Case(model="linen", stages=2, data=2, microbatches=1, settings={"zero_stage": 1}),
     Case(model="dropout", stages=4, data=2, microbatches=2, schedule="zero-bubble", settings={"zero_stage": 1}),
     Case(model="norm", stages=2, data=2, microbatches=2, schedule="1f1b-v"),
     Case(model="dropout", stages=4, data=2, microbatches=5, interval=1, cut="trunk"),
@@ -33,8 +33,8 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("policy", ["masked", "skipped", "computed_at_the_ends"])
-@pytest.mark.parametrize("case", slow_after(2, CASES), ids=str)
+@pytest.mark.parametrize("policy", soak_after(1, ["computed_at_the_ends", "masked", "skipped"]))
+@pytest.mark.parametrize("case", slow_after(1, CASES, soak=True), ids=str)
 def test_loss_and_every_gradient(monkeypatch: pytest.MonkeyPatch, case: Case, policy: str) -> None:
     """With idle actions computed everywhere, skipped everywhere, and skipped but in these two ticks."""
     plan_of = _pipeline.make_plan

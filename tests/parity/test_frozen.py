@@ -19,12 +19,19 @@ def of_biases(path: str) -> bool:
 
 @pytest.mark.parametrize(
     ("case", "trainable"),
-    [
-        (Case("linen", 2, 2, schedule="zero-bubble", optimizer=ADAM, settings={"gradient_clipping": 0.1}), "kernel$"),
-        (Case("tied", 2, 2, optimizer=ADAM, settings=ZERO | {"gradient_clipping": 0.1}), ["Block.*bias$", "^tied"]),
-        # Of a part of the trunk: the first stage's blocks, and the second one's first.
-        (Case("linen", 4, 1, schedule="interleaved", optimizer=ADAM), r"(1|2|4)_Block|Head"),
-    ],
+    slow_after(
+        2,
+        [
+            (
+                Case("linen", 2, 2, schedule="zero-bubble", optimizer=ADAM, settings={"gradient_clipping": 0.1}),
+                "kernel$",
+            ),
+            (Case("tied", 2, 2, optimizer=ADAM, settings=ZERO | {"gradient_clipping": 0.1}), ["Block.*bias$", "^tied"]),
+            # Of a part of the trunk: the first stage's blocks, and the second one's first.
+            (Case("linen", 4, 1, schedule="interleaved", optimizer=ADAM), r"(1|2|4)_Block|Head"),
+        ],
+        unpack=True,
+    ),
     ids=str,
 )
 def test_three_steps_equal_those_of_one_device(case: Case, trainable: Any) -> None:

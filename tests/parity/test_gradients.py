@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from _covering import Chosen, covering, first_values_then_pairs, slow_after
+from _covering import Chosen, covering, first_values_then_pairs, slow_after, soak_after
 from _models import BLOCKS, MODELS
 from _oracle import SCHEDULES, Case, block_of, cached_reference, sequential
 from _tolerances import GRADIENT, assert_close, assert_loss
@@ -75,8 +75,8 @@ def test_every_pair_of_factors(case: Case) -> None:
     check(case)
 
 
-@pytest.mark.parametrize("schedule", slow_after(3, [name for name in SCHEDULES if name not in LAYOUTS["schedule"]]))
-@pytest.mark.parametrize("stages", [1, 4])
+@pytest.mark.parametrize("schedule", slow_after(2, [name for name in SCHEDULES if name not in LAYOUTS["schedule"]]))
+@pytest.mark.parametrize("stages", soak_after(1, [4, 1]))
 def test_every_other_schedule(schedule: str, stages: int) -> None:
     check(Case(stages=stages, microbatches=8, schedule=schedule, model="tuple"))
 

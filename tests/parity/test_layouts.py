@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import optax
 import pytest
-from _covering import slow_after
+from _covering import slow_after, soak_after
 from _models import MODELS
 from _oracle import Case, block_of, evaluation, sequential
 from _tolerances import LOSS, ROUNDING, assert_loss
@@ -35,10 +35,10 @@ def baseline(model: str) -> tuple[float, ...]:
 @pytest.mark.parametrize(
     "case",
     slow_after(
-        2,
+        1,
         [
-            Case(model="dropout", stages=2, data=2, optimizer=SGD),
             Case(model="dropout", stages=4, data=2, cut="trunk", optimizer=SGD),
+            Case(model="dropout", stages=2, data=2, optimizer=SGD),
             Case(model="dropout", stages=4, data=2, schedule="gpipe", cut="front", optimizer=SGD),
             Case(model="dropout", stages=2, data=2, schedule="train", interval=1, optimizer=SGD),
             Case(model="dropout", stages=4, data=2, interval=2, scan_trunk=True, cut="trunk", optimizer=SGD),
@@ -80,12 +80,12 @@ def test_microbatches_replicas_and_steps_draw_differently() -> None:
 @pytest.mark.parametrize(
     ("stages", "cut"),
     slow_after(
-        2,
-        [(1, "uniform"), (2, "front"), (2, "parameters"), (4, "back"), (4, "uniform"), (8, "parameters")],
+        1,
+        [(2, "front"), (1, "uniform"), (2, "parameters"), (4, "back"), (4, "uniform"), (8, "parameters")],
         unpack=True,
     ),
 )
-@pytest.mark.parametrize("model", ["linen", "tied_many", "noise"])
+@pytest.mark.parametrize("model", slow_after(2, ["tied_many", "noise", "linen"]))
 def test_initial_weights_are_those_of_the_module(model: str, cut: str, stages: int) -> None:
     pipeline = Case(model=model, stages=stages, cut=cut).pipeline()
     found = pipeline.params_tree(pipeline.init().params)
@@ -96,7 +96,7 @@ def test_initial_weights_are_those_of_the_module(model: str, cut: str, stages: i
     jax.tree.map(np.testing.assert_array_equal, other, jax.device_get(wanted))
 
 
-@pytest.mark.parametrize("seed_fn", [None, jax.random.PRNGKey], ids=["default", "PRNGKey"])
+@pytest.mark.parametrize("seed_fn", soak_after(1, [None, jax.random.PRNGKey]), ids=["default", "PRNGKey"])
 def test_seeded_layers_do_not_depend_on_the_key(seed_fn: Callable[[int], jax.Array] | None) -> None:
     module = MODELS["linen"].module(2, seed_layers=True, seed_fn=seed_fn, base_seed=7)
     entry = jax.tree.map(lambda x: x[0], Case().batch())
@@ -110,11 +110,11 @@ def test_seeded_layers_do_not_depend_on_the_key(seed_fn: Callable[[int], jax.Arr
 @pytest.mark.parametrize(
     "case",
     slow_after(
-        3,
+        2,
         [
-            Case(stages=1, microbatches=2),
             Case(stages=8, microbatches=2, cut="trunk"),
             Case(stages=4, data=2, microbatches=5, skip_idle=False),
+            Case(stages=1, microbatches=2),
             Case(model="dropout", stages=2, data=2),
             Case(model="tied", stages=4, cut="front"),
             Case(model="tuple", stages=4, data=2, scan_trunk=True),

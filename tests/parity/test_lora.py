@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from _covering import slow_after
 from _frozen import check
 from _models import ALL_MODELS, BLOCKS, DIM, LENGTH, VOCAB, Attention, Embed, Head, Model, NNXBlock, NNXEmbed
 from _oracle import Case
@@ -92,7 +93,7 @@ def filled(tree: Any) -> Any:
     return jax.tree.map_with_path(lambda path, x: x + 0.1 if "lora_b" in jax.tree_util.keystr(path) else x, tree)
 
 
-@pytest.mark.parametrize("name", BASES)
+@pytest.mark.parametrize("name", slow_after(3, [*BASES]))
 def test_it_begins_as_the_base_and_merges_into_it(name: str) -> None:
     base = PipelineModule(BASES[name][0](), num_stages=1)
     model = PipelineModule(adapted(name), num_stages=1, trainable=LORA_PARAMETERS)

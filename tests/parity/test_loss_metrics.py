@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from _covering import slow_after
+from _covering import slow_after, soak_after
 from _models import DIM, ROWS, Block, ReportingBlock, specs
 from _settings import make_settings
 from _tolerances import assert_loss
@@ -57,7 +57,7 @@ def wanted(pipeline: Pipeline, state: Any, batch: Any, loss_fn: Any) -> tuple[fl
 
 @pytest.mark.parametrize(
     ("stages", "data", "schedule"),
-    slow_after(2, [(2, 2, "1f1b"), (4, 1, "zero-bubble"), (1, 2, "gpipe"), (2, 1, "interleaved")], unpack=True),
+    slow_after(1, [(2, 2, "1f1b"), (4, 1, "zero-bubble"), (1, 2, "gpipe"), (2, 1, "interleaved")], unpack=True),
 )
 def test_metrics_are_means_over_what_counts(stages: int, data: int, schedule: str) -> None:
     pipeline = make_pipeline(
@@ -83,7 +83,7 @@ def test_they_stand_beside_what_layers_report() -> None:
     assert {name.split("/")[-1] for name in metrics} == {"right", "two", "top"}
 
 
-@pytest.mark.parametrize("splits", [False, True])
+@pytest.mark.parametrize("splits", soak_after(1, [True, False]))
 def test_a_loss_of_a_split_vocabulary_reports(splits: bool) -> None:
     def of_layers(logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
         losses, mask = vocab_cross_entropy(logits, labels, ROWS), labels % 3 > 0

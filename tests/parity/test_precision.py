@@ -1,5 +1,6 @@
 """Training in bfloat16 and float16 against float32, and the loss scale."""
 
+from itertools import product
 from typing import Any
 
 import flax.linen as nn
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from _covering import slow_after
+from _covering import slow_after, soak_after
 from _models import DIM, LENGTH, MODELS
 from _oracle import Case, sequential_model, whole_reference
 from _settings import make_settings
@@ -53,8 +54,11 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("kind", slow_after(4, [Mixed, Half]))
-@pytest.mark.parametrize("model", CASES)
+FIRST = [("linen", Mixed), ("nnx", Mixed), ("tied", Half), ("reports", Half)]
+REST = [pair for pair in product(CASES, (Mixed, Half)) if pair not in FIRST]
+
+
+@pytest.mark.parametrize(("model", "kind"), slow_after(len(FIRST), FIRST + REST, unpack=True))
 def test_gradients_are_those_of_float32_to_the_dtypes_rounding(model: str, kind: type[Mixed]) -> None:
     settings = {"loss_scaler": STATIC} if kind is Half else {}
     case = kind(model=model, settings=settings, **CASES[model])
@@ -66,7 +70,7 @@ def test_gradients_are_those_of_float32_to_the_dtypes_rounding(model: str, kind:
     assert_loss(loss, wanted.loss, tolerance=tolerance)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", soak_after(1, ["float16", "bfloat16"]))
 def test_the_sequential_model_casts_alike(dtype: str) -> None:
     batch = Case(microbatches=2, data=1).batch()
     wanted = whole_reference("linen", batch, 2, 1)
@@ -100,8 +104,8 @@ def timed(dtype: str | None, **settings: Any) -> PipelineModule:
     return PipelineModule(layers, loss_fn=lambda y, t: jnp.mean((y[0] - t) ** 2), compute_dtype=dtype, **settings)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+@pytest.mark.parametrize("dtype", soak_after(1, ["bfloat16", "float16"]))
+@pytest.mark.parametrize("schedule", slow_after(1, ["zero-bubble", "1f1b"]))
 def test_what_is_no_parameter_keeps_its_dtype(dtype: str, schedule: str) -> None:
     rng = np.random.default_rng(0)
     x, labels = rng.normal(size=(2, 2, 2, LENGTH, DIM)).astype(np.float32)
@@ -149,7 +153,7 @@ def run(case: Case, steps: int) -> tuple[Any, list[dict[str, Any]], list[Any]]:
     return jax.device_get(state), seen, params
 
 
-@pytest.mark.parametrize("zero_stage", [0, 1])
+@pytest.mark.parametrize("zero_stage", soak_after(1, [1, 0]))
 @pytest.mark.parametrize(("stages", "data", "model"), slow_after(1, [(1, 2, "linen"), (4, 2, "tied")], unpack=True))
 def test_an_overflow_anywhere_holds_everything(stages: int, data: int, model: str, zero_stage: int) -> None:
     scaler = LossScaler(initial_scale=2.0**24, dynamic=True, window=3, hysteresis=1)

@@ -39,6 +39,7 @@ def check(case: Case) -> Any:
     return pipeline
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", slow_after(1, [WithFunction, WithDeepSpeedFunction]))
 @pytest.mark.parametrize("scan_trunk", slow_after(1, [False, True]))
 def test_a_function_of_the_users(kind: type[Case], scan_trunk: bool) -> None:

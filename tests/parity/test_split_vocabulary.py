@@ -84,7 +84,7 @@ def make_pipeline(model: str, stages: int, data: int, axes: dict[str, int], spli
 @pytest.mark.parametrize(
     ("model", "stages", "data", "axes", "settings"),
     slow_after(
-        2,
+        1,
         [
             ("tied", 2, 2, {}, {"schedule": "interleaved"}),
             ("nnx", 4, 2, {}, {"skip_idle": False, "overlap_vocabulary": True}),
@@ -151,7 +151,7 @@ def test_losses_of_more_than_cross_entropies_are_refused(loss_fn: Callable[..., 
         SplitLoss(loss_fn, labels, ROWS)
 
 
-@pytest.mark.parametrize("loss_fn", [mean, weighted, one_hot, gathered])
+@pytest.mark.parametrize("loss_fn", slow_after(2, [mean, gathered, weighted, one_hot]))
 def test_whole_logits_are_taken_too(loss_fn: Callable[..., Any]) -> None:
     rng = np.random.default_rng(0)
     logits, labels = rng.normal(size=(2, 3, ROWS)).astype(np.float32), rng.integers(0, ROWS, (2, 3), np.int32)
@@ -197,7 +197,7 @@ def on_two_stages(function: Callable[..., Any], dim: int) -> Callable[..., Any]:
 
 
 @pytest.mark.parametrize(
-    "loss_fn", [mean, one_hot, gathered, masked, wrapped, clipped, indexed], ids=lambda f: f.__name__
+    "loss_fn", slow_after(3, [masked, wrapped, indexed, mean, one_hot, gathered, clipped]), ids=lambda f: f.__name__
 )
 def test_labels_outside_the_vocabulary_give_what_the_whole_loss_gives(
     loss_fn: Callable[..., Any],

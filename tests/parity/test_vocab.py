@@ -20,13 +20,13 @@ ADAM = optax.adamw(1e-2, weight_decay=0.1)
 @pytest.mark.parametrize(
     "case",
     slow_after(
-        5,
+        2,
         [
+            Case(model="split_shared", stages=2, data=2, skip_idle=True),
+            Case(model="split_shapes", stages=2, cut="uniform", skip_idle=True),
             Case(model="split", stages=2, data=2, skip_idle=True),
             Case(model="split", stages=2, data=2, schedule="interleaved", interval=1, skip_idle=False),
-            Case(model="split_shared", stages=2, data=2, skip_idle=True),
             Case(model="split_narrow", stages=2, data=2, skip_idle=True),
-            Case(model="split_shapes", stages=2, cut="uniform", skip_idle=True),
             Case(model="split_dtypes", stages=4, schedule="zero-bubble", skip_idle=True),
             Case(model="split_tied", stages=8, schedule="gpipe", skip_idle=False),
             Case(model="split_shared", stages=4, schedule="zero-bubble-v", skip_idle=False),

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import optax
 import pytest
-from _covering import slow_after
+from _covering import slow_after, soak_after
 from _models import MODELS, Block, Embed, Head, cross_entropy
 from _oracle import Case, make_batch
 from _settings import make_settings
@@ -39,17 +39,17 @@ def compiled() -> Iterator[list[str]]:
 @pytest.mark.parametrize(
     "case",
     slow_after(
-        2,
+        1,
         [
-            Case(stages=1, optimizer=SGD),
             Case(stages=2, data=2, cut="trunk", optimizer=SGD),
+            Case(stages=1, optimizer=SGD),
             Case(stages=4, model="tied", optimizer=SGD),
             Case(stages=2, model="side", optimizer=SGD),
         ],
     ),
     ids=str,
 )
-@pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])
+@pytest.mark.parametrize("on_device", soak_after(1, [True, False]), ids=["device", "host"])
 def test_the_functional_step_is_compiled_once(case: Case, on_device: bool, compiled: list[str]) -> None:
     pipeline = case.pipeline()
 

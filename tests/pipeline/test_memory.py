@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from _covering import slow_after
+from _covering import slow_after, soak_after
 from _oracle import SCHEDULES, Case
 from _settings import make_settings
 from _tolerances import MEMORY, STATE_BYTES
@@ -63,7 +63,7 @@ def temporary_bytes(pipeline: Pipeline) -> int:
     return compiled.memory_analysis().temp_size_in_bytes
 
 
-@pytest.mark.parametrize("schedule", slow_after(2, BOUNDED))
+@pytest.mark.parametrize("schedule", slow_after(1, BOUNDED))
 def test_temporary_bytes_do_not_grow_with_microbatches(schedule: str) -> None:
     """From where the steady part is long enough to have a loop of its own."""
     few, many = (temporary_bytes(wide_pipeline(factor * STAGES, schedule)) for factor in (4, 16))
@@ -103,9 +103,10 @@ RINGS = [
     *((schedule, stages, microbatches) for schedule in PLAIN for stages in (2, 4, 8) for microbatches in (1, 3, 8)),
     *((schedule, *sizes) for schedule in CHUNKED for sizes in ((2, 2), (4, 8))),
 ]
+RINGS.sort(key=lambda ring: ring[1:] != (2, 3))  # each schedule once, and then the rest
 
 
-@pytest.mark.parametrize(("schedule", "stages", "microbatches"), slow_after(10, RINGS, unpack=True, soak=True))
+@pytest.mark.parametrize(("schedule", "stages", "microbatches"), slow_after(len(PLAIN), RINGS, unpack=True, soak=True))
 def test_rings_are_as_deep_as_the_formula(schedule: str, stages: int, microbatches: int) -> None:
     case = Case(stages=stages, microbatches=microbatches, schedule=schedule, model="functions", cut="uniform")
     pipeline = case.pipeline()
@@ -220,7 +221,7 @@ def bytes_per_device(tree: Any) -> int:
     return sum(int(np.prod(shape)) * size for shape, size in shapes)
 
 
-@pytest.mark.parametrize("optimizer", [ADAM, optax.lamb(1e-3)], ids=["adam", "lamb"])
+@pytest.mark.parametrize("optimizer", soak_after(1, [ADAM, optax.lamb(1e-3)]), ids=["adam", "lamb"])
 def test_zero_divides_optimizer_state_and_masters_by_the_replicas(optimizer: optax.GradientTransformation) -> None:
     whole, divided = (zero_pipeline(stage, optimizer) for stage in (0, 1))
     for name in ("opt_state", "params"):
@@ -283,16 +284,19 @@ BLOCK, INNER, DENSE = LayerSpec(Perceptron), LayerSpec(Perceptron, inner=True), 
 
 @pytest.mark.parametrize(
     "layers",
-    [
-        [BLOCK] * 4,
-        [BLOCK, BLOCK.remat(), BLOCK, BLOCK],
-        [INNER] * 4,
-        [INNER, BLOCK.remat()],
-        [BLOCK.remat()] * 4,
-        [DENSE, jnp.tanh, DENSE, nn.gelu, nn.softmax],
-        [DENSE.remat(), nn.relu, DENSE, jnp.tanh],
-    ],
-    ids=["none", "one", "inner", "inner and one", "all", "functions", "functions and one"],
+    slow_after(
+        3,
+        [
+            [BLOCK, BLOCK.remat(), BLOCK, BLOCK],
+            [INNER, BLOCK.remat()],
+            [DENSE, jnp.tanh, DENSE, nn.gelu, nn.softmax],
+            [BLOCK] * 4,
+            [INNER] * 4,
+            [BLOCK.remat()] * 4,
+            [DENSE.remat(), nn.relu, DENSE, jnp.tanh],
+        ],
+    ),
+    ids=["one", "inner and one", "functions", "none", "inner", "all", "functions and one"],
 )
 def test_the_plan_counts_what_is_kept(layers: list[Any]) -> None:
     count, pipeline = planned(layers)
@@ -302,6 +306,7 @@ def test_the_plan_counts_what_is_kept(layers: list[Any]) -> None:
     assert f"residuals of each microbatch: {size}; slots: 3" in describe_pipeline(pipeline)
 
 
+@pytest.mark.slow
 def test_a_layer_that_recomputes_leaves_the_others_alone() -> None:
     def kept(layers: list[Any], **settings: bool) -> int:
         return planned(layers, **settings)[1].residual_bytes[0]

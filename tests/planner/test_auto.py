@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from _covering import slow_after
 from _settings import make_settings
 
 from jaxpipe import LayerSpec, PipeDataParallelTopology, PipelineModule
@@ -60,18 +61,22 @@ FOUR = {("interleaved", 4), ("zero-bubble", 4)}
 
 @pytest.mark.parametrize(
     ("method", "num_layers", "num_chunks", "expected"),
-    [
-        ("uniform", 16, None, ONE | TWO | FOUR),
-        ("uniform", 12, None, ONE | TWO),
-        ("trunk", 12, None, ONE),
-        ("trunk", 8, None, ONE | TWO),
-        ([0, 4, 8, 12, 16], 16, None, ONE),
-        (range(0, 17, 2), 16, None, TWO),
-        (range(13), 12, None, THREE),
-        ("uniform", 16, 1, ONE),
-        ("uniform", 16, 2, TWO),
-        (range(0, 17, 2), 16, 2, TWO),
-    ],
+    slow_after(
+        5,
+        [
+            ("uniform", 16, None, ONE | TWO | FOUR),
+            ("uniform", 12, None, ONE | TWO),
+            ("trunk", 12, None, ONE),
+            ("trunk", 8, None, ONE | TWO),
+            ([0, 4, 8, 12, 16], 16, None, ONE),
+            (range(0, 17, 2), 16, None, TWO),
+            (range(13), 12, None, THREE),
+            ("uniform", 16, 1, ONE),
+            ("uniform", 16, 2, TWO),
+            (range(0, 17, 2), 16, 2, TWO),
+        ],
+        unpack=True,
+    ),
 )
 def test_chunks_are_those_that_the_cut_can_have(
     method: Any, num_layers: int, num_chunks: int | None, expected: set[tuple[str, int]]

@@ -157,6 +157,7 @@ def test_a_named_value_is_kept_once_a_layer() -> None:
     assert make_pipeline(mark=remat(KEEPS_INPUTS)).residual_bytes == inputs_alone.residual_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", slow_after(1, ["each layer", "marked", "inputs sharded", "scanned"]))
 @pytest.mark.filterwarnings("ignore:No effect")
 def test_without_an_axis_to_reduce_over_names_change_nothing(case: str) -> None:

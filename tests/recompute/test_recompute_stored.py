@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from _covering import slow_after
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -74,13 +75,17 @@ EVEN, UNEVEN = (12, WIDTH), (5, 3, WIDTH)
 
 @pytest.mark.parametrize(
     ("settings", "num_model", "shape", "share"),
-    [
-        pytest.param(PARTITION, 1, EVEN, EVEN, id="nobody to share with"),
-        pytest.param(PARTITION, 2, EVEN, (6, WIDTH), id="2 shares"),
-        pytest.param(PARTITION, 2, UNEVEN, (5, 3, WIDTH // 2), id="2 shares of the dim that 2 divides"),
-        pytest.param(PARTITION, 4, UNEVEN, UNEVEN, id="no dim that 4 divides"),
-        pytest.param(BOTH, 4, EVEN, (3, WIDTH), id="4 shares on the host"),
-    ],
+    slow_after(
+        3,
+        [
+            pytest.param(PARTITION, 2, UNEVEN, (5, 3, WIDTH // 2), id="2 shares of the dim that 2 divides"),
+            pytest.param(PARTITION, 4, UNEVEN, UNEVEN, id="no dim that 4 divides"),
+            pytest.param(BOTH, 4, EVEN, (3, WIDTH), id="4 shares on the host"),
+            pytest.param(PARTITION, 1, EVEN, EVEN, id="nobody to share with"),
+            pytest.param(PARTITION, 2, EVEN, (6, WIDTH), id="2 shares"),
+        ],
+        unpack=True,
+    ),
 )
 def test_shares_change_no_number(
     settings: RecomputeSettings, num_model: int, shape: tuple[int, ...], share: tuple[int, ...]

@@ -4,6 +4,7 @@ import dataclasses
 import re
 
 import pytest
+from _covering import slow_after
 
 from jaxpipe.errors import ScheduleError
 from jaxpipe.schedules import (
@@ -53,25 +54,29 @@ def test_steps_are_those_of_the_closed_forms() -> None:
 
 @pytest.mark.parametrize(
     ("costs", "num_stages", "num_microbatches", "options", "expected"),
-    [
-        (COSTS, 1, 8, {}, ("1f1b", 1, False)),
-        (COSTS, 4, 1024, {}, ("1f1b", 1, False)),
-        (GPU, 8, 32, {}, ("zero-bubble", 1, True)),
-        (GPU, 8, 32, {"skip_idle": False}, ("interleaved", 4, False)),
-        (dataclasses.replace(GPU, copy_s=2e-3), 8, 32, {"skip_idle": False}, ("1f1b", 1, False)),
-        (dataclasses.replace(GPU, copy_s=2e-3), 8, 32, {"names": {"interleaved"}}, ("interleaved", 2, True)),
-        (GPU, 8, 32, {"chunk_counts": {1: 1.0}}, ("zero-bubble", 1, True)),
-        (GPU, 8, 32, {"memory_limit_bytes": 10e9}, ("interleaved", 4, False)),
-        (GPU, 8, 32, {"memory_limit_bytes": 8.5e9}, ("dual-pipe-v", 2, True)),
-        (GPU, 8, 32, {"memory_limit_bytes": 8.2e9}, ("1f1b-v", 2, False)),
-        (GPU, 8, 32, {"memory_limit_bytes": 13e9, "chunk_counts": {1: 1.0}}, ("zero-bubble-h1", 1, True)),
-        (GPU, 8, 32, {"memory_limit_bytes": 9.5e9, "chunk_counts": {1: 1.0}}, ("zero-bubble-h1", 1, True)),
-        (GPU, 8, 32, {"memory_limit_bytes": 9e9, "chunk_counts": {1: 1.0}}, ("train", 1, True)),
-        (GPU, 8, 32, {"memory_limit_bytes": 10.5e9, "chunk_counts": {2: 1.0}}, ("zero-bubble-v", 2, True)),
-        (GPU, 8, 32, {"chunk_counts": {1: 1.0, 2: 4 / 3}}, ("zero-bubble", 1, True)),
-        (dataclasses.replace(GPU, backward_s=0.014), 8, 32, {}, ("interleaved", 2, False)),
-        (dataclasses.replace(GPU, tick_overhead_s=0.01), 8, 32, {"skip_idle": False}, ("1f1b", 1, False)),
-    ],
+    slow_after(
+        9,
+        [
+            (COSTS, 1, 8, {}, ("1f1b", 1, False)),
+            (COSTS, 4, 1024, {}, ("1f1b", 1, False)),
+            (GPU, 8, 32, {}, ("zero-bubble", 1, True)),
+            (GPU, 8, 32, {"skip_idle": False}, ("interleaved", 4, False)),
+            (dataclasses.replace(GPU, copy_s=2e-3), 8, 32, {"skip_idle": False}, ("1f1b", 1, False)),
+            (dataclasses.replace(GPU, copy_s=2e-3), 8, 32, {"names": {"interleaved"}}, ("interleaved", 2, True)),
+            (GPU, 8, 32, {"chunk_counts": {1: 1.0}}, ("zero-bubble", 1, True)),
+            (GPU, 8, 32, {"memory_limit_bytes": 10e9}, ("interleaved", 4, False)),
+            (GPU, 8, 32, {"memory_limit_bytes": 8.5e9}, ("dual-pipe-v", 2, True)),
+            (GPU, 8, 32, {"memory_limit_bytes": 8.2e9}, ("1f1b-v", 2, False)),
+            (GPU, 8, 32, {"memory_limit_bytes": 13e9, "chunk_counts": {1: 1.0}}, ("zero-bubble-h1", 1, True)),
+            (GPU, 8, 32, {"memory_limit_bytes": 9.5e9, "chunk_counts": {1: 1.0}}, ("zero-bubble-h1", 1, True)),
+            (GPU, 8, 32, {"memory_limit_bytes": 9e9, "chunk_counts": {1: 1.0}}, ("train", 1, True)),
+            (GPU, 8, 32, {"memory_limit_bytes": 10.5e9, "chunk_counts": {2: 1.0}}, ("zero-bubble-v", 2, True)),
+            (GPU, 8, 32, {"chunk_counts": {1: 1.0, 2: 4 / 3}}, ("zero-bubble", 1, True)),
+            (dataclasses.replace(GPU, backward_s=0.014), 8, 32, {}, ("interleaved", 2, False)),
+            (dataclasses.replace(GPU, tick_overhead_s=0.01), 8, 32, {"skip_idle": False}, ("1f1b", 1, False)),
+        ],
+        unpack=True,
+    ),
 )
 def test_choices(
     costs: StageCosts, num_stages: int, num_microbatches: int, options: dict, expected: tuple[str, int, bool]

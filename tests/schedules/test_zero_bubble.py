@@ -3,6 +3,7 @@
 from typing import ClassVar
 
 import pytest
+from _covering import slow_after
 
 from jaxpipe.schedules import (
     MAX_RUNS,
@@ -73,7 +74,9 @@ def test_memory_of_many_microbatches(num_stages: int, num_chunks: int) -> None:
         assert list(program.stage_depth.pending) == pending
 
 
-@pytest.mark.parametrize(("num_stages", "num_chunks"), [(2, 1), (4, 1), (4, 2), (8, 1), (8, 2)])
+@pytest.mark.parametrize(
+    ("num_stages", "num_chunks"), slow_after(4, [(2, 1), (4, 1), (4, 2), (8, 1), (8, 2)], unpack=True)
+)
 def test_each_pending_half_less_costs_one(num_stages: int, num_chunks: int) -> None:
     count = 4 * num_stages
     most = 2 * num_stages - 2 + (num_chunks > 1)

@@ -106,8 +106,9 @@ def is_valid(chosen: Chosen) -> bool:
     return fits(case)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", [to_case(chosen) for chosen in covering(FACTORS, is_valid, strength=1)], ids=str)
+@pytest.mark.parametrize(
+    "case", slow_after(0, [to_case(chosen) for chosen in covering(FACTORS, is_valid, strength=1)]), ids=str
+)
 def test_every_factor(case: Sharded) -> None:
     check(case)
 

@@ -46,7 +46,7 @@ def build(layers: list[Any], stages: int = 2, data: int = 1) -> tuple[Pipeline, 
     return pipeline, jax.device_get(module.init(jax.random.key(module.base_seed), x[:2]))
 
 
-@pytest.mark.parametrize("stages", [1, 2, 4])
+@pytest.mark.parametrize("stages", slow_after(1, [2, 1, 4]))
 def test_initialisers_that_hold_constants(stages: int) -> None:
     pipeline, wanted = build([LayerSpec(Table, float(i)) for i in range(8)], stages)
     found = pipeline.params_tree(pipeline.init().params)
@@ -142,7 +142,7 @@ def refuse(*args: Any) -> None:
 @pytest.mark.parametrize(
     "case",
     slow_after(
-        2,
+        1,
         [
             Case(model="split_tied", data=2, optimizer=ADAM, settings={"zero_stage": 1}),
             Case(model="norm_reports", data=2, optimizer=LAMB, settings={"zero_stage": 1}),

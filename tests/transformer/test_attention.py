@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from _covering import slow_after
+from _covering import slow_after, soak_after
 from _tolerances import assert_close
 
 from jaxpipe import attention
@@ -161,7 +161,7 @@ def test_sixteen_bits_are_summed_in_more() -> None:
     np.testing.assert_allclose(np.asarray(found, np.float32), wanted, atol=0.02)
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("dtype", soak_after(1, [jnp.bfloat16, jnp.float16]))
 @pytest.mark.parametrize("implementation", ["blocked", "xla"])
 def test_a_row_hidden_by_the_lowest_float_is_finite(implementation: Any, dtype: Any) -> None:
     q, k, v, _ = (x.astype(dtype) for x in inputs())

@@ -71,7 +71,9 @@ def test_it_is_the_reference(pre_layer_norm: bool, hidden: str, causal: bool) ->
     assert_close(found, run(lambda p, x: reference(config, p, x, **known), weights()))
 
 
-@pytest.mark.parametrize("switches", [{}, {"gelu_checkpoint": True}, {"recompute": "kernels"}, {"recompute": "all"}])
+@pytest.mark.parametrize(
+    "switches", slow_after(2, [{}, {"recompute": "all"}, {"gelu_checkpoint": True}, {"recompute": "kernels"}])
+)
 def test_dropout_is_that_of_its_key_also_where_it_recomputes(switches: dict[str, Any]) -> None:
     config = make_config(attn_dropout_ratio=0.3, hidden_dropout_ratio=0.2, seed=5, **switches)
     module, key = DeepSpeedTransformerLayer(config), jax.random.key(7)
@@ -116,7 +118,9 @@ def kept_bytes(train: bool = True, size: int = 64, **given: Any) -> int:
 
 
 @pytest.mark.filterwarnings("ignore:No effect. attn_dropout_checkpoint")
-@pytest.mark.parametrize("given", [{}, {"attention": "xla", "pre_layer_norm": False}, {"hidden_dropout_ratio": 0.1}])
+@pytest.mark.parametrize(
+    "given", slow_after(1, [{}, {"attention": "xla", "pre_layer_norm": False}, {"hidden_dropout_ratio": 0.1}])
+)
 def test_a_switch_never_adds_to_what_is_kept(given: dict[str, Any]) -> None:
     names = "normalize_invertible", "gelu_checkpoint", "attn_dropout_checkpoint"
     found = {
@@ -178,11 +182,15 @@ def test_tuples_of_one() -> None:
 
 @pytest.mark.parametrize(
     ("given", "coming", "computed"),
-    [
-        ({"fp16": True}, "float32", "float16"),
-        ({"dtype": "bfloat16"}, "float32", "bfloat16"),
-        ({}, "float16", "float16"),
-    ],
+    slow_after(
+        2,
+        [
+            ({"dtype": "bfloat16"}, "float32", "bfloat16"),
+            ({}, "float16", "float16"),
+            ({"fp16": True}, "float32", "float16"),
+        ],
+        unpack=True,
+    ),
 )
 def test_it_computes_in_the_dtype_asked_for(given: dict[str, Any], coming: str, computed: str) -> None:
     module = DeepSpeedTransformerLayer(make_config(**given))

@@ -173,6 +173,7 @@ def kept(**given: Any) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(pipeline._stages.residuals))
 
 
+@pytest.mark.slow
 def test_what_a_stage_keeps_of_a_layer() -> None:
     """In activations: its input, q, k and v, the context, the sum after it, four of the feed-forward part; or less."""
     unit = 2 * 512 * 32 * 4
