@@ -255,9 +255,11 @@ class Layout:
             else:
                 slot = self._slots[stage][name]
                 flat = packed[slot.buffer]
-                packed[slot.buffer] = (
-                    flat.at[slot.offset : slot.end].set(_whole(value).reshape(-1)) if slot.is_flat else value
-                )
+                # Not by `at`: of a slice that is the whole it makes a scatter with indices of no size, over which JAX
+                # 0.11.2 dies in the compiler.
+                if slot.is_flat:
+                    value = jax.lax.dynamic_update_slice(flat, _whole(value).reshape(-1), (slot.offset,))
+                packed[slot.buffer] = value
         return Storage(packed, stacked)
 
 
