@@ -1,6 +1,7 @@
 """One candidate's memory and step, from the figures of its layers."""
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from jaxpipe.config import TrainConfig, unless_auto
 from jaxpipe.layers import ModelTrace, PipelineModule, num_bytes
 from jaxpipe.partition import cut_stages
 from jaxpipe.planner import lower_training, skips_idle
-from jaxpipe.schedules import STEADY, PipeSchedule, TickProgram
+from jaxpipe.schedules import PipeSchedule, ShortSteps, TickProgram
 from jaxpipe.state import ModelParams, find_vocab_layers
 from jaxpipe.topology import FSDP, stages_cross_hosts
 
@@ -81,16 +82,14 @@ class Candidate:
 
     def forecast(self, name: str, schedule: type[PipeSchedule]) -> Forecast:
         """Count one schedule."""
-        job, num_stages = self._job, self._job.module.num_stages
+        job = self._job
 
         def lower(num_microbatches: int) -> TickProgram:
             section, module = job.config.pipeline, job.module
             return lower_training(schedule, num_microbatches, section, module, self._vocab, job.mesh)
 
-        # As for "auto": beyond some groups of S each further one adds the same ticks, the remainder over as many.
-        remainder = job.num_microbatches % num_stages
-        lowered = min(job.num_microbatches, max(STEADY, remainder + 1) * num_stages + remainder)
-        program = lower(job.num_microbatches if name == "gpipe" else lowered)
+        steps = ShortSteps.of(schedule, job.num_microbatches, job.module.num_stages)
+        program = lower(steps.long)
         params = self._params(program)
         memory = self._memory(program, params)
         parts, wire = self._part_times(program, params), self._wire(params, is_later=program.delays_loss)
@@ -98,9 +97,11 @@ class Candidate:
         skips = skips_idle(program, job.mesh) if skip is None else skip
         branch_s = job.hardware.branch_s
         span = span_of(program, parts, wire, branch_s, skips=skips)
-        if program.num_microbatches < job.num_microbatches:
-            less = span_of(lower(lowered - num_stages), parts, wire, branch_s, skips=skips)
-            span = _extended(span, less, (job.num_microbatches - lowered) / num_stages)
+        if steps.rounds:
+            less = span_of(lower(steps.short), parts, wire, branch_s, skips=skips)
+            pairs = zip(dataclasses.astuple(span), dataclasses.astuple(less), strict=True)
+            total, work, exposed, num_ticks = itertools.starmap(steps.extended, pairs)
+            span = Span(total, work, exposed, round(num_ticks))
         outside_s = self._outside_s(params)
         step_s = span.total + outside_s
         flops = 3 * sum(each.forward.flops for each in self._figures.layers) + self._figures.loss.flops
@@ -293,9 +294,3 @@ def _sum(times: Any) -> Time:
 
 def _shard(mesh: Any, spec: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
     return jax.sharding.NamedSharding(mesh, spec).shard_shape(shape)
-
-
-def _extended(span: Span, shorter: Span, rounds: float) -> Span:
-    pairs = zip(dataclasses.astuple(span), dataclasses.astuple(shorter), strict=True)
-    total, work, exposed, ticks = (long + rounds * (long - short) for long, short in pairs)
-    return Span(total, work, exposed, round(ticks))

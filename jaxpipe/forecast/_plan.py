@@ -18,7 +18,7 @@ from jaxpipe.optim import check_leafwise, trace_optimizer
 from jaxpipe.partition import partition_best
 from jaxpipe.pipeline import ConfigLike, Pipeline, check_mesh, entry_struct, prepare
 from jaxpipe.recompute import settings_for, use_settings
-from jaxpipe.schedules import PipeSchedule, resolve_schedule, schedule_names
+from jaxpipe.schedules import CHUNK_COUNTS, PipeSchedule, resolve_schedule, schedule_names
 from jaxpipe.state import check_collections
 from jaxpipe.topology import (
     MANUAL_AXES,
@@ -35,8 +35,6 @@ from ._devices import absent_devices
 from ._hardware import Hardware, read_hardware
 from ._layers import Figures
 from ._result import Forecast, StepPlan
-
-_CHUNK_COUNTS = (1, 2, 4)
 
 
 def plan(  # noqa: PLR0913  # what to look at, one argument each
@@ -425,7 +423,7 @@ def _by_chunks(asked: _Asked) -> dict[int, list[tuple[str, type[PipeSchedule]]]]
     found: dict[int, list[tuple[str, type[PipeSchedule]]]] = {}
     for name in asked.schedules:
         kind = schedule_names()[name]
-        own = (kind.num_chunks,) if kind.min_chunks is None else _CHUNK_COUNTS
+        own = (kind.num_chunks,) if kind.min_chunks is None else CHUNK_COUNTS
         for count in asked.num_chunks or own:
             if kind.can_have(count):
                 most = None if kind.min_pending is None else asked.max_pending
