@@ -9,11 +9,11 @@ from typing import Any
 
 import jax
 import optax
-from jax.sharding import Mesh
 
 from jaxpipe.config import TrainConfig, unless_auto
-from jaxpipe.layers import ModelTrace, PipelineModule, num_bytes
+from jaxpipe.layers import num_bytes
 from jaxpipe.partition import cut_stages
+from jaxpipe.pipeline import Traced
 from jaxpipe.planner import lower_training, skips_idle
 from jaxpipe.schedules import PipeSchedule, ShortSteps, TickProgram
 from jaxpipe.state import ModelParams, find_vocab_layers
@@ -32,9 +32,7 @@ class Job:
     """A model on a mesh of some hardware.
 
     Attributes:
-        module: The model.
-        trace: Its shapes.
-        mesh: Its mesh.
+        traced: The model, its shapes and its mesh.
         hardware: The devices.
         config: Settings.
         optimizer: The optimiser.
@@ -43,9 +41,7 @@ class Job:
         tokens: Tokens of a step; None where inputs are no tokens.
     """
 
-    module: PipelineModule
-    trace: ModelTrace
-    mesh: Mesh
+    traced: Traced
     hardware: Hardware
     config: TrainConfig
     optimizer: optax.GradientTransformation
@@ -75,26 +71,28 @@ class Candidate:
         partition: str,
         boundaries: Sequence[int],
     ) -> None:
-        self._job, self._figures, self._interval = job, figures, interval
+        self._job, self._traced, self._figures, self._interval = job, job.traced, figures, interval
         self._partition, self._boundaries = partition, tuple(boundaries)
         cuts = cut_stages(signatures, boundaries)
-        self._vocab, self._cuts = find_vocab_layers(job.module.layers, job.trace, cuts, job.module.num_stages)
+        self._vocab, self._cuts = find_vocab_layers(
+            self._traced.module.layers, self._traced.trace, cuts, self._traced.module.num_stages
+        )
 
     def forecast(self, name: str, schedule: type[PipeSchedule]) -> Forecast:
         """Count one schedule."""
         job = self._job
 
         def lower(num_microbatches: int) -> TickProgram:
-            section, module = job.config.pipeline, job.module
-            return lower_training(schedule, num_microbatches, section, module, self._vocab, job.mesh)
+            section, module = job.config.pipeline, self._traced.module
+            return lower_training(schedule, num_microbatches, section, module, self._vocab, self._traced.mesh)
 
-        steps = ShortSteps.of(schedule, job.num_microbatches, job.module.num_stages)
+        steps = ShortSteps.of(schedule, job.num_microbatches, self._traced.module.num_stages)
         program = lower(steps.long)
         params = self._params(program)
         memory = self._memory(program, params)
         parts, wire = self._part_times(program, params), self._wire(params, is_later=program.delays_loss)
         skip = unless_auto(job.config.pipeline.skip_idle)
-        skips = skips_idle(program, job.mesh) if skip is None else skip
+        skips = skips_idle(program, self._traced.mesh) if skip is None else skip
         branch_s = job.hardware.branch_s
         span = span_of(program, parts, wire, branch_s, skips=skips)
         if steps.rounds:
@@ -106,7 +104,7 @@ class Candidate:
         step_s = span.total + outside_s
         flops = 3 * sum(each.forward.flops for each in self._figures.layers) + self._figures.loss.flops
         flops *= math.prod(size for size, _ in self._figures.axes.values())
-        flops *= job.num_microbatches * job.mesh.shape["data"]
+        flops *= job.num_microbatches * self._traced.mesh.shape["data"]
         return Forecast(
             schedule=name,
             num_chunks=program.num_chunks,
@@ -123,25 +121,25 @@ class Candidate:
             num_ticks=span.num_ticks,
             samples_per_s=job.samples / step_s,
             tokens_per_s=None if job.tokens is None else job.tokens / step_s,
-            mfu=flops / job.mesh.devices.size / job.hardware.flops_per_s / step_s,
+            mfu=flops / self._traced.mesh.devices.size / job.hardware.flops_per_s / step_s,
             stages=self._stages(program, parts),
         )
 
     def _params(self, program: TickProgram) -> ModelParams:
         job, gather = self._job, self._gathers()
         return ModelParams(
-            job.trace,
+            self._traced.trace,
             self._cuts,
             program.placement,
             self._vocab,
-            dtype=job.module.compute_dtype,
+            dtype=job.traced.module.compute_dtype,
             grad_dtype=job.config.data_types.grad_accum_dtype,
             gather=gather == "step",
         )
 
     def _gathers(self) -> str:
         section = self._job.config.pipeline
-        if FSDP not in self._job.mesh.axis_names:
+        if FSDP not in self._traced.mesh.axis_names:
             return "never"
         if section.gather_weights != "auto":
             return section.gather_weights
@@ -150,15 +148,15 @@ class Candidate:
     @property
     def _zero(self) -> int:
         """Replicas over which masters are divided."""
-        return self._job.mesh.shape["data"] if self._job.config.zero_optimization.stage else 1
+        return self._traced.mesh.shape["data"] if self._job.config.zero_optimization.stage else 1
 
     def _memory(self, program: TickProgram, params: ModelParams) -> DeviceMemory:
-        job, trace = self._job, self._job.trace
+        job, trace = self._job, self._traced.trace
         mesh = trace.mesh
         moments = layout_bytes(params.master_layout.cast(frozen=False), mesh) * optimizer_share(job.optimizer, params)
         masters = (layout_bytes(params.master_layout, mesh) + moments) / self._zero
         weights = layout_bytes(params.layout, mesh)
-        if job.module.compute_dtype is None and self._zero == 1 and self._gathers() != "step":
+        if self._traced.module.compute_dtype is None and self._zero == 1 and self._gathers() != "step":
             weights = 0.0  # layers compute with the masters themselves
         if self._gathers() == "chunk":
             # The chunk that forwards are on, and the one that backwards are on.
@@ -182,7 +180,7 @@ class Candidate:
         return ring_bytes(self._figures, layers, self._interval)
 
     def _part_times(self, program: TickProgram, params: ModelParams) -> list[PartTime]:
-        hardware, layers, mesh = self._job.hardware, self._figures.layers, self._job.trace.mesh
+        hardware, layers, mesh = self._job.hardware, self._figures.layers, self._traced.trace.mesh
         num_chunks = program.num_chunks
         trunk_names = set(params.trunk_names)
         struct, spec = params.at_rest.struct().stacked, params.at_rest.spec().stacked
@@ -207,7 +205,7 @@ class Candidate:
             if cut is self._cuts[-1] and not self._vocab.last:
                 last = last.plus(self._figures.loss)
             own_s = [
-                bytes_s(hardware, (itemsize + 4 + 4) * self._job.trace.num_own_params()[i])
+                bytes_s(hardware, (itemsize + 4 + 4) * self._traced.trace.num_own_params()[i])
                 for i in (*cut.prologue, *cut.epilogue)
             ]
             found.append(
@@ -224,13 +222,13 @@ class Candidate:
         return found
 
     def _wire(self, params: ModelParams, *, is_later: bool) -> Wire:
-        job, trace, hardware = self._job, self._job.trace, self._job.hardware
-        num_stages = job.module.num_stages
+        trace, hardware = self._traced.trace, self._job.hardware
+        num_stages = self._traced.module.num_stages
         if num_stages == 1:
             return Wire(0.0)
         fsdp = trace.mesh.shape.get(FSDP, 1)
         stream = max((num_bytes(trace.boundaries[b]) for b in self._boundaries[1:-1]), default=0) / fsdp
-        inside = not stages_cross_hosts(job.mesh)
+        inside = not stages_cross_hosts(self._traced.mesh)
         ends_work = Time()
         for i in self._vocab.layers:
             one = self._figures.layers[i]
@@ -255,13 +253,13 @@ class Candidate:
 
     def _outside_s(self, params: ModelParams) -> float:
         """Casts before the ticks; reductions, norm and update after them."""
-        job, mesh, hardware = self._job, self._job.trace.mesh, self._job.hardware
+        job, mesh, hardware = self._job, self._traced.trace.mesh, self._job.hardware
         weights, sums = layout_bytes(params.layout, mesh), layout_bytes(params.grad_layout, mesh)
         masters = layout_bytes(params.master_layout, mesh) / self._zero
         moments = masters * optimizer_share(job.optimizer, params)
         # Masters are read for the cast; sums for the norm and for the update, which reads and writes the others.
         seconds = bytes_s(hardware, masters + weights + 2 * sums + 2 * (masters + moments))
-        replicas = job.mesh.shape["data"]
+        replicas = self._traced.mesh.shape["data"]
         if replicas > 1:
             inside = replicas * math.prod(size for size, _ in self._figures.axes.values()) <= hardware.devices_per_host
             kinds = [("all-reduce", sums)] if self._zero == 1 else [("reduce-scatter", sums), ("all-gather", weights)]
@@ -269,7 +267,7 @@ class Candidate:
         return seconds
 
     def _stages(self, program: TickProgram, parts: Sequence[PartTime]) -> tuple[StageForecast, ...]:
-        bounds, virtual, num_params = self._boundaries, program.placement.virtual, self._job.trace.num_params()
+        bounds, virtual, num_params = self._boundaries, program.placement.virtual, self._traced.trace.num_params()
         found: list[StageForecast] = []
         for stage in range(program.num_stages):
             mine = [v for v in virtual[stage] if v >= 0]

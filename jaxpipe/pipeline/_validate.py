@@ -23,13 +23,6 @@ _MOST_LISTED = 8
 _DISABLE_JIT = "jax_disable_jit"
 
 
-def infer_microbatch_size(entry: Sequence[PyTree], num_replicas: int) -> int:
-    """Samples per microbatch and replica, from the leading size of an entry's first leaf."""
-    shapes = [leaf.shape for leaf in jax.tree.leaves(struct_of(tuple(entry)))]
-    # 0 where there is nothing to read it from: `entry_struct` comes next, and says what is wrong with which leaf.
-    return shapes[0][0] // num_replicas if shapes and shapes[0] else 0
-
-
 def entry_struct(entry: Sequence[PyTree], microbatch_size: int, num_replicas: int, replicas: str = "replicas") -> Batch:
     """Shapes of one entry of a data iterator.
 
