@@ -10,11 +10,12 @@ from typing import Any
 import jax
 import optax
 
-from jaxpipe.config import TrainConfig, unless_auto
+from jaxpipe.config import TrainConfig
+from jaxpipe.executor import Plan
 from jaxpipe.layers import num_bytes
 from jaxpipe.partition import cut_stages
 from jaxpipe.pipeline import Traced
-from jaxpipe.planner import lower_training, skips_idle
+from jaxpipe.planner import plan_cut
 from jaxpipe.schedules import PipeSchedule, ShortSteps, TickProgram
 from jaxpipe.state import ModelParams, find_vocab_layers
 from jaxpipe.topology import FSDP, stages_cross_hosts
@@ -72,7 +73,7 @@ class Candidate:
         boundaries: Sequence[int],
     ) -> None:
         self._job, self._traced, self._figures, self._interval = job, job.traced, figures, interval
-        self._partition, self._boundaries = partition, tuple(boundaries)
+        self._signatures, self._partition, self._boundaries = signatures, partition, tuple(boundaries)
         cuts = cut_stages(signatures, boundaries)
         self._vocab, self._cuts = find_vocab_layers(
             self._traced.module.layers, self._traced.trace, cuts, self._traced.module.num_stages
@@ -81,22 +82,16 @@ class Candidate:
     def forecast(self, name: str, schedule: type[PipeSchedule]) -> Forecast:
         """Count one schedule."""
         job = self._job
-
-        def lower(num_microbatches: int) -> TickProgram:
-            section, module = job.config.pipeline, self._traced.module
-            return lower_training(schedule, num_microbatches, section, module, self._vocab, self._traced.mesh)
-
         steps = ShortSteps.of(schedule, job.num_microbatches, self._traced.module.num_stages)
-        program = lower(steps.long)
-        params = self._params(program)
-        memory = self._memory(program, params)
-        parts, wire = self._part_times(program, params), self._wire(params, is_later=program.delays_loss)
-        skip = unless_auto(job.config.pipeline.skip_idle)
-        skips = skips_idle(program, self._traced.mesh) if skip is None else skip
+        plan = self._plan(schedule, steps.long)
+        program, params = plan.program, self._params(plan)
+        memory = self._memory(plan, params)
+        parts, wire = self._part_times(program, params), self._wire(plan, params)
         branch_s = job.hardware.branch_s
-        span = span_of(program, parts, wire, branch_s, skips=skips)
+        span = span_of(program, parts, wire, branch_s, skips=plan.skips)
         if steps.rounds:
-            less = span_of(lower(steps.short), parts, wire, branch_s, skips=skips)
+            shorter = self._plan(schedule, steps.short).program
+            less = span_of(shorter, parts, wire, branch_s, skips=plan.skips)
             pairs = zip(dataclasses.astuple(span), dataclasses.astuple(less), strict=True)
             total, work, exposed, num_ticks = itertools.starmap(steps.extended, pairs)
             span = Span(total, work, exposed, round(num_ticks))
@@ -125,45 +120,55 @@ class Candidate:
             stages=self._stages(program, parts),
         )
 
-    def _params(self, program: TickProgram) -> ModelParams:
-        job, gather = self._job, self._gathers()
+    def _plan(self, schedule: type[PipeSchedule], num_microbatches: int) -> Plan:
+        """The plan of the pipeline with this cut and a schedule, for so many microbatches."""
+        job, traced = self._job, self._traced
+        # The class has chunks and pending weight gradients as asked.
+        section = dataclasses.replace(
+            job.config.pipeline, schedule=schedule, num_chunks="auto", max_pending_weights="auto"
+        )
+        return plan_cut(
+            traced.module,
+            traced.trace,
+            traced.mesh,
+            num_microbatches,
+            job.config,
+            section,
+            self._signatures,
+            self._boundaries,
+        )
+
+    def _params(self, plan: Plan) -> ModelParams:
+        job = self._job
         return ModelParams(
             self._traced.trace,
             self._cuts,
-            program.placement,
+            plan.program.placement,
             self._vocab,
             dtype=job.traced.module.compute_dtype,
             grad_dtype=job.config.data_types.grad_accum_dtype,
-            gather=gather == "step",
+            gather=plan.config.pipeline.gather_weights == "step",
         )
-
-    def _gathers(self) -> str:
-        section = self._job.config.pipeline
-        if FSDP not in self._traced.mesh.axis_names:
-            return "never"
-        if section.gather_weights != "auto":
-            return section.gather_weights
-        return "step" if self._job.config.zero_optimization.stage == 2 else "tick"
 
     @property
     def _zero(self) -> int:
         """Replicas over which masters are divided."""
         return self._traced.mesh.shape["data"] if self._job.config.zero_optimization.stage else 1
 
-    def _memory(self, program: TickProgram, params: ModelParams) -> DeviceMemory:
-        job, trace = self._job, self._traced.trace
-        mesh = trace.mesh
+    def _memory(self, plan: Plan, params: ModelParams) -> DeviceMemory:
+        job, trace, program = self._job, self._traced.trace, plan.program
+        mesh, gathers = trace.mesh, plan.config.pipeline.gather_weights
         moments = layout_bytes(params.master_layout.cast(frozen=False), mesh) * optimizer_share(job.optimizer, params)
         masters = (layout_bytes(params.master_layout, mesh) + moments) / self._zero
         weights = layout_bytes(params.layout, mesh)
-        if self._traced.module.compute_dtype is None and self._zero == 1 and self._gathers() != "step":
+        if self._traced.module.compute_dtype is None and self._zero == 1 and gathers != "step":
             weights = 0.0  # layers compute with the masters themselves
-        if self._gathers() == "chunk":
+        if gathers == "chunk":
             # The chunk that forwards are on, and the one that backwards are on.
             of_all = stacked_bytes(params.gathered, mesh, set(params.trunk_names))
             weights += (1 if program.is_of_one_chunk() else 2) * of_all / program.num_chunks
         trunk = self._cuts[0].trunk
-        working = working_bytes(self._figures, trace, params, self._vocab, trunk, self._interval, self._gathers())
+        working = working_bytes(self._figures, trace, params, self._vocab, trunk, self._interval, gathers)
         before = max((self._ring(cut.prologue) for cut in self._cuts), default=0.0)
         pending = sum(self._figures.layers[i].pending_bytes for i in trunk)
         is_hosted = job.config.pipeline.offload_activations
@@ -221,7 +226,7 @@ class Candidate:
             )
         return found
 
-    def _wire(self, params: ModelParams, *, is_later: bool) -> Wire:
+    def _wire(self, plan: Plan, params: ModelParams) -> Wire:
         trace, hardware = self._traced.trace, self._job.hardware
         num_stages = self._traced.module.num_stages
         if num_stages == 1:
@@ -237,12 +242,13 @@ class Candidate:
         # those of the first and, where losses run a tick later, of the second; but one exchange travels at a time, and
         # reductions inside layers leave no time for these.
         is_free = not self._figures.axes
-        bare = [bool(self._vocab.first) and not is_free, bool(self._vocab.last) and not (is_free and is_later)]
+        is_last_free = is_free and plan.program.delays_loss
+        bare = [bool(self._vocab.first) and not is_free, bool(self._vocab.last) and not is_last_free]
         ends = 2 * sum(bare) * collective_s(hardware, "all-reduce", stream, num_stages, inside_host=inside)
         if self._vocab.last:
             ends_work = ends_work.plus(self._figures.loss)
         gather_s = 0.0
-        if fsdp > 1 and self._gathers() == "tick":
+        if fsdp > 1 and plan.config.pipeline.gather_weights == "tick":
             more = layout_bytes(params.gathered, trace.mesh) - layout_bytes(params.at_rest, trace.mesh)
             size, inside_host = self._figures.axes[FSDP]
             gather_s = collective_s(hardware, "all-gather", more * size / (size - 1), size, inside_host=inside_host)

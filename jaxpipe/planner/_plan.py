@@ -16,7 +16,6 @@ from jaxpipe.partition import StageMemory, cut_stages, profile_source
 from jaxpipe.schedules import (
     PipeSchedule,
     TickProgram,
-    forward_schedule,
     lower_schedule,
     makespan,
     resolve_schedule,
@@ -81,20 +80,13 @@ def make_plan(
         choice, section = choose_settings(module, trace, mesh, labels, num_microbatches, section, param_size)
     elif is_planned:
         _, section = choose_settings(module, trace, mesh, labels, num_microbatches, section, param_size)
-    num_stages = module.num_stages
-    schedule = resolve_schedule(
-        section.schedule, unless_auto(section.num_chunks), unless_auto(section.max_pending_weights)
-    )
-    program = lower_schedule(schedule, num_microbatches, num_stages)
-    is_cpu = mesh.devices.flat[0].platform == "cpu"
-    if section.skip_idle == "auto":
-        section = dataclasses.replace(section, skip_idle=skips_idle(program, mesh))
-    section = _with_gathers(section, config.zero_optimization.stage, mesh, program.num_chunks)
-    is_cut, profile, notes = len(program.placement.stages) > 1, None, ()
+    schedule = _schedule_of(section)
+    is_cut, profile, notes = module.num_stages * schedule.num_chunks > 1, None, ()
     signatures: tuple[Hashable, ...] = (None,) * len(module.layers)
     if is_cut:
         signatures = layer_signatures(module.layers, trace, module.compute_dtype)
     if parts is None:
+        program = lower_schedule(schedule, num_microbatches, module.num_stages)
         # Every device has a ring as long as the fullest stage needs, so a part needs no less where fewer are in flight.
         in_flight, stages = -(-program.residual_slots // schedule.num_chunks), program.placement.stages
         memory = StageMemory((in_flight,) * len(stages), stages, param_size, limit_of(section, mesh))
@@ -102,14 +94,53 @@ def make_plan(
             module, trace, mesh, stages=stages, labels=labels, memory=memory, signatures=signatures
         )
         notes = notes_on_cut(module, trace, labels, signatures, parts) if is_cut else ()
-    vocab, _ = find_vocab_layers(module.layers, trace, cut_stages(signatures, parts), num_stages)
+    plan = plan_cut(module, trace, mesh, num_microbatches, config, section, signatures, parts)
+    return dataclasses.replace(plan, profile=profile, choice=choice, notes=notes)
+
+
+def plan_cut(
+    module: PipelineModule,
+    trace: ModelTrace,
+    mesh: Mesh,
+    num_microbatches: int,
+    config: TrainConfig,
+    section: PipelineConfig,
+    signatures: Sequence[Hashable],
+    parts: Sequence[int],
+) -> Plan:
+    """Decide what follows from a schedule and a cut; nothing is measured, and the mesh's devices may be absent.
+
+    Args:
+        module: As for `make_plan`, and so the others.
+        trace: Its shapes.
+        mesh: The devices.
+        num_microbatches: Microbatches per step.
+        config: How the pipeline runs and updates, as the user has it.
+        section: Its section `pipeline`, with the schedule decided.
+        signatures: Per layer a value that is equal for alike layers.
+        parts: Boundaries of the virtual stages.
+
+    Raises:
+        ScheduleError: The schedule is unsound.
+        ConfigError: It is said when weights are gathered, and there is no axis over which they are divided; or losses
+            a tick later are asked for, and no last layer is split.
+    """
+    schedule = _schedule_of(section)
+    vocab, _ = find_vocab_layers(module.layers, trace, cut_stages(signatures, parts), module.num_stages)
     program = lower_training(schedule, num_microbatches, section, module, vocab, mesh)
-    forward_only = lower_schedule(forward_schedule(schedule), num_microbatches, num_stages, training=False)
+    if section.skip_idle == "auto":
+        section = dataclasses.replace(section, skip_idle=skips_idle(program, mesh))
+    section = _with_gathers(section, config.zero_optimization.stage, mesh, program.num_chunks)
     program = _over_replicas(program, mesh, config.pipeline.skip_idle)
     config = dataclasses.replace(config, pipeline=section)
+    is_cpu = mesh.devices.flat[0].platform == "cpu"
     # Exchanges of accelerators run beside their computing; on CPU a stage that skips its forward would wait for others.
     sends_early = not (section.skip_idle and (is_cpu or _waits_amid_ticks(program)))
-    return Plan(config, schedule, program, forward_only, signatures, tuple(parts), profile, choice, sends_early, notes)
+    return Plan(config, schedule, program, tuple(signatures), tuple(parts), sends_early)
+
+
+def _schedule_of(section: PipelineConfig) -> type[PipeSchedule]:
+    return resolve_schedule(section.schedule, unless_auto(section.num_chunks), unless_auto(section.max_pending_weights))
 
 
 def _over_replicas(program: TickProgram, mesh: Mesh, skip_idle: bool | Literal["auto"]) -> TickProgram:
