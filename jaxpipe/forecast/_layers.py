@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from jaxpipe._typing import Path
 from jaxpipe.autodiff import SplitBackward, differentiable
 from jaxpipe.executor import samples_spec
-from jaxpipe.jaxpr import Kernel, count_kernels, result_specs
+from jaxpipe.jaxpr import Kernel, count_kernels, result_specs, spec_without
 from jaxpipe.layers import ModelTrace, device_bytes, flatten_dict, num_bytes
 from jaxpipe.pipeline import Traced
 from jaxpipe.planner import LayerWork, layer_work, look_once, loss_work
@@ -138,7 +138,7 @@ class Figures:
         specs = self._trace.param_specs[index]
         leaves = flatten_dict(self._trace.params[index])
         # Sorted, as JAX orders the leaves of dictionaries.
-        return [without_fsdp(specs.get(path, P())) for path in sorted(leaves)]
+        return [spec_without(specs.get(path, P()), FSDP) for path in sorted(leaves)]
 
     def _residual_specs(self, work: LayerWork, specs: Sequence[P], index: int) -> list[P]:
         trace = self._trace
@@ -193,12 +193,6 @@ class Figures:
         return count_kernels(function, args, specs if has_axes else (), mesh if has_axes else None, MANUAL_AXES)
 
 
-def without_fsdp(spec: P) -> P:
-    """A spec without the axis over which weights are gathered."""
-    names = [tuple(a for a in (e if isinstance(e, tuple) else (e,)) if a not in (None, FSDP)) or None for e in spec]
-    return P(*names)
-
-
 def axes_inside(trace: ModelTrace, hardware: Hardware) -> Mapping[str, tuple[int, bool]]:
     """Of each automatic axis its length, and whether its places are in one host."""
     found: dict[str, tuple[int, bool]] = {}
@@ -212,17 +206,11 @@ def axes_inside(trace: ModelTrace, hardware: Hardware) -> Mapping[str, tuple[int
 
 
 def device_params(trace: ModelTrace, index: int, *, gathered: bool = False) -> dict[Path, float]:
-    """Elements of a layer's parameters on a device, without the axis `stage`, by path.
-
-    Args:
-        trace: The model.
-        index: The layer.
-        gathered: Whether they are whole along `fsdp`.
-    """
+    """Elements of a layer's parameters on a device by path, without the axis `stage`; `gathered`: whole over `fsdp`."""
     specs = trace.param_specs[index]
     found: dict[Path, float] = {}
     for path, leaf in flatten_dict(trace.params[index]).items():
         spec = specs.get(path, P())
-        spec = without_fsdp(spec) if gathered else spec
+        spec = spec_without(spec, FSDP) if gathered else spec
         found[path] = math.prod(NamedSharding(trace.mesh, spec).shard_shape(leaf.shape))
     return found
