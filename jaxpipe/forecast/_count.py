@@ -54,13 +54,7 @@ class Job:
 class Candidate:
     """A cut of a job and its recompute, of which several schedules can be counted.
 
-    Args:
-        job: The job.
-        figures: Its layers, with this recompute.
-        signatures: Per layer a value that is equal for alike layers.
-        interval: Layers of a recomputed group.
-        partition: Name of the cut.
-        boundaries: Of the virtual stages.
+    Its layers come with this recompute; `interval` is the layers of a recomputed group, `partition` the cut's name.
     """
 
     def __init__(

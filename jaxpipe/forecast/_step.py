@@ -69,12 +69,7 @@ class Span:
 def span_of(program: TickProgram, parts: Sequence[PartTime], wire: Wire, branch_s: float, *, skips: bool) -> Span:
     """Go through the ticks.
 
-    Args:
-        program: The schedule.
-        parts: Times of each virtual stage.
-        wire: Times of what travels.
-        branch_s: Seconds that a conditional takes.
-        skips: Whether idle actions are branched around, instead of computed and dropped.
+    `skips`: idle actions are branched around, instead of computed and dropped.
     """
     stages = range(program.num_stages)
     now, work, exposed = ([0.0] * program.num_stages for _ in range(3))

@@ -48,11 +48,7 @@ class Traced:
 def trace_model(module: PipelineModule, mesh: Mesh, example: Sequence[PyTree], config: TrainConfig) -> Traced:
     """Check a model against its mesh, and trace it with one microbatch.
 
-    Args:
-        module: The model.
-        mesh: The devices, as the user has them.
-        example: One microbatch of all replicas, arrays or shapes.
-        config: Of it the stage of ZeRO, and whether the vocabulary is split.
+    `mesh` is as the user has it, `example` a microbatch of all replicas, arrays or shapes.
 
     Raises:
         TopologyError: The mesh is not as the model's topology says.

@@ -63,12 +63,6 @@ def entry_struct(entry: Sequence[PyTree], microbatch_size: int, num_replicas: in
 def check_batch(batch: Batch, wanted: Batch, microbatch_size: int, num_replicas: int) -> None:
     """Compare a batch with the one a step was built for.
 
-    Args:
-        batch: Shapes and dtypes of the batch.
-        wanted: The same of the batch expected.
-        microbatch_size: Samples per microbatch and replica.
-        num_replicas: Places along `data` and `fsdp`.
-
     Raises:
         DataError: Structure, shapes or dtypes differ; the message names the leaf.
     """
@@ -179,11 +173,6 @@ def check_mesh(module: PipelineModule, mesh: Mesh) -> None:
 
 def check_sharded(optimizer: optax.GradientTransformation, trace: ModelTrace, params: ModelParams) -> None:
     """Refuse an optimiser that looks at whole arrays of which each stage holds a slice.
-
-    Args:
-        optimizer: The optimiser.
-        trace: Shapes of the model.
-        params: Those of a stage.
 
     Raises:
         ConfigError: Its update of a sliced parameter is not element by element.

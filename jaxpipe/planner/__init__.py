@@ -7,3 +7,4 @@ from ._costs import look_once as look_once
 from ._costs import loss_work as loss_work
 from ._plan import make_plan as make_plan
 from ._plan import plan_cut as plan_cut
+from ._plan import schedule_of as schedule_of

@@ -110,14 +110,8 @@ def layer_costs(
     Layers that are sharded over a `model` axis are computed for all its devices at once and count for their share,
     without their exchanges.
 
-    Args:
-        module: The model; what it recomputes counts with the backward.
-        trace: Its shapes, for one microbatch of one replica.
-        labels: A microbatch's labels, or their shapes; None leaves out the loss, which is else counted with the last
-            layer.
-        seconds: How long a function takes.
-        split_backward: Whether to look at the weight gradient by itself, as `SplitBackward` cuts it off; else
-            `weight_s` and `pending_bytes` are 0.
+    Recompute counts with the backward, the loss with the last layer; without `labels` it is left out. With
+    `split_backward` the weight gradient is looked at by itself, else `weight_s` and `pending_bytes` are 0.
 
     Returns:
         One cost per layer. A layer with parameters sharded over the stages, whose work all stages share, is not looked
@@ -165,13 +159,6 @@ def look_once(
     residual_bytes: Callable[[int], int],
 ) -> Iterator[tuple[Cost, int]]:
     """Give the costs of all layers, looking once at those that are alike.
-
-    Args:
-        module: The model.
-        trace: Its shapes.
-        signatures: Per layer a value that is equal for alike layers.
-        look: The costs of a layer by itself, by its index.
-        residual_bytes: Bytes that two successive layers keep together, by the index of the first.
 
     Returns:
         Per layer its costs, and how many bytes of its residuals the layer before keeps anyway on the same stage.

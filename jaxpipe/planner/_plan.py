@@ -45,18 +45,8 @@ def make_plan(
 ) -> Plan:
     """Decide what is left open; all processes call.
 
-    Args:
-        module: The model.
-        trace: Its shapes, for one microbatch of one replica.
-        mesh: The devices.
-        labels: Shapes and dtypes of a microbatch's labels.
-        num_microbatches: Microbatches per step.
-        config: How the pipeline runs and updates.
-        optimizer: What updates the parameters, for the memory that it takes; None: as much as Adam in float32.
-        parts: Boundaries to keep to, as another plan for the same model has them; None: by the partition method.
-
-    Returns:
-        The plan.
+    `labels` are a microbatch's, as shapes. Without an `optimizer` parameters are taken to need as much as with Adam in
+    float32. Given `parts`, as another plan for the same model has them, are kept to.
 
     Raises:
         ScheduleError: The schedule is unsound, or cannot have so many chunks.
@@ -76,11 +66,9 @@ def make_plan(
             grad_dtype=config.data_types.grad_accum_dtype,
             num_shards=mesh_shape(mesh)["data"] if config.zero_optimization.stage else 1,
         )
-    if section.schedule == "auto":
+    if is_planned:
         choice, section = choose_settings(module, trace, mesh, labels, num_microbatches, section, param_size)
-    elif is_planned:
-        _, section = choose_settings(module, trace, mesh, labels, num_microbatches, section, param_size)
-    schedule = _schedule_of(section)
+    schedule = schedule_of(section)
     is_cut, profile, notes = module.num_stages * schedule.num_chunks > 1, None, ()
     signatures: tuple[Hashable, ...] = (None,) * len(module.layers)
     if is_cut:
@@ -95,6 +83,7 @@ def make_plan(
         )
         notes = notes_on_cut(module, trace, labels, signatures, parts) if is_cut else ()
     plan = plan_cut(module, trace, mesh, num_microbatches, config, section, signatures, parts)
+    choice = choice if config.pipeline.schedule == "auto" else None
     return dataclasses.replace(plan, profile=profile, choice=choice, notes=notes)
 
 
@@ -110,22 +99,14 @@ def plan_cut(
 ) -> Plan:
     """Decide what follows from a schedule and a cut; nothing is measured, and the mesh's devices may be absent.
 
-    Args:
-        module: As for `make_plan`, and so the others.
-        trace: Its shapes.
-        mesh: The devices.
-        num_microbatches: Microbatches per step.
-        config: How the pipeline runs and updates, as the user has it.
-        section: Its section `pipeline`, with the schedule decided.
-        signatures: Per layer a value that is equal for alike layers.
-        parts: Boundaries of the virtual stages.
+    `config` is as the user has it, `section` its section `pipeline` with the schedule decided.
 
     Raises:
         ScheduleError: The schedule is unsound.
         ConfigError: It is said when weights are gathered, and there is no axis over which they are divided; or losses
             a tick later are asked for, and no last layer is split.
     """
-    schedule = _schedule_of(section)
+    schedule = schedule_of(section)
     vocab, _ = find_vocab_layers(module.layers, trace, cut_stages(signatures, parts), module.num_stages)
     program = lower_training(schedule, num_microbatches, section, module, vocab, mesh)
     if section.skip_idle == "auto":
@@ -139,7 +120,8 @@ def plan_cut(
     return Plan(config, schedule, program, tuple(signatures), tuple(parts), sends_early)
 
 
-def _schedule_of(section: PipelineConfig) -> type[PipeSchedule]:
+def schedule_of(section: PipelineConfig) -> type[PipeSchedule]:
+    """The class of the schedule that is named, with its chunks and pending weight gradients."""
     return resolve_schedule(section.schedule, unless_auto(section.num_chunks), unless_auto(section.max_pending_weights))
 
 
@@ -181,14 +163,6 @@ def lower_training(
     mesh: Mesh,
 ) -> TickProgram:
     """The tick program of a training schedule, with losses a tick later where that is asked for or pays.
-
-    Args:
-        schedule: The schedule.
-        num_microbatches: Microbatches per step.
-        section: How the pipeline runs.
-        module: The model.
-        vocab: Its layers that are split over the stages.
-        mesh: The devices.
 
     Raises:
         ConfigError: Later losses are asked for, and no last layer is split.
