@@ -1,11 +1,12 @@
 """The decisions made before a pipeline is built: schedule, placement and cut."""
 
+import functools
 from collections.abc import Hashable
 from dataclasses import dataclass
 
 from jaxpipe.config import TrainConfig
 from jaxpipe.partition import Profile
-from jaxpipe.schedules import Choice, PipeSchedule, TickProgram
+from jaxpipe.schedules import Choice, PipeSchedule, TickProgram, forward_schedule, lower_schedule
 
 
 @dataclass(frozen=True)
@@ -16,25 +17,29 @@ class Plan:
         config: With the schedule, and what is done in idle actions, decided.
         schedule: The training schedule's class.
         program: The same, lowered, with the stage and chunk of each virtual stage.
-        forward_only: The program of evaluation.
         signatures: Per layer a value that is equal for alike layers; all None on a single virtual stage.
         parts: Boundaries of the virtual stages, as layer indices.
+        sends_early: Whether activations leave at the end of the tick that computes them, to travel under its backward.
         profile: Costs of the layers, where the cut was made by them.
         choice: Where the schedule was `"auto"`, what it was chosen from.
-        sends_early: Whether activations leave at the end of the tick that computes them, to travel under its backward.
         notes: Sentences on what the cut costs.
     """
 
     config: TrainConfig
     schedule: type[PipeSchedule]
     program: TickProgram
-    forward_only: TickProgram
     signatures: tuple[Hashable, ...]
     parts: tuple[int, ...]
-    profile: Profile | None
-    choice: Choice | None
     sends_early: bool
+    profile: Profile | None = None
+    choice: Choice | None = None
     notes: tuple[str, ...] = ()
+
+    @functools.cached_property
+    def forward_only(self) -> TickProgram:
+        """The program of evaluation."""
+        sizes = self.program.num_microbatches, self.program.num_stages
+        return lower_schedule(forward_schedule(self.schedule), *sizes, training=False)
 
     @property
     def skips(self) -> bool:

@@ -71,12 +71,7 @@ def target_config(hardware: Hardware) -> str:
 
 
 def compilable_devices(hardware: Hardware, count: int, target: str | None = None) -> Sequence[Any]:
-    """Devices that programs can be compiled for, host after host.
-
-    Args:
-        hardware: The devices.
-        count: How many.
-        target: XLA's description of them; None: that of `target_config`.
+    """Devices that programs can be compiled for, host after host; `target`, or `target_config`, describes them to XLA.
 
     Raises:
         ConfigError: The CUDA plugin is not installed, the devices do not fill their hosts, or there is no description.

@@ -1,6 +1,7 @@
 """One candidate's memory and step, from the figures of its layers."""
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -8,13 +9,14 @@ from typing import Any
 
 import jax
 import optax
-from jax.sharding import Mesh
 
-from jaxpipe.config import TrainConfig, unless_auto
-from jaxpipe.layers import ModelTrace, PipelineModule, num_bytes
+from jaxpipe.config import TrainConfig
+from jaxpipe.executor import Plan
+from jaxpipe.layers import num_bytes
 from jaxpipe.partition import cut_stages
-from jaxpipe.planner import lower_training, skips_idle
-from jaxpipe.schedules import STEADY, PipeSchedule, TickProgram
+from jaxpipe.pipeline import Traced
+from jaxpipe.planner import plan_cut
+from jaxpipe.schedules import PipeSchedule, ShortSteps, TickProgram
 from jaxpipe.state import ModelParams, find_vocab_layers
 from jaxpipe.topology import FSDP, stages_cross_hosts
 
@@ -31,9 +33,7 @@ class Job:
     """A model on a mesh of some hardware.
 
     Attributes:
-        module: The model.
-        trace: Its shapes.
-        mesh: Its mesh.
+        traced: The model, its shapes and its mesh.
         hardware: The devices.
         config: Settings.
         optimizer: The optimiser.
@@ -42,9 +42,7 @@ class Job:
         tokens: Tokens of a step; None where inputs are no tokens.
     """
 
-    module: PipelineModule
-    trace: ModelTrace
-    mesh: Mesh
+    traced: Traced
     hardware: Hardware
     config: TrainConfig
     optimizer: optax.GradientTransformation
@@ -56,13 +54,7 @@ class Job:
 class Candidate:
     """A cut of a job and its recompute, of which several schedules can be counted.
 
-    Args:
-        job: The job.
-        figures: Its layers, with this recompute.
-        signatures: Per layer a value that is equal for alike layers.
-        interval: Layers of a recomputed group.
-        partition: Name of the cut.
-        boundaries: Of the virtual stages.
+    Its layers come with this recompute; `interval` is the layers of a recomputed group, `partition` the cut's name.
     """
 
     def __init__(
@@ -74,38 +66,34 @@ class Candidate:
         partition: str,
         boundaries: Sequence[int],
     ) -> None:
-        self._job, self._figures, self._interval = job, figures, interval
-        self._partition, self._boundaries = partition, tuple(boundaries)
+        self._job, self._traced, self._figures, self._interval = job, job.traced, figures, interval
+        self._signatures, self._partition, self._boundaries = signatures, partition, tuple(boundaries)
         cuts = cut_stages(signatures, boundaries)
-        self._vocab, self._cuts = find_vocab_layers(job.module.layers, job.trace, cuts, job.module.num_stages)
+        self._vocab, self._cuts = find_vocab_layers(
+            self._traced.module.layers, self._traced.trace, cuts, self._traced.module.num_stages
+        )
 
     def forecast(self, name: str, schedule: type[PipeSchedule]) -> Forecast:
         """Count one schedule."""
-        job, num_stages = self._job, self._job.module.num_stages
-
-        def lower(num_microbatches: int) -> TickProgram:
-            section, module = job.config.pipeline, job.module
-            return lower_training(schedule, num_microbatches, section, module, self._vocab, job.mesh)
-
-        # As for "auto": beyond some groups of S each further one adds the same ticks, the remainder over as many.
-        remainder = job.num_microbatches % num_stages
-        lowered = min(job.num_microbatches, max(STEADY, remainder + 1) * num_stages + remainder)
-        program = lower(job.num_microbatches if name == "gpipe" else lowered)
-        params = self._params(program)
-        memory = self._memory(program, params)
-        parts, wire = self._part_times(program, params), self._wire(params, is_later=program.delays_loss)
-        skip = unless_auto(job.config.pipeline.skip_idle)
-        skips = skips_idle(program, job.mesh) if skip is None else skip
+        job = self._job
+        steps = ShortSteps.of(schedule, job.num_microbatches, self._traced.module.num_stages)
+        plan = self._plan(schedule, steps.long)
+        program, params = plan.program, self._params(plan)
+        memory = self._memory(plan, params)
+        parts, wire = self._part_times(program, params), self._wire(plan, params)
         branch_s = job.hardware.branch_s
-        span = span_of(program, parts, wire, branch_s, skips=skips)
-        if program.num_microbatches < job.num_microbatches:
-            less = span_of(lower(lowered - num_stages), parts, wire, branch_s, skips=skips)
-            span = _extended(span, less, (job.num_microbatches - lowered) / num_stages)
+        span = span_of(program, parts, wire, branch_s, skips=plan.skips)
+        if steps.rounds:
+            shorter = self._plan(schedule, steps.short).program
+            less = span_of(shorter, parts, wire, branch_s, skips=plan.skips)
+            pairs = zip(dataclasses.astuple(span), dataclasses.astuple(less), strict=True)
+            total, work, exposed, num_ticks = itertools.starmap(steps.extended, pairs)
+            span = Span(total, work, exposed, round(num_ticks))
         outside_s = self._outside_s(params)
         step_s = span.total + outside_s
         flops = 3 * sum(each.forward.flops for each in self._figures.layers) + self._figures.loss.flops
         flops *= math.prod(size for size, _ in self._figures.axes.values())
-        flops *= job.num_microbatches * job.mesh.shape["data"]
+        flops *= job.num_microbatches * self._traced.mesh.shape["data"]
         return Forecast(
             schedule=name,
             num_chunks=program.num_chunks,
@@ -122,49 +110,59 @@ class Candidate:
             num_ticks=span.num_ticks,
             samples_per_s=job.samples / step_s,
             tokens_per_s=None if job.tokens is None else job.tokens / step_s,
-            mfu=flops / job.mesh.devices.size / job.hardware.flops_per_s / step_s,
+            mfu=flops / self._traced.mesh.devices.size / job.hardware.flops_per_s / step_s,
             stages=self._stages(program, parts),
         )
 
-    def _params(self, program: TickProgram) -> ModelParams:
-        job, gather = self._job, self._gathers()
-        return ModelParams(
-            job.trace,
-            self._cuts,
-            program.placement,
-            self._vocab,
-            dtype=job.module.compute_dtype,
-            grad_dtype=job.config.data_types.grad_accum_dtype,
-            gather=gather == "step",
+    def _plan(self, schedule: type[PipeSchedule], num_microbatches: int) -> Plan:
+        """The plan of the pipeline with this cut and a schedule, for so many microbatches."""
+        job, traced = self._job, self._traced
+        # The class has chunks and pending weight gradients as asked.
+        section = dataclasses.replace(
+            job.config.pipeline, schedule=schedule, num_chunks="auto", max_pending_weights="auto"
+        )
+        return plan_cut(
+            traced.module,
+            traced.trace,
+            traced.mesh,
+            num_microbatches,
+            job.config,
+            section,
+            self._signatures,
+            self._boundaries,
         )
 
-    def _gathers(self) -> str:
-        section = self._job.config.pipeline
-        if FSDP not in self._job.mesh.axis_names:
-            return "never"
-        if section.gather_weights != "auto":
-            return section.gather_weights
-        return "step" if self._job.config.zero_optimization.stage == 2 else "tick"
+    def _params(self, plan: Plan) -> ModelParams:
+        job = self._job
+        return ModelParams(
+            self._traced.trace,
+            self._cuts,
+            plan.program.placement,
+            self._vocab,
+            dtype=job.traced.module.compute_dtype,
+            grad_dtype=job.config.data_types.grad_accum_dtype,
+            gather=plan.config.pipeline.gather_weights == "step",
+        )
 
     @property
     def _zero(self) -> int:
         """Replicas over which masters are divided."""
-        return self._job.mesh.shape["data"] if self._job.config.zero_optimization.stage else 1
+        return self._traced.mesh.shape["data"] if self._job.config.zero_optimization.stage else 1
 
-    def _memory(self, program: TickProgram, params: ModelParams) -> DeviceMemory:
-        job, trace = self._job, self._job.trace
-        mesh = trace.mesh
+    def _memory(self, plan: Plan, params: ModelParams) -> DeviceMemory:
+        job, trace, program = self._job, self._traced.trace, plan.program
+        mesh, gathers = trace.mesh, plan.config.pipeline.gather_weights
         moments = layout_bytes(params.master_layout.cast(frozen=False), mesh) * optimizer_share(job.optimizer, params)
         masters = (layout_bytes(params.master_layout, mesh) + moments) / self._zero
         weights = layout_bytes(params.layout, mesh)
-        if job.module.compute_dtype is None and self._zero == 1 and self._gathers() != "step":
+        if self._traced.module.compute_dtype is None and self._zero == 1 and gathers != "step":
             weights = 0.0  # layers compute with the masters themselves
-        if self._gathers() == "chunk":
+        if gathers == "chunk":
             # The chunk that forwards are on, and the one that backwards are on.
             of_all = stacked_bytes(params.gathered, mesh, set(params.trunk_names))
             weights += (1 if program.is_of_one_chunk() else 2) * of_all / program.num_chunks
         trunk = self._cuts[0].trunk
-        working = working_bytes(self._figures, trace, params, self._vocab, trunk, self._interval, self._gathers())
+        working = working_bytes(self._figures, trace, params, self._vocab, trunk, self._interval, gathers)
         before = max((self._ring(cut.prologue) for cut in self._cuts), default=0.0)
         pending = sum(self._figures.layers[i].pending_bytes for i in trunk)
         is_hosted = job.config.pipeline.offload_activations
@@ -181,7 +179,7 @@ class Candidate:
         return ring_bytes(self._figures, layers, self._interval)
 
     def _part_times(self, program: TickProgram, params: ModelParams) -> list[PartTime]:
-        hardware, layers, mesh = self._job.hardware, self._figures.layers, self._job.trace.mesh
+        hardware, layers, mesh = self._job.hardware, self._figures.layers, self._traced.trace.mesh
         num_chunks = program.num_chunks
         trunk_names = set(params.trunk_names)
         struct, spec = params.at_rest.struct().stacked, params.at_rest.spec().stacked
@@ -206,7 +204,7 @@ class Candidate:
             if cut is self._cuts[-1] and not self._vocab.last:
                 last = last.plus(self._figures.loss)
             own_s = [
-                bytes_s(hardware, (itemsize + 4 + 4) * self._job.trace.num_own_params()[i])
+                bytes_s(hardware, (itemsize + 4 + 4) * self._traced.trace.num_own_params()[i])
                 for i in (*cut.prologue, *cut.epilogue)
             ]
             found.append(
@@ -222,14 +220,14 @@ class Candidate:
             )
         return found
 
-    def _wire(self, params: ModelParams, *, is_later: bool) -> Wire:
-        job, trace, hardware = self._job, self._job.trace, self._job.hardware
-        num_stages = job.module.num_stages
+    def _wire(self, plan: Plan, params: ModelParams) -> Wire:
+        trace, hardware = self._traced.trace, self._job.hardware
+        num_stages = self._traced.module.num_stages
         if num_stages == 1:
             return Wire(0.0)
         fsdp = trace.mesh.shape.get(FSDP, 1)
         stream = max((num_bytes(trace.boundaries[b]) for b in self._boundaries[1:-1]), default=0) / fsdp
-        inside = not stages_cross_hosts(job.mesh)
+        inside = not stages_cross_hosts(self._traced.mesh)
         ends_work = Time()
         for i in self._vocab.layers:
             one = self._figures.layers[i]
@@ -238,12 +236,13 @@ class Candidate:
         # those of the first and, where losses run a tick later, of the second; but one exchange travels at a time, and
         # reductions inside layers leave no time for these.
         is_free = not self._figures.axes
-        bare = [bool(self._vocab.first) and not is_free, bool(self._vocab.last) and not (is_free and is_later)]
+        is_last_free = is_free and plan.program.delays_loss
+        bare = [bool(self._vocab.first) and not is_free, bool(self._vocab.last) and not is_last_free]
         ends = 2 * sum(bare) * collective_s(hardware, "all-reduce", stream, num_stages, inside_host=inside)
         if self._vocab.last:
             ends_work = ends_work.plus(self._figures.loss)
         gather_s = 0.0
-        if fsdp > 1 and self._gathers() == "tick":
+        if fsdp > 1 and plan.config.pipeline.gather_weights == "tick":
             more = layout_bytes(params.gathered, trace.mesh) - layout_bytes(params.at_rest, trace.mesh)
             size, inside_host = self._figures.axes[FSDP]
             gather_s = collective_s(hardware, "all-gather", more * size / (size - 1), size, inside_host=inside_host)
@@ -254,13 +253,13 @@ class Candidate:
 
     def _outside_s(self, params: ModelParams) -> float:
         """Casts before the ticks; reductions, norm and update after them."""
-        job, mesh, hardware = self._job, self._job.trace.mesh, self._job.hardware
+        job, mesh, hardware = self._job, self._traced.trace.mesh, self._job.hardware
         weights, sums = layout_bytes(params.layout, mesh), layout_bytes(params.grad_layout, mesh)
         masters = layout_bytes(params.master_layout, mesh) / self._zero
         moments = masters * optimizer_share(job.optimizer, params)
         # Masters are read for the cast; sums for the norm and for the update, which reads and writes the others.
         seconds = bytes_s(hardware, masters + weights + 2 * sums + 2 * (masters + moments))
-        replicas = job.mesh.shape["data"]
+        replicas = self._traced.mesh.shape["data"]
         if replicas > 1:
             inside = replicas * math.prod(size for size, _ in self._figures.axes.values()) <= hardware.devices_per_host
             kinds = [("all-reduce", sums)] if self._zero == 1 else [("reduce-scatter", sums), ("all-gather", weights)]
@@ -268,7 +267,7 @@ class Candidate:
         return seconds
 
     def _stages(self, program: TickProgram, parts: Sequence[PartTime]) -> tuple[StageForecast, ...]:
-        bounds, virtual, num_params = self._boundaries, program.placement.virtual, self._job.trace.num_params()
+        bounds, virtual, num_params = self._boundaries, program.placement.virtual, self._traced.trace.num_params()
         found: list[StageForecast] = []
         for stage in range(program.num_stages):
             mine = [v for v in virtual[stage] if v >= 0]
@@ -293,9 +292,3 @@ def _sum(times: Any) -> Time:
 
 def _shard(mesh: Any, spec: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
     return jax.sharding.NamedSharding(mesh, spec).shard_shape(shape)
-
-
-def _extended(span: Span, shorter: Span, rounds: float) -> Span:
-    pairs = zip(dataclasses.astuple(span), dataclasses.astuple(shorter), strict=True)
-    total, work, exposed, ticks = (long + rounds * (long - short) for long, short in pairs)
-    return Span(total, work, exposed, round(ticks))

@@ -10,11 +10,12 @@ import jax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxpipe._typing import Path, PyTree
+from jaxpipe._typing import Path
 from jaxpipe.autodiff import SplitBackward, differentiable
 from jaxpipe.executor import samples_spec
-from jaxpipe.jaxpr import Kernel, count_kernels, result_specs
-from jaxpipe.layers import ModelTrace, PipelineModule, device_bytes, flatten_dict, num_bytes
+from jaxpipe.jaxpr import Kernel, count_kernels, result_specs, spec_without
+from jaxpipe.layers import ModelTrace, device_bytes, flatten_dict, num_bytes
+from jaxpipe.pipeline import Traced
 from jaxpipe.planner import LayerWork, layer_work, look_once, loss_work
 from jaxpipe.topology import FSDP, MANUAL_AXES, automatic_axes
 
@@ -53,24 +54,27 @@ class Figures:
     """Layers of a traced model on some hardware.
 
     Args:
-        module: The model, with what it recomputes.
-        trace: Its shapes, on the mesh of its devices.
-        labels: Shapes of a microbatch's labels.
+        traced: The model, its shapes and its mesh.
+        interval: Layers of a recomputed group; 0: none is recomputed.
+        residual_dtype: What wider residuals wait in; None: as they are.
         hardware: The devices.
         signatures: Per layer a value that is equal for alike layers.
-        plain: The same of the model without recompute, from which what is equal is taken; None: this is that.
+        plain: The same without recompute and with residuals as they are, from which what is equal is taken; None: this
+            is that.
     """
 
     def __init__(
         self,
-        module: PipelineModule,
-        trace: ModelTrace,
-        labels: PyTree,
+        traced: Traced,
+        interval: int,
+        residual_dtype: str | None,
         hardware: Hardware,
         signatures: Sequence[Hashable],
         plain: "Figures | None" = None,
     ) -> None:
-        self._module, self._trace, self._hardware, self._plain = module, trace, hardware, plain
+        self._module = module = traced.module.replace(activation_checkpoint_interval=interval)
+        self._trace = trace = traced.trace
+        self._residual_dtype, self._hardware, self._plain = residual_dtype, hardware, plain
         self.axes = axes_inside(trace, hardware)
         found = look_once(module, trace, signatures, self._layer, self._both_bytes)
         self.layers = [dataclasses.replace(figures, shared_bytes=shared) for figures, shared in found]
@@ -78,13 +82,14 @@ class Figures:
         if plain is not None:
             self.loss = plain.loss
         elif module.loss_fn is not None:
-            work = loss_work(module, trace, labels)
+            work = loss_work(module, trace, traced.microbatch.labels)
             forward, backward = self._times(work, [])
             self.loss = forward.plus(backward)
 
     def _layer(self, index: int) -> LayerFigures:
         trace, plain = self._trace, None if self._plain is None else self._plain.layers[index]
-        work = layer_work(self._module, trace, index)
+        is_recomputed = self._module.activation_checkpoint_interval > 0
+        work = self._work(index)
         specs = self._param_specs(index)
         residuals = self._residual_specs(work, specs, index)
         forward, backward = self._times(work, specs, residuals)
@@ -105,7 +110,7 @@ class Figures:
             residual_bytes=self._residual_bytes(work, residuals),
             shared_bytes=0,
             pending_bytes=pending,
-            whole_bytes=self._made_again(work, specs, index) if plain is None else plain.residual_bytes,
+            whole_bytes=plain.residual_bytes if plain and is_recomputed else self._made_again(work, specs, index),
             output_bytes=num_bytes(trace.boundaries[index + 1]) // self.axes.get(FSDP, (1, True))[0],
         )
 
@@ -119,8 +124,12 @@ class Figures:
         kernels = self._kernels(work.residuals.forward, args, [*specs, *inputs, *context])
         return sum(each.result_bytes * each.times for each in kernels)
 
-    def _both_bytes(self, work: LayerWork, first: int) -> int:
+    def _work(self, *indices: int) -> LayerWork:
+        return layer_work(self._module, self._trace, *indices, residual_dtype=self._residual_dtype)
+
+    def _both_bytes(self, first: int) -> int:
         """Bytes of the residuals of two successive layers together."""
+        work = self._work(first, first + 1)
         specs = [*self._param_specs(first), *self._param_specs(first + 1)]
         return self._residual_bytes(work, self._residual_specs(work, specs, first))
 
@@ -129,7 +138,7 @@ class Figures:
         specs = self._trace.param_specs[index]
         leaves = flatten_dict(self._trace.params[index])
         # Sorted, as JAX orders the leaves of dictionaries.
-        return [without_fsdp(specs.get(path, P())) for path in sorted(leaves)]
+        return [spec_without(specs.get(path, P()), FSDP) for path in sorted(leaves)]
 
     def _residual_specs(self, work: LayerWork, specs: Sequence[P], index: int) -> list[P]:
         trace = self._trace
@@ -184,12 +193,6 @@ class Figures:
         return count_kernels(function, args, specs if has_axes else (), mesh if has_axes else None, MANUAL_AXES)
 
 
-def without_fsdp(spec: P) -> P:
-    """A spec without the axis over which weights are gathered."""
-    names = [tuple(a for a in (e if isinstance(e, tuple) else (e,)) if a not in (None, FSDP)) or None for e in spec]
-    return P(*names)
-
-
 def axes_inside(trace: ModelTrace, hardware: Hardware) -> Mapping[str, tuple[int, bool]]:
     """Of each automatic axis its length, and whether its places are in one host."""
     found: dict[str, tuple[int, bool]] = {}
@@ -203,17 +206,11 @@ def axes_inside(trace: ModelTrace, hardware: Hardware) -> Mapping[str, tuple[int
 
 
 def device_params(trace: ModelTrace, index: int, *, gathered: bool = False) -> dict[Path, float]:
-    """Elements of a layer's parameters on a device, without the axis `stage`, by path.
-
-    Args:
-        trace: The model.
-        index: The layer.
-        gathered: Whether they are whole along `fsdp`.
-    """
+    """Elements of a layer's parameters on a device by path, without the axis `stage`; `gathered`: whole over `fsdp`."""
     specs = trace.param_specs[index]
     found: dict[Path, float] = {}
     for path, leaf in flatten_dict(trace.params[index]).items():
         spec = specs.get(path, P())
-        spec = without_fsdp(spec) if gathered else spec
+        spec = spec_without(spec, FSDP) if gathered else spec
         found[path] = math.prod(NamedSharding(trace.mesh, spec).shard_shape(leaf.shape))
     return found

@@ -92,17 +92,7 @@ def working_bytes(
     interval: int,
     gathers: str,
 ) -> Working:
-    """Count what a tick works with.
-
-    Args:
-        figures: The layers.
-        trace: Their shapes.
-        params: The layout.
-        vocab: Vocabulary-parallel layers.
-        trunk: Layers of a chunk's trunk.
-        interval: Layers of a recomputed group.
-        gathers: When weights are gathered over `fsdp`.
-    """
+    """Count what a tick works with."""
     mesh, layers = trace.mesh, figures.layers
     fsdp = mesh.shape.get(FSDP, 1)
     # Without what stages have sliced: only what is packed goes through the switch.

@@ -1,6 +1,7 @@
 """`plan`: what a training job would hold and take on devices that are not there."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
@@ -13,20 +14,18 @@ from jaxpipe._numbers import as_flag, as_integer, as_number, plain
 from jaxpipe._typing import PyTree
 from jaxpipe.config import Collector, TrainConfig, load_config, unless_auto
 from jaxpipe.errors import ConfigError, JaxpipeError, PartitionError, TopologyError, shown
-from jaxpipe.layers import ModelTrace, PipelineModule, estimate_layers, layer_signatures, split_vocabulary
+from jaxpipe.layers import ModelTrace, PipelineModule, estimate_layers, layer_signatures
 from jaxpipe.optim import check_leafwise, trace_optimizer
 from jaxpipe.partition import partition_best
-from jaxpipe.pipeline import ConfigLike, Pipeline, check_mesh, entry_struct, prepare
+from jaxpipe.pipeline import ConfigLike, Pipeline, entry_struct, prepare, trace_model
 from jaxpipe.recompute import settings_for, use_settings
-from jaxpipe.schedules import PipeSchedule, resolve_schedule, schedule_names
-from jaxpipe.state import check_collections
+from jaxpipe.schedules import CHUNK_COUNTS, PipeSchedule, resolve_schedule, schedule_names
 from jaxpipe.topology import (
     MANUAL_AXES,
     ProcessTopology,
     make_pipeline_mesh,
     num_batch_shards,
     topology_for,
-    with_fsdp_axis,
 )
 
 from ._compile import CompiledStep, compilable_devices, compile_step
@@ -35,8 +34,6 @@ from ._devices import absent_devices
 from ._hardware import Hardware, read_hardware
 from ._layers import Figures
 from ._result import Forecast, StepPlan
-
-_CHUNK_COUNTS = (1, 2, 4)
 
 
 def plan(  # noqa: PLR0913  # what to look at, one argument each
@@ -108,16 +105,16 @@ def plan(  # noqa: PLR0913  # what to look at, one argument each
     settings = load_config(config, errors)
     setup = _Setup(model, settings, example_batch, chosen_hardware, count, optimizer, _lengths(places), errors)
     asked = _Asked.read(setup.job, settings, schedules, num_chunks, partition, recompute)
-    candidates = setup.forecasts(asked)
+    candidates, traced = setup.forecasts(asked), setup.job.traced
     fitting = [one for one in candidates if one.fits]
     best = fitting[0] if fitting else None
     found = StepPlan(
         hardware=chosen_hardware,
         num_devices=count,
-        axes={str(name): size for name, size in setup.job.mesh.shape.items()},
+        axes={str(name): size for name, size in traced.mesh.shape.items()},
         num_microbatches=setup.job.num_microbatches,
-        microbatch_size=setup.microbatch_size,
-        num_params=sum(math.prod(x.shape) for x in jax.tree.leaves(setup.job.trace.tree())),
+        microbatch_size=traced.microbatch_size,
+        num_params=sum(math.prod(x.shape) for x in jax.tree.leaves(traced.trace.tree())),
         candidates=tuple(candidates),
         best=best,
         advice=_advice(setup, asked, candidates),
@@ -213,10 +210,10 @@ class _Asked:
             counts = (section.num_chunks,)
         methods = _listed("partition", partition)
         if methods is None:
-            methods = list(dict.fromkeys([_hashable(job.module.partition_method), "best"]))
+            methods = list(dict.fromkeys([_hashable(job.traced.module.partition_method), "best"]))
         groups = _integers("recompute", recompute, 0)
         if groups is None:
-            given = job.module.activation_checkpoint_interval
+            given = job.traced.module.activation_checkpoint_interval
             groups = (given,) if given else (0, 1)
         most = unless_auto(section.max_pending_weights)
         return _Asked(tuple(dict.fromkeys(names)), counts, tuple(map(_hashable, methods)), groups, most)
@@ -272,61 +269,50 @@ class _Setup:
         self.assumes_optimizer = is_assumed
         wanted = optax.adamw(1e-4) if is_assumed else optimizer
         module, chosen, given, sizes = prepare(model, config, wanted, None, given, errors)
-        check_mesh(module, given)
-        self.mesh = mesh = with_fsdp_axis(given) if config.zero_optimization.stage >= 2 else given
-        replicas = num_batch_shards(mesh)
-        self.microbatch_size = size = sizes.train_micro_batch_size_per_gpu
+        size, replicas = sizes.train_micro_batch_size_per_gpu, num_batch_shards(given)
         # An example of one replica says as much as one of all, whatever the number of devices.
         leaves = jax.tree.leaves(example_batch)
         is_of_one = all(getattr(leaf, "shape", ())[:1] == (size,) for leaf in leaves)
         entry = entry_struct(example_batch, size, 1 if is_of_one else replicas)
-
-        def of_all(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct((size * replicas, *x.shape[1:]), x.dtype)
-
-        self._entry = jax.tree.map(of_all, entry)
-        num_samples = size * replicas // mesh.shape["data"]
-        microbatch = jax.tree.map(lambda x: jax.ShapeDtypeStruct((num_samples, *x.shape[1:]), x.dtype), entry)
-        inputs, self._labels, side = microbatch
-        module = split_vocabulary(module, self._labels) if config.pipeline.split_vocabulary else module
-        self._settings = settings_for(config, mesh)
-        with use_settings(self._settings, mesh):
-            self._trace = module.trace(inputs, side, mesh.abstract_mesh)
-            check_collections(module.layers, self._trace)
-            self._signatures = layer_signatures(module.layers, self._trace, module.compute_dtype)
+        entry = jax.tree.map(lambda x: jax.ShapeDtypeStruct((size * replicas, *x.shape[1:]), x.dtype), entry)
+        self._settings = settings_for(config, given)
+        self._tracing = functools.partial(use_settings, self._settings, given)
+        with self._tracing():
+            traced = trace_model(module, given, entry, config)
+            module, trace = traced.module, traced.trace
+            self._signatures = layer_signatures(module.layers, trace, module.compute_dtype)
             if module.loss_fn is None:
                 # Else the loss is traced where it is counted.
-                jax.eval_shape(module.loss_terms, self._trace.boundaries[-1], self._labels)
+                jax.eval_shape(module.loss_terms, trace.boundaries[-1], traced.microbatch.labels)
         samples = size * replicas * sizes.gradient_accumulation_steps
         assert chosen.transformation is not None
         if optimizer is not None and module.num_stages > 1:
-            check_leafwise(trace_optimizer(optimizer, self._trace.tree()))
+            check_leafwise(trace_optimizer(optimizer, trace.tree()))
         self.job = Job(
-            module,
-            self._trace,
-            mesh,
+            traced,
             hardware,
             config,
             chosen.transformation,
             sizes.gradient_accumulation_steps,
             samples,
-            _tokens(inputs, samples),
+            _tokens(entry.inputs, samples),
         )
 
     def forecasts(self, asked: _Asked) -> list[Forecast]:
         """All that was asked for, the fastest that fits first."""
-        module, found = self.job.module, list[Forecast]()
+        traced, found = self.job.traced, list[Forecast]()
         failed: list[JaxpipeError] = []
-        plain = self._figures(0, None)
+        dtype = self.job.config.pipeline.residual_dtype
+        plain = self._figures(0, None, None)
         for interval in asked.recompute:
-            figures = self._figures(interval, plain) if interval else plain
-            module_now = module.replace(activation_checkpoint_interval=interval)
-            estimate = estimate_layers(module_now, self._trace, self._labels, self._signatures)
+            figures = self._figures(interval, dtype, plain) if interval or dtype else plain
+            module = traced.module.replace(activation_checkpoint_interval=interval)
+            estimate = estimate_layers(module, traced.trace, traced.microbatch.labels, self._signatures)
             seen: set[tuple[int, ...]] = set()
             for method in asked.partitions:
                 for count, kinds in _by_chunks(asked).items():
                     try:
-                        cut = _cut(module_now, method, self._trace, count, estimate, self._signatures)
+                        cut = _cut(module, method, traced.trace, count, estimate, self._signatures)
                     except PartitionError as error:
                         failed.append(error)
                         continue
@@ -334,19 +320,19 @@ class _Setup:
                         continue
                     seen.add(cut)
                     name = method if isinstance(method, str) else "given"
-                    with use_settings(self._settings, self.mesh):
+                    with self._tracing():
                         candidate = Candidate(self.job, figures, self._signatures, interval, name, cut)
                         found += [candidate.forecast(schedule, kind) for schedule, kind in kinds]
         if not found:
             raise failed[0] if failed else _no_chunks(asked)
         return sorted(found, key=lambda one: (not one.fits, one.step_s))
 
-    def _figures(self, interval: int, plain: Figures | None) -> Figures:
-        module = self.job.module.replace(activation_checkpoint_interval=interval)
-        with use_settings(self._settings, self.mesh):
+    def _figures(self, interval: int, dtype: str | None, plain: Figures | None) -> Figures:
+        job = self.job
+        with self._tracing():
             # On the mesh: layers' constraints name its axes.
-            return self._trace.on_mesh(
-                lambda: Figures(module, self._trace, self._labels, self.job.hardware, self._signatures, plain)
+            return job.traced.trace.on_mesh(
+                lambda: Figures(job.traced, interval, dtype, job.hardware, self._signatures, plain)
             )
 
     def compile(self, one: Forecast, target: str | None) -> CompiledStep:
@@ -355,7 +341,7 @@ class _Setup:
         devices = compilable_devices(hardware, count, target)
         section = dataclasses.replace(config.pipeline, schedule=one.schedule, num_chunks=one.num_chunks)
         config = dataclasses.replace(config, pipeline=section)
-        module = self.job.module.replace(activation_checkpoint_interval=one.recompute)
+        module = self.job.traced.module.replace(activation_checkpoint_interval=one.recompute)
         mesh = make_pipeline_mesh(_topology(model, count, places), devices)
         job = self.job
         return compile_step(
@@ -365,7 +351,7 @@ class _Setup:
                 module,
                 job.optimizer,
                 mesh,
-                self._entry,
+                job.traced.entry,
                 job.num_microbatches,
                 config,
                 self._settings,
@@ -425,7 +411,7 @@ def _by_chunks(asked: _Asked) -> dict[int, list[tuple[str, type[PipeSchedule]]]]
     found: dict[int, list[tuple[str, type[PipeSchedule]]]] = {}
     for name in asked.schedules:
         kind = schedule_names()[name]
-        own = (kind.num_chunks,) if kind.min_chunks is None else _CHUNK_COUNTS
+        own = (kind.num_chunks,) if kind.min_chunks is None else CHUNK_COUNTS
         for count in asked.num_chunks or own:
             if kind.can_have(count):
                 most = None if kind.min_pending is None else asked.max_pending
@@ -464,7 +450,7 @@ def _advice(setup: _Setup, asked: _Asked, candidates: Sequence[Forecast]) -> str
     large = [one for one in candidates if not one.fits]
     if not large:
         return ""
-    limit = setup.job.hardware.usable_bytes
+    limit, traced = setup.job.hardware.usable_bytes, setup.job.traced
     worst = max(large, key=lambda one: one.memory.total)
     begin = (
         f"{len(large)} of {len(candidates)} do not fit {limit / 1e9:.0f} GB; {worst.label} needs "
@@ -480,7 +466,7 @@ def _advice(setup: _Setup, asked: _Asked, candidates: Sequence[Forecast]) -> str
         again = dataclasses.replace(asked, recompute=(1,))
         tried.append(("pipeline.activation_checkpoint_interval=1 (recompute each layer)", setup, again))
     stage = setup.job.config.zero_optimization.stage
-    if math.prod(setup.mesh.shape[axis] for axis in ("data", "fsdp") if axis in setup.mesh.shape) > 1:
+    if math.prod(traced.mesh.shape[axis] for axis in ("data", "fsdp") if axis in traced.mesh.shape) > 1:
         recomputed = dataclasses.replace(asked, recompute=(1,))
         words = "with activation_checkpoint_interval=1"
         tried += [
@@ -492,9 +478,11 @@ def _advice(setup: _Setup, asked: _Asked, candidates: Sequence[Forecast]) -> str
             return f"{begin}. Set {words}: {smallest.label} then needs {smallest.memory.total / 1e9:.1f} GB."
     without_rings = least.memory.weights + least.memory.masters + least.memory.gradient_sums
     factor = math.ceil(least.memory.total / limit)
-    more = f"Use about {factor * setup.job.module.num_stages} stages on {factor * setup.job.mesh.devices.size} devices"
-    if without_rings <= limit and setup.microbatch_size > 1:
-        more = f"Use smaller microbatches (train_micro_batch_size_per_gpu below {setup.microbatch_size}), or {more[4:]}"
+    more = f"Use about {factor * traced.module.num_stages} stages on {factor * traced.mesh.devices.size} devices"
+    if without_rings <= limit and traced.microbatch_size > 1:
+        more = (
+            f"Use smaller microbatches (train_micro_batch_size_per_gpu below {traced.microbatch_size}), or {more[4:]}"
+        )
     elif without_rings > limit:
         more += f": weights, masters, moments and sums alone take {without_rings / 1e9:.1f} GB"
     return f"{begin}. {more}."
@@ -517,7 +505,7 @@ def _assumptions(setup: _Setup) -> tuple[str, ...]:
     ]
     if setup.assumes_optimizer:
         found.append("AdamW, as neither an optimizer nor one in the configuration was given")
-    if job.mesh.shape.get("fsdp", 1) > 1:
+    if job.traced.mesh.shape.get("fsdp", 1) > 1:
         found.append("gathers of weights over fsdp travel under products as far as these last")
     if job.config.pipeline.offload_activations:
         found.append("what forwards leave lies in host memory, and its copies travel under ticks, of whatever size")

@@ -41,14 +41,7 @@ class Time(NamedTuple):
 
 
 def kernel_s(hardware: Hardware, flops: float, attention: float, num_bytes: float) -> float:
-    """Seconds of a kernel.
-
-    Args:
-        hardware: The device.
-        flops: Operations of matrix products.
-        attention: Operations of fused attention.
-        num_bytes: Bytes read and written.
-    """
+    """Seconds of a kernel with these operations of matrix products and of fused attention, and these bytes moved."""
     arithmetic_s = flops / (hardware.flops_per_s * hardware.gemm_share)
     arithmetic_s += attention / (hardware.flops_per_s * hardware.attention_share)
     return max(arithmetic_s, bytes_s(hardware, num_bytes))
@@ -60,15 +53,7 @@ def bytes_s(hardware: Hardware, num_bytes: float) -> float:
 
 
 def collective_s(hardware: Hardware, kind: str, num_bytes: float, size: int, *, inside_host: bool) -> float:
-    """Seconds of a collective of `size` devices alone.
-
-    Args:
-        hardware: The devices.
-        kind: `"all-reduce"`, `"all-gather"`, `"reduce-scatter"` or `"collective-permute"`.
-        num_bytes: Bytes of the whole array.
-        size: Devices that take part.
-        inside_host: Whether all of them are in one host.
-    """
+    """Seconds of a collective of `size` devices alone, by HLO's name for it and the bytes of the whole array."""
     if size < 2:
         return 0.0
     share = {"collective-permute": 1.0, "all-reduce": 2 * (size - 1) / size}.get(kind, (size - 1) / size)
@@ -76,13 +61,7 @@ def collective_s(hardware: Hardware, kind: str, num_bytes: float, size: int, *, 
 
 
 def time_of(hardware: Hardware, kernels: Iterable[Kernel], axes: Mapping[str, tuple[int, bool]]) -> Time:
-    """Seconds of kernels, one after another.
-
-    Args:
-        hardware: The device.
-        kernels: The kernels.
-        axes: Of each automatic axis its length, and whether its places are in one host.
-    """
+    """Seconds of kernels, one after another; `axes` as `axes_inside` gives them."""
     total, hidden_s = Time(), 0.0
     for each in kernels:
         flops = each.flops * (1 if each.is_narrow else 2)  # products of 32 bits run at half of the peak, as TF32

@@ -69,12 +69,7 @@ class Span:
 def span_of(program: TickProgram, parts: Sequence[PartTime], wire: Wire, branch_s: float, *, skips: bool) -> Span:
     """Go through the ticks.
 
-    Args:
-        program: The schedule.
-        parts: Times of each virtual stage.
-        wire: Times of what travels.
-        branch_s: Seconds that a conditional takes.
-        skips: Whether idle actions are branched around, instead of computed and dropped.
+    `skips`: idle actions are branched around, instead of computed and dropped.
     """
     stages = range(program.num_stages)
     now, work, exposed = ([0.0] * program.num_stages for _ in range(3))
@@ -82,9 +77,10 @@ def span_of(program: TickProgram, parts: Sequence[PartTime], wire: Wire, branch_
     for run in program.runs:
         partners = _partners(run, program.num_stages)
         kinds = run.has_forward + run.has_backward + run.has_weight
-        branches = (_BRANCHES_OF_ENDS if has_ends else 0) + kinds * (skips or program.num_chunks > 1)
+        skips_here = skips and not run.computes_idle
+        branches = (_BRANCHES_OF_ENDS if has_ends else 0) + kinds * (skips_here or program.num_chunks > 1)
         for tick in range(run.start, run.stop):
-            actions = _Actions(program, parts, wire, run, tick, computes_idle=not skips)
+            actions = _Actions(program, parts, wire, run, tick, computes_idle=not skips_here)
             ends = wire.ends if any(program.tables.loss_microbatch[s][tick] >= 0 for s in stages) else 0.0
             ready = [max(now[other] for other in partners[s]) for s in stages]
             for stage in stages:

@@ -43,6 +43,7 @@ from ._sharding import constrained_axes as constrained_axes
 from ._sharding import output_specs as output_specs
 from ._sharding import propagated_specs as propagated_specs
 from ._sharding import spec_axes as spec_axes
+from ._sharding import spec_without as spec_without
 from ._slice import Slice as Slice
 from ._slice import computed_by as computed_by
 from ._slice import effects_of as effects_of
@@ -105,6 +106,7 @@ __all__ = [
     "scan_form",
     "scope_of",
     "spec_axes",
+    "spec_without",
     "turns_of",
     "used_operands",
     "value_numbers",

@@ -65,14 +65,8 @@ def propagated_specs(closed: ClosedJaxpr, specs: Sequence[P], mesh: AbstractMesh
     XLA's partitioner decides only when it compiles, and looks from results to operands, too: it may divide more. What
     the rules leave open, as a product over a sharded dim, is taken as not sharded over that axis.
 
-    Args:
-        closed: A program that was traced on the mesh with its other axes automatic.
-        specs: The sharding of each of its operands over these.
-        mesh: The mesh.
-        manual: Its manual axes.
-
-    Returns:
-        The sharding of each result.
+    The program was traced on the mesh with all axes automatic but the `manual` ones; `specs` are its operands' over
+    these.
     """
     seen = followed_specs(closed, specs, mesh, manual)
     return [P() if isinstance(x, Literal) else seen[x] for x in closed.jaxpr.outvars]
@@ -87,13 +81,8 @@ def followed_specs(
 ) -> dict[Any, P]:
     """The same for all variables of a program, those of the bodies of its calls and loops included.
 
-    Args:
-        closed: As above.
-        specs: As above.
-        mesh: As above.
-        manual: As above.
-        kernel_scope: A named scope whose equations stand for one kernel: what one of them gives is sharded as what it
-            takes of the same shape. None: there is none.
+    Equations of the named scope `kernel_scope`, where one is given, stand for one kernel: what one of them gives is
+    sharded as what it takes of the same shape.
     """
     types = tuple(AxisType.Auto if name in manual else AxisType.Explicit for name in mesh.axis_names)
     explicit = AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=types)
@@ -175,13 +164,22 @@ def _blank(x: Any) -> jax.Array:
 
 
 def _placed(value: jax.Array, spec: P, without: Sequence[str] = ()) -> jax.Array:
-    names = [tuple(axis for axis in spec_axes(entry) if axis not in without) or None for entry in spec]
-    wanted = P(*names, *[None] * (value.ndim - len(names)))
+    wanted = P(*spec_without(spec, *without), *[None] * (value.ndim - len(spec)))
     return value if _spec(value) == wanted else jax.sharding.reshard(value, wanted)
 
 
 def _spec(value: jax.Array) -> P:
     return jax.typeof(value).sharding.spec
+
+
+def spec_without(spec: P, *axes: str | None) -> P:
+    """A spec without some axes; it has an entry for each dim also where none is left."""
+
+    def one(entry: Any) -> Any:
+        left = tuple(axis for axis in spec_axes(entry) if axis not in axes)
+        return left if len(left) > 1 else left[0] if left else None
+
+    return P(*map(one, spec))
 
 
 def spec_axes(names: Any) -> tuple[str, ...]:

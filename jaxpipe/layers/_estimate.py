@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 FLOPS_PER_S, BYTES_PER_S = 1e14, 1e12
 ESTIMATED = f"estimated, {FLOPS_PER_S:.3g} FLOP/s and {BYTES_PER_S:.3g} B/s"
 
-_BACKWARD = 2
+BACKWARD_PRODUCTS = 2
 """A backward makes two products of each of the forward's: gradients of the inputs and of the weights."""
 
 
@@ -44,31 +44,32 @@ def estimate_layers(
         Seconds of each layer's forward, twice as many of its backward, and the forward again where it is recomputed;
         none of what all stages share. Bytes of residuals are left out.
     """
-    works = {first: estimated_s(program_work(trace.programs[first].jaxpr)) for first in set(trace.firsts)}
+    is_shared = [module.num_stages > 1 and bool(dims) for dims in trace.stage_dims]
+    has_loss = labels is not None and module.loss_fn is not None and not is_shared[-1]
+    *seconds, loss_s = map(estimated_s, forward_works(module, trace, labels, has_loss=has_loss))
     has_interval = module.activation_checkpoint_interval > 0
     layers: list[LayerCost] = []
     for index, named in enumerate(module.layers):
         num_params = trace.num_own_params()[index]
-        if module.num_stages > 1 and trace.stage_dims[index]:
+        if is_shared[index]:
             layers.append(LayerCost(0.0, 0.0, num_params=num_params, is_stage_sharded=True))
             continue
-        seconds = works[trace.firsts[index]]
         again = has_interval or named.is_marked
-        layers.append(LayerCost(seconds, (_BACKWARD + again) * seconds, num_params=num_params))
+        backward_s = (BACKWARD_PRODUCTS + again) * seconds[index]
+        layers.append(LayerCost(seconds[index], backward_s, num_params=num_params))
     last = layers[-1]
-    if labels is not None and module.loss_fn is not None and not last.is_stage_sharded:
-        seconds = estimated_s(loss_work(module, trace, labels))
-        layers[-1] = dataclasses.replace(
-            last, forward_s=last.forward_s + seconds, backward_s=last.backward_s + _BACKWARD * seconds
-        )
+    layers[-1] = dataclasses.replace(
+        last, forward_s=last.forward_s + loss_s, backward_s=last.backward_s + BACKWARD_PRODUCTS * loss_s
+    )
     return Profile(tuple(layers), ESTIMATED, module.activation_checkpoint_interval, signatures=tuple(signatures))
 
 
-def loss_work(module: "PipelineModule", trace: ModelTrace, labels: PyTree) -> Work:
-    """Operations and bytes of the loss of one microbatch."""
+def forward_works(module: "PipelineModule", trace: ModelTrace, labels: PyTree, *, has_loss: bool) -> list[Work]:
+    """Operations and bytes of each layer's forward for one microbatch, then of the loss; none without `has_loss`."""
+    counted = {first: program_work(trace.programs[first].jaxpr) for first in set(trace.firsts)}
 
-    def terms(outputs: PyTree, labels: PyTree) -> jax.Array:
-        return module.loss_terms(outputs, labels)[0]
+    def loss() -> Work:
+        traced = jax.make_jaxpr(lambda *args: module.loss_terms(*args)[0])
+        return program_work(traced(trace.boundaries[-1], struct_of(labels)).jaxpr)
 
-    args = trace.boundaries[-1], struct_of(labels)
-    return trace.on_mesh(lambda: program_work(jax.make_jaxpr(terms)(*args).jaxpr))
+    return [*(counted[first] for first in trace.firsts), trace.on_mesh(loss) if has_loss else Work(0, 0)]

@@ -10,15 +10,14 @@ import optax
 from jax.sharding import Mesh
 
 from jaxpipe._typing import PyTree
-from jaxpipe.config import BatchSizes, Collector, TrainConfig, load_config, unless_auto
+from jaxpipe.config import BatchSizes, Collector, TrainConfig, load_config
 from jaxpipe.distributed import check_devices
 from jaxpipe.errors import ConfigError
 from jaxpipe.layers import PipelineModule
 from jaxpipe.optim import LossScaler
 from jaxpipe.partition import profile_source
-from jaxpipe.planner import limits_pending
+from jaxpipe.planner import limits_pending, schedule_of
 from jaxpipe.recompute import settings_for
-from jaxpipe.schedules import resolve_schedule
 from jaxpipe.topology import adopt_mesh, make_pipeline_mesh, num_batch_shards, topology_for
 
 from ._optimizer import ChosenOptimizer, choose_optimizer
@@ -139,9 +138,7 @@ def prepare(
     section = config.pipeline
     if section.schedule != "auto":
         with errors.catch(compares=True):
-            resolve_schedule(
-                section.schedule, unless_auto(section.num_chunks), unless_auto(section.max_pending_weights)
-            )
+            schedule_of(section)
     with errors.catch(compares=True):
         # Made for its errors alone, as the schedule above is: what is wrong with it shows before anything is traced.
         LossScaler.from_config(config)

@@ -38,7 +38,6 @@ from jaxpipe.layers import (
     device_bytes,
     flatten_dict,
     join_path,
-    split_vocabulary,
     struct_of,
     unflatten_dict,
 )
@@ -56,7 +55,6 @@ from jaxpipe.state import (
     TrainState,
     Updater,
     VocabLayers,
-    check_collections,
     from_words,
     made_collections,
     made_params,
@@ -72,18 +70,11 @@ from jaxpipe.state import (
     with_arrays,
     zero_sharding,
 )
-from jaxpipe.topology import FSDP, adopt_mesh, automatic_axes, mesh_shape, num_batch_shards, with_fsdp_axis
+from jaxpipe.topology import FSDP, adopt_mesh, automatic_axes, mesh_shape
 
 from ._hyperparams import Hyperparams
-from ._validate import (
-    check_batch,
-    check_jit,
-    check_mesh,
-    check_params,
-    check_sharded,
-    entry_struct,
-    infer_microbatch_size,
-)
+from ._traced import trace_model
+from ._validate import check_batch, check_jit, check_params, check_sharded
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result", covariant=True)
@@ -230,22 +221,13 @@ class Pipeline:
         self._tracing = functools.partial(use_settings, settings, mesh)
         self.trains = optimizer is not None
         optimizer = optax.identity() if optimizer is None else optimizer
-        zero_stage = config.zero_optimization.stage
-        # As it was given: what ZeRO 2 and 3 make of the axes next is in no topology of the user's.
-        check_mesh(module, mesh)
         self.num_microbatches = num_microbatches
-        self.mesh = with_fsdp_axis(mesh) if zero_stage >= 2 else mesh
-        shape, self.num_replicas = mesh_shape(self.mesh), num_batch_shards(self.mesh)
-        self.microbatch_size = infer_microbatch_size(example, self.num_replicas)
-        self._entry = entry_struct(example, self.microbatch_size, self.num_replicas)
-        # Replicas that are places of an automatic axis compute on one microbatch together.
-        size = self.microbatch_size * self.num_replicas // shape["data"]
-        microbatch = jax.tree.map(lambda x: jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype), self._entry)
-        self.microbatch_struct, (inputs, labels, side) = microbatch, microbatch
-        self.module = module = split_vocabulary(module, labels) if config.pipeline.split_vocabulary else module
         with self._tracing() as scope:
-            self.trace = module.trace(inputs, side, self.mesh.abstract_mesh)
-            check_collections(module.layers, self.trace)
+            traced = trace_model(module, mesh, example, config)
+            self.module, self.mesh, self.trace = traced.module, traced.mesh, traced.trace
+            self.num_replicas, self.microbatch_size = traced.num_replicas, traced.microbatch_size
+            self._entry, self.microbatch_struct = traced.entry, traced.microbatch
+            module, labels, shape = self.module, self.microbatch_struct.labels, mesh_shape(self.mesh)
             self.plan = plan = make_plan(
                 module, self.trace, self.mesh, labels, num_microbatches, config, optimizer, parts
             )
@@ -255,7 +237,7 @@ class Pipeline:
             objective = self.trace.on_mesh(lambda: Objective(module, outputs, labels, num_terms))
             self.loss_metrics = objective.metric_names
             wanted = unless_auto(config.pipeline.spread_inputs)
-            shard_dims = batch_shard_dims(microbatch, num_microbatches, module.num_stages, wanted)
+            shard_dims = batch_shard_dims(self.microbatch_struct, num_microbatches, module.num_stages, wanted)
             self._batch_specs = jax.tree.map(batch_spec, shard_dims)
             # On the mesh, here and above: a layer's constraint names axes, and fails where there is no mesh.
             self._stages = self.trace.on_mesh(lambda: Stage(module, self.trace, plan, trains=self.trains))
@@ -265,7 +247,7 @@ class Pipeline:
                 self.trace.on_mesh(lambda: vocab_loss.check_loss(labels))
             # With ZeRO 2 and 3 `data` is one long by now, unless the mesh came with an axis `fsdp`: then ZeRO-1
             # goes over `data` besides.
-            num_shards = shape["data"] if zero_stage else 1
+            num_shards = shape["data"] if config.zero_optimization.stage else 1
             check_sharded(optimizer, self.trace, self._params)
             self._sharding = zero_sharding(self._params, optimizer, num_shards, shape)
             self._updater = Updater(self._params, self._sharding.trained, optimizer)

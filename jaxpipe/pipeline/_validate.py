@@ -23,13 +23,6 @@ _MOST_LISTED = 8
 _DISABLE_JIT = "jax_disable_jit"
 
 
-def infer_microbatch_size(entry: Sequence[PyTree], num_replicas: int) -> int:
-    """Samples per microbatch and replica, from the leading size of an entry's first leaf."""
-    shapes = [leaf.shape for leaf in jax.tree.leaves(struct_of(tuple(entry)))]
-    # 0 where there is nothing to read it from: `entry_struct` comes next, and says what is wrong with which leaf.
-    return shapes[0][0] // num_replicas if shapes and shapes[0] else 0
-
-
 def entry_struct(entry: Sequence[PyTree], microbatch_size: int, num_replicas: int, replicas: str = "replicas") -> Batch:
     """Shapes of one entry of a data iterator.
 
@@ -69,12 +62,6 @@ def entry_struct(entry: Sequence[PyTree], microbatch_size: int, num_replicas: in
 
 def check_batch(batch: Batch, wanted: Batch, microbatch_size: int, num_replicas: int) -> None:
     """Compare a batch with the one a step was built for.
-
-    Args:
-        batch: Shapes and dtypes of the batch.
-        wanted: The same of the batch expected.
-        microbatch_size: Samples per microbatch and replica.
-        num_replicas: Places along `data` and `fsdp`.
 
     Raises:
         DataError: Structure, shapes or dtypes differ; the message names the leaf.
@@ -186,11 +173,6 @@ def check_mesh(module: PipelineModule, mesh: Mesh) -> None:
 
 def check_sharded(optimizer: optax.GradientTransformation, trace: ModelTrace, params: ModelParams) -> None:
     """Refuse an optimiser that looks at whole arrays of which each stage holds a slice.
-
-    Args:
-        optimizer: The optimiser.
-        trace: Shapes of the model.
-        params: Those of a stage.
 
     Raises:
         ConfigError: Its update of a sliced parameter is not element by element.

@@ -5,6 +5,6 @@ from ._costs import LayerWork as LayerWork
 from ._costs import layer_work as layer_work
 from ._costs import look_once as look_once
 from ._costs import loss_work as loss_work
-from ._plan import lower_training as lower_training
 from ._plan import make_plan as make_plan
-from ._plan import skips_idle as skips_idle
+from ._plan import plan_cut as plan_cut
+from ._plan import schedule_of as schedule_of

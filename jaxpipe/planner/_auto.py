@@ -19,12 +19,11 @@ from jaxpipe.errors import PartitionError
 from jaxpipe.executor import waits_in_branches
 from jaxpipe.layers import ModelTrace, PipelineModule, estimate_layers, layer_signatures
 from jaxpipe.partition import Profile, is_method, tick_of
-from jaxpipe.schedules import Choice, StageCosts, choose_schedule, resolve_schedule, schedule_names
+from jaxpipe.schedules import CHUNK_COUNTS, Choice, StageCosts, choose_schedule, resolve_schedule, schedule_names
 
 from ._profile import agreed, profile_layers, runnable_devices
 
 _TICKS = 64
-_CHUNK_COUNTS = (1, 2, 4)
 
 
 def choose_settings(
@@ -132,7 +131,7 @@ def _possible_cuts(
     if num_chunks is not None:
         counts: tuple[int, ...] = (num_chunks,)
     else:
-        counts = _CHUNK_COUNTS if isinstance(method, str) else (max(1, (len(method) - 1) // num_stages),)
+        counts = CHUNK_COUNTS if isinstance(method, str) else (max(1, (len(method) - 1) // num_stages),)
     found: dict[int, tuple[int, ...]] = {}
     errors: list[PartitionError] = []
     for count in counts:

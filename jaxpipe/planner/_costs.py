@@ -71,8 +71,10 @@ class LayerWork:
         return forward_s / self.num_shares, backward_s / self.num_shares
 
 
-def layer_work(module: PipelineModule, trace: ModelTrace, *indices: int) -> LayerWork:
-    """The work of a layer, or of consecutive ones, recomputed as the module says."""
+def layer_work(
+    module: PipelineModule, trace: ModelTrace, *indices: int, residual_dtype: str | None = None
+) -> LayerWork:
+    """The work of a layer, or of consecutive ones, recomputed as the module says; its residuals rounded to a dtype."""
 
     def function(params: PyTree, inputs: PyTree, context: PyTree) -> PyTree:
         key, (side, collections) = context
@@ -87,7 +89,7 @@ def layer_work(module: PipelineModule, trace: ModelTrace, *indices: int) -> Laye
         unflatten_dict({path: path in trace.frozen_in(i) for path in flatten_dict(trace.params[i])}) for i in indices
     ]
     frozen = [number for number, leaf in enumerate(jax.tree.leaves(is_frozen)) if leaf]
-    return _work(function, params, trace.boundaries[indices[0]], context, trace.mesh, frozen)
+    return _work(function, params, trace.boundaries[indices[0]], context, trace.mesh, frozen, residual_dtype)
 
 
 def loss_work(module: PipelineModule, trace: ModelTrace, labels: PyTree) -> LayerWork:
@@ -108,14 +110,8 @@ def layer_costs(
     Layers that are sharded over a `model` axis are computed for all its devices at once and count for their share,
     without their exchanges.
 
-    Args:
-        module: The model; what it recomputes counts with the backward.
-        trace: Its shapes, for one microbatch of one replica.
-        labels: A microbatch's labels, or their shapes; None leaves out the loss, which is else counted with the last
-            layer.
-        seconds: How long a function takes.
-        split_backward: Whether to look at the weight gradient by itself, as `SplitBackward` cuts it off; else
-            `weight_s` and `pending_bytes` are 0.
+    Recompute counts with the backward, the loss with the last layer; without `labels` it is left out. With
+    `split_backward` the weight gradient is looked at by itself, else `weight_s` and `pending_bytes` are 0.
 
     Returns:
         One cost per layer. A layer with parameters sharded over the stages, whose work all stages share, is not looked
@@ -130,7 +126,7 @@ def layer_costs(
         trace,
         signatures,
         lambda index: _layer_cost(module, trace, index, seconds, split_backward),
-        lambda work, first: work.residual_bytes,
+        lambda first: layer_work(module, trace, first, first + 1).residual_bytes,
     )
     costs = [dataclasses.replace(cost, shared_bytes=shared) for cost, shared in looked_at]
     # The loss runs on the stage of the last layer.
@@ -160,16 +156,9 @@ def look_once(
     trace: ModelTrace,
     signatures: Sequence[Hashable],
     look: Callable[[int], Cost],
-    residual_bytes: Callable[[LayerWork, int], int],
+    residual_bytes: Callable[[int], int],
 ) -> Iterator[tuple[Cost, int]]:
     """Give the costs of all layers, looking once at those that are alike.
-
-    Args:
-        module: The model.
-        trace: Its shapes.
-        signatures: Per layer a value that is equal for alike layers.
-        look: The costs of a layer by itself, by its index.
-        residual_bytes: Bytes that the work of two layers keeps, by it and the index of the first.
 
     Returns:
         Per layer its costs, and how many bytes of its residuals the layer before keeps anyway on the same stage.
@@ -192,8 +181,7 @@ def look_once(
             before, alone = (known[each].residual_bytes for each in pair)
             shared[pair] = 0
             if before and alone:
-                both = residual_bytes(layer_work(module, trace, index - 1, index), index - 1)
-                shared[pair] = min(max(before + alone - both, 0), alone)
+                shared[pair] = min(max(before + alone - residual_bytes(index - 1), 0), alone)
         yield known[key], shared[pair]
 
 
@@ -246,11 +234,13 @@ def _work(
     context: PyTree,
     mesh: AbstractMesh,
     frozen: Sequence[int] = (),
+    residual_dtype: str | None = None,
 ) -> LayerWork:
     axes = automatic_axes(mesh)
     on_one = functools.partial(call_on_one, axes, function)
     num_shares = math.prod(mesh.shape[axis] for axis in axes)
-    return LayerWork(Residuals(on_one, params, inputs, context, frozen=frozen), params, inputs, context, num_shares)
+    residuals = Residuals(on_one, params, inputs, context, dtype=residual_dtype, frozen=frozen)
+    return LayerWork(residuals, params, inputs, context, num_shares)
 
 
 def bytes_per_param(

@@ -18,13 +18,6 @@ def notes_on_cut(
 ) -> tuple[str, ...]:
     """Compare a cut with another one, and say what the last layers and the loss take; logged, too.
 
-    Args:
-        module: The model.
-        trace: Its shapes.
-        labels: Shapes of a microbatch's labels.
-        signatures: Per layer a value that is equal for alike layers.
-        parts: Boundaries of the parts, at least two.
-
     Returns:
         Sentences, none where nothing is known of the work.
     """

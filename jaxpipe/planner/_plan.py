@@ -16,7 +16,6 @@ from jaxpipe.partition import StageMemory, cut_stages, profile_source
 from jaxpipe.schedules import (
     PipeSchedule,
     TickProgram,
-    forward_schedule,
     lower_schedule,
     makespan,
     resolve_schedule,
@@ -46,18 +45,8 @@ def make_plan(
 ) -> Plan:
     """Decide what is left open; all processes call.
 
-    Args:
-        module: The model.
-        trace: Its shapes, for one microbatch of one replica.
-        mesh: The devices.
-        labels: Shapes and dtypes of a microbatch's labels.
-        num_microbatches: Microbatches per step.
-        config: How the pipeline runs and updates.
-        optimizer: What updates the parameters, for the memory that it takes; None: as much as Adam in float32.
-        parts: Boundaries to keep to, as another plan for the same model has them; None: by the partition method.
-
-    Returns:
-        The plan.
+    `labels` are a microbatch's, as shapes. Without an `optimizer` parameters are taken to need as much as with Adam in
+    float32. Given `parts`, as another plan for the same model has them, are kept to.
 
     Raises:
         ScheduleError: The schedule is unsound, or cannot have so many chunks.
@@ -77,24 +66,15 @@ def make_plan(
             grad_dtype=config.data_types.grad_accum_dtype,
             num_shards=mesh_shape(mesh)["data"] if config.zero_optimization.stage else 1,
         )
-    if section.schedule == "auto":
+    if is_planned:
         choice, section = choose_settings(module, trace, mesh, labels, num_microbatches, section, param_size)
-    elif is_planned:
-        _, section = choose_settings(module, trace, mesh, labels, num_microbatches, section, param_size)
-    num_stages = module.num_stages
-    schedule = resolve_schedule(
-        section.schedule, unless_auto(section.num_chunks), unless_auto(section.max_pending_weights)
-    )
-    program = lower_schedule(schedule, num_microbatches, num_stages)
-    is_cpu = mesh.devices.flat[0].platform == "cpu"
-    if section.skip_idle == "auto":
-        section = dataclasses.replace(section, skip_idle=skips_idle(program, mesh))
-    section = _with_gathers(section, config.zero_optimization.stage, mesh, program.num_chunks)
-    is_cut, profile, notes = len(program.placement.stages) > 1, None, ()
+    schedule = schedule_of(section)
+    is_cut, profile, notes = module.num_stages * schedule.num_chunks > 1, None, ()
     signatures: tuple[Hashable, ...] = (None,) * len(module.layers)
     if is_cut:
         signatures = layer_signatures(module.layers, trace, module.compute_dtype)
     if parts is None:
+        program = lower_schedule(schedule, num_microbatches, module.num_stages)
         # Every device has a ring as long as the fullest stage needs, so a part needs no less where fewer are in flight.
         in_flight, stages = -(-program.residual_slots // schedule.num_chunks), program.placement.stages
         memory = StageMemory((in_flight,) * len(stages), stages, param_size, limit_of(section, mesh))
@@ -102,14 +82,47 @@ def make_plan(
             module, trace, mesh, stages=stages, labels=labels, memory=memory, signatures=signatures
         )
         notes = notes_on_cut(module, trace, labels, signatures, parts) if is_cut else ()
-    vocab, _ = find_vocab_layers(module.layers, trace, cut_stages(signatures, parts), num_stages)
+    plan = plan_cut(module, trace, mesh, num_microbatches, config, section, signatures, parts)
+    choice = choice if config.pipeline.schedule == "auto" else None
+    return dataclasses.replace(plan, profile=profile, choice=choice, notes=notes)
+
+
+def plan_cut(
+    module: PipelineModule,
+    trace: ModelTrace,
+    mesh: Mesh,
+    num_microbatches: int,
+    config: TrainConfig,
+    section: PipelineConfig,
+    signatures: Sequence[Hashable],
+    parts: Sequence[int],
+) -> Plan:
+    """Decide what follows from a schedule and a cut; nothing is measured, and the mesh's devices may be absent.
+
+    `config` is as the user has it, `section` its section `pipeline` with the schedule decided.
+
+    Raises:
+        ScheduleError: The schedule is unsound.
+        ConfigError: It is said when weights are gathered, and there is no axis over which they are divided; or losses
+            a tick later are asked for, and no last layer is split.
+    """
+    schedule = schedule_of(section)
+    vocab, _ = find_vocab_layers(module.layers, trace, cut_stages(signatures, parts), module.num_stages)
     program = lower_training(schedule, num_microbatches, section, module, vocab, mesh)
-    forward_only = lower_schedule(forward_schedule(schedule), num_microbatches, num_stages, training=False)
+    if section.skip_idle == "auto":
+        section = dataclasses.replace(section, skip_idle=skips_idle(program, mesh))
+    section = _with_gathers(section, config.zero_optimization.stage, mesh, program.num_chunks)
     program = _over_replicas(program, mesh, config.pipeline.skip_idle)
     config = dataclasses.replace(config, pipeline=section)
+    is_cpu = mesh.devices.flat[0].platform == "cpu"
     # Exchanges of accelerators run beside their computing; on CPU a stage that skips its forward would wait for others.
     sends_early = not (section.skip_idle and (is_cpu or _waits_amid_ticks(program)))
-    return Plan(config, schedule, program, forward_only, signatures, tuple(parts), profile, choice, sends_early, notes)
+    return Plan(config, schedule, program, tuple(signatures), tuple(parts), sends_early)
+
+
+def schedule_of(section: PipelineConfig) -> type[PipeSchedule]:
+    """The class of the schedule that is named, with its chunks and pending weight gradients."""
+    return resolve_schedule(section.schedule, unless_auto(section.num_chunks), unless_auto(section.max_pending_weights))
 
 
 def _over_replicas(program: TickProgram, mesh: Mesh, skip_idle: bool | Literal["auto"]) -> TickProgram:
@@ -150,14 +163,6 @@ def lower_training(
     mesh: Mesh,
 ) -> TickProgram:
     """The tick program of a training schedule, with losses a tick later where that is asked for or pays.
-
-    Args:
-        schedule: The schedule.
-        num_microbatches: Microbatches per step.
-        section: How the pipeline runs.
-        module: The model.
-        vocab: Its layers that are split over the stages.
-        mesh: The devices.
 
     Raises:
         ConfigError: Later losses are asked for, and no last layer is split.

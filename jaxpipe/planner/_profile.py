@@ -40,14 +40,8 @@ def cut_module(
 
     All processes call. The table of the cut is logged where costs are known.
 
-    Args:
-        module: The model.
-        trace: Its shapes, for one microbatch of one replica.
-        mesh: The devices.
-        stages: The stage of each part; None: one part on each stage, in order.
-        labels: A microbatch's labels, or their shapes, for the loss; None leaves it out.
-        memory: What is known of memory, and its limit; only `"profile"` keeps to it.
-        signatures: Per layer a value that is equal for alike layers; None finds them where the method asks for it.
+    `stages` is the stage of each part, by default one part on each stage in order. Without `labels` the loss is left
+    out. Only `"profile"` keeps to the limit in `memory`.
 
     Returns:
         `(boundaries, profile)`; the profile is None for methods that need none.

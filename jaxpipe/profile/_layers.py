@@ -8,14 +8,10 @@ import jax
 from jaxpipe._text import format_table
 from jaxpipe.config import FlopsProfilerSection
 from jaxpipe.forecast import HARDWARE
-from jaxpipe.jaxpr import program_work
-from jaxpipe.layers import device_bytes, loss_work
+from jaxpipe.layers import BACKWARD_PRODUCTS, device_bytes, forward_works
 from jaxpipe.pipeline import Pipeline
 
 from ._recorded import Operation
-
-_BACKWARD = 2
-"""A backward makes two products of each of the forward's: gradients of the inputs and of the weights."""
 
 
 @dataclass(frozen=True)
@@ -65,21 +61,22 @@ def layer_profiles(
         Its layers in order, then the loss.
     """
     trace, module, times = pipeline.trace, pipeline.module, pipeline.num_microbatches * pipeline.num_replicas
-    works = {first: program_work(trace.programs[first].jaxpr).flops for first in set(trace.firsts)}
+    # The loss of vocabulary-parallel layers has collectives, and is traced inside the executor alone.
+    has_loss = module.loss_fn is not None and not pipeline.ends.layers
+    works = forward_works(module, trace, pipeline.microbatch_struct.labels, has_loss=has_loss)
     parts = list(zip(pipeline.parts, pipeline.parts[1:], pipeline.part_stages, strict=False))
     busy_s = _busy_s(pipeline, operations, devices or {})
     found: list[LayerProfile] = []
     for index, named in enumerate(module.layers):
         on_all = index in pipeline.ends.layers
         stage = None if on_all else next(stage for start, stop, stage in parts if start <= index < stop)
-        forward, num_params = works[trace.firsts[index]], trace.num_own_params()[index]
-        flops = (1 + _BACKWARD) * forward * times
+        forward, num_params = works[index].flops, trace.num_own_params()[index]
+        flops = (1 + BACKWARD_PRODUCTS) * forward * times
         found.append(LayerProfile(named.name, stage, num_params, forward, flops, busy_s.get(named.name)))
-    # The loss of vocabulary-parallel layers has collectives, and is traced inside the executor alone.
-    if module.loss_fn is not None and not pipeline.ends.layers:
-        forward = loss_work(module, trace, pipeline.microbatch_struct.labels).flops
-        stage = pipeline.part_stages[-1]
-        found.append(LayerProfile("loss", stage, 0, forward, (1 + _BACKWARD) * forward * times, busy_s.get("loss")))
+    if has_loss:
+        forward = works[-1].flops
+        flops = (1 + BACKWARD_PRODUCTS) * forward * times
+        found.append(LayerProfile("loss", pipeline.part_stages[-1], 0, forward, flops, busy_s.get("loss")))
     return found
 
 

@@ -5,10 +5,11 @@ from jaxpipe.schedules._check import check_schedule as check_schedule
 from jaxpipe.schedules._choice import Candidate as Candidate
 from jaxpipe.schedules._choice import Choice as Choice
 from jaxpipe.schedules._choice import StageCosts as StageCosts
-from jaxpipe.schedules._choose import STEADY as STEADY
+from jaxpipe.schedules._choose import CHUNK_COUNTS as CHUNK_COUNTS
 from jaxpipe.schedules._choose import choose_schedule as choose_schedule
 from jaxpipe.schedules._closed_form import closed_form as closed_form
 from jaxpipe.schedules._cost import Kind as Kind
+from jaxpipe.schedules._cost import ShortSteps as ShortSteps
 from jaxpipe.schedules._cost import Slice as Slice
 from jaxpipe.schedules._cost import bubble_fraction as bubble_fraction
 from jaxpipe.schedules._cost import makespan as makespan
@@ -109,12 +110,13 @@ __all__ = [
     "schedule_names",
     "timeline",
     # For other rooms.
+    "CHUNK_COUNTS",
     "MAX_RUNS",
-    "STEADY",
     "Actions",
     "Buffers",
     "Kind",
     "Sends",
+    "ShortSteps",
     "Table",
     "Tables",
     "TickRun",

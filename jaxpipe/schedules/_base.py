@@ -60,6 +60,9 @@ class PipeSchedule(ABC):
     is_auto_candidate: ClassVar[bool] = True
     """True if `choose_schedule` looks at it, once it has a name."""
 
+    is_steady: ClassVar[bool] = True
+    """True if, beyond the first, each further group of S microbatches adds the same ticks and none holds more."""
+
     def __init__(self, micro_batches: int, stages: int, stage_id: int) -> None:
         self.micro_batches = _size("micro_batches", micro_batches, "microbatches in a batch")
         self.stages = _size("stages", stages, "pipeline stages")

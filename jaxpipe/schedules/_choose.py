@@ -7,7 +7,7 @@ from types import MappingProxyType
 from jaxpipe.errors import ScheduleError
 
 from ._choice import Candidate, Choice, StageCosts, gigabytes
-from ._cost import makespan
+from ._cost import ShortSteps, makespan
 from ._lowering import lower_schedule
 from ._program import TickProgram, TickRun
 from ._resolve import resolve_schedule, schedule_names
@@ -15,11 +15,10 @@ from ._resolve import resolve_schedule, schedule_names
 CLEAR_GAIN = 0.01
 """Share of the step that a less simple schedule must gain to be preferred."""
 
-STEADY = 3
-"""Groups of S microbatches after which a schedule only repeats itself; longer steps are extrapolated."""
+CHUNK_COUNTS = (1, 2, 4)
+"""Numbers of chunks that are looked at where none is asked for."""
 
-
-EVEN_CHUNKS: Mapping[int, float] = MappingProxyType({1: 1.0, 2: 1.0, 4: 1.0})
+_EVEN_CHUNKS: Mapping[int, float] = MappingProxyType(dict.fromkeys(CHUNK_COUNTS, 1.0))
 
 
 def choose_schedule(
@@ -28,7 +27,7 @@ def choose_schedule(
     num_microbatches: int,
     *,
     memory_limit_bytes: float | None = None,
-    chunk_counts: Mapping[int, float] = EVEN_CHUNKS,
+    chunk_counts: Mapping[int, float] = _EVEN_CHUNKS,
     max_pending: int | None = None,
     skip_idle: bool | None = None,
     names: Collection[str] | None = None,
@@ -125,19 +124,11 @@ class _Chooser:
         self, schedule: str, num_chunks: int, max_pending: int | None, policies: Sequence[bool]
     ) -> list[Candidate]:
         costs, kind = self.costs, resolve_schedule(schedule, num_chunks, max_pending)
-        # Lowering takes time in proportion to the microbatches. Beyond `STEADY` groups each further group of S adds the
-        # same ticks, so two short programs one group apart give any length; the remainder is kept, as it changes the
-        # tables, and over so many groups that, as in the whole step, none gets more than one microbatch of it.
-        remainder = self.num_microbatches % self.num_stages
-        lowered = min(self.num_microbatches, max(STEADY, remainder + 1) * self.num_stages + remainder)
-        program = lower_schedule(kind, lowered, self.num_stages)
-        shorter = program
-        if lowered < self.num_microbatches:
-            shorter = lower_schedule(kind, lowered - self.num_stages, self.num_stages)
-        rounds = (self.num_microbatches - lowered) // self.num_stages
+        steps = ShortSteps.of(kind, self.num_microbatches, self.num_stages)
+        program, shorter = (lower_schedule(kind, size, self.num_stages) for size in (steps.long, steps.short))
 
         def extended(of: Callable[[TickProgram], float]) -> float:
-            return of(program) + rounds * (of(program) - of(shorter))
+            return steps.extended(of(program), of(shorter))
 
         in_flight, pending = program.residual_slots / num_chunks, program.depth.pending / num_chunks
         memory = in_flight * costs.activation_bytes + pending * costs.pending_bytes

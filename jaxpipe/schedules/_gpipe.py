@@ -22,6 +22,9 @@ class GPipeSchedule(TimetableSchedule):
     is_auto_candidate: ClassVar[bool] = False
     """`"1f1b"` takes as long and holds no more, so this is never the better one."""
 
+    is_steady: ClassVar[bool] = False
+    """Every further microbatch is one more in flight."""
+
     def num_steps(self) -> int:
         """`2(M + S - 1)`."""
         return 2 * (self.micro_batches + self.stages - 1)

@@ -20,6 +20,8 @@ import jax.numpy as jnp
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
+from jaxpipe.jaxpr import spec_without
+
 Specs = Mapping[str, P]
 """Shardings over automatic axes of the leaves that have one, by name; a spec has an entry for each dim."""
 
@@ -137,8 +139,9 @@ class Layout:
             {name: change(self.struct_of(s, name)) for name in names if name not in left_out}
             for s, names in enumerate(self._names)
         ]
+        # A leaf that had a sharding keeps its dims, also where no axis is left.
         specs = [
-            {name: _without(spec, whole_along) for name, spec in of_stage.items() if name not in left_out}
+            {name: spec_without(spec, whole_along) for name, spec in of_stage.items() if name not in left_out}
             for of_stage in self._specs
         ]
         return Layout(stages, specs=specs, frozen=self.frozen - left_out)
@@ -291,15 +294,6 @@ def constrained(leaf: jax.Array, spec: P) -> jax.Array:
 def has_automatic_axes() -> bool:
     """True if the mesh around this code has axes that are left to XLA."""
     return AxisType.Auto in jax.sharding.get_abstract_mesh().axis_types
-
-
-def _without(spec: P, axis: str | None) -> P:
-    def one(entry: Any) -> Any:
-        left = tuple(name for name in (entry if isinstance(entry, tuple) else (entry,)) if name not in (axis, None))
-        return left if len(left) > 1 else left[0] if left else None
-
-    # An entry for each dim also where none is left: a leaf that had a sharding keeps its dims.
-    return P(*map(one, spec))
 
 
 def _whole(leaf: jax.Array) -> jax.Array:

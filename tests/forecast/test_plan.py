@@ -470,3 +470,51 @@ def test_layers_whose_weights_are_not_trained_cost_less_than_alike_ones_that_are
     )
     assert half[0].backward_s < all_trained[0].backward_s
     assert half[1].backward_s == all_trained[1].backward_s
+
+
+def pipeline_of(found: StepPlan, module: jaxpipe.PipelineModule, settings: dict[str, Any]) -> jaxpipe.Pipeline:
+    """The pipeline of a plan's candidate on simulated devices."""
+    devices = jax.devices()[: found.num_devices]
+    replicas = found.num_devices // module.num_stages
+    mesh = jaxpipe.mesh_for(module, devices)
+    return jaxpipe.make_pipeline(module, optax.adamw(1e-3), settings, mesh, example(replicas))
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("interleaved", 2)])
+def test_weights_are_gathered_when_the_pipeline_gathers_them(schedule: str, chunks: int) -> None:
+    held: dict[str, set[float]] = {}
+    for gather in ("step", "chunk", "tick"):
+        section = {"schedule": schedule, "num_chunks": chunks, "gather_weights": gather}
+        settings = config(zero_optimization={"stage": 3}, pipeline=section)
+        found = planned(2, config=settings, schedules=[schedule], num_chunks=[chunks])
+        assert found.best is not None
+        decided = pipeline_of(found, model(), settings).config.pipeline.gather_weights
+        held.setdefault(decided, set()).add(found.best.memory.weights)
+    # Of one chunk there is no other to turn to: its weights are gathered for the step.
+    assert list(held) == (["step", "tick"] if chunks == 1 else ["step", "chunk", "tick"])
+    weights = [each for decided in held.values() for each in decided]
+    assert len(weights) == len(held)
+    assert weights == sorted(weights, reverse=True)
+
+
+@pytest.mark.parametrize("interval", [0, 1])
+def test_residuals_are_counted_in_the_dtype_that_they_wait_in(interval: int) -> None:
+    ring: dict[str | None, float] = {}
+    for dtype in (None, "bfloat16"):
+        settings = config(pipeline={"schedule": "1f1b", "residual_dtype": dtype})
+        module = model(activation_checkpoint_interval=interval)
+        found = planned(model=module, config=settings, recompute=[interval], partition=["best"])
+        built = pipeline_of(found, module, settings)
+        assert found.best is not None
+        ring[dtype] = found.best.memory.residuals
+        wanted = built.residual_bytes[0] * built.program.residual_slots
+        assert ring[dtype] == pytest.approx(wanted, rel=0.05)
+    assert ring["bfloat16"] < 0.7 * ring[None]
+
+
+@pytest.mark.parametrize("gather", ["step", "chunk", "tick"])
+def test_weights_that_are_not_divided_are_not_gathered(gather: str) -> None:
+    settings = config(pipeline={"schedule": "1f1b", "gather_weights": gather})
+    match = f"gather_weights must be set only where .* but got pipeline.gather_weights='{gather}'"
+    with pytest.raises(JaxpipeError, match=match):
+        planned(config=settings)

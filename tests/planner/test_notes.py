@@ -16,7 +16,7 @@ from jaxpipe.config import PipelineConfig
 from jaxpipe.errors import ConfigError
 from jaxpipe.forecast import HARDWARE
 from jaxpipe.forecast._devices import absent_devices
-from jaxpipe.planner import lower_training
+from jaxpipe.planner._plan import lower_training
 from jaxpipe.schedules import resolve_schedule
 from jaxpipe.state import VocabLayers
 

@@ -9,12 +9,14 @@ from _covering import slow_after
 from jaxpipe.errors import ScheduleError
 from jaxpipe.schedules import (
     Choice,
+    ShortSteps,
     StageCosts,
     choose_schedule,
     closed_form,
     lower_schedule,
     makespan,
     resolve_schedule,
+    schedule_names,
 )
 
 COSTS = StageCosts(0.010, 0.011, 0.009, activation_bytes=1e9, pending_bytes=5e8)
@@ -163,6 +165,16 @@ def test_long_steps_are_extrapolated(num_microbatches: int) -> None:
         assert one.step_s == pytest.approx(makespan(program, 0.010, 0.020, weight_s=0.009))
         assert one.num_ticks == program.num_ticks
         assert one.in_flight == program.residual_slots / one.num_chunks
+
+
+@pytest.mark.parametrize("name", schedule_names())
+def test_every_named_schedule_says_whether_it_is_steady(name: str) -> None:
+    schedule, num_microbatches = schedule_names()[name], 53
+    steps = ShortSteps.of(schedule, num_microbatches, 4)
+    whole, long, short = (lower_schedule(schedule, size, 4) for size in (num_microbatches, steps.long, steps.short))
+    assert whole.num_ticks == steps.extended(long.num_ticks, short.num_ticks)
+    assert whole.residual_slots == long.residual_slots
+    assert whole.depth.pending == long.depth.pending
 
 
 @pytest.mark.parametrize("costs", [StageCosts(0.0, 0.0, 0.0), StageCosts(1.0, 1.0, -1.0)])
