@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from numbers import Real
 from typing import Any, cast
 
-from jaxpipe._numbers import as_number, plain
+from jaxpipe._numbers import as_flag, as_number, plain
 from jaxpipe.errors import ConfigError, shown
 
 from ._collect import Collector
@@ -81,7 +81,7 @@ def infinite_in(value: object, path: str) -> Iterator[ConfigError]:
     elif isinstance(value, tuple):
         for index, item in enumerate(cast("tuple[object, ...]", value)):
             yield from infinite_in(item, f"{path}[{index}]")
-    elif isinstance(value, Real) and not isinstance(value, bool) and as_number(value) is None:
+    elif isinstance(value, Real) and as_flag(value) is None and as_number(value) is None:
         yield wrong_value(path, "a finite number", value, "Use for instance 0.001")
 
 

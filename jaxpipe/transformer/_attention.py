@@ -181,8 +181,12 @@ def _cudnn(pattern: Pattern, q: jax.Array, k: jax.Array, v: jax.Array, visibilit
     # JAX (0.10) cannot partition the kernel where other axes are manual: each device calls it for its own heads.
     samples, heads = dividing_axes(q.shape[0], k.shape[2])
     each = P(samples, None, heads)
-    of_mask = None if mask is None else P(samples if mask.shape[0] > 1 else None, heads if mask.shape[1] > 1 else None)
-    specs = (each, each, each, Visibility(of_mask, None if hides.lengths is None else P(samples)))
+
+    def spec_of(x: jax.Array) -> P:
+        """That of the mask, whose dims may be 1, or of the lengths."""
+        return P(*(axis if size > 1 else None for axis, size in zip((samples, heads), x.shape, strict=False)))
+
+    specs = (each, each, each, jax.tree.map(spec_of, hides))
     return jax.shard_map(call, in_specs=specs, out_specs=each, axis_names=axes, check_vma=False)(q, k, v, hides)
 
 
