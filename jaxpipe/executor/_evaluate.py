@@ -98,4 +98,9 @@ class EvaluateLoop(TickLoop):
     def _measure(self, device: Device, batch: Microbatch, output: PyTree, measure: Measure) -> PyTree:
         batch = batch.without_key()
         with jax.named_scope("loss"):
-            return measure(self.stage.outputs(device.weights, batch, device.collections, output), batch.labels)
+            layers, storage = self.stage.vocab_loss, device.weights.storage
+            if layers is not None:
+                outputs = layers.outputs(storage, output, batch.context)
+            else:
+                outputs = self.stage.epilogue.outputs(storage, device.collections, output, batch.context)
+            return measure(outputs, batch.labels)

@@ -16,6 +16,7 @@ from jaxpipe.state import Storage
 from ._batch import Microbatch
 from ._buffers import make_ring, once, read_ring, run_or_zeros, select, to_memory, write_ring, write_ring_if, zeros_of
 from ._exchange import Channel
+from ._results import ForwardResult, LossResult, StageBackwardResult
 from ._stage import Stage
 from ._sums import GradientSums
 from ._tick_loop import Device, Row, TickLoop, is_never_idle, occurs
@@ -261,32 +262,35 @@ class TrainLoop(TickLoop):
         with jax.named_scope("forward"):
             batch = Microbatch(inputs, None, device.batch.context(row.forward.microbatch))
 
-            def forward(at: VirtualStage) -> tuple[Any, ...]:
+            def forward(at: VirtualStage) -> ForwardResult:
                 return stage.forward(at, weights, batch, collections, arrived)
 
-            def act(*, is_busy: bool) -> tuple[Any, ...]:
+            def act(*, is_busy: bool) -> ForwardResult:
                 actions, chunk = self.program.tables.forward, self._common_chunk(run, row)
                 return self.action(device, run, actions, row.forward, [forward], chunk=chunk, is_busy=is_busy)
 
             if self._sums.is_worth_a_loop(run, self.program.tables.forward, stage.residuals):
                 # Nor are residuals of an idle forward filled with zeros.
-                def write(_: Any, before: tuple[Any, ...]) -> tuple[Any, ...]:
-                    output, residuals, *others = act(is_busy=True)
-                    return write_ring(before[0], residuals, row.residual_write), output, *others
+                def write(_: Any, before: tuple[PyTree, ForwardResult]) -> tuple[PyTree, ForwardResult]:
+                    result = act(is_busy=True)
+                    ring = write_ring(before[0], result.residuals, row.residual_write)
+                    return ring, result._replace(residuals=())
 
-                output, _, _, reported = map(zeros_of, jax.eval_shape(lambda: act(is_busy=False)))
-                before = (carry.residuals, output, collections, reported)
-                carry.residuals, output, carry.collections, reported = once(row.forward.microbatch >= 0, write, before)
+                nothing = zeros_of(jax.eval_shape(lambda: act(is_busy=False)))
+                before = carry.residuals, nothing._replace(residuals=(), collections=collections)
+                carry.residuals, result = once(row.forward.microbatch >= 0, write, before)
+                carry.collections = result.collections
             else:
-                output, residuals, updated, reported = act(is_busy=False)
+                result = act(is_busy=False)
                 # An idle forward may have computed on garbage, or given zeros: neither may replace collections.
-                carry.collections = select(row.forward.microbatch >= 0, updated, collections)
+                carry.collections = select(row.forward.microbatch >= 0, result.collections, collections)
                 # Also where the forward was idle: the program names a slot that nothing living uses, so no branch is
                 # needed.
-                hosted = self._to_memory(residuals, jax.memory.Space.Host)
+                hosted = self._to_memory(result.residuals, jax.memory.Space.Host)
                 carry.residuals = write_ring(carry.residuals, hosted, row.residual_write)
+        output = result.output
         # Idle ticks report zeros, so chunk -1, which counts from the end, adds nothing.
-        carry.reported = carry.reported.at[row.forward.chunk].add(reported)
+        carry.reported = carry.reported.at[row.forward.chunk].add(result.reported)
         if self.sends_early:
             # Without the barrier XLA merges exchanges of gradients and activations in one direction, and neither of
             # them lies under an action any more.
@@ -315,51 +319,54 @@ class TrainLoop(TickLoop):
         self, device: Device, run: TickRun, carry: TrainCarry, row: Row, labels: PyTree, output: PyTree
     ) -> PyTree:
         """Run the epilogue where the last part is."""
-        stage, collections = self.stage, carry.collections
+        stage, storage, collections = self.stage, device.weights.storage, carry.collections
         is_last = self.is_last(device, row.forward.chunk)
         batch = Microbatch(None, labels, device.batch.context(row.loss_microbatch))
 
-        def compute() -> tuple[Any, ...]:
-            return stage.loss_and_gradients(device.weights, batch, collections, output, device.cotangents)
+        def compute() -> LossResult:
+            return stage.epilogue.loss_and_gradients(storage, collections, output, batch, device.cotangents)
 
         if self._sums.computes_off_trunk_in_loops(carry.off_trunk_grads):
             # In the loop the gradients are added where they are computed: nowhere is there room for them, and other
             # stages fill none with zeros.
-            def add(_: Any, before: tuple[Any, ...]) -> tuple[Any, ...]:
-                loss, off_trunk, *others = compute()
-                return self._sums.plus_off_trunk(before[0], off_trunk), loss, *others
+            def add(_: Any, before: tuple[Storage, LossResult]) -> tuple[Storage, LossResult]:
+                result = compute()
+                return self._sums.plus_off_trunk(before[0], result.grads), result._replace(grads=())
 
-            loss, _, gradient, _, reported = map(zeros_of, jax.eval_shape(compute))
-            before = (carry.off_trunk_grads, loss, gradient, collections, reported)
-            carry.off_trunk_grads, loss, gradient, carry.collections, reported = once(is_last, add, before)
+            nothing = zeros_of(jax.eval_shape(compute))
+            before = carry.off_trunk_grads, nothing._replace(grads=(), collections=collections)
+            carry.off_trunk_grads, result = once(is_last, add, before)
+            carry.collections = result.collections
         else:
             # One device computing every tick needs no branch around the loss; else only the last stage has it.
             if stage.last == 0 and is_never_idle(self.program.tables.forward, run):
                 result = compute()
             else:
                 result = run_or_zeros(jnp.where(is_last, 0, -1), [compute])
-            loss, off_trunk, gradient, updated, reported = result
-            carry.collections = select(is_last, updated, collections)
-            carry.off_trunk_grads = self._sums.add_off_trunk(carry.off_trunk_grads, off_trunk, is_last)
-        carry.loss_reported = carry.loss_reported + reported
-        carry.loss = carry.loss + loss
-        return gradient
+            carry.collections = select(is_last, result.collections, collections)
+            carry.off_trunk_grads = self._sums.add_off_trunk(carry.off_trunk_grads, result.grads, is_last)
+        carry.loss_reported = carry.loss_reported + result.reported
+        carry.loss = carry.loss + result.sums
+        return result.output_grad
 
     def _vocab_loss(
         self, device: Device, run: TickRun, carry: TrainCarry, row: Row, labels: PyTree, output: PyTree
     ) -> PyTree:
         """Run the last layers and the loss on all stages."""
-        index, microbatches = row.loss_microbatch, self.program.tables.loss_microbatch
+        layers, index = self.stage.vocab_loss, row.loss_microbatch
+        assert layers is not None
+        storage, cotangent = device.weights.storage, device.cotangents.main
         is_last = (device.stage == self.stage.placement.locations[-1][0]) & (index >= 0)
         batch = Microbatch(None, labels, device.batch.context(index))
 
-        def compute() -> PyTree:
-            return self.stage.vocab_loss_and_gradients(device.weights, batch, is_last, output, device.cotangents.main)
+        def compute() -> LossResult:
+            return layers.loss_and_gradients(storage, is_last, output, batch, cotangent)
 
-        loss, grads, gradient = self.on_all_stages(run, microbatches, index, compute)
-        carry.loss = carry.loss + loss
-        _add_vocab(carry, grads)
-        return gradient
+        microbatches = self.program.tables.loss_microbatch
+        result: LossResult = self.on_all_stages(run, microbatches, index, compute)
+        carry.loss = carry.loss + result.sums
+        _add_vocab(carry, result.grads)
+        return result.output_grad
 
     def _vocab_input(self, device: Device, run: TickRun, carry: TrainCarry, row: Row) -> None:
         """Run the first layers on all stages: their forward for the next tick, their backward for the last one.
@@ -386,8 +393,9 @@ class TrainLoop(TickLoop):
             carry.entering = self.on_all_stages(run, table, following, outputs, is_harmless=True)
 
     def _vocab_input_gradients(self, device: Device, index: jax.Array, gradient: PyTree) -> dict[str, jax.Array]:
-        batch = Microbatch(device.batch.inputs(index), None, device.batch.context(index))
-        return self.stage.vocab_input_gradients(device.weights, batch, gradient)
+        assert self.stage.vocab_input is not None
+        inputs, context = device.batch.inputs(index), device.batch.context(index)
+        return self.stage.vocab_input.gradients(device.weights.storage, inputs, context, gradient)
 
     def _backward(
         self, device: Device, run: TickRun, carry: TrainCarry, row: Row, arrived: PyTree, loss_gradient: PyTree
@@ -400,10 +408,12 @@ class TrainLoop(TickLoop):
         kinds = self._kinds_of_backward(run)
         in_loop = self._sums.computes_off_trunk_in_loops(carry.off_trunk_grads)
         apart = kinds == [False] and stage.prologue.has_apart and in_loop
-        trunk, off_trunk, outgoing = self._gradients_of(device, run, carry, row, gradient, kinds, apart=apart)
+        result = self._gradients_of(device, run, carry, row, gradient, kinds, apart=apart)
+        outgoing = result.input_grad
         # No sends are named: gradients never leave early.
         carry.gradients = self._gradients.send(carry.gradients, {}, row.gradients, device.stage, outgoing)
-        self._add(device, run, self.program.tables.backward, carry, row.backward.chunk, trunk, off_trunk)
+        actions, chunk = self.program.tables.backward, row.backward.chunk
+        self._add(device, run, actions, carry, chunk, result.trunk, result.off_trunk)
         if apart:
             self._add_first(device, carry, row, outgoing)
         if stage.vocab_input is not None:
@@ -420,16 +430,16 @@ class TrainLoop(TickLoop):
         kinds: Sequence[bool],
         *,
         apart: bool,
-    ) -> tuple[PyTree, PyTree, PyTree]:
-        """Run the backward's action; gives the first three of `Stage.backward`."""
+    ) -> StageBackwardResult:
+        """Run the backward's action; what is pending is in its ring."""
         stage, ring, weights = self.stage, carry.residuals, device.weights.with_trunk(carry.gathered[-1:])
 
-        def backward(at: VirtualStage, *, split: bool) -> tuple[Any, ...]:
+        def backward(at: VirtualStage, *, split: bool) -> StageBackwardResult:
             residuals = self._read_residuals(ring, row.residual_read)
             reported = device.cotangents.reported
             return stage.backward(at, weights, residuals, gradient, reported, split=split, apart=apart)
 
-        functions: list[Callable[[VirtualStage], tuple[Any, ...]]] = [
+        functions: list[Callable[[VirtualStage], StageBackwardResult]] = [
             functools.partial(backward, split=split) for split in kinds
         ]
         which: jax.Array | int = 0
@@ -439,30 +449,31 @@ class TrainLoop(TickLoop):
             functions[1] = lambda at: _fill(split(at), jax.eval_shape(lambda: whole(at)))
             which = (row.pending_write >= 0).astype(jnp.int32)
 
-        def act(*, is_busy: bool) -> tuple[Any, ...]:
+        def act(*, is_busy: bool) -> StageBackwardResult:
             actions, chunk = self.program.tables.backward, self._common_chunk(run, row)
             return self.action(device, run, actions, row.backward, functions, which, chunk, is_busy=is_busy)
 
         if kinds == [True] and self._sums.is_worth_a_loop(run, self.program.tables.backward, stage.pending):
 
-            def write(_: Any, before: tuple[Any, ...]) -> tuple[Any, ...]:
-                *others, pending = act(is_busy=True)
-                return write_ring(before[0], pending, row.pending_write), *others
+            def write(_: Any, before: tuple[PyTree, StageBackwardResult]) -> tuple[PyTree, StageBackwardResult]:
+                result = act(is_busy=True)
+                ring = write_ring(before[0], result.pending, row.pending_write)
+                return ring, result._replace(pending=())
 
-            *nothing, _ = map(zeros_of, jax.eval_shape(lambda: act(is_busy=False)))
-            after = once(row.backward.microbatch >= 0, write, (carry.pending, *nothing))
-            carry.pending, trunk, off_trunk, outgoing = after
+            nothing = zeros_of(jax.eval_shape(lambda: act(is_busy=False)))._replace(pending=())
+            carry.pending, result = once(row.backward.microbatch >= 0, write, (carry.pending, nothing))
         else:
             # What an idle backward computed is replaced by zeros, but not what is added in a loop: it is not looked at.
             in_loop = self._sums.adds_off_trunk_in_loops(carry.off_trunk_grads)
             is_dropped = not self.skip_idle and len(functions) == 1 and in_loop
-            trunk, off_trunk, outgoing, pending = act(is_busy=is_dropped)
+            result = act(is_busy=is_dropped)
             if is_dropped and not is_never_idle(self.program.tables.backward, run):
-                others = trunk, outgoing, pending
-                trunk, outgoing, pending = select(row.backward.microbatch >= 0, others, zeros_of(others))
+                others = result._replace(off_trunk=())
+                others = select(row.backward.microbatch >= 0, others, zeros_of(others))
+                result = others._replace(off_trunk=result.off_trunk)
             if True in kinds:
-                carry.pending = self._write_pending(run, carry.pending, pending, row.pending_write)
-        return trunk, off_trunk, outgoing
+                carry.pending = self._write_pending(run, carry.pending, result.pending, row.pending_write)
+        return result
 
     def _add_first(self, device: Device, carry: TrainCarry, row: Row, gradient: PyTree) -> None:
         """Compute and add gradients of the first virtual stage's prologue, where a backward has left them."""
@@ -503,7 +514,9 @@ class TrainLoop(TickLoop):
             at = VirtualStage(device.stage, jnp.maximum(chunk, 0), stage.placement)
 
             def deferred() -> Storage:
-                return stage.deferred_off_trunk(at, device.weights, *left())
+                residuals, pending = left()
+                storage = device.weights.storage
+                return stage.prologue.backward_weight(at, storage, residuals[0], pending[0], defers=True)
 
             is_given = (chunk >= 0) & stage.prologue.defers_at(at)
             carry.off_trunk_grads = self._sums.add_off_trunk_in_loop(carry.off_trunk_grads, is_given, deferred)
@@ -575,9 +588,10 @@ def _add_vocab(carry: TrainCarry, grads: dict[str, jax.Array]) -> None:
     carry.vocab_grads = sums | {name: sums[name] + g.astype(sums[name].dtype) for name, g in grads.items()}
 
 
-def _fill(split: tuple[Any, ...], whole: tuple[Any, ...]) -> tuple[Any, ...]:
+def _fill(split: StageBackwardResult, whole: StageBackwardResult) -> StageBackwardResult:
     """A split backward's result in the form of a whole one's: zeros for the gradients that it leaves for later."""
-    leaves, treedef = jax.tree.flatten(whole[0])
-    pairs = zip(treedef.flatten_up_to(split[0]), leaves, strict=True)
+    leaves, treedef = jax.tree.flatten(whole.trunk)
+    pairs = zip(treedef.flatten_up_to(split.trunk), leaves, strict=True)
     trunk = jax.tree.unflatten(treedef, [zeros_of(x) if g is None else g for g, x in pairs])
-    return trunk, zeros_of(whole[1]) if split[1] is None else split[1], *split[2:]
+    off_trunk = zeros_of(whole.off_trunk) if split.off_trunk is None else split.off_trunk
+    return split._replace(trunk=trunk, off_trunk=off_trunk)
