@@ -47,14 +47,9 @@ class Epilogue:
         batch: Microbatch,
         cotangents: tuple[jax.Array, jax.Array],
     ) -> LossResult:
-        """The loss of one microbatch with its gradients.
+        """The loss of one microbatch with its gradients, from the trunk's output in common form.
 
-        Args:
-            storage: The parameters of the stage that holds it.
-            collections: Its collections.
-            output: The trunk's output, in common form.
-            batch: The microbatch, with its labels.
-            cotangents: What the loss, and the losses that layers report, are multiplied with before differentiation.
+        Before differentiation the loss, and the losses that layers report, are multiplied with `cotangents`.
         """
         segment, inputs = self._segment, self._activations.unpack(self._last, output)
         full_context = (0, *batch.context, segment.collections(collections))

@@ -125,15 +125,9 @@ class Prologue:
     ) -> BackwardResult:
         """Backward, with all that it gives in common form.
 
-        Args:
-            at: The virtual stage.
-            storage: The stage's parameters.
-            residuals: As `forward` returned them.
-            gradient: The gradient of the prologue's output.
-            reported_cotangent: The cotangent of the losses that layers report.
-            split: Leave to `backward_weight` what can wait.
-            apart: Leave all gradients of parameters to `first_gradients`, see `has_apart`; the input's
-                gradient is what that takes where it is the first virtual stage's.
+        A split one leaves to `backward_weight` what can wait. One `apart` leaves all gradients of
+        parameters to `first_gradients`, see `has_apart`; the input's gradient is then what that
+        takes, where it is the first virtual stage's.
         """
         gives = self._has_immediate if split else not apart
         if self._is_empty:
@@ -160,12 +154,7 @@ class Prologue:
     ) -> PyTree:
         """Gradients that a split backward has left, in common form, zero where it gave them.
 
-        Args:
-            at: The virtual stage.
-            storage: The stage's parameters.
-            residuals: As `forward` returned them.
-            pending: As `backward` returned it.
-            defers: It is known that `defers_at` the virtual stage is true.
+        With `defers` it is known that `defers_at` the virtual stage is true.
         """
 
         def run(number: int, program: Segment) -> PyTree:

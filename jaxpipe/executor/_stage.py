@@ -178,16 +178,10 @@ class Stage:
         split: bool,
         apart: bool = False,
     ) -> StageBackwardResult:
-        """Run the backward of trunk and prologue.
+        """Run the backward of trunk and prologue from the gradient of the output, in common form.
 
-        Args:
-            at: The virtual stage.
-            weights: The stage's parameters.
-            residuals: As `forward` returned them.
-            gradient: The gradient of the output, in common form.
-            reported_cotangent: The cotangent of the losses that layers report.
-            split: Leave the weight gradients to `backward_weight`, as far as they need not be computed for the input's.
-            apart: Leave those of the prologue to `Prologue.first_gradients`.
+        A split one leaves the weight gradients to `backward_weight`, as far as they need not be
+        computed for the input's; one `apart` leaves the prologue's to `Prologue.first_gradients`.
         """
         of_prologue, of_trunk = residuals
         if not (self.trunk.is_empty or self.gradients.is_identity):
@@ -203,11 +197,10 @@ class Stage:
     def backward_weight(
         self, at: VirtualStage, weights: Weights, residuals: PyTree, pending: PyTree, *, with_prologue: bool
     ) -> tuple[PyTree, PyTree]:
-        """Run what a split backward has left.
+        """Gradients that a split backward has left, of the trunk and of the stage's other parameters.
 
-        Returns:
-            `(gradients of the trunk, gradients of the stage's other parameters)`; None or zero where the split
-            backward gave them. The second is None without the prologue, and where its split backward gave all.
+        None or zero where the split backward gave them. The second is None without the prologue, and
+        where its split backward gave all.
         """
         trunk = self.trunk.backward_weight(at, weights.trunk, residuals[1], pending[1])
         if not (with_prologue and self.prologue.has_deferred):

@@ -1,11 +1,9 @@
 """The training loop: a tick program run by every device, from a batch to summed losses and gradients."""
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-import chex
 import jax
 import jax.numpy as jnp
 
@@ -24,47 +22,48 @@ from ._trunk import GatheredChunk
 from ._virtual_stage import VirtualStage
 
 
-@chex.dataclass
-class TrainCarry:
+class TrainCarry(NamedTuple):
     """Carry of a device from tick to tick; after the last one, its sums over the microbatches of a batch.
 
     Attributes:
         activations: Activations on their way.
-        gradients: Gradients on their way.
-        residuals: What forwards left for their backwards, `[slots, ...]`.
-        pending: What split backwards left for their weight gradients, `[slots, ...]`.
-        loss_gradients: Gradients of the model's output that wait for their backward, in the slots of the residuals;
-            empty where every loss is followed by its backward in the same tick.
-        entering: What vocabulary-parallel first layers have made for this tick's forward.
-        leaving: The gradient of what they made that the tick before has left for their backward.
-        finished: The output that the tick before has left for the loss, where losses are delayed.
-        gathered: Chunks whose trunk is gathered over `fsdp` till their stage turns to another: that of the forward and
-            that of the backward, one where both are always the same, none where weights are gathered otherwise.
-        trunk_grads: Summed gradients of the trunk, a tree for each chunk.
-        off_trunk_grads: Those of the stage's other parameters.
-        vocab_grads: Those of vocabulary-parallel layers, by name.
-        loss: Sums of what the loss gives (`LossTerms.sums`), on the stage of the last part, else 0.
         collections: The stage's collections after the microbatches so far.
+        entering: What vocabulary-parallel first layers have made for this tick's forward.
+        finished: The output that the tick before has left for the loss, where losses are delayed.
+        gathered: Chunks whose trunk is gathered over `fsdp` till their stage turns to another: that
+            of the forward and that of the backward, one where both are always the same, none where
+            weights are gathered otherwise.
+        gradients: Gradients on their way.
+        leaving: The gradient of what vocabulary-parallel first layers made, which the tick before
+            has left for their backward.
+        loss: Sums of what the loss gives (`LossTerms.sums`), on the stage of the last part, else 0.
+        loss_gradients: Gradients of the model's output that wait for their backward, in the slots of
+            the residuals; empty where every loss is followed by its backward in the same tick.
+        loss_reported: Summed values that the epilogue reports.
+        off_trunk_grads: Summed gradients of the stage's parameters off the trunk.
+        pending: What split backwards left for their weight gradients, `[slots, ...]`.
         reported: Summed values that prologues and trunks report, `[num_chunks, n]`.
-        loss_reported: Those that the epilogue reports.
+        residuals: What forwards left for their backwards, `[slots, ...]`.
+        trunk_grads: Summed gradients of the trunk, a tree for each chunk.
+        vocab_grads: Those of vocabulary-parallel layers, by name.
     """
 
     activations: TransferBuffers[PyTree]
-    gradients: TransferBuffers[PyTree]
-    residuals: PyTree
-    pending: PyTree
-    loss_gradients: PyTree
+    collections: PyTree
     entering: PyTree
-    leaving: PyTree
     finished: PyTree
     gathered: tuple[GatheredChunk, ...]
-    trunk_grads: tuple[PyTree, ...]
-    off_trunk_grads: PyTree
-    vocab_grads: dict[str, jax.Array]
+    gradients: TransferBuffers[PyTree]
+    leaving: PyTree
     loss: jax.Array
-    collections: PyTree
-    reported: jax.Array
+    loss_gradients: PyTree
     loss_reported: jax.Array
+    off_trunk_grads: PyTree
+    pending: PyTree
+    reported: jax.Array
+    residuals: PyTree
+    trunk_grads: tuple[PyTree, ...]
+    vocab_grads: dict[str, jax.Array]
 
     @property
     def all_reported(self) -> jax.Array:
@@ -125,9 +124,8 @@ class TrainLoop(TickLoop):
         carry = self.scan(device, lambda run, carry, row: self._tick(device, run, carry, row), carry)
         (first_stage, first_chunk), backward = stage.placement.locations[0], program.tables.backward
         if stage.vocab_input is not None and backward.chunk[first_stage][-1] == first_chunk:
-            carry = dataclasses.replace(carry)  # pyright: ignore[reportArgumentType, reportCallIssue, reportType]
             index = jnp.int32(backward.microbatch[first_stage][-1])
-            _add_vocab(carry, self._vocab_input_gradients(device, index, carry.leaving))
+            carry = _plus_vocab(carry, self._vocab_input_gradients(device, index, carry.leaving))
         return carry
 
     def _first_entering(self, device: Device) -> PyTree:
@@ -136,115 +134,106 @@ class TrainLoop(TickLoop):
             return ()
         return self.entering(device, jnp.int32(self.program.tables.input_microbatch[0][0]), train=True)
 
-    def _tick(self, device: Device, run: TickRun, carry: TrainCarry, row: Row) -> None:
-        arrived, inputs, tables = self._receive(device, run, carry, row), carry.entering, self.program.tables
-        self._turn(device, carry, row)
+    def _tick(self, device: Device, run: TickRun, carry: TrainCarry, row: Row) -> TrainCarry:
+        inputs, tables = carry.entering, self.program.tables
+        carry, arrived = self._receive(device, run, carry, row)
+        carry = self._turn(device, carry, row)
         # Out of all actions: idle stages, too, take part where inputs and labels are gathered from shares.
         labels = device.batch.labels(row.loss_microbatch)
         if self.stage.vocab_input is None:
             inputs = device.batch.inputs(row.input_microbatch)
         else:
-            self._vocab_input(device, run, carry, row)
+            carry = self._vocab_input(device, run, carry, row)
         loss_gradient, gradient = self.stage.gradients.zeros(), arrived[1]
         if self.program.delays_loss:
-            loss_gradient = self._loss(device, run, carry, row, labels, carry.finished)
+            carry, loss_gradient = self._loss(device, run, carry, row, labels, carry.finished)
         if run.has_forward:
 
-            def forward(carry: TrainCarry, row: Row, taken: tuple[PyTree, ...]) -> tuple[PyTree, PyTree]:
-                output, gradient = self._forward(device, run, carry, row, *taken)
-                if not self.program.delays_loss:
-                    return self._loss(device, run, carry, row, labels, output), gradient
-                carry.finished = output
-                return loss_gradient, gradient
+            def forward(carry: TrainCarry, row: Row, taken: tuple[PyTree, ...]) -> Any:
+                carry, output, gradient = self._forward(device, run, carry, row, *taken)
+                if self.program.delays_loss:
+                    return carry._replace(finished=output), (loss_gradient, gradient)
+                carry, of_output = self._loss(device, run, carry, row, labels, output)
+                return carry, (of_output, gradient)
 
             is_busy, nothing = row.forward.microbatch >= 0, (loss_gradient, gradient)
-            loss_gradient, gradient = self._unless_idle(
+            carry, (loss_gradient, gradient) = self._unless_idle(
                 run, tables.forward, is_busy, forward, carry, row, (inputs, *arrived), nothing
             )
         # A model of one virtual stage has no backward of its own: its epilogue is the whole model, with the loss.
         if run.has_backward and self.stage.last:
 
-            def backward(carry: TrainCarry, row: Row, arrived: tuple[PyTree, PyTree]) -> None:
-                self._backward(device, run, carry, row, *arrived)
+            def backward(carry: TrainCarry, row: Row, arrived: tuple[PyTree, PyTree]) -> Any:
+                return self._backward(device, run, carry, row, *arrived), None
 
             is_busy, values = row.backward.microbatch >= 0, (gradient, loss_gradient)
             with jax.named_scope("backward"):
-                self._unless_idle(run, tables.backward, is_busy, backward, carry, row, values, None)
+                carry, _ = self._unless_idle(run, tables.backward, is_busy, backward, carry, row, values)
         if run.has_weight and self.stage.last:
 
-            def weight(carry: TrainCarry, row: Row, _: None) -> None:
-                self._weight(device, run, carry, row)
+            def weight(carry: TrainCarry, row: Row, _: None) -> Any:
+                return self._weight(device, run, carry, row), None
 
             is_busy = row.weight.microbatch >= 0
             with jax.named_scope("weight_gradient"):
-                self._unless_idle(run, tables.weight, is_busy, weight, carry, row, None, None)
+                carry, _ = self._unless_idle(run, tables.weight, is_busy, weight, carry, row)
+        return carry
 
-    def _receive(self, device: Device, run: TickRun, carry: TrainCarry, row: Row) -> tuple[PyTree, PyTree]:
+    def _receive(
+        self, device: Device, run: TickRun, carry: TrainCarry, row: Row
+    ) -> tuple[TrainCarry, tuple[PyTree, PyTree]]:
         """Do the tick's exchanges; gives the activation and the gradient that its actions take."""
-        activation, carry.activations = self.activations.recv(
+        activation, activations = self.activations.recv(
             carry.activations, run.activation_sends, row.activations, device.stage
         )
-        gradient, carry.gradients = self._gradients.recv(
-            carry.gradients, run.gradient_sends, row.gradients, device.stage
-        )
+        gradient, gradients = self._gradients.recv(carry.gradients, run.gradient_sends, row.gradients, device.stage)
+        carry = carry._replace(activations=activations, gradients=gradients)
         if self.stage.vocab_loss is not None and self.skip_idle and len(run.activation_sends) > 1:
             # Before the forward: else XLA (JAX 0.10) puts the exchange of gradients after the loss, whose collectives
             # lie in no other exchange, and a stage that has a backward waits for its neighbours' forwards.
-            return jax.lax.optimization_barrier((activation, gradient))
-        return activation, gradient
+            activation, gradient = jax.lax.optimization_barrier((activation, gradient))
+        return carry, (activation, gradient)
 
-    def _turn(self, device: Device, carry: TrainCarry, row: Row) -> None:
+    def _turn(self, device: Device, carry: TrainCarry, row: Row) -> TrainCarry:
         """Gather the chunk of the tick, where chunks are gathered when a stage turns to them."""
         if not carry.gathered:
-            return
+            return carry
         chunks = [row.forward.chunk, row.backward.chunk]
         if len(carry.gathered) == 1:
             chunks = [jnp.maximum(*chunks)]
-        carry.gathered = tuple(
+        gathered = tuple(
             self.stage.trunk.turned(of_before, device.weights.trunk, chunk)
             for of_before, chunk in zip(carry.gathered, chunks, strict=True)
         )
+        return carry._replace(gathered=gathered)
 
     def _unless_idle(
         self,
         run: TickRun,
         actions: Actions[Table],
         is_busy: jax.Array,
-        act: Callable[[TrainCarry, Row, Any], Any],
+        act: Callable[[TrainCarry, Row, Any], tuple[TrainCarry, Any]],
         carry: TrainCarry,
         row: Row,
-        values: PyTree,
-        nothing: PyTree,
-    ) -> PyTree:
-        """Let an action change the carry, and give what it gives.
+        values: PyTree = None,
+        nothing: PyTree = None,
+    ) -> tuple[TrainCarry, Any]:
+        """The carry after an action and what it gives, in a loop `nothing` where it is idle.
 
-        On CPU this is a loop of one round, or of none where the action is idle: then it costs nothing. A branch would
-        make zeros of all that the action gives, which are then written to the rings and added to the sums.
-
-        Args:
-            run: The run that the tick is in.
-            actions: The program's actions of this kind.
-            is_busy: Whether the tick has one.
-            act: Gives a value, of the carry, the tick's entries of the tables, and values.
-            carry: What it changes.
-            row: The tick's entries.
-            values: Others that it reads.
-            nothing: What an idle action of a loop gives.
+        On CPU this is a loop of one round, or of none where the action is idle: then it costs
+        nothing. A branch would make zeros of all that the action gives, which are then written to
+        the rings and added to the sums. `act` reads nothing that changes but its arguments.
         """
         if not self.loops_actions or is_never_idle(actions, run):
             return act(carry, row, values)
 
         def one_round(number: jax.Array, before: tuple[TrainCarry, PyTree]) -> tuple[TrainCarry, PyTree]:
-            changed = dataclasses.replace(before[0])  # pyright: ignore[reportArgumentType, reportCallIssue, reportType]
             # What does not depend on the loop's own state XLA moves in front of it, where idle actions run it too. Of
             # entries behind a barrier all would be held, tick by tick; a zero is added to those that are read.
             read, zero, _ = jax.lax.optimization_barrier((values, jnp.int32(0), number))
-            return changed, act(changed, jax.tree.map(lambda entry: entry + zero, row), read)
+            return act(before[0], jax.tree.map(lambda entry: entry + zero, row), read)
 
-        after, value = once(is_busy, one_round, (carry, nothing))
-        for field in dataclasses.fields(carry):  # pyright: ignore[reportArgumentType]
-            setattr(carry, field.name, getattr(after, field.name))
-        return value
+        return once(is_busy, one_round, (carry, nothing))
 
     def _forward(
         self,
@@ -255,7 +244,7 @@ class TrainLoop(TickLoop):
         inputs: PyTree,
         arrived: PyTree,
         gradient: PyTree,
-    ) -> tuple[PyTree, PyTree]:
+    ) -> tuple[TrainCarry, PyTree, PyTree]:
         """Run the forward; gives its output, and the gradient that arrived."""
         stage, collections = self.stage, carry.collections
         weights = device.weights.with_trunk(carry.gathered[:1])
@@ -278,46 +267,50 @@ class TrainLoop(TickLoop):
 
                 nothing = zeros_of(jax.eval_shape(lambda: act(is_busy=False)))
                 before = carry.residuals, nothing._replace(residuals=(), collections=collections)
-                carry.residuals, result = once(row.forward.microbatch >= 0, write, before)
-                carry.collections = result.collections
+                ring, result = once(row.forward.microbatch >= 0, write, before)
             else:
                 result = act(is_busy=False)
                 # An idle forward may have computed on garbage, or given zeros: neither may replace collections.
-                carry.collections = select(row.forward.microbatch >= 0, result.collections, collections)
+                updated = select(row.forward.microbatch >= 0, result.collections, collections)
+                result = result._replace(collections=updated)
                 # Also where the forward was idle: the program names a slot that nothing living uses, so no branch is
                 # needed.
                 hosted = self._to_memory(result.residuals, jax.memory.Space.Host)
-                carry.residuals = write_ring(carry.residuals, hosted, row.residual_write)
-        output = result.output
+                ring = write_ring(carry.residuals, hosted, row.residual_write)
         # Idle ticks report zeros, so chunk -1, which counts from the end, adds nothing.
-        carry.reported = carry.reported.at[row.forward.chunk].add(result.reported)
+        reported, output = carry.reported.at[row.forward.chunk].add(result.reported), result.output
         if self.sends_early:
             # Without the barrier XLA merges exchanges of gradients and activations in one direction, and neither of
             # them lies under an action any more.
             output, gradient = jax.lax.optimization_barrier((output, gradient))
-        carry.activations = self.activations.send(
+        activations = self.activations.send(
             carry.activations, run.next_activation_sends, row.activations, device.stage, output
         )
-        return output, gradient
+        carry = carry._replace(
+            activations=activations,
+            residuals=ring,
+            collections=result.collections,
+            reported=reported,
+        )
+        return carry, output, gradient
 
     def _loss(
         self, device: Device, run: TickRun, carry: TrainCarry, row: Row, labels: PyTree, output: PyTree
-    ) -> PyTree:
+    ) -> tuple[TrainCarry, PyTree]:
         """Run the loss; gives the gradient of the output where the last part is."""
         if not occurs(self.program.tables.loss_microbatch, run):
-            return self.stage.gradients.zeros()
+            return carry, self.stage.gradients.zeros()
+        run_loss = self._epilogue if self.stage.vocab_loss is None else self._vocab_loss
         with jax.named_scope("loss"):
-            if self.stage.vocab_loss is not None:
-                gradient = self._vocab_loss(device, run, carry, row, labels, output)
-            else:
-                gradient = self._epilogue(device, run, carry, row, labels, output)
-        if not self._has_fused_loss:
-            carry.loss_gradients = write_ring_if(carry.loss_gradients, gradient, row.loss_gradient_write)
-        return gradient
+            carry, gradient = run_loss(device, run, carry, row, labels, output)
+        if self._has_fused_loss:
+            return carry, gradient
+        ring = write_ring_if(carry.loss_gradients, gradient, row.loss_gradient_write)
+        return carry._replace(loss_gradients=ring), gradient
 
     def _epilogue(
         self, device: Device, run: TickRun, carry: TrainCarry, row: Row, labels: PyTree, output: PyTree
-    ) -> PyTree:
+    ) -> tuple[TrainCarry, PyTree]:
         """Run the epilogue where the last part is."""
         stage, storage, collections = self.stage, device.weights.storage, carry.collections
         is_last = self.is_last(device, row.forward.chunk)
@@ -335,23 +328,26 @@ class TrainLoop(TickLoop):
 
             nothing = zeros_of(jax.eval_shape(compute))
             before = carry.off_trunk_grads, nothing._replace(grads=(), collections=collections)
-            carry.off_trunk_grads, result = once(is_last, add, before)
-            carry.collections = result.collections
+            sums, result = once(is_last, add, before)
         else:
             # One device computing every tick needs no branch around the loss; else only the last stage has it.
             if stage.last == 0 and is_never_idle(self.program.tables.forward, run):
                 result = compute()
             else:
                 result = run_or_zeros(jnp.where(is_last, 0, -1), [compute])
-            carry.collections = select(is_last, result.collections, collections)
-            carry.off_trunk_grads = self._sums.add_off_trunk(carry.off_trunk_grads, result.grads, is_last)
-        carry.loss_reported = carry.loss_reported + result.reported
-        carry.loss = carry.loss + result.sums
-        return result.output_grad
+            result = result._replace(collections=select(is_last, result.collections, collections))
+            sums = self._sums.add_off_trunk(carry.off_trunk_grads, result.grads, is_last)
+        carry = carry._replace(
+            loss_reported=carry.loss_reported + result.reported,
+            loss=carry.loss + result.sums,
+            collections=result.collections,
+            off_trunk_grads=sums,
+        )
+        return carry, result.output_grad
 
     def _vocab_loss(
         self, device: Device, run: TickRun, carry: TrainCarry, row: Row, labels: PyTree, output: PyTree
-    ) -> PyTree:
+    ) -> tuple[TrainCarry, PyTree]:
         """Run the last layers and the loss on all stages."""
         layers, index = self.stage.vocab_loss, row.loss_microbatch
         assert layers is not None
@@ -364,11 +360,10 @@ class TrainLoop(TickLoop):
 
         microbatches = self.program.tables.loss_microbatch
         result: LossResult = self.on_all_stages(run, microbatches, index, compute)
-        carry.loss = carry.loss + result.sums
-        _add_vocab(carry, result.grads)
-        return result.output_grad
+        carry = _plus_vocab(carry._replace(loss=carry.loss + result.sums), result.grads)
+        return carry, result.output_grad
 
-    def _vocab_input(self, device: Device, run: TickRun, carry: TrainCarry, row: Row) -> None:
+    def _vocab_input(self, device: Device, run: TickRun, carry: TrainCarry, row: Row) -> TrainCarry:
         """Run the first layers on all stages: their forward for the next tick, their backward for the last one.
 
         No action of this tick needs either, so that their collectives over the stages travel under its products.
@@ -381,16 +376,18 @@ class TrainLoop(TickLoop):
                 return self._vocab_input_gradients(device, last, leaving)
 
             table = tables.last_input_grad_microbatch
-            _add_vocab(carry, self.on_all_stages(run, table, last, gradients, is_harmless=True))
+            carry = _plus_vocab(carry, self.on_all_stages(run, table, last, gradients, is_harmless=True))
             # Taken once: a tick without a backward leaves nothing.
-            carry.leaving = self.stage.gradients.zeros()
+            carry = carry._replace(leaving=self.stage.gradients.zeros())
         if occurs(tables.next_input_microbatch, run):
 
             def outputs() -> PyTree:
                 return self.entering(device, following, train=True)
 
             table = tables.next_input_microbatch
-            carry.entering = self.on_all_stages(run, table, following, outputs, is_harmless=True)
+            entering = self.on_all_stages(run, table, following, outputs, is_harmless=True)
+            carry = carry._replace(entering=entering)
+        return carry
 
     def _vocab_input_gradients(self, device: Device, index: jax.Array, gradient: PyTree) -> dict[str, jax.Array]:
         assert self.stage.vocab_input is not None
@@ -399,7 +396,7 @@ class TrainLoop(TickLoop):
 
     def _backward(
         self, device: Device, run: TickRun, carry: TrainCarry, row: Row, arrived: PyTree, loss_gradient: PyTree
-    ) -> None:
+    ) -> TrainCarry:
         """Run the backward, whole or of the input alone."""
         stage = self.stage
         if not self._has_fused_loss:
@@ -408,17 +405,20 @@ class TrainLoop(TickLoop):
         kinds = self._kinds_of_backward(run)
         in_loop = self._sums.computes_off_trunk_in_loops(carry.off_trunk_grads)
         apart = kinds == [False] and stage.prologue.has_apart and in_loop
-        result = self._gradients_of(device, run, carry, row, gradient, kinds, apart=apart)
+        carry, result = self._gradients_of(device, run, carry, row, gradient, kinds, apart=apart)
         outgoing = result.input_grad
         # No sends are named: gradients never leave early.
-        carry.gradients = self._gradients.send(carry.gradients, {}, row.gradients, device.stage, outgoing)
+        gradients = self._gradients.send(carry.gradients, {}, row.gradients, device.stage, outgoing)
         actions, chunk = self.program.tables.backward, row.backward.chunk
-        self._add(device, run, actions, carry, chunk, result.trunk, result.off_trunk)
+        carry = carry._replace(gradients=gradients)
+        carry = self._plus(device, run, actions, carry, chunk, result.trunk, result.off_trunk)
         if apart:
-            self._add_first(device, carry, row, outgoing)
+            carry = self._plus_first(device, carry, row, outgoing)
         if stage.vocab_input is not None:
             # All stages run their backward, and its psums add the cotangents up: only one may be other than zero.
-            carry.leaving = select(self.is_first(device, row.backward.chunk), outgoing, zeros_of(outgoing))
+            leaving = select(self.is_first(device, row.backward.chunk), outgoing, zeros_of(outgoing))
+            carry = carry._replace(leaving=leaving)
+        return carry
 
     def _gradients_of(
         self,
@@ -430,7 +430,7 @@ class TrainLoop(TickLoop):
         kinds: Sequence[bool],
         *,
         apart: bool,
-    ) -> StageBackwardResult:
+    ) -> tuple[TrainCarry, StageBackwardResult]:
         """Run the backward's action; what is pending is in its ring."""
         stage, ring, weights = self.stage, carry.residuals, device.weights.with_trunk(carry.gathered[-1:])
 
@@ -461,7 +461,7 @@ class TrainLoop(TickLoop):
                 return ring, result._replace(pending=())
 
             nothing = zeros_of(jax.eval_shape(lambda: act(is_busy=False)))._replace(pending=())
-            carry.pending, result = once(row.backward.microbatch >= 0, write, (carry.pending, nothing))
+            pending, result = once(row.backward.microbatch >= 0, write, (carry.pending, nothing))
         else:
             # What an idle backward computed is replaced by zeros, but not what is added in a loop: it is not looked at.
             in_loop = self._sums.adds_off_trunk_in_loops(carry.off_trunk_grads)
@@ -471,11 +471,12 @@ class TrainLoop(TickLoop):
                 others = result._replace(off_trunk=())
                 others = select(row.backward.microbatch >= 0, others, zeros_of(others))
                 result = others._replace(off_trunk=result.off_trunk)
+            pending = carry.pending
             if True in kinds:
-                carry.pending = self._write_pending(run, carry.pending, result.pending, row.pending_write)
-        return result
+                pending = self._write_pending(run, pending, result.pending, row.pending_write)
+        return carry._replace(pending=pending), result
 
-    def _add_first(self, device: Device, carry: TrainCarry, row: Row, gradient: PyTree) -> None:
+    def _plus_first(self, device: Device, carry: TrainCarry, row: Row, gradient: PyTree) -> TrainCarry:
         """Compute and add gradients of the first virtual stage's prologue, where a backward has left them."""
         ring, storage, reported = carry.residuals, device.weights.storage, device.cotangents.reported
 
@@ -484,9 +485,10 @@ class TrainLoop(TickLoop):
             return self.stage.prologue.first_gradients(storage, residuals, gradient, reported)
 
         is_first = self.is_first(device, row.backward.chunk)
-        carry.off_trunk_grads = self._sums.add_off_trunk_in_loop(carry.off_trunk_grads, is_first, compute)
+        sums = self._sums.add_off_trunk_in_loop(carry.off_trunk_grads, is_first, compute)
+        return carry._replace(off_trunk_grads=sums)
 
-    def _weight(self, device: Device, run: TickRun, carry: TrainCarry, row: Row) -> None:
+    def _weight(self, device: Device, run: TickRun, carry: TrainCarry, row: Row) -> TrainCarry:
         """Run the weight gradient of a split backward."""
         stage, residual_ring, pending_ring = self.stage, carry.residuals, carry.pending
         in_loop = self._sums.computes_off_trunk_in_loops(carry.off_trunk_grads)
@@ -506,10 +508,11 @@ class TrainLoop(TickLoop):
             def trunk_of(of_chunk: int) -> PyTree:
                 return weight(VirtualStage(device.stage, of_chunk, stage.placement))[0]
 
-            carry.trunk_grads = self._sums.add_trunk_in_loops(carry.trunk_grads, run, actions, chunk, trunk_of)
+            sums = self._sums.add_trunk_in_loops(carry.trunk_grads, run, actions, chunk, trunk_of)
+            carry = carry._replace(trunk_grads=sums)
         else:
             trunk, off_trunk = self.action(device, run, actions, row.weight, [weight])
-            self._add(device, run, actions, carry, chunk, trunk, off_trunk)
+            carry = self._plus(device, run, actions, carry, chunk, trunk, off_trunk)
         if in_loop and stage.prologue.has_deferred:
             at = VirtualStage(device.stage, jnp.maximum(chunk, 0), stage.placement)
 
@@ -519,7 +522,9 @@ class TrainLoop(TickLoop):
                 return stage.prologue.backward_weight(at, storage, residuals[0], pending[0], defers=True)
 
             is_given = (chunk >= 0) & stage.prologue.defers_at(at)
-            carry.off_trunk_grads = self._sums.add_off_trunk_in_loop(carry.off_trunk_grads, is_given, deferred)
+            sums = self._sums.add_off_trunk_in_loop(carry.off_trunk_grads, is_given, deferred)
+            carry = carry._replace(off_trunk_grads=sums)
+        return carry
 
     def _common_chunk(self, run: TickRun, row: Row) -> jax.Array | None:
         """The chunk of a tick's forward and backward; None where some tick of the run has them for different ones.
@@ -555,7 +560,7 @@ class TrainLoop(TickLoop):
     def _read_residuals(self, ring: PyTree, slot: jax.Array) -> PyTree:
         return self._to_memory(read_ring(ring, slot), jax.memory.Space.Device)
 
-    def _add(
+    def _plus(
         self,
         device: Device,
         run: TickRun,
@@ -564,13 +569,16 @@ class TrainLoop(TickLoop):
         chunk: jax.Array,
         trunk: PyTree,
         off_trunk: PyTree,
-    ) -> None:
-        """Add an action's gradients to the sums; leaves of the trunk that are None are not its to give."""
-        carry.trunk_grads = self._sums.add_trunk(carry.trunk_grads, run, actions, chunk, trunk)
+    ) -> TrainCarry:
+        """The carry with an action's gradients; leaves of the trunk that are None are not its to give."""
+        trunk_sums = self._sums.add_trunk(carry.trunk_grads, run, actions, chunk, trunk)
+        carry = carry._replace(trunk_grads=trunk_sums)
         if off_trunk is not None and self.stage.prologue.has_params:
             at = VirtualStage(device.stage, jnp.maximum(chunk, 0), self.stage.placement)
             is_given = (chunk >= 0) & self.stage.prologue.has_params_at(at)
-            carry.off_trunk_grads = self._sums.add_off_trunk(carry.off_trunk_grads, off_trunk, is_given)
+            sums = self._sums.add_off_trunk(carry.off_trunk_grads, off_trunk, is_given)
+            carry = carry._replace(off_trunk_grads=sums)
+        return carry
 
 
 def _loss_is_followed_by_backward(program: TickProgram, stage: Stage) -> bool:
@@ -583,9 +591,10 @@ def _loss_is_followed_by_backward(program: TickProgram, stage: Stage) -> bool:
     return all(loss == microbatch for loss, microbatch, chunk in ticks if chunk == last_chunk)
 
 
-def _add_vocab(carry: TrainCarry, grads: dict[str, jax.Array]) -> None:
+def _plus_vocab(carry: TrainCarry, grads: dict[str, jax.Array]) -> TrainCarry:
     sums = carry.vocab_grads
-    carry.vocab_grads = sums | {name: sums[name] + g.astype(sums[name].dtype) for name, g in grads.items()}
+    added = {name: sums[name] + g.astype(sums[name].dtype) for name, g in grads.items()}
+    return carry._replace(vocab_grads=sums | added)
 
 
 def _fill(split: StageBackwardResult, whole: StageBackwardResult) -> StageBackwardResult:

@@ -139,18 +139,10 @@ class VocabLoss:
         batch: Microbatch,
         cotangent: jax.Array,
     ) -> LossResult:
-        """The loss of one microbatch with its gradients.
+        """The loss of one microbatch with its gradients by name, from the trunk's output in common form.
 
-        Args:
-            storage: This stage's parameters.
-            is_last: Whether this stage holds the last part; its `output` counts.
-            output: The trunk's output, in common form.
-            batch: The microbatch, with its labels, on all stages.
-            cotangent: What the loss is multiplied with before differentiation.
-
-        Returns:
-            Gradients by name; the sums of the loss and the gradient of the output are zero on all
-            stages but the one that holds the last part.
+        The output counts where `is_last` holds: on the stage of the last part. Elsewhere the sums
+        of the loss and the gradient of the output are zero. All stages have the same labels.
         """
         inputs = self._activations.unpack(self._last, output)
 
