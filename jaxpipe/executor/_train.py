@@ -80,8 +80,7 @@ class TrainLoop(TickLoop):
         skip_idle: Branch around idle actions, and on the chunk; otherwise idle actions compute and the result is
             dropped.
         sends_early: Send activations at the end of the tick that computes them, not at the beginning of the next.
-        loops_idle: Where idle actions are skipped, call actions in loops of one round or none: on CPU, and where layers
-            have no collectives along automatic axes.
+        loops_idle: Where idle actions are skipped, call actions in loops of one round or none.
     """
 
     def __init__(

@@ -29,9 +29,9 @@ from jaxpipe.executor import (
     UpdateMetrics,
     batch_shard_dims,
     batch_spec,
-    check_branches,
-    compile_program,
-    waits_in_branches,
+    compile_checked,
+    is_simulated,
+    loops_idle,
 )
 from jaxpipe.layers import (
     PipelineModule,
@@ -72,7 +72,7 @@ from jaxpipe.state import (
     with_arrays,
     zero_sharding,
 )
-from jaxpipe.topology import FSDP, adopt_mesh, automatic_axes, mesh_shape, num_batch_shards, with_fsdp_axis
+from jaxpipe.topology import FSDP, adopt_mesh, mesh_shape, num_batch_shards, with_fsdp_axis
 
 from ._hyperparams import Hyperparams
 from ._validate import (
@@ -111,16 +111,13 @@ class _Program(Generic[_Result]):
     """
 
     def __init__(self, jitted: Compiled[..., _Result], mesh: Mesh) -> None:
-        self._jitted = jitted
-        self._is_unchecked = mesh.devices.flat[0].platform == "cpu"
-        self._checks_branches = waits_in_branches(mesh)
+        self._jitted, self._mesh = jitted, mesh
+        self._is_unchecked = is_simulated(mesh)
 
     def __call__(self, state: TrainState, *args: Any) -> _Result:
         if self._is_unchecked and not isinstance(state.step, Tracer):
             # Compiled once: the call below finds what is compiled here.
-            program = compile_program(self._jitted, state, *args)
-            if self._checks_branches:
-                check_branches(program.as_text() or "")
+            compile_checked(self._jitted, self._mesh, state, *args)
             self._is_unchecked = False
         return self._jitted(state, *args)
 
@@ -278,7 +275,7 @@ class Pipeline:
                     plan.program,
                     skip_idle=plan.skips,
                     sends_early=plan.sends_early,
-                    loops_idle=mesh.devices.flat[0].platform == "cpu" and not automatic_axes(mesh),
+                    loops_idle=loops_idle(mesh),
                 ),
                 EvaluateLoop(self._stages, plan.forward_only, skip_idle=plan.skips, sends_early=plan.sends_early),
                 objective,
