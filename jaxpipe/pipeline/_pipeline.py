@@ -275,7 +275,7 @@ class Pipeline:
                     plan.program,
                     skip_idle=plan.skips,
                     sends_early=plan.sends_early,
-                    loops_idle=loops_idle(mesh),
+                    loops_idle=loops_idle(self.mesh),
                 ),
                 EvaluateLoop(self._stages, plan.forward_only, skip_idle=plan.skips, sends_early=plan.sends_early),
                 objective,

@@ -6,15 +6,21 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
+from _settings import make_settings
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxpipe import LayerSpec, PipeDataParallelTopology, Pipeline, PipelineModule
 from jaxpipe.errors import LayerError
 from jaxpipe.executor import compile_checked, compile_program, loops_idle, waits_in_branches, without_cache
+from jaxpipe.topology import make_pipeline_mesh
 
 Computing = Callable[[jax.Array], jax.Array]
 
@@ -142,3 +148,25 @@ def test_only_automatic_axes_have_collectives_that_may_wait() -> None:
     automatic = jax.make_mesh((2, 1, 2), ("stage", "data", "model"))
     assert [waits_in_branches(mesh) for mesh in (plain, automatic)] == [False, True]
     assert [loops_idle(mesh) for mesh in (plain, automatic)] == [True, False]
+
+
+class Rolled(nn.Module):
+    """Gives each sample what the one before it computes, which may lie on another device."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x + jnp.roll(nn.Dense(4)(x), 1, axis=0)
+
+
+def test_the_axis_that_zero_makes_is_an_automatic_one() -> None:
+    topology = PipeDataParallelTopology(2, 2)
+    layers = [LayerSpec(Rolled) for _ in range(2)]
+    module = PipelineModule(layers, topology=topology, loss_fn=lambda y, t: jnp.mean((y - t) ** 2))
+    x = np.ones((2, 4, 4), np.float32)
+    settings = make_settings(zero_stage=2, skip_idle=True)
+    mesh = make_pipeline_mesh(topology)
+    pipeline = Pipeline(module, optax.sgd(0.1), mesh, (x[0], x[0]), len(x), settings)
+    # Run, such a program ends the process.
+    assert not pipeline._programs._train.loops_actions
+    with pytest.raises(LayerError, match="slices that are moved from device to device"):
+        pipeline.step(pipeline.init(), (x, x))
