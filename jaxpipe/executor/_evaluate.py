@@ -35,15 +35,10 @@ class EvaluateLoop(TickLoop):
     """A forward-only tick program bound to the computing of a model's stages."""
 
     def run(self, device: Device, measure: Measure) -> PyTree:
-        """Run the whole program.
+        """Run the whole program and measure each microbatch where the last part is; elsewhere zeros.
 
-        Args:
-            device: This device.
-            measure: What is wanted of each microbatch; run where the last part is, alone, or on all stages where they
-                run vocabulary-parallel last layers.
-
-        Returns:
-            There the results of `measure`, leaves `[num_microbatches, ...]`, elsewhere zeros.
+        Leaves are `[num_microbatches, ...]`. Where all stages run vocabulary-parallel last layers,
+        all of them measure.
         """
 
         # Traced for shapes alone, so it may name a microbatch that there is not.

@@ -190,16 +190,9 @@ class Segment:
     def run(
         self, params: PyTree, inputs: PyTree, context: tuple[Any, ...], *, train: bool
     ) -> tuple[PyTree, Sequence[tuple[Any, ...]]]:
-        """Run the layers.
+        """Run the layers with prepared parameters, in a context `(offset, key, side inputs, collections)`.
 
-        Args:
-            params: Their parameters, prepared.
-            inputs: The input of the first one.
-            context: `(offset, key, side inputs, collections)`.
-            train: Whether they behave as in training.
-
-        Returns:
-            `(outputs, by layer its collections and what it reports)`.
+        Gives the outputs, and by layer its collections and what it reports.
         """
         module, (offset, key, side, collections) = self._blueprint.module, context
         if not self._scan:

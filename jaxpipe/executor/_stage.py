@@ -243,15 +243,7 @@ def boundary_specs(module: PipelineModule, trace: ModelTrace, stops: Sequence[in
     """Shardings of boundaries over automatic axes: as the last layer before each constrains its output.
 
     What no layer constrains is whole, so that it is not sharded one way on one stage and another way on the next; its
-    samples are divided over `fsdp`.
-
-    Args:
-        module: The model.
-        trace: Its shapes.
-        stops: For each boundary the number of layers before it.
-
-    Returns:
-        For each boundary a spec for every leaf.
+    samples are divided over `fsdp`. A boundary is given as the number of layers before it.
     """
 
     def specs(stop: int) -> PyTree:
