@@ -22,7 +22,7 @@ KEY, FACTOR = jax.random.key(3), jnp.float32(0.5)
 CASES = [
     Case(model="dropout", stages=2, schedule="interleaved", cut="trunk"),
     Case(model="shapes", stages=2, schedule="zero-bubble"),
-    Case(model="mixed", stages=2, schedule="zero-bubble-v", skip_idle=False),
+    Case(model="linen", stages=2, schedule="zero-bubble-v", cut="trunk", skip_idle=False),
     Case(model="linen", stages=4, cut="front", schedule="zero-bubble-h1"),
     Case(model="linen", stages=2, scan_trunk=True, cut="trunk", schedule="zero-bubble"),
 ]
