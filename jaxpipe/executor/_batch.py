@@ -64,8 +64,8 @@ class DeviceBatch:
     def microbatch(self, input_index: jax.Array, loss_index: jax.Array, index: jax.Array) -> Microbatch:
         """Microbatches of a tick's actions; index -1 (idle) gives microbatch 0.
 
-        It has the inputs and the labels of two others: those that the first part of the model and the
-        loss take. All stages must ask together, for the same ones: shards are gathered.
+        It has the inputs and the labels of two others: those that the first part of the model and
+        the loss take. All stages must ask together, for the same ones: shards are gathered.
         """
         return Microbatch(self.inputs(input_index), self.labels(loss_index), self.context(index))
 

@@ -49,7 +49,8 @@ class Epilogue:
     ) -> LossResult:
         """The loss of one microbatch with its gradients, from the trunk's output in common form.
 
-        Before differentiation the loss, and the losses that layers report, are multiplied with `cotangents`.
+        Before differentiation the loss, and the losses that layers report, are multiplied with
+        `cotangents`.
         """
         segment, inputs = self._segment, self._activations.unpack(self._last, output)
         full_context = (0, *batch.context, segment.collections(collections))

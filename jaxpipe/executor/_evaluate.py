@@ -35,7 +35,7 @@ class EvaluateLoop(TickLoop):
     """A forward-only tick program bound to the computing of a model's stages."""
 
     def run(self, device: Device, measure: Measure) -> PyTree:
-        """Run the whole program and measure each microbatch where the last part is; elsewhere zeros.
+        """Run the program and measure each microbatch where the last part is; elsewhere zeros.
 
         Leaves are `[num_microbatches, ...]`. Where all stages run vocabulary-parallel last layers,
         all of them measure.

@@ -81,7 +81,7 @@ class Channel:
         stage: jax.Array,
         value: PyTree,
     ) -> TransferBuffers[PyTree]:
-        """Hand on what a tick's action has computed; `next_sends` are those of the exchange after the tick."""
+        """Hand on what a tick's action has computed; `next_sends`: those after the tick."""
         with jax.named_scope("send"):
             value = self._form.constrain(value)
             if self._depth.local:
@@ -98,7 +98,7 @@ class Channel:
 
 
 def exchange(value: PyTree, sends: Sends, stage: jax.Array, recv_from: jax.Array, num_stages: int) -> PyTree:
-    """Send a value on; gives what arrives from the stage `recv_from`, or where that is -1, anything."""
+    """Send a value on; gives what arrives from stage `recv_from`, or anything where that is -1."""
     arrived = None
     for hop, pairs in sends.items():
         # One ppermute for each distance: a stage may send one way in a tick and receive the other way.

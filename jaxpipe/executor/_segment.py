@@ -190,9 +190,9 @@ class Segment:
     def run(
         self, params: PyTree, inputs: PyTree, context: tuple[Any, ...], *, train: bool
     ) -> tuple[PyTree, Sequence[tuple[Any, ...]]]:
-        """Run the layers with prepared parameters, in a context `(offset, key, side inputs, collections)`.
+        """Run the layers; gives the outputs, and by layer its collections and what it reports.
 
-        Gives the outputs, and by layer its collections and what it reports.
+        Parameters are prepared; the context is `(offset, key, side inputs, collections)`.
         """
         module, (offset, key, side, collections) = self._blueprint.module, context
         if not self._scan:

@@ -35,7 +35,7 @@ _OP_NAME = re.compile(r'op_name="([^"]*)"')
 
 
 def loops_idle(mesh: Mesh) -> bool:
-    """True if loops of one round or none skip idle actions best, and hold no collective of the partitioner."""
+    """True if loops of one round or none skip idle actions best."""
     return is_simulated(mesh) and not automatic_axes(mesh)
 
 

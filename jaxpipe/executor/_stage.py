@@ -197,10 +197,10 @@ class Stage:
     def backward_weight(
         self, at: VirtualStage, weights: Weights, residuals: PyTree, pending: PyTree, *, with_prologue: bool
     ) -> tuple[PyTree, PyTree]:
-        """Gradients that a split backward has left, of the trunk and of the stage's other parameters.
+        """Gradients that a split backward has left, of the trunk and of other parameters.
 
-        None or zero where the split backward gave them. The second is None without the prologue, and
-        where its split backward gave all.
+        None or zero where the split backward gave them. The second is None without the prologue,
+        and where its split backward gave all.
         """
         trunk = self.trunk.backward_weight(at, weights.trunk, residuals[1], pending[1])
         if not (with_prologue and self.prologue.has_deferred):

@@ -85,9 +85,10 @@ class GradientSums:
         chunk: jax.Array,
         compute: Callable[[int], PyTree],
     ) -> tuple[PyTree, ...]:
-        """Sums with a chunk's gradients, computed where they are added: idle stages fill none with zeros.
+        """Sums with a chunk's gradients, computed where they are added.
 
-        The chunk is that of the tick's action, or -1; leaves that are None are not its to give.
+        Idle stages fill none with zeros. The chunk is that of the tick's action, or -1; leaves that
+        are None are not its to give.
         """
         after = list(sums)
         for of_chunk in chunks_of(actions, run):

@@ -118,8 +118,9 @@ class TickLoop:
     ) -> Any:
         """Run a tick's action of one kind, for the chunk it is on.
 
-        There is no branch where the run has one function and one chunk, and no stage is idle; where idle actions are
-        computed, the chunk is an index into stacked weights instead of a branch. Idle actions give zeros.
+        Idle actions give zeros. There is no branch where the run has one function and one chunk, and
+        no stage is idle; where idle actions are computed, the chunk is an index into stacked weights
+        instead of a branch.
 
         Args:
             device: This device.

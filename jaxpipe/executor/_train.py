@@ -569,7 +569,7 @@ class TrainLoop(TickLoop):
         trunk: PyTree,
         off_trunk: PyTree,
     ) -> TrainCarry:
-        """The carry with an action's gradients; leaves of the trunk that are None are not its to give."""
+        """The carry with an action's gradients; those of the trunk may be None leaf by leaf."""
         trunk_sums = self._sums.add_trunk(carry.trunk_grads, run, actions, chunk, trunk)
         carry = carry._replace(trunk_grads=trunk_sums)
         if off_trunk is not None and self.stage.prologue.has_params:

@@ -97,7 +97,7 @@ class Trunk:
         return GatheredChunk(jnp.int32(-1), self._program.pin_gathered(zeros_of(self.struct)))
 
     def turned(self, before: GatheredChunk, params: PyTree, chunk: jax.Array) -> GatheredChunk:
-        """The gathered chunk of a tick: as before where it is the same one or -1 (idle), else gathered anew."""
+        """The gathered chunk of a tick: as before where it is the same or -1 (idle), else anew."""
 
         def gather(_: jax.Array, old: GatheredChunk) -> GatheredChunk:
             del old

@@ -139,10 +139,11 @@ class VocabLoss:
         batch: Microbatch,
         cotangent: jax.Array,
     ) -> LossResult:
-        """The loss of one microbatch with its gradients by name, from the trunk's output in common form.
+        """The loss of one microbatch with its gradients by name, from the trunk's output.
 
-        The output counts where `is_last` holds: on the stage of the last part. Elsewhere the sums
-        of the loss and the gradient of the output are zero. All stages have the same labels.
+        The output, in common form, counts where `is_last` holds: on the stage of the last part.
+        Elsewhere the sums of the loss and the gradient of the output are zero. All stages have the
+        same labels.
         """
         inputs = self._activations.unpack(self._last, output)
 

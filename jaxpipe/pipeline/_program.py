@@ -1,4 +1,4 @@
-"""Programs that run on all devices of a mesh: mapped over them, jitted, and checked before their first run."""
+"""Programs that run on all devices of a mesh: mapped, jitted, checked before their first run."""
 
 import functools
 from collections.abc import Callable, Sequence
