@@ -64,12 +64,8 @@ class DeviceBatch:
     def microbatch(self, input_index: jax.Array, loss_index: jax.Array, index: jax.Array) -> Microbatch:
         """Microbatches of a tick's actions; index -1 (idle) gives microbatch 0.
 
-        All stages must ask together, for the same inputs and labels: shards are gathered.
-
-        Args:
-            input_index: The microbatch whose inputs the first part of the model takes.
-            loss_index: The one whose labels the loss takes.
-            index: The one that this stage works on.
+        It has the inputs and the labels of two others: those that the first part of the model and
+        the loss take. All stages must ask together, for the same ones: shards are gathered.
         """
         return Microbatch(self.inputs(input_index), self.labels(loss_index), self.context(index))
 

@@ -7,8 +7,10 @@ import jax
 from jaxpipe._typing import PyTree
 from jaxpipe.autodiff import differentiable, replace_differentiable
 
-from ._batch import Context
+from ._batch import Context, Microbatch
 from ._blueprint import Blueprint
+from ._packing import Packing
+from ._results import LossResult
 from ._segment import Segment
 
 
@@ -17,18 +19,23 @@ class Epilogue:
 
     Args:
         blueprint: The model, cut.
+        activations: Common form of what virtual stages hand over.
+        gradients: That of its gradients.
 
     Attributes:
         aux: What its layers report.
     """
 
-    def __init__(self, blueprint: Blueprint) -> None:
+    def __init__(self, blueprint: Blueprint, activations: Packing, gradients: Packing) -> None:
         self._module = blueprint.module
-        self._segment = Segment(blueprint, len(blueprint.cuts) - 1, [cut.epilogue for cut in blueprint.cuts])
+        self._last = len(blueprint.cuts) - 1
+        self._activations, self._gradients = activations, gradients
+        self._segment = Segment(blueprint, self._last, [cut.epilogue for cut in blueprint.cuts])
         self.aux = self._segment.aux
 
-    def outputs(self, storage: PyTree, collections: PyTree, inputs: PyTree, context: Context) -> PyTree:
-        """The model's output for one microbatch, outside training."""
+    def outputs(self, storage: PyTree, collections: PyTree, output: PyTree, context: Context) -> PyTree:
+        """The model's output for one microbatch from that of the last trunk, outside training."""
+        inputs = self._activations.unpack(self._last, output)
         full_context = (0, *context, self._segment.collections(collections))
         return self._segment.run(self._segment.take(storage), inputs, full_context, train=False)[0]
 
@@ -36,33 +43,23 @@ class Epilogue:
         self,
         storage: PyTree,
         collections: PyTree,
-        inputs: PyTree,
-        labels: PyTree,
-        context: Context,
+        output: PyTree,
+        batch: Microbatch,
         cotangents: tuple[jax.Array, jax.Array],
-    ) -> tuple[jax.Array, PyTree, list[jax.Array], PyTree, jax.Array]:
-        """The loss of one microbatch with its gradients.
+    ) -> LossResult:
+        """The loss of one microbatch with its gradients, from the trunk's output in common form.
 
-        Args:
-            storage: The parameters of the stage that holds it.
-            collections: Its collections.
-            inputs: The trunk's output.
-            labels: The microbatch's labels.
-            context: The microbatch's key and side inputs.
-            cotangents: What the loss, and the losses that layers report, are multiplied with before differentiation.
-
-        Returns:
-            `(sums, gradients of parameters off the trunk, gradients of the differentiable inputs, collections,
-            values reported)`; the sums are those of `LossTerms.sums`.
+        Before differentiation the loss, and the losses that layers report, are multiplied with
+        `cotangents`.
         """
-        segment = self._segment
-        full_context = (0, *context, segment.collections(collections))
+        segment, inputs = self._segment, self._activations.unpack(self._last, output)
+        full_context = (0, *batch.context, segment.collections(collections))
         trained, frozen = segment.divided(segment.take(storage))
 
         def total_loss(trained: dict[str, jax.Array], values: list[jax.Array]) -> tuple[jax.Array, tuple[Any, ...]]:
             leaves, inputs_now = {**trained, **frozen}, replace_differentiable(inputs, values)
             outputs, extras = segment.run(leaves, inputs_now, full_context, train=True)
-            sums = self._module.loss_terms(outputs, labels).sums()
+            sums = self._module.loss_terms(outputs, batch.labels).sums()
             aux_loss, reported = self.aux.collect([aux for _, aux in extras], len(self.aux.names))
             new = segment.put(collections, [collection for collection, _ in extras])
             # Scaled before differentiation, not after: see `DevicePrograms._cotangents`.
@@ -73,4 +70,5 @@ class Epilogue:
         # activations of a language model, live only inside it.
         gradient = jax.grad(total_loss, argnums=(0, 1), has_aux=True)
         (grads, dx), (sums, new, reported) = gradient(trained, differentiable(inputs))
-        return sums, segment.off_trunk(grads), dx, new, reported
+        off_trunk = segment.off_trunk(grads)
+        return LossResult(sums, off_trunk, self._gradients.pack(self._last, dx), new, reported)

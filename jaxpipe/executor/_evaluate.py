@@ -2,8 +2,8 @@
 
 import dataclasses
 from collections.abc import Callable
+from typing import NamedTuple
 
-import chex
 import jax
 import jax.numpy as jnp
 
@@ -19,8 +19,7 @@ Measure = Callable[[PyTree, PyTree], PyTree]
 """A function of `(outputs, labels)` of one microbatch, with arrays for results."""
 
 
-@chex.dataclass
-class EvaluateCarry:
+class EvaluateCarry(NamedTuple):
     """Carry of a device from tick to tick.
 
     Attributes:
@@ -36,15 +35,10 @@ class EvaluateLoop(TickLoop):
     """A forward-only tick program bound to the computing of a model's stages."""
 
     def run(self, device: Device, measure: Measure) -> PyTree:
-        """Run the whole program.
+        """Run the program and measure each microbatch where the last part is; elsewhere zeros.
 
-        Args:
-            device: This device.
-            measure: What is wanted of each microbatch; run where the last part is, alone, or on all stages where they
-                run vocabulary-parallel last layers.
-
-        Returns:
-            There the results of `measure`, leaves `[num_microbatches, ...]`, elsewhere zeros.
+        Leaves are `[num_microbatches, ...]`. Where all stages run vocabulary-parallel last layers,
+        all of them measure.
         """
 
         # Traced for shapes alone, so it may name a microbatch that there is not.
@@ -56,8 +50,8 @@ class EvaluateLoop(TickLoop):
         carry = EvaluateCarry(activations=self.activations.empty(), results=results)
         return self.scan(device, lambda run, carry, row: self._tick(device, run, carry, row, measure), carry).results
 
-    def _tick(self, device: Device, run: TickRun, carry: EvaluateCarry, row: Row, measure: Measure) -> None:
-        arrived, carry.activations = self.activations.recv(
+    def _tick(self, device: Device, run: TickRun, carry: EvaluateCarry, row: Row, measure: Measure) -> EvaluateCarry:
+        arrived, activations = self.activations.recv(
             carry.activations, run.activation_sends, row.activations, device.stage
         )
         with jax.named_scope("forward"):
@@ -76,8 +70,8 @@ class EvaluateLoop(TickLoop):
                 return self.stage.evaluate(at, device.weights, batch, device.collections, arrived)
 
             output = self.action(device, run, self.program.tables.forward, row.forward, [forward])
-        carry.activations = self.activations.send(
-            carry.activations, run.next_activation_sends, row.activations, device.stage, output
+        activations = self.activations.send(
+            activations, run.next_activation_sends, row.activations, device.stage, output
         )
         is_last = self.is_last(device, row.forward.chunk)
         if self.stage.vocab_loss is None:
@@ -93,9 +87,14 @@ class EvaluateLoop(TickLoop):
             )
         # By microbatch, not by tick: a schedule may finish them in any order.
         slot = jnp.where(is_last, row.forward.microbatch, -1)
-        carry.results = write_ring_if(carry.results, result, slot)
+        return EvaluateCarry(activations, write_ring_if(carry.results, result, slot))
 
     def _measure(self, device: Device, batch: Microbatch, output: PyTree, measure: Measure) -> PyTree:
         batch = batch.without_key()
         with jax.named_scope("loss"):
-            return measure(self.stage.outputs(device.weights, batch, device.collections, output), batch.labels)
+            layers, storage = self.stage.vocab_loss, device.weights.storage
+            if layers is not None:
+                outputs = layers.outputs(storage, output, batch.context)
+            else:
+                outputs = self.stage.epilogue.outputs(storage, device.collections, output, batch.context)
+            return measure(outputs, batch.labels)

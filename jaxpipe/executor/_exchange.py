@@ -55,17 +55,7 @@ class Channel:
     def recv(
         self, buffers: TransferBuffers[PyTree], sends: Sends, row: Transfers[jax.Array], stage: jax.Array
     ) -> tuple[PyTree, TransferBuffers[PyTree]]:
-        """Do the exchange of a tick.
-
-        Args:
-            buffers: The buffers.
-            sends: Who sends to whom in the tick's run.
-            row: What the tick program says of the tick.
-            stage: This device's stage.
-
-        Returns:
-            What the tick's action takes, and the buffers.
-        """
+        """Do the exchange of a tick; gives what the tick's action takes, and the buffers."""
         # What is sent early is exchanged at the end of the tick before: `send` holds what has arrived.
         arrived = buffers.send if self._sends_at_once else self._form.zeros()
         if sends and not self._sends_early:
@@ -91,18 +81,7 @@ class Channel:
         stage: jax.Array,
         value: PyTree,
     ) -> TransferBuffers[PyTree]:
-        """Hand on what a tick's action has computed.
-
-        Args:
-            buffers: The buffers.
-            next_sends: Who sends to whom in the exchange after the tick.
-            row: What the tick program says of the tick.
-            stage: This device's stage.
-            value: The action's result.
-
-        Returns:
-            The buffers.
-        """
+        """Hand on what a tick's action has computed; `next_sends`: those after the tick."""
         with jax.named_scope("send"):
             value = self._form.constrain(value)
             if self._depth.local:
@@ -119,18 +98,7 @@ class Channel:
 
 
 def exchange(value: PyTree, sends: Sends, stage: jax.Array, recv_from: jax.Array, num_stages: int) -> PyTree:
-    """Send a value on; what arrives where nobody sends is not to be read.
-
-    Args:
-        value: What this stage sends.
-        sends: Who sends to whom.
-        stage: This device's stage.
-        recv_from: The stage that it receives from; -1: from none.
-        num_stages: Length of the `stage` axis.
-
-    Returns:
-        What arrived.
-    """
+    """Send a value on; gives what arrives from stage `recv_from`, or anything where that is -1."""
     arrived = None
     for hop, pairs in sends.items():
         # One ppermute for each distance: a stage may send one way in a tick and receive the other way.

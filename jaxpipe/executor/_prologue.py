@@ -15,6 +15,7 @@ from ._batch import Context
 from ._blueprint import Blueprint
 from ._buffers import select
 from ._packing import Packing
+from ._results import BackwardResult, ForwardResult
 from ._segment import Segment
 from ._virtual_stage import VirtualStage
 
@@ -93,20 +94,21 @@ class Prologue:
 
     def forward(
         self, at: VirtualStage, storage: PyTree, collections: PyTree, inputs: PyTree, arrived: PyTree, context: Context
-    ) -> tuple[PyTree, PyTree, PyTree, jax.Array]:
-        """Forward in training, as `Stage.forward`: the trunk's input and the residuals are in common form."""
+    ) -> ForwardResult:
+        """Forward in training: the trunk's input and the residuals are in common form."""
         if self._is_empty:
             x = self._arrived_or_inputs(at, inputs, arrived)
-            return x, self._residuals.zeros(), collections, jnp.zeros((0,), jnp.float32)
+            return ForwardResult(x, self._residuals.zeros(), collections, jnp.zeros((0,), jnp.float32))
 
-        def run(number: int, program: Segment) -> tuple[Any, ...]:
+        def run(number: int, program: Segment) -> ForwardResult:
             x = self._unpacked(program, inputs, arrived)
             full_context = (program.offset(at), *context, program.collections(collections))
-            y, residuals, new, values = program.forward(program.take(storage), x, full_context)
+            result = program.forward(program.take(storage), x, full_context)
             # Inside the branch: only it knows which of the stage's collections are its own.
-            updated = program.put(collections, new)
-            y = self._leaving.pack(program.virtual_stage, y)
-            return y, self._residuals.pack(number, residuals), updated, values
+            updated = program.put(collections, result.collections)
+            y = self._leaving.pack(program.virtual_stage, result.output)
+            residuals = self._residuals.pack(number, result.residuals)
+            return ForwardResult(y, residuals, updated, result.reported)
 
         return self._switch(at, run)
 
@@ -120,36 +122,30 @@ class Prologue:
         *,
         split: bool,
         apart: bool = False,
-    ) -> tuple[PyTree, PyTree, PyTree]:
-        """Backward, as `Stage.backward`.
+    ) -> BackwardResult:
+        """Backward, with all that it gives in common form.
 
-        Args:
-            at: The virtual stage.
-            storage: The stage's parameters.
-            residuals: As `forward` returned them.
-            gradient: The gradient of the prologue's output.
-            reported_cotangent: The cotangent of the losses that layers report.
-            split: Leave to `backward_weight` what can wait.
-            apart: Leave all gradients of parameters to `first_gradients`, see `has_apart`.
-
-        Returns:
-            `(gradients of parameters off the trunk, gradient of what arrived, what backward_weight needs)`, in
-            common form; None for the first where all of them are left. If `apart`, the second is what `first_gradients`
-            takes where it is the first virtual stage's.
+        A split one leaves to `backward_weight` what can wait. One `apart` leaves all gradients of
+        parameters to `first_gradients`, see `has_apart`; the input's gradient is then what that
+        takes, where it is the first virtual stage's.
         """
         gives = self._has_immediate if split else not apart
         if self._is_empty:
-            return self._programs[0].off_trunk({}) if gives else None, gradient, self._pending.zeros()
+            off_trunk = self._programs[0].off_trunk({}) if gives else None
+            return BackwardResult(off_trunk, gradient, self._pending.zeros())
 
-        def run(number: int, program: Segment) -> tuple[PyTree, PyTree, PyTree]:
+        def run(number: int, program: Segment) -> BackwardResult:
             v, dy = program.virtual_stage, self._outgoing.unpack(program.virtual_stage, gradient)
             if apart and not v:
-                return None, dy, self._pending.zeros()
+                return BackwardResult(None, dy, self._pending.zeros())
             params, unpacked = program.take(storage), self._residuals.unpack(number, residuals)
-            grads, dx, left = program.backward(params, unpacked, dy, reported_cotangent, split=split)
-            left = self._pending.pack(number, left) if split else self._pending.zeros()
-            off_trunk, member = program.off_trunk(grads) if gives else None, v - 1 if v else self._before_first
-            return off_trunk, self._gradients.zeros() if member is None else self._gradients.pack(member, dx), left
+            result = program.backward(params, unpacked, dy, reported_cotangent, split=split)
+            pending = self._pending.pack(number, result.pending) if split else self._pending.zeros()
+            off_trunk = program.off_trunk(result.grads) if gives else None
+            member = v - 1 if v else self._before_first
+            if member is None:
+                return BackwardResult(off_trunk, self._gradients.zeros(), pending)
+            return BackwardResult(off_trunk, self._gradients.pack(member, result.input_grad), pending)
 
         return self._switch(at, run)
 
@@ -158,12 +154,7 @@ class Prologue:
     ) -> PyTree:
         """Gradients that a split backward has left, in common form, zero where it gave them.
 
-        Args:
-            at: The virtual stage.
-            storage: The stage's parameters.
-            residuals: As `forward` returned them.
-            pending: As `backward` returned it.
-            defers: It is known that `defers_at` the virtual stage is true.
+        With `defers` it is known that `defers_at` the virtual stage is true.
         """
 
         def run(number: int, program: Segment) -> PyTree:
@@ -179,7 +170,8 @@ class Prologue:
         number = self._program_of[0]
         program, unpacked = self._programs[number], self._residuals.unpack(number, residuals)
         params = program.take(storage)
-        return program.off_trunk(program.backward(params, unpacked, gradient, reported_cotangent, split=False)[0])
+        result = program.backward(params, unpacked, gradient, reported_cotangent, split=False)
+        return program.off_trunk(result.grads)
 
     def has_params_at(self, at: VirtualStage) -> jax.Array:
         """True if a virtual stage has parameters before the trunk."""

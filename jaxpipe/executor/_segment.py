@@ -18,6 +18,7 @@ from ._batch import samples_spec
 from ._blueprint import Blueprint
 from ._buffers import zeros_of
 from ._reported import ReportedValues
+from ._results import BackwardResult, ForwardResult
 from ._virtual_stage import VirtualStage
 
 
@@ -189,16 +190,9 @@ class Segment:
     def run(
         self, params: PyTree, inputs: PyTree, context: tuple[Any, ...], *, train: bool
     ) -> tuple[PyTree, Sequence[tuple[Any, ...]]]:
-        """Run the layers.
+        """Run the layers; gives the outputs, and by layer its collections and what it reports.
 
-        Args:
-            params: Their parameters, prepared.
-            inputs: The input of the first one.
-            context: `(offset, key, side inputs, collections)`.
-            train: Whether they behave as in training.
-
-        Returns:
-            `(outputs, by layer its collections and what it reports)`.
+        Parameters are prepared; the context is `(offset, key, side inputs, collections)`.
         """
         module, (offset, key, side, collections) = self._blueprint.module, context
         if not self._scan:
@@ -220,12 +214,10 @@ class Segment:
         grouped = jax.tree.map(lambda leaf: leaf.reshape(-1, group, *leaf.shape[1:]), params)
         return jax.lax.scan(body, inputs, (starts, grouped))[0], [({}, {}) for _ in self.layers]
 
-    def forward(
-        self, params: PyTree, inputs: PyTree, context: tuple[Any, ...]
-    ) -> tuple[PyTree, list[jax.Array], PyTree, Any]:
-        """Compute `(outputs, residuals, collections, values reported)` in training."""
+    def forward(self, params: PyTree, inputs: PyTree, context: tuple[Any, ...]) -> ForwardResult:
+        """Run the layers in training."""
         (y, *_), (new, values), residuals = self.residuals.forward(params, inputs, context)
-        return y, residuals, new, values
+        return ForwardResult(y, residuals, new, values)
 
     def backward(
         self,
@@ -235,14 +227,15 @@ class Segment:
         reported_cotangent: jax.Array,
         *,
         split: bool,
-    ) -> tuple[PyTree, list[jax.Array], list[jax.Array]]:
-        """Compute `(gradients of parameters, gradients of inputs, what the weight gradient needs)`."""
+    ) -> BackwardResult:
+        """Run their backward, whole or without the weight gradients that can wait."""
         # Losses that layers report are one more output, so that their gradients need no pass of their own.
         cotangents = [*gradient, *([reported_cotangent] if self.aux.has_losses else [])]
         if split and self.split is not None:
-            return self.split.backward_input(params, residuals, cotangents)
+            return BackwardResult(*self.split.backward_input(params, residuals, cotangents))
         groups, reduce = self._reduced_in_turns
-        return *self.residuals.backward(params, residuals, cotangents, groups, reduce), zeros_of(self.pending)
+        grads, input_grad = self.residuals.backward(params, residuals, cotangents, groups, reduce)
+        return BackwardResult(grads, input_grad, zeros_of(self.pending))
 
     def divided(self, leaves: Mapping[str, jax.Array]) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
         """Parameters by name as those that are trained, and those that are frozen."""

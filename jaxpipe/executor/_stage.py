@@ -28,6 +28,7 @@ from ._epilogue import Epilogue
 from ._packing import Packing
 from ._plan import Plan
 from ._prologue import Prologue
+from ._results import ForwardResult, StageBackwardResult
 from ._trunk import GatheredChunk, Trunk
 from ._virtual_stage import VirtualStage
 from ._vocab_parallel import VocabInput, VocabLoss
@@ -122,9 +123,12 @@ class Stage:
             leaving = Packing([trace.boundaries[start] for start in starts], boundary_specs(module, trace, starts))
         gradients = self.gradients.structs
         self.prologue = Prologue(blueprint, self.activations, leaving, gradients, split=split)
-        self.epilogue = Epilogue(blueprint)
-        self.vocab_input = VocabInput(blueprint, self.ends.first) if self.ends.first else None
-        self.vocab_loss = VocabLoss(blueprint, self.ends.last) if self.ends.last else None
+        self.epilogue = Epilogue(blueprint, self.activations, self.gradients)
+        self.vocab_input = self.vocab_loss = None
+        if self.ends.first:
+            self.vocab_input = VocabInput(blueprint, self.ends.first, self.gradients)
+        if self.ends.last:
+            self.vocab_loss = VocabLoss(blueprint, self.ends.last, self.activations, self.gradients)
         self.residuals = (self.prologue.residuals, self.trunk.residuals)
         self.pending = (self.prologue.pending, self.trunk.pending)
         # What a layer's recompute asks for is heeded in the trunk alone; the setting holds for all.
@@ -152,25 +156,16 @@ class Stage:
 
     def forward(
         self, at: VirtualStage, weights: Weights, batch: Microbatch, collections: PyTree, arrived: PyTree
-    ) -> tuple[PyTree, PyTree, PyTree, jax.Array]:
-        """Run prologue and trunk.
-
-        Args:
-            at: The virtual stage.
-            weights: The stage's parameters.
-            batch: The microbatch.
-            collections: The stage's collections.
-            arrived: The activation that arrived, in common form.
-
-        Returns:
-            `(output in common form, residuals, collections, values reported)`.
-        """
-        x, of_prologue, collections, first = self.prologue.forward(
-            at, weights.storage, collections, batch.inputs, arrived, batch.context
+    ) -> ForwardResult:
+        """Run prologue and trunk on what arrived, and hand over the output, both in common form."""
+        first = self.prologue.forward(at, weights.storage, collections, batch.inputs, arrived, batch.context)
+        then = self.trunk.forward(at, weights.trunk, first.collections, first.output, batch.context)
+        return ForwardResult(
+            self.activations.constrain(then.output),
+            (first.residuals, then.residuals),
+            then.collections,
+            jnp.concatenate([first.reported, then.reported]),
         )
-        y, of_trunk, collections, values = self.trunk.forward(at, weights.trunk, collections, x, batch.context)
-        y = self.activations.constrain(y)
-        return y, (of_prologue, of_trunk), collections, jnp.concatenate([first, values])
 
     def backward(
         self,
@@ -182,104 +177,35 @@ class Stage:
         *,
         split: bool,
         apart: bool = False,
-    ) -> tuple[PyTree, PyTree, PyTree, PyTree]:
-        """Run the backward of trunk and prologue.
+    ) -> StageBackwardResult:
+        """Run the backward of trunk and prologue from the gradient of the output, in common form.
 
-        Args:
-            at: The virtual stage.
-            weights: The stage's parameters.
-            residuals: As `forward` returned them.
-            gradient: The gradient of the output, in common form.
-            reported_cotangent: The cotangent of the losses that layers report.
-            split: Leave the weight gradients to `backward_weight`, as far as they need not be computed for the input's.
-            apart: Leave those of the prologue to `Prologue.first_gradients`; the second is None.
-
-        Returns:
-            `(gradients of the trunk, gradients of the stage's other parameters, gradient of what arrived, what
-            backward_weight needs)`. Of a split one leaves of the first are None, and parameters of the second zero,
-            where `backward_weight` gives them, and the second is None where it gives all; of a whole one the last is
-            zero.
+        A split one leaves the weight gradients to `backward_weight`, as far as they need not be
+        computed for the input's; one `apart` leaves the prologue's to `Prologue.first_gradients`.
         """
         of_prologue, of_trunk = residuals
         if not (self.trunk.is_empty or self.gradients.is_identity):
             # Only the input of the first one is of another form: outputs of trunks are alike.
             gradient = self.gradients.unpack(0, gradient)
-        trunk, gradient, trunk_pending = self.trunk.backward(
-            at, weights.trunk, of_trunk, gradient, reported_cotangent, split=split
+        trunk = self.trunk.backward(at, weights.trunk, of_trunk, gradient, reported_cotangent, split=split)
+        prologue = self.prologue.backward(
+            at, weights.storage, of_prologue, trunk.input_grad, reported_cotangent, split=split, apart=apart
         )
-        off_trunk, arrived, prologue_pending = self.prologue.backward(
-            at, weights.storage, of_prologue, gradient, reported_cotangent, split=split, apart=apart
-        )
-        return trunk, off_trunk, arrived, (prologue_pending, trunk_pending)
+        pending = prologue.pending, trunk.pending
+        return StageBackwardResult(trunk.grads, prologue.grads, prologue.input_grad, pending)
 
     def backward_weight(
         self, at: VirtualStage, weights: Weights, residuals: PyTree, pending: PyTree, *, with_prologue: bool
     ) -> tuple[PyTree, PyTree]:
-        """Run what a split backward has left.
+        """Gradients that a split backward has left, of the trunk and of other parameters.
 
-        Returns:
-            `(gradients of the trunk, gradients of the stage's other parameters)`; None or zero where the split
-            backward gave them. The second is None without the prologue, and where its split backward gave all.
+        None or zero where the split backward gave them. The second is None without the prologue,
+        and where its split backward gave all.
         """
         trunk = self.trunk.backward_weight(at, weights.trunk, residuals[1], pending[1])
         if not (with_prologue and self.prologue.has_deferred):
             return trunk, None
         return trunk, self.prologue.backward_weight(at, weights.storage, residuals[0], pending[0])
-
-    def deferred_off_trunk(self, at: VirtualStage, weights: Weights, residuals: PyTree, pending: PyTree) -> PyTree:
-        """The second of `backward_weight`, of a virtual stage whose prologue has left some."""
-        return self.prologue.backward_weight(at, weights.storage, residuals[0], pending[0], defers=True)
-
-    def loss_and_gradients(
-        self,
-        weights: Weights,
-        batch: Microbatch,
-        collections: PyTree,
-        output: PyTree,
-        cotangents: tuple[jax.Array, jax.Array],
-    ) -> tuple[jax.Array, PyTree, PyTree, PyTree, jax.Array]:
-        """Run the epilogue.
-
-        Returns:
-            `(sums of the loss, gradients of parameters off the trunk, gradient of the output in common form,
-            collections, values reported)`.
-        """
-        inputs = self.activations.unpack(self.last, output)
-        sums, off_trunk, gradient, collections, values = self.epilogue.loss_and_gradients(
-            weights.storage, collections, inputs, batch.labels, batch.context, cotangents
-        )
-        return sums, off_trunk, self.gradients.pack(self.last, gradient), collections, values
-
-    def vocab_input_gradients(self, weights: Weights, batch: Microbatch, gradient: PyTree) -> dict[str, jax.Array]:
-        """Run the backward of the vocabulary-parallel first layers, on all stages.
-
-        Args:
-            weights: The stage's parameters.
-            batch: The microbatch, with the model's inputs.
-            gradient: The gradient of what the layers hand over, in common form; zero on stages other than the first.
-
-        Returns:
-            Gradients of parameters, by name.
-        """
-        assert self.vocab_input is not None
-        given = self.gradients.unpack(self.last + 1, gradient)
-        return self.vocab_input.gradients(weights.storage, batch.inputs, batch.context, given)
-
-    def vocab_loss_and_gradients(
-        self, weights: Weights, batch: Microbatch, is_last: jax.Array, output: PyTree, cotangent: jax.Array
-    ) -> tuple[jax.Array, dict[str, jax.Array], PyTree]:
-        """Run the vocabulary-parallel last layers and the loss, on all stages.
-
-        Returns:
-            `(sums of the loss, gradients of parameters by name, gradient of the output in common form)`; the first and
-            the last are zero where the last virtual stage is not.
-        """
-        assert self.vocab_loss is not None
-        inputs = self.activations.unpack(self.last, output)
-        sums, grads, gradient = self.vocab_loss.loss_and_gradients(
-            weights.storage, is_last, inputs, batch.labels, batch.context, cotangent
-        )
-        return sums, grads, self.gradients.pack(self.last, gradient)
 
     def evaluate(
         self, at: VirtualStage, weights: Weights, batch: Microbatch, collections: PyTree, arrived: PyTree
@@ -287,13 +213,6 @@ class Stage:
         """Run prologue and trunk outside training."""
         x = self.prologue.evaluate(at, weights.storage, collections, batch.inputs, arrived, batch.context)
         return self.trunk.evaluate(at, weights.trunk, collections, x, batch.context)
-
-    def outputs(self, weights: Weights, batch: Microbatch, collections: PyTree, output: PyTree) -> PyTree:
-        """Run the layers after the last trunk outside training: the model's output, or this stage's slices of it."""
-        inputs = self.activations.unpack(self.last, output)
-        if self.vocab_loss is not None:
-            return self.vocab_loss.outputs_of(weights.storage, inputs, batch.context)
-        return self.epilogue.outputs(weights.storage, collections, inputs, batch.context)
 
     @property
     def trunk_grad_struct(self) -> PyTree:
@@ -324,15 +243,7 @@ def boundary_specs(module: PipelineModule, trace: ModelTrace, stops: Sequence[in
     """Shardings of boundaries over automatic axes: as the last layer before each constrains its output.
 
     What no layer constrains is whole, so that it is not sharded one way on one stage and another way on the next; its
-    samples are divided over `fsdp`.
-
-    Args:
-        module: The model.
-        trace: Its shapes.
-        stops: For each boundary the number of layers before it.
-
-    Returns:
-        For each boundary a spec for every leaf.
+    samples are divided over `fsdp`. A boundary is given as the number of layers before it.
     """
 
     def specs(stop: int) -> PyTree:

@@ -85,14 +85,10 @@ class GradientSums:
         chunk: jax.Array,
         compute: Callable[[int], PyTree],
     ) -> tuple[PyTree, ...]:
-        """Sums with gradients that are computed where they are added: idle stages fill none with zeros.
+        """Sums with a chunk's gradients, computed where they are added.
 
-        Args:
-            sums: Those before, a tree for each chunk.
-            run: The run that the tick is in.
-            actions: The program's actions of this kind.
-            chunk: That of the tick's action; -1 where it is idle.
-            compute: Gives the gradients of a chunk; leaves that are None are not the action's to give.
+        Idle stages fill none with zeros. The chunk is that of the tick's action, or -1; leaves that
+        are None are not its to give.
         """
         after = list(sums)
         for of_chunk in chunks_of(actions, run):

@@ -1,6 +1,5 @@
 """Running a tick program: its runs as loops, and the action that a device runs in a tick."""
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
@@ -82,26 +81,14 @@ class TickLoop:
             sends_early=sends_early,
         )
 
-    def scan(self, device: Device, tick: Callable[[TickRun, _Carry, Row], None], carry: _Carry) -> _Carry:
-        """Run all ticks, one loop for each run of equal content.
-
-        Args:
-            device: This device.
-            tick: Runs one tick; sets fields of the carry.
-            carry: A dataclass pytree.
-
-        Returns:
-            The carry after the last tick.
-        """
+    def scan(self, device: Device, tick: Callable[[TickRun, _Carry, Row], _Carry], carry: _Carry) -> _Carry:
+        """The carry after all ticks, which run as one loop for each run of equal content."""
         # A loop for each run, not one for all: a run without backwards has no code for them, and the steady run, where
         # no stage is ever idle, has no branch.
         for run in self.program.runs:
 
             def body(carry: _Carry, row: Row, run: TickRun = run) -> tuple[_Carry, None]:
-                # A copy, as `tick` sets fields and JAX may trace the body more than once.
-                carry = dataclasses.replace(carry)  # pyright: ignore[reportArgumentType, reportCallIssue, reportType]
-                tick(run, carry, row)
-                return carry, None
+                return tick(run, carry, row), None
 
             # By its name a profile tells a tick's operations from those of the tick after, where a run is no loop.
             with jax.named_scope(f"ticks_{run.start}_{run.stop}"):
@@ -131,8 +118,9 @@ class TickLoop:
     ) -> Any:
         """Run a tick's action of one kind, for the chunk it is on.
 
-        There is no branch where the run has one function and one chunk, and no stage is idle; where idle actions are
-        computed, the chunk is an index into stacked weights instead of a branch.
+        Idle actions give zeros. There is no branch where the run has one function and one chunk, and
+        no stage is idle; where idle actions are computed, the chunk is an index into stacked weights
+        instead of a branch.
 
         Args:
             device: This device.
@@ -141,12 +129,9 @@ class TickLoop:
             now: The tick's.
             functions: What can be computed; all give trees of the same form.
             which: Index of the function.
-            chunk: For loops that compute idle actions: the action's chunk, or any one where it is idle. Default: the
-                first one there.
+            chunk: Where idle actions are computed: the action's chunk, or any one where it is idle.
+                None: the first one there.
             is_busy: It is known that the action is not idle.
-
-        Returns:
-            The result, or zeros where the action is idle.
         """
         placement, is_busy = self.stage.placement, is_busy or self.loops_actions
         chunks: list[Any] = chunks_of(actions, run)
@@ -177,15 +162,11 @@ class TickLoop:
         *,
         is_harmless: bool = False,
     ) -> PyTree:
-        """Run what all stages run at once, or give zeros in ticks without it.
+        """Run what all stages run at once, or give zeros in ticks whose microbatch (`now`) is -1.
 
-        Args:
-            run: The run that the tick is in.
-            microbatches: Tick by tick the microbatch it works on, alike on all stages.
-            now: The tick's.
-            compute: The computing; it may hold collectives over the stages, as all of them take the same branch.
-            is_harmless: It may as well compute in ticks without it, on microbatch 0: there is then no branch where most
-                ticks of the run have it, so that its collectives may travel under other work.
+        It may hold collectives over the stages, as all of them take the same branch. What is
+        harmless may as well compute in ticks without it, on microbatch 0: there is then no branch
+        where most ticks of the run have it, so that its collectives may travel under other work.
         """
         ticks = microbatches[0][run.start : run.stop]
         share = sum(microbatch >= 0 for microbatch in ticks) / len(ticks)

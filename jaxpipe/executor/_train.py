@@ -1,11 +1,9 @@
 """The training loop: a tick program run by every device, from a batch to summed losses and gradients."""
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-import chex
 import jax
 import jax.numpy as jnp
 
@@ -16,6 +14,7 @@ from jaxpipe.state import Storage
 from ._batch import Microbatch
 from ._buffers import make_ring, once, read_ring, run_or_zeros, select, to_memory, write_ring, write_ring_if, zeros_of
 from ._exchange import Channel
+from ._results import ForwardResult, LossResult, StageBackwardResult
 from ._stage import Stage
 from ._sums import GradientSums
 from ._tick_loop import Device, Row, TickLoop, is_never_idle, occurs
@@ -23,47 +22,48 @@ from ._trunk import GatheredChunk
 from ._virtual_stage import VirtualStage
 
 
-@chex.dataclass
-class TrainCarry:
+class TrainCarry(NamedTuple):
     """Carry of a device from tick to tick; after the last one, its sums over the microbatches of a batch.
 
     Attributes:
         activations: Activations on their way.
-        gradients: Gradients on their way.
-        residuals: What forwards left for their backwards, `[slots, ...]`.
-        pending: What split backwards left for their weight gradients, `[slots, ...]`.
-        loss_gradients: Gradients of the model's output that wait for their backward, in the slots of the residuals;
-            empty where every loss is followed by its backward in the same tick.
-        entering: What vocabulary-parallel first layers have made for this tick's forward.
-        leaving: The gradient of what they made that the tick before has left for their backward.
-        finished: The output that the tick before has left for the loss, where losses are delayed.
-        gathered: Chunks whose trunk is gathered over `fsdp` till their stage turns to another: that of the forward and
-            that of the backward, one where both are always the same, none where weights are gathered otherwise.
-        trunk_grads: Summed gradients of the trunk, a tree for each chunk.
-        off_trunk_grads: Those of the stage's other parameters.
-        vocab_grads: Those of vocabulary-parallel layers, by name.
-        loss: Sums of what the loss gives (`LossTerms.sums`), on the stage of the last part, else 0.
         collections: The stage's collections after the microbatches so far.
+        entering: What vocabulary-parallel first layers have made for this tick's forward.
+        finished: The output that the tick before has left for the loss, where losses are delayed.
+        gathered: Chunks whose trunk is gathered over `fsdp` till their stage turns to another: that
+            of the forward and that of the backward, one where both are always the same, none where
+            weights are gathered otherwise.
+        gradients: Gradients on their way.
+        leaving: The gradient of what vocabulary-parallel first layers made, which the tick before
+            has left for their backward.
+        loss: Sums of what the loss gives (`LossTerms.sums`), on the stage of the last part, else 0.
+        loss_gradients: Gradients of the model's output that wait for their backward, in the slots of
+            the residuals; empty where every loss is followed by its backward in the same tick.
+        loss_reported: Summed values that the epilogue reports.
+        off_trunk_grads: Summed gradients of the stage's parameters off the trunk.
+        pending: What split backwards left for their weight gradients, `[slots, ...]`.
         reported: Summed values that prologues and trunks report, `[num_chunks, n]`.
-        loss_reported: Those that the epilogue reports.
+        residuals: What forwards left for their backwards, `[slots, ...]`.
+        trunk_grads: Summed gradients of the trunk, a tree for each chunk.
+        vocab_grads: Those of vocabulary-parallel layers, by name.
     """
 
     activations: TransferBuffers[PyTree]
-    gradients: TransferBuffers[PyTree]
-    residuals: PyTree
-    pending: PyTree
-    loss_gradients: PyTree
+    collections: PyTree
     entering: PyTree
-    leaving: PyTree
     finished: PyTree
     gathered: tuple[GatheredChunk, ...]
-    trunk_grads: tuple[PyTree, ...]
-    off_trunk_grads: PyTree
-    vocab_grads: dict[str, jax.Array]
+    gradients: TransferBuffers[PyTree]
+    leaving: PyTree
     loss: jax.Array
-    collections: PyTree
-    reported: jax.Array
+    loss_gradients: PyTree
     loss_reported: jax.Array
+    off_trunk_grads: PyTree
+    pending: PyTree
+    reported: jax.Array
+    residuals: PyTree
+    trunk_grads: tuple[PyTree, ...]
+    vocab_grads: dict[str, jax.Array]
 
     @property
     def all_reported(self) -> jax.Array:
@@ -80,8 +80,7 @@ class TrainLoop(TickLoop):
         skip_idle: Branch around idle actions, and on the chunk; otherwise idle actions compute and the result is
             dropped.
         sends_early: Send activations at the end of the tick that computes them, not at the beginning of the next.
-        loops_idle: Where idle actions are skipped, call actions in loops of one round or none: on CPU, and where layers
-            have no collectives along automatic axes.
+        loops_idle: Where idle actions are skipped, call actions in loops of one round or none.
     """
 
     def __init__(
@@ -124,9 +123,8 @@ class TrainLoop(TickLoop):
         carry = self.scan(device, lambda run, carry, row: self._tick(device, run, carry, row), carry)
         (first_stage, first_chunk), backward = stage.placement.locations[0], program.tables.backward
         if stage.vocab_input is not None and backward.chunk[first_stage][-1] == first_chunk:
-            carry = dataclasses.replace(carry)  # pyright: ignore[reportArgumentType, reportCallIssue, reportType]
             index = jnp.int32(backward.microbatch[first_stage][-1])
-            _add_vocab(carry, self._vocab_input_gradients(device, index, carry.leaving))
+            carry = _plus_vocab(carry, self._vocab_input_gradients(device, index, carry.leaving))
         return carry
 
     def _first_entering(self, device: Device) -> PyTree:
@@ -135,115 +133,106 @@ class TrainLoop(TickLoop):
             return ()
         return self.entering(device, jnp.int32(self.program.tables.input_microbatch[0][0]), train=True)
 
-    def _tick(self, device: Device, run: TickRun, carry: TrainCarry, row: Row) -> None:
-        arrived, inputs, tables = self._receive(device, run, carry, row), carry.entering, self.program.tables
-        self._turn(device, carry, row)
+    def _tick(self, device: Device, run: TickRun, carry: TrainCarry, row: Row) -> TrainCarry:
+        inputs, tables = carry.entering, self.program.tables
+        carry, arrived = self._receive(device, run, carry, row)
+        carry = self._turn(device, carry, row)
         # Out of all actions: idle stages, too, take part where inputs and labels are gathered from shares.
         labels = device.batch.labels(row.loss_microbatch)
         if self.stage.vocab_input is None:
             inputs = device.batch.inputs(row.input_microbatch)
         else:
-            self._vocab_input(device, run, carry, row)
+            carry = self._vocab_input(device, run, carry, row)
         loss_gradient, gradient = self.stage.gradients.zeros(), arrived[1]
         if self.program.delays_loss:
-            loss_gradient = self._loss(device, run, carry, row, labels, carry.finished)
+            carry, loss_gradient = self._loss(device, run, carry, row, labels, carry.finished)
         if run.has_forward:
 
-            def forward(carry: TrainCarry, row: Row, taken: tuple[PyTree, ...]) -> tuple[PyTree, PyTree]:
-                output, gradient = self._forward(device, run, carry, row, *taken)
-                if not self.program.delays_loss:
-                    return self._loss(device, run, carry, row, labels, output), gradient
-                carry.finished = output
-                return loss_gradient, gradient
+            def forward(carry: TrainCarry, row: Row, taken: tuple[PyTree, ...]) -> Any:
+                carry, output, gradient = self._forward(device, run, carry, row, *taken)
+                if self.program.delays_loss:
+                    return carry._replace(finished=output), (loss_gradient, gradient)
+                carry, of_output = self._loss(device, run, carry, row, labels, output)
+                return carry, (of_output, gradient)
 
             is_busy, nothing = row.forward.microbatch >= 0, (loss_gradient, gradient)
-            loss_gradient, gradient = self._unless_idle(
+            carry, (loss_gradient, gradient) = self._unless_idle(
                 run, tables.forward, is_busy, forward, carry, row, (inputs, *arrived), nothing
             )
         # A model of one virtual stage has no backward of its own: its epilogue is the whole model, with the loss.
         if run.has_backward and self.stage.last:
 
-            def backward(carry: TrainCarry, row: Row, arrived: tuple[PyTree, PyTree]) -> None:
-                self._backward(device, run, carry, row, *arrived)
+            def backward(carry: TrainCarry, row: Row, arrived: tuple[PyTree, PyTree]) -> Any:
+                return self._backward(device, run, carry, row, *arrived), None
 
             is_busy, values = row.backward.microbatch >= 0, (gradient, loss_gradient)
             with jax.named_scope("backward"):
-                self._unless_idle(run, tables.backward, is_busy, backward, carry, row, values, None)
+                carry, _ = self._unless_idle(run, tables.backward, is_busy, backward, carry, row, values)
         if run.has_weight and self.stage.last:
 
-            def weight(carry: TrainCarry, row: Row, _: None) -> None:
-                self._weight(device, run, carry, row)
+            def weight(carry: TrainCarry, row: Row, _: None) -> Any:
+                return self._weight(device, run, carry, row), None
 
             is_busy = row.weight.microbatch >= 0
             with jax.named_scope("weight_gradient"):
-                self._unless_idle(run, tables.weight, is_busy, weight, carry, row, None, None)
+                carry, _ = self._unless_idle(run, tables.weight, is_busy, weight, carry, row)
+        return carry
 
-    def _receive(self, device: Device, run: TickRun, carry: TrainCarry, row: Row) -> tuple[PyTree, PyTree]:
+    def _receive(
+        self, device: Device, run: TickRun, carry: TrainCarry, row: Row
+    ) -> tuple[TrainCarry, tuple[PyTree, PyTree]]:
         """Do the tick's exchanges; gives the activation and the gradient that its actions take."""
-        activation, carry.activations = self.activations.recv(
+        activation, activations = self.activations.recv(
             carry.activations, run.activation_sends, row.activations, device.stage
         )
-        gradient, carry.gradients = self._gradients.recv(
-            carry.gradients, run.gradient_sends, row.gradients, device.stage
-        )
+        gradient, gradients = self._gradients.recv(carry.gradients, run.gradient_sends, row.gradients, device.stage)
+        carry = carry._replace(activations=activations, gradients=gradients)
         if self.stage.vocab_loss is not None and self.skip_idle and len(run.activation_sends) > 1:
             # Before the forward: else XLA (JAX 0.10) puts the exchange of gradients after the loss, whose collectives
             # lie in no other exchange, and a stage that has a backward waits for its neighbours' forwards.
-            return jax.lax.optimization_barrier((activation, gradient))
-        return activation, gradient
+            activation, gradient = jax.lax.optimization_barrier((activation, gradient))
+        return carry, (activation, gradient)
 
-    def _turn(self, device: Device, carry: TrainCarry, row: Row) -> None:
+    def _turn(self, device: Device, carry: TrainCarry, row: Row) -> TrainCarry:
         """Gather the chunk of the tick, where chunks are gathered when a stage turns to them."""
         if not carry.gathered:
-            return
+            return carry
         chunks = [row.forward.chunk, row.backward.chunk]
         if len(carry.gathered) == 1:
             chunks = [jnp.maximum(*chunks)]
-        carry.gathered = tuple(
+        gathered = tuple(
             self.stage.trunk.turned(of_before, device.weights.trunk, chunk)
             for of_before, chunk in zip(carry.gathered, chunks, strict=True)
         )
+        return carry._replace(gathered=gathered)
 
     def _unless_idle(
         self,
         run: TickRun,
         actions: Actions[Table],
         is_busy: jax.Array,
-        act: Callable[[TrainCarry, Row, Any], Any],
+        act: Callable[[TrainCarry, Row, Any], tuple[TrainCarry, Any]],
         carry: TrainCarry,
         row: Row,
-        values: PyTree,
-        nothing: PyTree,
-    ) -> PyTree:
-        """Let an action change the carry, and give what it gives.
+        values: PyTree = None,
+        nothing: PyTree = None,
+    ) -> tuple[TrainCarry, Any]:
+        """The carry after an action and what it gives, in a loop `nothing` where it is idle.
 
-        On CPU this is a loop of one round, or of none where the action is idle: then it costs nothing. A branch would
-        make zeros of all that the action gives, which are then written to the rings and added to the sums.
-
-        Args:
-            run: The run that the tick is in.
-            actions: The program's actions of this kind.
-            is_busy: Whether the tick has one.
-            act: Gives a value, of the carry, the tick's entries of the tables, and values.
-            carry: What it changes.
-            row: The tick's entries.
-            values: Others that it reads.
-            nothing: What an idle action of a loop gives.
+        On CPU this is a loop of one round, or of none where the action is idle: then it costs
+        nothing. A branch would make zeros of all that the action gives, which are then written to
+        the rings and added to the sums. `act` reads nothing that changes but its arguments.
         """
         if not self.loops_actions or is_never_idle(actions, run):
             return act(carry, row, values)
 
         def one_round(number: jax.Array, before: tuple[TrainCarry, PyTree]) -> tuple[TrainCarry, PyTree]:
-            changed = dataclasses.replace(before[0])  # pyright: ignore[reportArgumentType, reportCallIssue, reportType]
             # What does not depend on the loop's own state XLA moves in front of it, where idle actions run it too. Of
             # entries behind a barrier all would be held, tick by tick; a zero is added to those that are read.
             read, zero, _ = jax.lax.optimization_barrier((values, jnp.int32(0), number))
-            return changed, act(changed, jax.tree.map(lambda entry: entry + zero, row), read)
+            return act(before[0], jax.tree.map(lambda entry: entry + zero, row), read)
 
-        after, value = once(is_busy, one_round, (carry, nothing))
-        for field in dataclasses.fields(carry):  # pyright: ignore[reportArgumentType]
-            setattr(carry, field.name, getattr(after, field.name))
-        return value
+        return once(is_busy, one_round, (carry, nothing))
 
     def _forward(
         self,
@@ -254,114 +243,126 @@ class TrainLoop(TickLoop):
         inputs: PyTree,
         arrived: PyTree,
         gradient: PyTree,
-    ) -> tuple[PyTree, PyTree]:
+    ) -> tuple[TrainCarry, PyTree, PyTree]:
         """Run the forward; gives its output, and the gradient that arrived."""
         stage, collections = self.stage, carry.collections
         weights = device.weights.with_trunk(carry.gathered[:1])
         with jax.named_scope("forward"):
             batch = Microbatch(inputs, None, device.batch.context(row.forward.microbatch))
 
-            def forward(at: VirtualStage) -> tuple[Any, ...]:
+            def forward(at: VirtualStage) -> ForwardResult:
                 return stage.forward(at, weights, batch, collections, arrived)
 
-            def act(*, is_busy: bool) -> tuple[Any, ...]:
+            def act(*, is_busy: bool) -> ForwardResult:
                 actions, chunk = self.program.tables.forward, self._common_chunk(run, row)
                 return self.action(device, run, actions, row.forward, [forward], chunk=chunk, is_busy=is_busy)
 
             if self._sums.is_worth_a_loop(run, self.program.tables.forward, stage.residuals):
                 # Nor are residuals of an idle forward filled with zeros.
-                def write(_: Any, before: tuple[Any, ...]) -> tuple[Any, ...]:
-                    output, residuals, *others = act(is_busy=True)
-                    return write_ring(before[0], residuals, row.residual_write), output, *others
+                def write(_: Any, before: tuple[PyTree, ForwardResult]) -> tuple[PyTree, ForwardResult]:
+                    result = act(is_busy=True)
+                    ring = write_ring(before[0], result.residuals, row.residual_write)
+                    return ring, result._replace(residuals=())
 
-                output, _, _, reported = map(zeros_of, jax.eval_shape(lambda: act(is_busy=False)))
-                before = (carry.residuals, output, collections, reported)
-                carry.residuals, output, carry.collections, reported = once(row.forward.microbatch >= 0, write, before)
+                nothing = zeros_of(jax.eval_shape(lambda: act(is_busy=False)))
+                before = carry.residuals, nothing._replace(residuals=(), collections=collections)
+                ring, result = once(row.forward.microbatch >= 0, write, before)
             else:
-                output, residuals, updated, reported = act(is_busy=False)
+                result = act(is_busy=False)
                 # An idle forward may have computed on garbage, or given zeros: neither may replace collections.
-                carry.collections = select(row.forward.microbatch >= 0, updated, collections)
+                updated = select(row.forward.microbatch >= 0, result.collections, collections)
+                result = result._replace(collections=updated)
                 # Also where the forward was idle: the program names a slot that nothing living uses, so no branch is
                 # needed.
-                hosted = self._to_memory(residuals, jax.memory.Space.Host)
-                carry.residuals = write_ring(carry.residuals, hosted, row.residual_write)
+                hosted = self._to_memory(result.residuals, jax.memory.Space.Host)
+                ring = write_ring(carry.residuals, hosted, row.residual_write)
         # Idle ticks report zeros, so chunk -1, which counts from the end, adds nothing.
-        carry.reported = carry.reported.at[row.forward.chunk].add(reported)
+        reported, output = carry.reported.at[row.forward.chunk].add(result.reported), result.output
         if self.sends_early:
             # Without the barrier XLA merges exchanges of gradients and activations in one direction, and neither of
             # them lies under an action any more.
             output, gradient = jax.lax.optimization_barrier((output, gradient))
-        carry.activations = self.activations.send(
+        activations = self.activations.send(
             carry.activations, run.next_activation_sends, row.activations, device.stage, output
         )
-        return output, gradient
+        carry = carry._replace(
+            activations=activations,
+            residuals=ring,
+            collections=result.collections,
+            reported=reported,
+        )
+        return carry, output, gradient
 
     def _loss(
         self, device: Device, run: TickRun, carry: TrainCarry, row: Row, labels: PyTree, output: PyTree
-    ) -> PyTree:
+    ) -> tuple[TrainCarry, PyTree]:
         """Run the loss; gives the gradient of the output where the last part is."""
         if not occurs(self.program.tables.loss_microbatch, run):
-            return self.stage.gradients.zeros()
+            return carry, self.stage.gradients.zeros()
+        run_loss = self._epilogue if self.stage.vocab_loss is None else self._vocab_loss
         with jax.named_scope("loss"):
-            if self.stage.vocab_loss is not None:
-                gradient = self._vocab_loss(device, run, carry, row, labels, output)
-            else:
-                gradient = self._epilogue(device, run, carry, row, labels, output)
-        if not self._has_fused_loss:
-            carry.loss_gradients = write_ring_if(carry.loss_gradients, gradient, row.loss_gradient_write)
-        return gradient
+            carry, gradient = run_loss(device, run, carry, row, labels, output)
+        if self._has_fused_loss:
+            return carry, gradient
+        ring = write_ring_if(carry.loss_gradients, gradient, row.loss_gradient_write)
+        return carry._replace(loss_gradients=ring), gradient
 
     def _epilogue(
         self, device: Device, run: TickRun, carry: TrainCarry, row: Row, labels: PyTree, output: PyTree
-    ) -> PyTree:
+    ) -> tuple[TrainCarry, PyTree]:
         """Run the epilogue where the last part is."""
-        stage, collections = self.stage, carry.collections
+        stage, storage, collections = self.stage, device.weights.storage, carry.collections
         is_last = self.is_last(device, row.forward.chunk)
         batch = Microbatch(None, labels, device.batch.context(row.loss_microbatch))
 
-        def compute() -> tuple[Any, ...]:
-            return stage.loss_and_gradients(device.weights, batch, collections, output, device.cotangents)
+        def compute() -> LossResult:
+            return stage.epilogue.loss_and_gradients(storage, collections, output, batch, device.cotangents)
 
         if self._sums.computes_off_trunk_in_loops(carry.off_trunk_grads):
             # In the loop the gradients are added where they are computed: nowhere is there room for them, and other
             # stages fill none with zeros.
-            def add(_: Any, before: tuple[Any, ...]) -> tuple[Any, ...]:
-                loss, off_trunk, *others = compute()
-                return self._sums.plus_off_trunk(before[0], off_trunk), loss, *others
+            def add(_: Any, before: tuple[Storage, LossResult]) -> tuple[Storage, LossResult]:
+                result = compute()
+                return self._sums.plus_off_trunk(before[0], result.grads), result._replace(grads=())
 
-            loss, _, gradient, _, reported = map(zeros_of, jax.eval_shape(compute))
-            before = (carry.off_trunk_grads, loss, gradient, collections, reported)
-            carry.off_trunk_grads, loss, gradient, carry.collections, reported = once(is_last, add, before)
+            nothing = zeros_of(jax.eval_shape(compute))
+            before = carry.off_trunk_grads, nothing._replace(grads=(), collections=collections)
+            sums, result = once(is_last, add, before)
         else:
             # One device computing every tick needs no branch around the loss; else only the last stage has it.
             if stage.last == 0 and is_never_idle(self.program.tables.forward, run):
                 result = compute()
             else:
                 result = run_or_zeros(jnp.where(is_last, 0, -1), [compute])
-            loss, off_trunk, gradient, updated, reported = result
-            carry.collections = select(is_last, updated, collections)
-            carry.off_trunk_grads = self._sums.add_off_trunk(carry.off_trunk_grads, off_trunk, is_last)
-        carry.loss_reported = carry.loss_reported + reported
-        carry.loss = carry.loss + loss
-        return gradient
+            result = result._replace(collections=select(is_last, result.collections, collections))
+            sums = self._sums.add_off_trunk(carry.off_trunk_grads, result.grads, is_last)
+        carry = carry._replace(
+            loss_reported=carry.loss_reported + result.reported,
+            loss=carry.loss + result.sums,
+            collections=result.collections,
+            off_trunk_grads=sums,
+        )
+        return carry, result.output_grad
 
     def _vocab_loss(
         self, device: Device, run: TickRun, carry: TrainCarry, row: Row, labels: PyTree, output: PyTree
-    ) -> PyTree:
+    ) -> tuple[TrainCarry, PyTree]:
         """Run the last layers and the loss on all stages."""
-        index, microbatches = row.loss_microbatch, self.program.tables.loss_microbatch
+        layers, index = self.stage.vocab_loss, row.loss_microbatch
+        assert layers is not None
+        storage, cotangent = device.weights.storage, device.cotangents.main
         is_last = (device.stage == self.stage.placement.locations[-1][0]) & (index >= 0)
         batch = Microbatch(None, labels, device.batch.context(index))
 
-        def compute() -> PyTree:
-            return self.stage.vocab_loss_and_gradients(device.weights, batch, is_last, output, device.cotangents.main)
+        def compute() -> LossResult:
+            return layers.loss_and_gradients(storage, is_last, output, batch, cotangent)
 
-        loss, grads, gradient = self.on_all_stages(run, microbatches, index, compute)
-        carry.loss = carry.loss + loss
-        _add_vocab(carry, grads)
-        return gradient
+        microbatches = self.program.tables.loss_microbatch
+        result: LossResult = self.on_all_stages(run, microbatches, index, compute)
+        carry = _plus_vocab(carry._replace(loss=carry.loss + result.sums), result.grads)
+        return carry, result.output_grad
 
-    def _vocab_input(self, device: Device, run: TickRun, carry: TrainCarry, row: Row) -> None:
+    def _vocab_input(self, device: Device, run: TickRun, carry: TrainCarry, row: Row) -> TrainCarry:
         """Run the first layers on all stages: their forward for the next tick, their backward for the last one.
 
         No action of this tick needs either, so that their collectives over the stages travel under its products.
@@ -374,24 +375,27 @@ class TrainLoop(TickLoop):
                 return self._vocab_input_gradients(device, last, leaving)
 
             table = tables.last_input_grad_microbatch
-            _add_vocab(carry, self.on_all_stages(run, table, last, gradients, is_harmless=True))
+            carry = _plus_vocab(carry, self.on_all_stages(run, table, last, gradients, is_harmless=True))
             # Taken once: a tick without a backward leaves nothing.
-            carry.leaving = self.stage.gradients.zeros()
+            carry = carry._replace(leaving=self.stage.gradients.zeros())
         if occurs(tables.next_input_microbatch, run):
 
             def outputs() -> PyTree:
                 return self.entering(device, following, train=True)
 
             table = tables.next_input_microbatch
-            carry.entering = self.on_all_stages(run, table, following, outputs, is_harmless=True)
+            entering = self.on_all_stages(run, table, following, outputs, is_harmless=True)
+            carry = carry._replace(entering=entering)
+        return carry
 
     def _vocab_input_gradients(self, device: Device, index: jax.Array, gradient: PyTree) -> dict[str, jax.Array]:
-        batch = Microbatch(device.batch.inputs(index), None, device.batch.context(index))
-        return self.stage.vocab_input_gradients(device.weights, batch, gradient)
+        assert self.stage.vocab_input is not None
+        inputs, context = device.batch.inputs(index), device.batch.context(index)
+        return self.stage.vocab_input.gradients(device.weights.storage, inputs, context, gradient)
 
     def _backward(
         self, device: Device, run: TickRun, carry: TrainCarry, row: Row, arrived: PyTree, loss_gradient: PyTree
-    ) -> None:
+    ) -> TrainCarry:
         """Run the backward, whole or of the input alone."""
         stage = self.stage
         if not self._has_fused_loss:
@@ -400,15 +404,20 @@ class TrainLoop(TickLoop):
         kinds = self._kinds_of_backward(run)
         in_loop = self._sums.computes_off_trunk_in_loops(carry.off_trunk_grads)
         apart = kinds == [False] and stage.prologue.has_apart and in_loop
-        trunk, off_trunk, outgoing = self._gradients_of(device, run, carry, row, gradient, kinds, apart=apart)
+        carry, result = self._gradients_of(device, run, carry, row, gradient, kinds, apart=apart)
+        outgoing = result.input_grad
         # No sends are named: gradients never leave early.
-        carry.gradients = self._gradients.send(carry.gradients, {}, row.gradients, device.stage, outgoing)
-        self._add(device, run, self.program.tables.backward, carry, row.backward.chunk, trunk, off_trunk)
+        gradients = self._gradients.send(carry.gradients, {}, row.gradients, device.stage, outgoing)
+        actions, chunk = self.program.tables.backward, row.backward.chunk
+        carry = carry._replace(gradients=gradients)
+        carry = self._plus(device, run, actions, carry, chunk, result.trunk, result.off_trunk)
         if apart:
-            self._add_first(device, carry, row, outgoing)
+            carry = self._plus_first(device, carry, row, outgoing)
         if stage.vocab_input is not None:
             # All stages run their backward, and its psums add the cotangents up: only one may be other than zero.
-            carry.leaving = select(self.is_first(device, row.backward.chunk), outgoing, zeros_of(outgoing))
+            leaving = select(self.is_first(device, row.backward.chunk), outgoing, zeros_of(outgoing))
+            carry = carry._replace(leaving=leaving)
+        return carry
 
     def _gradients_of(
         self,
@@ -420,16 +429,16 @@ class TrainLoop(TickLoop):
         kinds: Sequence[bool],
         *,
         apart: bool,
-    ) -> tuple[PyTree, PyTree, PyTree]:
-        """Run the backward's action; gives the first three of `Stage.backward`."""
+    ) -> tuple[TrainCarry, StageBackwardResult]:
+        """Run the backward's action; what is pending is in its ring."""
         stage, ring, weights = self.stage, carry.residuals, device.weights.with_trunk(carry.gathered[-1:])
 
-        def backward(at: VirtualStage, *, split: bool) -> tuple[Any, ...]:
+        def backward(at: VirtualStage, *, split: bool) -> StageBackwardResult:
             residuals = self._read_residuals(ring, row.residual_read)
             reported = device.cotangents.reported
             return stage.backward(at, weights, residuals, gradient, reported, split=split, apart=apart)
 
-        functions: list[Callable[[VirtualStage], tuple[Any, ...]]] = [
+        functions: list[Callable[[VirtualStage], StageBackwardResult]] = [
             functools.partial(backward, split=split) for split in kinds
         ]
         which: jax.Array | int = 0
@@ -439,32 +448,34 @@ class TrainLoop(TickLoop):
             functions[1] = lambda at: _fill(split(at), jax.eval_shape(lambda: whole(at)))
             which = (row.pending_write >= 0).astype(jnp.int32)
 
-        def act(*, is_busy: bool) -> tuple[Any, ...]:
+        def act(*, is_busy: bool) -> StageBackwardResult:
             actions, chunk = self.program.tables.backward, self._common_chunk(run, row)
             return self.action(device, run, actions, row.backward, functions, which, chunk, is_busy=is_busy)
 
         if kinds == [True] and self._sums.is_worth_a_loop(run, self.program.tables.backward, stage.pending):
 
-            def write(_: Any, before: tuple[Any, ...]) -> tuple[Any, ...]:
-                *others, pending = act(is_busy=True)
-                return write_ring(before[0], pending, row.pending_write), *others
+            def write(_: Any, before: tuple[PyTree, StageBackwardResult]) -> tuple[PyTree, StageBackwardResult]:
+                result = act(is_busy=True)
+                ring = write_ring(before[0], result.pending, row.pending_write)
+                return ring, result._replace(pending=())
 
-            *nothing, _ = map(zeros_of, jax.eval_shape(lambda: act(is_busy=False)))
-            after = once(row.backward.microbatch >= 0, write, (carry.pending, *nothing))
-            carry.pending, trunk, off_trunk, outgoing = after
+            nothing = zeros_of(jax.eval_shape(lambda: act(is_busy=False)))._replace(pending=())
+            pending, result = once(row.backward.microbatch >= 0, write, (carry.pending, nothing))
         else:
             # What an idle backward computed is replaced by zeros, but not what is added in a loop: it is not looked at.
             in_loop = self._sums.adds_off_trunk_in_loops(carry.off_trunk_grads)
             is_dropped = not self.skip_idle and len(functions) == 1 and in_loop
-            trunk, off_trunk, outgoing, pending = act(is_busy=is_dropped)
+            result = act(is_busy=is_dropped)
             if is_dropped and not is_never_idle(self.program.tables.backward, run):
-                others = trunk, outgoing, pending
-                trunk, outgoing, pending = select(row.backward.microbatch >= 0, others, zeros_of(others))
+                others = result._replace(off_trunk=())
+                others = select(row.backward.microbatch >= 0, others, zeros_of(others))
+                result = others._replace(off_trunk=result.off_trunk)
+            pending = carry.pending
             if True in kinds:
-                carry.pending = self._write_pending(run, carry.pending, pending, row.pending_write)
-        return trunk, off_trunk, outgoing
+                pending = self._write_pending(run, pending, result.pending, row.pending_write)
+        return carry._replace(pending=pending), result
 
-    def _add_first(self, device: Device, carry: TrainCarry, row: Row, gradient: PyTree) -> None:
+    def _plus_first(self, device: Device, carry: TrainCarry, row: Row, gradient: PyTree) -> TrainCarry:
         """Compute and add gradients of the first virtual stage's prologue, where a backward has left them."""
         ring, storage, reported = carry.residuals, device.weights.storage, device.cotangents.reported
 
@@ -473,9 +484,10 @@ class TrainLoop(TickLoop):
             return self.stage.prologue.first_gradients(storage, residuals, gradient, reported)
 
         is_first = self.is_first(device, row.backward.chunk)
-        carry.off_trunk_grads = self._sums.add_off_trunk_in_loop(carry.off_trunk_grads, is_first, compute)
+        sums = self._sums.add_off_trunk_in_loop(carry.off_trunk_grads, is_first, compute)
+        return carry._replace(off_trunk_grads=sums)
 
-    def _weight(self, device: Device, run: TickRun, carry: TrainCarry, row: Row) -> None:
+    def _weight(self, device: Device, run: TickRun, carry: TrainCarry, row: Row) -> TrainCarry:
         """Run the weight gradient of a split backward."""
         stage, residual_ring, pending_ring = self.stage, carry.residuals, carry.pending
         in_loop = self._sums.computes_off_trunk_in_loops(carry.off_trunk_grads)
@@ -495,18 +507,23 @@ class TrainLoop(TickLoop):
             def trunk_of(of_chunk: int) -> PyTree:
                 return weight(VirtualStage(device.stage, of_chunk, stage.placement))[0]
 
-            carry.trunk_grads = self._sums.add_trunk_in_loops(carry.trunk_grads, run, actions, chunk, trunk_of)
+            sums = self._sums.add_trunk_in_loops(carry.trunk_grads, run, actions, chunk, trunk_of)
+            carry = carry._replace(trunk_grads=sums)
         else:
             trunk, off_trunk = self.action(device, run, actions, row.weight, [weight])
-            self._add(device, run, actions, carry, chunk, trunk, off_trunk)
+            carry = self._plus(device, run, actions, carry, chunk, trunk, off_trunk)
         if in_loop and stage.prologue.has_deferred:
             at = VirtualStage(device.stage, jnp.maximum(chunk, 0), stage.placement)
 
             def deferred() -> Storage:
-                return stage.deferred_off_trunk(at, device.weights, *left())
+                residuals, pending = left()
+                storage = device.weights.storage
+                return stage.prologue.backward_weight(at, storage, residuals[0], pending[0], defers=True)
 
             is_given = (chunk >= 0) & stage.prologue.defers_at(at)
-            carry.off_trunk_grads = self._sums.add_off_trunk_in_loop(carry.off_trunk_grads, is_given, deferred)
+            sums = self._sums.add_off_trunk_in_loop(carry.off_trunk_grads, is_given, deferred)
+            carry = carry._replace(off_trunk_grads=sums)
+        return carry
 
     def _common_chunk(self, run: TickRun, row: Row) -> jax.Array | None:
         """The chunk of a tick's forward and backward; None where some tick of the run has them for different ones.
@@ -542,7 +559,7 @@ class TrainLoop(TickLoop):
     def _read_residuals(self, ring: PyTree, slot: jax.Array) -> PyTree:
         return self._to_memory(read_ring(ring, slot), jax.memory.Space.Device)
 
-    def _add(
+    def _plus(
         self,
         device: Device,
         run: TickRun,
@@ -551,13 +568,16 @@ class TrainLoop(TickLoop):
         chunk: jax.Array,
         trunk: PyTree,
         off_trunk: PyTree,
-    ) -> None:
-        """Add an action's gradients to the sums; leaves of the trunk that are None are not its to give."""
-        carry.trunk_grads = self._sums.add_trunk(carry.trunk_grads, run, actions, chunk, trunk)
+    ) -> TrainCarry:
+        """The carry with an action's gradients; those of the trunk may be None leaf by leaf."""
+        trunk_sums = self._sums.add_trunk(carry.trunk_grads, run, actions, chunk, trunk)
+        carry = carry._replace(trunk_grads=trunk_sums)
         if off_trunk is not None and self.stage.prologue.has_params:
             at = VirtualStage(device.stage, jnp.maximum(chunk, 0), self.stage.placement)
             is_given = (chunk >= 0) & self.stage.prologue.has_params_at(at)
-            carry.off_trunk_grads = self._sums.add_off_trunk(carry.off_trunk_grads, off_trunk, is_given)
+            sums = self._sums.add_off_trunk(carry.off_trunk_grads, off_trunk, is_given)
+            carry = carry._replace(off_trunk_grads=sums)
+        return carry
 
 
 def _loss_is_followed_by_backward(program: TickProgram, stage: Stage) -> bool:
@@ -570,14 +590,16 @@ def _loss_is_followed_by_backward(program: TickProgram, stage: Stage) -> bool:
     return all(loss == microbatch for loss, microbatch, chunk in ticks if chunk == last_chunk)
 
 
-def _add_vocab(carry: TrainCarry, grads: dict[str, jax.Array]) -> None:
+def _plus_vocab(carry: TrainCarry, grads: dict[str, jax.Array]) -> TrainCarry:
     sums = carry.vocab_grads
-    carry.vocab_grads = sums | {name: sums[name] + g.astype(sums[name].dtype) for name, g in grads.items()}
+    added = {name: sums[name] + g.astype(sums[name].dtype) for name, g in grads.items()}
+    return carry._replace(vocab_grads=sums | added)
 
 
-def _fill(split: tuple[Any, ...], whole: tuple[Any, ...]) -> tuple[Any, ...]:
+def _fill(split: StageBackwardResult, whole: StageBackwardResult) -> StageBackwardResult:
     """A split backward's result in the form of a whole one's: zeros for the gradients that it leaves for later."""
-    leaves, treedef = jax.tree.flatten(whole[0])
-    pairs = zip(treedef.flatten_up_to(split[0]), leaves, strict=True)
+    leaves, treedef = jax.tree.flatten(whole.trunk)
+    pairs = zip(treedef.flatten_up_to(split.trunk), leaves, strict=True)
     trunk = jax.tree.unflatten(treedef, [zeros_of(x) if g is None else g for g, x in pairs])
-    return trunk, zeros_of(whole[1]) if split[1] is None else split[1], *split[2:]
+    off_trunk = zeros_of(whole.off_trunk) if split.off_trunk is None else split.off_trunk
+    return split._replace(trunk=trunk, off_trunk=off_trunk)

@@ -12,6 +12,7 @@ from jaxpipe._typing import PyTree
 from ._batch import Context
 from ._blueprint import Blueprint
 from ._buffers import once, select, zeros_of
+from ._results import BackwardResult, ForwardResult
 from ._segment import Segment
 from ._virtual_stage import VirtualStage
 
@@ -96,13 +97,7 @@ class Trunk:
         return GatheredChunk(jnp.int32(-1), self._program.pin_gathered(zeros_of(self.struct)))
 
     def turned(self, before: GatheredChunk, params: PyTree, chunk: jax.Array) -> GatheredChunk:
-        """The gathered chunk of a tick: as before where it is the same one or -1 (idle), else gathered anew.
-
-        Args:
-            before: That of the tick before.
-            params: All chunks' parameters, prepared.
-            chunk: The chunk of the tick's action.
-        """
+        """The gathered chunk of a tick: as before where it is the same or -1 (idle), else anew."""
 
         def gather(_: jax.Array, old: GatheredChunk) -> GatheredChunk:
             del old
@@ -124,13 +119,13 @@ class Trunk:
 
     def forward(
         self, at: VirtualStage, params: PyTree, collections: PyTree, inputs: PyTree, context: Context
-    ) -> tuple[PyTree, PyTree, PyTree, jax.Array]:
-        """Forward in training, as `Stage.forward`; `params` are prepared."""
+    ) -> ForwardResult:
+        """Forward in training; `params` are prepared, `collections` those of the stage."""
         if self.is_empty:
-            return inputs, [], collections, jnp.zeros((0,), jnp.float32)
+            return ForwardResult(inputs, [], collections, jnp.zeros((0,), jnp.float32))
         full_context = (self._program.offset(at), *context, self._collections_of(at, collections))
-        y, residuals, new, values = self._program.forward(self._take(at, params), inputs, full_context)
-        return y, residuals, self._put(at, collections, new), values
+        result = self._program.forward(self._take(at, params), inputs, full_context)
+        return result._replace(collections=self._put(at, collections, result.collections))
 
     def backward(
         self,
@@ -141,14 +136,10 @@ class Trunk:
         reported_cotangent: jax.Array,
         *,
         split: bool,
-    ) -> tuple[PyTree, list[jax.Array], list[jax.Array]]:
-        """Backward, as `Stage.backward`.
-
-        Returns:
-            `(gradients of the parameters, gradient of the input's differentiable leaves, what backward_weight needs)`.
-        """
+    ) -> BackwardResult:
+        """Backward, of a gradient for each differentiable leaf of the output."""
         if self.is_empty:
-            return {}, gradient, []
+            return BackwardResult({}, gradient, [])
         return self._program.backward(self._take(at, params), residuals, gradient, reported_cotangent, split=split)
 
     def backward_weight(self, at: VirtualStage, params: PyTree, residuals: PyTree, pending: list[jax.Array]) -> PyTree:

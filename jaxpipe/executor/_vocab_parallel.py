@@ -6,7 +6,6 @@ the end. The gradients of what is the same on all stages are summed over the sta
 """
 
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -19,9 +18,11 @@ from jaxpipe.jaxpr import effect_axes, output_dependence
 from jaxpipe.layers import format_struct
 from jaxpipe.topology import broadcast_sum
 
-from ._batch import Context
+from ._batch import Context, Microbatch
 from ._blueprint import Blueprint
 from ._buffers import select, zeros_of
+from ._packing import Packing
+from ._results import LossResult
 from ._segment import Segment
 
 _AXIS = "stage"
@@ -35,12 +36,14 @@ class VocabInput:
     Args:
         blueprint: The model, cut.
         layers: The layers.
+        gradients: Common form of gradients; the last member is that of the layers' output.
 
     Raises:
         LayerError: A layer does not accept slices, or the output is not whole on every stage.
     """
 
-    def __init__(self, blueprint: Blueprint, layers: range) -> None:
+    def __init__(self, blueprint: Blueprint, layers: range, gradients: Packing) -> None:
+        self._gradients, self._member = gradients, len(blueprint.cuts)
         self._segment = Segment(blueprint, 0, [layers])
         wanted = format_struct(blueprint.trace.boundaries[layers.stop])
         found = format_struct(_outputs_struct(blueprint, self._segment))
@@ -55,15 +58,16 @@ class VocabInput:
         """Outputs of the layers; `inputs` and `context` must be the same on all stages."""
         return _run(self._segment, self._segment.take(storage), inputs, context, train=train)
 
-    def gradients(self, storage: PyTree, inputs: PyTree, context: Context, gradient: Sequence[jax.Array]) -> Leaves:
-        """Gradients of trained parameters by name, from those of the output, zero on all stages but one."""
+    def gradients(self, storage: PyTree, inputs: PyTree, context: Context, gradient: PyTree) -> Leaves:
+        """Gradients by name, from that of the output, which is zero on all stages but the first."""
+        given = self._gradients.unpack(self._member, gradient)
         trained, frozen = self._segment.divided(self._segment.take(storage))
 
         def outputs(trained: Leaves) -> list[jax.Array]:
             return differentiable(_run(self._segment, {**trained, **frozen}, inputs, context, train=True))
 
         # The forward runs again: an embedding's is a lookup, cheaper than a ring of its residuals.
-        return jax.vjp(outputs, trained)[1](list(gradient))[0]
+        return jax.vjp(outputs, trained)[1](given)[0]
 
 
 class VocabLoss:
@@ -77,9 +81,13 @@ class VocabLoss:
     Args:
         blueprint: The model, cut.
         layers: The layers.
+        activations: Common form of what virtual stages hand over.
+        gradients: That of its gradients.
     """
 
-    def __init__(self, blueprint: Blueprint, layers: range) -> None:
+    def __init__(self, blueprint: Blueprint, layers: range, activations: Packing, gradients: Packing) -> None:
+        self._activations, self._gradients = activations, gradients
+        self._last = len(blueprint.cuts) - 1
         self._module, self._whole = blueprint.module, blueprint.trace.boundaries[-1]
         self._last_stage = blueprint.placement.locations[-1][0]
         self._outputs_struct = _outputs_struct(blueprint, Segment(blueprint, 0, [layers]))
@@ -108,8 +116,9 @@ class VocabLoss:
                 "collectives over 'stage'. Use vocab_cross_entropy of jaxpipe.layers, or a head that is not split."
             )
 
-    def outputs_of(self, storage: PyTree, inputs: PyTree, context: Context) -> PyTree:
+    def outputs(self, storage: PyTree, output: PyTree, context: Context) -> PyTree:
         """The model's output on this stage, outside training; the trunk's output counts on the last part's stage."""
+        inputs = self._activations.unpack(self._last, output)
         params = self._unsharded.take(storage), self._sharded.take(storage)
         return self._outputs(*params, inputs, context, train=False)
 
@@ -126,32 +135,24 @@ class VocabLoss:
         self,
         storage: PyTree,
         is_last: jax.Array,
-        inputs: PyTree,
-        labels: PyTree,
-        context: Context,
+        output: PyTree,
+        batch: Microbatch,
         cotangent: jax.Array,
-    ) -> tuple[jax.Array, Leaves, list[jax.Array]]:
-        """The loss of one microbatch with its gradients.
+    ) -> LossResult:
+        """The loss of one microbatch with its gradients by name, from the trunk's output.
 
-        Args:
-            storage: This stage's parameters.
-            is_last: Whether this stage holds the last part; its `inputs` count.
-            inputs: The trunk's output.
-            labels: The microbatch's labels, on all stages.
-            context: The microbatch's key and side inputs, on all stages.
-            cotangent: What the loss is multiplied with before differentiation.
-
-        Returns:
-            `(sums, gradients of trained parameters by name, gradients of the differentiable inputs)`; sums, those of
-            `LossTerms.sums`, and the latter are zero on all stages but the one that holds the last part.
+        The output, in common form, counts where `is_last` holds: on the stage of the last part.
+        Elsewhere the sums of the loss and the gradient of the output are zero. All stages have the
+        same labels.
         """
+        inputs = self._activations.unpack(self._last, output)
 
         def scaled_loss(unsharded: Leaves, sharded: Leaves, values: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
             inputs_now = replace_differentiable(inputs, values)
             leaves = {**unsharded, **frozen[0]}, {**sharded, **frozen[1]}
-            outputs = self._outputs(*leaves, inputs_now, context, train=True)
+            outputs = self._outputs(*leaves, inputs_now, batch.context, train=True)
             # Every stage computes the whole loss. One of them starts the backward: with all, psums would add them up.
-            sums = jnp.where(is_last, self._module.loss_terms(outputs, labels).sums(), 0.0)
+            sums = jnp.where(is_last, self._module.loss_terms(outputs, batch.labels).sums(), 0.0)
             return sums[0] * cotangent, sums
 
         parts = [segment.divided(segment.take(storage)) for segment in (self._unsharded, self._sharded)]
@@ -162,7 +163,8 @@ class VocabLoss:
         unsharded, dx = select(is_last, (unsharded, dx), zeros_of((unsharded, dx)))
         # A parameter tied between layers of the two kinds has a gradient from each.
         both = {name: unsharded[name] + sharded[name] for name in unsharded.keys() & sharded.keys()}
-        return sums, {**unsharded, **sharded, **both}, dx
+        output_grad = self._gradients.pack(self._last, dx)
+        return LossResult(sums, {**unsharded, **sharded, **both}, output_grad)
 
     def _outputs(self, unsharded: Leaves, sharded: Leaves, inputs: PyTree, context: Context, *, train: bool) -> PyTree:
         handed = _run(self._unsharded, unsharded, inputs, context, train=train)

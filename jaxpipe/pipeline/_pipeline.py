@@ -3,13 +3,12 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Generic, ParamSpec, Protocol, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -24,16 +23,16 @@ from jaxpipe.executor import (
     Metrics,
     Objective,
     PartialMetrics,
+    Plan,
     Stage,
     TrainLoop,
     UpdateMetrics,
     batch_shard_dims,
     batch_spec,
-    check_branches,
-    compile_program,
-    waits_in_branches,
+    loops_idle,
 )
 from jaxpipe.layers import (
+    ModelTrace,
     PipelineModule,
     device_bytes,
     flatten_dict,
@@ -49,12 +48,14 @@ from jaxpipe.schedules import PipeSchedule, TickProgram
 from jaxpipe.state import (
     Catalog,
     Layout,
+    ModelParams,
     Source,
     StageInit,
     Storage,
     TrainState,
     Updater,
     VocabLayers,
+    ZeroSharding,
     from_words,
     made_collections,
     made_params,
@@ -70,68 +71,14 @@ from jaxpipe.state import (
     with_arrays,
     zero_sharding,
 )
-from jaxpipe.topology import FSDP, adopt_mesh, automatic_axes, mesh_shape
+from jaxpipe.topology import FSDP, adopt_mesh, mesh_shape
 
 from ._hyperparams import Hyperparams
+from ._program import Compiled, Program, ProgramOfBatch, on_each_device
 from ._traced import trace_model
 from ._validate import check_batch, check_jit, check_params, check_sharded
 
-_Arguments = ParamSpec("_Arguments")
-_Result = TypeVar("_Result", covariant=True)
 _BatchLike = Sequence[PyTree]  # a `Batch`, or a tuple (inputs, labels) or (inputs, labels, side)
-
-
-class Compiled(Protocol[_Arguments, _Result]):
-    """A jitted function, compiled at its first call."""
-
-    def __call__(self, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
-        """Run it."""
-        ...
-
-    def lower(self, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> jax.stages.Lowered:
-        """Lower it for arguments or their structs, to be compiled ahead of time or read."""
-        ...
-
-
-class _Program(Generic[_Result]):
-    """A jitted function of a state. On simulated devices its first call looks whether they would wait for ever.
-
-    Args:
-        jitted: The function.
-        mesh: The devices it runs on.
-    """
-
-    def __init__(self, jitted: Compiled[..., _Result], mesh: Mesh) -> None:
-        self._jitted = jitted
-        self._is_unchecked = mesh.devices.flat[0].platform == "cpu"
-        self._checks_branches = waits_in_branches(mesh)
-
-    def __call__(self, state: TrainState, *args: Any) -> _Result:
-        if self._is_unchecked and not isinstance(state.step, Tracer):
-            # Compiled once: the call below finds what is compiled here.
-            program = compile_program(self._jitted, state, *args)
-            if self._checks_branches:
-                check_branches(program.as_text() or "")
-            self._is_unchecked = False
-        return self._jitted(state, *args)
-
-    def lower(self, state: TrainState, *args: Any) -> jax.stages.Lowered:
-        return self._jitted.lower(state, *args)
-
-
-class _OfBatch(Generic[_Result]):
-    """A program of a state and a batch, for which a plain tuple will do."""
-
-    def __init__(self, program: _Program[_Result]) -> None:
-        self._program = program
-
-    # One structure for every call: JAX compiles anew for another one, and its shardings fit `Batch` alone.
-    def __call__(self, state: TrainState, batch: _BatchLike, *rest: Any) -> _Result:
-        batch = batch if isinstance(batch, Batch) else split_entry(batch, "the batch")
-        return self._program(state, batch, *rest)
-
-    def lower(self, state: TrainState, batch: _BatchLike, *rest: Any) -> jax.stages.Lowered:
-        return self._program.lower(state, split_entry(batch, "the batch"), *rest)
 
 
 class Pipeline:
@@ -240,32 +187,15 @@ class Pipeline:
             shard_dims = batch_shard_dims(self.microbatch_struct, num_microbatches, module.num_stages, wanted)
             self._batch_specs = jax.tree.map(batch_spec, shard_dims)
             # On the mesh, here and above: a layer's constraint names axes, and fails where there is no mesh.
-            self._stages = self.trace.on_mesh(lambda: Stage(module, self.trace, plan, trains=self.trains))
+            self._stages = self.trace.on_mesh(lambda: _computing(module, self.trace, plan, labels, trains=self.trains))
             self._params = self._stages.params
-            vocab_loss = self._stages.vocab_loss
-            if vocab_loss is not None:
-                self.trace.on_mesh(lambda: vocab_loss.check_loss(labels))
             # With ZeRO 2 and 3 `data` is one long by now, unless the mesh came with an axis `fsdp`: then ZeRO-1
             # goes over `data` besides.
             num_shards = shape["data"] if config.zero_optimization.stage else 1
-            check_sharded(optimizer, self.trace, self._params)
-            self._sharding = zero_sharding(self._params, optimizer, num_shards, shape)
-            self._updater = Updater(self._params, self._sharding.trained, optimizer)
+            self._sharding, self._updater = _division(optimizer, self.trace, self._params, num_shards, shape)
+            train, evaluate = _loops(self._stages, plan, self.mesh)
             self._programs = DevicePrograms(
-                self._stages,
-                self._sharding,
-                self._updater,
-                TrainLoop(
-                    self._stages,
-                    plan.program,
-                    skip_idle=plan.skips,
-                    sends_early=plan.sends_early,
-                    loops_idle=mesh.devices.flat[0].platform == "cpu" and not automatic_axes(mesh),
-                ),
-                EvaluateLoop(self._stages, plan.forward_only, skip_idle=plan.skips, sends_early=plan.sends_early),
-                objective,
-                config,
-                shard_dims,
+                self._stages, self._sharding, self._updater, train, evaluate, objective, config, shard_dims
             )
             self._compile()
         self._unfollowed = None if scope.is_followed else recompute
@@ -579,23 +509,9 @@ class Pipeline:
         state = with_arrays(self.state_struct, arrays)
         # On the devices: the optimiser's state never lies in host memory, which may not hold it.
         shardings = jax.tree.map(lambda x: x.sharding, self.state_struct.opt_state)
-        init = jax.jit(self._shard_map(self._programs.init_optimizer, (rows,), rows), out_shardings=shardings)
+        init = on_each_device(self._programs.init_optimizer, self.mesh, (rows,), rows)
+        init = jax.jit(init, out_shardings=shardings)
         return dataclasses.replace(state, opt_state=init(state.params), **self.init_scalars())
-
-    def _shard_map(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-        # With check_vma=True a gradient through a branch on the device is wrong without a word (jax-ml/jax#40823).
-        # Every axis but these two is left to XLA's partitioner, which follows the shardings of weights and activations.
-        axes = {"stage", "data"}
-        mapped = jax.shard_map(
-            function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, axis_names=axes, check_vma=False
-        )
-
-        @functools.wraps(function)
-        def compiled(*args: Any) -> Any:
-            check_jit()  # runs when JAX traces, and at each call where it is told not to compile
-            return mapped(*args)
-
-        return compiled
 
     def _compile(self) -> None:
         programs, state, rows = self._programs, self.state_struct, self._sharding.row_spec
@@ -614,7 +530,8 @@ class Pipeline:
             donate: tuple[int, ...] = (),
             others: tuple[Any, ...] = (),
         ) -> Any:
-            mapped = self._shard_map(function, (specs, self._batch_specs, *(other.spec for other in others)), out_specs)
+            in_specs = specs, self._batch_specs, *(other.spec for other in others)
+            mapped = on_each_device(function, self.mesh, in_specs, out_specs)
 
             def checked(state: TrainState, batch: Batch, *rest: jax.Array) -> Any:
                 # Runs when JAX traces: batches that were placed by hand are checked once, and no step pays for it.
@@ -626,7 +543,7 @@ class Pipeline:
             # What comes out lies as what goes in: left to itself, XLA may choose another sharding over automatic axes.
             given = (of_state, of_batch, *others)
             jitted = jax.jit(checked, in_shardings=given, out_shardings=out_shardings, donate_argnums=donate)
-            return _OfBatch(_Program(jitted, self.mesh))
+            return ProgramOfBatch(Program(jitted, self.mesh))
 
         # Donated: old and new state need not fit side by side. Gradients and evaluations give no new state and leave
         # it.
@@ -643,9 +560,38 @@ class Pipeline:
             "partial_gradients", programs.partial_gradients, *of_gradients, others=(everywhere, everywhere)
         )
         # Of no batch, so nothing is checked; the gradients come from `gradients`, in the state's form.
-        update = self._shard_map(programs.update, (specs, rows), (specs, P()))
+        update = on_each_device(programs.update, self.mesh, (specs, rows), (specs, P()))
         jitted = jax.jit(update, out_shardings=(of_state, everywhere), donate_argnums=(0,))
-        self.update = _Program(jitted, self.mesh)
+        self.update = Program(jitted, self.mesh)
+
+
+def _computing(module: PipelineModule, trace: ModelTrace, plan: Plan, labels: PyTree, *, trains: bool) -> Stage:
+    """What the stages of a model compute, whose loss suits its last layers."""
+    stage = Stage(module, trace, plan, trains=trains)
+    if stage.vocab_loss is not None:
+        stage.vocab_loss.check_loss(labels)
+    return stage
+
+
+def _division(
+    optimizer: optax.GradientTransformation,
+    trace: ModelTrace,
+    params: ModelParams,
+    num_shards: int,
+    shape: Mapping[str, int],
+) -> tuple[ZeroSharding, Updater]:
+    """How the state is divided over a mesh, and what updates a device's share of it."""
+    check_sharded(optimizer, trace, params)
+    sharding = zero_sharding(params, optimizer, num_shards, shape)
+    return sharding, Updater(params, sharding.trained, optimizer)
+
+
+def _loops(stage: Stage, plan: Plan, mesh: Mesh) -> tuple[TrainLoop, EvaluateLoop]:
+    """The loops over the ticks of training and of evaluation."""
+    skips, early = plan.skips, plan.sends_early
+    loops = loops_idle(mesh)
+    train = TrainLoop(stage, plan.program, skip_idle=skips, sends_early=early, loops_idle=loops)
+    return train, EvaluateLoop(stage, plan.forward_only, skip_idle=skips, sends_early=early)
 
 
 def _from_tree(field: str, tree: PyTree) -> Source:

@@ -1,8 +1,7 @@
 """The loop over ticks: each device sees its own row of the program, and runs the action that the row names."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
-import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -38,8 +37,7 @@ def make_loop(schedule: str, *, skip_idle: bool) -> TickLoop:
     return TickLoop(pipeline._stages, pipeline.program, skip_idle=skip_idle, sends_early=not skip_idle)
 
 
-@chex.dataclass
-class Seen:
+class Seen(NamedTuple):
     """Tick by tick which microbatch and virtual stage the forward worked on, plus 1; 0 where it was idle."""
 
     tick: jax.Array
@@ -52,15 +50,16 @@ def record(loop: TickLoop) -> Seen:
     mesh = jax.make_mesh((STAGES,), ("stage",), devices=jax.devices()[:STAGES])
     none: Any = None
 
-    def tick(device: Device, run: TickRun, carry: Seen, row: Row) -> None:
+    def tick(device: Device, run: TickRun, carry: Seen, row: Row) -> Seen:
         def forward(at: VirtualStage) -> tuple[jax.Array, jax.Array]:
             return row.forward.microbatch + 1, at.index + 1
 
         if run.has_forward:
             microbatch, part = loop.action(device, run, loop.program.tables.forward, row.forward, [forward])
-            carry.microbatch = carry.microbatch.at[carry.tick].set(microbatch)
-            carry.virtual_stage = carry.virtual_stage.at[carry.tick].set(part)
-        carry.tick = carry.tick + 1
+            microbatches = carry.microbatch.at[carry.tick].set(microbatch)
+            parts = carry.virtual_stage.at[carry.tick].set(part)
+            carry = carry._replace(microbatch=microbatches, virtual_stage=parts)
+        return carry._replace(tick=carry.tick + 1)
 
     def run() -> Any:
         device = Device(jax.lax.axis_index("stage"), none, none, none, none)

@@ -16,7 +16,7 @@ from _settings import make_settings
 
 from jaxpipe import LayerSpec, PipeDataParallelTopology, Pipeline, PipelineModule
 from jaxpipe.errors import LayerError
-from jaxpipe.state import HostRows
+from jaxpipe.state import HostRows, StageInit
 from jaxpipe.topology import make_pipeline_mesh
 
 SIZE = 300
@@ -169,6 +169,26 @@ def test_alike_layers_are_compiled_once(compiled: list[str]) -> None:
     state = pipeline.init()
     assert [compiled.count(f"jit({name})") for name in ("draw", "put")] == [1, 1]
     jax.tree.map(np.testing.assert_array_equal, pipeline.params_tree(state.params), wanted)
+
+
+def test_stages_draw_side_by_side_one_layer_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes as long as the layers of one stage, and leaves of one layer at a time lie beside the state."""
+    events: list[str] = []
+    run, wait = StageInit._run, jax.block_until_ready
+
+    def watched_run(self: StageInit, *args: Any) -> None:
+        run(self, *args)
+        events.append("drawn")
+
+    def watched_wait(tree: Any) -> Any:
+        events.append("waited")
+        return wait(tree)
+
+    pipeline, _ = build([LayerSpec(nn.Dense, SIZE) for _ in range(8)], stages=4, data=2)
+    monkeypatch.setattr(StageInit, "_run", watched_run)
+    monkeypatch.setattr(jax, "block_until_ready", watched_wait)
+    pipeline.init()
+    assert events == ["drawn", "waited"] * 2
 
 
 class Mixed(nn.Module):

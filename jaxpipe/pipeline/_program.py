@@ -1,0 +1,86 @@
+"""Programs that run on all devices of a mesh: mapped, jitted, checked before their first run."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, ParamSpec, Protocol, TypeVar
+
+import jax
+from jax.core import Tracer
+from jax.sharding import Mesh
+
+from jaxpipe._typing import PyTree
+from jaxpipe.data import Batch, split_entry
+from jaxpipe.executor import compile_checked, is_simulated
+from jaxpipe.state import TrainState
+
+from ._validate import check_jit
+
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result", covariant=True)
+
+
+class Compiled(Protocol[_Arguments, _Result]):
+    """A jitted function, compiled at its first call."""
+
+    def __call__(self, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+        """Run it."""
+        ...
+
+    def lower(self, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> jax.stages.Lowered:
+        """Lower it for arguments or their structs, to be compiled ahead of time or read."""
+        ...
+
+
+class Program(Generic[_Result]):
+    """A jitted function of a state. On simulated devices its first call looks whether they would wait for ever.
+
+    Args:
+        jitted: The function.
+        mesh: The devices it runs on.
+    """
+
+    def __init__(self, jitted: Compiled[..., _Result], mesh: Mesh) -> None:
+        self._jitted, self._mesh = jitted, mesh
+        self._is_unchecked = is_simulated(mesh)
+
+    def __call__(self, state: TrainState, *args: Any) -> _Result:
+        if self._is_unchecked and not isinstance(state.step, Tracer):
+            # Compiled once: the call below finds what is compiled here.
+            compile_checked(self._jitted, self._mesh, state, *args)
+            self._is_unchecked = False
+        return self._jitted(state, *args)
+
+    def lower(self, state: TrainState, *args: Any) -> jax.stages.Lowered:
+        return self._jitted.lower(state, *args)
+
+
+class ProgramOfBatch(Generic[_Result]):
+    """A program of a state and a batch, for which a plain tuple will do."""
+
+    def __init__(self, program: Program[_Result]) -> None:
+        self._program = program
+
+    # One structure for every call: JAX compiles anew for another one, and its shardings fit `Batch` alone.
+    def __call__(self, state: TrainState, batch: Sequence[PyTree], *rest: Any) -> _Result:
+        batch = batch if isinstance(batch, Batch) else split_entry(batch, "the batch")
+        return self._program(state, batch, *rest)
+
+    def lower(self, state: TrainState, batch: Sequence[PyTree], *rest: Any) -> jax.stages.Lowered:
+        return self._program.lower(state, split_entry(batch, "the batch"), *rest)
+
+
+def on_each_device(function: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+    """A function of one device as one of global arrays."""
+    # With check_vma=True a gradient through a branch on the device is wrong without a word (jax-ml/jax#40823).
+    # Every axis but these two is left to XLA's partitioner, which follows the shardings of weights and activations.
+    axes = {"stage", "data"}
+    mapped = jax.shard_map(
+        function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=axes, check_vma=False
+    )
+
+    @functools.wraps(function)
+    def compiled(*args: Any) -> Any:
+        check_jit()  # runs when JAX traces, and at each call where it is told not to compile
+        return mapped(*args)
+
+    return compiled
