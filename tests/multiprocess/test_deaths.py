@@ -112,7 +112,7 @@ def test_a_process_killed_in_a_save(tmp_path: Path, reference: dict[int, str]) -
     with launched(tmp_path) as process:
         wait_for(lambda: 3 in losses(tmp_path))
         running = pids(tmp_path)
-        wait_for(lambda: list(tmp_path.glob("saved/global_step*/data-*/arrays*tmp*")))
+        wait_for(lambda: list(tmp_path.glob("saved/global_step*/data-*/writing-1")))
         os.kill(running[1], signal.SIGKILL)
         code, output = ends(process, running)
     assert code == 128 + signal.SIGKILL, output
