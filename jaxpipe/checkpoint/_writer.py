@@ -277,9 +277,9 @@ def _finish(job: _Job, keep_last: int | None, keep_every: int | None, *, backgro
     # In a thread a process has nothing but its files to tell the others that it failed; here all hear of it at once.
     write = partial(_write, job)
     failed = _caught(write if background else lambda: run_on_all(write))
-    if failed is not None:
+    if failed is not None and background:
         _caught(lambda: report(job.data, error=_first_line(failed)))
-    elif job.lock is not None:
+    elif failed is None and job.lock is not None:
         failed = _caught(lambda: _commit(job, cast("DirectoryLock", job.lock)))
     if job.lock is not None and failed is None:
         _make_room(job, keep_last, keep_every)

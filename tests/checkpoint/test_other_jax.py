@@ -12,16 +12,15 @@ from pathlib import Path
 import pytest
 from _tolerances import ROUNDING, assert_loss
 
-import jaxpipe
-
 OTHER = os.environ.get("JAXPIPE_OTHER_PYTHON")
 SCRIPT = Path(__file__).with_name("_with_a_jax.py")
+SOURCES = SCRIPT.parents[2]  # not where jaxpipe is installed: the packages beside it are of one Python
 pytestmark = pytest.mark.skipif(not OTHER, reason="needs JAXPIPE_OTHER_PYTHON, a Python with another JAX")
 
 
 def losses(python: str, phase: str, root: Path) -> tuple[str, list[float]]:
     """The version of JAX, and the losses after the checkpoint."""
-    env = {**os.environ, "PYTHONPATH": str(Path(jaxpipe.__file__).parents[1]), "JAX_PLATFORMS": "cpu"}
+    env = {**os.environ, "PYTHONPATH": str(SOURCES), "JAX_PLATFORMS": "cpu"}
     env.pop("XLA_FLAGS", None)  # what one knows the other may abort over
     done = subprocess.run([python, SCRIPT, phase, root], env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
