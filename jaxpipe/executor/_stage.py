@@ -176,12 +176,11 @@ class Stage:
         reported_cotangent: jax.Array,
         *,
         split: bool,
-        apart: bool = False,
     ) -> StageBackwardResult:
         """Run the backward of trunk and prologue from the gradient of the output, in common form.
 
         A split one leaves the weight gradients to `backward_weight`, as far as they need not be
-        computed for the input's; one `apart` leaves the prologue's to `Prologue.first_gradients`.
+        computed for the input's.
         """
         of_prologue, of_trunk = residuals
         if not (self.trunk.is_empty or self.gradients.is_identity):
@@ -189,21 +188,20 @@ class Stage:
             gradient = self.gradients.unpack(0, gradient)
         trunk = self.trunk.backward(at, weights.trunk, of_trunk, gradient, reported_cotangent, split=split)
         prologue = self.prologue.backward(
-            at, weights.storage, of_prologue, trunk.input_grad, reported_cotangent, split=split, apart=apart
+            at, weights.storage, of_prologue, trunk.input_grad, reported_cotangent, split=split
         )
         pending = prologue.pending, trunk.pending
         return StageBackwardResult(trunk.grads, prologue.grads, prologue.input_grad, pending)
 
     def backward_weight(
-        self, at: VirtualStage, weights: Weights, residuals: PyTree, pending: PyTree, *, with_prologue: bool
+        self, at: VirtualStage, weights: Weights, residuals: PyTree, pending: PyTree
     ) -> tuple[PyTree, PyTree]:
         """Gradients that a split backward has left, of the trunk and of other parameters.
 
-        None or zero where the split backward gave them. The second is None without the prologue,
-        and where its split backward gave all.
+        None or zero where the split backward gave them; the second is None where it gave all.
         """
         trunk = self.trunk.backward_weight(at, weights.trunk, residuals[1], pending[1])
-        if not (with_prologue and self.prologue.has_deferred):
+        if not self.prologue.has_deferred:
             return trunk, None
         return trunk, self.prologue.backward_weight(at, weights.storage, residuals[0], pending[0])
 
