@@ -57,12 +57,9 @@ class PipelineConfig(Section):
         spread_inputs: Whether inputs and labels are sharded over the stages, and each microbatch gathered when it
             is needed; `'auto'` does so with arrays of at least 32 MiB.
         offload_activations: Whether what waits between forward and backward lies in host memory.
-        gather_weights: When weights that are divided over an axis `fsdp` are gathered: `'step'`, once, and held to the
-            end of the step; `'tick'`, by every action of every microbatch again, and held only meanwhile; or, with
-            several chunks a stage, `'chunk'`, when the stage turns to another chunk, and held till it turns again: one
-            chunk of the trunk for forwards and one for backwards, or one for both in schedules that never have them for
-            different chunks in a tick. That saves memory against `'step'` from three chunks on, or where one serves
-            both; with one chunk it is `'step'`. `'auto'` is `'step'` with `zero_optimization.stage` 2, else `'tick'`.
+        gather_weights: When weights that are divided over an axis `fsdp` are gathered. `'step'` gathers them once and
+            holds them to the end of the step. `'tick'` gathers a layer's weights in every action and frees them after
+            it. `'auto'` is `'step'` with `zero_optimization.stage` 2, else `'tick'`.
         split_vocabulary: Whether an ordinary embedding (`nn.Embed`, `nnx.Embed`), which is the first layer, the last
             layer, which makes the logits (`nn.Dense`, `nnx.Linear`, or the embedding again, tied, by `attend`), and the
             cross entropy of the loss are split over the stages, as `VocabEmbed`, `VocabHead` and
@@ -98,7 +95,7 @@ class PipelineConfig(Section):
     memory_limit_gb: float | Literal["auto"] = setting("auto", auto_or(read_positive_number))
     spread_inputs: bool | Literal["auto"] = setting("auto", auto_or(read_flag))
     offload_activations: bool = setting(False, read_flag)
-    gather_weights: Literal["auto", "step", "chunk", "tick"] = setting("auto", one_of("auto", "step", "chunk", "tick"))
+    gather_weights: Literal["auto", "step", "tick"] = setting("auto", one_of("auto", "step", "tick"))
     split_vocabulary: bool = setting(False, read_flag)
     overlap_vocabulary: bool | Literal["auto"] = setting("auto", auto_or(read_flag))
     residual_dtype: Dtype | None = setting(None, read_dtype)

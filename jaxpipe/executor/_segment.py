@@ -156,11 +156,7 @@ class Segment:
             return params
         # Behind a barrier: what does not change from tick to tick XLA would otherwise gather before the loop, and hold.
         params = jax.lax.optimization_barrier(params)
-        return self.pin_gathered(params)
-
-    def pin_gathered(self, params: PyTree) -> PyTree:
-        """Parameters as `run` takes them, pinned: whole along `fsdp`."""
-        return jax.tree.map(constrained, params, self._specs_in(self._blueprint.params.gathered))
+        return jax.tree.map(constrained, params, self._specs_in(model.gathered))
 
     def prepare(self, leaves: Mapping[str, jax.Array]) -> PyTree:
         """The parameters as `run` takes them, from those by name."""

@@ -29,7 +29,7 @@ from ._packing import Packing
 from ._plan import Plan
 from ._prologue import Prologue
 from ._results import ForwardResult, StageBackwardResult
-from ._trunk import GatheredChunk, Trunk
+from ._trunk import Trunk
 from ._virtual_stage import VirtualStage
 from ._vocab_parallel import VocabInput, VocabLoss
 
@@ -39,15 +39,11 @@ class Weights(NamedTuple):
 
     Attributes:
         storage: All of them.
-        trunk: Those of the trunk, as `Trunk.prepare` gives them, or those of one chunk, gathered.
+        trunk: Those of the trunk, as `Trunk.prepare` gives them.
     """
 
     storage: PyTree
     trunk: PyTree
-
-    def with_trunk(self, chunk: Sequence[GatheredChunk]) -> "Weights":
-        """The same with the gathered chunk, where there is one."""
-        return Weights(self.storage, chunk[0]) if chunk else self
 
 
 class Stage:
@@ -65,7 +61,6 @@ class Stage:
 
     Attributes:
         last: The last virtual stage; the only one where it is 0.
-        gathers_by_chunk: Whether the trunk of a chunk is gathered over `fsdp` when its stage turns to that chunk.
         vocab_input: The vocabulary-parallel layers before the first virtual stage, or None.
         vocab_loss: Those after the last one, with the loss, or None.
         residuals: Shapes and dtypes of what a forward leaves for its backward.
@@ -112,10 +107,8 @@ class Stage:
             section.residual_dtype,
         )
         # Where idle actions are skipped there is a branch for each chunk; else the chunk is an index into all chunks'
-        # weights. So it is where the chunk's weights are gathered before the branch.
-        self.gathers_by_chunk = section.gather_weights == "chunk"
-        join = self.gathers_by_chunk or not plan.skips
-        self.trunk = Trunk(blueprint, scan=section.scan_trunk, join=join, split=split)
+        # weights.
+        self.trunk = Trunk(blueprint, scan=section.scan_trunk, join=not plan.skips, split=split)
         starts = [cut.trunk.start for cut in self.cuts]
         # Without a trunk the prologue's output goes on as it is.
         leaving = self.activations

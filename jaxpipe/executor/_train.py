@@ -17,7 +17,6 @@ from ._results import ForwardResult, LossResult, StageBackwardResult
 from ._stage import Stage
 from ._sums import GradientSums
 from ._tick_loop import Device, Row, TickLoop, is_never_idle, occurs
-from ._trunk import GatheredChunk
 from ._virtual_stage import VirtualStage
 
 
@@ -29,9 +28,6 @@ class TrainCarry(NamedTuple):
         collections: The stage's collections after the microbatches so far.
         entering: What vocabulary-parallel first layers have made for this tick's forward.
         finished: The output that the tick before has left for the loss, where losses are delayed.
-        gathered: Chunks whose trunk is gathered over `fsdp` till their stage turns to another: that
-            of the forward and that of the backward, one where both are always the same, none where
-            weights are gathered otherwise.
         gradients: Gradients on their way.
         leaving: The gradient of what vocabulary-parallel first layers made, which the tick before
             has left for their backward.
@@ -51,7 +47,6 @@ class TrainCarry(NamedTuple):
     collections: PyTree
     entering: PyTree
     finished: PyTree
-    gathered: tuple[GatheredChunk, ...]
     gradients: TransferBuffers[PyTree]
     leaving: PyTree
     loss: jax.Array
@@ -110,7 +105,6 @@ class TrainLoop(TickLoop):
             entering=self._first_entering(device),
             leaving=stage.gradients.zeros() if stage.vocab_input else (),
             finished=stage.activations.zeros() if program.delays_loss else (),
-            gathered=(stage.trunk.no_chunk(),) * (stage.gathers_by_chunk * (1 if program.is_of_one_chunk() else 2)),
             trunk_grads=trunk_grads,
             off_trunk_grads=off_trunk_grads,
             vocab_grads=stage.zero_vocab_grads(),
@@ -135,7 +129,6 @@ class TrainLoop(TickLoop):
     def _tick(self, device: Device, run: TickRun, carry: TrainCarry, row: Row) -> TrainCarry:
         inputs, tables = carry.entering, self.program.tables
         carry, arrived = self._receive(device, run, carry, row)
-        carry = self._turn(device, carry, row)
         # Out of all actions: idle stages, too, take part where inputs and labels are gathered from shares.
         labels = device.batch.labels(row.loss_microbatch)
         if self.stage.vocab_input is None:
@@ -192,19 +185,6 @@ class TrainLoop(TickLoop):
             activation, gradient = jax.lax.optimization_barrier((activation, gradient))
         return carry, (activation, gradient)
 
-    def _turn(self, device: Device, carry: TrainCarry, row: Row) -> TrainCarry:
-        """Gather the chunk of the tick, where chunks are gathered when a stage turns to them."""
-        if not carry.gathered:
-            return carry
-        chunks = [row.forward.chunk, row.backward.chunk]
-        if len(carry.gathered) == 1:
-            chunks = [jnp.maximum(*chunks)]
-        gathered = tuple(
-            self.stage.trunk.turned(of_before, device.weights.trunk, chunk)
-            for of_before, chunk in zip(carry.gathered, chunks, strict=True)
-        )
-        return carry._replace(gathered=gathered)
-
     def _unless_idle(
         self,
         run: TickRun,
@@ -245,12 +225,11 @@ class TrainLoop(TickLoop):
     ) -> tuple[TrainCarry, PyTree, PyTree]:
         """Run the forward; gives its output, and the gradient that arrived."""
         stage, collections = self.stage, carry.collections
-        weights = device.weights.with_trunk(carry.gathered[:1])
         with jax.named_scope("forward"):
             batch = Microbatch(inputs, None, device.batch.context(row.forward.microbatch))
 
             def forward(at: VirtualStage) -> ForwardResult:
-                return stage.forward(at, weights, batch, collections, arrived)
+                return stage.forward(at, device.weights, batch, collections, arrived)
 
             actions, chunk = self.program.tables.forward, self._common_chunk(run, row)
             result = self.action(device, run, actions, row.forward, [forward], chunk=chunk)
@@ -389,12 +368,11 @@ class TrainLoop(TickLoop):
     ) -> tuple[TrainCarry, StageBackwardResult]:
         """Run the backward's action; what is pending is in its ring."""
         stage, ring, kinds = self.stage, carry.residuals, self._kinds_of_backward(run)
-        weights = device.weights.with_trunk(carry.gathered[-1:])
 
         def backward(at: VirtualStage, *, split: bool) -> StageBackwardResult:
             residuals = self._read_residuals(ring, row.residual_read)
             reported = device.cotangents.reported
-            return stage.backward(at, weights, residuals, gradient, reported, split=split)
+            return stage.backward(at, device.weights, residuals, gradient, reported, split=split)
 
         functions: list[Callable[[VirtualStage], StageBackwardResult]] = [
             functools.partial(backward, split=split) for split in kinds

@@ -262,25 +262,14 @@ class Pipeline:
         return self._bytes_beside(self._params.gathered, self._params.at_rest)
 
     @property
-    def gathered_trunk_bytes(self) -> int:
-        """Bytes of the weights of the trunks alone, all chunks of a stage, that a device gathers over `fsdp`."""
-        return self._bytes_beside(
-            self._params.gathered,
-            self._params.at_rest,
-            lambda storage: [storage.stacked[name] for name in self._params.trunk_names],
-        )
-
-    @property
     def whole_sums_bytes(self) -> int:
         """Bytes that a device would need more for sums of gradients if they were whole along `fsdp`."""
         divided = self._params.grad_layout
         return self._bytes_beside(divided.cast(lambda leaf: leaf, whole_along=FSDP), divided)
 
-    def _bytes_beside(
-        self, whole: Layout, divided: Layout, some: Callable[[Storage], PyTree] = lambda storage: storage
-    ) -> int:
-        """Bytes that a device needs more for one layout, or some of it, than for the other."""
-        more, less = (device_bytes(some(x.struct()), self.mesh, some(x.spec())) for x in (whole, divided))
+    def _bytes_beside(self, whole: Layout, divided: Layout) -> int:
+        """Bytes that a device needs more for one layout than for the other."""
+        more, less = (device_bytes(x.struct(), self.mesh, x.spec()) for x in (whole, divided))
         return more - less
 
     @property
