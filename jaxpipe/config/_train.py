@@ -11,7 +11,7 @@ from ._batch import BatchSizes, resolve_batch_sizes
 from ._checkpoint import CheckpointSection
 from ._monitors import CometSection, CSVMonitorSection, TensorBoardSection, WandbSection
 from ._optimizer import OptimizerSection, SchedulerSection
-from ._precision import BF16Section, DataTypesSection, Dtype, FP16Section, read_dtype
+from ._precision import BF16Section, DataTypesSection, Dtype, FP16Section
 from ._profiler import FlopsProfilerSection
 from ._recompute import ActivationCheckpointingSection
 from ._section import Section, setting, subsection, with_inner_keys
@@ -54,8 +54,6 @@ class PipelineConfig(Section):
             and the partition `'profile'` may plan for on a device, in GB of 10^9 bytes, all that training holds
             included; refused where none is used. `'auto'` takes the device's memory, but leaves the pending weight
             gradients of a named schedule as they are.
-        spread_inputs: Whether inputs and labels are sharded over the stages, and each microbatch gathered when it
-            is needed; `'auto'` does so with arrays of at least 32 MiB.
         offload_activations: Whether what waits between forward and backward lies in host memory.
         gather_weights: When weights that are divided over an axis `fsdp` are gathered. `'step'` gathers them once and
             holds them to the end of the step. `'tick'` gathers a layer's weights in every action and frees them after
@@ -70,12 +68,6 @@ class PipelineConfig(Section):
             under the next forward. A stage holds the residuals of one microbatch more; most schedules take no longer,
             `'zero-bubble-v'` does. `'auto'` does so on accelerators where stages lie on several hosts and the schedule
             takes at most 2 % longer for it; inside a host nothing is gained.
-        residual_dtype: Dtype, float32, bfloat16 or float16, in which residuals wait between forward and backward that
-            are floating point and wider; None, the default, keeps them as they are. Outputs and losses do not change,
-            but gradients do: the backward sees every such value, also a norm's or attention's statistics, rounded
-            to 8 bits of significand (bfloat16) or 11 (float16, which also makes infinities of values above 65504 and
-            zeros of the smallest). A model that computes in bfloat16 has few such values, and gains nothing. The
-            schedule `'auto'` and the partition `'profile'` plan with residuals as wide as they are computed.
 
     Raises:
         ConfigError: A value is of the wrong type or out of range.
@@ -93,12 +85,10 @@ class PipelineConfig(Section):
     num_chunks: int | Literal["auto"] = setting("auto", auto_or(integer_of_at_least(1)))
     max_pending_weights: int | Literal["auto"] = setting("auto", auto_or(integer_of_at_least(1)))
     memory_limit_gb: float | Literal["auto"] = setting("auto", auto_or(read_positive_number))
-    spread_inputs: bool | Literal["auto"] = setting("auto", auto_or(read_flag))
     offload_activations: bool = setting(False, read_flag)
     gather_weights: Literal["auto", "step", "tick"] = setting("auto", one_of("auto", "step", "tick"))
     split_vocabulary: bool = setting(False, read_flag)
     overlap_vocabulary: bool | Literal["auto"] = setting("auto", auto_or(read_flag))
-    residual_dtype: Dtype | None = setting(None, read_dtype)
 
 
 @with_inner_keys

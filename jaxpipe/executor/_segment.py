@@ -100,8 +100,8 @@ class Segment:
         trace = self._blueprint.trace
         collections = [trace.collections[i] for i in self.layers]
         context = (jax.ShapeDtypeStruct((), jnp.int32), *self._blueprint.context, collections)
-        inputs, dtype = trace.boundaries[self.layers.start], self._blueprint.residual_dtype
-        return Residuals(self._train, self.struct, inputs, context, dtype=dtype, frozen=self._frozen_leaves)
+        inputs = trace.boundaries[self.layers.start]
+        return Residuals(self._train, self.struct, inputs, context, frozen=self._frozen_leaves)
 
     @functools.cached_property
     def residual_specs(self) -> list[P]:

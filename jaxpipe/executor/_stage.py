@@ -104,7 +104,6 @@ class Stage:
             self.params,
             self.collections,
             context,
-            section.residual_dtype,
         )
         # Where idle actions are skipped there is a branch for each chunk; else the chunk is an index into all chunks'
         # weights.

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe._typing import Path, PyTree
-from jaxpipe.config import TrainConfig, unless_auto
+from jaxpipe.config import TrainConfig
 from jaxpipe.data import Batch, split_entry
 from jaxpipe.executor import (
     DevicePrograms,
@@ -183,8 +183,7 @@ class Pipeline:
             outputs, num_terms = self.trace.boundaries[-1], num_microbatches * shape["data"]
             objective = self.trace.on_mesh(lambda: Objective(module, outputs, labels, num_terms))
             self.loss_metrics = objective.metric_names
-            wanted = unless_auto(config.pipeline.spread_inputs)
-            shard_dims = batch_shard_dims(self.microbatch_struct, num_microbatches, module.num_stages, wanted)
+            shard_dims = batch_shard_dims(self.microbatch_struct, num_microbatches, module.num_stages)
             self._batch_specs = jax.tree.map(batch_spec, shard_dims)
             # On the mesh, here and above: a layer's constraint names axes, and fails where there is no mesh.
             self._stages = self.trace.on_mesh(lambda: _computing(module, self.trace, plan, labels, trains=self.trains))

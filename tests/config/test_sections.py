@@ -45,7 +45,6 @@ def test_defaults_are_deepspeeds_but_for_clipping() -> None:
 READ_AS: dict[str, Any] = {
     "pipeline.partition": (0, 3, 6),
     "data_types.grad_accum_dtype": "float32",
-    "pipeline.residual_dtype": "bfloat16",
     "optimizer.params": Params({"lr": 3e-4, "betas": (0.9, 0.95), "adam_w_mode": True}),
     "scheduler.params": Params({"warmup_max_lr": 3e-4, "warmup_num_steps": 100}),
 }
