@@ -107,7 +107,7 @@ class Stage:
         )
         # Where idle actions are skipped there is a branch for each chunk; else the chunk is an index into all chunks'
         # weights.
-        self.trunk = Trunk(blueprint, scan=section.scan_trunk, join=not plan.skips, split=split)
+        self.trunk = Trunk(blueprint, scan=section.scan_trunk, join=not plan.idle.skips, split=split)
         starts = [cut.trunk.start for cut in self.cuts]
         # Without a trunk the prologue's output goes on as it is.
         leaving = self.activations

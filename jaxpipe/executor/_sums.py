@@ -4,26 +4,25 @@ import jax
 import jax.numpy as jnp
 
 from jaxpipe._typing import PyTree
-from jaxpipe.schedules import Actions, Table, TickProgram, TickRun
+from jaxpipe.schedules import ActionPlan
 from jaxpipe.state import Storage
 
 from ._buffers import once, zeros_of
 from ._stage import Stage
-from ._tick_loop import chunks_of
 
 
 class GradientSums:
     """Adding to a stage's sums, those of its trunk (a tree for each chunk) and those of its other parameters.
 
-    Sums are arguments and results. Those of several chunks are added to in loops of one round or none.
+    Sums are arguments and results.
 
     Args:
         stage: The computing whose gradients are added.
-        program: The lowered training schedule.
+        num_chunks: Chunks of a stage.
     """
 
-    def __init__(self, stage: Stage, program: TickProgram) -> None:
-        self._stage, self._num_chunks = stage, program.num_chunks
+    def __init__(self, stage: Stage, num_chunks: int) -> None:
+        self._stage, self._num_chunks = stage, num_chunks
 
     def zeros(self) -> tuple[tuple[PyTree, ...], Storage]:
         """Sums of no microbatch: of the trunk, and off it."""
@@ -35,19 +34,20 @@ class GradientSums:
         return jax.tree.map(lambda x: x + zero.astype(x.dtype), (tuple(trunk), stage.zero_off_trunk_grads()))
 
     def add_trunk(
-        self, sums: tuple[PyTree, ...], run: TickRun, actions: Actions[Table], chunk: jax.Array, grads: PyTree
+        self, sums: tuple[PyTree, ...], plan: ActionPlan, chunk: jax.Array, grads: PyTree
     ) -> tuple[PyTree, ...]:
         """Sums with an action's gradients of its chunk; leaves that are None are not its to give."""
-        chunks = chunks_of(actions, run)
-        # Idle actions that are computed have given zeros.
-        if self._num_chunks == 1 or (run.computes_idle and len(chunks) == 1):
-            return tuple(self._plus_trunk(s, grads) if number in chunks else s for number, s in enumerate(sums))
-        # What a loop carries is updated in place (XLA of JAX 0.10, GPU and CPU). What goes through a branch is mostly
-        # copied, and of one array `[num_chunks, ...]` the new sum is written to a temporary first: 18 bytes a parameter
-        # instead of 10.
+        if not jax.tree.leaves(grads):
+            return sums
         after = list(sums)
-        for number in chunks:
-            after[number] = once(chunk == number, lambda _, before: self._plus_trunk(before, grads), after[number])
+        for number in plan.chunks:
+            # What a loop carries is updated in place (XLA of JAX 0.10, GPU and CPU). What goes through a branch is
+            # mostly copied, and of one array `[num_chunks, ...]` the new sum is written to a temporary first: 18 bytes
+            # a parameter instead of 10.
+            if plan.adds_in_loops:
+                after[number] = once(chunk == number, lambda _, before: self._plus_trunk(before, grads), after[number])
+            else:
+                after[number] = self._plus_trunk(after[number], grads)
         return tuple(after)
 
     def _plus_trunk(self, sums: PyTree, grads: PyTree) -> PyTree:

@@ -82,10 +82,10 @@ class Candidate:
         memory = self._memory(plan, params)
         parts, wire = self._part_times(program, params), self._wire(plan, params)
         branch_s = job.hardware.branch_s
-        span = span_of(program, parts, wire, branch_s, skips=plan.skips)
+        span = span_of(program, parts, wire, branch_s)
         if steps.rounds:
             shorter = self._plan(schedule, steps.short).program
-            less = span_of(shorter, parts, wire, branch_s, skips=plan.skips)
+            less = span_of(shorter, parts, wire, branch_s)
             pairs = zip(dataclasses.astuple(span), dataclasses.astuple(less), strict=True)
             total, work, exposed, num_ticks = itertools.starmap(steps.extended, pairs)
             span = Span(total, work, exposed, round(num_ticks))

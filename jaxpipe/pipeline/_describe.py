@@ -4,7 +4,7 @@ from jaxpipe._text import format_bytes
 from jaxpipe.errors import counted
 from jaxpipe.layers import device_bytes
 from jaxpipe.partition import format_partition
-from jaxpipe.schedules import format_grid
+from jaxpipe.schedules import describe_idle, format_grid
 from jaxpipe.topology import FSDP
 
 from ._pipeline import Pipeline
@@ -43,6 +43,7 @@ def describe_pipeline(pipeline: Pipeline, max_width: int = 120) -> str:
         f"{counted(pipeline.microbatch_size, 'sample')} on {counted(stages, 'stage')} x {counted(replicas, 'replica')}"
         f"{ranks}, at most {pipeline.program.peak_in_flight} in flight",
         format_grid(pipeline.schedule, pipeline.num_microbatches, stages, max_width=max_width, max_rows=8),
+        describe_idle(pipeline.program),
         "",
         f"trunk of every stage: {counted(len(pipeline.cuts[0].trunk), 'layer')}; parameters per device: "
         f"{format_bytes(device_bytes(pipeline.state_struct.params))}",

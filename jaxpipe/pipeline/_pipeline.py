@@ -29,7 +29,6 @@ from jaxpipe.executor import (
     UpdateMetrics,
     batch_shard_dims,
     batch_spec,
-    loops_idle,
 )
 from jaxpipe.layers import (
     ModelTrace,
@@ -192,7 +191,7 @@ class Pipeline:
             # goes over `data` besides.
             num_shards = shape["data"] if config.zero_optimization.stage else 1
             self._sharding, self._updater = _division(optimizer, self.trace, self._params, num_shards, shape)
-            train, evaluate = _loops(self._stages, plan, self.mesh)
+            train, evaluate = _loops(self._stages, plan)
             self._programs = DevicePrograms(
                 self._stages, self._sharding, self._updater, train, evaluate, objective, config, shard_dims
             )
@@ -574,12 +573,10 @@ def _division(
     return sharding, Updater(params, sharding.trained, optimizer)
 
 
-def _loops(stage: Stage, plan: Plan, mesh: Mesh) -> tuple[TrainLoop, EvaluateLoop]:
+def _loops(stage: Stage, plan: Plan) -> tuple[TrainLoop, EvaluateLoop]:
     """The loops over the ticks of training and of evaluation."""
-    skips, early = plan.skips, plan.sends_early
-    loops = loops_idle(mesh)
-    train = TrainLoop(stage, plan.program, skip_idle=skips, sends_early=early, loops_idle=loops)
-    return train, EvaluateLoop(stage, plan.forward_only, skip_idle=skips, sends_early=early)
+    train = TrainLoop(stage, plan.program, sends_early=plan.sends_early)
+    return train, EvaluateLoop(stage, plan.forward_only, sends_early=plan.sends_early)
 
 
 def _from_tree(field: str, tree: PyTree) -> Source:
