@@ -10,11 +10,11 @@ from typing import Any, cast
 import flax.linen as nn
 import jax
 
-from jaxpipe.checkpoint import Rename, Source, Transform, stack, transpose
 from jaxpipe.errors import LayerError
 from jaxpipe.layers import LayerSpec, TiedLayerSpec
 from jaxpipe.recompute import reduced
 from jaxpipe.transformer import MODEL, Divided, attention, constrained, dividing_axes
+from jaxpipe.weights import Rename, Source, Transform, stack, transpose
 
 from ._experts import Experts, ExpertsConfig
 from ._llama_config import LlamaConfig
@@ -228,7 +228,7 @@ def llama_names(config: LlamaConfig | Source) -> tuple[Rename, ...]:
         config: Sizes and switches, or where `from_huggingface` reads them.
 
     Returns:
-        A table for `jaxpipe.checkpoint.rename` and its kin.
+        A table for `jaxpipe.weights.rename` and its kin.
     """
     if not isinstance(config, LlamaConfig):
         config = LlamaConfig.from_huggingface(config)

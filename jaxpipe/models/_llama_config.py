@@ -6,8 +6,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxpipe.checkpoint import Source
 from jaxpipe.errors import ConfigError
+from jaxpipe.weights import Source
 
 from ._experts import ExpertsConfig
 from ._huggingface import ConfigKeys, check_value, wrong

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from jaxpipe import PipelineModule
-from jaxpipe.checkpoint import rename, rename_back
 from jaxpipe.config import ConfigWarning
 from jaxpipe.errors import ConfigError
 from jaxpipe.models import BertConfig, GPT2Config, LlamaConfig, bert, bert_names
+from jaxpipe.weights import rename, rename_back
 
 GPT2 = {
     **{

@@ -16,10 +16,10 @@ from _settings import make_settings
 from _written import written
 
 from jaxpipe import PipeDataParallelTopology, Pipeline, PipelineModule
-from jaxpipe.checkpoint import rename, rename_back
 from jaxpipe.errors import ConfigError, LayerError
 from jaxpipe.models import LlamaConfig, RotaryScaling, llama, llama_names
 from jaxpipe.topology import make_pipeline_mesh
+from jaxpipe.weights import rename, rename_back
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

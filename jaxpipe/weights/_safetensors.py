@@ -1,4 +1,4 @@
-"""Parameters to and from safetensors files, which many other libraries read.
+"""Safetensors files, which many other libraries read: written, and read.
 
 Files are written here, tensor by tensor, because the safetensors library wants all tensors of a file at once; it reads
 them.
@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from safetensors import safe_open
 
@@ -28,18 +27,14 @@ from jaxpipe._files import (
     new_beside,
     open_to_append,
     open_to_change,
+    parse_json,
     read_file,
+    sync,
     write_file,
 )
-from jaxpipe._paths import local_path
+from jaxpipe._paths import local_path, readable
 from jaxpipe.errors import CheckpointError, shown
 from jaxpipe.layers import split_path, unflatten_dict
-from jaxpipe.state import Leaf
-
-from ._directory import readable, sync
-from ._json import parse_json
-from ._load import read_leaves
-from ._open import Checkpoint, open_checkpoint, reread
 
 _SUFFIX = ".safetensors"
 _INDEX_SUFFIX = _SUFFIX + ".index.json"
@@ -79,56 +74,6 @@ class _File:
     header: bytes
     starts: Mapping[str, int]
     size: int
-
-
-def export_safetensors(
-    path: str | PathLike[str],
-    out: str | PathLike[str],
-    tag: str | None = None,
-    *,
-    max_shard_bytes: int | None = None,
-) -> list[Path]:
-    """Write the parameters of a checkpoint, and what layers keep beside them, as safetensors; one process calls.
-
-    Tensors are named by their path in the model's tree: `layers/<index>_<name>/...`, `tied/<key>/...`, and
-    `collections/<index>_<name>/...`; a slash inside a parameter's own name is `%2F`. The files are the same for every
-    number of stages and replicas. They get their names when they are whole, and no more than a few of the checkpoint's
-    arrays are held in memory.
-
-    Args:
-        path: What was given to `save_checkpoint`, or a checkpoint's own folder.
-        out: The file, such as `model.safetensors`; one of an earlier export is replaced.
-        tag: Name of the checkpoint; None: the latest.
-        max_shard_bytes: Largest sum of tensors in a file, unless one alone is larger. If one file is not enough, they
-            are called `model-00001-of-00002.safetensors`, and `model.safetensors.index.json` tells what is where, as
-            Hugging Face libraries do. None: one file.
-
-    Returns:
-        What was written; an index is the last.
-
-    Raises:
-        CheckpointError: There is no checkpoint, it is damaged, it has a dtype that safetensors has not, `out` is no
-            such name, cannot be written or lies beside an export in other files, or `max_shard_bytes` is not positive.
-    """
-    target = _check_target(local_path(out, "out", CheckpointError))
-    check_shard_size(max_shard_bytes)
-    return reread(path, lambda: _export(open_checkpoint(path, tag), target, max_shard_bytes))
-
-
-def _export(checkpoint: Checkpoint, target: Path, max_shard_bytes: int | None) -> list[Path]:
-    index = checkpoint.index
-    ordered = [key for layer in index.layers for key in layer.parameters]
-    rest = sorted(key for key in index.leaves if key.startswith((_PARAMS, _COLLECTIONS)))
-    keys = list(dict.fromkeys(ordered + rest))
-    tensors = {_name(key): tensor_of(index.leaves[key]) for key in keys}
-    values = ((_name(key), value) for key, value in read_leaves(checkpoint, keys))
-    metadata = {"format": "jaxpipe", "global_steps": str(index.global_steps)}
-    return write_safetensors(checkpoint.path, target, tensors, values, metadata, max_shard_bytes)
-
-
-def tensor_of(leaf: Leaf) -> jax.ShapeDtypeStruct:
-    """Shape and dtype of a leaf."""
-    return jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(leaf.dtype))
 
 
 def check_shard_size(max_shard_bytes: int | None) -> None:
@@ -248,7 +193,12 @@ def load_safetensors(path: str | PathLike[str], part: Literal["params", "collect
     return unflatten_dict({each[prefix:]: found[name] for each, name in paths.items()})
 
 
-def _check_target(out: Path) -> Path:
+def check_target(out: Path) -> Path:
+    """Refuse what is no name of a file to write.
+
+    Raises:
+        CheckpointError: It ends otherwise, or is a folder.
+    """
     with readable(out):
         is_folder = out.is_dir()
     if not out.name.endswith(_SUFFIX) or out.name == _SUFFIX or is_folder:
@@ -258,10 +208,6 @@ def _check_target(out: Path) -> Path:
             f"{str(example)!r}."
         )
     return out
-
-
-def _name(key: str) -> str:
-    return key.removeprefix(_PARAMS)
 
 
 def _num_bytes(tensor: jax.ShapeDtypeStruct) -> int:
