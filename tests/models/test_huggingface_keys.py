@@ -90,7 +90,7 @@ def test_published_files_are_read_without_a_word(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "family", ["llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "gpt2", "bert"]
+    "family", ["llama", "mistral", "mixtral", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "gpt2", "bert"]
 )
 def test_every_key_that_transformers_writes_is_known(family: str) -> None:
     transformers = pytest.importorskip("transformers")
