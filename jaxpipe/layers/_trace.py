@@ -24,6 +24,7 @@ from jaxpipe.topology import MANUAL_AXES, automatic_axes
 from ._axes import NO_MESH, axis_fault, is_unbound_axis, mesh_for_init, on_mesh
 from ._build import NamedLayer, check_instances
 from ._lora import check_targets
+from ._param_paths import ParamPaths, merge_layers
 from ._precision import cast_floats, init_inputs, is_wider, multiplies_wider
 from ._protocol import STANDARD_ARGUMENTS, Layer, layer_rngs
 from ._sharding import (
@@ -39,7 +40,7 @@ from ._sharding import (
     with_fsdp,
 )
 from ._structs import as_arrays, format_struct, struct_key, struct_of
-from ._tree import ParamPaths, flatten_dict, merge_layers, unflatten_dict
+from ._tree import flatten_dict, unflatten_dict
 from ._usage import used_inputs
 
 T = TypeVar("T")

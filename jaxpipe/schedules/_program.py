@@ -258,12 +258,6 @@ class TickProgram:
             rows = [tuple(map(max, *rows))]
         return sum(1 for row in rows for _ in groupby(chunk for chunk in row if chunk >= 0))
 
-    def _repr_svg_(self) -> str:
-        """The program as notebooks show it: a picture, a backward taking twice the time of a forward."""
-        from ._picture import draw  # which is made of programs
-
-        return draw(self).svg()
-
     @property
     def peak_in_flight(self) -> int:
         """The largest `in_flight` of all stages."""
