@@ -34,6 +34,7 @@ class SequentialModel:
     seed_layers: bool
     seed_fn: Callable[[int], jax.Array]
     base_seed: int
+    partition_method: str | Sequence[int]
     activation_checkpoint_interval: int
     activation_checkpoint_func: Callable[..., Any] | None
     checkpointable_layers: tuple[str, ...] | None
