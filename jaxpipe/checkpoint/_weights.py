@@ -1,4 +1,4 @@
-"""The parameters of checkpoints as safetensors files: by our paths, and by the names of Hugging Face's libraries."""
+"""Parameters of checkpoints as safetensors files: by our paths, and by Hugging Face's names."""
 
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -50,18 +50,20 @@ def load_huggingface(
 
     Args:
         folder: Holds one safetensors file, or the index of several; or the path of that file.
-        renames: The table of names, such as `jaxpipe.models.llama_names(config)`. Adapters of `jaxpipe.layers.lora`
-            are not in it, and keep their values.
+        renames: The table of names, such as `jaxpipe.models.llama_names(config)`. Adapters of
+            `jaxpipe.layers.lora` are not in it, and keep their values.
         pipeline: What the state belongs to.
-        state: The present one. Once everything has been read its parameters are deleted; everything else stays.
+        state: The present one. Once everything has been read its parameters are deleted; everything
+            else stays.
         when_read: Called when everything has been read and nothing changed yet.
 
     Returns:
         The new state; parameters have the dtypes they had.
 
     Raises:
-        CheckpointError: A file is missing or damaged; the table does not name every leaf once; or tensors are missing,
-            left over, of another shape, or of integers for floating-point leaves; the state is as it was.
+        CheckpointError: A file is missing or damaged; the table does not name every leaf once; or
+            tensors are missing, left over, of another shape, or of integers for floating-point
+            leaves; the state is as it was.
     """
     keys = [key for key in pipeline.catalog if key.startswith(_PARAMS) and not re.search(LORA_PARAMETERS, key)]
     leaves = {key.removeprefix(_PARAMS): _struct_of(pipeline.catalog[key]) for key in keys}
@@ -88,28 +90,32 @@ def save_huggingface(
 ) -> list[Path]:
     """Write the parameters of a checkpoint as a folder that Hugging Face's libraries open; one process calls.
 
-    The files get their names when they are whole. No more than a few of the checkpoint's arrays are held in memory,
-    and those leaves of which several are one tensor there. A tokenizer's files are for the caller to copy.
+    The files get their names when they are whole. No more than a few of the checkpoint's arrays are
+    held in memory, and those leaves of which several are one tensor there. A tokenizer's files are
+    for the caller to copy.
 
     Args:
         path: What was given to `save_checkpoint`, or a checkpoint's own folder.
         folder: Where to write; files of an earlier call are replaced.
         renames: The table of names, such as `jaxpipe.models.llama_names(config)`.
         config: Their `config.json`: the file, the folder that holds it, or its contents, such as
-            `LlamaConfig.to_huggingface` gives. It is written with the dtype that the tensors have. None: none is
-            written, for a folder that has one.
+            `LlamaConfig.to_huggingface` gives. It is written with the dtype that the tensors have.
+            None: none is written, for a folder that has one.
         tag: Name of the checkpoint; None: the latest.
-        dtype: What floating-point tensors are converted to, such as `"bfloat16"`. None: they stay as they are.
+        dtype: What floating-point tensors are converted to, such as `"bfloat16"`. None: they stay
+            as they are.
         lora_alpha: As `jaxpipe.layers.lora` was given it: adapters are merged into their kernels.
-        max_shard_bytes: As for `export_safetensors`; 5 GB, as `transformers` has it, if it is not given.
+        max_shard_bytes: As for `export_safetensors`; 5 GB, as `transformers` has it, if it is not
+            given.
 
     Returns:
         What was written.
 
     Raises:
-        CheckpointError: There is no checkpoint, it is damaged, lacks frozen parameters, has collections, which no table
-            names, or adapters while `lora_alpha` is not given; the table does not name every leaf once; `dtype` is no
-            floating-point dtype; or the folder cannot be written, or another process is writing there.
+        CheckpointError: There is no checkpoint, it is damaged, lacks frozen parameters, has
+            collections, which no table names, or adapters while `lora_alpha` is not given; the
+            table does not name every leaf once; `dtype` is no floating-point dtype; or the folder
+            cannot be written, or another process is writing there.
         ConfigError: `config` cannot be read.
     """
     check_shard_size(max_shard_bytes)
@@ -168,7 +174,8 @@ class _Tensors:
         beside: dict[str, list[str]] = {}
         for key in adapters:
             beside.setdefault(key.rpartition("/")[0], []).append(key)
-        # For each match the keys of what it needs: its leaves, and the adapters of those that have any.
+        # For each match the keys of what it needs: its leaves, and the adapters of those that have
+        # any.
         self._needs: list[tuple[Match, list[str]]] = []
         self.structs: dict[str, jax.ShapeDtypeStruct] = {}
         for match in matches:
@@ -232,25 +239,27 @@ def export_safetensors(
 ) -> list[Path]:
     """Write the parameters of a checkpoint, and what layers keep beside them, as safetensors; one process calls.
 
-    Tensors are named by their path in the model's tree: `layers/<index>_<name>/...`, `tied/<key>/...`, and
-    `collections/<index>_<name>/...`; a slash inside a parameter's own name is `%2F`. The files are the same for every
-    number of stages and replicas. They get their names when they are whole, and no more than a few of the checkpoint's
-    arrays are held in memory.
+    Tensors are named by their path in the model's tree: `layers/<index>_<name>/...`,
+    `tied/<key>/...`, and `collections/<index>_<name>/...`; a slash inside a parameter's own name is
+    `%2F`. The files are the same for every number of stages and replicas. They get their names when
+    they are whole, and no more than a few of the checkpoint's arrays are held in memory.
 
     Args:
         path: What was given to `save_checkpoint`, or a checkpoint's own folder.
         out: The file, such as `model.safetensors`; one of an earlier export is replaced.
         tag: Name of the checkpoint; None: the latest.
-        max_shard_bytes: Largest sum of tensors in a file, unless one alone is larger. If one file is not enough, they
-            are called `model-00001-of-00002.safetensors`, and `model.safetensors.index.json` tells what is where, as
-            Hugging Face libraries do. None: one file.
+        max_shard_bytes: Largest sum of tensors in a file, unless one alone is larger. If one file
+            is not enough, they are called `model-00001-of-00002.safetensors`, and
+            `model.safetensors.index.json` tells what is where, as Hugging Face libraries do. None:
+            one file.
 
     Returns:
         What was written; an index is the last.
 
     Raises:
-        CheckpointError: There is no checkpoint, it is damaged, it has a dtype that safetensors has not, `out` is no
-            such name, cannot be written or lies beside an export in other files, or `max_shard_bytes` is not positive.
+        CheckpointError: There is no checkpoint, it is damaged, it has a dtype that safetensors has
+            not, `out` is no such name, cannot be written or lies beside an export in other files,
+            or `max_shard_bytes` is not positive.
     """
     target = check_target(local_path(out, "out", CheckpointError))
     check_shard_size(max_shard_bytes)

@@ -20,8 +20,8 @@ _AUTOGRAD = (
 class CheckpointFunction:
     """DeepSpeed's autograd function: `CheckpointFunction.apply(function, *args)` is `checkpoint(function, *args)`.
 
-    There is no list of outputs to pass beside it, nothing to construct, and no `forward` or `backward` to call: JAX
-    differentiates functions.
+    There is no list of outputs to pass beside it, nothing to construct, and no `forward` or
+    `backward` to call: JAX differentiates functions.
 
     Raises:
         PipelineError: It is constructed.

@@ -17,8 +17,8 @@ _WHOLE = (
 class PipelineEngine(Engine):
     """Trains a `PipelineModule` batch by batch; made by `jaxpipe.initialize`.
 
-    Arguments, attributes and errors are those of `Engine`. A pipeline interleaves forward, backward and step of many
-    microbatches, so DeepSpeed's calls for one microbatch are refused.
+    Arguments, attributes and errors are those of `Engine`. A pipeline interleaves forward, backward
+    and step of many microbatches, so DeepSpeed's calls for one microbatch are refused.
 
     Reference:
         DeepSpeed's `deepspeed.runtime.pipe.engine.PipelineEngine`.
@@ -43,7 +43,8 @@ class PipelineEngine(Engine):
     def reset_activation_shape(self) -> None:
         """Drop the programs of all shapes but the last batch's; DeepSpeed's name.
 
-        Never needed: unlike there, a batch of another shape is seen by itself. It frees the programs' memory.
+        Never needed: unlike there, a batch of another shape is seen by itself. It frees the
+        programs' memory.
         """
         self._trainer.programs.clear()
 

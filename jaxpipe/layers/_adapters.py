@@ -1,4 +1,4 @@
-"""Low-rank adapters of a layer: how a Linen or an NNX module runs with them beside its projections."""
+"""Low-rank adapters of a layer: how Linen and NNX modules run with them beside projections."""
 
 import functools
 import math
@@ -105,8 +105,8 @@ def adapted_call(call: Callable[..., Any], mark: LoraMark) -> Callable[..., Any]
         # Not `module.param`, which belongs into the module's own code.
         if not scope.has_variable("params", LORA_A):
             shape_a, shape_b = adapters.shapes(jnp.shape(unbox(kernel)), len(axes))
-            # Not `scope.make_rng`, which counts its calls: in a module that `nn.scan` traces twice the kernels would be
-            # other ones than without adapters.
+            # Not `scope.make_rng`, which counts its calls: in a module that `nn.scan` traces twice
+            # the kernels would be other ones than without adapters.
             key = jax.random.fold_in(scope.rngs["params"].as_jax_rng(), zlib.crc32(LORA_A.encode()))
             dtype = unbox(kernel).dtype
             a, b = adapters.draw(key, shape_a, dtype), jnp.zeros(shape_b, dtype)
@@ -117,8 +117,8 @@ def adapted_call(call: Callable[..., Any], mark: LoraMark) -> Callable[..., Any]
 
     @functools.wraps(call)
     def run(module: Any, *args: Any, **kwargs: Any) -> Any:
-        # `nn.jit` keeps its traces by the module and its scope's flags: one without adapters, or of another layer, is
-        # not this one.
+        # `nn.jit` keeps its traces by the module and its scope's flags: one without adapters, or of
+        # another layer, is not this one.
         module.scope.flags = freeze({**module.scope.flags, LORA_A: mark})
         with nn.intercept_methods(intercept):
             return call(module, *args, **kwargs)
@@ -127,7 +127,7 @@ def adapted_call(call: Callable[..., Any], mark: LoraMark) -> Callable[..., Any]
 
 
 def adapted_nnx(module: Any, mark: LoraMark, rngs: nnx.Rngs) -> Any:
-    """An NNX module whose targets are wrapped, each in one that has its variables under their names.
+    """An NNX module whose targets are wrapped; their variables keep their names.
 
     Raises:
         LayerError: As `lora`.
@@ -141,7 +141,7 @@ def adapted_nnx(module: Any, mark: LoraMark, rngs: nnx.Rngs) -> Any:
 
 
 class _AdaptedProjection(nnx.Module):
-    """An NNX projection with its adapter; what it does not have itself is asked of the projection."""
+    """An NNX projection with its adapter; other attributes are those of the projection."""
 
     def __init__(self, projection: Any, adapters: Adapters, rngs: nnx.Rngs) -> None:
         graph, state = nnx.split(projection)

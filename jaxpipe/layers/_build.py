@@ -33,7 +33,8 @@ class NamedLayer:
         tied_key: Key of a `TiedLayerSpec`, else None.
         tied_paths: Dotted paths of the parameters that are shared; None shares all of them.
         is_marked: Whether its spec says that it recomputes itself in training.
-        instances: The built Linen modules in it, each with the path of its parameters inside the layer.
+        instances: The built Linen modules in it, each with the path of its parameters inside the
+            layer.
         lora: Its adapters.
     """
 
@@ -61,8 +62,8 @@ def split_attr(attr: str) -> Path:
 def as_layers(items: Iterable[Any] | nn.Sequential) -> tuple[NamedLayer, ...]:
     """Bring a list of layers, or a Linen `Sequential`, under the layer protocol.
 
-    Each layer gets the output of the one before as one argument, also where that is a tuple or a dictionary, which a
-    Linen `Sequential` would spread over several.
+    Each layer gets the output of the one before as one argument, also where that is a tuple or a
+    dictionary, which a Linen `Sequential` would spread over several.
 
     Args:
         items: Linen modules, plain functions, `LayerSpec` and `TiedLayerSpec`, in order.
@@ -71,8 +72,8 @@ def as_layers(items: Iterable[Any] | nn.Sequential) -> tuple[NamedLayer, ...]:
         One entry per layer.
 
     Raises:
-        LayerError: The list is empty or not iterable, or an entry is of a kind that cannot be a layer or cannot be
-            built.
+        LayerError: The list is empty or not iterable, or an entry is of a kind that cannot be a
+            layer or cannot be built.
     """
     if isinstance(items, nn.Sequential):
         items = items.layers

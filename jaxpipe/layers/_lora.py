@@ -28,13 +28,15 @@ _T = TypeVar("_T")
 def lora(layers: Iterable[_T] | nn.Sequential, rank: int, alpha: float, targets: str | Sequence[str]) -> list[_T | Any]:
     """Layers whose kernels have adapters: `y + alpha / rank * (x A) B` in place of `y = x W + b`.
 
-    `A` is drawn with variance 1 / inputs, `B` is zero, so that the model begins as it was. They are parameters
-    `lora_a` `[*inputs, rank]` and `lora_b` `[rank, *outputs]` beside `kernel`, in its dtype; where it is sharded over
-    inputs or outputs `A` or `B` is, too. To train them alone: `PipelineModule(layers, trainable=LORA_PARAMETERS)`.
+    `A` is drawn with variance 1 / inputs, `B` is zero, so that the model begins as it was. They are
+    parameters `lora_a` `[*inputs, rank]` and `lora_b` `[rank, *outputs]` beside `kernel`, in its
+    dtype; where it is sharded over inputs or outputs `A` or `B` is, too. To train them alone:
+    `PipelineModule(layers, trainable=LORA_PARAMETERS)`.
 
     Args:
-        layers: Layers as `PipelineModule` takes them. Those of Linen and NNX may hold `Dense`, `DenseGeneral` and
-            `Einsum`, or `Linear`, `LinearGeneral` and `Einsum`; others stay as they are.
+        layers: Layers as `PipelineModule` takes them. Those of Linen and NNX may hold `Dense`,
+            `DenseGeneral` and `Einsum`, or `Linear`, `LinearGeneral` and `Einsum`; others stay as
+            they are.
         rank: Inner size of the adapters.
         alpha: Their scale times the rank.
         targets: Pattern, or several, found by `re.search` in paths of kernels such as
@@ -44,9 +46,10 @@ def lora(layers: Iterable[_T] | nn.Sequential, rank: int, alpha: float, targets:
         The new list.
 
     Raises:
-        LayerError: The rank is no positive integer, alpha no number, `targets` are no patterns, or no layer can have
-            one; or, when the model is traced, a pattern finds no kernel, or a target has an adapter already, or
-            batch dims, or an equation whose kernel does not begin with what it contracts.
+        LayerError: The rank is no positive integer, alpha no number, `targets` are no patterns, or
+            no layer can have one; or, when the model is traced, a pattern finds no kernel, or a
+            target has an adapter already, or batch dims, or an equation whose kernel does not begin
+            with what it contracts.
 
     Reference:
         LoRA: Low-Rank Adaptation of Large Language Models (Hu et al., 2021), section 4.1.
@@ -111,7 +114,8 @@ def merge_lora(params: PyTree, alpha: float, dtype: Any = None) -> dict[str, PyT
         `W + alpha / rank * A B`, computed in float32 at least and rounded once.
 
     Raises:
-        LayerError: Adapters stand beside no kernel, such as those of a checkpoint that holds nothing else.
+        LayerError: Adapters stand beside no kernel, such as those of a checkpoint that holds
+            nothing else.
     """
     alpha = _checked_alpha(alpha)
     leaves = {path: np.asarray(leaf) for path, leaf in flatten_dict(params).items()}
@@ -144,7 +148,8 @@ def _adapted(index: int, item: Any, adapters: Adapters) -> Any:
         return item
     name = f"{index}_{kind.__name__}"
     prefix = ("tied", item.key) if isinstance(item, TiedLayerSpec) else ("layers", name)
-    # A projection that is a layer by itself stays what it is where it is no target: the pipeline may know its class.
+    # A projection that is a layer by itself stays what it is where it is no target: the pipeline
+    # may know its class.
     is_projection = issubclass(kind, (*LINEN_PROJECTIONS, *NNX_PROJECTIONS))
     if issubclass(kind, (nn.Embed, nnx.Embed)) or (is_projection and not adapters.has(prefix, ())):
         return item
@@ -155,7 +160,7 @@ def _adapted(index: int, item: Any, adapters: Adapters) -> Any:
 
 
 def _kind_of(item: Any) -> type | None:
-    """The class of a layer's module; None where that is neither Linen's nor one of NNX that a spec builds."""
+    """The class of a layer's module; None unless it is Linen's, or NNX's in a spec."""
     if not isinstance(item, LayerSpec):
         return type(item) if isinstance(item, nn.Module) else None
     kind: Any = item.typename

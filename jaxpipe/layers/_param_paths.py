@@ -1,7 +1,7 @@
 """Paths of a layer's parameters in the model's one parameter tree.
 
-`layers/<index>_<name>/...` holds what belongs to one layer, `tied/<key>/...` what layers of one key share. The paths
-never depend on how the model is cut into stages.
+`layers/<index>_<name>/...` holds what belongs to one layer, `tied/<key>/...` what layers of one key
+share. The paths never depend on how the model is cut into stages.
 """
 
 from collections.abc import Mapping, Sequence

@@ -15,7 +15,8 @@ from ._trainable import Trainable, checked_trainable
 class ModuleSettings:
     """Settings, by the names that the constructor of `PipelineModule` explains.
 
-    All are checked when they are made, but for `checkpointable_layers`, which the module compares with its layers.
+    All are checked when they are made, but for `checkpointable_layers`, which the module compares
+    with its layers.
 
     Raises:
         LayerError: A value is of another kind than its setting.

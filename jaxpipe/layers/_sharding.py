@@ -68,8 +68,9 @@ def rules_on(mesh: AbstractMesh, rules: Rules) -> Rules:
 def unused_rules(mesh: AbstractMesh, rules: Rules, names: set[str], axes: set[str]) -> dict[str, str | None]:
     """Rules that no layer uses, each with the name of a weight that it may be meant for.
 
-    Which names a constraint had cannot be seen in a program, but the axes that they became. So a rule counts as used
-    where a constraint names an axis of it, unless a weight has a name like it that no rule is for.
+    Which names a constraint had cannot be seen in a program, but the axes that they became. So a
+    rule counts as used where a constraint names an axis of it, unless a weight has a name like it
+    that no rule is for.
 
     Args:
         mesh: The mesh.
@@ -153,8 +154,8 @@ def partition_specs(label: str, tree: PyTree, mesh: AbstractMesh, rules: Rules) 
         By path, for each variable that is sharded, an entry for each of its dims.
 
     Raises:
-        LayerError: A name is neither that of a rule nor of an axis, an axis is named for two dims, or a dim is not
-            divided by its axes.
+        LayerError: A name is neither that of a rule nor of an axis, an axis is named for two dims,
+            or a dim is not divided by its axes.
     """
     if not automatic_axes(mesh):
         return {}
@@ -187,8 +188,8 @@ def with_fsdp(
 ) -> Mapping[Path, PartitionSpec]:
     """Shardings with weights divided over the axis `fsdp`, along the largest dim that it divides.
 
-    Weights whose metadata names the axis stay as they are, and so do those of fewer than two dims, which are small, and
-    those of which it divides no dim.
+    Weights whose metadata names the axis stay as they are, and so do those of fewer than two dims,
+    which are small, and those of which it divides no dim.
 
     Args:
         params: Shapes of a layer's parameters.

@@ -11,8 +11,8 @@ from jaxpipe._typing import Path
 def flatten_dict(tree: Any, prefix: Path = ()) -> dict[Path, Any]:
     """Leaves of a nest of dictionaries by path; a leaf is whatever is no mapping.
 
-    Not Flax's function of this name, which takes dictionaries alone and leaves keys as they are: NNX numbers the
-    modules of a list, and paths are text.
+    Not Flax's function of this name, which takes dictionaries alone and leaves keys as they are:
+    NNX numbers the modules of a list, and paths are text.
     """
     if not isinstance(tree, Mapping):
         return {prefix: tree}

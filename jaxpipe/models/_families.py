@@ -1,4 +1,4 @@
-"""What `config.json` and weights of each family say that the Llama decoder computes: one record a family."""
+"""Families that the Llama decoder computes: one record each, of keys, defaults and names."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 """What `layer_types` calls layers that see all positions before, and those with a window."""
 
 Flag = bool | tuple[str, bool]
-"""A switch that a family always has so, or the key that says it and what is taken without the key."""
+"""A switch that never changes in a family, or its key in `config.json` and the key's default."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,8 @@ class Mixture:
         num_experts: The key of their number; `num_local_experts` is read in place of another too.
         num_experts_per_tok: What is taken without that key.
         size: The key of their width.
-        has_dense_layers: Whether keys say which layers have none, and whether gates are divided by their sum.
+        has_dense_layers: Whether keys say which layers have none, and whether gates are divided by
+            their sum.
         shared_size: The key of the width of an expert that every token passes. None: there is none.
     """
 
@@ -52,7 +53,8 @@ class Family:
 
     Attributes:
         classes: How names of its classes begin in `transformers`.
-        names: Hugging Face's names of the weights of blocks; of those that a model has not, nothing is read.
+        names: Hugging Face's names of the weights of blocks; of those that a model has not, nothing
+            is read.
         num_key_value_heads: What is taken without that key; None: the number of heads of queries.
         head_dim: The same; None: the width over the heads of queries.
         rms_norm_eps: The same.
@@ -61,11 +63,12 @@ class Family:
         out_bias: Whether the attention's output has one.
         mlp_bias: Whether the feed-forward part has them.
         qk_norm: Whether heads of queries and keys are normalised.
-        windows: `"none"`; `"all"`: `sliding_window` is that of all layers; `"by_layer"`: of those of `layer_types`, or
-            from `max_window_layers` on, where `use_sliding_window` is on.
+        windows: `"none"`; `"all"`: `sliding_window` is that of all layers; `"by_layer"`: of those
+            of `layer_types`, or from `max_window_layers` on, where `use_sliding_window` is on.
         sliding_window: What is taken without that key where `windows` reads it.
         mixture: The keys of its experts.
-        computed: Keys of this family alone that change numbers, and the values with which they change nothing.
+        computed: Keys of this family alone that change numbers, and the values with which they
+            change nothing.
         ignored: Keys that change no numbers in this family.
     """
 

@@ -36,17 +36,22 @@ class LlamaConfig:
         out_bias: Whether the attention's output has one.
         mlp_bias: Whether the feed-forward part has them.
         qk_norm: Whether each head of queries and keys is normalised before it is turned.
-        sliding_window: How many positions a query sees, its own included, in layers with a window. None: all.
-        layer_types: For each layer `"full_attention"` or `"sliding_attention"`. None: each has the window.
+        sliding_window: How many positions a query sees, its own included, in layers with a window.
+            None: all.
+        layer_types: For each layer `"full_attention"` or `"sliding_attention"`. None: each has the
+            window.
         tie_word_embeddings: Whether the head is the embedding's table.
         attention_dropout: Share of the attention's probabilities that training drops.
         initializer_range: Standard deviation of initial weights.
-        experts: The mixture of experts that blocks have as their feed-forward part. None: they have none.
-        dtype: What layers compute in. None: the dtype of weights and inputs, which a pipeline's `compute_dtype` sets.
-        shard_sequence: Whether the residual stream between products is divided over the mesh axis `model` along the
-            positions, where that divides them.
-        family: The family of `transformers` that it is one of, by the `model_type` of its `config.json`: it decides
-            what Hugging Face's files call weights, and no number. None: the first that computes this.
+        experts: The mixture of experts that blocks have as their feed-forward part. None: they have
+            none.
+        dtype: What layers compute in. None: the dtype of weights and inputs, which a pipeline's
+            `compute_dtype` sets.
+        shard_sequence: Whether the residual stream between products is divided over the mesh axis
+            `model` along the positions, where that divides them.
+        family: The family of `transformers` that it is one of, by the `model_type` of its
+            `config.json`: it decides what Hugging Face's files call weights, and no number. None:
+            the first that computes this.
 
     Raises:
         ConfigError: A value is of a wrong type or range, or contradicts another.
@@ -94,15 +99,15 @@ class LlamaConfig:
 
     @classmethod
     def from_huggingface(cls, source: Source) -> "LlamaConfig":
-        """Read a `config.json` of one of the families that `family` names, such as SmolLM's, which is a Llama's.
+        """Read a `config.json` of one of the families that `family` names; SmolLM's is a Llama's.
 
         Args:
-            source: The folder that holds it, the file, or its contents. What a key has no value for is as
-                `transformers` has it.
+            source: The folder that holds it, the file, or its contents. What a key has no value for
+                is as `transformers` has it.
 
         Raises:
-            ConfigError: A key has a value that these layers do not compute. Keys that are not known are named in a
-                warning.
+            ConfigError: A key has a value that these layers do not compute. Keys that are not known
+                are named in a warning.
         """
         keys = ConfigKeys(source, {name: {**_COMPUTED, **family.computed} for name, family in FAMILIES.items()})
         config = cls(**read_llama(keys, FAMILIES[keys.model_type]), family=keys.model_type)
@@ -143,7 +148,7 @@ class LlamaConfig:
         return min(lost.items(), key=lambda item: len(item[1]))
 
     def _is_kin(self, family: Family) -> bool:
-        """True if a family has experts where this has, and beside them one for every token or none."""
+        """True if a family has experts where this has, and a shared one where this has one."""
         if self.experts is None or family.mixture is None:
             return self.experts is None and family.mixture is None
         return (self.experts.shared_size > 0) == (family.mixture.shared_size is not None)

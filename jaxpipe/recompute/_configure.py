@@ -66,34 +66,36 @@ def configure(
 ) -> None:
     """Set how `checkpoint` keeps the inputs of the functions it recomputes.
 
-    Defaults first, then the section `activation_checkpointing` of the configuration, then the arguments that are not
-    None. The settings hold in this thread for every program traced from now on; one that is compiled already keeps
-    to those it was traced with.
+    Defaults first, then the section `activation_checkpointing` of the configuration, then the
+    arguments that are not None. The settings hold in this thread for every program traced from now
+    on; one that is compiled already keeps to those it was traced with.
 
     Args:
-        mpu_: A mesh, or an object with DeepSpeed's methods such as a `PipelineParallelGrid`, or None. It decides
-            nothing but which devices must have host memory: who shares activations is said by the automatic axis
-            `model` of the mesh that the function is traced on.
+        mpu_: A mesh, or an object with DeepSpeed's methods such as a `PipelineParallelGrid`, or
+            None. It decides nothing but which devices must have host memory: who shares activations
+            is said by the automatic axis `model` of the mesh that the function is traced on.
         deepspeed_config: A configuration, a dictionary, or the path of a JSON file.
-        partition_activations: Keep on each device of the `model` axis only its share of the inputs, gathered again
-            in the backward pass: a sharding constraint along the largest dim that the axis divides. No effect without
-            such an axis, on one that is 1 wide, or on inputs without such a dim; a warning where a mesh says so. JSON
-            key `partition_activations`.
+        partition_activations: Keep on each device of the `model` axis only its share of the inputs,
+            gathered again in the backward pass: a sharding constraint along the largest dim that
+            the axis divides. No effect without such an axis, on one that is 1 wide, or on inputs
+            without such a dim; a warning where a mesh says so. JSON key `partition_activations`.
         contiguous_checkpointing: No effect, with a warning: XLA lays out memory by itself. Needs
             `partition_activations` and `num_checkpoints`, as in DeepSpeed. JSON key
             `contiguous_memory_optimization`.
         num_checkpoints: No effect, with a warning. JSON key `number_checkpoints`.
-        checkpoint_in_cpu: Keep the inputs in host memory. Unlike DeepSpeed's manual says of its own, works with and
-            without `partition_activations`. No effect on CPU devices, with a warning. JSON key `cpu_checkpointing`.
-        synchronize: No effect, with a warning: a compiled program orders its operations by itself. JSON key
-            `synchronize_checkpoint_boundary`.
-        profile: Name each recomputed function in profiles, as `checkpoint/<function>`, its second run below
-            `rematted_computation`. DeepSpeed logs times, which exist only in a profile where a step is one program.
-            JSON key `profile`.
+        checkpoint_in_cpu: Keep the inputs in host memory. Unlike DeepSpeed's manual says of its
+            own, works with and without `partition_activations`. No effect on CPU devices, with a
+            warning. JSON key `cpu_checkpointing`.
+        synchronize: No effect, with a warning: a compiled program orders its operations by itself.
+            JSON key `synchronize_checkpoint_boundary`.
+        profile: Name each recomputed function in profiles, as `checkpoint/<function>`, its second
+            run below `rematted_computation`. DeepSpeed logs times, which exist only in a profile
+            where a step is one program. JSON key `profile`.
 
     Raises:
-        ConfigError: An argument is of the wrong type, the configuration is not valid, `contiguous_checkpointing`
-            lacks what it needs, or `checkpoint_in_cpu` is asked for where a device has no separate host memory.
+        ConfigError: An argument is of the wrong type, the configuration is not valid,
+            `contiguous_checkpointing` lacks what it needs, or `checkpoint_in_cpu` is asked for
+            where a device has no separate host memory.
     """
     explicit = {
         "partition_activations": partition_activations,
@@ -112,8 +114,8 @@ def settings_for(config: ConfigLike, mesh: Mesh | None = None) -> RecomputeSetti
     """Settings of a configuration, with which a pipeline traces its programs.
 
     Args:
-        config: Its section `activation_checkpointing` counts, unless `configure` was called: that call was more
-            explicit, and may have been given the same configuration.
+        config: Its section `activation_checkpointing` counts, unless `configure` was called: that
+            call was more explicit, and may have been given the same configuration.
         mesh: Whose devices must have host memory if it is asked for.
 
     Returns:

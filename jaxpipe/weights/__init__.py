@@ -1,4 +1,4 @@
-"""Weights of other libraries: tables of names, safetensors files, `config.json`. Without checkpoints and pipelines."""
+"""Weights of other libraries: tables of names, safetensors files, `config.json`."""
 
 from ._config_json import CONFIG as CONFIG
 from ._config_json import Source as Source

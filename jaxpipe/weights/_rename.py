@@ -1,4 +1,4 @@
-"""Tables that say which tensors of another library are which leaves of ours, read in both directions."""
+"""Tables of names: which tensors of another library are which leaves of ours, in both directions."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,16 +21,18 @@ _SHOWN = 12
 class Rename:
     """An entry of a table: what tensors of theirs are called here.
 
-    Names may have counters, `{i}`, with a number added, `{i+1}`: `Rename("h.{i}.ln_1.weight", "{i+1}/norm/scale")`
-    stands for one entry for each layer that there is. A part of a table that neither a file nor the model has is not
-    used, so that one table does for models with biases and without.
+    Names may have counters, `{i}`, with a number added, `{i+1}`: `Rename("h.{i}.ln_1.weight",
+    "{i+1}/norm/scale")` stands for one entry for each layer that there is. A part of a table that
+    neither a file nor the model has is not used, so that one table does for models with biases and
+    without.
 
     Attributes:
-        theirs: Their name. Several: names for one tensor, as of tied weights; the first that is there is read, another
-            one beside it must be equal, and the first of all is written.
-        ours: Path of a leaf, its first part the number of the layer in the model's list: `3/mlp/kernel`; of what layers
-            share `tied/<key>/kernel`. Several: leaves that are one tensor there, for `split`. None: theirs is passed
-            over, such as a buffer that is no parameter.
+        theirs: Their name. Several: names for one tensor, as of tied weights; the first that is
+            there is read, another one beside it must be equal, and the first of all is written.
+        ours: Path of a leaf, its first part the number of the layer in the model's list:
+            `3/mlp/kernel`; of what layers share `tied/<key>/kernel`. Several: leaves that are one
+            tensor there, for `split`. None: theirs is passed over, such as a buffer that is no
+            parameter.
         transform: What lies between the two; None: nothing, both are equal.
     """
 
@@ -81,8 +83,8 @@ def match_renames(renames: Sequence[Rename], leaves: Mapping[str, Shape]) -> lis
         A match for each entry and each value of its counters; every leaf is in one.
 
     Raises:
-        CheckpointError: Leaves are in no entry, or in two; an entry has no counter for what its names count, or a
-            transform that is not for such leaves.
+        CheckpointError: Leaves are in no entry, or in two; an entry has no counter for what its
+            names count, or a transform that is not for such leaves.
     """
     paths = {_short(key): key for key in leaves} | {key: key for key in leaves}
     found: list[Match] = []
@@ -167,13 +169,15 @@ def rename(tensors: Mapping[str, Tensor], renames: Sequence[Rename], like: PyTre
     Args:
         tensors: Theirs, by name: numpy arrays.
         renames: The table.
-        like: A tree of the model's parameters, or of their shapes, as `PipelineModule.init` returns it.
+        like: A tree of the model's parameters, or of their shapes, as `PipelineModule.init` returns
+            it.
 
     Returns:
         The tree, of numpy arrays in the dtypes of theirs.
 
     Raises:
-        CheckpointError: The table does not name every leaf once; or tensors are missing, left over or of another shape.
+        CheckpointError: The table does not name every leaf once; or tensors are missing, left over
+            or of another shape.
     """
     shapes = {join_path(path): tuple(leaf.shape) for path, leaf in flatten_dict(like).items()}
     matches = match_renames(renames, shapes)
@@ -236,7 +240,8 @@ def _counters_of(rename: Rename, paths: Mapping[str, str]) -> Iterator[dict[str,
     """The values of counters for which the model has a leaf of the entry."""
     seen: list[dict[str, int]] = []
     for text in rename.our_paths:
-        # An entry of several leaves is the model's where it has one of them; that others are lacking is then an error.
+        # An entry of several leaves is the model's where it has one of them; that others are
+        # lacking is then an error.
         for path in paths:
             counters = _matched(text, path)
             if counters is not None and counters not in seen:
@@ -291,7 +296,8 @@ def _match(rename: Rename, counters: Mapping[str, int], keys: tuple[str, ...], s
             f"transform must be for the shapes of the leaves, but got {rename} for {', '.join(map(_short, keys))} of "
             f"shapes {', '.join(str(list(shape)) for shape in shapes)}: {error}. Correct the transform or the path."
         ) from error
-    # The counter that theirs alone have counts the tensors of one leaf; where there is one tensor `_filled` refuses it.
+    # The counter that theirs alone have counts the tensors of one leaf; where there is one tensor
+    # `_filled` refuses it.
     own = {mark[1] for text in rename.their_names for mark in _COUNTER.finditer(text)} - set(counters)
     if type(transform).count is Transform.count:
         own = set[str]()

@@ -67,7 +67,7 @@ class RenamedFiles:
 def _check_dtypes(
     folder: Path, matches: Sequence[Match], leaves: Mapping[str, jax.ShapeDtypeStruct], dtypes: Mapping[str, str]
 ) -> None:
-    """Refuse integers where parameters are none: quantised weights are no weights until they are scaled."""
+    """Refuse integers for floating-point parameters, such as quantised weights without scales."""
     whole = [
         f"{name} of {dtypes[name]}"
         for match in matches

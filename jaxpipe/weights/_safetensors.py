@@ -1,7 +1,7 @@
 """Safetensors files, which many other libraries read: written, and read.
 
-Files are written here, tensor by tensor, because the safetensors library wants all tensors of a file at once; it reads
-them.
+Files are written here, tensor by tensor, because the safetensors library wants all tensors of a
+file at once; it reads them.
 """
 
 import contextlib
@@ -107,7 +107,8 @@ def write_safetensors(
         values: All of the tensors, in any order, each written before the next is asked for.
         metadata: What the files say of themselves.
         max_shard_bytes: As for `export_safetensors`.
-        beside: Contents of further files in the folder, by name. They are there only while the tensors are.
+        beside: Contents of further files in the folder, by name. They are there only while the
+            tensors are.
 
     Returns:
         What was written; files beside, and an index, are the last.
@@ -124,7 +125,8 @@ def write_safetensors(
     shards = _split(tensors, max_shard_bytes)
     files = [_lay_out(_shard_path(target, i, len(shards)), shard, metadata) for i, shard in enumerate(shards)]
     index = target.with_name(target.name.removesuffix(_SUFFIX) + _INDEX_SUFFIX)
-    # What readers look for first: gone while the shards are changed, and written when all are there.
+    # What readers look for first: gone while the shards are changed, and written when all are
+    # there.
     last = {target.with_name(name): content for name, content in (beside or {}).items()}
     if len(files) > 1:
         last[index] = _dump_weight_map(files, tensors)
@@ -156,18 +158,19 @@ def load_safetensors(path: str | PathLike[str], part: Literal["params", "collect
     """Read what `export_safetensors` wrote, or files of that form from elsewhere.
 
     Args:
-        path: A file, the index of shards, or a folder that holds one of these; of several the one for `model`, as
-            `transformers` chooses.
-        part: `"params"`: the parameters, as `load_params` returns them. `"collections"`: what layers keep beside them,
-            as `load_collections` does.
+        path: A file, the index of shards, or a folder that holds one of these; of several the one
+            for `model`, as `transformers` chooses.
+        part: `"params"`: the parameters, as `load_params` returns them. `"collections"`: what
+            layers keep beside them, as `load_collections` does.
 
     Returns:
-        Nested dictionaries of numpy arrays; names are split at slashes, and `%2F` in them is a slash in a key.
+        Nested dictionaries of numpy arrays; names are split at slashes, and `%2F` in them is a
+        slash in a key.
 
     Raises:
-        CheckpointError: Something is missing, is no safetensors file, or holds a dtype that numpy has not; the index
-            names a file elsewhere, or another place for a tensor than where it is; a tensor is in two shards, or has a
-            name with which another begins.
+        CheckpointError: Something is missing, is no safetensors file, or holds a dtype that numpy
+            has not; the index names a file elsewhere, or another place for a tensor than where it
+            is; a tensor is in two shards, or has a name with which another begins.
     """
     if part not in ("params", "collections"):
         raise CheckpointError(f"part must be 'params' or 'collections', but got part={part!r}. Write one of these.")
@@ -330,7 +333,8 @@ def _resolve(path: Path) -> Path:
     if not path.is_dir():
         return path
     names = sorted(each.name for each in path.iterdir())
-    # As `transformers` chooses: other files in a model's folder hold its weights in another form, or an adapter.
+    # As `transformers` chooses: other files in a model's folder hold its weights in another form,
+    # or an adapter.
     for name in ("model" + _SUFFIX, "model" + _INDEX_SUFFIX):
         if name in names:
             return path / name

@@ -1,4 +1,4 @@
-"""Changes between tensors of another library and leaves of ours, which may be read slice by slice."""
+"""Changes between tensors of another library and leaves of ours, read slice by slice."""
 
 import math
 from abc import ABC, abstractmethod
@@ -29,7 +29,7 @@ class Tensor(Protocol):
 
 
 class Transform(ABC):
-    """The change between tensors of theirs and leaves of ours; a class of one's own may do what those here do not."""
+    """The change between tensors of theirs and leaves of ours; a subclass may do what is not here."""
 
     def count(self, shapes: Sequence[Shape]) -> int:
         """Number of tensors of theirs that hold leaves of ours of these shapes."""
@@ -68,8 +68,8 @@ class Transform(ABC):
 class merge(Transform):  # noqa: N801  # used as a function
     """Each dim of theirs is some dims of ours in one, the first of them the slowest.
 
-    `merge((1,), (0,))` is a transposed matrix; `merge((1, 2), (0,))` the weight `[heads * size, width]` of a
-    projection whose kernel here is `[width, heads, size]`; `merge((0, 1))` its bias.
+    `merge((1,), (0,))` is a transposed matrix; `merge((1, 2), (0,))` the weight `[heads * size,
+    width]` of a projection whose kernel here is `[width, heads, size]`; `merge((0, 1))` its bias.
 
     Attributes:
         dims: For each dim of theirs the dims of ours; every dim of ours is in one.
@@ -101,7 +101,8 @@ class merge(Transform):  # noqa: N801  # used as a function
         (shape,), (tensor,) = shapes, theirs
         ranges: list[slice] = []
         for group in self.dims:
-            # Of dims in one, what is taken of the slowest is a range of their dim; the others are cut below.
+            # Of dims in one, what is taken of the slowest is a range of their dim; the others are
+            # cut below.
             first = at[group[0]] if group else slice(0, 1)
             inner = math.prod(shape[dim] for dim in group[1:])
             ranges.append(slice(first.start * inner, first.stop * inner))
@@ -123,7 +124,8 @@ def linear(num_in: int = 1, num_out: int = 1) -> merge:
     """The weight of torch's `nn.Linear`, `[out, in]`, which is a kernel `[*in, *out]` here.
 
     Args:
-        num_in: Dims of the kernel that are inputs: 2 for the projection after attention, `[heads, size, width]`.
+        num_in: Dims of the kernel that are inputs: 2 for the projection after attention, `[heads,
+            size, width]`.
         num_out: Dims that are outputs: 2 for queries, keys and values, `[width, heads, size]`.
     """
     return merge(range(num_in, num_in + num_out), range(num_in))
