@@ -1,7 +1,7 @@
 """The training loop: a tick program run by every device, from a batch to summed losses and gradients."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -9,7 +9,6 @@ import jax.numpy as jnp
 
 from jaxpipe._typing import PyTree
 from jaxpipe.schedules import Actions, Table, TickProgram, TickRun, TransferBuffers
-from jaxpipe.state import Storage
 
 from ._batch import Microbatch
 from ._buffers import make_ring, once, read_ring, run_or_zeros, select, to_memory, write_ring, write_ring_if, zeros_of
@@ -18,7 +17,6 @@ from ._results import ForwardResult, LossResult, StageBackwardResult
 from ._stage import Stage
 from ._sums import GradientSums
 from ._tick_loop import Device, Row, TickLoop, is_never_idle, occurs
-from ._trunk import GatheredChunk
 from ._virtual_stage import VirtualStage
 
 
@@ -30,9 +28,6 @@ class TrainCarry(NamedTuple):
         collections: The stage's collections after the microbatches so far.
         entering: What vocabulary-parallel first layers have made for this tick's forward.
         finished: The output that the tick before has left for the loss, where losses are delayed.
-        gathered: Chunks whose trunk is gathered over `fsdp` till their stage turns to another: that
-            of the forward and that of the backward, one where both are always the same, none where
-            weights are gathered otherwise.
         gradients: Gradients on their way.
         leaving: The gradient of what vocabulary-parallel first layers made, which the tick before
             has left for their backward.
@@ -52,7 +47,6 @@ class TrainCarry(NamedTuple):
     collections: PyTree
     entering: PyTree
     finished: PyTree
-    gathered: tuple[GatheredChunk, ...]
     gradients: TransferBuffers[PyTree]
     leaving: PyTree
     loss: jax.Array
@@ -94,7 +88,7 @@ class TrainLoop(TickLoop):
         # Gradients always leave at the beginning of the next tick, where its forward hides the exchange.
         depth, unbuffered = program.depth.gradients, program.unbuffered.gradients
         self._gradients = Channel(stage.gradients, program.num_stages, depth, unbuffered, sends_early=False)
-        self._sums = GradientSums(stage, program, skip_idle=skip_idle)
+        self._sums = GradientSums(stage, program)
         self._has_fused_loss = _loss_is_followed_by_backward(program, stage)
 
     def run(self, device: Device, num_loss_sums: int) -> TrainCarry:
@@ -111,7 +105,6 @@ class TrainLoop(TickLoop):
             entering=self._first_entering(device),
             leaving=stage.gradients.zeros() if stage.vocab_input else (),
             finished=stage.activations.zeros() if program.delays_loss else (),
-            gathered=(stage.trunk.no_chunk(),) * (stage.gathers_by_chunk * (1 if program.is_of_one_chunk() else 2)),
             trunk_grads=trunk_grads,
             off_trunk_grads=off_trunk_grads,
             vocab_grads=stage.zero_vocab_grads(),
@@ -136,7 +129,6 @@ class TrainLoop(TickLoop):
     def _tick(self, device: Device, run: TickRun, carry: TrainCarry, row: Row) -> TrainCarry:
         inputs, tables = carry.entering, self.program.tables
         carry, arrived = self._receive(device, run, carry, row)
-        carry = self._turn(device, carry, row)
         # Out of all actions: idle stages, too, take part where inputs and labels are gathered from shares.
         labels = device.batch.labels(row.loss_microbatch)
         if self.stage.vocab_input is None:
@@ -193,19 +185,6 @@ class TrainLoop(TickLoop):
             activation, gradient = jax.lax.optimization_barrier((activation, gradient))
         return carry, (activation, gradient)
 
-    def _turn(self, device: Device, carry: TrainCarry, row: Row) -> TrainCarry:
-        """Gather the chunk of the tick, where chunks are gathered when a stage turns to them."""
-        if not carry.gathered:
-            return carry
-        chunks = [row.forward.chunk, row.backward.chunk]
-        if len(carry.gathered) == 1:
-            chunks = [jnp.maximum(*chunks)]
-        gathered = tuple(
-            self.stage.trunk.turned(of_before, device.weights.trunk, chunk)
-            for of_before, chunk in zip(carry.gathered, chunks, strict=True)
-        )
-        return carry._replace(gathered=gathered)
-
     def _unless_idle(
         self,
         run: TickRun,
@@ -246,36 +225,19 @@ class TrainLoop(TickLoop):
     ) -> tuple[TrainCarry, PyTree, PyTree]:
         """Run the forward; gives its output, and the gradient that arrived."""
         stage, collections = self.stage, carry.collections
-        weights = device.weights.with_trunk(carry.gathered[:1])
         with jax.named_scope("forward"):
             batch = Microbatch(inputs, None, device.batch.context(row.forward.microbatch))
 
             def forward(at: VirtualStage) -> ForwardResult:
-                return stage.forward(at, weights, batch, collections, arrived)
+                return stage.forward(at, device.weights, batch, collections, arrived)
 
-            def act(*, is_busy: bool) -> ForwardResult:
-                actions, chunk = self.program.tables.forward, self._common_chunk(run, row)
-                return self.action(device, run, actions, row.forward, [forward], chunk=chunk, is_busy=is_busy)
-
-            if self._sums.is_worth_a_loop(run, self.program.tables.forward, stage.residuals):
-                # Nor are residuals of an idle forward filled with zeros.
-                def write(_: Any, before: tuple[PyTree, ForwardResult]) -> tuple[PyTree, ForwardResult]:
-                    result = act(is_busy=True)
-                    ring = write_ring(before[0], result.residuals, row.residual_write)
-                    return ring, result._replace(residuals=())
-
-                nothing = zeros_of(jax.eval_shape(lambda: act(is_busy=False)))
-                before = carry.residuals, nothing._replace(residuals=(), collections=collections)
-                ring, result = once(row.forward.microbatch >= 0, write, before)
-            else:
-                result = act(is_busy=False)
-                # An idle forward may have computed on garbage, or given zeros: neither may replace collections.
-                updated = select(row.forward.microbatch >= 0, result.collections, collections)
-                result = result._replace(collections=updated)
-                # Also where the forward was idle: the program names a slot that nothing living uses, so no branch is
-                # needed.
-                hosted = self._to_memory(result.residuals, jax.memory.Space.Host)
-                ring = write_ring(carry.residuals, hosted, row.residual_write)
+            actions, chunk = self.program.tables.forward, self._common_chunk(run, row)
+            result = self.action(device, run, actions, row.forward, [forward], chunk=chunk)
+            # An idle forward may have computed on garbage, or given zeros: neither may replace collections.
+            updated = select(row.forward.microbatch >= 0, result.collections, collections)
+            # Also where the forward was idle: the program names a slot that nothing living uses.
+            hosted = self._to_memory(result.residuals, jax.memory.Space.Host)
+            ring = write_ring(carry.residuals, hosted, row.residual_write)
         # Idle ticks report zeros, so chunk -1, which counts from the end, adds nothing.
         reported, output = carry.reported.at[row.forward.chunk].add(result.reported), result.output
         if self.sends_early:
@@ -288,7 +250,7 @@ class TrainLoop(TickLoop):
         carry = carry._replace(
             activations=activations,
             residuals=ring,
-            collections=result.collections,
+            collections=updated,
             reported=reported,
         )
         return carry, output, gradient
@@ -318,29 +280,16 @@ class TrainLoop(TickLoop):
         def compute() -> LossResult:
             return stage.epilogue.loss_and_gradients(storage, collections, output, batch, device.cotangents)
 
-        if self._sums.computes_off_trunk_in_loops(carry.off_trunk_grads):
-            # In the loop the gradients are added where they are computed: nowhere is there room for them, and other
-            # stages fill none with zeros.
-            def add(_: Any, before: tuple[Storage, LossResult]) -> tuple[Storage, LossResult]:
-                result = compute()
-                return self._sums.plus_off_trunk(before[0], result.grads), result._replace(grads=())
-
-            nothing = zeros_of(jax.eval_shape(compute))
-            before = carry.off_trunk_grads, nothing._replace(grads=(), collections=collections)
-            sums, result = once(is_last, add, before)
+        # One device computing every tick needs no branch around the loss; else only the last stage has it.
+        if stage.last == 0 and is_never_idle(self.program.tables.forward, run):
+            result = compute()
         else:
-            # One device computing every tick needs no branch around the loss; else only the last stage has it.
-            if stage.last == 0 and is_never_idle(self.program.tables.forward, run):
-                result = compute()
-            else:
-                result = run_or_zeros(jnp.where(is_last, 0, -1), [compute])
-            result = result._replace(collections=select(is_last, result.collections, collections))
-            sums = self._sums.add_off_trunk(carry.off_trunk_grads, result.grads, is_last)
+            result = run_or_zeros(jnp.where(is_last, 0, -1), [compute])
         carry = carry._replace(
             loss_reported=carry.loss_reported + result.reported,
             loss=carry.loss + result.sums,
-            collections=result.collections,
-            off_trunk_grads=sums,
+            collections=select(is_last, result.collections, collections),
+            off_trunk_grads=self._sums.add_off_trunk(carry.off_trunk_grads, result.grads),
         )
         return carry, result.output_grad
 
@@ -401,18 +350,13 @@ class TrainLoop(TickLoop):
         if not self._has_fused_loss:
             loss_gradient = read_ring(carry.loss_gradients, row.residual_read)
         gradient = select(self.is_last(device, row.backward.chunk), loss_gradient, arrived)
-        kinds = self._kinds_of_backward(run)
-        in_loop = self._sums.computes_off_trunk_in_loops(carry.off_trunk_grads)
-        apart = kinds == [False] and stage.prologue.has_apart and in_loop
-        carry, result = self._gradients_of(device, run, carry, row, gradient, kinds, apart=apart)
+        carry, result = self._gradients_of(device, run, carry, row, gradient)
         outgoing = result.input_grad
         # No sends are named: gradients never leave early.
         gradients = self._gradients.send(carry.gradients, {}, row.gradients, device.stage, outgoing)
         actions, chunk = self.program.tables.backward, row.backward.chunk
         carry = carry._replace(gradients=gradients)
-        carry = self._plus(device, run, actions, carry, chunk, result.trunk, result.off_trunk)
-        if apart:
-            carry = self._plus_first(device, carry, row, outgoing)
+        carry = self._plus(run, actions, carry, chunk, result.trunk, result.off_trunk)
         if stage.vocab_input is not None:
             # All stages run their backward, and its psums add the cotangents up: only one may be other than zero.
             leaving = select(self.is_first(device, row.backward.chunk), outgoing, zeros_of(outgoing))
@@ -420,23 +364,15 @@ class TrainLoop(TickLoop):
         return carry
 
     def _gradients_of(
-        self,
-        device: Device,
-        run: TickRun,
-        carry: TrainCarry,
-        row: Row,
-        gradient: PyTree,
-        kinds: Sequence[bool],
-        *,
-        apart: bool,
+        self, device: Device, run: TickRun, carry: TrainCarry, row: Row, gradient: PyTree
     ) -> tuple[TrainCarry, StageBackwardResult]:
         """Run the backward's action; what is pending is in its ring."""
-        stage, ring, weights = self.stage, carry.residuals, device.weights.with_trunk(carry.gathered[-1:])
+        stage, ring, kinds = self.stage, carry.residuals, self._kinds_of_backward(run)
 
         def backward(at: VirtualStage, *, split: bool) -> StageBackwardResult:
             residuals = self._read_residuals(ring, row.residual_read)
             reported = device.cotangents.reported
-            return stage.backward(at, weights, residuals, gradient, reported, split=split, apart=apart)
+            return stage.backward(at, device.weights, residuals, gradient, reported, split=split)
 
         functions: list[Callable[[VirtualStage], StageBackwardResult]] = [
             functools.partial(backward, split=split) for split in kinds
@@ -448,82 +384,27 @@ class TrainLoop(TickLoop):
             functions[1] = lambda at: _fill(split(at), jax.eval_shape(lambda: whole(at)))
             which = (row.pending_write >= 0).astype(jnp.int32)
 
-        def act(*, is_busy: bool) -> StageBackwardResult:
-            actions, chunk = self.program.tables.backward, self._common_chunk(run, row)
-            return self.action(device, run, actions, row.backward, functions, which, chunk, is_busy=is_busy)
-
-        if kinds == [True] and self._sums.is_worth_a_loop(run, self.program.tables.backward, stage.pending):
-
-            def write(_: Any, before: tuple[PyTree, StageBackwardResult]) -> tuple[PyTree, StageBackwardResult]:
-                result = act(is_busy=True)
-                ring = write_ring(before[0], result.pending, row.pending_write)
-                return ring, result._replace(pending=())
-
-            nothing = zeros_of(jax.eval_shape(lambda: act(is_busy=False)))._replace(pending=())
-            pending, result = once(row.backward.microbatch >= 0, write, (carry.pending, nothing))
-        else:
-            # What an idle backward computed is replaced by zeros, but not what is added in a loop: it is not looked at.
-            in_loop = self._sums.adds_off_trunk_in_loops(carry.off_trunk_grads)
-            is_dropped = not self.skip_idle and len(functions) == 1 and in_loop
-            result = act(is_busy=is_dropped)
-            if is_dropped and not is_never_idle(self.program.tables.backward, run):
-                others = result._replace(off_trunk=())
-                others = select(row.backward.microbatch >= 0, others, zeros_of(others))
-                result = others._replace(off_trunk=result.off_trunk)
-            pending = carry.pending
-            if True in kinds:
-                pending = self._write_pending(run, pending, result.pending, row.pending_write)
+        actions, chunk = self.program.tables.backward, self._common_chunk(run, row)
+        result = self.action(device, run, actions, row.backward, functions, which, chunk)
+        pending = carry.pending
+        if True in kinds:
+            is_always_split = kinds == [True] and (self.loops_actions or is_never_idle(actions, run))
+            write = write_ring if is_always_split else write_ring_if
+            pending = write(pending, result.pending, row.pending_write)
         return carry._replace(pending=pending), result
-
-    def _plus_first(self, device: Device, carry: TrainCarry, row: Row, gradient: PyTree) -> TrainCarry:
-        """Compute and add gradients of the first virtual stage's prologue, where a backward has left them."""
-        ring, storage, reported = carry.residuals, device.weights.storage, device.cotangents.reported
-
-        def compute() -> Storage:
-            residuals = self._read_residuals(ring, row.residual_read)[0]
-            return self.stage.prologue.first_gradients(storage, residuals, gradient, reported)
-
-        is_first = self.is_first(device, row.backward.chunk)
-        sums = self._sums.add_off_trunk_in_loop(carry.off_trunk_grads, is_first, compute)
-        return carry._replace(off_trunk_grads=sums)
 
     def _weight(self, device: Device, run: TickRun, carry: TrainCarry, row: Row) -> TrainCarry:
         """Run the weight gradient of a split backward."""
         stage, residual_ring, pending_ring = self.stage, carry.residuals, carry.pending
-        in_loop = self._sums.computes_off_trunk_in_loops(carry.off_trunk_grads)
-
-        def left() -> tuple[PyTree, PyTree]:
-            residuals = self._read_residuals(residual_ring, row.weight_residual_read)
-            return residuals, read_ring(pending_ring, row.pending_read)
 
         def weight(at: VirtualStage) -> tuple[PyTree, PyTree]:
+            residuals = self._read_residuals(residual_ring, row.weight_residual_read)
             # Gathered by itself, and only what it reads: a product's weight gradient needs no weight.
-            return stage.backward_weight(at, device.weights, *left(), with_prologue=not in_loop)
+            return stage.backward_weight(at, device.weights, residuals, read_ring(pending_ring, row.pending_read))
 
         actions, chunk = self.program.tables.weight, row.weight.chunk
-        is_apart = in_loop or not stage.prologue.has_deferred
-        if is_apart and self._sums.is_worth_a_loop(run, actions, stage.trunk_grad_struct):
-
-            def trunk_of(of_chunk: int) -> PyTree:
-                return weight(VirtualStage(device.stage, of_chunk, stage.placement))[0]
-
-            sums = self._sums.add_trunk_in_loops(carry.trunk_grads, run, actions, chunk, trunk_of)
-            carry = carry._replace(trunk_grads=sums)
-        else:
-            trunk, off_trunk = self.action(device, run, actions, row.weight, [weight])
-            carry = self._plus(device, run, actions, carry, chunk, trunk, off_trunk)
-        if in_loop and stage.prologue.has_deferred:
-            at = VirtualStage(device.stage, jnp.maximum(chunk, 0), stage.placement)
-
-            def deferred() -> Storage:
-                residuals, pending = left()
-                storage = device.weights.storage
-                return stage.prologue.backward_weight(at, storage, residuals[0], pending[0], defers=True)
-
-            is_given = (chunk >= 0) & stage.prologue.defers_at(at)
-            sums = self._sums.add_off_trunk_in_loop(carry.off_trunk_grads, is_given, deferred)
-            carry = carry._replace(off_trunk_grads=sums)
-        return carry
+        trunk, off_trunk = self.action(device, run, actions, row.weight, [weight])
+        return self._plus(run, actions, carry, chunk, trunk, off_trunk)
 
     def _common_chunk(self, run: TickRun, row: Row) -> jax.Array | None:
         """The chunk of a tick's forward and backward; None where some tick of the run has them for different ones.
@@ -533,14 +414,6 @@ class TrainLoop(TickLoop):
         if not self.program.is_of_one_chunk(run.start, run.stop):
             return None
         return jnp.maximum(row.forward.chunk, row.backward.chunk)
-
-    def _write_pending(self, run: TickRun, ring: PyTree, pending: PyTree, slot: jax.Array) -> PyTree:
-        """Overwrite a slot, or leave all slots as they are where the slot is -1."""
-        if self._kinds_of_backward(run) == [True] and is_never_idle(self.program.tables.backward, run):
-            return write_ring(ring, pending, slot)
-        # A loop of one round or none, in place: a select would read the slot in every tick, and write all of it. These
-        # are gigabytes with recompute, and a slot to spare, for ticks that leave nothing, would be as large.
-        return once(slot >= 0, lambda _, slots: write_ring(slots, pending, slot), ring)
 
     def _kinds_of_backward(self, run: TickRun) -> list[bool]:
         """True if the backwards of a run are split; both where there are such and such, whole ones first."""
@@ -561,7 +434,6 @@ class TrainLoop(TickLoop):
 
     def _plus(
         self,
-        device: Device,
         run: TickRun,
         actions: Actions[Table],
         carry: TrainCarry,
@@ -573,10 +445,7 @@ class TrainLoop(TickLoop):
         trunk_sums = self._sums.add_trunk(carry.trunk_grads, run, actions, chunk, trunk)
         carry = carry._replace(trunk_grads=trunk_sums)
         if off_trunk is not None and self.stage.prologue.has_params:
-            at = VirtualStage(device.stage, jnp.maximum(chunk, 0), self.stage.placement)
-            is_given = (chunk >= 0) & self.stage.prologue.has_params_at(at)
-            sums = self._sums.add_off_trunk(carry.off_trunk_grads, off_trunk, is_given)
-            carry = carry._replace(off_trunk_grads=sums)
+            carry = carry._replace(off_trunk_grads=self._sums.add_off_trunk(carry.off_trunk_grads, off_trunk))
         return carry
 
 

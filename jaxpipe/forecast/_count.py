@@ -22,7 +22,7 @@ from jaxpipe.topology import FSDP, stages_cross_hosts
 
 from ._hardware import Hardware
 from ._layers import Figures
-from ._memory import DeviceMemory, layout_bytes, optimizer_share, ring_bytes, stacked_bytes, working_bytes
+from ._memory import DeviceMemory, layout_bytes, optimizer_share, ring_bytes, working_bytes
 from ._result import Forecast, StageForecast
 from ._roofline import Time, bytes_s, collective_s
 from ._step import PartTime, Span, Wire, span_of
@@ -157,10 +157,6 @@ class Candidate:
         weights = layout_bytes(params.layout, mesh)
         if self._traced.module.compute_dtype is None and self._zero == 1 and gathers != "step":
             weights = 0.0  # layers compute with the masters themselves
-        if gathers == "chunk":
-            # The chunk that forwards are on, and the one that backwards are on.
-            of_all = stacked_bytes(params.gathered, mesh, set(params.trunk_names))
-            weights += (1 if program.is_of_one_chunk() else 2) * of_all / program.num_chunks
         trunk = self._cuts[0].trunk
         working = working_bytes(self._figures, trace, params, self._vocab, trunk, self._interval, gathers)
         before = max((self._ring(cut.prologue) for cut in self._cuts), default=0.0)

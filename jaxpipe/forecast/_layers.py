@@ -56,7 +56,6 @@ class Figures:
     Args:
         traced: The model, its shapes and its mesh.
         interval: Layers of a recomputed group; 0: none is recomputed.
-        residual_dtype: What wider residuals wait in; None: as they are.
         hardware: The devices.
         signatures: Per layer a value that is equal for alike layers.
         plain: The same without recompute and with residuals as they are, from which what is equal is taken; None: this
@@ -67,14 +66,13 @@ class Figures:
         self,
         traced: Traced,
         interval: int,
-        residual_dtype: str | None,
         hardware: Hardware,
         signatures: Sequence[Hashable],
         plain: "Figures | None" = None,
     ) -> None:
         self._module = module = traced.module.replace(activation_checkpoint_interval=interval)
         self._trace = trace = traced.trace
-        self._residual_dtype, self._hardware, self._plain = residual_dtype, hardware, plain
+        self._hardware, self._plain = hardware, plain
         self.axes = axes_inside(trace, hardware)
         found = look_once(module, trace, signatures, self._layer, self._both_bytes)
         self.layers = [dataclasses.replace(figures, shared_bytes=shared) for figures, shared in found]
@@ -125,7 +123,7 @@ class Figures:
         return sum(each.result_bytes * each.times for each in kernels)
 
     def _work(self, *indices: int) -> LayerWork:
-        return layer_work(self._module, self._trace, *indices, residual_dtype=self._residual_dtype)
+        return layer_work(self._module, self._trace, *indices)
 
     def _both_bytes(self, first: int) -> int:
         """Bytes of the residuals of two successive layers together."""

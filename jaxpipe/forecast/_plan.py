@@ -302,10 +302,9 @@ class _Setup:
         """All that was asked for, the fastest that fits first."""
         traced, found = self.job.traced, list[Forecast]()
         failed: list[JaxpipeError] = []
-        dtype = self.job.config.pipeline.residual_dtype
-        plain = self._figures(0, None, None)
+        plain = self._figures(0, None)
         for interval in asked.recompute:
-            figures = self._figures(interval, dtype, plain) if interval or dtype else plain
+            figures = self._figures(interval, plain) if interval else plain
             module = traced.module.replace(activation_checkpoint_interval=interval)
             estimate = estimate_layers(module, traced.trace, traced.microbatch.labels, self._signatures)
             seen: set[tuple[int, ...]] = set()
@@ -327,12 +326,12 @@ class _Setup:
             raise failed[0] if failed else _no_chunks(asked)
         return sorted(found, key=lambda one: (not one.fits, one.step_s))
 
-    def _figures(self, interval: int, dtype: str | None, plain: Figures | None) -> Figures:
+    def _figures(self, interval: int, plain: Figures | None) -> Figures:
         job = self.job
         with self._tracing():
             # On the mesh: layers' constraints name its axes.
             return job.traced.trace.on_mesh(
-                lambda: Figures(job.traced, interval, dtype, job.hardware, self._signatures, plain)
+                lambda: Figures(job.traced, interval, job.hardware, self._signatures, plain)
             )
 
     def compile(self, one: Forecast, target: str | None) -> CompiledStep:

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe._typing import Path, PyTree
-from jaxpipe.config import TrainConfig, unless_auto
+from jaxpipe.config import TrainConfig
 from jaxpipe.data import Batch, split_entry
 from jaxpipe.executor import (
     DevicePrograms,
@@ -183,8 +183,7 @@ class Pipeline:
             outputs, num_terms = self.trace.boundaries[-1], num_microbatches * shape["data"]
             objective = self.trace.on_mesh(lambda: Objective(module, outputs, labels, num_terms))
             self.loss_metrics = objective.metric_names
-            wanted = unless_auto(config.pipeline.spread_inputs)
-            shard_dims = batch_shard_dims(self.microbatch_struct, num_microbatches, module.num_stages, wanted)
+            shard_dims = batch_shard_dims(self.microbatch_struct, num_microbatches, module.num_stages)
             self._batch_specs = jax.tree.map(batch_spec, shard_dims)
             # On the mesh, here and above: a layer's constraint names axes, and fails where there is no mesh.
             self._stages = self.trace.on_mesh(lambda: _computing(module, self.trace, plan, labels, trains=self.trains))
@@ -262,25 +261,14 @@ class Pipeline:
         return self._bytes_beside(self._params.gathered, self._params.at_rest)
 
     @property
-    def gathered_trunk_bytes(self) -> int:
-        """Bytes of the weights of the trunks alone, all chunks of a stage, that a device gathers over `fsdp`."""
-        return self._bytes_beside(
-            self._params.gathered,
-            self._params.at_rest,
-            lambda storage: [storage.stacked[name] for name in self._params.trunk_names],
-        )
-
-    @property
     def whole_sums_bytes(self) -> int:
         """Bytes that a device would need more for sums of gradients if they were whole along `fsdp`."""
         divided = self._params.grad_layout
         return self._bytes_beside(divided.cast(lambda leaf: leaf, whole_along=FSDP), divided)
 
-    def _bytes_beside(
-        self, whole: Layout, divided: Layout, some: Callable[[Storage], PyTree] = lambda storage: storage
-    ) -> int:
-        """Bytes that a device needs more for one layout, or some of it, than for the other."""
-        more, less = (device_bytes(some(x.struct()), self.mesh, some(x.spec())) for x in (whole, divided))
+    def _bytes_beside(self, whole: Layout, divided: Layout) -> int:
+        """Bytes that a device needs more for one layout than for the other."""
+        more, less = (device_bytes(x.struct(), self.mesh, x.spec()) for x in (whole, divided))
         return more - less
 
     @property

@@ -71,10 +71,8 @@ class LayerWork:
         return forward_s / self.num_shares, backward_s / self.num_shares
 
 
-def layer_work(
-    module: PipelineModule, trace: ModelTrace, *indices: int, residual_dtype: str | None = None
-) -> LayerWork:
-    """The work of a layer, or of consecutive ones, recomputed as the module says; its residuals rounded to a dtype."""
+def layer_work(module: PipelineModule, trace: ModelTrace, *indices: int) -> LayerWork:
+    """The work of a layer, or of consecutive ones, recomputed as the module says."""
 
     def function(params: PyTree, inputs: PyTree, context: PyTree) -> PyTree:
         key, (side, collections) = context
@@ -89,7 +87,7 @@ def layer_work(
         unflatten_dict({path: path in trace.frozen_in(i) for path in flatten_dict(trace.params[i])}) for i in indices
     ]
     frozen = [number for number, leaf in enumerate(jax.tree.leaves(is_frozen)) if leaf]
-    return _work(function, params, trace.boundaries[indices[0]], context, trace.mesh, frozen, residual_dtype)
+    return _work(function, params, trace.boundaries[indices[0]], context, trace.mesh, frozen)
 
 
 def loss_work(module: PipelineModule, trace: ModelTrace, labels: PyTree) -> LayerWork:
@@ -234,12 +232,11 @@ def _work(
     context: PyTree,
     mesh: AbstractMesh,
     frozen: Sequence[int] = (),
-    residual_dtype: str | None = None,
 ) -> LayerWork:
     axes = automatic_axes(mesh)
     on_one = functools.partial(call_on_one, axes, function)
     num_shares = math.prod(mesh.shape[axis] for axis in axes)
-    residuals = Residuals(on_one, params, inputs, context, dtype=residual_dtype, frozen=frozen)
+    residuals = Residuals(on_one, params, inputs, context, frozen=frozen)
     return LayerWork(residuals, params, inputs, context, num_shares)
 
 

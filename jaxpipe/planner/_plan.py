@@ -111,7 +111,7 @@ def plan_cut(
     program = lower_training(schedule, num_microbatches, section, module, vocab, mesh)
     if section.skip_idle == "auto":
         section = dataclasses.replace(section, skip_idle=skips_idle(program, mesh))
-    section = _with_gathers(section, config.zero_optimization.stage, mesh, program.num_chunks)
+    section = _with_gathers(section, config.zero_optimization.stage, mesh)
     program = _over_replicas(program, mesh, config.pipeline.skip_idle)
     config = dataclasses.replace(config, pipeline=section)
     is_cpu = mesh.devices.flat[0].platform == "cpu"
@@ -134,7 +134,7 @@ def _over_replicas(program: TickProgram, mesh: Mesh, skip_idle: bool | Literal["
     return with_ends_apart(program, computes_idle=skip_idle == "auto")
 
 
-def _with_gathers(section: PipelineConfig, zero_stage: int, mesh: Mesh, num_chunks: int) -> PipelineConfig:
+def _with_gathers(section: PipelineConfig, zero_stage: int, mesh: Mesh) -> PipelineConfig:
     """The settings with the time decided at which weights are gathered."""
     is_divided = FSDP in mesh.axis_names
     if section.gather_weights != "auto" and not is_divided:
@@ -148,9 +148,6 @@ def _with_gathers(section: PipelineConfig, zero_stage: int, mesh: Mesh, num_chun
     if section.gather_weights == "auto" and is_divided:
         gather: Literal["step", "tick"] = "step" if zero_stage == 2 else "tick"
         section = dataclasses.replace(section, gather_weights=gather)
-    if section.gather_weights == "chunk" and num_chunks == 1:
-        # There is no other chunk to turn to.
-        section = dataclasses.replace(section, gather_weights="step")
     return section
 
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from ._placement import Placement
@@ -243,20 +242,6 @@ class TickProgram:
         pairs = zip(self.tables.forward.chunk, self.tables.backward.chunk, strict=True)
         ticks = [both for rows in pairs for both in zip(*(row[start:stop] for row in rows), strict=True)]
         return all(forward == backward or min(forward, backward) < 0 for forward, backward in ticks)
-
-    def num_turns(self, stage: int) -> int:
-        """Give how often a stage turns to a chunk other than that of the forward, or of the backward, before.
-
-        Args:
-            stage: The stage.
-
-        Returns:
-            Turns of its forwards and of its backwards, counted together where both are always of one chunk.
-        """
-        rows = [self.tables.forward.chunk[stage], self.tables.backward.chunk[stage]]
-        if self.is_of_one_chunk():
-            rows = [tuple(map(max, *rows))]
-        return sum(1 for row in rows for _ in groupby(chunk for chunk in row if chunk >= 0))
 
     @property
     def peak_in_flight(self) -> int:
