@@ -78,7 +78,7 @@ def refused(name: str, reason: str) -> Callable[..., NoReturn]:
         raise PipelineError(f"{name} must not be called: {reason}")
 
     refuse.__name__ = name.rpartition(".")[2]
-    refuse.__doc__ = f"Refused with a `PipelineError`: {reason}"
+    refuse.__doc__ = "Refused: a call raises a `PipelineError` that says what takes its place."
     return refuse
 
 
