@@ -2,8 +2,8 @@
 
 A mutant is one change of one expression: a sign, a factor, a comparison, an index one off, a condition turned round,
 the branches of a `where` swapped, a sum over devices left out. They are drawn at random, by seed, from the files of
-some rooms. Each is put into a copy of the project, and tests run there until one fails: first those of the mutant's own file
-and room, then those that compare with one device, and last, with `--whole`, all default tests.
+some rooms. Each is put into a copy of the project, and tests run there until one fails: first those of the mutant's own
+file and room, then those that compare with one device, and last, with `--whole`, all default tests.
 
 A mutant that no test kills is either equal to the source, or a hole in the tests: write the test.
 

@@ -25,6 +25,8 @@ from ._estimate import ESTIMATED as ESTIMATED
 from ._estimate import estimate_layers as estimate_layers
 from ._estimate import estimated_s as estimated_s
 from ._estimate import forward_works as forward_works
+from ._param_paths import ParamPaths as ParamPaths
+from ._param_paths import merge_layers as merge_layers
 from ._precision import cast_floats as cast_floats
 from ._sharding import unbox as unbox
 from ._signature import layer_signatures as layer_signatures
@@ -34,10 +36,8 @@ from ._structs import format_struct as format_struct
 from ._structs import num_bytes as num_bytes
 from ._structs import struct_of as struct_of
 from ._trace import ModelTrace as ModelTrace
-from ._tree import ParamPaths as ParamPaths
 from ._tree import flatten_dict as flatten_dict
 from ._tree import join_path as join_path
-from ._tree import merge_layers as merge_layers
 from ._tree import split_path as split_path
 from ._tree import unflatten_dict as unflatten_dict
 
