@@ -175,7 +175,9 @@ OPTIMIZERS: list[tuple[str, Any, Any, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("match", "optimizer", "schedule", "sections"), OPTIMIZERS, ids=lambda x: str(x)[:40])
+@pytest.mark.parametrize(
+    ("match", "optimizer", "schedule", "sections"), OPTIMIZERS, ids=lambda x: x[:40] if isinstance(x, str) else ""
+)
 def test_optimizers_and_schedules(match: str, optimizer: Any, schedule: Any, sections: dict[str, Any]) -> None:
     """By an engine and without one."""
     config, model = {**CONFIG, **sections}, module()
