@@ -24,7 +24,7 @@ from ._estimate import BACKWARD_PRODUCTS as BACKWARD_PRODUCTS
 from ._estimate import ESTIMATED as ESTIMATED
 from ._estimate import estimate_layers as estimate_layers
 from ._estimate import estimated_s as estimated_s
-from ._estimate import forward_works as forward_works
+from ._estimate import forward_kernels as forward_kernels
 from ._precision import cast_floats as cast_floats
 from ._sharding import unbox as unbox
 from ._signature import layer_signatures as layer_signatures
@@ -69,7 +69,7 @@ __all__ = [
     "estimated_s",
     "flatten_dict",
     "format_struct",
-    "forward_works",
+    "forward_kernels",
     "join_path",
     "layer_signatures",
     "merge_layers",

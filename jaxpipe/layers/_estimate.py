@@ -1,13 +1,13 @@
 """Times of layers, estimated from operations and bytes of their traces; nothing is traced again."""
 
 import dataclasses
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import jax
 
 from jaxpipe._typing import PyTree
-from jaxpipe.jaxpr import Work, program_work
+from jaxpipe.jaxpr import Kernel, program_kernels
 from jaxpipe.partition import LayerCost, Profile
 
 from ._structs import struct_of
@@ -24,9 +24,9 @@ BACKWARD_PRODUCTS = 2
 """A backward makes two products of each of the forward's: gradients of the inputs and of the weights."""
 
 
-def estimated_s(work: Work) -> float:
-    """Seconds that work is taken to need: `flops / FLOPS_PER_S + moved_bytes / BYTES_PER_S`."""
-    return work.flops / FLOPS_PER_S + work.moved_bytes / BYTES_PER_S
+def estimated_s(kernels: Iterable[Kernel]) -> float:
+    """Seconds that kernels are taken to need: `flops / FLOPS_PER_S + num_bytes / BYTES_PER_S` of all of them."""
+    return sum(each.times * (each.flops / FLOPS_PER_S + each.num_bytes / BYTES_PER_S) for each in kernels)
 
 
 def estimate_layers(
@@ -46,7 +46,7 @@ def estimate_layers(
     """
     is_shared = [module.num_stages > 1 and bool(dims) for dims in trace.stage_dims]
     has_loss = labels is not None and module.loss_fn is not None and not is_shared[-1]
-    *seconds, loss_s = map(estimated_s, forward_works(module, trace, labels, has_loss=has_loss))
+    *seconds, loss_s = map(estimated_s, forward_kernels(module, trace, labels, has_loss=has_loss))
     has_interval = module.activation_checkpoint_interval > 0
     layers: list[LayerCost] = []
     for index, named in enumerate(module.layers):
@@ -64,12 +64,14 @@ def estimate_layers(
     return Profile(tuple(layers), ESTIMATED, module.activation_checkpoint_interval, signatures=tuple(signatures))
 
 
-def forward_works(module: "PipelineModule", trace: ModelTrace, labels: PyTree, *, has_loss: bool) -> list[Work]:
-    """Operations and bytes of each layer's forward for one microbatch, then of the loss; none without `has_loss`."""
-    counted = {first: program_work(trace.programs[first].jaxpr) for first in set(trace.firsts)}
+def forward_kernels(
+    module: "PipelineModule", trace: ModelTrace, labels: PyTree, *, has_loss: bool
+) -> list[list[Kernel]]:
+    """Kernels of each layer's forward for one microbatch, then of the loss; none without `has_loss`."""
+    counted = {first: program_kernels(trace.programs[first]) for first in set(trace.firsts)}
 
-    def loss() -> Work:
+    def loss() -> list[Kernel]:
         traced = jax.make_jaxpr(lambda *args: module.loss_terms(*args)[0])
-        return program_work(traced(trace.boundaries[-1], struct_of(labels)).jaxpr)
+        return program_kernels(traced(trace.boundaries[-1], struct_of(labels)))
 
-    return [*(counted[first] for first in trace.firsts), trace.on_mesh(loss) if has_loss else Work(0, 0)]
+    return [*(counted[first] for first in trace.firsts), trace.on_mesh(loss) if has_loss else []]

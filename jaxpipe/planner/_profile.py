@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from jaxpipe._typing import PyTree
 from jaxpipe.distributed import gather_texts, log, run_on_all
 from jaxpipe.errors import PartitionError
-from jaxpipe.jaxpr import count_work
+from jaxpipe.jaxpr import count_kernels
 from jaxpipe.layers import ESTIMATED, ModelTrace, PipelineModule, estimate_layers, estimated_s
 from jaxpipe.partition import LayerCost, Profile, StageMemory, format_partition, is_method, profile_source
 
@@ -111,7 +111,7 @@ def counted_s(function: Callable[..., Any], *structs: PyTree) -> float:
     """Estimated seconds of a function, by `estimated_s`: the same on every machine."""
     # Operations are counted in the trace, not by XLA: its cost analysis counts the body of a scan once, however often
     # it runs, and gives nothing for a program that is compiled for absent GPUs.
-    return estimated_s(count_work(function, *structs))
+    return estimated_s(count_kernels(function, structs))
 
 
 def measured_s(function: Callable[..., Any], *structs: PyTree, rounds: int = 5) -> float:

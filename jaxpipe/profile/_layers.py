@@ -8,7 +8,8 @@ import jax
 from jaxpipe._text import format_table
 from jaxpipe.config import FlopsProfilerSection
 from jaxpipe.forecast import HARDWARE
-from jaxpipe.layers import BACKWARD_PRODUCTS, device_bytes, forward_works
+from jaxpipe.jaxpr import num_flops
+from jaxpipe.layers import BACKWARD_PRODUCTS, device_bytes, forward_kernels
 from jaxpipe.pipeline import Pipeline
 
 from ._recorded import Operation
@@ -63,18 +64,18 @@ def layer_profiles(
     trace, module, times = pipeline.trace, pipeline.module, pipeline.num_microbatches * pipeline.num_replicas
     # The loss of vocabulary-parallel layers has collectives, and is traced inside the executor alone.
     has_loss = module.loss_fn is not None and not pipeline.ends.layers
-    works = forward_works(module, trace, pipeline.microbatch_struct.labels, has_loss=has_loss)
+    kernels = forward_kernels(module, trace, pipeline.microbatch_struct.labels, has_loss=has_loss)
     parts = list(zip(pipeline.parts, pipeline.parts[1:], pipeline.part_stages, strict=False))
     busy_s = _busy_s(pipeline, operations, devices or {})
     found: list[LayerProfile] = []
     for index, named in enumerate(module.layers):
         on_all = index in pipeline.ends.layers
         stage = None if on_all else next(stage for start, stop, stage in parts if start <= index < stop)
-        forward, num_params = works[index].flops, trace.num_own_params()[index]
+        forward, num_params = num_flops(kernels[index]), trace.num_own_params()[index]
         flops = (1 + BACKWARD_PRODUCTS) * forward * times
         found.append(LayerProfile(named.name, stage, num_params, forward, flops, busy_s.get(named.name)))
     if has_loss:
-        forward = works[-1].flops
+        forward = num_flops(kernels[-1])
         flops = (1 + BACKWARD_PRODUCTS) * forward * times
         found.append(LayerProfile("loss", pipeline.part_stages[-1], 0, forward, flops, busy_s.get("loss")))
     return found
