@@ -12,8 +12,7 @@ from jax.experimental import topologies
 
 from jaxpipe.errors import ConfigError
 from jaxpipe.executor import without_cache
-
-from ._hardware import Hardware
+from jaxpipe.planner import Hardware
 
 _H200 = Path(__file__).with_name("h200_target.txtpb")
 _OF_ITS_KIND = ("h100", "h200")

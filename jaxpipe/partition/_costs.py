@@ -31,6 +31,8 @@ class LayerCost:
             backward is split; known only where that was looked at.
         is_stage_sharded: Whether its parameters are sharded over the stages, which then all run it: `num_params` is
             each stage's share, which every stage holds, whichever part the layer is in.
+        output_bytes: Bytes of its outputs.
+        flops: Operations of its forward's products.
     """
 
     forward_s: float
@@ -43,6 +45,18 @@ class LayerCost:
     pending_bytes: int = 0
     is_stage_sharded: bool = False
     shared_bytes: int = 0
+    output_bytes: int = 0
+    flops: float = 0.0
+
+    @property
+    def both_s(self) -> float:
+        """Seconds of its forward and its whole backward."""
+        return self.forward_s + self.backward_s
+
+    @property
+    def input_s(self) -> float:
+        """Seconds of its backward without the gradients of its parameters."""
+        return self.backward_s - self.weight_s
 
 
 @dataclass(frozen=True)
@@ -96,6 +110,7 @@ class Profile:
         interval: Layers per recomputed group, counted from a part's first layer; 0 for none.
         signatures: Per layer a value that is equal for alike layers; empty where that is not known.
         memory: What is known of memory; None: nothing, and nothing is asked.
+        bytes_per_s: Bytes that a device moves in a second.
     """
 
     layers: tuple[LayerCost, ...]
@@ -103,6 +118,7 @@ class Profile:
     interval: int = 0
     memory: StageMemory | None = None
     signatures: tuple[Hashable, ...] = ()
+    bytes_per_s: float = 1e12
 
     @property
     def stage_sharded_params(self) -> int:
@@ -111,7 +127,7 @@ class Profile:
 
     def seconds(self) -> list[float]:
         """Seconds of forward and backward of each layer."""
-        return [layer.forward_s + layer.backward_s for layer in self.layers]
+        return [layer.both_s for layer in self.layers]
 
     def needed_bytes(self, part: int, first: int) -> Iterator[int]:
         """Bytes that a part needs if it holds the layers `[first, end)`, for each end from `first + 1` on.

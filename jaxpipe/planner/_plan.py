@@ -1,18 +1,16 @@
-"""From a model, its mesh and its settings to the plan of a pipeline."""
+"""What follows from a schedule and a cut: the plan of a pipeline."""
 
 import dataclasses
 from collections.abc import Hashable, Sequence
 from typing import Literal
 
-import optax
 from jax.sharding import Mesh
 
-from jaxpipe._typing import PyTree
 from jaxpipe.config import PipelineConfig, TrainConfig, unless_auto
 from jaxpipe.errors import ConfigError
 from jaxpipe.executor import Plan, waits_in_branches
-from jaxpipe.layers import ModelTrace, PipelineModule, layer_signatures
-from jaxpipe.partition import StageMemory, cut_stages, profile_source
+from jaxpipe.layers import ModelTrace, PipelineModule
+from jaxpipe.partition import cut_stages
 from jaxpipe.schedules import (
     PipeSchedule,
     TickProgram,
@@ -24,67 +22,8 @@ from jaxpipe.schedules import (
 from jaxpipe.state import VocabLayers, find_vocab_layers
 from jaxpipe.topology import FSDP, automatic_axes, mesh_shape, stages_cross_hosts
 
-from ._auto import choose_settings, limit_of, limits_pending
-from ._costs import bytes_per_param
-from ._notes import notes_on_cut
-from ._profile import cut_module
-
 _OVERLAP_COST = 1.02
 """How much longer a schedule may take for losses that run a tick later: less than their exchanges between hosts."""
-
-
-def make_plan(
-    module: PipelineModule,
-    trace: ModelTrace,
-    mesh: Mesh,
-    labels: PyTree,
-    num_microbatches: int,
-    config: TrainConfig,
-    optimizer: optax.GradientTransformation | None = None,
-    parts: Sequence[int] | None = None,
-) -> Plan:
-    """Decide what is left open; all processes call.
-
-    `labels` are a microbatch's, as shapes. Without an `optimizer` parameters are taken to need as much as with Adam in
-    float32. Given `parts`, as another plan for the same model has them, are kept to.
-
-    Raises:
-        ScheduleError: The schedule is unsound, or cannot have so many chunks.
-        PartitionError: The layers cannot be cut as asked.
-        LayerError: A layer whose costs are needed cannot be differentiated.
-        ConfigError: Memory is looked at, and the optimiser does not take these parameters; or it is said when weights
-            are gathered, and there is no axis over which they are divided.
-    """
-    choice, param_size, section = None, 16.0, config.pipeline
-    is_profiled = parts is None and profile_source(module.partition_method) is not None
-    is_planned = section.schedule == "auto" or limits_pending(section)
-    if optimizer is not None and (is_planned or is_profiled):
-        param_size = bytes_per_param(
-            trace,
-            optimizer,
-            compute_dtype=module.compute_dtype,
-            grad_dtype=config.data_types.grad_accum_dtype,
-            num_shards=mesh_shape(mesh)["data"] if config.zero_optimization.stage else 1,
-        )
-    if is_planned:
-        choice, section = choose_settings(module, trace, mesh, labels, num_microbatches, section, param_size)
-    schedule = schedule_of(section)
-    is_cut, profile, notes = module.num_stages * schedule.num_chunks > 1, None, ()
-    signatures: tuple[Hashable, ...] = (None,) * len(module.layers)
-    if is_cut:
-        signatures = layer_signatures(module.layers, trace, module.compute_dtype)
-    if parts is None:
-        program = lower_schedule(schedule, num_microbatches, module.num_stages)
-        # Every device has a ring as long as the fullest stage needs, so a part needs no less where fewer are in flight.
-        in_flight, stages = -(-program.residual_slots // schedule.num_chunks), program.placement.stages
-        memory = StageMemory((in_flight,) * len(stages), stages, param_size, limit_of(section, mesh))
-        parts, profile = cut_module(
-            module, trace, mesh, stages=stages, labels=labels, memory=memory, signatures=signatures
-        )
-        notes = notes_on_cut(module, trace, labels, signatures, parts) if is_cut else ()
-    plan = plan_cut(module, trace, mesh, num_microbatches, config, section, signatures, parts)
-    choice = choice if config.pipeline.schedule == "auto" else None
-    return dataclasses.replace(plan, profile=profile, choice=choice, notes=notes)
 
 
 def plan_cut(

@@ -497,21 +497,6 @@ def test_weights_are_gathered_when_the_pipeline_gathers_them(schedule: str, chun
     assert weights == sorted(weights, reverse=True)
 
 
-@pytest.mark.parametrize("interval", [0, 1])
-def test_residuals_are_counted_in_the_dtype_that_they_wait_in(interval: int) -> None:
-    ring: dict[str | None, float] = {}
-    for dtype in (None, "bfloat16"):
-        settings = config(pipeline={"schedule": "1f1b", "residual_dtype": dtype})
-        module = model(activation_checkpoint_interval=interval)
-        found = planned(model=module, config=settings, recompute=[interval], partition=["best"])
-        built = pipeline_of(found, module, settings)
-        assert found.best is not None
-        ring[dtype] = found.best.memory.residuals
-        wanted = built.residual_bytes[0] * built.program.residual_slots
-        assert ring[dtype] == pytest.approx(wanted, rel=0.05)
-    assert ring["bfloat16"] < 0.7 * ring[None]
-
-
 @pytest.mark.parametrize("gather", ["step", "chunk", "tick"])
 def test_weights_that_are_not_divided_are_not_gathered(gather: str) -> None:
     settings = config(pipeline={"schedule": "1f1b", "gather_weights": gather})

@@ -9,7 +9,8 @@ PROGRAM = """
 import functools, time
 import jax, jaxpipe
 import numpy as np
-from jaxpipe.planner._profile import cut_module
+from jaxpipe.layers import layer_signatures
+from jaxpipe.planner._cut import costs_for_cut, cut_parts
 from jaxpipe.topology import PipeDataParallelTopology, make_pipeline_mesh
 jaxpipe.init_distributed()
 place = jax.process_index()
@@ -29,8 +30,10 @@ x = np.ones((2, 2), np.float32)
 mesh = make_pipeline_mesh(PipeDataParallelTopology(2, 1))
 seconds = [0.06, 0.0, 0.0, 0.0] if place == 0 else [0.0, 0.0, 0.0, 0.06]
 module = jaxpipe.PipelineModule([layer(s) for s in seconds], 2, partition_method="profile")
-parts, profile = cut_module(module, module.trace(x), mesh)
-print("cut", parts, repr(profile), flush=True)
+trace = module.trace(x)
+signatures = layer_signatures(module.layers, trace)
+costs = costs_for_cut(module, trace, mesh, None, signatures)
+print("cut", cut_parts(module, trace, costs, 2, signatures), repr(costs.profile), flush=True)
 """
 
 

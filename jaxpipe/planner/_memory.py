@@ -1,18 +1,32 @@
 """Bytes that a device holds during a step, by what for. One program runs on all devices, so all hold alike."""
 
+import math
 from collections.abc import Collection
 from dataclasses import dataclass, fields
 from typing import Any
 
 import jax
 import optax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
-from jaxpipe.layers import ModelTrace, device_bytes, num_bytes
+from jaxpipe.config import TrainConfig
+from jaxpipe.jaxpr import spec_without
+from jaxpipe.layers import (
+    ModelTrace,
+    PipelineModule,
+    cast_floats,
+    device_bytes,
+    flatten_dict,
+    num_bytes,
+    unflatten_dict,
+)
 from jaxpipe.optim import state_struct
-from jaxpipe.state import Layout, ModelParams, VocabLayers
+from jaxpipe.partition import Profile
+from jaxpipe.state import Layout, ModelParams, VocabLayers, grad_accum_struct
 from jaxpipe.topology import FSDP
 
-from ._layers import Figures, device_params
+from ._costs import ModelCosts
 
 
 @dataclass(frozen=True)
@@ -51,9 +65,14 @@ def layout_bytes(layout: Layout, mesh: Any) -> float:
     return device_bytes(layout.struct(), mesh, layout.spec())
 
 
-def optimizer_share(optimizer: optax.GradientTransformation, params: ModelParams) -> float:
-    """Bytes of an optimiser's numbers for each byte of the master weights that are trained."""
-    tree = {str(i): leaf for i, leaf in enumerate(params.trained.values())}
+def optimizer_share(optimizer: optax.GradientTransformation, trace: ModelTrace, compute_dtype: object) -> float:
+    """Bytes of an optimiser's numbers for each byte of the master weights that are trained.
+
+    Raises:
+        ConfigError: The optimiser does not take these parameters.
+    """
+    trained = {path: x for path, x in flatten_dict(trace.tree()).items() if path not in trace.frozen}
+    tree = unflatten_dict(trained if compute_dtype is None else cast_floats(trained, "float32"))
     return num_bytes(state_struct(optimizer, tree)) / max(1, num_bytes(tree))
 
 
@@ -84,28 +103,26 @@ _STREAMS = 7
 
 
 def working_bytes(
-    figures: Figures,
+    costs: ModelCosts,
     trace: ModelTrace,
     params: ModelParams,
     vocab: VocabLayers,
     trunk: range,
-    interval: int,
     gathers: str,
 ) -> Working:
     """Count what a tick works with."""
-    mesh, layers = trace.mesh, figures.layers
+    mesh, layers = trace.mesh, costs.layers
     fsdp = mesh.shape.get(FSDP, 1)
     # Without what stages have sliced: only what is packed goes through the switch.
     packed = layout_bytes(params.gathered, mesh) - stacked_bytes(params.gathered, mesh)
     logits = sum(x.size for x in jax.tree.leaves(trace.boundaries[-1])) / fsdp
     slices = mesh.shape["stage"] if vocab.last else 1
-    group = [layers[i] for i in trunk][: interval or 1]
-    again = sum(each.whole_bytes for each in group)
+    kept, again = ring_bytes(costs, trunk)
     stream = max((each.output_bytes for each in layers[:-1]), default=0)
     largest = max((_gathered_bytes(trace, i) for i in trunk), default=0)
     ends = sum(_gathered_bytes(trace, i) for i in vocab.layers) / slices
     return Working(
-        residuals=ring_bytes(figures, trunk, interval),
+        residuals=kept,
         # Those of a backward, in the dtype of the parameters, and once more without what idle stages computed; those of
         # the loss are added where they are made.
         off_trunk=2 * packed,
@@ -115,20 +132,20 @@ def working_bytes(
     )
 
 
-def ring_bytes(figures: Figures, layers: range, interval: int) -> float:
-    """Bytes of the residuals of one microbatch of some successive layers."""
-    total = 0.0
-    for place, index in enumerate(layers):
-        if interval and place % interval:
-            continue
-        each = figures.layers[index]
-        total += each.residual_bytes - (each.shared_bytes if place else 0)
-    return total
+def ring_bytes(costs: ModelCosts, layers: range) -> tuple[int, int]:
+    """Bytes of the residuals of one microbatch of some successive layers, and what a backward of them makes again."""
+    if not layers:
+        return 0, 0
+    profile = Profile(costs.layers[layers.start : layers.stop], interval=costs.interval)
+    [(_, kept, again)] = profile.part_sizes((0, len(layers)))
+    return kept, again
 
 
 def _gathered_bytes(trace: ModelTrace, index: int) -> float:
     """Bytes of a layer's weights in 16 bits, whole along `fsdp`."""
-    return 2 * sum(device_params(trace, index, gathered=True).values())
+    specs, leaves = trace.param_specs[index], flatten_dict(trace.params[index])
+    whole = {path: NamedSharding(trace.mesh, spec_without(specs.get(path, P()), FSDP)) for path in leaves}
+    return 2 * sum(math.prod(whole[path].shard_shape(leaf.shape)) for path, leaf in leaves.items())
 
 
 def stacked_bytes(layout: Layout, mesh: Any, names: Collection[str] | None = None) -> float:
@@ -136,3 +153,40 @@ def stacked_bytes(layout: Layout, mesh: Any, names: Collection[str] | None = Non
     struct, spec = layout.struct().stacked, layout.spec().stacked
     some = [name for name in struct if names is None or name in names]
     return device_bytes([struct[name] for name in some], mesh, [spec[name] for name in some])
+
+
+def bytes_per_param(
+    module: PipelineModule, trace: ModelTrace, config: TrainConfig, optimizer: optax.GradientTransformation
+) -> float:
+    """Bytes that a device holds during a step for each parameter of its stage, the mean over the model.
+
+    What is frozen is held once, as it is computed with.
+
+    These are the master weights and the optimiser's numbers for them, both divided over the replicas of ZeRO-1; the
+    gradient; and where layers compute in another dtype than they make parameters in, or weights are gathered, what they
+    compute with. For float32 under Adam they are 16.
+
+    Raises:
+        ConfigError: The optimiser does not take these parameters.
+    """
+    compute_dtype, grad_dtype = module.compute_dtype, config.data_types.grad_accum_dtype
+    num_shards = trace.mesh.shape.get("data", 1) if config.zero_optimization.stage else 1
+    made = trace.tree()
+    num_params = sum(x.size for x in jax.tree.leaves(made))
+    if not num_params:
+        return 0.0
+    compute_params = cast_floats(made, compute_dtype)
+    trained, frozen = (
+        {p: x for p, x in flatten_dict(made).items() if (p in trace.frozen) == is_it} for is_it in (0, 1)
+    )
+    master = trained if compute_dtype is None else cast_floats(trained, "float32")
+    grads = jax.tree.map(lambda x: grad_accum_struct(x, grad_dtype), cast_floats(trained, compute_dtype))
+    divided = num_bytes(master) + num_bytes(state_struct(optimizer, unflatten_dict(master)))
+    divided += num_bytes(cast_floats(frozen, compute_dtype))
+    is_copied = compute_dtype is not None or num_shards > 1
+    # Over automatic axes a weight and all that goes with it are divided alike.
+    specs = trace.tree_specs()
+    leaves = flatten_dict(made)
+    shardings = {path: NamedSharding(trace.mesh, specs.get(path, P())) for path in leaves}
+    fraction = sum(math.prod(shardings[path].shard_shape(x.shape)) for path, x in leaves.items()) / num_params
+    return fraction * (divided / num_shards + is_copied * num_bytes(compute_params) + num_bytes(grads)) / num_params

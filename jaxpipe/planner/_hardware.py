@@ -102,6 +102,12 @@ HARDWARE: dict[str, Hardware] = {
 """Known accelerators, SXM or OAM modules, by the vendors' data sheets; add one's own by `HARDWARE["name"] = ...`."""
 
 
+def named_hardware(kind: str) -> Hardware | None:
+    """The known accelerator that a device is, by the name that it gives itself; None: it is none of them."""
+    kind = kind.lower().replace(" ", "")
+    return next((HARDWARE[name] for name in sorted(HARDWARE, key=len, reverse=True) if name.lower() in kind), None)
+
+
 def read_hardware(text: str | tuple[Hardware, int]) -> tuple[Hardware, int]:
     """Read accelerators and their number.
 
