@@ -198,7 +198,7 @@ class Counted:
         if plain is not None:
             self._loss = plain._loss
         elif labels is not None and module.loss_fn is not None:
-            self._loss = trace.on_mesh(lambda: self._counted(loss_work(module, trace, labels), [], None))
+            self._loss = trace.on_mesh(lambda: self._loss_count(loss_work(module, trace, labels)))
 
     def costs(self, hardware: Hardware) -> ModelCosts:
         """Their costs on some hardware."""
@@ -230,11 +230,11 @@ class Counted:
         )
         specs = self._param_specs(index)
         work = layer_work(module, trace, index)
-        if not self._whole:
-            return self._counted(work, specs, None, cost)
         residuals = self._residual_specs(work, specs)
         cost = dataclasses.replace(cost, residual_bytes=self._residual_bytes(work, residuals))
         found = self._counted(work, specs, residuals, cost)
+        if not self._whole:
+            return found
         if self._plain is not None:
             again = self._plain._layers[index].cost.residual_bytes
             found = dataclasses.replace(found, cost=dataclasses.replace(cost, recomputed_bytes=again))
@@ -254,13 +254,15 @@ class Counted:
             found, weight=weight, cost=dataclasses.replace(found.cost, pending_bytes=pending_bytes)
         )
 
+    def _loss_count(self, work: LayerWork) -> LayerCount:
+        return self._counted(work, [], self._residual_specs(work, []))
+
     def _counted(
-        self, work: LayerWork, specs: Sequence[P], residuals: Sequence[P] | None, cost: LayerCost = _NO_COST
+        self, work: LayerWork, specs: Sequence[P], residuals: Sequence[P], cost: LayerCost = _NO_COST
     ) -> LayerCount:
-        """Forward and backward; `residuals` is how they are sharded, None: nothing is known of that."""
+        """Forward and backward; `specs` and `residuals` are how parameters and residuals are sharded."""
         cotangents = work.cotangents
         backward = work.params, work.residuals.structs, cotangents
-        residuals = [P()] * len(work.residuals.structs) if residuals is None else residuals
         return LayerCount(
             self._kernels(work.residuals.forward, *self._forward(work, specs)),
             self._kernels(work.residuals.backward, backward, [*specs, *residuals, *self._samples(cotangents)]),
