@@ -61,28 +61,34 @@ def plan(  # noqa: PLR0913  # what to look at, one argument each
 ) -> StepPlan:
     """Count what a training job would hold and take, without a GPU: nothing is allocated, and nothing compiled unasked.
 
-    Layers are traced, equal ones once. Memory is counted by what for; time by a roofline of the named hardware, each
-    kernel the longer of its operations and its bytes; the schedule's ticks are gone through with these times.
+    Layers are traced, equal ones once. Memory is counted by what for; time by a roofline of the
+    named hardware, each kernel the longer of its operations and its bytes; the schedule's ticks are
+    gone through with these times.
 
     Args:
         model: The layers and their number of stages.
         config: DeepSpeed's configuration, as for `make_pipeline`.
-        example_batch: One entry as a data iterator yields it, `(inputs, labels)` or `(inputs, labels, side)`, leaves
-            `[microbatch_size * replicas, ...]` or, as of one replica, `[microbatch_size, ...]`,
-            arrays or shapes.
-        hardware: Name and number of devices, such as `"h200:64"`, of `forecast.HARDWARE`; or a `Hardware` and a number.
-        optimizer: An optax transformation; None: that of the configuration, and where it names none AdamW.
-        places: Lengths of further axes of the mesh, such as `{"model": 8}` or `{"fsdp": 8}`; replicas take the rest.
-        schedules: Names of schedules. None: that of the configuration, and all that `"auto"` looks at.
-        num_chunks: Numbers of chunks. None: that of the configuration, and with `"auto"` 1, 2 and 4.
+        example_batch: One entry as a data iterator yields it, `(inputs, labels)` or `(inputs,
+            labels, side)`, leaves `[microbatch_size * replicas, ...]` or, as of one replica,
+            `[microbatch_size, ...]`, arrays or shapes.
+        hardware: Name and number of devices, such as `"h200:64"`, of `forecast.HARDWARE`; or a
+            `Hardware` and a number.
+        optimizer: An optax transformation; None: that of the configuration, and where it names none
+            AdamW.
+        places: Lengths of further axes of the mesh, such as `{"model": 8}` or `{"fsdp": 8}`;
+            replicas take the rest.
+        schedules: Names of schedules. None: that of the configuration, and all that `"auto"` looks
+            at.
+        num_chunks: Numbers of chunks. None: that of the configuration, and with `"auto"` 1, 2 and
+            4.
         partition: Partition methods, or boundaries. None: the model's, and `"best"`.
-        recompute: Layers of recomputed groups, 0 for none. None: that of the model or the configuration, and where it
-            says nothing 0 and 1.
+        recompute: Layers of recomputed groups, 0 for none. None: that of the model or the
+            configuration, and where it says nothing 0 and 1.
         measured_step_s: Seconds of a step of a run, to compare with.
-        compiles: Whether to compile the best candidate's program, or the smallest where none fits, ahead of time; that
-            needs JAX's CUDA plugin, no GPU, and a minute or more.
-        target_config: XLA's description of the GPU, a `GpuTargetConfigProto` as text. None: the one that comes with
-            jaxpipe, which there is for H100 and H200.
+        compiles: Whether to compile the best candidate's program, or the smallest where none fits,
+            ahead of time; that needs JAX's CUDA plugin, no GPU, and a minute or more.
+        target_config: XLA's description of the GPU, a `GpuTargetConfigProto` as text. None: the one
+            that comes with jaxpipe, which there is for H100 and H200.
 
     Returns:
         All candidates; `str` shows them as a table, `to_json` and `to_html` write them.

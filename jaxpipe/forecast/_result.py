@@ -25,8 +25,10 @@ class StepPlan:
         num_microbatches: Microbatches of a step.
         microbatch_size: Samples of a microbatch on one replica.
         num_params: Parameters of the model.
-        candidates: All that were looked at, the best first; of the others those that fit first, by their steps.
-        best: The simplest within a hundredth of the shortest step that fits; None where nothing fits.
+        candidates: All that were looked at, the best first; of the others those that fit first, by
+            their steps.
+        best: The simplest within a hundredth of the shortest step that fits; None where nothing
+            fits.
         advice: What does not fit, and the first change that makes it fit; empty where all fits.
         assumptions: What was assumed.
         measured_step_s: Seconds of a step of a run to compare with; None: there is none.

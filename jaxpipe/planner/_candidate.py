@@ -247,9 +247,9 @@ class Candidate:
         inside = not stages_cross_hosts(self._job.mesh)
         layers, loss = self._job.costs.layers, self._job.costs.loss
         ends_work_s = sum(layers[i].both_s for i in self._vocab.layers) + loss.both_s * bool(self._vocab.last)
-        # The embedding's sum, the trunk's output told to all, and the transpose of both. Under a tick's products lie
-        # those of the first and, where losses run a tick later, of the second; but one exchange travels at a time, and
-        # reductions inside layers leave no time for these.
+        # The embedding's sum, the trunk's output told to all, and the transpose of both. Under a
+        # tick's products lie those of the first and, where losses run a tick later, of the second;
+        # but one exchange travels at a time, and reductions inside layers leave no time for these.
         is_free = not self._axes
         is_last_free = is_free and plan.program.delays_loss
         bare = [bool(self._vocab.first) and not is_free, bool(self._vocab.last) and not is_last_free]
@@ -270,7 +270,8 @@ class Candidate:
         weights, sums = layout_bytes(params.layout, mesh), layout_bytes(params.grad_layout, mesh)
         masters = layout_bytes(params.master_layout, mesh) / self._zero
         moments = masters * job.optimizer_share
-        # Masters are read for the cast; sums for the norm and for the update, which reads and writes the others.
+        # Masters are read for the cast; sums for the norm and for the update, which reads and
+        # writes the others.
         seconds = bytes_s(hardware, masters + weights + 2 * sums + 2 * (masters + moments))
         replicas = self._job.mesh.shape["data"]
         if replicas > 1:

@@ -26,7 +26,8 @@ class Asked:
     Attributes:
         schedules: Names of schedules, the simplest first.
         num_chunks: Numbers of chunks; None: those that the schedules and the cut can have.
-        max_pending: The most pending weight gradients; None: the schedule's own number, or as many as fit.
+        max_pending: The most pending weight gradients; None: the schedule's own number, or as many
+            as fit.
     """
 
     schedules: tuple[str, ...]
@@ -58,7 +59,8 @@ def limits_pending(section: PipelineConfig) -> bool:
 def candidates(job: Job, asked: Asked) -> list[Forecast]:
     """Count all candidates of a job, in the order that is asked for.
 
-    One with split backwards that does not fit is followed by itself with as many pending weight gradients as do.
+    One with split backwards that does not fit is followed by itself with as many pending weight
+    gradients as do.
 
     Raises:
         PartitionError: No cut that was asked for exists.
@@ -90,8 +92,8 @@ def candidates(job: Job, asked: Asked) -> list[Forecast]:
 def ranked(found: Sequence[Forecast]) -> list[Forecast]:
     """Candidates, the best first, which stand in the order of their simplicity.
 
-    The simplest within `CLEAR_GAIN` of the shortest step is the best; the others follow by their steps, those that fit
-    before the rest. Where none fits the one that holds least is first.
+    The simplest within `CLEAR_GAIN` of the shortest step is the best; the others follow by their
+    steps, those that fit before the rest. Where none fits the one that holds least is first.
     """
     by_step = sorted(found, key=lambda one: (not one.fits, one.step_s))
     if by_step[0].fits:

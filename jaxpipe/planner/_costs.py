@@ -43,7 +43,8 @@ class LayerWork:
         residuals: Its forward and backward.
         params: Shapes and dtypes of its parameters.
         inputs: Those of its inputs.
-        context: Those of a key, and of what else has no gradient: side inputs and collections, or labels.
+        context: Those of a key, and of what else has no gradient: side inputs and collections, or
+            labels.
     """
 
     residuals: Residuals
@@ -117,7 +118,8 @@ class LayerCount:
     def priced(self, hardware: Hardware, axes: Mapping[str, tuple[int, bool]]) -> LayerCost:
         """Its cost on some hardware."""
         forward, backward, weight = (time_of(hardware, x, axes) for x in (self.forward, self.backward, self.weight))
-        # The parts of a split backward together read more than the whole; what the input's adds is not looked at.
+        # The parts of a split backward together read more than the whole; what the input's adds is
+        # not looked at.
         weight_s = min(weight.seconds, backward.seconds)
         return dataclasses.replace(
             self.cost, forward_s=forward.seconds, backward_s=backward.seconds, weight_s=weight_s, flops=forward.flops
@@ -169,7 +171,8 @@ class Counted:
         trace: Its shapes, on the mesh that they are for.
         labels: Shapes of a microbatch's labels; None leaves the loss out.
         signatures: Per layer a value that is equal for alike layers.
-        whole: Whether bytes and split backwards are looked at too, and not forwards and backwards alone.
+        whole: Whether bytes and split backwards are looked at too, and not forwards and backwards
+            alone.
         plain: The same of the model without recompute, from which what is equal is taken.
 
     Raises:
@@ -218,7 +221,8 @@ class Counted:
         num_params, own = trace.num_params()[index], trace.num_own_params()[index]
         is_sharded = module.num_stages > 1 and bool(trace.stage_dims[index])
         if is_sharded:
-            # Of parameters sharded over the stages a share counts; the layer's others lie on every stage.
+            # Of parameters sharded over the stages a share counts; the layer's others lie on every
+            # stage.
             num_params = own + -(-(num_params - own) // module.num_stages)
         cost = LayerCost(
             0.0,
@@ -245,7 +249,8 @@ class Counted:
         split = SplitBackward(work.residuals, work.params)
         if split.is_whole:
             return found
-        # Of the split backward as its two parts only the weight gradient is traced; the rest is the input's.
+        # Of the split backward as its two parts only the weight gradient is traced; the rest is the
+        # input's.
         pending = self._pending_specs(work, split, specs, residuals)
         args = work.params, work.residuals.structs, split.pending
         weight = self._kernels(split.backward_weight, args, [*specs, *residuals, *pending])

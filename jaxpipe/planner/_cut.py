@@ -22,8 +22,8 @@ def costs_for_cut(
 ) -> ModelCosts:
     """Costs of layers that a cut goes by; all processes call.
 
-    They are measured for `"profile"`, else counted: for the mesh's devices by name, or where these are not known for an
-    accelerator, so that a model is cut alike on every machine.
+    They are measured for `"profile"`, else counted: for the mesh's devices by name, or where these
+    are not known for an accelerator, so that a model is cut alike on every machine.
 
     Raises:
         PartitionError: The mesh's devices cannot be measured on.
@@ -53,7 +53,8 @@ def cut_parts(
 
 def stage_memory(program: TickProgram, bytes_per_param: float, limit: float | None) -> StageMemory:
     """What a program leaves to each part of a cut."""
-    # Every device has a ring as long as the fullest stage needs, so a part needs no less where fewer are in flight.
+    # Every device has a ring as long as the fullest stage needs, so a part needs no less where
+    # fewer are in flight.
     in_flight, stages = -(-program.residual_slots // program.num_chunks), program.placement.stages
     return StageMemory((in_flight,) * len(stages), stages, bytes_per_param, None if limit is None else round(limit))
 

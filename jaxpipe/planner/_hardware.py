@@ -10,8 +10,8 @@ from jaxpipe.errors import ConfigError, nearest
 class Hardware:
     """An accelerator and its wires.
 
-    The shares are assumptions, not measurements: what large products, fused attention and streaming kernels reach of
-    the peaks on GPUs of these kinds.
+    The shares are assumptions, not measurements: what large products, fused attention and streaming
+    kernels reach of the peaks on GPUs of these kinds.
 
     Attributes:
         name: What it is called.
@@ -25,7 +25,8 @@ class Hardware:
         attention_share: Share of `flops_per_s` that attention reaches.
         traffic_share: Share of `bytes_per_s` reached.
         wire_share: Share of `wire_bytes_per_s` reached.
-        usable_share: Share of `memory_bytes` that programs may take; drivers and fragments have the rest.
+        usable_share: Share of `memory_bytes` that programs may take; drivers and fragments have the
+            rest.
         latency_s: Seconds of a collective beside its bytes.
         branch_s: Seconds that a conditional waits for the host.
 

@@ -39,15 +39,15 @@ def make_plan(
 ) -> Plan:
     """Decide what is left open; all processes call.
 
-    `labels` are a microbatch's, as shapes. Without an `optimizer` parameters are taken to need as much as with Adam.
-    Given `parts`, as another plan for the same model has them, are kept to.
+    `labels` are a microbatch's, as shapes. Without an `optimizer` parameters are taken to need as
+    much as with Adam. Given `parts`, as another plan for the same model has them, are kept to.
 
     Raises:
         ScheduleError: The schedule is unsound, or cannot have so many chunks.
         PartitionError: The layers cannot be cut as asked.
         LayerError: A layer whose costs are needed cannot be differentiated.
-        ConfigError: Memory is looked at, and the optimiser does not take these parameters; or it is said when weights
-            are gathered, and there is no axis over which they are divided.
+        ConfigError: Memory is looked at, and the optimiser does not take these parameters; or it is
+            said when weights are gathered, and there is no axis over which they are divided.
     """
     section, profile, notes, choice = config.pipeline, None, (), ""
     optimizer = optax.adam(1e-3) if optimizer is None else optimizer

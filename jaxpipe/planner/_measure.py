@@ -34,8 +34,9 @@ def measured_costs(
 ) -> ModelCosts:
     """Costs with times that process 0 measures on its first device of the mesh; all processes call.
 
-    Layers that are sharded over automatic axes are computed for all their devices at once and count for their share,
-    without their exchanges. A layer whose work all stages share is not looked at, nor is a loss that follows it.
+    Layers that are sharded over automatic axes are computed for all their devices at once and count
+    for their share, without their exchanges. A layer whose work all stages share is not looked at,
+    nor is a loss that follows it.
 
     Raises:
         PartitionError: The mesh's devices cannot be measured on.
@@ -105,7 +106,8 @@ def measured_s(function: Callable[..., Any], *structs: PyTree, rounds: int = 5) 
 def _filled(struct: PyTree) -> PyTree:
     """Arrays of these shapes: random numbers below 0.1, integers 0, flags set."""
 
-    # Not zeros: a layer that divides by them, or tests for them, would do other work than in training.
+    # Not zeros: a layer that divides by them, or tests for them, would do other work than in
+    # training.
     def one(leaf: Any) -> jax.Array:
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             return jnp.broadcast_to(jax.random.key(0), leaf.shape)

@@ -84,7 +84,8 @@ class Working:
         residuals: Those of one chunk's forward, before it is in the ring.
         off_trunk: Gradients of parameters off the trunk, of this microbatch.
         loss: The model's output, and its gradient in float32; gradients of the layers with it.
-        backward: What a backward makes again, activations and gradients on their way, a layer's weight gradients.
+        backward: What a backward makes again, activations and gradients on their way, a layer's
+            weight gradients.
     """
 
     residuals: float
@@ -123,8 +124,8 @@ def working_bytes(
     ends = sum(_gathered_bytes(trace, i) for i in vocab.layers) / slices
     return Working(
         residuals=kept,
-        # Those of a backward, in the dtype of the parameters, and once more without what idle stages computed; those of
-        # the loss are added where they are made.
+        # Those of a backward, in the dtype of the parameters, and once more without what idle
+        # stages computed; those of the loss are added where they are made.
         off_trunk=2 * packed,
         loss=(2 + 4) * logits / slices + ends,
         # Where actions gather weights themselves, those of a layer are whole meanwhile.
@@ -162,9 +163,10 @@ def bytes_per_param(
 
     What is frozen is held once, as it is computed with.
 
-    These are the master weights and the optimiser's numbers for them, both divided over the replicas of ZeRO-1; the
-    gradient; and where layers compute in another dtype than they make parameters in, or weights are gathered, what they
-    compute with. For float32 under Adam they are 16.
+    These are the master weights and the optimiser's numbers for them, both divided over the
+    replicas of ZeRO-1; the gradient; and where layers compute in another dtype than they make
+    parameters in, or weights are gathered, what they compute with. For float32 under Adam they are
+    16.
 
     Raises:
         ConfigError: The optimiser does not take these parameters.

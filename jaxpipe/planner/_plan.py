@@ -42,8 +42,8 @@ def plan_cut(
 
     Raises:
         ScheduleError: The schedule is unsound.
-        ConfigError: It is said when weights are gathered, and there is no axis over which they are divided; or losses
-            a tick later are asked for, and no last layer is split.
+        ConfigError: It is said when weights are gathered, and there is no axis over which they are
+            divided; or losses a tick later are asked for, and no last layer is split.
     """
     schedule = schedule_of(section)
     vocab, _ = find_vocab_layers(module.layers, trace, cut_stages(signatures, parts), module.num_stages)
@@ -54,7 +54,8 @@ def plan_cut(
     program = _over_replicas(program, mesh, config.pipeline.skip_idle)
     config = dataclasses.replace(config, pipeline=section)
     is_cpu = mesh.devices.flat[0].platform == "cpu"
-    # Exchanges of accelerators run beside their computing; on CPU a stage that skips its forward would wait for others.
+    # Exchanges of accelerators run beside their computing; on CPU a stage that skips its forward
+    # would wait for others.
     sends_early = not (section.skip_idle and (is_cpu or _waits_amid_ticks(program)))
     return Plan(config, schedule, program, tuple(signatures), tuple(parts), sends_early)
 
@@ -115,20 +116,22 @@ def lower_training(
             paths=["pipeline.overlap_vocabulary"],
         )
     program = lower_schedule(schedule, num_microbatches, num_stages)
-    # Inside a host exchanges lie under products as it is, and a stage would hold one microbatch more for nothing.
+    # Inside a host exchanges lie under products as it is, and a stage would hold one microbatch
+    # more for nothing.
     may_pay = mesh.devices.flat[0].platform != "cpu" and stages_cross_hosts(mesh)
     if not vocab.last or not (may_pay if wanted is None else wanted):
         return program
     later = lower_schedule(schedule, num_microbatches, num_stages, delays_loss=True)
-    # Most schedules take as long, for the tick that is added holds what others lack; "zero-bubble-v" a third longer.
+    # Most schedules take as long, for the tick that is added holds what others lack;
+    # "zero-bubble-v" a third longer.
     times = [makespan(each, 1.0, 2.0) for each in (program, later)]
     return later if wanted or times[1] <= _OVERLAP_COST * times[0] else program
 
 
 def skips_idle(program: TickProgram, mesh: Mesh) -> bool:
     """True if idle actions are branched around where the settings leave it open."""
-    # On accelerators a branch costs a host synchronisation. Where backwards are split it pays even so: an idle action,
-    # if it were computed, would take the time that splitting saves.
+    # On accelerators a branch costs a host synchronisation. Where backwards are split it pays even
+    # so: an idle action, if it were computed, would take the time that splitting saves.
     is_cpu = mesh.devices.flat[0].platform == "cpu"
     skips = is_cpu or program.has_split_backward or _has_cheap_branches(program, mesh)
     return skips and not waits_in_branches(mesh)
@@ -137,9 +140,9 @@ def skips_idle(program: TickProgram, mesh: Mesh) -> bool:
 def _waits_amid_ticks(program: TickProgram) -> bool:
     """True if stages that skip idle actions would wait for each other's forwards in an exchange amid a tick.
 
-    XLA (JAX 0.10) lets one exchange travel at a time: where activations go both ways one of the two is waited for. A
-    stage that has a backward alone would begin it when its neighbour's forward has ended, so that both take their time
-    one after the other in most ticks of `"zero-bubble-v"`.
+    XLA (JAX 0.10) lets one exchange travel at a time: where activations go both ways one of the two
+    is waited for. A stage that has a backward alone would begin it when its neighbour's forward has
+    ended, so that both take their time one after the other in most ticks of `"zero-bubble-v"`.
     """
     forward, backward = program.tables.forward.chunk, program.tables.backward.chunk
     ticks = zip(zip(*forward, strict=True), zip(*backward, strict=True), strict=True)
@@ -153,9 +156,9 @@ def _waits_amid_ticks(program: TickProgram) -> bool:
 def _has_cheap_branches(program: TickProgram, mesh: Mesh) -> bool:
     """True if actions of several chunks are better branched on the chunk than given its weights as a copy.
 
-    The copies take 3 % of a tick of a 7B model on H200, a branch 0.1 %. But XLA (JAX 0.10) lets one exchange travel at
-    a time, under one branch: those of schedules that send both ways need straight code. So do collectives inside
-    layers, along automatic axes.
+    The copies take 3 % of a tick of a 7B model on H200, a branch 0.1 %. But XLA (JAX 0.10) lets one
+    exchange travel at a time, under one branch: those of schedules that send both ways need
+    straight code. So do collectives inside layers, along automatic axes.
     """
     sends_one_way = all(len(run.activation_sends) <= 1 for run in program.runs)
     return program.num_chunks > 1 and sends_one_way and not automatic_axes(mesh)

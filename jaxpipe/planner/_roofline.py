@@ -13,7 +13,8 @@ class Time(NamedTuple):
     """Seconds of some kernels on one device.
 
     Attributes:
-        seconds: Of all of them, with collectives inside a stage under which nothing is taken to run.
+        seconds: Of all of them, with collectives inside a stage under which nothing is taken to
+            run.
         flops: Operations of products and attention.
     """
 
@@ -55,8 +56,8 @@ def time_of(hardware: Hardware, kernels: Iterable[Kernel], axes: Mapping[str, tu
             moving_s += each.times * bytes_s(hardware, each.num_bytes)
         else:
             size, inside_host = axes.get(each.axis, (1, True))
-            # Samples that are divided over `fsdp` leave sums of gradients, of which each place keeps its share, and
-            # which travel under the products of the layer before.
+            # Samples that are divided over `fsdp` leave sums of gradients, of which each place
+            # keeps its share, and which travel under the products of the layer before.
             is_hidden = each.axis == FSDP
             kind = "all-reduce" if each.kind == "reduce" and not is_hidden else "all-gather"
             seconds = each.times * collective_s(hardware, kind, each.num_bytes, size, inside_host=inside_host)

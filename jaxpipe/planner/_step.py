@@ -87,8 +87,8 @@ def span_of(program: TickProgram, parts: Sequence[PartTime], wire: Wire, branch_
                 useful, idle = actions.seconds(stage)
                 cost = useful + idle + branches * branch_s
                 travels = wire.hop if len(partners[stage]) > 1 else 0.0
-                # Beside a forward and a backward exchanges travel under one of them; where a pipeline fills or drains
-                # under nothing.
+                # Beside a forward and a backward exchanges travel under one of them; where a
+                # pipeline fills or drains under nothing.
                 is_hidden = run.has_forward and run.has_backward
                 bare = ends + (max(0.0, travels - cost) if is_hidden else travels)
                 work[stage] += useful
