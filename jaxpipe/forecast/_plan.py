@@ -26,7 +26,6 @@ from jaxpipe.planner import (
     candidates,
     ranked,
     read_hardware,
-    reference_hardware,
 )
 from jaxpipe.recompute import settings_for, use_settings
 from jaxpipe.schedules import resolve_schedule, schedule_names
@@ -334,19 +333,9 @@ class _Setup:
 
     def _job(self, counted: Counted, interval: int, method: str | tuple[int, ...]) -> Job:
         traced = self.traced
-        return Job(
-            module=traced.module.replace(activation_checkpoint_interval=interval, partition_method=method),
-            trace=traced.trace,
-            mesh=traced.mesh,
-            signatures=tuple(self._signatures),
-            num_microbatches=self.num_microbatches,
-            config=self.config,
-            optimizer=self._optimizer,
-            hardware=self.hardware,
-            limit_bytes=self.limit_bytes,
-            costs=counted.costs(self.hardware),
-            cut_costs=counted.costs(reference_hardware(traced.mesh)),
-        )
+        module = self._recomputing(traced.module, interval).replace(partition_method=method)
+        sizes = self.num_microbatches, self.config, self._optimizer
+        return Job(module, traced.trace, traced.mesh, counted, *sizes, self.hardware, self.limit_bytes)
 
     def compile(self, one: Forecast, target: str | None) -> CompiledStep:
         """Compile a candidate's step for devices that are not there."""

@@ -1,6 +1,5 @@
 """What is decided before a pipeline is built, on one cost model: schedule, cut, memory and time of candidates."""
 
-from ._calibrate import reference_hardware as reference_hardware
 from ._candidate import Job as Job
 from ._choose import Asked as Asked
 from ._choose import auto_schedules as auto_schedules

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,12 +16,13 @@ from jax.sharding import Mesh, NamedSharding
 from jaxpipe.config import TrainConfig
 from jaxpipe.executor import Plan
 from jaxpipe.layers import ModelTrace, PipelineModule, num_bytes
-from jaxpipe.partition import cut_stages
+from jaxpipe.partition import Profile, cut_stages
 from jaxpipe.schedules import PipeSchedule, ShortSteps, TickProgram
 from jaxpipe.state import ModelParams, find_vocab_layers
 from jaxpipe.topology import FSDP, stages_cross_hosts
 
-from ._costs import ModelCosts, axes_inside
+from ._calibrate import reference_hardware
+from ._costs import Counted, axes_inside
 from ._forecast import Forecast, StageForecast
 from ._hardware import Hardware
 from ._memory import (
@@ -46,27 +47,35 @@ class Job:
         module: The model.
         trace: Its shapes.
         mesh: The mesh, with the axis `fsdp` that ZeRO 2 and 3 make of `data`.
-        signatures: Per layer a value that is equal for alike layers.
+        counted: Its layers.
         num_microbatches: Microbatches of a step.
         config: Settings.
         optimizer: The optimiser.
         hardware: The devices.
         limit_bytes: Bytes that each of them may hold; None: any.
-        costs: Costs of the layers on the hardware.
-        cut_costs: Costs that a cut goes by.
+        measured: Costs of the layers, where they are measured.
     """
 
     module: PipelineModule
     trace: ModelTrace
     mesh: Mesh
-    signatures: tuple[Hashable, ...]
+    counted: Counted
     num_microbatches: int
     config: TrainConfig
     optimizer: optax.GradientTransformation
     hardware: Hardware
     limit_bytes: float | None
-    costs: ModelCosts
-    cut_costs: ModelCosts
+    measured: Profile | None = None
+
+    @functools.cached_property
+    def costs(self) -> Profile:
+        """Costs of the layers."""
+        return self.measured or self.counted.costs(self.hardware)
+
+    @functools.cached_property
+    def cut_costs(self) -> Profile:
+        """Costs that a cut goes by, as it would for a schedule that is named."""
+        return self.measured or self.counted.costs(reference_hardware(self.mesh))
 
     @property
     def samples(self) -> int:
@@ -98,7 +107,7 @@ class Candidate:
 
     def __init__(self, job: Job, boundaries: Sequence[int]) -> None:
         self._job, self._trace, self._boundaries = job, job.trace, tuple(boundaries)
-        cuts, num_stages = cut_stages(job.signatures, boundaries), job.module.num_stages
+        cuts, num_stages = cut_stages(job.counted.signatures, boundaries), job.module.num_stages
         self._vocab, self._cuts = find_vocab_layers(job.module.layers, job.trace, cuts, num_stages)
         self._axes = axes_inside(job.trace, job.hardware)
 
@@ -153,7 +162,7 @@ class Candidate:
         section = dataclasses.replace(
             job.config.pipeline, schedule=schedule, num_chunks="auto", max_pending_weights="auto"
         )
-        sizes = num_microbatches, job.config, section, job.signatures, self._boundaries
+        sizes = num_microbatches, job.config, section, job.counted.signatures, self._boundaries
         return plan_cut(job.module, job.trace, job.mesh, *sizes)
 
     def _params(self, plan: Plan) -> ModelParams:

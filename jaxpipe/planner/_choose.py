@@ -119,7 +119,9 @@ def _parts(job: Job, schedule: type[PipeSchedule]) -> tuple[int, ...]:
     if profile_source(job.module.partition_method) is not None:
         program = lower_schedule(schedule, ShortSteps.of(schedule, job.num_microbatches, num_stages).long, num_stages)
         memory = stage_memory(program, job.bytes_per_param, job.limit_bytes)
-    return cut_parts(job.module, job.trace, job.cut_costs, schedule.num_chunks * num_stages, job.signatures, memory)
+    return cut_parts(
+        job.module, job.trace, job.cut_costs, schedule.num_chunks * num_stages, job.counted.signatures, memory
+    )
 
 
 def _fitting_pending(job: Job, one: Forecast) -> int:

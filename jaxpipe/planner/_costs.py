@@ -24,15 +24,13 @@ from jaxpipe.layers import (
     struct_of,
     unflatten_dict,
 )
-from jaxpipe.partition import LayerCost, Profile
+from jaxpipe.partition import NO_COST, LayerCost, Profile
 from jaxpipe.topology import FSDP, MANUAL_AXES, automatic_axes
 
 from ._hardware import Hardware
 from ._roofline import time_of
 
 T = TypeVar("T")
-
-_NO_COST = LayerCost(0.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -113,7 +111,7 @@ class LayerCount:
     forward: Sequence[Kernel]
     backward: Sequence[Kernel]
     weight: Sequence[Kernel] = ()
-    cost: LayerCost = _NO_COST
+    cost: LayerCost = NO_COST
 
     def priced(self, hardware: Hardware, axes: Mapping[str, tuple[int, bool]]) -> LayerCost:
         """Its cost on some hardware."""
@@ -123,43 +121,6 @@ class LayerCount:
         weight_s = min(weight.seconds, backward.seconds)
         return dataclasses.replace(
             self.cost, forward_s=forward.seconds, backward_s=backward.seconds, weight_s=weight_s, flops=forward.flops
-        )
-
-
-@dataclass(frozen=True)
-class ModelCosts:
-    """Costs of all layers of a model, for one microbatch on one device.
-
-    Attributes:
-        layers: One each, without the loss.
-        loss: The loss.
-        source: Where the times come from, for people to read.
-        interval: Layers of a recomputed group; 0: none is recomputed.
-        signatures: Per layer a value that is equal for alike layers.
-        bytes_per_s: Bytes that the device moves in a second.
-    """
-
-    layers: tuple[LayerCost, ...]
-    loss: LayerCost
-    source: str
-    interval: int
-    signatures: tuple[Hashable, ...]
-    bytes_per_s: float
-
-    @property
-    def profile(self) -> Profile:
-        """What a cut depends on: the loss with the last layer, and no time where all stages share a layer's work."""
-        layers = [
-            LayerCost(0.0, 0.0, num_params=each.num_params, is_stage_sharded=True) if each.is_stage_sharded else each
-            for each in self.layers
-        ]
-        if not layers[-1].is_stage_sharded:
-            last, loss = layers[-1], self.loss
-            layers[-1] = dataclasses.replace(
-                last, forward_s=last.forward_s + loss.forward_s, backward_s=last.backward_s + loss.backward_s
-            )
-        return Profile(
-            tuple(layers), self.source, self.interval, signatures=self.signatures, bytes_per_s=self.bytes_per_s
         )
 
 
@@ -189,7 +150,7 @@ class Counted:
         whole: bool = True,
         plain: "Counted | None" = None,
     ) -> None:
-        self._module, self._trace, self._signatures, self._whole = module, trace, tuple(signatures), whole
+        self._module, self._trace, self.signatures, self._whole = module, trace, tuple(signatures), whole
         self._plain = plain
         if whole and plain is None and module.activation_checkpoint_interval:
             self._plain = Counted(module.replace(activation_checkpoint_interval=0), trace, labels, signatures)
@@ -203,17 +164,18 @@ class Counted:
         elif labels is not None and module.loss_fn is not None:
             self._loss = trace.on_mesh(lambda: self._loss_count(loss_work(module, trace, labels)))
 
-    def costs(self, hardware: Hardware) -> ModelCosts:
+    def costs(self, hardware: Hardware) -> Profile:
         """Their costs on some hardware."""
         axes = axes_inside(self._trace, hardware)
         priced = look_once(self.keys, lambda index: self._layers[index].priced(hardware, axes))
-        return ModelCosts(
-            tuple(dataclasses.replace(x, shared_bytes=y) for x, y in zip(priced, self._shared, strict=True)),
-            self._loss.priced(hardware, axes),
+        shared = zip(priced, self._shared, strict=True)
+        return Profile(
+            tuple(dataclasses.replace(cost, shared_bytes=num_bytes) for cost, num_bytes in shared),
             f"counted for {hardware.name}",
             self._module.activation_checkpoint_interval,
-            self._signatures,
-            hardware.bytes_per_s * hardware.traffic_share,
+            signatures=self.signatures,
+            bytes_per_s=hardware.bytes_per_s * hardware.traffic_share,
+            loss=self._loss.priced(hardware, axes),
         )
 
     def _layer(self, index: int) -> LayerCount:
@@ -263,7 +225,7 @@ class Counted:
         return self._counted(work, [], self._residual_specs(work, []))
 
     def _counted(
-        self, work: LayerWork, specs: Sequence[P], residuals: Sequence[P], cost: LayerCost = _NO_COST
+        self, work: LayerWork, specs: Sequence[P], residuals: Sequence[P], cost: LayerCost = NO_COST
     ) -> LayerCount:
         """Forward and backward; `specs` and `residuals` are how parameters and residuals are sharded."""
         cotangents = work.cotangents

@@ -13,13 +13,13 @@ from jaxpipe.partition import Profile, StageMemory, format_partition, profile_so
 from jaxpipe.schedules import TickProgram
 
 from ._calibrate import reference_hardware
-from ._costs import Counted, ModelCosts
+from ._costs import Counted
 from ._measure import measured_costs
 
 
 def costs_for_cut(
     module: PipelineModule, trace: ModelTrace, mesh: Mesh, labels: PyTree, signatures: Sequence[Hashable]
-) -> ModelCosts:
+) -> Profile:
     """Costs of layers that a cut goes by; all processes call.
 
     They are measured for `"profile"`, else counted: for the mesh's devices by name, or where these
@@ -37,7 +37,7 @@ def costs_for_cut(
 def cut_parts(
     module: PipelineModule,
     trace: ModelTrace,
-    costs: ModelCosts,
+    costs: Profile,
     num_parts: int,
     signatures: Sequence[Hashable],
     memory: StageMemory | None = None,
@@ -47,7 +47,7 @@ def cut_parts(
     Raises:
         PartitionError: The method cannot cut these layers.
     """
-    profile = dataclasses.replace(costs.profile, memory=memory)
+    profile = dataclasses.replace(costs, memory=memory)
     return module.partition(trace, num_parts, profile=profile, signatures=signatures)
 
 

@@ -74,12 +74,12 @@ def make_plan(
         if is_profiled:
             program = lower_schedule(schedule, num_microbatches, module.num_stages)
             memory = stage_memory(program, bytes_per_param(module, trace, config, optimizer), limit_of(section, mesh))
-            profile = dataclasses.replace(costs.profile, memory=memory)
+            profile = dataclasses.replace(costs, memory=memory)
         if parts is None:
             parts = cut_parts(module, trace, costs, module.num_stages * schedule.num_chunks, signatures, memory)
         if profile is not None:
             log_cut(module, trace, profile, parts)
-        notes = notes_on_cut(module, trace, costs.profile, parts) if is_cut else ()
+        notes = notes_on_cut(module, trace, costs, parts) if is_cut else ()
     parts = (0, len(module.layers)) if parts is None else parts
     # A single virtual stage is all trunk: what its layers have alike is not asked.
     signatures = signatures if is_cut else (None,) * len(module.layers)
@@ -99,24 +99,11 @@ def job_of(
     optimizer: optax.GradientTransformation,
 ) -> Job:
     """A job on the devices of a mesh, which may be absent; all processes call."""
-    hardware = hardware_of(mesh)
-    counted = Counted(module, trace, labels, signatures)
-    costs, cut_costs = counted.costs(hardware), counted.costs(reference_hardware(mesh))
+    counted, measured = Counted(module, trace, labels, signatures), None
     if profile_source(module.partition_method) == "times" and runnable_devices(mesh):
-        costs = cut_costs = measured_costs(module, trace, mesh, labels, costs)
-    return Job(
-        module=module,
-        trace=trace,
-        mesh=mesh,
-        signatures=tuple(signatures),
-        num_microbatches=num_microbatches,
-        config=config,
-        optimizer=optimizer,
-        hardware=hardware,
-        limit_bytes=limit_of(config.pipeline, mesh),
-        costs=costs,
-        cut_costs=cut_costs,
-    )
+        measured = measured_costs(module, trace, mesh, labels, counted.costs(reference_hardware(mesh)))
+    limit = limit_of(config.pipeline, mesh)
+    return Job(module, trace, mesh, counted, num_microbatches, config, optimizer, hardware_of(mesh), limit, measured)
 
 
 def _said(job: Job, found: Sequence[Forecast]) -> str:

@@ -17,10 +17,10 @@ from jaxpipe.autodiff import SplitBackward
 from jaxpipe.distributed import gather_texts, run_on_all
 from jaxpipe.errors import PartitionError
 from jaxpipe.layers import ModelTrace, PipelineModule
-from jaxpipe.partition import LayerCost
+from jaxpipe.partition import LayerCost, Profile
 from jaxpipe.topology import automatic_axes
 
-from ._costs import LayerWork, ModelCosts, layer_keys, layer_work, look_once, loss_work
+from ._costs import LayerWork, layer_keys, layer_work, look_once, loss_work
 
 _ROUND_S = 0.01
 """Seconds for which a layer is called again and again, so that starting it counts for little."""
@@ -29,9 +29,7 @@ Times = tuple[float, float, float]
 """Seconds of a forward, a whole backward, and its weight gradient."""
 
 
-def measured_costs(
-    module: PipelineModule, trace: ModelTrace, mesh: Mesh, labels: PyTree, costs: ModelCosts
-) -> ModelCosts:
+def measured_costs(module: PipelineModule, trace: ModelTrace, mesh: Mesh, labels: PyTree, costs: Profile) -> Profile:
     """Costs with times that process 0 measures on its first device of the mesh; all processes call.
 
     Layers that are sharded over automatic axes are computed for all their devices at once and count

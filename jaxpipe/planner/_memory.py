@@ -26,8 +26,6 @@ from jaxpipe.partition import Profile
 from jaxpipe.state import Layout, ModelParams, VocabLayers, grad_accum_struct
 from jaxpipe.topology import FSDP
 
-from ._costs import ModelCosts
-
 
 @dataclass(frozen=True)
 class DeviceMemory:
@@ -104,7 +102,7 @@ _STREAMS = 7
 
 
 def working_bytes(
-    costs: ModelCosts,
+    costs: Profile,
     trace: ModelTrace,
     params: ModelParams,
     vocab: VocabLayers,
@@ -133,7 +131,7 @@ def working_bytes(
     )
 
 
-def ring_bytes(costs: ModelCosts, layers: range) -> tuple[int, int]:
+def ring_bytes(costs: Profile, layers: range) -> tuple[int, int]:
     """Bytes of the residuals of one microbatch of some successive layers, and what a backward of them makes again."""
     if not layers:
         return 0, 0
@@ -173,22 +171,20 @@ def bytes_per_param(
     """
     compute_dtype, grad_dtype = module.compute_dtype, config.data_types.grad_accum_dtype
     num_shards = trace.mesh.shape.get("data", 1) if config.zero_optimization.stage else 1
-    made = trace.tree()
-    num_params = sum(x.size for x in jax.tree.leaves(made))
+    made = flatten_dict(trace.tree())
+    num_params = sum(x.size for x in made.values())
     if not num_params:
         return 0.0
-    compute_params = cast_floats(made, compute_dtype)
-    trained, frozen = (
-        {p: x for p, x in flatten_dict(made).items() if (p in trace.frozen) == is_it} for is_it in (0, 1)
-    )
-    master = trained if compute_dtype is None else cast_floats(trained, "float32")
-    grads = jax.tree.map(lambda x: grad_accum_struct(x, grad_dtype), cast_floats(trained, compute_dtype))
-    divided = num_bytes(master) + num_bytes(state_struct(optimizer, unflatten_dict(master)))
-    divided += num_bytes(cast_floats(frozen, compute_dtype))
+    computed = flatten_dict(cast_floats(trace.tree(), compute_dtype))
+    trained, frozen = ([path for path in made if (path in trace.frozen) == is_it] for is_it in (False, True))
+    masters = [made[path] if compute_dtype is None else cast_floats(made[path], "float32") for path in trained]
+    sums = [grad_accum_struct(computed[path], grad_dtype) for path in trained]
+    divided = num_bytes(masters) * (1 + optimizer_share(optimizer, trace, compute_dtype))
+    divided += num_bytes([computed[path] for path in frozen])
     is_copied = compute_dtype is not None or num_shards > 1
     # Over automatic axes a weight and all that goes with it are divided alike.
     specs = trace.tree_specs()
-    leaves = flatten_dict(made)
-    shardings = {path: NamedSharding(trace.mesh, specs.get(path, P())) for path in leaves}
-    fraction = sum(math.prod(shardings[path].shard_shape(x.shape)) for path, x in leaves.items()) / num_params
-    return fraction * (divided / num_shards + is_copied * num_bytes(compute_params) + num_bytes(grads)) / num_params
+    shards = [NamedSharding(trace.mesh, specs.get(path, P())).shard_shape(x.shape) for path, x in made.items()]
+    fraction = sum(map(math.prod, shards)) / num_params
+    whole = divided / num_shards + is_copied * num_bytes(list(computed.values())) + num_bytes(sums)
+    return fraction * whole / num_params

@@ -33,7 +33,7 @@ module = jaxpipe.PipelineModule([layer(s) for s in seconds], 2, partition_method
 trace = module.trace(x)
 signatures = layer_signatures(module.layers, trace)
 costs = costs_for_cut(module, trace, mesh, None, signatures)
-print("cut", cut_parts(module, trace, costs, 2, signatures), repr(costs.profile), flush=True)
+print("cut", cut_parts(module, trace, costs, 2, signatures), repr(costs), flush=True)
 """
 
 

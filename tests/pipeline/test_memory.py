@@ -276,7 +276,7 @@ def planned(layers: list[LayerSpec | Any], *, scan_trunk: bool = False) -> tuple
     mesh = make_pipeline_mesh(PipeDataParallelTopology(2, 1))
     pipeline = Pipeline(module, optax.sgd(0.1), mesh, (x, x), 4, make_settings(scan_trunk=scan_trunk))
     counted = Counted(module, pipeline.trace, x, layer_signatures(module.layers, pipeline.trace))
-    return counted.costs(HARDWARE["h200"]).profile.part_sizes(pipeline.parts)[0][1], pipeline
+    return counted.costs(HARDWARE["h200"]).part_sizes(pipeline.parts)[0][1], pipeline
 
 
 BLOCK, INNER, DENSE = LayerSpec(Perceptron), LayerSpec(Perceptron, inner=True), LayerSpec(nn.Dense, 64)

@@ -16,9 +16,8 @@ from _parallel import make_batch, make_module
 
 from jaxpipe import LayerSpec, PipeDataParallelTopology, PipelineModule
 from jaxpipe.layers import VocabEmbed, VocabHead, layer_signatures, vocab_cross_entropy
-from jaxpipe.partition import LayerCost, StageMemory
+from jaxpipe.partition import Profile, StageMemory
 from jaxpipe.planner import HARDWARE, Counted, _measure
-from jaxpipe.planner._costs import ModelCosts
 from jaxpipe.planner._cut import costs_for_cut, cut_parts, log_cut
 from jaxpipe.planner._measure import measured_costs
 from jaxpipe.topology import make_pipeline_mesh
@@ -68,12 +67,12 @@ def _sleepers(*names: str, loss_fn: Any = _mse, method: str = "profile") -> Pipe
 MESH = make_pipeline_mesh(PipeDataParallelTopology(2, 1), jax.devices()[:2])
 
 
-def counted(module: PipelineModule, trace: Any, labels: Any = None) -> ModelCosts:
+def counted(module: PipelineModule, trace: Any, labels: Any = None) -> Profile:
     signatures = layer_signatures(module.layers, trace, module.compute_dtype)
     return Counted(module, trace, labels, signatures).costs(HARDWARE["h200"])
 
 
-def measured(module: PipelineModule, trace: Any, labels: Any = None) -> ModelCosts:
+def measured(module: PipelineModule, trace: Any, labels: Any = None) -> Profile:
     return measured_costs(module, trace, MESH, labels, counted(module, trace, labels))
 
 
@@ -84,13 +83,13 @@ def test_sleeping_layers_are_timed_and_cut_at_the_optimum(caplog: pytest.LogCapt
     costs = measured(module, trace, X)
     memory = StageMemory((3, 1))
     assert cut_parts(module, trace, costs, 2, costs.signatures, memory) == (0, 2, 6)
-    slow, quick, back, _, front, _ = costs.profile.layers
+    slow, quick, back, _, front, _ = costs.layers
     assert min(slow.forward_s, slow.backward_s, back.backward_s, front.forward_s) >= SLOW_S
     assert max(quick.forward_s, quick.backward_s, back.forward_s, front.backward_s) < SLOW_S
     assert costs.layers[1] == costs.layers[3]
     assert costs.source == "measured on cpu"
     with caplog.at_level(logging.INFO, "jaxpipe"):
-        log_cut(module, trace, dataclasses.replace(costs.profile, memory=memory), (0, 2, 6))
+        log_cut(module, trace, dataclasses.replace(costs, memory=memory), (0, 2, 6))
     assert "cut by partition_method='profile':\nstage  layers" in caplog.text
     assert "times: measured on cpu" in caplog.text
     assert "in flight" in caplog.text
@@ -185,8 +184,10 @@ def test_layers_that_all_stages_share_count_their_share_of_parameters() -> None:
     trace = module.trace(tokens)
     for costs in (counted(module, trace, tokens), measured(module, trace, tokens)):
         assert [cost.num_params for cost in costs.layers] == [32 * 8 // 2, 72, 72, 32 * 9 // 2]
-        assert costs.profile.layers[0] == LayerCost(0.0, 0.0, num_params=128, is_stage_sharded=True)
-        assert costs.profile.layers[3] == LayerCost(0.0, 0.0, num_params=144, is_stage_sharded=True)
+        assert [cost.is_stage_sharded for cost in costs.layers] == [True, False, False, True]
+        assert costs.times()[0] == costs.times()[3] == (0.0, 0.0) < costs.times()[1]
+        assert costs.stage_sharded_params == 128 + 144
+        assert costs.part_sizes((0, 4)) == dataclasses.replace(costs, layers=costs.layers[1:3]).part_sizes((0, 2))
     assert costs.layers[3].forward_s == costs.loss.forward_s == 0 < costs.layers[1].forward_s
 
 
