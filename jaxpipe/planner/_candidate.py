@@ -17,7 +17,7 @@ from jaxpipe.config import TrainConfig
 from jaxpipe.executor import Plan
 from jaxpipe.layers import ModelTrace, PipelineModule, num_bytes
 from jaxpipe.partition import Profile, cut_stages
-from jaxpipe.schedules import PipeSchedule, ShortSteps, TickProgram
+from jaxpipe.schedules import PipeSchedule, TickProgram
 from jaxpipe.state import ModelParams, find_vocab_layers
 from jaxpipe.topology import FSDP, stages_cross_hosts
 
@@ -36,7 +36,7 @@ from ._memory import (
 )
 from ._plan import plan_cut
 from ._roofline import bytes_s, collective_s
-from ._step import PartTime, Span, Wire, span_of
+from ._step import PartTime, ShortSteps, Span, Wire, span_of
 
 
 @dataclass(frozen=True)

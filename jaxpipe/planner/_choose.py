@@ -1,16 +1,18 @@
 """The candidates of a job, the best first: what `"auto"` chooses from, and what `jaxpipe plan` shows."""
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jaxpipe.config import PipelineConfig, unless_auto
 from jaxpipe.errors import ConfigError, JaxpipeError, PartitionError
-from jaxpipe.partition import profile_source
-from jaxpipe.schedules import PipeSchedule, ShortSteps, lower_schedule, resolve_schedule, schedule_names
+from jaxpipe.partition import StageMemory, profile_source
+from jaxpipe.schedules import PipeSchedule, lower_schedule, resolve_schedule, schedule_names
 
 from ._candidate import Candidate, Job
 from ._cut import cut_parts, stage_memory
 from ._forecast import Forecast
+from ._step import ShortSteps
 
 CLEAR_GAIN = 0.01
 """Share of the step that a less simple schedule must gain to be preferred."""
@@ -66,24 +68,29 @@ def candidates(job: Job, asked: Asked) -> list[Forecast]:
         PartitionError: No cut that was asked for exists.
         ConfigError: None of the schedules can have so many chunks.
     """
-    found, errors, cuts = list[Forecast](), list[PartitionError](), dict[tuple[int, ...], Candidate]()
+    found, errors = list[Forecast](), list[PartitionError]()
+
+    # Schedules with equally many chunks share a cut, unless it keeps to what each of them holds.
+    @functools.cache
+    def cut(num_parts: int, memory: StageMemory | None) -> Candidate:
+        return Candidate(
+            job, cut_parts(job.module, job.trace, job.cut_costs, num_parts, job.counted.signatures, memory)
+        )
+
     for name in asked.schedules:
+        most = None if schedule_names()[name].min_pending is None else asked.max_pending
         for num_chunks in _chunk_counts(name, job, asked):
-            has_pending = schedule_names()[name].min_pending is not None
-            most = asked.max_pending if has_pending else None
             schedule = resolve_schedule(name, num_chunks, most)
             try:
-                parts = _parts(job, schedule)
+                candidate = cut(num_chunks * job.module.num_stages, _memory(job, schedule))
             except PartitionError as error:
                 errors.append(error)
                 continue
-            if parts not in cuts:
-                cuts[parts] = Candidate(job, parts)
-            one = cuts[parts].forecast(name, schedule, most)
+            one = candidate.forecast(name, schedule, most)
             found.append(one)
             fewer = _fitting_pending(job, one)
             if fewer:
-                found.append(cuts[parts].forecast(name, resolve_schedule(name, num_chunks, fewer), fewer))
+                found.append(candidate.forecast(name, resolve_schedule(name, num_chunks, fewer), fewer))
     if not found:
         raise errors[0] if errors else _no_chunks(asked)
     return found
@@ -114,14 +121,13 @@ def _chunk_counts(name: str, job: Job, asked: Asked) -> list[int]:
     return [count for count in counts if kind.can_have(count)]
 
 
-def _parts(job: Job, schedule: type[PipeSchedule]) -> tuple[int, ...]:
-    memory, num_stages = None, job.module.num_stages
-    if profile_source(job.module.partition_method) is not None:
-        program = lower_schedule(schedule, ShortSteps.of(schedule, job.num_microbatches, num_stages).long, num_stages)
-        memory = stage_memory(program, job.bytes_per_param, job.limit_bytes)
-    return cut_parts(
-        job.module, job.trace, job.cut_costs, schedule.num_chunks * num_stages, job.counted.signatures, memory
-    )
+def _memory(job: Job, schedule: type[PipeSchedule]) -> StageMemory | None:
+    """What a schedule leaves to each part of a cut, where the partition method asks for it."""
+    if profile_source(job.module.partition_method) is None:
+        return None
+    steps = ShortSteps.of(schedule, job.num_microbatches, job.module.num_stages)
+    program = lower_schedule(schedule, steps.long, job.module.num_stages)
+    return stage_memory(program, job.bytes_per_param, job.limit_bytes)
 
 
 def _fitting_pending(job: Job, one: Forecast) -> int:

@@ -4,7 +4,6 @@ from jaxpipe.schedules._base import PipeSchedule as PipeSchedule
 from jaxpipe.schedules._check import check_schedule as check_schedule
 from jaxpipe.schedules._closed_form import closed_form as closed_form
 from jaxpipe.schedules._cost import Kind as Kind
-from jaxpipe.schedules._cost import ShortSteps as ShortSteps
 from jaxpipe.schedules._cost import Slice as Slice
 from jaxpipe.schedules._cost import bubble_fraction as bubble_fraction
 from jaxpipe.schedules._cost import makespan as makespan
@@ -106,7 +105,6 @@ __all__ = [
     "Buffers",
     "Kind",
     "Sends",
-    "ShortSteps",
     "Table",
     "Tables",
     "TickRun",

@@ -9,13 +9,11 @@ from jaxpipe.schedules import (
     InferenceSchedule,
     OneFOneBSchedule,
     PipeSchedule,
-    ShortSteps,
     TrainSchedule,
     bubble_fraction,
     closed_form,
     lower_schedule,
     makespan,
-    schedule_names,
 )
 
 TRAINING = [OneFOneBSchedule, GPipeSchedule, TrainSchedule]
@@ -128,13 +126,3 @@ def test_work_of_no_time_has_no_bubble_fraction() -> None:
 def test_the_number_of_runs_does_not_grow(kind: type[PipeSchedule], num_stages: int) -> None:
     counts = [len(lower_schedule(kind, num_microbatches, num_stages).runs) for num_microbatches in (32, 64, 128)]
     assert counts[0] == counts[1] == counts[2] <= MAX_RUNS
-
-
-@pytest.mark.parametrize("name", schedule_names())
-def test_every_named_schedule_says_whether_it_is_steady(name: str) -> None:
-    schedule, num_microbatches = schedule_names()[name], 53
-    steps = ShortSteps.of(schedule, num_microbatches, 4)
-    whole, long, short = (lower_schedule(schedule, size, 4) for size in (num_microbatches, steps.long, steps.short))
-    assert whole.num_ticks == steps.extended(long.num_ticks, short.num_ticks)
-    assert whole.residual_slots == long.residual_slots
-    assert whole.depth.pending == long.depth.pending
