@@ -12,7 +12,7 @@ import optax
 from jaxpipe._numbers import as_flag, as_integer, as_number, plain
 from jaxpipe._typing import PyTree
 from jaxpipe.config import Collector, TrainConfig, load_config, unless_auto
-from jaxpipe.errors import ConfigError, JaxpipeError, TopologyError, shown
+from jaxpipe.errors import ConfigError, PartitionError, ScheduleError, TopologyError, shown
 from jaxpipe.layers import PipelineModule, layer_signatures
 from jaxpipe.optim import check_leafwise, trace_optimizer
 from jaxpipe.pipeline import ConfigLike, Pipeline, entry_struct, prepare, trace_model
@@ -306,7 +306,7 @@ class _Setup:
 
     def forecasts(self, asked: _Asked) -> list[Forecast]:
         """All that was asked for, the best first."""
-        found, failed = dict[tuple[Any, ...], Forecast](), list[JaxpipeError]()
+        found, failed = dict[tuple[Any, ...], Forecast](), list[PartitionError | ScheduleError]()
         with self._tracing():
             plain = self._counted(0, None)
             for interval in asked.recompute:
@@ -314,7 +314,7 @@ class _Setup:
                 for method in asked.partitions:
                     try:
                         some = candidates(self._job(counted, interval, method), asked.schedules)
-                    except JaxpipeError as error:
+                    except (PartitionError, ScheduleError) as error:
                         failed.append(error)
                         continue
                     for one in some:
@@ -365,12 +365,11 @@ class _Setup:
             ),
         )
 
-    def changed(self, change: str) -> "_Setup":
-        """The same job with one thing changed."""
+    def with_zero(self, stage: int) -> "_Setup":
+        """The same job with another stage of ZeRO."""
         model, config, example, hardware, count, optimizer, places = self._arguments
-        if change.startswith("zero"):
-            zero = dataclasses.replace(config.zero_optimization, stage=int(change[-1]))
-            config = dataclasses.replace(config, zero_optimization=zero)
+        zero = dataclasses.replace(config.zero_optimization, stage=stage)
+        config = dataclasses.replace(config, zero_optimization=zero)
         return _Setup(model, config, example, hardware, count, optimizer, places, Collector())
 
 
@@ -428,9 +427,7 @@ def _advice(setup: _Setup, asked: _Asked, found: Sequence[Forecast]) -> str:
     if math.prod(traced.mesh.shape[axis] for axis in ("data", "fsdp") if axis in traced.mesh.shape) > 1:
         recomputed = dataclasses.replace(asked, recompute=(1,))
         words = "with activation_checkpoint_interval=1"
-        tried += [
-            (f"zero_optimization.stage={n} {words}", setup.changed(f"zero{n}"), recomputed) for n in (1, 3) if n > stage
-        ]
+        tried += [(f"zero_optimization.stage={n} {words}", setup.with_zero(n), recomputed) for n in (1, 3) if n > stage]
     for words, changed, wanted in tried:
         smallest = min(changed.forecasts(wanted), key=lambda one: one.memory.total)
         if smallest.fits:

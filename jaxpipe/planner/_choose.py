@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jaxpipe.config import PipelineConfig, unless_auto
-from jaxpipe.errors import ConfigError, JaxpipeError, PartitionError
+from jaxpipe.errors import PartitionError, ScheduleError
 from jaxpipe.partition import StageMemory, profile_source
 from jaxpipe.schedules import PipeSchedule, lower_schedule, resolve_schedule, schedule_names
 
@@ -66,7 +66,7 @@ def candidates(job: Job, asked: Asked) -> list[Forecast]:
 
     Raises:
         PartitionError: No cut that was asked for exists.
-        ConfigError: None of the schedules can have so many chunks.
+        ScheduleError: None of the schedules can have so many chunks.
     """
     found, errors = list[Forecast](), list[PartitionError]()
 
@@ -138,9 +138,9 @@ def _fitting_pending(job: Job, one: Forecast) -> int:
     return max(0, int(room / (one.memory.pending / one.pending)))
 
 
-def _no_chunks(asked: Asked) -> JaxpipeError:
+def _no_chunks(asked: Asked) -> ScheduleError:
     names, counts = ", ".join(map(repr, asked.schedules)), asked.num_chunks
-    return ConfigError(
+    return ScheduleError(
         f"num_chunks must suit one of the schedules {names}, but got num_chunks={list(counts or ())}. Leave it out, or "
         "add 'interleaved' to the schedules."
     )
