@@ -4,17 +4,21 @@ import dataclasses
 import logging
 import re
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import optax
 import pytest
+from _covering import slow_after
 from _jobs import TOKENS, model, plan_here, settings
 
 import jaxpipe
+from jaxpipe import PipelineModule
 from jaxpipe.config import load_config
 from jaxpipe.errors import JaxpipeError
 from jaxpipe.forecast import Forecast
+from jaxpipe.pipeline import configure_model
 from jaxpipe.planner import HARDWARE, Asked, candidate_table, limits_pending, named_hardware, ranked
 from jaxpipe.planner import _calibrate as calibrate
 
@@ -42,22 +46,73 @@ def test_the_plan_and_auto_agree(
     num_microbatches: int, num_stages: int, replicas: int, options: dict[str, Any], sections: dict[str, Any]
 ) -> None:
     module, config = model(num_stages=num_stages, **options), settings(num_microbatches, **sections)
-    built = plan_here(module, config, replicas)
-    method, interval = module.partition_method, module.activation_checkpoint_interval
-    shown = jaxpipe.plan(
+    built, shown = plan_here(module, config, replicas), candidates_of(module, config, replicas)
+    best, section = shown[0], built.config.pipeline
+    chosen = section.schedule, section.num_chunks, built.parts, section.max_pending_weights
+    assert chosen == (best.schedule, best.num_chunks, best.boundaries, best.max_pending or "auto")
+    assert best.recompute == module.activation_checkpoint_interval
+    assert built.choice.splitlines()[:-1] == candidate_table(shown)
+
+
+@pytest.mark.parametrize("zero_stage", [0, 3])
+@pytest.mark.parametrize(
+    "section",
+    slow_after(
+        4,
+        [
+            {"gather_weights": "tick"},
+            {"overlap_vocabulary": True},
+            {"num_chunks": 3},
+            {"memory_limit_gb": 0.004},
+            {"gather_weights": "step"},
+            {"overlap_vocabulary": True, "split_vocabulary": True},
+            {"overlap_vocabulary": False},
+            {"split_vocabulary": True},
+            {"num_chunks": 1},
+            {"num_chunks": 4},
+            {"num_chunks": 5},
+            {"max_pending_weights": 1},
+            {"max_pending_weights": 100},
+            {"memory_limit_gb": 0.012},
+            {"skip_idle": True},
+            {"skip_idle": False},
+            {"scan_trunk": True},
+            {"offload_activations": True},
+            {"seed_layers": True},
+            {"activation_checkpoint_interval": 2},
+            {"partition": "type:block"},
+            {"partition": "type:nothing"},
+            {"partition": "trunk"},
+            {"stages": 3},
+        ],
+    ),
+    ids=str,
+)
+def test_both_accept_or_both_refuse(section: dict[str, Any], zero_stage: int) -> None:
+    config = settings(pipeline=section, zero_optimization={"stage": zero_stage})
+    results: list[Any] = []
+    for look in (plan_here, candidates_of):
+        try:
+            found = look(model(num_stages=2), config, 2)
+        except JaxpipeError as error:
+            found = type(error), str(error)
+        results.append(found)
+    built, shown = results
+    assert shown == built if isinstance(built, tuple) else built.choice.splitlines()[:-1] == candidate_table(shown)
+
+
+def candidates_of(module: PipelineModule, config: dict[str, Any], replicas: int = 1) -> Sequence[Forecast]:
+    """Those that `plan` shows of a job, cut and recomputed as it is asked for."""
+    module = configure_model(module, load_config(config))
+    return jaxpipe.plan(
         module,
         config,
         (TOKENS, TOKENS),
-        f"h200:{num_stages * replicas}",
+        f"h200:{module.num_stages * replicas}",
         optimizer=optax.adamw(1e-3),
-        partition=[method],
-        recompute=[interval],
-    )
-    best, section = shown.candidates[0], built.config.pipeline
-    chosen = section.schedule, section.num_chunks, built.parts, section.max_pending_weights
-    assert chosen == (best.schedule, best.num_chunks, best.boundaries, best.max_pending or "auto")
-    assert best.recompute == interval
-    assert built.choice.splitlines()[:-1] == candidate_table(shown.candidates)
+        partition=[module.partition_method],
+        recompute=[module.activation_checkpoint_interval],
+    ).candidates
 
 
 def found(text: str) -> set[tuple[str, int]]:
