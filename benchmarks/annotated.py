@@ -6,7 +6,7 @@ blocks at the widths of a 70B model (D 8192, SwiGLU of 28672, 64 heads and 8 of 
 rows, by `nn.with_partitioning` alone; the residual stream is `whole` on each place, or split over `model` along the
 `sequence` between the sublayers, by `with_sharding_constraint` alone. `step`, `chunk` and `tick`
 have no word of sharding in a layer: the 8 GPUs of a stage are places of `fsdp`, each with a sample of its own, and
-weights are gathered once a step, when a stage turns to another of its `--chunks`, or in every tick. `data` is the
+weights are gathered once a step, or in every tick. `data` is the
 same blocks on 8 replicas with ZeRO-1: weights gathered, and gradients summed, once a step.
 
 - Collectives: of a steady tick, per block, forward, recomputed and backward.
@@ -53,7 +53,7 @@ from jaxpipe.layers import VocabEmbed, VocabHead, vocab_cross_entropy
 
 STAGES, PLACES, MICROBATCHES = 8, 8, 16
 STREAM = {"whole": P(), "sequence": P(None, "model", None)}
-AXIS = {"whole": "model", "sequence": "model", "step": "fsdp", "chunk": "fsdp", "tick": "fsdp", "data": "data"}
+AXIS = {"whole": "model", "sequence": "model", "step": "fsdp", "tick": "fsdp", "data": "data"}
 
 
 @dataclass(frozen=True)

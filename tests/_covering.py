@@ -73,7 +73,7 @@ def first_values_then_pairs(
 ) -> list[Any]:
     """Parameters of a test: cases with every value of every factor, then all pairs of values.
 
-    A third of the first run by default; of the others every second is slow, of the pairs every eighth, the rest soak.
+    A third of the first run by default; of the others every fourth is slow, of the pairs every sixteenth, the rest soak.
 
     Args:
         factors: As for `covering`.
@@ -89,15 +89,15 @@ def first_values_then_pairs(
 
 
 def slow_after(count: int, cases: Sequence[Any], *, unpack: bool = False, soak: bool = False) -> list[Any]:
-    """Parameters of a test of which the first few run by default; of the others every second is slow, the rest soak.
+    """Parameters of a test of which the first few run by default; of the others every fourth is slow, the rest soak.
 
     Args:
         count: How many run by default.
         cases: The values.
         unpack: Whether each is a tuple of values of several arguments.
-        soak: Of many cases: every eighth is slow.
+        soak: Of many cases: every sixteenth is slow.
     """
-    every = 8 if soak else 2
+    every = 16 if soak else 4
     marks = [pytest.mark.slow if i % every == 0 else pytest.mark.soak for i in range(len(cases) - count)]
     rest = zip(cases[count:], marks, strict=True)
     return [*cases[:count], *(_marked(case, mark, unpack=unpack) for case, mark in rest)]

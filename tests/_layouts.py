@@ -12,9 +12,11 @@ from _models import ALL_MODELS, LENGTH, VOCAB
 
 import jaxpipe
 from jaxpipe import PipelineEngine, PipelineModule, ProcessTopology
+from jaxpipe.executor import _batch
 from jaxpipe.state import read_leaf, state_arrays
 
 BATCH = 8
+LARGE = _batch.LARGE
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,7 @@ class Layout:
     """The axis along which neighbours are adjacent devices."""
     schedule: str = "1f1b"
     num_chunks: int | str = "auto"
-    spread: bool | str = "auto"
+    spread: bool = False
     """Whether stages hold shares of the inputs."""
     fsdp: int = 1
     """Devices that share out the weights of each stage of each replica."""
@@ -49,6 +51,7 @@ class Layout:
         return "-".join(name for name in named if name not in ("", "tied", "Adam", "1f1b", "auto"))
 
     def engine(self, config: dict[str, Any] | None = None, **kwargs: Any) -> PipelineEngine:
+        _batch.LARGE = 0 if self.spread else LARGE
         model = ALL_MODELS[self.model]
         sizes = (
             {"data": self.data, "pipe": self.stages}
@@ -61,7 +64,10 @@ class Layout:
         mesh = jaxpipe.mesh_for(module, jax.devices()[: topology.world_size()])
         config = {
             **(config or {}),
-            "pipeline": {"schedule": self.schedule, "num_chunks": self.num_chunks, "spread_inputs": self.spread},
+            "pipeline": {
+                "schedule": self.schedule,
+                "num_chunks": self.num_chunks,
+            },
             "train_batch_size": BATCH,
             "train_micro_batch_size_per_gpu": 2,
             "zero_optimization": {"stage": self.zero},

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
@@ -71,7 +70,6 @@ class Residuals:
         params: Shapes and dtypes of the parameters.
         inputs: Shapes and dtypes of the inputs.
         context: Shapes and dtypes of the context.
-        dtype: What floating residuals that are wider are rounded to; None: none are.
         frozen: Indices among the leaves of the parameters: those without a gradient. What their gradients alone would
             need is neither computed nor kept.
 
@@ -87,11 +85,9 @@ class Residuals:
         inputs: PyTree,
         context: PyTree,
         *,
-        dtype: str | None = None,
         frozen: Collection[int] = (),
     ) -> None:
         self._frozen = frozenset(frozen)
-        self._dtype = None if dtype is None else jnp.dtype(dtype)
         self._params, self._arguments = params, (params, inputs, context)
         closed, shapes = jax.make_jaxpr(function, return_shape=True)(params, inputs, context)
         self._cotangents = differentiable(shapes[0])
@@ -99,9 +95,7 @@ class Residuals:
         structs = params, inputs, context
         self._cut = _fewest_bytes(
             find_regions(closed),
-            lambda kinds: _Cut(
-                arrange(closed, set().union(*kinds)), self._results, self._dtype, self._frozen, *structs
-            ),
+            lambda kinds: _Cut(arrange(closed, set().union(*kinds)), self._results, self._frozen, *structs),
         )
         self.is_hosted = self._cut.is_hosted
         self._encodings: list[Encoding] = []
@@ -119,7 +113,7 @@ class Residuals:
         part = needed_for(program, [*self._cut.outputs, *cut], forced=effects_of(program))
         values, given = evaluate(program, args, part, {}, cut)
         outputs, others = jax.tree.unflatten(self._results, [value_of(values, x) for x in self._cut.outputs])
-        self._encodings = [Encoding.of(given[x], self._dtype) for x in cut]
+        self._encodings = [Encoding.of(given[x]) for x in cut]
         return outputs, others, [code.encode(given[x]) for code, x in zip(self._encodings, cut, strict=True)]
 
     def backward(
@@ -232,7 +226,6 @@ class _Cut:
     Args:
         function: Of the leaves of `(params, inputs, context)`, which are given as shapes and dtypes.
         results: The structure of its results, `(outputs, others)`.
-        dtype: What wider floating residuals are rounded to, and count as; None: none are.
         frozen: Indices of the parameters' leaves without a gradient.
 
     Attributes:
@@ -247,7 +240,6 @@ class _Cut:
         self,
         function: Callable[..., list[Any]],
         results: Any,
-        dtype: np.dtype[Any] | None,
         frozen: Collection[int],
         params: PyTree,
         inputs: PyTree,
@@ -286,10 +278,7 @@ class _Cut:
         hosted = set(variables(x for x, code in leaves if code.is_hosted))
 
         def price(var: Any, size: int) -> int:
-            if var in hosted:
-                return 0  # host memory is not what runs short
-            narrow = _narrowed(var.aval.dtype, dtype)
-            return size if narrow is None else size * narrow.itemsize // var.aval.dtype.itemsize
+            return 0 if var in hosted else size  # host memory is not what runs short
 
         self.variables, self.num_bytes = smallest_cut(program, self._leaves, batch_dependent, program.variables, price)
         self.is_hosted = [var in hosted for var in self.variables]
@@ -310,42 +299,26 @@ class Encoding(NamedTuple):
     Attributes:
         key_impl: The generator that it is a key of; None for other values.
         is_hosted: Whether it is in host memory.
-        dtype: Its own dtype, where the numbers are rounded to another.
-        stored_dtype: What they are rounded to; None: they are not.
     """
 
     key_impl: Any
     is_hosted: bool
-    dtype: Any = None
-    stored_dtype: Any = None
 
     @staticmethod
-    def of(value: jax.Array, narrowest: np.dtype[Any] | None = None) -> "Encoding":
-        """The encoding of an array; a floating one that is wider than `narrowest` is rounded to that."""
+    def of(value: jax.Array) -> "Encoding":
+        """The encoding of an array."""
         is_key = jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
         is_hosted = jax.typeof(value).memory_space == jax.memory.Space.Host
-        stored = _narrowed(value.dtype, narrowest)
-        return Encoding(jax.random.key_impl(value) if is_key else None, is_hosted, value.dtype, stored)
+        return Encoding(jax.random.key_impl(value) if is_key else None, is_hosted)
 
     def encode(self, value: Any) -> jax.Array:
         """The numbers, in the device's memory."""
         if self.is_hosted:
             value = jax.device_put(value, jax.memory.Space.Device)
-        if self.stored_dtype is not None:
-            return value.astype(self.stored_dtype)
         return value if self.key_impl is None else jax.random.key_data(value)
 
     def decode(self, value: jax.Array) -> Any:
         """The value again."""
-        if self.stored_dtype is not None:
-            value = value.astype(self.dtype)
         if self.is_hosted:
             return jax.device_put(value, jax.memory.Space.Host)
         return value if self.key_impl is None else jax.random.wrap_key_data(value, impl=self.key_impl)
-
-
-def _narrowed(dtype: Any, narrowest: np.dtype[Any] | None) -> np.dtype[Any] | None:
-    """The dtype to store values of a dtype in, if it is floating and wider than `narrowest`; None: as they are."""
-    if narrowest is None or not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize <= narrowest.itemsize:
-        return None
-    return narrowest

@@ -190,7 +190,11 @@ class CheckpointWriter:
         if background:
             self._finish_at_exit()
             self._ended.clear()
-            threading.Thread(target=self._run, args=(finish, lock), name=f"save {tag}").start()
+            thread = threading.Thread(target=self._run, args=(finish, lock), name=f"save {tag}")
+            thread.start()
+            if (3, 12) <= sys.version_info < (3, 12, 2):
+                # These start no thread once the main one has ended (CPython gh-113964), and Orbax starts some.
+                thread.join()
         else:
             self._run(finish, lock)
             self.wait()

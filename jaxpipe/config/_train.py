@@ -11,7 +11,7 @@ from ._batch import BatchSizes, resolve_batch_sizes
 from ._checkpoint import CheckpointSection
 from ._monitors import CometSection, CSVMonitorSection, TensorBoardSection, WandbSection
 from ._optimizer import OptimizerSection, SchedulerSection
-from ._precision import BF16Section, DataTypesSection, Dtype, FP16Section, read_dtype
+from ._precision import BF16Section, DataTypesSection, Dtype, FP16Section
 from ._profiler import FlopsProfilerSection
 from ._recompute import ActivationCheckpointingSection
 from ._section import Section, setting, subsection, with_inner_keys
@@ -54,15 +54,10 @@ class PipelineConfig(Section):
             and the partition `'profile'` may plan for on a device, in GB of 10^9 bytes, all that training holds
             included; refused where none is used. `'auto'` takes the device's memory, but leaves the pending weight
             gradients of a named schedule as they are.
-        spread_inputs: Whether inputs and labels are sharded over the stages, and each microbatch gathered when it
-            is needed; `'auto'` does so with arrays of at least 32 MiB.
         offload_activations: Whether what waits between forward and backward lies in host memory.
-        gather_weights: When weights that are divided over an axis `fsdp` are gathered: `'step'`, once, and held to the
-            end of the step; `'tick'`, by every action of every microbatch again, and held only meanwhile; or, with
-            several chunks a stage, `'chunk'`, when the stage turns to another chunk, and held till it turns again: one
-            chunk of the trunk for forwards and one for backwards, or one for both in schedules that never have them for
-            different chunks in a tick. That saves memory against `'step'` from three chunks on, or where one serves
-            both; with one chunk it is `'step'`. `'auto'` is `'step'` with `zero_optimization.stage` 2, else `'tick'`.
+        gather_weights: When weights that are divided over an axis `fsdp` are gathered. `'step'` gathers them once and
+            holds them to the end of the step. `'tick'` gathers a layer's weights in every action and frees them after
+            it. `'auto'` is `'step'` with `zero_optimization.stage` 2, else `'tick'`.
         split_vocabulary: Whether an ordinary embedding (`nn.Embed`, `nnx.Embed`), which is the first layer, the last
             layer, which makes the logits (`nn.Dense`, `nnx.Linear`, or the embedding again, tied, by `attend`), and the
             cross entropy of the loss are split over the stages, as `VocabEmbed`, `VocabHead` and
@@ -73,12 +68,6 @@ class PipelineConfig(Section):
             under the next forward. A stage holds the residuals of one microbatch more; most schedules take no longer,
             `'zero-bubble-v'` does. `'auto'` does so on accelerators where stages lie on several hosts and the schedule
             takes at most 2 % longer for it; inside a host nothing is gained.
-        residual_dtype: Dtype, float32, bfloat16 or float16, in which residuals wait between forward and backward that
-            are floating point and wider; None, the default, keeps them as they are. Outputs and losses do not change,
-            but gradients do: the backward sees every such value, also a norm's or attention's statistics, rounded
-            to 8 bits of significand (bfloat16) or 11 (float16, which also makes infinities of values above 65504 and
-            zeros of the smallest). A model that computes in bfloat16 has few such values, and gains nothing. The
-            schedule `'auto'` and the partition `'profile'` plan with residuals as wide as they are computed.
 
     Raises:
         ConfigError: A value is of the wrong type or out of range.
@@ -96,12 +85,10 @@ class PipelineConfig(Section):
     num_chunks: int | Literal["auto"] = setting("auto", auto_or(integer_of_at_least(1)))
     max_pending_weights: int | Literal["auto"] = setting("auto", auto_or(integer_of_at_least(1)))
     memory_limit_gb: float | Literal["auto"] = setting("auto", auto_or(read_positive_number))
-    spread_inputs: bool | Literal["auto"] = setting("auto", auto_or(read_flag))
     offload_activations: bool = setting(False, read_flag)
-    gather_weights: Literal["auto", "step", "chunk", "tick"] = setting("auto", one_of("auto", "step", "chunk", "tick"))
+    gather_weights: Literal["auto", "step", "tick"] = setting("auto", one_of("auto", "step", "tick"))
     split_vocabulary: bool = setting(False, read_flag)
     overlap_vocabulary: bool | Literal["auto"] = setting("auto", auto_or(read_flag))
-    residual_dtype: Dtype | None = setting(None, read_dtype)
 
 
 @with_inner_keys

@@ -21,7 +21,7 @@ WHOLE = -1
 """In place of a dim: the leaf is not sharded over the stages."""
 
 LARGE = 2**25
-"""Bytes of one leaf of a batch, on one replica, from which on it is sharded unless the settings say otherwise."""
+"""Bytes of one leaf of a batch, on one replica, from which on it is sharded over the stages."""
 
 Context = tuple[jax.Array | None, PyTree]
 """A microbatch's key (None in evaluation) and its side inputs."""
@@ -103,14 +103,13 @@ def microbatch_key(
     return jax.random.fold_in(jax.random.fold_in(jax.random.fold_in(seed_key, step), microbatch), replica)
 
 
-def batch_shard_dims(struct: Batch, num_microbatches: int, num_stages: int, wanted: bool | None) -> Batch:
-    """Choose which leaves of a batch are sharded over the stages, because whole they would fill every device.
+def batch_shard_dims(struct: Batch, num_microbatches: int, num_stages: int) -> Batch:
+    """Choose which leaves of a batch are sharded over the stages: those of at least `LARGE` bytes.
 
     Args:
         struct: Shapes and dtypes of one microbatch of one replica.
         num_microbatches: Microbatches in a batch.
         num_stages: Length of the `stage` axis, which must divide the dim.
-        wanted: Shard all that can be, or none; None: those of at least `LARGE` bytes.
 
     Returns:
         Per leaf of inputs and labels the first dim of a microbatch that can be divided, or `WHOLE`. Side inputs are
@@ -119,7 +118,7 @@ def batch_shard_dims(struct: Batch, num_microbatches: int, num_stages: int, want
 
     def choose(leaf: Any) -> int:
         is_large = math.prod(leaf.shape) * leaf.dtype.itemsize * num_microbatches >= LARGE
-        if num_stages == 1 or not (is_large if wanted is None else wanted):
+        if num_stages == 1 or not is_large:
             return WHOLE
         return next((d for d, n in enumerate(leaf.shape) if n and n % num_stages == 0), WHOLE)
 

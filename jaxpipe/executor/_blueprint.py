@@ -23,7 +23,6 @@ class Blueprint:
         params: Where the parameters lie, in the dtype the layers compute in.
         collections: Where the layers' collections lie.
         context: Shapes and dtypes of a microbatch's key and side inputs.
-        residual_dtype: What wider residuals wait in; None: as they are.
     """
 
     module: PipelineModule
@@ -34,4 +33,3 @@ class Blueprint:
     params: ModelParams
     collections: ModelCollections
     context: tuple[PyTree, PyTree]
-    residual_dtype: str | None = None

@@ -43,19 +43,9 @@ def select(predicate: jax.Array, a: PyTree, b: PyTree) -> PyTree:
     return jax.tree.map(lambda x, y: jnp.where(predicate, x, y), a, b)
 
 
-def run_or_zeros(which: jax.Array, branches: Sequence[Callable[[], PyTree]], *, skip: bool = True) -> PyTree:
-    """Run one of some functions, or give zeros.
-
-    Args:
-        which: Index of the function; -1: zeros.
-        branches: The functions; all return trees of the same form.
-        skip: Branch around it for zeros; otherwise a single function computes on whatever is there, and zeros replace
-            the result.
-    """
+def run_or_zeros(which: jax.Array, branches: Sequence[Callable[[], PyTree]]) -> PyTree:
+    """Run one of some functions, which return trees of one form, or give zeros where the index is -1."""
     zeros = zeros_of(jax.eval_shape(branches[0]))
-    # Where idle actions are computed the branch goes, and with it the host's wait on GPU: one function, one select.
-    if len(branches) == 1 and not skip:
-        return select(which >= 0, branches[0](), zeros)
     return jax.lax.switch(which + 1, [lambda: zeros, *branches])
 
 

@@ -10,9 +10,10 @@ import jax.numpy as jnp
 from jaxpipe._typing import PyTree
 from jaxpipe.schedules import TickRun, TransferBuffers
 
+from ._actions import Action, Row, run_on_all_stages
 from ._batch import Microbatch
-from ._buffers import make_ring, run_or_zeros, write_ring_if
-from ._tick_loop import Device, Row, TickLoop
+from ._buffers import make_ring, write_ring_if
+from ._tick_loop import Device, TickLoop
 from ._virtual_stage import VirtualStage
 
 Measure = Callable[[PyTree, PyTree], PyTree]
@@ -56,38 +57,35 @@ class EvaluateLoop(TickLoop):
         )
         with jax.named_scope("forward"):
             batch = device.batch.microbatch(row.input_microbatch, row.loss_microbatch, row.forward.microbatch)
-            if self.stage.vocab_input is not None:
-                inputs = self.on_all_stages(
-                    run,
-                    self.program.tables.input_microbatch,
-                    row.input_microbatch,
-                    lambda: self.entering(device, row.input_microbatch, train=False),
+            if run.first is not None:
+                inputs = run_on_all_stages(
+                    run.first, row.input_microbatch, lambda: self.entering(device, row.input_microbatch, train=False)
                 )
                 batch = dataclasses.replace(batch, inputs=inputs)
             batch = batch.without_key()
 
-            def forward(at: VirtualStage) -> PyTree:
+            def forward(at: VirtualStage, _carry: None, _row: Row, _values: None) -> PyTree:
                 return self.stage.evaluate(at, device.weights, batch, device.collections, arrived)
 
-            output = self.action(device, run, self.program.tables.forward, row.forward, [forward])
+            assert run.forward is not None
+            action = Action(run.forward, lambda row: row.forward, [forward], lambda carry, row, values, y: (carry, y))
+            _, output = self.run_action(device, action, None, row)
         activations = self.activations.send(
             activations, run.next_activation_sends, row.activations, device.stage, output
         )
-        is_last = self.is_last(device, row.forward.chunk)
-        if self.stage.vocab_loss is None:
-            result = run_or_zeros(jnp.where(is_last, 0, -1), [lambda: self._measure(device, batch, output, measure)])
-        else:
+        carry = carry._replace(activations=activations)
+        if run.loss is None:
+            return carry
+        is_last, index = self.is_last(device, row.forward.chunk), row.loss_microbatch
+        if self.stage.vocab_loss is not None:
             # All stages run these layers at once, and only one of them is in the forward of this microbatch.
-            of_loss = dataclasses.replace(batch, context=device.batch.context(row.loss_microbatch))
-            result = self.on_all_stages(
-                run,
-                self.program.tables.loss_microbatch,
-                row.loss_microbatch,
-                lambda: self._measure(device, of_loss, output, measure),
-            )
+            batch = dataclasses.replace(batch, context=device.batch.context(index))
+        else:
+            index = jnp.where(is_last, index, -1)
+        result = run_on_all_stages(run.loss, index, lambda: self._measure(device, batch, output, measure))
         # By microbatch, not by tick: a schedule may finish them in any order.
         slot = jnp.where(is_last, row.forward.microbatch, -1)
-        return EvaluateCarry(activations, write_ring_if(carry.results, result, slot))
+        return carry._replace(results=write_ring_if(carry.results, result, slot))
 
     def _measure(self, device: Device, batch: Microbatch, output: PyTree, measure: Measure) -> PyTree:
         batch = batch.without_key()

@@ -6,7 +6,14 @@ from dataclasses import dataclass
 
 from jaxpipe.config import TrainConfig
 from jaxpipe.partition import Profile
-from jaxpipe.schedules import PipeSchedule, TickProgram, forward_schedule, lower_schedule
+from jaxpipe.schedules import (
+    IdlePolicy,
+    PipeSchedule,
+    TickProgram,
+    forward_schedule,
+    lower_schedule,
+    with_idle,
+)
 
 
 @dataclass(frozen=True)
@@ -14,9 +21,10 @@ class Plan:
     """Decisions on how a model goes onto a pipeline.
 
     Attributes:
-        config: With the schedule, and what is done in idle actions, decided.
+        config: With the schedule, and whether idle actions are skipped, decided.
         schedule: The training schedule's class.
-        program: The same, lowered, with the stage and chunk of each virtual stage.
+        program: The same, lowered, with the stage and chunk of each virtual stage, and the plan of each run of ticks.
+        idle: The policy that these plans follow.
         signatures: Per layer a value that is equal for alike layers; all None on a single virtual stage.
         parts: Boundaries of the virtual stages, as layer indices.
         sends_early: Whether activations leave at the end of the tick that computes them, to travel under its backward.
@@ -28,6 +36,7 @@ class Plan:
     config: TrainConfig
     schedule: type[PipeSchedule]
     program: TickProgram
+    idle: IdlePolicy
     signatures: tuple[Hashable, ...]
     parts: tuple[int, ...]
     sends_early: bool
@@ -39,9 +48,4 @@ class Plan:
     def forward_only(self) -> TickProgram:
         """The program of evaluation."""
         sizes = self.program.num_microbatches, self.program.num_stages
-        return lower_schedule(forward_schedule(self.schedule), *sizes, training=False)
-
-    @property
-    def skips(self) -> bool:
-        """True if idle actions are branched around."""
-        return self.config.pipeline.skip_idle is True
+        return with_idle(lower_schedule(forward_schedule(self.schedule), *sizes, training=False), self.idle)

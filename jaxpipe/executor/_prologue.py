@@ -42,8 +42,6 @@ class Prologue:
         pending: Shapes and dtypes of what a split backward leaves for its weight gradient, in common form.
         has_params: Whether any virtual stage has parameters before the trunk.
         has_deferred: Whether a split backward leaves gradients of any of them to `backward_weight`.
-        has_apart: Whether a whole backward can leave all of them to `first_gradients`: only the first virtual stage has
-            some, its input has no gradient, and its output has the form of what travels.
     """
 
     def __init__(
@@ -72,8 +70,7 @@ class Prologue:
             self._program_of.append(known[key])
             self._programs[known[key]].serve(segment.virtual_stage, segment.layers)
         self.has_params = any(program.names for program in self._programs)
-        self._defers = [bool(program.split and program.split.deferred) for program in self._programs]
-        self.has_deferred = any(self._defers)
+        self.has_deferred = any(program.split and program.split.deferred for program in self._programs)
         self._has_immediate = any(program.split and program.split.immediate for program in self._programs)
         # The branches of a switch must return one type: residuals are padded to the largest of each dtype.
         self._residuals = Packing([program.residuals.structs for program in self._programs])
@@ -83,13 +80,6 @@ class Prologue:
         if leaving is not arriving:
             self._outgoing = Packing([differentiable(struct) for struct in leaving.structs])
         inputs = Packing([boundaries[cuts[0].prologue.start], *arriving.structs])
-        self.has_apart = (
-            len(cuts) > 1
-            and [number for number, program in enumerate(self._programs) if program.names] == self._program_of[:1]
-            and self._before_first is None
-            and self._gradients.is_identity
-            and Packing([self._outgoing.structs[0], self._gradients.struct]).is_identity
-        )
         self._is_empty = len(cuts) > 1 and inputs.is_identity and not any(cut.prologue for cut in cuts)
 
     def forward(
@@ -121,23 +111,15 @@ class Prologue:
         reported_cotangent: jax.Array,
         *,
         split: bool,
-        apart: bool = False,
     ) -> BackwardResult:
-        """Backward, with all that it gives in common form.
-
-        A split one leaves to `backward_weight` what can wait. One `apart` leaves all gradients of
-        parameters to `first_gradients`, see `has_apart`; the input's gradient is then what that
-        takes, where it is the first virtual stage's.
-        """
-        gives = self._has_immediate if split else not apart
+        """Backward, with all that it gives in common form; a split one leaves to `backward_weight` what can wait."""
+        gives = self._has_immediate or not split
         if self._is_empty:
             off_trunk = self._programs[0].off_trunk({}) if gives else None
             return BackwardResult(off_trunk, gradient, self._pending.zeros())
 
         def run(number: int, program: Segment) -> BackwardResult:
             v, dy = program.virtual_stage, self._outgoing.unpack(program.virtual_stage, gradient)
-            if apart and not v:
-                return BackwardResult(None, dy, self._pending.zeros())
             params, unpacked = program.take(storage), self._residuals.unpack(number, residuals)
             result = program.backward(params, unpacked, dy, reported_cotangent, split=split)
             pending = self._pending.pack(number, result.pending) if split else self._pending.zeros()
@@ -149,37 +131,14 @@ class Prologue:
 
         return self._switch(at, run)
 
-    def backward_weight(
-        self, at: VirtualStage, storage: PyTree, residuals: PyTree, pending: PyTree, *, defers: bool = False
-    ) -> PyTree:
-        """Gradients that a split backward has left, in common form, zero where it gave them.
-
-        With `defers` it is known that `defers_at` the virtual stage is true.
-        """
+    def backward_weight(self, at: VirtualStage, storage: PyTree, residuals: PyTree, pending: PyTree) -> PyTree:
+        """Gradients that a split backward has left, in common form, zero where it gave them."""
 
         def run(number: int, program: Segment) -> PyTree:
             unpacked, left = self._residuals.unpack(number, residuals), self._pending.unpack(number, pending)
             return program.off_trunk(program.backward_weight(program.take(storage), unpacked, left))
 
-        return self._switch(at, run, self._defers if defers else None)
-
-    def first_gradients(
-        self, storage: PyTree, residuals: PyTree, gradient: PyTree, reported_cotangent: jax.Array
-    ) -> PyTree:
-        """Gradients of parameters of the first virtual stage, which a backward has left, in common form."""
-        number = self._program_of[0]
-        program, unpacked = self._programs[number], self._residuals.unpack(number, residuals)
-        params = program.take(storage)
-        result = program.backward(params, unpacked, gradient, reported_cotangent, split=False)
-        return program.off_trunk(result.grads)
-
-    def has_params_at(self, at: VirtualStage) -> jax.Array:
-        """True if a virtual stage has parameters before the trunk."""
-        return jnp.asarray([bool(self._programs[number].names) for number in self._program_of])[at.index]
-
-    def defers_at(self, at: VirtualStage) -> jax.Array:
-        """True if a split backward of a virtual stage leaves gradients of parameters before the trunk."""
-        return jnp.asarray([self._defers[number] for number in self._program_of])[at.index]
+        return self._switch(at, run)
 
     def evaluate(
         self, at: VirtualStage, storage: PyTree, collections: PyTree, inputs: PyTree, arrived: PyTree, context: Context
@@ -203,13 +162,9 @@ class Prologue:
         v = program.virtual_stage
         return self._arriving.unpack(v - 1, arrived) if v else inputs
 
-    def _switch(
-        self, at: VirtualStage, run: Callable[[int, Segment], Any], is_possible: Sequence[bool] | None = None
-    ) -> Any:
-        """Run the program of a virtual stage, of those that it can be, and of the programs that are possible."""
+    def _switch(self, at: VirtualStage, run: Callable[[int, Segment], Any]) -> Any:
+        """Run the program of a virtual stage, of those that it can be."""
         wanted = {self._program_of[v] for v in at.candidates}
-        if is_possible is not None:
-            wanted = {number for number in wanted if is_possible[number]}
         # A virtual stage that this chunk never is gets any branch: its entry is not looked up.
         table = [i if i in wanted else min(wanted) for i in self._program_of]
         return switch_table(at.index, table, [functools.partial(run, *each) for each in enumerate(self._programs)])

@@ -100,8 +100,8 @@ class Segment:
         trace = self._blueprint.trace
         collections = [trace.collections[i] for i in self.layers]
         context = (jax.ShapeDtypeStruct((), jnp.int32), *self._blueprint.context, collections)
-        inputs, dtype = trace.boundaries[self.layers.start], self._blueprint.residual_dtype
-        return Residuals(self._train, self.struct, inputs, context, dtype=dtype, frozen=self._frozen_leaves)
+        inputs = trace.boundaries[self.layers.start]
+        return Residuals(self._train, self.struct, inputs, context, frozen=self._frozen_leaves)
 
     @functools.cached_property
     def residual_specs(self) -> list[P]:
@@ -156,11 +156,7 @@ class Segment:
             return params
         # Behind a barrier: what does not change from tick to tick XLA would otherwise gather before the loop, and hold.
         params = jax.lax.optimization_barrier(params)
-        return self.pin_gathered(params)
-
-    def pin_gathered(self, params: PyTree) -> PyTree:
-        """Parameters as `run` takes them, pinned: whole along `fsdp`."""
-        return jax.tree.map(constrained, params, self._specs_in(self._blueprint.params.gathered))
+        return jax.tree.map(constrained, params, self._specs_in(model.gathered))
 
     def prepare(self, leaves: Mapping[str, jax.Array]) -> PyTree:
         """The parameters as `run` takes them, from those by name."""

@@ -29,7 +29,7 @@ from ._packing import Packing
 from ._plan import Plan
 from ._prologue import Prologue
 from ._results import ForwardResult, StageBackwardResult
-from ._trunk import GatheredChunk, Trunk
+from ._trunk import Trunk
 from ._virtual_stage import VirtualStage
 from ._vocab_parallel import VocabInput, VocabLoss
 
@@ -39,15 +39,11 @@ class Weights(NamedTuple):
 
     Attributes:
         storage: All of them.
-        trunk: Those of the trunk, as `Trunk.prepare` gives them, or those of one chunk, gathered.
+        trunk: Those of the trunk, as `Trunk.prepare` gives them.
     """
 
     storage: PyTree
     trunk: PyTree
-
-    def with_trunk(self, chunk: Sequence[GatheredChunk]) -> "Weights":
-        """The same with the gathered chunk, where there is one."""
-        return Weights(self.storage, chunk[0]) if chunk else self
 
 
 class Stage:
@@ -65,7 +61,6 @@ class Stage:
 
     Attributes:
         last: The last virtual stage; the only one where it is 0.
-        gathers_by_chunk: Whether the trunk of a chunk is gathered over `fsdp` when its stage turns to that chunk.
         vocab_input: The vocabulary-parallel layers before the first virtual stage, or None.
         vocab_loss: Those after the last one, with the loss, or None.
         residuals: Shapes and dtypes of what a forward leaves for its backward.
@@ -109,13 +104,10 @@ class Stage:
             self.params,
             self.collections,
             context,
-            section.residual_dtype,
         )
         # Where idle actions are skipped there is a branch for each chunk; else the chunk is an index into all chunks'
-        # weights. So it is where the chunk's weights are gathered before the branch.
-        self.gathers_by_chunk = section.gather_weights == "chunk"
-        join = self.gathers_by_chunk or not plan.skips
-        self.trunk = Trunk(blueprint, scan=section.scan_trunk, join=join, split=split)
+        # weights.
+        self.trunk = Trunk(blueprint, scan=section.scan_trunk, join=not plan.idle.skips, split=split)
         starts = [cut.trunk.start for cut in self.cuts]
         # Without a trunk the prologue's output goes on as it is.
         leaving = self.activations
@@ -176,12 +168,11 @@ class Stage:
         reported_cotangent: jax.Array,
         *,
         split: bool,
-        apart: bool = False,
     ) -> StageBackwardResult:
         """Run the backward of trunk and prologue from the gradient of the output, in common form.
 
         A split one leaves the weight gradients to `backward_weight`, as far as they need not be
-        computed for the input's; one `apart` leaves the prologue's to `Prologue.first_gradients`.
+        computed for the input's.
         """
         of_prologue, of_trunk = residuals
         if not (self.trunk.is_empty or self.gradients.is_identity):
@@ -189,21 +180,20 @@ class Stage:
             gradient = self.gradients.unpack(0, gradient)
         trunk = self.trunk.backward(at, weights.trunk, of_trunk, gradient, reported_cotangent, split=split)
         prologue = self.prologue.backward(
-            at, weights.storage, of_prologue, trunk.input_grad, reported_cotangent, split=split, apart=apart
+            at, weights.storage, of_prologue, trunk.input_grad, reported_cotangent, split=split
         )
         pending = prologue.pending, trunk.pending
         return StageBackwardResult(trunk.grads, prologue.grads, prologue.input_grad, pending)
 
     def backward_weight(
-        self, at: VirtualStage, weights: Weights, residuals: PyTree, pending: PyTree, *, with_prologue: bool
+        self, at: VirtualStage, weights: Weights, residuals: PyTree, pending: PyTree
     ) -> tuple[PyTree, PyTree]:
         """Gradients that a split backward has left, of the trunk and of other parameters.
 
-        None or zero where the split backward gave them. The second is None without the prologue,
-        and where its split backward gave all.
+        None or zero where the split backward gave them; the second is None where it gave all.
         """
         trunk = self.trunk.backward_weight(at, weights.trunk, residuals[1], pending[1])
-        if not (with_prologue and self.prologue.has_deferred):
+        if not self.prologue.has_deferred:
             return trunk, None
         return trunk, self.prologue.backward_weight(at, weights.storage, residuals[0], pending[0])
 

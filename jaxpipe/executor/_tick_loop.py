@@ -1,6 +1,6 @@
 """Running a tick program: its runs as loops, and the action that a device runs in a tick."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -8,22 +8,15 @@ import jax
 import jax.numpy as jnp
 
 from jaxpipe._typing import PyTree
-from jaxpipe.schedules import Actions, Table, Tables, TickProgram, TickRun
+from jaxpipe.schedules import Table, TickProgram, TickRun
 
+from ._actions import Action, Row, run_action
 from ._batch import DeviceBatch
-from ._buffers import run_or_zeros
 from ._exchange import Channel
 from ._stage import Stage, Weights
 from ._virtual_stage import VirtualStage
 
-Row = Tables[jax.Array]
-"""One device's entries of the tables for one tick; every leaf `int32[]`."""
-
 _Carry = TypeVar("_Carry")
-
-_MOST = 0.75
-"""Share of a run's ticks from which on all of them compute what that many need. Of 1f1b's steady ticks all but the last
-one need it; with chunks half of them do, and computing it in all would have twice as much exchanged."""
 
 
 class LossCotangents(NamedTuple):
@@ -63,16 +56,11 @@ class TickLoop:
     Args:
         stage: The computing.
         program: The lowered schedule.
-        skip_idle: Branch around idle actions, and on the chunk; otherwise idle actions compute and the result is
-            dropped.
         sends_early: Send activations at the end of the tick that computes them, not at the beginning of the next.
     """
 
-    def __init__(self, stage: Stage, program: TickProgram, *, skip_idle: bool, sends_early: bool) -> None:
-        self.stage, self.program = stage, program
-        self.skip_idle, self.sends_early = skip_idle, sends_early
-        # Whether actions are called in loops that have no round where they are idle.
-        self.loops_actions = False
+    def __init__(self, stage: Stage, program: TickProgram, *, sends_early: bool) -> None:
+        self.stage, self.program, self.sends_early = stage, program, sends_early
         self.activations = Channel(
             stage.activations,
             program.num_stages,
@@ -104,75 +92,11 @@ class TickLoop:
 
         return jax.tree.map(rows, self.program.tables, is_leaf=lambda x: type(x) is tuple)
 
-    def action(
-        self,
-        device: Device,
-        run: TickRun,
-        actions: Actions[Table],
-        now: Actions[jax.Array],
-        functions: Sequence[Callable[[VirtualStage], Any]],
-        which: jax.Array | int = 0,
-        chunk: jax.Array | None = None,
-        *,
-        is_busy: bool = False,
-    ) -> Any:
-        """Run a tick's action of one kind, for the chunk it is on.
-
-        Idle actions give zeros. There is no branch where the run has one function and one chunk, and
-        no stage is idle; where idle actions are computed, the chunk is an index into stacked weights
-        instead of a branch.
-
-        Args:
-            device: This device.
-            run: The run that the tick is in.
-            actions: The program's actions of this kind.
-            now: The tick's.
-            functions: What can be computed; all give trees of the same form.
-            which: Index of the function.
-            chunk: Where idle actions are computed: the action's chunk, or any one where it is idle.
-                None: the first one there.
-            is_busy: It is known that the action is not idle.
-        """
-        placement, is_busy = self.stage.placement, is_busy or self.loops_actions
-        chunks: list[Any] = chunks_of(actions, run)
-        if self.skip_idle and len(chunks) > 1:
-            # One branch for each function and chunk: the functions' first, in the order of `branches` below.
-            number = jnp.searchsorted(jnp.asarray(chunks, jnp.int32), now.chunk, method="compare_all").astype(jnp.int32)
-            which = which * len(chunks) + number
-        elif len(chunks) > 1:
-            chunks = [jnp.maximum(now.chunk if chunk is None else chunk, 0)]
-        branches = [
-            lambda function=function, chunk=chunk: function(VirtualStage(device.stage, chunk, placement))
-            for function in functions
-            for chunk in chunks
-        ]
-        if len(branches) == 1 and (is_busy or is_never_idle(actions, run)):
-            return branches[0]()
-        if is_busy:
-            return jax.lax.switch(which, branches)
-        skip = self.skip_idle and not run.computes_idle
-        return run_or_zeros(jnp.where(now.microbatch >= 0, which, -1), branches, skip=skip)
-
-    def on_all_stages(
-        self,
-        run: TickRun,
-        microbatches: Table,
-        now: jax.Array,
-        compute: Callable[[], PyTree],
-        *,
-        is_harmless: bool = False,
-    ) -> PyTree:
-        """Run what all stages run at once, or give zeros in ticks whose microbatch (`now`) is -1.
-
-        It may hold collectives over the stages, as all of them take the same branch. What is
-        harmless may as well compute in ticks without it, on microbatch 0: there is then no branch
-        where most ticks of the run have it, so that its collectives may travel under other work.
-        """
-        ticks = microbatches[0][run.start : run.stop]
-        share = sum(microbatch >= 0 for microbatch in ticks) / len(ticks)
-        if share >= (_MOST if is_harmless else 1):
-            return compute()
-        return run_or_zeros(jnp.where(now >= 0, 0, -1), [compute])
+    def run_action(
+        self, device: Device, action: Action, carry: _Carry, row: Row, values: PyTree = None, nothing: PyTree = None
+    ) -> tuple[_Carry, Any]:
+        """The carry after a tick's action, and what the tick's other actions take of it; see `_actions`."""
+        return run_action(action, device.stage, self.stage.placement, carry, row, values, nothing)
 
     def entering(self, device: Device, index: jax.Array, *, train: bool) -> PyTree:
         """What vocabulary-parallel first layers make of a microbatch's inputs, on all stages at once."""
@@ -188,18 +112,3 @@ class TickLoop:
     def is_first(self, device: Device, chunk: jax.Array) -> jax.Array:
         """True if a chunk of this device is the first part of the model."""
         return VirtualStage(device.stage, chunk, self.stage.placement).is_at(0)
-
-
-def chunks_of(actions: Actions[Table], run: TickRun) -> list[int]:
-    """The chunks that actions of a run are on."""
-    return sorted({chunk for row in actions.chunk for chunk in row[run.start : run.stop] if chunk >= 0})
-
-
-def occurs(microbatches: Table, run: TickRun) -> bool:
-    """True if something that is told to all stages is in some tick of a run."""
-    return max(microbatches[0][run.start : run.stop]) >= 0
-
-
-def is_never_idle(actions: Actions[Table], run: TickRun) -> bool:
-    """True if no stage is ever idle in a run."""
-    return all(c >= 0 for row in actions.chunk for c in row[run.start : run.stop])

@@ -1,24 +1,22 @@
 """The training loop: a tick program run by every device, from a batch to summed losses and gradients."""
 
 import functools
-from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jaxpipe._typing import PyTree
-from jaxpipe.schedules import Actions, Table, TickProgram, TickRun, TransferBuffers
-from jaxpipe.state import Storage
+from jaxpipe.schedules import ActionPlan, Idle, TickProgram, TickRun, TransferBuffers
 
+from ._actions import Action, Row, run_on_all_stages
 from ._batch import Microbatch
-from ._buffers import make_ring, once, read_ring, run_or_zeros, select, to_memory, write_ring, write_ring_if, zeros_of
+from ._buffers import make_ring, read_ring, run_or_zeros, select, to_memory, write_ring, write_ring_if, zeros_of
 from ._exchange import Channel
 from ._results import ForwardResult, LossResult, StageBackwardResult
 from ._stage import Stage
 from ._sums import GradientSums
-from ._tick_loop import Device, Row, TickLoop, is_never_idle, occurs
-from ._trunk import GatheredChunk
+from ._tick_loop import Device, TickLoop
 from ._virtual_stage import VirtualStage
 
 
@@ -30,9 +28,6 @@ class TrainCarry(NamedTuple):
         collections: The stage's collections after the microbatches so far.
         entering: What vocabulary-parallel first layers have made for this tick's forward.
         finished: The output that the tick before has left for the loss, where losses are delayed.
-        gathered: Chunks whose trunk is gathered over `fsdp` till their stage turns to another: that
-            of the forward and that of the backward, one where both are always the same, none where
-            weights are gathered otherwise.
         gradients: Gradients on their way.
         leaving: The gradient of what vocabulary-parallel first layers made, which the tick before
             has left for their backward.
@@ -52,7 +47,6 @@ class TrainCarry(NamedTuple):
     collections: PyTree
     entering: PyTree
     finished: PyTree
-    gathered: tuple[GatheredChunk, ...]
     gradients: TransferBuffers[PyTree]
     leaving: PyTree
     loss: jax.Array
@@ -77,30 +71,20 @@ class TrainLoop(TickLoop):
     Args:
         stage: The computing.
         program: The lowered training schedule.
-        skip_idle: Branch around idle actions, and on the chunk; otherwise idle actions compute and the result is
-            dropped.
         sends_early: Send activations at the end of the tick that computes them, not at the beginning of the next.
-        loops_idle: Where idle actions are skipped, call actions in loops of one round or none.
     """
 
-    def __init__(
-        self, stage: Stage, program: TickProgram, *, skip_idle: bool, sends_early: bool, loops_idle: bool
-    ) -> None:
-        super().__init__(stage, program, skip_idle=skip_idle, sends_early=sends_early)
-        # On GPU the host waits twice for a loop, and once for a branch. All stages must take part in exchanges, and in
-        # what vocabulary-parallel layers sum.
-        has_exchanges = sends_early or stage.vocab_input is not None or stage.vocab_loss is not None
-        self.loops_actions = loops_idle and skip_idle and not has_exchanges
+    def __init__(self, stage: Stage, program: TickProgram, *, sends_early: bool) -> None:
+        super().__init__(stage, program, sends_early=sends_early)
         # Gradients always leave at the beginning of the next tick, where its forward hides the exchange.
         depth, unbuffered = program.depth.gradients, program.unbuffered.gradients
         self._gradients = Channel(stage.gradients, program.num_stages, depth, unbuffered, sends_early=False)
-        self._sums = GradientSums(stage, program, skip_idle=skip_idle)
-        self._has_fused_loss = _loss_is_followed_by_backward(program, stage)
+        self._sums = GradientSums(stage, program.num_chunks)
 
     def run(self, device: Device, num_loss_sums: int) -> TrainCarry:
         """Run the whole program; gives the carry after its last tick, with so many sums of the loss."""
         stage, program = self.stage, self.program
-        loss_slots = 0 if self._has_fused_loss else program.residual_slots
+        loss_slots = 0 if program.fuses_loss else program.residual_slots
         trunk_grads, off_trunk_grads = self._sums.zeros()
         carry = TrainCarry(
             activations=self.activations.empty(),
@@ -111,7 +95,6 @@ class TrainLoop(TickLoop):
             entering=self._first_entering(device),
             leaving=stage.gradients.zeros() if stage.vocab_input else (),
             finished=stage.activations.zeros() if program.delays_loss else (),
-            gathered=(stage.trunk.no_chunk(),) * (stage.gathers_by_chunk * (1 if program.is_of_one_chunk() else 2)),
             trunk_grads=trunk_grads,
             off_trunk_grads=off_trunk_grads,
             vocab_grads=stage.zero_vocab_grads(),
@@ -121,9 +104,9 @@ class TrainLoop(TickLoop):
             loss_reported=jnp.zeros((len(stage.epilogue.aux.names),), jnp.float32),
         )
         carry = self.scan(device, lambda run, carry, row: self._tick(device, run, carry, row), carry)
-        (first_stage, first_chunk), backward = stage.placement.locations[0], program.tables.backward
-        if stage.vocab_input is not None and backward.chunk[first_stage][-1] == first_chunk:
-            index = jnp.int32(backward.microbatch[first_stage][-1])
+        if stage.vocab_input is not None and program.ends_at_input:
+            first_stage = stage.placement.locations[0][0]
+            index = jnp.int32(program.tables.backward.microbatch[first_stage][-1])
             carry = _plus_vocab(carry, self._vocab_input_gradients(device, index, carry.leaving))
         return carry
 
@@ -134,9 +117,8 @@ class TrainLoop(TickLoop):
         return self.entering(device, jnp.int32(self.program.tables.input_microbatch[0][0]), train=True)
 
     def _tick(self, device: Device, run: TickRun, carry: TrainCarry, row: Row) -> TrainCarry:
-        inputs, tables = carry.entering, self.program.tables
+        inputs = carry.entering
         carry, arrived = self._receive(device, run, carry, row)
-        carry = self._turn(device, carry, row)
         # Out of all actions: idle stages, too, take part where inputs and labels are gathered from shares.
         labels = device.batch.labels(row.loss_microbatch)
         if self.stage.vocab_input is None:
@@ -146,36 +128,18 @@ class TrainLoop(TickLoop):
         loss_gradient, gradient = self.stage.gradients.zeros(), arrived[1]
         if self.program.delays_loss:
             carry, loss_gradient = self._loss(device, run, carry, row, labels, carry.finished)
-        if run.has_forward:
-
-            def forward(carry: TrainCarry, row: Row, taken: tuple[PyTree, ...]) -> Any:
-                carry, output, gradient = self._forward(device, run, carry, row, *taken)
-                if self.program.delays_loss:
-                    return carry._replace(finished=output), (loss_gradient, gradient)
-                carry, of_output = self._loss(device, run, carry, row, labels, output)
-                return carry, (of_output, gradient)
-
-            is_busy, nothing = row.forward.microbatch >= 0, (loss_gradient, gradient)
-            carry, (loss_gradient, gradient) = self._unless_idle(
-                run, tables.forward, is_busy, forward, carry, row, (inputs, *arrived), nothing
-            )
+        if run.forward is not None:
+            action = self._forward(device, run, run.forward, labels, loss_gradient)
+            values, nothing = (inputs, *arrived), (loss_gradient, gradient)
+            carry, (loss_gradient, gradient) = self.run_action(device, action, carry, row, values, nothing)
         # A model of one virtual stage has no backward of its own: its epilogue is the whole model, with the loss.
-        if run.has_backward and self.stage.last:
-
-            def backward(carry: TrainCarry, row: Row, arrived: tuple[PyTree, PyTree]) -> Any:
-                return self._backward(device, run, carry, row, *arrived), None
-
-            is_busy, values = row.backward.microbatch >= 0, (gradient, loss_gradient)
+        if run.backward is not None and self.stage.last:
             with jax.named_scope("backward"):
-                carry, _ = self._unless_idle(run, tables.backward, is_busy, backward, carry, row, values)
-        if run.has_weight and self.stage.last:
-
-            def weight(carry: TrainCarry, row: Row, _: None) -> Any:
-                return self._weight(device, run, carry, row), None
-
-            is_busy = row.weight.microbatch >= 0
+                action = self._backward(device, run, run.backward)
+                carry, _ = self.run_action(device, action, carry, row, (gradient, loss_gradient))
+        if run.weight is not None and self.stage.last:
             with jax.named_scope("weight_gradient"):
-                carry, _ = self._unless_idle(run, tables.weight, is_busy, weight, carry, row)
+                carry, _ = self.run_action(device, self._weight(device, run.weight), carry, row)
         return carry
 
     def _receive(
@@ -187,128 +151,66 @@ class TrainLoop(TickLoop):
         )
         gradient, gradients = self._gradients.recv(carry.gradients, run.gradient_sends, row.gradients, device.stage)
         carry = carry._replace(activations=activations, gradients=gradients)
-        if self.stage.vocab_loss is not None and self.skip_idle and len(run.activation_sends) > 1:
-            # Before the forward: else XLA (JAX 0.10) puts the exchange of gradients after the loss, whose collectives
-            # lie in no other exchange, and a stage that has a backward waits for its neighbours' forwards.
+        if run.receives_first:
             activation, gradient = jax.lax.optimization_barrier((activation, gradient))
         return carry, (activation, gradient)
 
-    def _turn(self, device: Device, carry: TrainCarry, row: Row) -> TrainCarry:
-        """Gather the chunk of the tick, where chunks are gathered when a stage turns to them."""
-        if not carry.gathered:
-            return carry
-        chunks = [row.forward.chunk, row.backward.chunk]
-        if len(carry.gathered) == 1:
-            chunks = [jnp.maximum(*chunks)]
-        gathered = tuple(
-            self.stage.trunk.turned(of_before, device.weights.trunk, chunk)
-            for of_before, chunk in zip(carry.gathered, chunks, strict=True)
-        )
-        return carry._replace(gathered=gathered)
+    def _forward(self, device: Device, run: TickRun, plan: ActionPlan, labels: PyTree, loss_gradient: PyTree) -> Action:
+        """A forward of inputs and what arrived, and the loss after it; gives gradients of the output for backwards."""
+        stage = self.stage
 
-    def _unless_idle(
-        self,
-        run: TickRun,
-        actions: Actions[Table],
-        is_busy: jax.Array,
-        act: Callable[[TrainCarry, Row, Any], tuple[TrainCarry, Any]],
-        carry: TrainCarry,
-        row: Row,
-        values: PyTree = None,
-        nothing: PyTree = None,
-    ) -> tuple[TrainCarry, Any]:
-        """The carry after an action and what it gives, in a loop `nothing` where it is idle.
-
-        On CPU this is a loop of one round, or of none where the action is idle: then it costs
-        nothing. A branch would make zeros of all that the action gives, which are then written to
-        the rings and added to the sums. `act` reads nothing that changes but its arguments.
-        """
-        if not self.loops_actions or is_never_idle(actions, run):
-            return act(carry, row, values)
-
-        def one_round(number: jax.Array, before: tuple[TrainCarry, PyTree]) -> tuple[TrainCarry, PyTree]:
-            # What does not depend on the loop's own state XLA moves in front of it, where idle actions run it too. Of
-            # entries behind a barrier all would be held, tick by tick; a zero is added to those that are read.
-            read, zero, _ = jax.lax.optimization_barrier((values, jnp.int32(0), number))
-            return act(before[0], jax.tree.map(lambda entry: entry + zero, row), read)
-
-        return once(is_busy, one_round, (carry, nothing))
-
-    def _forward(
-        self,
-        device: Device,
-        run: TickRun,
-        carry: TrainCarry,
-        row: Row,
-        inputs: PyTree,
-        arrived: PyTree,
-        gradient: PyTree,
-    ) -> tuple[TrainCarry, PyTree, PyTree]:
-        """Run the forward; gives its output, and the gradient that arrived."""
-        stage, collections = self.stage, carry.collections
-        weights = device.weights.with_trunk(carry.gathered[:1])
-        with jax.named_scope("forward"):
+        def compute(at: VirtualStage, carry: TrainCarry, row: Row, values: tuple[PyTree, ...]) -> ForwardResult:
+            inputs, arrived, _ = values
             batch = Microbatch(inputs, None, device.batch.context(row.forward.microbatch))
+            with jax.named_scope("forward"):
+                return stage.forward(at, device.weights, batch, carry.collections, arrived)
 
-            def forward(at: VirtualStage) -> ForwardResult:
-                return stage.forward(at, weights, batch, collections, arrived)
-
-            def act(*, is_busy: bool) -> ForwardResult:
-                actions, chunk = self.program.tables.forward, self._common_chunk(run, row)
-                return self.action(device, run, actions, row.forward, [forward], chunk=chunk, is_busy=is_busy)
-
-            if self._sums.is_worth_a_loop(run, self.program.tables.forward, stage.residuals):
-                # Nor are residuals of an idle forward filled with zeros.
-                def write(_: Any, before: tuple[PyTree, ForwardResult]) -> tuple[PyTree, ForwardResult]:
-                    result = act(is_busy=True)
-                    ring = write_ring(before[0], result.residuals, row.residual_write)
-                    return ring, result._replace(residuals=())
-
-                nothing = zeros_of(jax.eval_shape(lambda: act(is_busy=False)))
-                before = carry.residuals, nothing._replace(residuals=(), collections=collections)
-                ring, result = once(row.forward.microbatch >= 0, write, before)
-            else:
-                result = act(is_busy=False)
+        def write(
+            carry: TrainCarry, row: Row, values: tuple[PyTree, ...], result: ForwardResult
+        ) -> tuple[TrainCarry, tuple[PyTree, PyTree]]:
+            output, gradient = result.output, values[2]
+            with jax.named_scope("forward"):
                 # An idle forward may have computed on garbage, or given zeros: neither may replace collections.
-                updated = select(row.forward.microbatch >= 0, result.collections, collections)
-                result = result._replace(collections=updated)
-                # Also where the forward was idle: the program names a slot that nothing living uses, so no branch is
-                # needed.
+                collections = select(row.forward.microbatch >= 0, result.collections, carry.collections)
+                # Also where the forward was idle: the program names a slot that nothing living uses.
                 hosted = self._to_memory(result.residuals, jax.memory.Space.Host)
-                ring = write_ring(carry.residuals, hosted, row.residual_write)
-        # Idle ticks report zeros, so chunk -1, which counts from the end, adds nothing.
-        reported, output = carry.reported.at[row.forward.chunk].add(result.reported), result.output
-        if self.sends_early:
-            # Without the barrier XLA merges exchanges of gradients and activations in one direction, and neither of
-            # them lies under an action any more.
-            output, gradient = jax.lax.optimization_barrier((output, gradient))
-        activations = self.activations.send(
-            carry.activations, run.next_activation_sends, row.activations, device.stage, output
-        )
-        carry = carry._replace(
-            activations=activations,
-            residuals=ring,
-            collections=result.collections,
-            reported=reported,
-        )
-        return carry, output, gradient
+                residuals = write_ring(carry.residuals, hosted, row.residual_write)
+                # Idle ticks report zeros, so chunk -1, which counts from the end, adds nothing.
+                reported = carry.reported.at[row.forward.chunk].add(result.reported)
+                if self.sends_early:
+                    # Without the barrier XLA merges exchanges of gradients and activations in one direction, and
+                    # neither of them lies under an action any more.
+                    output, gradient = jax.lax.optimization_barrier((output, gradient))
+                activations = self.activations.send(
+                    carry.activations, run.next_activation_sends, row.activations, device.stage, output
+                )
+            carry = carry._replace(
+                activations=activations, residuals=residuals, collections=collections, reported=reported
+            )
+            if self.program.delays_loss:
+                return carry._replace(finished=output), (loss_gradient, gradient)
+            carry, of_output = self._loss(device, run, carry, row, labels, output)
+            return carry, (of_output, gradient)
+
+        chunk = (lambda row: jnp.maximum(row.forward.chunk, row.backward.chunk)) if run.has_one_chunk else None
+        return Action(plan, lambda row: row.forward, [compute], write, chunk=chunk)
 
     def _loss(
         self, device: Device, run: TickRun, carry: TrainCarry, row: Row, labels: PyTree, output: PyTree
     ) -> tuple[TrainCarry, PyTree]:
         """Run the loss; gives the gradient of the output where the last part is."""
-        if not occurs(self.program.tables.loss_microbatch, run):
+        if run.loss is None:
             return carry, self.stage.gradients.zeros()
         run_loss = self._epilogue if self.stage.vocab_loss is None else self._vocab_loss
         with jax.named_scope("loss"):
-            carry, gradient = run_loss(device, run, carry, row, labels, output)
-        if self._has_fused_loss:
+            carry, gradient = run_loss(device, run.loss, carry, row, labels, output)
+        if self.program.fuses_loss:
             return carry, gradient
         ring = write_ring_if(carry.loss_gradients, gradient, row.loss_gradient_write)
         return carry._replace(loss_gradients=ring), gradient
 
     def _epilogue(
-        self, device: Device, run: TickRun, carry: TrainCarry, row: Row, labels: PyTree, output: PyTree
+        self, device: Device, idle: Idle, carry: TrainCarry, row: Row, labels: PyTree, output: PyTree
     ) -> tuple[TrainCarry, PyTree]:
         """Run the epilogue where the last part is."""
         stage, storage, collections = self.stage, device.weights.storage, carry.collections
@@ -318,34 +220,17 @@ class TrainLoop(TickLoop):
         def compute() -> LossResult:
             return stage.epilogue.loss_and_gradients(storage, collections, output, batch, device.cotangents)
 
-        if self._sums.computes_off_trunk_in_loops(carry.off_trunk_grads):
-            # In the loop the gradients are added where they are computed: nowhere is there room for them, and other
-            # stages fill none with zeros.
-            def add(_: Any, before: tuple[Storage, LossResult]) -> tuple[Storage, LossResult]:
-                result = compute()
-                return self._sums.plus_off_trunk(before[0], result.grads), result._replace(grads=())
-
-            nothing = zeros_of(jax.eval_shape(compute))
-            before = carry.off_trunk_grads, nothing._replace(grads=(), collections=collections)
-            sums, result = once(is_last, add, before)
-        else:
-            # One device computing every tick needs no branch around the loss; else only the last stage has it.
-            if stage.last == 0 and is_never_idle(self.program.tables.forward, run):
-                result = compute()
-            else:
-                result = run_or_zeros(jnp.where(is_last, 0, -1), [compute])
-            result = result._replace(collections=select(is_last, result.collections, collections))
-            sums = self._sums.add_off_trunk(carry.off_trunk_grads, result.grads, is_last)
+        result = compute() if idle is Idle.NEVER else run_or_zeros(jnp.where(is_last, 0, -1), [compute])
         carry = carry._replace(
             loss_reported=carry.loss_reported + result.reported,
             loss=carry.loss + result.sums,
-            collections=result.collections,
-            off_trunk_grads=sums,
+            collections=select(is_last, result.collections, collections),
+            off_trunk_grads=self._sums.add_off_trunk(carry.off_trunk_grads, result.grads),
         )
         return carry, result.output_grad
 
     def _vocab_loss(
-        self, device: Device, run: TickRun, carry: TrainCarry, row: Row, labels: PyTree, output: PyTree
+        self, device: Device, idle: Idle, carry: TrainCarry, row: Row, labels: PyTree, output: PyTree
     ) -> tuple[TrainCarry, PyTree]:
         """Run the last layers and the loss on all stages."""
         layers, index = self.stage.vocab_loss, row.loss_microbatch
@@ -357,8 +242,7 @@ class TrainLoop(TickLoop):
         def compute() -> LossResult:
             return layers.loss_and_gradients(storage, is_last, output, batch, cotangent)
 
-        microbatches = self.program.tables.loss_microbatch
-        result: LossResult = self.on_all_stages(run, microbatches, index, compute)
+        result: LossResult = run_on_all_stages(idle, index, compute)
         carry = _plus_vocab(carry._replace(loss=carry.loss + result.sums), result.grads)
         return carry, result.output_grad
 
@@ -367,25 +251,21 @@ class TrainLoop(TickLoop):
 
         No action of this tick needs either, so that their collectives over the stages travel under its products.
         """
-        tables, leaving = self.program.tables, carry.leaving
-        last, following = row.last_input_grad_microbatch, row.next_input_microbatch
-        if occurs(tables.last_input_grad_microbatch, run):
+        leaving, last, following = carry.leaving, row.last_input_grad_microbatch, row.next_input_microbatch
+        if run.first_backward is not None:
 
             def gradients() -> dict[str, jax.Array]:
                 return self._vocab_input_gradients(device, last, leaving)
 
-            table = tables.last_input_grad_microbatch
-            carry = _plus_vocab(carry, self.on_all_stages(run, table, last, gradients, is_harmless=True))
+            carry = _plus_vocab(carry, run_on_all_stages(run.first_backward, last, gradients))
             # Taken once: a tick without a backward leaves nothing.
             carry = carry._replace(leaving=self.stage.gradients.zeros())
-        if occurs(tables.next_input_microbatch, run):
+        if run.first is not None:
 
             def outputs() -> PyTree:
                 return self.entering(device, following, train=True)
 
-            table = tables.next_input_microbatch
-            entering = self.on_all_stages(run, table, following, outputs, is_harmless=True)
-            carry = carry._replace(entering=entering)
+            carry = carry._replace(entering=run_on_all_stages(run.first, following, outputs))
         return carry
 
     def _vocab_input_gradients(self, device: Device, index: jax.Array, gradient: PyTree) -> dict[str, jax.Array]:
@@ -393,165 +273,61 @@ class TrainLoop(TickLoop):
         inputs, context = device.batch.inputs(index), device.batch.context(index)
         return self.stage.vocab_input.gradients(device.weights.storage, inputs, context, gradient)
 
-    def _backward(
-        self, device: Device, run: TickRun, carry: TrainCarry, row: Row, arrived: PyTree, loss_gradient: PyTree
-    ) -> TrainCarry:
-        """Run the backward, whole or of the input alone."""
-        stage = self.stage
-        if not self._has_fused_loss:
-            loss_gradient = read_ring(carry.loss_gradients, row.residual_read)
-        gradient = select(self.is_last(device, row.backward.chunk), loss_gradient, arrived)
-        kinds = self._kinds_of_backward(run)
-        in_loop = self._sums.computes_off_trunk_in_loops(carry.off_trunk_grads)
-        apart = kinds == [False] and stage.prologue.has_apart and in_loop
-        carry, result = self._gradients_of(device, run, carry, row, gradient, kinds, apart=apart)
-        outgoing = result.input_grad
-        # No sends are named: gradients never leave early.
-        gradients = self._gradients.send(carry.gradients, {}, row.gradients, device.stage, outgoing)
-        actions, chunk = self.program.tables.backward, row.backward.chunk
-        carry = carry._replace(gradients=gradients)
-        carry = self._plus(device, run, actions, carry, chunk, result.trunk, result.off_trunk)
-        if apart:
-            carry = self._plus_first(device, carry, row, outgoing)
-        if stage.vocab_input is not None:
-            # All stages run their backward, and its psums add the cotangents up: only one may be other than zero.
-            leaving = select(self.is_first(device, row.backward.chunk), outgoing, zeros_of(outgoing))
-            carry = carry._replace(leaving=leaving)
-        return carry
+    def _backward(self, device: Device, run: TickRun, plan: ActionPlan) -> Action:
+        """A backward, whole or of the input alone, of the gradients that arrived and that the loss gave."""
+        stage, kinds = self.stage, plan.splits
 
-    def _gradients_of(
-        self,
-        device: Device,
-        run: TickRun,
-        carry: TrainCarry,
-        row: Row,
-        gradient: PyTree,
-        kinds: Sequence[bool],
-        *,
-        apart: bool,
-    ) -> tuple[TrainCarry, StageBackwardResult]:
-        """Run the backward's action; what is pending is in its ring."""
-        stage, ring, weights = self.stage, carry.residuals, device.weights.with_trunk(carry.gathered[-1:])
-
-        def backward(at: VirtualStage, *, split: bool) -> StageBackwardResult:
-            residuals = self._read_residuals(ring, row.residual_read)
+        def compute(at: VirtualStage, carry: TrainCarry, row: Row, values: PyTree, *, split: bool) -> Any:
+            arrived, loss_gradient = values
+            if not self.program.fuses_loss:
+                loss_gradient = read_ring(carry.loss_gradients, row.residual_read)
+            gradient = select(self.is_last(device, row.backward.chunk), loss_gradient, arrived)
+            residuals = self._read_residuals(carry.residuals, row.residual_read)
             reported = device.cotangents.reported
-            return stage.backward(at, weights, residuals, gradient, reported, split=split, apart=apart)
+            return stage.backward(at, device.weights, residuals, gradient, reported, split=split)
 
-        functions: list[Callable[[VirtualStage], StageBackwardResult]] = [
-            functools.partial(backward, split=split) for split in kinds
-        ]
-        which: jax.Array | int = 0
+        def write(carry: TrainCarry, row: Row, _: PyTree, result: StageBackwardResult) -> tuple[TrainCarry, None]:
+            pending, outgoing = carry.pending, result.input_grad
+            if True in kinds:
+                is_always_split = kinds == (True,) and plan.idle in (Idle.NEVER, Idle.LOOP)
+                write_slot = write_ring if is_always_split else write_ring_if
+                pending = write_slot(pending, result.pending, row.pending_write)
+            # No sends are named: gradients never leave early.
+            gradients = self._gradients.send(carry.gradients, {}, row.gradients, device.stage, outgoing)
+            carry = carry._replace(pending=pending, gradients=gradients)
+            carry = self._plus(plan, carry, row.backward.chunk, result.trunk, result.off_trunk)
+            if stage.vocab_input is not None:
+                # All stages run their backward, and its psums add the cotangents up: only one may be other than zero.
+                leaving = select(self.is_first(device, row.backward.chunk), outgoing, zeros_of(outgoing))
+                carry = carry._replace(leaving=leaving)
+            return carry, None
+
+        functions = [functools.partial(compute, split=split) for split in kinds]
         if len(functions) > 1:
             whole, split = functions
-            # Branches of one switch must return one type: a split backward's missing gradients become zeros.
-            functions[1] = lambda at: _fill(split(at), jax.eval_shape(lambda: whole(at)))
-            which = (row.pending_write >= 0).astype(jnp.int32)
 
-        def act(*, is_busy: bool) -> StageBackwardResult:
-            actions, chunk = self.program.tables.backward, self._common_chunk(run, row)
-            return self.action(device, run, actions, row.backward, functions, which, chunk, is_busy=is_busy)
+            def filled(*args: Any) -> StageBackwardResult:
+                # Branches of one switch must return one type: a split backward's missing gradients become zeros.
+                return _fill(split(*args), jax.eval_shape(lambda: whole(*args)))
 
-        if kinds == [True] and self._sums.is_worth_a_loop(run, self.program.tables.backward, stage.pending):
+            functions = [whole, filled]
+        which = (lambda row: (row.pending_write >= 0).astype(jnp.int32)) if len(functions) > 1 else lambda row: 0
+        chunk = (lambda row: jnp.maximum(row.forward.chunk, row.backward.chunk)) if run.has_one_chunk else None
+        return Action(plan, lambda row: row.backward, functions, write, which, chunk)
 
-            def write(_: Any, before: tuple[PyTree, StageBackwardResult]) -> tuple[PyTree, StageBackwardResult]:
-                result = act(is_busy=True)
-                ring = write_ring(before[0], result.pending, row.pending_write)
-                return ring, result._replace(pending=())
+    def _weight(self, device: Device, plan: ActionPlan) -> Action:
+        """The weight gradient of a split backward."""
 
-            nothing = zeros_of(jax.eval_shape(lambda: act(is_busy=False)))._replace(pending=())
-            pending, result = once(row.backward.microbatch >= 0, write, (carry.pending, nothing))
-        else:
-            # What an idle backward computed is replaced by zeros, but not what is added in a loop: it is not looked at.
-            in_loop = self._sums.adds_off_trunk_in_loops(carry.off_trunk_grads)
-            is_dropped = not self.skip_idle and len(functions) == 1 and in_loop
-            result = act(is_busy=is_dropped)
-            if is_dropped and not is_never_idle(self.program.tables.backward, run):
-                others = result._replace(off_trunk=())
-                others = select(row.backward.microbatch >= 0, others, zeros_of(others))
-                result = others._replace(off_trunk=result.off_trunk)
-            pending = carry.pending
-            if True in kinds:
-                pending = self._write_pending(run, pending, result.pending, row.pending_write)
-        return carry._replace(pending=pending), result
-
-    def _plus_first(self, device: Device, carry: TrainCarry, row: Row, gradient: PyTree) -> TrainCarry:
-        """Compute and add gradients of the first virtual stage's prologue, where a backward has left them."""
-        ring, storage, reported = carry.residuals, device.weights.storage, device.cotangents.reported
-
-        def compute() -> Storage:
-            residuals = self._read_residuals(ring, row.residual_read)[0]
-            return self.stage.prologue.first_gradients(storage, residuals, gradient, reported)
-
-        is_first = self.is_first(device, row.backward.chunk)
-        sums = self._sums.add_off_trunk_in_loop(carry.off_trunk_grads, is_first, compute)
-        return carry._replace(off_trunk_grads=sums)
-
-    def _weight(self, device: Device, run: TickRun, carry: TrainCarry, row: Row) -> TrainCarry:
-        """Run the weight gradient of a split backward."""
-        stage, residual_ring, pending_ring = self.stage, carry.residuals, carry.pending
-        in_loop = self._sums.computes_off_trunk_in_loops(carry.off_trunk_grads)
-
-        def left() -> tuple[PyTree, PyTree]:
-            residuals = self._read_residuals(residual_ring, row.weight_residual_read)
-            return residuals, read_ring(pending_ring, row.pending_read)
-
-        def weight(at: VirtualStage) -> tuple[PyTree, PyTree]:
+        def compute(at: VirtualStage, carry: TrainCarry, row: Row, _: PyTree) -> tuple[PyTree, PyTree]:
+            residuals = self._read_residuals(carry.residuals, row.weight_residual_read)
+            pending = read_ring(carry.pending, row.pending_read)
             # Gathered by itself, and only what it reads: a product's weight gradient needs no weight.
-            return stage.backward_weight(at, device.weights, *left(), with_prologue=not in_loop)
+            return self.stage.backward_weight(at, device.weights, residuals, pending)
 
-        actions, chunk = self.program.tables.weight, row.weight.chunk
-        is_apart = in_loop or not stage.prologue.has_deferred
-        if is_apart and self._sums.is_worth_a_loop(run, actions, stage.trunk_grad_struct):
+        def write(carry: TrainCarry, row: Row, _: PyTree, grads: tuple[PyTree, PyTree]) -> tuple[TrainCarry, None]:
+            return self._plus(plan, carry, row.weight.chunk, *grads), None
 
-            def trunk_of(of_chunk: int) -> PyTree:
-                return weight(VirtualStage(device.stage, of_chunk, stage.placement))[0]
-
-            sums = self._sums.add_trunk_in_loops(carry.trunk_grads, run, actions, chunk, trunk_of)
-            carry = carry._replace(trunk_grads=sums)
-        else:
-            trunk, off_trunk = self.action(device, run, actions, row.weight, [weight])
-            carry = self._plus(device, run, actions, carry, chunk, trunk, off_trunk)
-        if in_loop and stage.prologue.has_deferred:
-            at = VirtualStage(device.stage, jnp.maximum(chunk, 0), stage.placement)
-
-            def deferred() -> Storage:
-                residuals, pending = left()
-                storage = device.weights.storage
-                return stage.prologue.backward_weight(at, storage, residuals[0], pending[0], defers=True)
-
-            is_given = (chunk >= 0) & stage.prologue.defers_at(at)
-            sums = self._sums.add_off_trunk_in_loop(carry.off_trunk_grads, is_given, deferred)
-            carry = carry._replace(off_trunk_grads=sums)
-        return carry
-
-    def _common_chunk(self, run: TickRun, row: Row) -> jax.Array | None:
-        """The chunk of a tick's forward and backward; None where some tick of the run has them for different ones.
-
-        With one index for both XLA takes the chunk's weights out of those of all once in a tick, not twice.
-        """
-        if not self.program.is_of_one_chunk(run.start, run.stop):
-            return None
-        return jnp.maximum(row.forward.chunk, row.backward.chunk)
-
-    def _write_pending(self, run: TickRun, ring: PyTree, pending: PyTree, slot: jax.Array) -> PyTree:
-        """Overwrite a slot, or leave all slots as they are where the slot is -1."""
-        if self._kinds_of_backward(run) == [True] and is_never_idle(self.program.tables.backward, run):
-            return write_ring(ring, pending, slot)
-        # A loop of one round or none, in place: a select would read the slot in every tick, and write all of it. These
-        # are gigabytes with recompute, and a slot to spare, for ticks that leave nothing, would be as large.
-        return once(slot >= 0, lambda _, slots: write_ring(slots, pending, slot), ring)
-
-    def _kinds_of_backward(self, run: TickRun) -> list[bool]:
-        """True if the backwards of a run are split; both where there are such and such, whole ones first."""
-        tables, ticks = self.program.tables, slice(run.start, run.stop)
-        found = {
-            slot >= 0
-            for slots, chunks in zip(tables.pending_write, tables.backward.chunk, strict=True)
-            for slot, chunk in zip(slots[ticks], chunks[ticks], strict=True)
-            if chunk >= 0
-        }
-        return sorted(found)
+        return Action(plan, lambda row: row.weight, [compute], write)
 
     def _to_memory(self, residuals: PyTree, space: Any) -> PyTree:
         return to_memory(residuals, self.stage.is_hosted, space)
@@ -560,34 +336,13 @@ class TrainLoop(TickLoop):
         return self._to_memory(read_ring(ring, slot), jax.memory.Space.Device)
 
     def _plus(
-        self,
-        device: Device,
-        run: TickRun,
-        actions: Actions[Table],
-        carry: TrainCarry,
-        chunk: jax.Array,
-        trunk: PyTree,
-        off_trunk: PyTree,
+        self, plan: ActionPlan, carry: TrainCarry, chunk: jax.Array, trunk: PyTree, off_trunk: PyTree
     ) -> TrainCarry:
         """The carry with an action's gradients; those of the trunk may be None leaf by leaf."""
-        trunk_sums = self._sums.add_trunk(carry.trunk_grads, run, actions, chunk, trunk)
-        carry = carry._replace(trunk_grads=trunk_sums)
+        carry = carry._replace(trunk_grads=self._sums.add_trunk(carry.trunk_grads, plan, chunk, trunk))
         if off_trunk is not None and self.stage.prologue.has_params:
-            at = VirtualStage(device.stage, jnp.maximum(chunk, 0), self.stage.placement)
-            is_given = (chunk >= 0) & self.stage.prologue.has_params_at(at)
-            sums = self._sums.add_off_trunk(carry.off_trunk_grads, off_trunk, is_given)
-            carry = carry._replace(off_trunk_grads=sums)
+            carry = carry._replace(off_trunk_grads=self._sums.add_off_trunk(carry.off_trunk_grads, off_trunk))
         return carry
-
-
-def _loss_is_followed_by_backward(program: TickProgram, stage: Stage) -> bool:
-    """True if every loss is followed by its backward in the same tick, so that its gradient need not wait."""
-    last_stage, last_chunk = stage.placement.locations[-1]
-    backward = program.tables.backward
-    ticks = zip(
-        program.tables.loss_microbatch[0], backward.microbatch[last_stage], backward.chunk[last_stage], strict=True
-    )
-    return all(loss == microbatch for loss, microbatch, chunk in ticks if chunk == last_chunk)
 
 
 def _plus_vocab(carry: TrainCarry, grads: dict[str, jax.Array]) -> TrainCarry:

@@ -1,7 +1,6 @@
 """The trunk: the same layers in every virtual stage, run as one straight program without a conditional."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,22 +10,10 @@ from jaxpipe._typing import PyTree
 
 from ._batch import Context
 from ._blueprint import Blueprint
-from ._buffers import once, select, zeros_of
+from ._buffers import select
 from ._results import BackwardResult, ForwardResult
 from ._segment import Segment
 from ._virtual_stage import VirtualStage
-
-
-class GatheredChunk(NamedTuple):
-    """Parameters of one chunk's trunk, whole along `fsdp`.
-
-    Attributes:
-        chunk: The chunk; -1 before the first.
-        params: Its parameters, prepared.
-    """
-
-    chunk: jax.Array
-    params: PyTree
 
 
 class Trunk:
@@ -92,22 +79,6 @@ class Trunk:
         # Once a step, outside the loop: inside, XLA would stack them again in every tick.
         return jax.tree.map(lambda *xs: jnp.stack(xs), *each) if self._join else each
 
-    def no_chunk(self) -> GatheredChunk:
-        """Room for a gathered chunk, with zeros."""
-        return GatheredChunk(jnp.int32(-1), self._program.pin_gathered(zeros_of(self.struct)))
-
-    def turned(self, before: GatheredChunk, params: PyTree, chunk: jax.Array) -> GatheredChunk:
-        """The gathered chunk of a tick: as before where it is the same or -1 (idle), else anew."""
-
-        def gather(_: jax.Array, old: GatheredChunk) -> GatheredChunk:
-            del old
-            return GatheredChunk(chunk, self._gathered(chunk, params))
-
-        # In place: what goes through a branch is copied in every tick. The devices that gather together are of one
-        # stage, so that all or none of them enter the loop.
-        now = once((chunk >= 0) & (chunk != before.chunk), gather, before)
-        return now._replace(params=self._program.pin_gathered(now.params))
-
     def named(self, grads: Sequence[PyTree]) -> dict[str, jax.Array]:
         """Gradients by name, from a tree for each chunk."""
         found: dict[str, jax.Array] = {}
@@ -156,13 +127,10 @@ class Trunk:
         return self._program.run(self._take(at, params), inputs, full_context, train=False)[0]
 
     def _take(self, at: VirtualStage, params: PyTree) -> PyTree:
-        return params.params if isinstance(params, GatheredChunk) else self._gathered(at.chunk, params)
-
-    def _gathered(self, chunk: jax.Array | int, params: PyTree) -> PyTree:
         if not self._join:
-            return self._program.gather(params[chunk])
+            return self._program.gather(params[at.chunk])
         # A copy of the chunk's parameters in every tick; a switch on the chunk would instead cost the overlap on GPU.
-        of_chunk = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, chunk, keepdims=False), params)
+        of_chunk = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, at.chunk, keepdims=False), params)
         return self._program.gather(of_chunk)
 
     def _collections_of(self, at: VirtualStage, collections: PyTree) -> list[PyTree]:

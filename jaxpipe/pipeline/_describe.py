@@ -4,7 +4,7 @@ from jaxpipe._text import format_bytes
 from jaxpipe.errors import counted
 from jaxpipe.layers import device_bytes
 from jaxpipe.partition import format_partition
-from jaxpipe.schedules import format_grid
+from jaxpipe.schedules import describe_idle, format_grid
 from jaxpipe.topology import FSDP
 
 from ._pipeline import Pipeline
@@ -43,6 +43,7 @@ def describe_pipeline(pipeline: Pipeline, max_width: int = 120) -> str:
         f"{counted(pipeline.microbatch_size, 'sample')} on {counted(stages, 'stage')} x {counted(replicas, 'replica')}"
         f"{ranks}, at most {pipeline.program.peak_in_flight} in flight",
         format_grid(pipeline.schedule, pipeline.num_microbatches, stages, max_width=max_width, max_rows=8),
+        describe_idle(pipeline.program),
         "",
         f"trunk of every stage: {counted(len(pipeline.cuts[0].trunk), 'layer')}; parameters per device: "
         f"{format_bytes(device_bytes(pipeline.state_struct.params))}",
@@ -52,7 +53,6 @@ def describe_pipeline(pipeline: Pipeline, max_width: int = 120) -> str:
     if fsdp > 1:
         when = {
             "step": "gathered once a step, and held to its end",
-            "chunk": f"used, {_turns(pipeline)}",
             "tick": "gathered by every forward and every backward, and held meanwhile",
         }[pipeline.config.pipeline.gather_weights]
         reduced = "as many of gradients are reduced by every backward"
@@ -66,17 +66,3 @@ def describe_pipeline(pipeline: Pipeline, max_width: int = 120) -> str:
         later = "; the loss runs a tick after its forward" if pipeline.program.delays_loss else ""
         lines.append(f"vocabulary-parallel, on all stages: {', '.join(names[i] for i in pipeline.ends.layers)}{later}")
     return "\n".join(lines)
-
-
-def _turns(pipeline: Pipeline) -> str:
-    """Weights gathered once a turn to another chunk: how many, how often, and how much of them is held."""
-    program = pipeline.program
-    turns = max(map(program.num_turns, range(program.num_stages)))
-    of_chunk = pipeline.gathered_trunk_bytes // program.num_chunks
-    num_held = 1 if program.is_of_one_chunk() else 2
-    return (
-        f"of them {format_bytes(of_chunk)} for each chunk's trunk, gathered when a stage turns to another chunk, up to "
-        f"{counted(turns, 'time')} a step, and held till it turns again ({format_bytes(num_held * of_chunk)}, "
-        f"{'one chunk for both' if num_held == 1 else 'a chunk for forwards and one for backwards'}), the others by "
-        "every forward and every backward"
-    )

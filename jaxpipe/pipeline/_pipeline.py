@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe._typing import Path, PyTree
-from jaxpipe.config import TrainConfig, unless_auto
+from jaxpipe.config import TrainConfig
 from jaxpipe.data import Batch, split_entry
 from jaxpipe.executor import (
     DevicePrograms,
@@ -29,7 +29,6 @@ from jaxpipe.executor import (
     UpdateMetrics,
     batch_shard_dims,
     batch_spec,
-    loops_idle,
 )
 from jaxpipe.layers import (
     ModelTrace,
@@ -183,8 +182,7 @@ class Pipeline:
             outputs, num_terms = self.trace.boundaries[-1], num_microbatches * shape["data"]
             objective = self.trace.on_mesh(lambda: Objective(module, outputs, labels, num_terms))
             self.loss_metrics = objective.metric_names
-            wanted = unless_auto(config.pipeline.spread_inputs)
-            shard_dims = batch_shard_dims(self.microbatch_struct, num_microbatches, module.num_stages, wanted)
+            shard_dims = batch_shard_dims(self.microbatch_struct, num_microbatches, module.num_stages)
             self._batch_specs = jax.tree.map(batch_spec, shard_dims)
             # On the mesh, here and above: a layer's constraint names axes, and fails where there is no mesh.
             self._stages = self.trace.on_mesh(lambda: _computing(module, self.trace, plan, labels, trains=self.trains))
@@ -193,7 +191,7 @@ class Pipeline:
             # goes over `data` besides.
             num_shards = shape["data"] if config.zero_optimization.stage else 1
             self._sharding, self._updater = _division(optimizer, self.trace, self._params, num_shards, shape)
-            train, evaluate = _loops(self._stages, plan, self.mesh)
+            train, evaluate = _loops(self._stages, plan)
             self._programs = DevicePrograms(
                 self._stages, self._sharding, self._updater, train, evaluate, objective, config, shard_dims
             )
@@ -262,25 +260,14 @@ class Pipeline:
         return self._bytes_beside(self._params.gathered, self._params.at_rest)
 
     @property
-    def gathered_trunk_bytes(self) -> int:
-        """Bytes of the weights of the trunks alone, all chunks of a stage, that a device gathers over `fsdp`."""
-        return self._bytes_beside(
-            self._params.gathered,
-            self._params.at_rest,
-            lambda storage: [storage.stacked[name] for name in self._params.trunk_names],
-        )
-
-    @property
     def whole_sums_bytes(self) -> int:
         """Bytes that a device would need more for sums of gradients if they were whole along `fsdp`."""
         divided = self._params.grad_layout
         return self._bytes_beside(divided.cast(lambda leaf: leaf, whole_along=FSDP), divided)
 
-    def _bytes_beside(
-        self, whole: Layout, divided: Layout, some: Callable[[Storage], PyTree] = lambda storage: storage
-    ) -> int:
-        """Bytes that a device needs more for one layout, or some of it, than for the other."""
-        more, less = (device_bytes(some(x.struct()), self.mesh, some(x.spec())) for x in (whole, divided))
+    def _bytes_beside(self, whole: Layout, divided: Layout) -> int:
+        """Bytes that a device needs more for one layout than for the other."""
+        more, less = (device_bytes(x.struct(), self.mesh, x.spec()) for x in (whole, divided))
         return more - less
 
     @property
@@ -586,12 +573,10 @@ def _division(
     return sharding, Updater(params, sharding.trained, optimizer)
 
 
-def _loops(stage: Stage, plan: Plan, mesh: Mesh) -> tuple[TrainLoop, EvaluateLoop]:
+def _loops(stage: Stage, plan: Plan) -> tuple[TrainLoop, EvaluateLoop]:
     """The loops over the ticks of training and of evaluation."""
-    skips, early = plan.skips, plan.sends_early
-    loops = loops_idle(mesh)
-    train = TrainLoop(stage, plan.program, skip_idle=skips, sends_early=early, loops_idle=loops)
-    return train, EvaluateLoop(stage, plan.forward_only, skip_idle=skips, sends_early=early)
+    train = TrainLoop(stage, plan.program, sends_early=plan.sends_early)
+    return train, EvaluateLoop(stage, plan.forward_only, sends_early=plan.sends_early)
 
 
 def _from_tree(field: str, tree: PyTree) -> Source:

@@ -31,7 +31,6 @@ from ._memory import (
     layout_bytes,
     optimizer_share,
     ring_bytes,
-    stacked_bytes,
     working_bytes,
 )
 from ._plan import plan_cut
@@ -120,10 +119,10 @@ class Candidate:
         memory = self._memory(plan, params)
         parts, wire = self._part_times(program, params), self._wire(plan, params)
         branch_s = job.hardware.branch_s
-        span = span_of(program, parts, wire, branch_s, skips=plan.skips)
+        span = span_of(program, parts, wire, branch_s)
         if steps.rounds:
             shorter = self._plan(schedule, steps.short).program
-            less = span_of(shorter, parts, wire, branch_s, skips=plan.skips)
+            less = span_of(shorter, parts, wire, branch_s)
             pairs = zip(dataclasses.astuple(span), dataclasses.astuple(less), strict=True)
             total, work, exposed, num_ticks = itertools.starmap(steps.extended, pairs)
             span = Span(total, work, exposed, round(num_ticks))
@@ -190,10 +189,6 @@ class Candidate:
         weights = layout_bytes(params.layout, mesh)
         if self._job.module.compute_dtype is None and self._zero == 1 and gathers != "step":
             weights = 0.0  # layers compute with the masters themselves
-        if gathers == "chunk":
-            # The chunk that forwards are on, and the one that backwards are on.
-            of_all = stacked_bytes(params.gathered, mesh, set(params.trunk_names))
-            weights += (1 if program.is_of_one_chunk() else 2) * of_all / program.num_chunks
         trunk = self._cuts[0].trunk
         working = working_bytes(job.costs, trace, params, self._vocab, trunk, gathers)
         before = max((self._ring(cut.prologue) for cut in self._cuts), default=0.0)

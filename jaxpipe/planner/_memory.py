@@ -1,7 +1,6 @@
 """Bytes that a device holds during a step, by what for. One program runs on all devices, so all hold alike."""
 
 import math
-from collections.abc import Collection
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -147,11 +146,9 @@ def _gathered_bytes(trace: ModelTrace, index: int) -> float:
     return 2 * sum(math.prod(whole[path].shard_shape(leaf.shape)) for path, leaf in leaves.items())
 
 
-def stacked_bytes(layout: Layout, mesh: Any, names: Collection[str] | None = None) -> float:
-    """Bytes of what every stage has, on each device; of all of it, or of some names."""
-    struct, spec = layout.struct().stacked, layout.spec().stacked
-    some = [name for name in struct if names is None or name in names]
-    return device_bytes([struct[name] for name in some], mesh, [spec[name] for name in some])
+def stacked_bytes(layout: Layout, mesh: Any) -> float:
+    """Bytes of what every stage has, on each device."""
+    return device_bytes(layout.struct().stacked, mesh, layout.spec().stacked)
 
 
 def bytes_per_param(

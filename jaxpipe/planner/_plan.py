@@ -8,16 +8,18 @@ from jax.sharding import Mesh
 
 from jaxpipe.config import PipelineConfig, TrainConfig, unless_auto
 from jaxpipe.errors import ConfigError
-from jaxpipe.executor import Plan, waits_in_branches
+from jaxpipe.executor import Plan, loops_idle, waits_in_branches
 from jaxpipe.layers import ModelTrace, PipelineModule
 from jaxpipe.partition import cut_stages
 from jaxpipe.schedules import (
+    IdlePolicy,
     PipeSchedule,
     TickProgram,
     lower_schedule,
     makespan,
     resolve_schedule,
     with_ends_apart,
+    with_idle,
 )
 from jaxpipe.state import VocabLayers, find_vocab_layers
 from jaxpipe.topology import FSDP, automatic_axes, mesh_shape, stages_cross_hosts
@@ -50,14 +52,27 @@ def plan_cut(
     program = lower_training(schedule, num_microbatches, section, module, vocab, mesh)
     if section.skip_idle == "auto":
         section = dataclasses.replace(section, skip_idle=skips_idle(program, mesh))
-    section = _with_gathers(section, config.zero_optimization.stage, mesh, program.num_chunks)
-    program = _over_replicas(program, mesh, config.pipeline.skip_idle)
+    section = _with_gathers(section, config.zero_optimization.stage, mesh)
+    skips, is_cpu = section.skip_idle is True, mesh.devices.flat[0].platform == "cpu"
+    # On CPU, where collectives wait, not unless a program as for accelerators is asked for.
+    has_ends_apart = mesh_shape(mesh)["data"] > 1 and (not is_cpu or config.pipeline.skip_idle is False)
+    if has_ends_apart:
+        # Gathers of weights then go on under the first tick, and reductions of gradients under the last.
+        program = with_ends_apart(program)
+    # Exchanges of accelerators run beside their computing; on CPU a stage that skips its forward would wait for others.
+    sends_early = not (skips and (is_cpu or _waits_amid_ticks(program)))
+    # All stages must take part in exchanges, and in what vocabulary-parallel layers sum.
+    has_exchanges = sends_early or bool(vocab.layers)
+    idle = IdlePolicy(
+        skips=skips,
+        loops=loops_idle(mesh) and not has_exchanges,
+        masks_ends=has_ends_apart and config.pipeline.skip_idle == "auto",
+        splits_first=bool(vocab.first),
+        splits_last=bool(vocab.last),
+    )
     config = dataclasses.replace(config, pipeline=section)
-    is_cpu = mesh.devices.flat[0].platform == "cpu"
-    # Exchanges of accelerators run beside their computing; on CPU a stage that skips its forward
-    # would wait for others.
-    sends_early = not (section.skip_idle and (is_cpu or _waits_amid_ticks(program)))
-    return Plan(config, schedule, program, tuple(signatures), tuple(parts), sends_early)
+    program = with_idle(program, idle)
+    return Plan(config, schedule, program, idle, tuple(signatures), tuple(parts), sends_early)
 
 
 def schedule_of(section: PipelineConfig) -> type[PipeSchedule]:
@@ -65,16 +80,7 @@ def schedule_of(section: PipelineConfig) -> type[PipeSchedule]:
     return resolve_schedule(section.schedule, unless_auto(section.num_chunks), unless_auto(section.max_pending_weights))
 
 
-def _over_replicas(program: TickProgram, mesh: Mesh, skip_idle: bool | Literal["auto"]) -> TickProgram:
-    """The program with gathers of weights under its first tick and reductions of gradients under its last."""
-    # On CPU, where collectives wait, not unless a program as for accelerators is asked for.
-    is_asked = mesh.devices.flat[0].platform != "cpu" or skip_idle is False
-    if mesh_shape(mesh)["data"] == 1 or not is_asked:
-        return program
-    return with_ends_apart(program, computes_idle=skip_idle == "auto")
-
-
-def _with_gathers(section: PipelineConfig, zero_stage: int, mesh: Mesh, num_chunks: int) -> PipelineConfig:
+def _with_gathers(section: PipelineConfig, zero_stage: int, mesh: Mesh) -> PipelineConfig:
     """The settings with the time decided at which weights are gathered."""
     is_divided = FSDP in mesh.axis_names
     if section.gather_weights != "auto" and not is_divided:
@@ -88,9 +94,6 @@ def _with_gathers(section: PipelineConfig, zero_stage: int, mesh: Mesh, num_chun
     if section.gather_weights == "auto" and is_divided:
         gather: Literal["step", "tick"] = "step" if zero_stage == 2 else "tick"
         section = dataclasses.replace(section, gather_weights=gather)
-    if section.gather_weights == "chunk" and num_chunks == 1:
-        # There is no other chunk to turn to.
-        section = dataclasses.replace(section, gather_weights="step")
     return section
 
 

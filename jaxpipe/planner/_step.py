@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from jaxpipe.schedules import PipeSchedule, TickProgram, TickRun
+from jaxpipe.schedules import Idle, PipeSchedule, TickProgram, TickRun
 
 _BRANCHES_OF_ENDS = 3
 """Conditionals of a tick around the first layers, their backward, and the last layers with the loss."""
@@ -102,21 +102,17 @@ class Span:
     num_ticks: int
 
 
-def span_of(program: TickProgram, parts: Sequence[PartTime], wire: Wire, branch_s: float, *, skips: bool) -> Span:
-    """Go through the ticks.
-
-    `skips`: idle actions are branched around, instead of computed and dropped.
-    """
+def span_of(program: TickProgram, parts: Sequence[PartTime], wire: Wire, branch_s: float) -> Span:
+    """Go through the ticks, idle actions as the plans of their runs say."""
     stages = range(program.num_stages)
     now, work, exposed = ([0.0] * program.num_stages for _ in range(3))
     has_ends = any(part.first or part.last for part in parts)
     for run in program.runs:
         partners = _partners(run, program.num_stages)
-        kinds = run.has_forward + run.has_backward + run.has_weight
-        skips_here = skips and not run.computes_idle
-        branches = (_BRANCHES_OF_ENDS if has_ends else 0) + kinds * (skips_here or program.num_chunks > 1)
+        plans = [plan for plan in (run.forward, run.backward, run.weight) if plan is not None]
+        branches = (_BRANCHES_OF_ENDS if has_ends else 0) + sum(plan.has_branches for plan in plans)
         for tick in range(run.start, run.stop):
-            actions = _Actions(program, parts, wire, run, tick, computes_idle=not skips_here)
+            actions = _Actions(program, parts, wire, run, tick)
             ends = wire.ends if any(program.tables.loss_microbatch[s][tick] >= 0 for s in stages) else 0.0
             ready = [max(now[other] for other in partners[s]) for s in stages]
             for stage in stages:
@@ -149,7 +145,6 @@ class _Actions:
     wire: Wire
     run: TickRun
     tick: int
-    computes_idle: bool
 
     def seconds(self, stage: int) -> tuple[float, float]:
         """Seconds of a stage's work in the tick, and of idle actions that it computes and drops."""
@@ -161,12 +156,12 @@ class _Actions:
         )
         if forward is not None:
             useful += forward.forward + forward.first + forward.last + gather
-        elif self.run.has_forward and self.computes_idle:
+        elif self.run.forward is not None and self.run.forward.idle is Idle.MASK:
             idle += any_part.forward + gather
         if backward is not None:
             is_split = tables.pending_write[stage][tick] >= 0
             useful += (backward.input if is_split else backward.backward) + backward.first_backward + gather
-        elif self.run.has_backward and self.computes_idle:
+        elif self.run.backward is not None and self.run.backward.idle is Idle.MASK:
             idle += any_part.backward + gather
         if weight is not None:
             useful += weight.weight

@@ -13,6 +13,9 @@ from jaxpipe.schedules._dual_pipe_v import DualPipeVSchedule as DualPipeVSchedul
 from jaxpipe.schedules._forward_only import forward_schedule as forward_schedule
 from jaxpipe.schedules._gpipe import GPipeSchedule as GPipeSchedule
 from jaxpipe.schedules._grid import format_grid as format_grid
+from jaxpipe.schedules._idle import IdlePolicy as IdlePolicy
+from jaxpipe.schedules._idle import describe_idle as describe_idle
+from jaxpipe.schedules._idle import with_idle as with_idle
 from jaxpipe.schedules._inference import InferenceSchedule as InferenceSchedule
 from jaxpipe.schedules._instructions import BackwardInput as BackwardInput
 from jaxpipe.schedules._instructions import BackwardPass as BackwardPass
@@ -36,8 +39,10 @@ from jaxpipe.schedules._picture import Picture as Picture
 from jaxpipe.schedules._picture import draw as draw
 from jaxpipe.schedules._picture import picture_of as picture_of
 from jaxpipe.schedules._placement import Placement as Placement
+from jaxpipe.schedules._program import ActionPlan as ActionPlan
 from jaxpipe.schedules._program import Actions as Actions
 from jaxpipe.schedules._program import Buffers as Buffers
+from jaxpipe.schedules._program import Idle as Idle
 from jaxpipe.schedules._program import Sends as Sends
 from jaxpipe.schedules._program import Table as Table
 from jaxpipe.schedules._program import Tables as Tables
@@ -101,8 +106,11 @@ __all__ = [
     "timeline",
     # For other rooms.
     "MAX_RUNS",
+    "ActionPlan",
     "Actions",
     "Buffers",
+    "Idle",
+    "IdlePolicy",
     "Kind",
     "Sends",
     "Table",
@@ -110,8 +118,10 @@ __all__ = [
     "TickRun",
     "TransferBuffers",
     "Transfers",
+    "describe_idle",
     "forward_schedule",
     "picture_of",
     "trace_of",
     "with_ends_apart",
+    "with_idle",
 ]

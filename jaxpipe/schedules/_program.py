@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from itertools import groupby
+from enum import Enum
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from ._placement import Placement
@@ -140,6 +140,52 @@ def map_fields(function: Callable[..., Any], *structures: Any) -> Any:
     return function(*structures)
 
 
+class Idle(Enum):
+    """What a device does in a tick in which it has no action of a kind; each value as it is printed."""
+
+    NEVER = "never idle"
+    """No stage is idle in the run, so there is nothing to do."""
+
+    COMPUTE = "computed"
+    """Compute on whatever is there, and keep the result: it is zero, or nobody reads it."""
+
+    MASK = "computed and dropped"
+    """Compute on whatever is there; zeros replace the result."""
+
+    BRANCH = "branched around"
+    """One branch of a switch, which gives zeros."""
+
+    LOOP = "looped"
+    """No round of a loop that has one round where the action is not idle, and writes in place."""
+
+
+@dataclass(frozen=True)
+class ActionPlan:
+    """How the actions of one kind run in a run of ticks.
+
+    Attributes:
+        idle: What a stage does without an action of this kind.
+        chunks: Chunks that the actions are of, on any stage.
+        splits: Of backwards whether they are whole (False) or of the input alone (True), in this order where both
+            occur; empty for other kinds.
+        branches_on_chunk: Several chunks are branches of one switch; otherwise the tick's chunk is an index into the
+            weights of all.
+        adds_in_loops: Gradients are added to the sums of their chunk in a loop of one round or none for each chunk.
+    """
+
+    idle: Idle
+    chunks: tuple[int, ...]
+    splits: tuple[bool, ...] = ()
+    branches_on_chunk: bool = True
+    adds_in_loops: bool = False
+
+    @property
+    def has_branches(self) -> bool:
+        """True if the action is one of several branches of a switch."""
+        is_one_of_many = len(self.splits) > 1 or (self.branches_on_chunk and len(self.chunks) > 1)
+        return is_one_of_many or self.idle is Idle.BRANCH
+
+
 @dataclass(frozen=True)
 class TickRun:
     """Successive ticks whose computing has the same content, counted over all stages.
@@ -147,25 +193,49 @@ class TickRun:
     Attributes:
         start: First tick.
         stop: Tick behind the last.
-        has_forward: Some stage runs a forward in some tick of the run.
-        has_backward: Some stage runs a backward, whole or of the input alone.
-        has_weight: Some stage runs the weight gradient of a split backward.
         activation_sends: Who sends activations to whom in the exchanges of these ticks.
         next_activation_sends: The same of the ticks `start + 1` to `stop`: what this run's own forwards hand on where
             nothing waits to be sent.
         gradient_sends: Who sends gradients to whom.
-        computes_idle: Idle actions are computed and dropped in these ticks also where others are branched around.
+        has_one_chunk: Forward and backward of each tick, where a stage has both, are of one chunk.
+        forward: How forwards run; None: no stage has one in these ticks. Likewise of what follows.
+        backward: Backwards, whole or of the input alone.
+        weight: Weight gradients of split backwards.
+        loss: What stages do in ticks without a loss, or without a part in it.
+        first: What they do, where all stages run the model's first layers, in ticks that need none of these: in
+            training for the forward of the tick after.
+        first_backward: What they do in ticks without a backward of these layers.
+        receives_first: The exchanges of a tick end before its forward begins.
     """
 
     start: int
     stop: int
-    has_forward: bool
-    has_backward: bool
-    has_weight: bool
     activation_sends: Sends
     next_activation_sends: Sends
     gradient_sends: Sends
-    computes_idle: bool = False
+    has_one_chunk: bool
+    forward: ActionPlan | None
+    backward: ActionPlan | None
+    weight: ActionPlan | None
+    loss: Idle | None = None
+    first: Idle | None = None
+    first_backward: Idle | None = None
+    receives_first: bool = False
+
+    @property
+    def has_forward(self) -> bool:
+        """True if some stage runs a forward."""
+        return self.forward is not None
+
+    @property
+    def has_backward(self) -> bool:
+        """True if some stage runs a backward, whole or of the input alone."""
+        return self.backward is not None
+
+    @property
+    def has_weight(self) -> bool:
+        """True if some stage runs the weight gradient of a split backward."""
+        return self.weight is not None
 
 
 @dataclass(frozen=True)
@@ -238,26 +308,6 @@ class TickProgram:
         """
         return self.stage_depth.residuals[stage]
 
-    def is_of_one_chunk(self, start: int = 0, stop: int | None = None) -> bool:
-        """True if forward and backward of each tick from `start` on, where a stage has both, are of one chunk."""
-        pairs = zip(self.tables.forward.chunk, self.tables.backward.chunk, strict=True)
-        ticks = [both for rows in pairs for both in zip(*(row[start:stop] for row in rows), strict=True)]
-        return all(forward == backward or min(forward, backward) < 0 for forward, backward in ticks)
-
-    def num_turns(self, stage: int) -> int:
-        """Give how often a stage turns to a chunk other than that of the forward, or of the backward, before.
-
-        Args:
-            stage: The stage.
-
-        Returns:
-            Turns of its forwards and of its backwards, counted together where both are always of one chunk.
-        """
-        rows = [self.tables.forward.chunk[stage], self.tables.backward.chunk[stage]]
-        if self.is_of_one_chunk():
-            rows = [tuple(map(max, *rows))]
-        return sum(1 for row in rows for _ in groupby(chunk for chunk in row if chunk >= 0))
-
     def _repr_svg_(self) -> str:
         """The program as notebooks show it: a picture, a backward taking twice the time of a forward."""
         from ._picture import draw  # which is made of programs
@@ -273,6 +323,20 @@ class TickProgram:
     def residual_slots(self) -> int:
         """Slots of the residuals' buffer with the spill slot, if there is one."""
         return self.depth.residuals + int(self.needs_spill)
+
+    @property
+    def fuses_loss(self) -> bool:
+        """True if every loss is followed by its backward in the same tick, so that its gradient need not wait."""
+        last_stage, last_chunk = self.placement.locations[-1]
+        losses, backward = self.tables.loss_microbatch[0], self.tables.backward
+        ticks = zip(losses, backward.microbatch[last_stage], backward.chunk[last_stage], strict=True)
+        return all(loss == microbatch for loss, microbatch, chunk in ticks if chunk == last_chunk)
+
+    @property
+    def ends_at_input(self) -> bool:
+        """True if the last tick has a backward of the model's first part."""
+        stage, chunk = self.placement.locations[0]
+        return self.tables.backward.chunk[stage][-1] == chunk
 
     @property
     def has_split_backward(self) -> bool:

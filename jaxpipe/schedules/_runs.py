@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
 
-from ._program import Sends, Table, Tables, TickProgram, TickRun
+from ._program import ActionPlan, Idle, Row, Sends, Table, Tables, TickProgram, TickRun
 
 MAX_RUNS = 8
 """The most runs a program has; each is compiled by itself."""
@@ -46,7 +46,7 @@ def tick_runs(num_ticks: int, tables: Tables[Table]) -> tuple[TickRun, ...]:
     return tuple(_run(piece, tables) for piece in pieces)
 
 
-def with_ends_apart(program: TickProgram, *, computes_idle: bool) -> TickProgram:
+def with_ends_apart(program: TickProgram) -> TickProgram:
     """Take the first tick and the last out of their runs.
 
     A run of one tick is no loop: what comes before the first tick and after the last, such as the gathers of weights
@@ -54,18 +54,15 @@ def with_ends_apart(program: TickProgram, *, computes_idle: bool) -> TickProgram
 
     Args:
         program: The program.
-        computes_idle: Compute idle actions in these two ticks where they have actions of one kind alone. What a branch
-            reads must be there before it. It costs no time: while some stages act the others would wait for them.
 
     Returns:
-        The same with at most two runs more.
+        The same with at most two runs more, all of them without a policy for idle actions.
     """
     last, content = program.num_ticks - 1, _content(_columns(program.tables))
     inner = [(max(run.start, 1), min(run.stop, last), run) for run in program.runs]
     pieces = [(start, stop, (run.has_forward, run.has_backward, run.has_weight)) for start, stop, run in inner]
     runs = [_run(piece, program.tables) for piece in pieces if piece[0] < piece[1]]
     ends = [_run((tick, tick + 1, content[tick]), program.tables) for tick in dict.fromkeys((0, last))]
-    ends = [replace(run, computes_idle=computes_idle and sum(content[run.start]) == 1) for run in ends]
     return replace(program, runs=(ends[0], *runs, *ends[1:]))
 
 
@@ -82,17 +79,31 @@ def _content(columns: Sequence[Sequence[Sequence[int]]]) -> list[tuple[bool, boo
 
 def _run(piece: _Piece, tables: Tables[Table]) -> TickRun:
     start, stop, (has_forward, has_backward, has_weight) = piece
+    forward, backward, weight = (
+        [row[start:stop] for row in kind.chunk] for kind in (tables.forward, tables.backward, tables.weight)
+    )
+    pending = [row[start:stop] for row in tables.pending_write]
+    both = [pair for rows in zip(forward, backward, strict=True) for pair in zip(*rows, strict=True)]
     return TickRun(
         start,
         stop,
-        has_forward,
-        has_backward,
-        has_weight,
         activation_sends=_sends(tables.activations.send_to, start, stop),
         # A result that never waits is sent in the exchange of the tick after: these are the run's ticks, one later.
         next_activation_sends=_sends(tables.activations.send_to, start + 1, stop + 1),
         gradient_sends=_sends(tables.gradients.send_to, start, stop),
+        has_one_chunk=all(one == other or min(one, other) < 0 for one, other in both),
+        forward=_action(forward) if has_forward else None,
+        backward=_action(backward, pending) if has_backward else None,
+        weight=_action(weight) if has_weight else None,
     )
+
+
+def _action(chunks: Sequence[Row], pending: Sequence[Row] = ()) -> ActionPlan:
+    """What actions of one kind are, by their chunks in some ticks; of backwards with the slots of what they leave."""
+    found = {chunk for row in chunks for chunk in row}
+    at = [each for rows in zip(chunks, pending, strict=True) for each in zip(*rows, strict=True)] if pending else []
+    splits = tuple(sorted({slot >= 0 for chunk, slot in at if chunk >= 0}))
+    return ActionPlan(Idle.BRANCH if -1 in found else Idle.NEVER, tuple(sorted(found - {-1})), splits)
 
 
 def _steady(kinds: Sequence[Sequence[Sequence[int]]], forward_chunk: Table) -> list[bool]:

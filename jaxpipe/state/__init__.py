@@ -18,13 +18,13 @@ from ._host import read_leaves as read_leaves
 from ._host import state_arrays as state_arrays
 from ._host import with_arrays as with_arrays
 from ._init import StageInit as StageInit
-from ._init import made_collections as made_collections
-from ._init import made_params as made_params
 from ._layout import Layout as Layout
 from ._layout import Storage as Storage
 from ._layout import constrained as constrained
 from ._layout import has_automatic_axes as has_automatic_axes
 from ._layout import select_arrays as select_arrays
+from ._made import made_collections as made_collections
+from ._made import made_params as made_params
 from ._norm import clip_to as clip_to
 from ._norm import global_norm as global_norm
 from ._params import ModelCollections as ModelCollections

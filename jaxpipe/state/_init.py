@@ -14,111 +14,17 @@ from jax.sharding import PartitionSpec as P
 from jaxpipe._typing import Path, PyTree
 from jaxpipe.distributed import log
 from jaxpipe.jaxpr import (
-    Literal,
-    Program,
-    Slice,
-    all_equations,
-    effects_of,
-    evaluate,
     flatten,
     needed_for,
-    primitives,
     program_key,
-    read,
     without_mesh,
 )
 from jaxpipe.layers import ModelTrace, PipelineModule, flatten_dict, split_path
 
 from ._layout import is_key
-from ._params import ModelCollections, ModelParams
-from ._zero import Replicated, ShardLayout
-
-_THREEFRY = "key<fry>"
-
-
-@dataclass(frozen=True)
-class MadeLeaf:
-    """One leaf that a layer makes, with its name in a layout.
-
-    Attributes:
-        name: Its name in the layout.
-        index: The layer that makes it.
-        local: Its path in there.
-        stage_dim: The dim along which it is sliced over the stages, or None.
-    """
-
-    name: str
-    index: int
-    local: Path
-    stage_dim: int | None = None
-
-
-@dataclass(frozen=True)
-class MadeField:
-    """The leaves of one field of a state that layers make, with their layout.
-
-    Attributes:
-        field: `params` or `collections`.
-        sharding: How they are cut into shards.
-        rows: How rows of the global arrays lie on the mesh.
-        forms: For each form of shards its leaves.
-    """
-
-    field: str
-    sharding: ShardLayout
-    rows: P
-    forms: tuple[tuple[MadeLeaf, ...], ...]
-
-
-def made_params(params: ModelParams, trace: ModelTrace, master: ShardLayout, rows: P) -> MadeField:
-    """The parameters that layers make; a tied one is made by the first layer that holds it, on each stage that does.
-
-    Args:
-        params: The parameters.
-        trace: The model's shapes.
-        master: How they are cut into shards.
-        rows: How rows of the global arrays lie on the mesh.
-    """
-    owners, dims = trace.owners(), params.stage_dims
-    forms = []
-    for form, stage in enumerate(master.stages_of_forms):
-        paths = params.stages[stage].paths
-        names = ((name, paths[name]) for name in master.shards.names(form))
-        forms.append(tuple(MadeLeaf(name, *owners[path], dims.get(path)) for name, path in names))
-    return MadeField("params", master, rows, tuple(forms))
-
-
-def made_collections(collections: ModelCollections, module: PipelineModule) -> MadeField:
-    """The collections that layers make."""
-    indices = {named.name: named.index for named in module.layers}
-    forms: list[list[MadeLeaf]] = [[] for _ in range(collections.layout.num_stages)]
-    for stage, name, (layer, *local) in collections.leaves():
-        forms[stage].append(MadeLeaf(name, indices[layer], tuple(local)))
-    return MadeField("collections", Replicated(collections.layout), P("stage"), tuple(map(tuple, forms)))
-
-
-@dataclass(frozen=True)
-class _Recipe:
-    """The program that makes a layer's leaves from its key.
-
-    Attributes:
-        number: Its number; equal programs have one.
-        program: What it computes.
-        leaves: The variables that are leaves, by field and path inside the layer.
-        fault: Why it cannot run on any device but the host, if so.
-    """
-
-    number: int
-    program: Program
-    leaves: Mapping[tuple[str, Path], Any]
-    fault: str
-
-    def run(self, key: jax.Array, wanted: Sequence[tuple[str, Path]]) -> list[jax.Array]:
-        """Some of the leaves."""
-        atoms = [self.leaves[name] for name in wanted]
-        part = needed_for(self.program, atoms)
-        values, _ = evaluate(self.program, dict(zip(self.program.inputs, [key], strict=True)), part, {}, ())
-        return [jnp.asarray(read(values, atom)) for atom in atoms]
+from ._made import MadeField, MadeLeaf
+from ._recipe import Recipe, fault_of
+from ._zero import ShardLayout
 
 
 @dataclass(frozen=True)
@@ -171,7 +77,7 @@ class StageInit:
         self._module, self._trace, self._key = module, trace, key
         self._owners = trace.owners()
         self._indices = {named.name: named.index for named in module.layers}
-        self._recipes: dict[int, _Recipe] = {}
+        self._recipes: dict[int, Recipe] = {}
         self._numbers: dict[Hashable, int] = {}
         self._programs: dict[Hashable, Callable[..., Any]] = {}
         self._on_host: dict[int, Callable[..., tuple[PyTree, PyTree]]] = {}
@@ -229,7 +135,7 @@ class StageInit:
             more = f" and {len(names) - 1} more layers" if len(names) > 1 else ""
             log(logging.INFO, "%s of %s%s are made in host memory: the initialiser %s", field, names[0], more, fault)
 
-    def _recipe(self, index: int) -> _Recipe:
+    def _recipe(self, index: int) -> Recipe:
         first = self._trace.firsts[index]
         if first not in self._recipes:
             names: list[tuple[str, Path]] = []
@@ -245,7 +151,7 @@ class StageInit:
             leaves = dict(zip(names, program.outputs, strict=True))
             part = needed_for(program, program.outputs)
             number = self._numbers.setdefault((program_key(closed), tuple(names)), len(self._numbers))
-            self._recipes[first] = _Recipe(number, program, leaves, _fault(program, part))
+            self._recipes[first] = Recipe(number, program, leaves, fault_of(program, part))
         return self._recipes[first]
 
     def _make(self, index: int, key: jax.Array) -> dict[tuple[str, Path], Any]:
@@ -310,7 +216,7 @@ class StageInit:
         arrays.update(zip(one.targets, put(targets, leaves, is_here, offsets), strict=True))
 
     def _drawing(
-        self, recipe: _Recipe, slots: Sequence[_Slot], made: MadeField, mesh: Mesh, impl: Any
+        self, recipe: Recipe, slots: Sequence[_Slot], made: MadeField, mesh: Mesh, impl: Any
     ) -> Callable[..., list[jax.Array]]:
         """The jitted program that makes leaves, whole on each device that keeps some of them."""
         names = [(made.field, slot.leaf.local) for slot in slots]
@@ -334,7 +240,7 @@ class StageInit:
         return self._programs.setdefault((recipe.number, tuple(names)), jax.jit(mapped))
 
     def _putting(
-        self, recipe: _Recipe, slots: Sequence[_Slot], made: MadeField, shardings: list[NamedSharding]
+        self, recipe: Recipe, slots: Sequence[_Slot], made: MadeField, shardings: list[NamedSharding]
     ) -> Callable[..., list[jax.Array]]:
         """The jitted program that writes what each device keeps of drawn leaves into its arrays.
 
@@ -385,26 +291,6 @@ class StageInit:
 def _forms_of_rows(sharding: ShardLayout, stage: int) -> list[int]:
     """The form of each row of a stage."""
     return [int(sharding.form(stage, replica)) for replica in range(sharding.num_shards)]
-
-
-def _fault(program: Program, part: Slice) -> str:
-    """Why a program cannot run on the devices, as said of an initialiser; empty if it can."""
-    eqns = list(all_equations(eqn for eqn in program.eqns if id(eqn) in part.steps))
-    if effects_of(program) & part.steps:
-        return "has side effects"
-    names = {eqn.primitive.name for eqn in eqns}
-    if names & primitives.CALLBACKS:
-        return "calls Python back"
-    atoms = [x for eqn in eqns for x in eqn.invars]
-    values = [x.val for x in atoms if isinstance(x, Literal)] + [
-        program.consts[x] for x in part.variables if x in program.consts
-    ]
-    if any(np.ndim(value) > 0 for value in values if not is_key(getattr(value, "dtype", None))):
-        return "holds arrays"
-    keys = {str(x.aval.dtype) for x in atoms if is_key(getattr(x.aval, "dtype", None))}
-    if keys - {_THREEFRY} or names & primitives.DEVICE_RANDOM_BITS:
-        return "draws with another generator than threefry"
-    return ""
 
 
 def _block(leaf: jax.Array, dim: int, index: jax.Array, count: int) -> jax.Array:

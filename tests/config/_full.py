@@ -22,7 +22,6 @@ _GIVEN: dict[str, Any] = {
         "num_chunks": 2,
         "max_pending_weights": 3,
         "memory_limit_gb": 80,
-        "residual_dtype": "bf16",
     },
     "fp16": {
         "enabled": True,

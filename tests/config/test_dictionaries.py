@@ -46,7 +46,6 @@ _BY_HAND: dict[str, st.SearchStrategy[Any]] = {
     "pipeline.partition": st.sampled_from(["best", "uniform", "type:x"]) | st.lists(st.integers(0, 99), min_size=1),
     "pipeline.schedule": st.sampled_from(["1f1b", "gpipe", "auto"]),
     "pipeline.activation_checkpoint_interval": st.integers(0, 9),
-    "pipeline.residual_dtype": st.sampled_from([None, "float32", "bfloat16", "float16"]),
     "fp16.enabled": st.just(False),  # not with that of bf16
     "fp16.loss_scale": numbers,
     "fp16.initial_scale_power": st.integers(0, 127),

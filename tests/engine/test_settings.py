@@ -162,7 +162,7 @@ def test_the_configuration_reaches_the_pipeline() -> None:
     pipeline = jaxpipe.make_pipeline(module(), optax.sgd(0.1), config, None, entry())
     assert pipeline.config == jaxpipe.config.load_config(config)
     assert pipeline.schedule is jaxpipe.schedules.GPipeSchedule
-    assert not pipeline.plan.skips
+    assert not pipeline.plan.idle.skips
     assert pipeline.loss_scaler is None
     engine, *_ = initialize(config=config)
     model = engine.module

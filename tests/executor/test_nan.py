@@ -18,7 +18,7 @@ from _tolerances import assert_close
 from jaxpipe import LayerSpec, PipeDataParallelTopology, Pipeline, PipelineModule
 from jaxpipe.executor import Plan
 from jaxpipe.pipeline import _pipeline
-from jaxpipe.schedules import with_ends_apart
+from jaxpipe.schedules import with_ends_apart, with_idle
 from jaxpipe.topology import make_pipeline_mesh
 
 MICROBATCHES, SIZE, ROWS = 4, 4, 8
@@ -89,8 +89,10 @@ def test_masked_actions_do_not_leak(monkeypatch: pytest.MonkeyPatch, stages: int
 
     def make_plan(*args: Any, **kwargs: Any) -> Plan:
         plan = plan_of(*args, **kwargs)
-        program = with_ends_apart(plan.program, computes_idle=True) if apart[-1] else plan.program
-        return dataclasses.replace(plan, program=program, sends_early=early[-1])
+        program = with_ends_apart(plan.program) if apart[-1] else plan.program
+        loops = plan.idle.loops and not early[-1]
+        idle = dataclasses.replace(plan.idle, loops=loops, masks_ends=apart[-1])
+        return dataclasses.replace(plan, program=with_idle(program, idle), idle=idle, sends_early=early[-1])
 
     monkeypatch.setattr(_pipeline, "make_plan", make_plan)
 

@@ -167,6 +167,6 @@ def test_the_axis_that_zero_makes_is_an_automatic_one() -> None:
     mesh = make_pipeline_mesh(topology)
     pipeline = Pipeline(module, optax.sgd(0.1), mesh, (x[0], x[0]), len(x), settings)
     # Run, such a program ends the process.
-    assert not pipeline._programs._train.loops_actions
+    assert not pipeline.plan.idle.loops
     with pytest.raises(LayerError, match="slices that are moved from device to device"):
         pipeline.step(pipeline.init(), (x, x))

@@ -93,7 +93,7 @@ class Alone:
             back = stage.backward(at, weights, ahead.residuals, packed, FACTOR, split=split)
             grads = self.grads(v, leaves, back.trunk, back.off_trunk)
             if split:
-                left = stage.backward_weight(at, weights, ahead.residuals, back.pending, with_prologue=True)
+                left = stage.backward_weight(at, weights, ahead.residuals, back.pending)
                 grads = jax.tree.map(jnp.add, grads, self.grads(v, leaves, *left))
             input_grad = stage.gradients.unpack(v - 1, back.input_grad) if v else wanted[1]
             found.append((grads, input_grad))

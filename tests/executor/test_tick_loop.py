@@ -13,10 +13,11 @@ from jax.sharding import PartitionSpec as P
 
 import jaxpipe
 from jaxpipe import LayerSpec, PipeDataParallelTopology, PipelineModule
+from jaxpipe.executor._actions import Action, Row, run_action
 from jaxpipe.executor._buffers import make_ring, read_ring, run_or_zeros, write_ring, write_ring_if
-from jaxpipe.executor._tick_loop import Device, Row, TickLoop
+from jaxpipe.executor._tick_loop import Device, TickLoop
 from jaxpipe.executor._virtual_stage import VirtualStage
-from jaxpipe.schedules import TickRun
+from jaxpipe.schedules import ActionPlan, Actions, Idle, IdlePolicy, TickRun, lower_schedule, with_idle
 
 STAGES, MICROBATCHES = 2, 3
 X = np.ones((2, 4), np.float32)
@@ -34,7 +35,8 @@ def make_loop(schedule: str, *, skip_idle: bool) -> TickLoop:
     }
     mesh = jaxpipe.mesh_for(model)
     pipeline = jaxpipe.make_pipeline(model, optax.sgd(0.1), config, mesh, (X, X))
-    return TickLoop(pipeline._stages, pipeline.program, skip_idle=skip_idle, sends_early=not skip_idle)
+    program = with_idle(pipeline.program, IdlePolicy(skips=skip_idle))
+    return TickLoop(pipeline._stages, program, sends_early=not skip_idle)
 
 
 class Seen(NamedTuple):
@@ -51,11 +53,12 @@ def record(loop: TickLoop) -> Seen:
     none: Any = None
 
     def tick(device: Device, run: TickRun, carry: Seen, row: Row) -> Seen:
-        def forward(at: VirtualStage) -> tuple[jax.Array, jax.Array]:
+        def forward(at: VirtualStage, carry: Seen, row: Row, values: None) -> tuple[jax.Array, jax.Array]:
             return row.forward.microbatch + 1, at.index + 1
 
-        if run.has_forward:
-            microbatch, part = loop.action(device, run, loop.program.tables.forward, row.forward, [forward])
+        if run.forward is not None:
+            action = Action(run.forward, lambda row: row.forward, [forward], lambda carry, row, values, y: (carry, y))
+            carry, (microbatch, part) = loop.run_action(device, action, carry, row)
             microbatches = carry.microbatch.at[carry.tick].set(microbatch)
             parts = carry.virtual_stage.at[carry.tick].set(part)
             carry = carry._replace(microbatch=microbatches, virtual_stage=parts)
@@ -92,10 +95,45 @@ def test_an_idle_slot_reads_slot_0_and_writes_nowhere() -> None:
     assert write_ring_if(ring, jnp.float32(7), jnp.int32(2)).tolist() == [5, 0, 7]
 
 
-@pytest.mark.parametrize("skip", [True, False])
-def test_zeros_stand_for_what_does_not_run(skip: bool) -> None:
-    """Also where it ran on garbage: NaNs do not get through."""
-    nan = [lambda: jnp.float32(jnp.nan)]
-    assert float(run_or_zeros(jnp.int32(-1), nan, skip=skip)) == 0
+class OneRow(NamedTuple):
+    forward: Actions[jax.Array]
+
+
+IDLE = [idle for idle in Idle if idle is not Idle.NEVER]
+
+
+@pytest.mark.parametrize("chunks", [(0,), (0, 1)])
+@pytest.mark.parametrize("idle", IDLE, ids=lambda idle: idle.name)
+def test_what_an_idle_action_leaves(idle: Idle, chunks: tuple[int, ...]) -> None:
+    """A busy action adds its microbatch and chunk. An idle one computes NaN, which is kept by no plan but one."""
+    plan = ActionPlan(idle, chunks, branches_on_chunk=idle is Idle.BRANCH)
+    placement = lower_schedule("interleaved", 2, 2).placement
+
+    def compute(at: VirtualStage, carry: jax.Array, row: Any, values: jax.Array) -> jax.Array:
+        microbatch = row.forward.microbatch
+        return jnp.where(microbatch < 0, jnp.nan, 10.0 * microbatch + at.chunk) + values
+
+    def write(carry: jax.Array, row: Any, values: jax.Array, result: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return carry + result, result
+
+    action = Action(plan, lambda row: row.forward, [compute], write)
+
+    def run(microbatch: int, chunk: int) -> tuple[float, float]:
+        entry = Actions(jnp.int32(microbatch), jnp.int32(chunk))
+        row: Any = OneRow(entry)
+        carry = jnp.float32(100), row, jnp.float32(0.5)
+        found = jax.jit(lambda: run_action(action, jnp.int32(0), placement, *carry, nothing=jnp.float32(7)))()
+        return float(found[0]), float(found[1])
+
+    for chunk in chunks:
+        assert run(3, chunk) == (130.5 + chunk, 30.5 + chunk)
+    carry, given = run(-1, -1)
+    if idle is Idle.COMPUTE:
+        assert np.isnan(carry)
+    else:
+        assert (carry, given) == (100, 7 if idle is Idle.LOOP else 0)
+
+
+def test_one_of_several_functions_runs() -> None:
     both = [lambda: jnp.float32(1), lambda: jnp.float32(2)]
     assert [float(run_or_zeros(jnp.int32(i), both)) for i in (-1, 0, 1)] == [0, 1, 2]

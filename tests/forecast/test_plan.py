@@ -487,21 +487,30 @@ def pipeline_of(found: StepPlan, module: jaxpipe.PipelineModule, settings: dict[
 @pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("interleaved", 2)])
 def test_weights_are_gathered_when_the_pipeline_gathers_them(schedule: str, chunks: int) -> None:
     held: dict[str, set[float]] = {}
-    for gather in ("step", "chunk", "tick"):
+    for gather in ("step", "tick"):
         section = {"schedule": schedule, "num_chunks": chunks, "gather_weights": gather}
         settings = config(zero_optimization={"stage": 3}, pipeline=section)
         found = planned(2, config=settings, schedules=[schedule], num_chunks=[chunks])
         assert found.best is not None
         decided = pipeline_of(found, model(), settings).config.pipeline.gather_weights
         held.setdefault(decided, set()).add(found.best.memory.weights)
-    # Of one chunk there is no other to turn to: its weights are gathered for the step.
-    assert list(held) == (["step", "tick"] if chunks == 1 else ["step", "chunk", "tick"])
+    assert list(held) == ["step", "tick"]
     weights = [each for decided in held.values() for each in decided]
     assert len(weights) == len(held)
     assert weights == sorted(weights, reverse=True)
 
 
-@pytest.mark.parametrize("gather", ["step", "chunk", "tick"])
+@pytest.mark.parametrize("interval", [0, 1])
+def test_residuals_are_those_of_the_pipeline(interval: int) -> None:
+    settings, module = config(pipeline={"schedule": "1f1b"}), model(activation_checkpoint_interval=interval)
+    found = planned(model=module, config=settings, recompute=[interval], partition=["best"])
+    built = pipeline_of(found, module, settings)
+    assert found.best is not None
+    wanted = built.residual_bytes[0] * built.program.residual_slots
+    assert found.best.memory.residuals == pytest.approx(wanted, rel=0.05)
+
+
+@pytest.mark.parametrize("gather", ["step", "tick"])
 def test_weights_that_are_not_divided_are_not_gathered(gather: str) -> None:
     settings = config(pipeline={"schedule": "1f1b", "gather_weights": gather})
     match = f"gather_weights must be set only where .* but got pipeline.gather_weights='{gather}'"

@@ -166,18 +166,6 @@ def test_stages_with_a_backward_wait_for_no_forward() -> None:
         assert not any(map(step.program.num_products, body[starts[0] : starts[-1]]))
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble-h1"])
-def test_large_gradients_off_the_trunk_are_added_where_they_are_made(
-    schedule: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """No branch gives any in the dtype of their sums, which other stages would fill with zeros."""
-    monkeypatch.setattr("jaxpipe.executor._sums.LOOPED_BYTES", 0)
-    step = language_model.__wrapped__(schedule=schedule)
-    (buffer,) = step.pipeline._stages.params.grad_layout.buffers.values()
-    given = [line.shape for body in step.program.loops() for line in body if line.op == "conditional"]
-    assert not [shape for shape in given if f"f32[{buffer.shape[0]}]" in shape]
-
-
 def wide_step(schedule: str) -> float:
     """Bytes that the steady loop of a pipeline of wide layers moves for each microbatch."""
     module = PipelineModule(
@@ -227,7 +215,7 @@ def test_weights_are_gathered_and_gradients_reduced_under_products(schedule: str
         assert hidden > share * sum(size[name] for name in under), (kind, under)
 
 
-def picture_step(**settings: Any) -> Any:
+def picture_step() -> Any:
     module = PipelineModule(
         [lambda x: x[:, :DIM], *[LayerSpec(Block) for _ in range(2)]],
         num_stages=2,
@@ -237,13 +225,15 @@ def picture_step(**settings: Any) -> Any:
     )
     pictures = jax.ShapeDtypeStruct((SAMPLES, PIXELS), jnp.float32)
     labels = jax.ShapeDtypeStruct((SAMPLES, DIM), jnp.float32)
-    pipeline = build(module, h200_mesh(2, 1), (pictures, labels), 16, **settings)
+    pipeline = build(module, h200_mesh(2, 1), (pictures, labels), 16)
     return compile_step(pipeline).memory_analysis()
 
 
-def test_large_inputs_are_held_in_shares() -> None:
-    """32 MiB and more are spread without being asked."""
-    shared, whole = (picture_step(spread_inputs=wanted).argument_size_in_bytes for wanted in (None, False))
+def test_large_inputs_are_held_in_shares(monkeypatch: pytest.MonkeyPatch) -> None:
+    """32 MiB and more are spread."""
+    shared = picture_step().argument_size_in_bytes
+    monkeypatch.setattr("jaxpipe.executor._batch.LARGE", 2**40)
+    whole = picture_step().argument_size_in_bytes
     size = 16 * SAMPLES * PIXELS * 4
     assert whole - shared == pytest.approx(size / 2, rel=0.02)
 

@@ -134,7 +134,7 @@ ENTRY %main (a: f32[2]) -> f32[1] {
 
 def test_of_a_gather_outside_of_loops_what_the_first_tick_does_not_hide_counts() -> None:
     """12 bytes are cast, and 16 gathered from another device while the first tick moves 20, at a byte a second."""
-    program = with_ends_apart(lower_schedule("1f1b", 4, 2), computes_idle=False)
+    program = with_ends_apart(lower_schedule("1f1b", 4, 2))
     (steady,) = (run for run in program.runs if run.stop - run.start > 1)
     ticks = f'metadata={{op_name="step/ticks_{steady.start}_{steady.stop}/while"}}'
     loop = f"  %loop = f32[1]{{0}} while(), condition=%no_loss, body=%body0, {ticks}"

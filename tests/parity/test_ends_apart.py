@@ -10,7 +10,7 @@ from _tolerances import assert_close, assert_loss
 
 from jaxpipe.executor import Plan
 from jaxpipe.pipeline import _pipeline
-from jaxpipe.schedules import with_ends_apart
+from jaxpipe.schedules import Idle, with_ends_apart, with_idle
 
 CASES = [
     Case(model="tied", stages=2, data=2, microbatches=3, schedule="interleaved", settings={"zero_stage": 1}),
@@ -41,8 +41,9 @@ def test_loss_and_every_gradient(monkeypatch: pytest.MonkeyPatch, case: Case, po
 
     def make_plan(*args: Any, **kwargs: Any) -> Plan:
         plan = plan_of(*args, **kwargs)
-        program = with_ends_apart(plan.program, computes_idle=policy == "computed_at_the_ends")
-        return dataclasses.replace(plan, program=program, sends_early=True)
+        idle = dataclasses.replace(plan.idle, loops=False, masks_ends=policy == "computed_at_the_ends")
+        program = with_idle(with_ends_apart(plan.program), idle)
+        return dataclasses.replace(plan, program=program, idle=idle, sends_early=True)
 
     monkeypatch.setattr(_pipeline, "make_plan", make_plan)
     pipeline = dataclasses.replace(case, skip_idle=policy != "masked").pipeline()
@@ -61,4 +62,4 @@ def test_programs_of_accelerators_have_them_where_there_are_replicas() -> None:
     for skip_idle, data, is_apart in ((False, 2, True), (True, 2, False), (False, 1, False)):
         runs = Case(stages=4, data=data, microbatches=6, skip_idle=skip_idle).pipeline().program.runs
         assert (runs[0].stop == 1, runs[-1].stop - runs[-1].start == 1) == (is_apart, is_apart)
-        assert not any(run.computes_idle for run in runs)
+        assert (runs[0].forward.idle is Idle.MASK) == (not skip_idle)

@@ -8,21 +8,20 @@ from _oracle import Case, cached_reference
 from _tolerances import assert_close, assert_loss
 from jax.sharding import PartitionSpec as P
 
-SPREAD = {"spread_inputs": True}
+LARGE = "jaxpipe.executor._batch.LARGE"
 CASES = [
-    Case(stages=2, data=2, settings=SPREAD),
-    Case(stages=4, data=2, model="weighted", settings=SPREAD, schedule="1f1b-v", skip_idle=False, cut="trunk"),
-    Case(stages=2, data=2, model="side", settings=SPREAD, schedule="gpipe", skip_idle=False),
-    Case(stages=4, model="linen", settings=SPREAD, schedule="interleaved", cut="trunk", microbatches=5),
+    Case(stages=2, data=2),
+    Case(stages=4, data=2, model="weighted", schedule="1f1b-v", skip_idle=False, cut="trunk"),
+    Case(stages=2, data=2, model="side", schedule="gpipe", skip_idle=False),
+    Case(stages=4, model="linen", schedule="interleaved", cut="trunk", microbatches=5),
 ]
 
 
 @pytest.mark.parametrize("case", slow_after(1, CASES), ids=str)
-def test_gradients_evaluation_and_outputs_are_the_same(case: Case) -> None:
-    pipeline, whole = (
-        case.pipeline(),
-        Case(case.model, case.stages, case.data, case.microbatches, cut=case.cut).pipeline(),
-    )
+def test_gradients_evaluation_and_outputs_are_the_same(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = Case(case.model, case.stages, case.data, case.microbatches, cut=case.cut).pipeline()
+    monkeypatch.setattr(LARGE, 0)
+    pipeline = case.pipeline()
     state, batch = pipeline.init(), pipeline.place_batch(case.batch())
     metrics, gradients, _ = pipeline.gradients(state, batch)
     loss, wanted = cached_reference(case.model, case.microbatches, case.data)
@@ -33,11 +32,12 @@ def test_gradients_evaluation_and_outputs_are_the_same(case: Case) -> None:
     np.testing.assert_array_equal(outputs.shape[:2], (case.microbatches, case.data * 2))
 
 
-def test_each_stage_holds_its_share() -> None:
+def test_each_stage_holds_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
     """Samples where they divide, else another dim; what does not divide at all is held whole."""
-    pipeline = Case(stages=2, data=2, settings=SPREAD).pipeline()
+    monkeypatch.setattr(LARGE, 0)
+    pipeline = Case(stages=2, data=2).pipeline()
     inputs = pipeline.place_batch(Case(stages=2, data=2).batch())[0]
     assert inputs.sharding.spec == P(None, ("data", "stage"))
     assert {shard.data.shape[1] for shard in inputs.addressable_shards} == {inputs.shape[1] // 4}
-    other = Case(stages=4, data=1, settings=SPREAD).pipeline()
+    other = Case(stages=4, data=1).pipeline()
     assert jax.tree.leaves(other.batch_struct)[0].sharding.spec == P(None, "data")

@@ -1,7 +1,5 @@
 """Schedules with several chunks a stage: what they promise, against what their programs show."""
 
-import itertools
-
 import pytest
 
 from jaxpipe.schedules import (
@@ -24,24 +22,14 @@ def in_flight(program: TickProgram) -> list[int]:
     return [program.in_flight(stage) for stage in range(program.num_stages)]
 
 
-@pytest.mark.parametrize(
-    ("name", "num_chunks", "turns"), [("1f1b", 1, 1), ("interleaved", 2, 8), ("interleaved", 4, 16)]
-)
-def test_stages_turn_to_another_chunk_after_as_many_microbatches_as_stages(
-    name: str, num_chunks: int, turns: int
-) -> None:
+@pytest.mark.parametrize(("name", "num_chunks"), [("1f1b", 1), ("interleaved", 2), ("interleaved", 4)])
+def test_runs_say_whether_forward_and_backward_are_of_one_chunk(name: str, num_chunks: int) -> None:
     program = lower_schedule(resolve_schedule(name, num_chunks), 8, 4)
-    # Forwards and backwards each turn num_microbatches / num_stages times to each chunk.
-    assert {program.num_turns(stage) for stage in range(4)} == {turns}
-    assert program.is_of_one_chunk() == (num_chunks == 1)
+    assert all(run.has_one_chunk for run in program.runs) == (num_chunks == 1)
 
 
-def test_folded_chunks_turn_for_forward_and_backward_together() -> None:
-    program = lower_schedule(OneFOneBVSchedule, 8, 4)
-    assert program.is_of_one_chunk()
-    chunks = [max(pair) for pair in zip(program.tables.forward.chunk[0], program.tables.backward.chunk[0], strict=True)]
-    taken = [chunk for chunk in chunks if chunk >= 0]
-    assert program.num_turns(0) == 1 + sum(a != b for a, b in itertools.pairwise(taken)) < 4 * 8
+def test_forward_and_backward_of_folded_chunks_are_of_one_chunk() -> None:
+    assert all(run.has_one_chunk for run in lower_schedule(OneFOneBVSchedule, 8, 4).runs)
 
 
 @pytest.mark.parametrize("num_stages", range(1, 9))

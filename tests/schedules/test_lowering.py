@@ -8,6 +8,8 @@ from jaxpipe.schedules import (
     BackwardPass,
     ForwardPass,
     GPipeSchedule,
+    Idle,
+    IdlePolicy,
     LoadMicroBatch,
     OneFOneBSchedule,
     PipeSchedule,
@@ -18,6 +20,7 @@ from jaxpipe.schedules import (
     lower_schedule,
     schedule_names,
     with_ends_apart,
+    with_idle,
 )
 
 
@@ -45,7 +48,7 @@ def test_combined_ticks_make_three_runs() -> None:
 
 
 def test_first_and_last_tick_as_runs_of_their_own() -> None:
-    program = with_ends_apart(lower_schedule(OneFOneBSchedule, 8, 4), computes_idle=True)
+    program = with_ends_apart(lower_schedule(OneFOneBSchedule, 8, 4))
     assert [content(run) for run in program.runs] == [
         (0, 1, True, False, False),
         (1, 3, True, False, False),
@@ -53,7 +56,6 @@ def test_first_and_last_tick_as_runs_of_their_own() -> None:
         (11, 13, False, True, False),
         (13, 14, False, True, False),
     ]
-    assert [run.computes_idle for run in program.runs] == [True, False, False, False, True]
     first, second, *_, last = program.runs
     assert (first.activation_sends, first.next_activation_sends) == ({}, {1: DOWN[:1]})
     assert second.activation_sends == {1: DOWN[:2]}
@@ -65,15 +67,15 @@ def test_runs_with_ends_apart_cover_all_ticks_and_compute_no_idle_action_of_a_se
     for num_stages in (1, 2, 4):
         for num_microbatches in (1, 2, 5):
             before = lower_schedule(name, num_microbatches, num_stages)
-            program = with_ends_apart(before, computes_idle=True)
+            program = with_idle(with_ends_apart(before), IdlePolicy(masks_ends=True))
             ticks = [tick for run in program.runs for tick in range(run.start, run.stop)]
             assert ticks == list(range(program.num_ticks))
             assert program.runs[0].stop == 1
             assert program.runs[-1].start == program.num_ticks - 1
             assert len(program.runs) <= len(before.runs) + 2
             for run in program.runs:
-                kinds = run.has_forward + run.has_backward + run.has_weight
-                assert kinds == 1 or not run.computes_idle
+                plans = [plan for plan in (run.forward, run.backward, run.weight) if plan is not None]
+                assert len(plans) == 1 or not any(plan.idle is Idle.MASK for plan in plans)
 
 
 def test_gpipe_makes_two_runs() -> None:

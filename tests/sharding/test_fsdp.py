@@ -1,7 +1,6 @@
 """Weights and samples divided over the axis `fsdp`, by metadata or by the default rule, against one device."""
 
 import functools
-import re
 from typing import Any
 
 import flax.linen as nn
@@ -17,7 +16,6 @@ from jax.sharding import PartitionSpec as P
 
 import jaxpipe
 from jaxpipe import LayerSpec, Pipeline, PipelineModule, ProcessTopology, describe_pipeline
-from jaxpipe.errors import ConfigError, DataError
 from jaxpipe.topology import make_pipeline_mesh
 
 DIM, HIDDEN, SAMPLES, MICROBATCHES, LIMIT = 8, 16, 8, 3, 0.5
@@ -90,7 +88,7 @@ def sequential() -> tuple[list[float], Any, Any, Any]:
     slow_after(
         1,
         [
-            (2, 1, {"fsdp": 2}, {"gather_weights": "chunk", "schedule": "interleaved"}),
+            (2, 1, {"fsdp": 2}, {"gather_weights": "tick", "schedule": "interleaved"}),
             (2, 1, {"fsdp": 4}, {"gather_weights": "step", "schedule": "zero-bubble"}),
             (2, 1, {"fsdp": 2, "model": 2}, {"skip_idle": False}),
             (2, 1, {"fsdp": 2}, {}),
@@ -100,13 +98,12 @@ def sequential() -> tuple[list[float], Any, Any, Any]:
             (2, 2, {"model": 2}, {"zero_stage": 3}),
             (2, 1, {"fsdp": 2, "model": 2}, {"gather_weights": "step"}),
             (2, 1, {"fsdp": 4}, {"schedule": "interleaved"}),
-            (2, 1, {"fsdp": 2, "model": 2}, {"gather_weights": "chunk", "schedule": "1f1b-v"}),
-            (2, 1, {"fsdp": 2}, {"gather_weights": "chunk", "schedule": "zero-bubble-v"}),
-            (2, 1, {"fsdp": 4}, {"gather_weights": "chunk", "schedule": "interleaved", "scan_trunk": True}),
-            (2, 2, {"fsdp": 2}, {"gather_weights": "chunk", "schedule": "interleaved", "zero_stage": 1}),
-            (2, 4, {}, {"gather_weights": "chunk", "schedule": "interleaved", "zero_stage": 3, "skip_idle": True}),
-            (1, 1, {"fsdp": 4}, {"gather_weights": "chunk", "schedule": "interleaved", "num_chunks": 4}),
-            (2, 1, {"fsdp": 4}, {"gather_weights": "chunk"}),
+            (2, 1, {"fsdp": 2, "model": 2}, {"gather_weights": "tick", "schedule": "1f1b-v"}),
+            (2, 1, {"fsdp": 2}, {"gather_weights": "tick", "schedule": "zero-bubble-v"}),
+            (2, 1, {"fsdp": 4}, {"gather_weights": "tick", "schedule": "interleaved", "scan_trunk": True}),
+            (2, 2, {"fsdp": 2}, {"gather_weights": "tick", "schedule": "interleaved", "zero_stage": 1}),
+            (2, 4, {}, {"gather_weights": "tick", "schedule": "interleaved", "zero_stage": 3, "skip_idle": True}),
+            (1, 1, {"fsdp": 4}, {"gather_weights": "tick", "schedule": "interleaved", "num_chunks": 4}),
             (2, 1, {"fsdp": 4}, {"scan_trunk": True}),
             (1, 1, {"fsdp": 4}, {}),
             (4, 1, {"fsdp": 2}, {"schedule": "gpipe"}),
@@ -195,37 +192,3 @@ def test_what_is_gathered_is_told(settings: dict[str, Any], match: str) -> None:
     kernels = 2 * 2 * DIM * HIDDEN + 5 * DIM + DIM * 3
     assert pipeline.gathered_bytes == pipeline.whole_sums_bytes == kernels * 4 // 2
     assert ("over 'data' with zero_optimization.stage=1, whose" in describe_pipeline(pipeline)) == ("once" in match)
-
-
-def test_once_a_turn_to_another_chunk_is_told() -> None:
-    pipeline = make_pipeline(2, 1, {"fsdp": 2}, 4, gather_weights="chunk", schedule="interleaved")
-    # Two blocks on a stage, of each of whose two kernels half is gathered.
-    assert pipeline.gathered_trunk_bytes == 2 * 2 * DIM * HIDDEN * 4 // 2
-    # Of four microbatches two pass each chunk in one turn and two in another, forward and backward.
-    told = r"512 B for each chunk's trunk, gathered .* up to 8 times a step, and held .* \(1.0 KiB, a chunk for"
-    assert re.search(told, describe_pipeline(pipeline))
-    folded = describe_pipeline(make_pipeline(2, 1, {"fsdp": 2}, gather_weights="chunk", schedule="1f1b-v"))
-    assert re.search(r"held till it turns again \(512 B, one chunk for both\)", folded)
-
-
-def test_one_chunk_is_gathered_once_a_step() -> None:
-    pipeline = make_pipeline(2, 1, {"fsdp": 2}, gather_weights="chunk")
-    assert pipeline.config.pipeline.gather_weights == "step"
-
-
-def test_samples_must_be_enough_for_the_axis() -> None:
-    topology = ProcessTopology(["pipe", "data", "fsdp"], [2, 1, 4])
-    module = make_module(False, topology=topology)
-    with pytest.raises(DataError, match=r"2"):
-        Pipeline(module, ADAM, make_pipeline_mesh(topology), (np.ones((2, 5)), np.ones((2, 3))), 2)
-
-
-def test_gathering_needs_the_axis() -> None:
-    with pytest.raises(ConfigError, match=r"gather_weights='step' for a mesh with the axes 'stage', 'data', 'model'"):
-        make_pipeline(2, 1, {"model": 2}, gather_weights="step")
-
-
-def test_residuals_are_counted_by_the_samples_of_a_place() -> None:
-    found = [make_pipeline(2, 1, {"fsdp": size}).residual_bytes[0] for size in (1, 2, 4)]
-    ends = SAMPLES * 5 * 4  # what the first layer keeps, its inputs, counts whole
-    assert [2 * (n - ends) for n in found[1:]] == [found[0] - ends, (found[0] - ends) // 2]

@@ -28,7 +28,7 @@ ZERO, CLIP, FSDP = {"zero_stage": 1}, {"gradient_clipping": 0.1}, (("fsdp", 2),)
                     axes=FSDP,
                     optimizer=ADAM,
                     schedule="interleaved",
-                    settings={"gather_weights": "chunk"},
+                    settings={"gather_weights": "tick"},
                 ),
                 "wide",
             ),

@@ -1,0 +1,72 @@
+"""What layers make of a state: its initial parameters and collections, by name and layout."""
+
+from dataclasses import dataclass
+
+from jax.sharding import PartitionSpec as P
+
+from jaxpipe._typing import Path
+from jaxpipe.layers import ModelTrace, PipelineModule
+
+from ._params import ModelCollections, ModelParams
+from ._zero import Replicated, ShardLayout
+
+
+@dataclass(frozen=True)
+class MadeLeaf:
+    """One leaf that a layer makes, with its name in a layout.
+
+    Attributes:
+        name: Its name in the layout.
+        index: The layer that makes it.
+        local: Its path in there.
+        stage_dim: The dim along which it is sliced over the stages, or None.
+    """
+
+    name: str
+    index: int
+    local: Path
+    stage_dim: int | None = None
+
+
+@dataclass(frozen=True)
+class MadeField:
+    """The leaves of one field of a state that layers make, with their layout.
+
+    Attributes:
+        field: `params` or `collections`.
+        sharding: How they are cut into shards.
+        rows: How rows of the global arrays lie on the mesh.
+        forms: For each form of shards its leaves.
+    """
+
+    field: str
+    sharding: ShardLayout
+    rows: P
+    forms: tuple[tuple[MadeLeaf, ...], ...]
+
+
+def made_params(params: ModelParams, trace: ModelTrace, master: ShardLayout, rows: P) -> MadeField:
+    """The parameters that layers make; a tied one is made by the first layer that holds it, on each stage that does.
+
+    Args:
+        params: The parameters.
+        trace: The model's shapes.
+        master: How they are cut into shards.
+        rows: How rows of the global arrays lie on the mesh.
+    """
+    owners, dims = trace.owners(), params.stage_dims
+    forms = []
+    for form, stage in enumerate(master.stages_of_forms):
+        paths = params.stages[stage].paths
+        names = ((name, paths[name]) for name in master.shards.names(form))
+        forms.append(tuple(MadeLeaf(name, *owners[path], dims.get(path)) for name, path in names))
+    return MadeField("params", master, rows, tuple(forms))
+
+
+def made_collections(collections: ModelCollections, module: PipelineModule) -> MadeField:
+    """The collections that layers make."""
+    indices = {named.name: named.index for named in module.layers}
+    forms: list[list[MadeLeaf]] = [[] for _ in range(collections.layout.num_stages)]
+    for stage, name, (layer, *local) in collections.leaves():
+        forms[stage].append(MadeLeaf(name, indices[layer], tuple(local)))
+    return MadeField("collections", Replicated(collections.layout), P("stage"), tuple(map(tuple, forms)))
