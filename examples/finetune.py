@@ -23,9 +23,10 @@ from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 import jaxpipe
-from jaxpipe.checkpoint import load_safetensors, rename, rename_back, save_huggingface
+from jaxpipe.checkpoint import save_huggingface
 from jaxpipe.layers import LORA_PARAMETERS, lora, merge_lora
 from jaxpipe.models import LlamaConfig, llama, llama_names
+from jaxpipe.weights import load_safetensors, rename, rename_back
 
 SMALL = {
     "architectures": ["LlamaForCausalLM"],

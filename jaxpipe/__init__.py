@@ -16,6 +16,7 @@ What to look at first:
     `jaxpipe.config`: the keys of a configuration. `jaxpipe.errors`: what is raised.
     `attention`: for transformer blocks, by cuDNN where it can. `jaxpipe.transformer`: DeepSpeed's layer of them.
     `jaxpipe.models`: Llama, Mistral, Qwen, SmolLM, GPT-2, BERT as lists of layers.
+    `jaxpipe.weights`: those of other libraries, by tables of names.
     `jaxpipe.checkpoint`: files on disk. `jaxpipe.checkpointing`: recompute, by DeepSpeed's name for it.
     `jaxpipe.deepspeed`: DeepSpeed's names that have no counterpart in JAX.
     `jaxpipe launch`, on the command line: many processes.
@@ -36,6 +37,7 @@ from jaxpipe import partition as partition
 from jaxpipe import schedules as schedules
 from jaxpipe import topology as topology
 from jaxpipe import transformer as transformer
+from jaxpipe import weights as weights
 from jaxpipe.config import TrainConfig as TrainConfig
 from jaxpipe.config import add_config_arguments as add_config_arguments
 from jaxpipe.data import RepeatingLoader as RepeatingLoader
@@ -117,4 +119,5 @@ __all__ = [
     "schedules",
     "topology",
     "transformer",
+    "weights",
 ]

@@ -2,18 +2,20 @@
 
 import contextlib
 import errno
+import json
 import os
 import secrets
 import stat
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from io import FileIO
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 LARGEST = 1 << 30
 """Bytes of the largest file that is read as a whole."""
 PARTIAL = ".partial"
 """How names of files end until they are whole."""
+_NOT_SYNCED = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EISDIR, errno.EACCES, errno.EPERM)
 
 
 def check_is_file(path: str | os.PathLike[str]) -> None:
@@ -117,3 +119,33 @@ def _opened(path: Path, flags: int) -> int:
 def _check_mode(mode: int, path: str | os.PathLike[str]) -> None:
     if not stat.S_ISREG(mode):
         raise OSError(errno.EINVAL, "what is no file but a folder, a pipe or a device", os.fspath(path))
+
+
+def sync(paths: Iterable[Path]) -> None:
+    """Let files, or the names in folders, stay after a loss of power.
+
+    Raises:
+        OSError: Storage fails.
+    """
+    for path in paths:
+        try:
+            number = os.open(path, os.O_RDONLY)
+            try:
+                os.fsync(number)
+            finally:
+                os.close(number)
+        except OSError as error:
+            if error.errno not in _NOT_SYNCED:
+                raise
+
+
+def parse_json(content: bytes) -> Any:
+    """The value of a JSON text.
+
+    Raises:
+        ValueError: It is none, or nested too deep.
+    """
+    try:
+        return json.loads(content)
+    except RecursionError as error:
+        raise ValueError("it is nested too deep") from error

@@ -1,14 +1,15 @@
-"""`local_path`: what a user gives as a path."""
+"""What a user gives as a path."""
 
+import contextlib
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from os import PathLike
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote_to_bytes
 
-from jaxpipe.errors import ConfigError, shown
+from jaxpipe.errors import CheckpointError, ConfigError, shown
 
 # Of the two slashes of `s3://bucket` a `pathlib.Path` keeps one.
 _URL = re.compile(r"\s*(\w[\w+.:-]*):/(?:/([^/]*)(?=/|$))?(.*)", re.DOTALL)
@@ -64,3 +65,15 @@ def _path_of_url(path: str, scheme: str, host: str, rest: str, *, name: str, err
             "for instance 'file:///data/run'."
         )
     return Path(os.fsdecode(decoded))
+
+
+@contextlib.contextmanager
+def readable(path: Path) -> Generator[None]:
+    """What the file system does not read below a path is a CheckpointError."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} must be readable, but got {error.strerror or error}. Check the path, its permissions and the file "
+            "system."
+        ) from error

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
+from typing import Any, NoReturn
 
 _LONGEST_NAME = 200
 
@@ -60,6 +61,25 @@ class LaunchError(JaxpipeError, RuntimeError):
 
 class PipelineError(JaxpipeError, RuntimeError):
     """An engine method that has no meaning in a pipeline was called; DeepSpeed's name."""
+
+
+def refused(name: str, reason: str) -> Callable[..., NoReturn]:
+    """A function or method of DeepSpeed's that has no meaning here.
+
+    Args:
+        name: How errors name it.
+        reason: Why, and what takes its place.
+
+    Returns:
+        A function of any arguments that raises a `PipelineError`.
+    """
+
+    def refuse(*args: Any, **kwargs: Any) -> NoReturn:
+        raise PipelineError(f"{name} must not be called: {reason}")
+
+    refuse.__name__ = name.rpartition(".")[2]
+    refuse.__doc__ = "Refused: a call raises a `PipelineError` that says what takes its place."
+    return refuse
 
 
 def shown(value: object, text_of: Callable[[object], str] = repr) -> str:

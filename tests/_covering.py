@@ -73,7 +73,7 @@ def first_values_then_pairs(
 ) -> list[Any]:
     """Parameters of a test: cases with every value of every factor, then all pairs of values.
 
-    A third of the first run by default; of the others every fourth is slow, of the pairs every sixteenth, the rest soak.
+    A third of the first run by default; of the others every fourth is slow, of the pairs every sixteenth.
 
     Args:
         factors: As for `covering`.

@@ -11,13 +11,13 @@ import pytest
 from safetensors.numpy import save_file
 
 from jaxpipe._files import check_is_file, new_beside, open_to_append, open_to_change, read_file, write_file
-from jaxpipe.checkpoint import load_safetensors, read_config_json
 from jaxpipe.config import CSVMonitorSection, load_config
 from jaxpipe.errors import JaxpipeError
 from jaxpipe.monitor import Event
 from jaxpipe.monitor._csv import CSVMonitor
 from jaxpipe.schedules import draw
 from jaxpipe.transformer import DeepSpeedTransformerConfig
+from jaxpipe.weights import load_safetensors, read_config_json
 
 READERS: dict[str, Callable[[Path], Any]] = {
     "load_config": load_config,

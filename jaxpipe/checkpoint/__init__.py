@@ -1,11 +1,22 @@
 """Checkpoints: written by the devices that hold the rows, opened at any number of stages, replicas and processes."""
 
+from jaxpipe.weights import Rename as Rename
+from jaxpipe.weights import Source as Source
+from jaxpipe.weights import Tensor as Tensor
+from jaxpipe.weights import Transform as Transform
+from jaxpipe.weights import conv1d as conv1d
+from jaxpipe.weights import linear as linear
+from jaxpipe.weights import load_safetensors as load_safetensors
+from jaxpipe.weights import merge as merge
+from jaxpipe.weights import read_config_json as read_config_json
+from jaxpipe.weights import rename as rename
+from jaxpipe.weights import rename_back as rename_back
+from jaxpipe.weights import split as split
+from jaxpipe.weights import stack as stack
+from jaxpipe.weights import transpose as transpose
+
 from ._describe import library_versions as library_versions
 from ._directory import committed_tags as committed_tags
-from ._huggingface import Source as Source
-from ._huggingface import load_huggingface as load_huggingface
-from ._huggingface import read_config_json as read_config_json
-from ._huggingface import save_huggingface as save_huggingface
 from ._inspect import inspect_checkpoint as inspect_checkpoint
 from ._json import check_json as check_json
 from ._json import decode_state as decode_state
@@ -17,22 +28,12 @@ from ._open import Checkpoint as Checkpoint
 from ._open import find_checkpoint as find_checkpoint
 from ._open import open_checkpoint as open_checkpoint
 from ._open import reread as reread
-from ._rename import Rename as Rename
-from ._rename import Tensor as Tensor
-from ._rename import Transform as Transform
-from ._rename import conv1d as conv1d
-from ._rename import linear as linear
-from ._rename import merge as merge
-from ._rename import rename as rename
-from ._rename import rename_back as rename_back
-from ._rename import split as split
-from ._rename import stack as stack
-from ._rename import transpose as transpose
-from ._safetensors import export_safetensors as export_safetensors
-from ._safetensors import load_safetensors as load_safetensors
 from ._struct import load_struct as load_struct
 from ._verify import Verification as Verification
 from ._verify import verify_checkpoint as verify_checkpoint
+from ._weights import export_safetensors as export_safetensors
+from ._weights import load_huggingface as load_huggingface
+from ._weights import save_huggingface as save_huggingface
 from ._writer import CheckpointWriter as CheckpointWriter
 from ._writer import RunState as RunState
 

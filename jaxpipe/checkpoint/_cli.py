@@ -10,12 +10,11 @@ from jaxpipe._imports import import_named
 from jaxpipe._paths import local_path
 from jaxpipe._text import format_bytes
 from jaxpipe.errors import CheckpointError, ConfigError, JaxpipeError, counted, shown
+from jaxpipe.weights import Rename
 
-from ._huggingface import save_huggingface
 from ._inspect import inspect_checkpoint
-from ._rename import Rename
-from ._safetensors import export_safetensors
 from ._verify import verify_checkpoint
+from ._weights import export_safetensors, save_huggingface
 
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) *([KMGT]i?)?B?", re.IGNORECASE)
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
@@ -53,7 +52,7 @@ def _parser() -> argparse.ArgumentParser:
     export = commands.add_parser(
         "export",
         help="write the parameters as safetensors",
-        epilog="With --format huggingface, --renames is the table of names: a list of jaxpipe.checkpoint.Rename, or a "
+        epilog="With --format huggingface, --renames is the table of names: a list of jaxpipe.weights.Rename, or a "
         "function that returns one, called with the path of --config if that is given. The models of jaxpipe.models "
         "have jaxpipe.models:llama_names, gpt2_names and bert_names.",
     )
@@ -128,7 +127,7 @@ def _renames(text: str | None, config: str | None) -> Sequence[Rename]:
         found = found() if config is None else found(local_path(config, "--config"))
     if not isinstance(found, Sequence) or not all(isinstance(each, Rename) for each in found):
         raise ConfigError(
-            f"--renames must name a sequence of jaxpipe.checkpoint.Rename, or a function that returns one, but got "
+            f"--renames must name a sequence of jaxpipe.weights.Rename, or a function that returns one, but got "
             f"{text} that gives {shown(found)}. Name for instance {example}."
         )
     return found

@@ -11,25 +11,23 @@ but never changed or removed.
 """
 
 import contextlib
-import errno
 import json
 import logging
 import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from jaxpipe._files import read_file
+from jaxpipe._files import parse_json, read_file, sync
 from jaxpipe._paths import local_path
 from jaxpipe.distributed import log
 from jaxpipe.errors import CheckpointError, shown
 
-from ._json import parse_json
 from ._lock import LOCK
 
 COMMIT = "commit.json"
@@ -42,7 +40,6 @@ _DATA = re.compile(r"data-[0-9]+-[0-9a-f]+")
 _STEP_TAG = re.compile(r"global_step([0-9]+)")
 _PARTIAL = ".partial"
 _MARK = ".jaxpipe"
-_NOT_SYNCED = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EISDIR, errno.EACCES, errno.EPERM)
 """Answers of file systems that open no folders, or have nothing to sync, and of folders without permission to read."""
 
 
@@ -236,18 +233,6 @@ def commit(save_dir: Path, tag: str, content: Commit) -> None:
             log(logging.WARNING, "%s is committed, but %s still names another: %s", tag, save_dir / LATEST, error)
 
 
-@contextlib.contextmanager
-def readable(path: Path) -> Generator[None]:
-    """What the file system does not read below a path is a CheckpointError."""
-    try:
-        yield
-    except OSError as error:
-        raise CheckpointError(
-            f"{path} must be readable, but got {error.strerror or error}. Check the path, its permissions and the file "
-            "system."
-        ) from error
-
-
 class NotSyncedError(OSError):
     """A file was replaced, but may be the old one again after a loss of power."""
 
@@ -275,24 +260,6 @@ def replace_file(path: Path, content: bytes) -> None:
         sync([path.parent])
     except OSError as error:
         raise NotSyncedError(error.errno, error.strerror, str(path)) from error
-
-
-def sync(paths: Iterable[Path]) -> None:
-    """Let files, or the names in folders, stay after a loss of power.
-
-    Raises:
-        OSError: Storage fails.
-    """
-    for path in paths:
-        try:
-            number = os.open(path, os.O_RDONLY)
-            try:
-                os.fsync(number)
-            finally:
-                os.close(number)
-        except OSError as error:
-            if error.errno not in _NOT_SYNCED:
-                raise
 
 
 def sync_tree(folder: Path) -> None:

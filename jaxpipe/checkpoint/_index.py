@@ -12,11 +12,11 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpipe._files import read_file
+from jaxpipe._files import parse_json, read_file
 from jaxpipe.errors import CheckpointError, shown
 from jaxpipe.state import Leaf, Span
 
-from ._json import check_json, decode_state, parse_json
+from ._json import check_json, decode_state
 from ._struct import checked_struct, load_struct
 
 INDEX = "index.json"

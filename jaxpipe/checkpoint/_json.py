@@ -17,18 +17,6 @@ _MOST_DIGITS, _MOST_BITS = 4300, 14284
 _SHOWN = 200
 
 
-def parse_json(content: bytes) -> Any:
-    """The value of a JSON text.
-
-    Raises:
-        ValueError: It is none, or nested too deep.
-    """
-    try:
-        return json.loads(content)
-    except RecursionError as error:
-        raise ValueError("it is nested too deep") from error
-
-
 def check_json(value: Any, where: str, depth: int = 0) -> None:
     """Refuse a value that would not come back as it is; numbers of numpy come back as Python's.
 

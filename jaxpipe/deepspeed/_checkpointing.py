@@ -1,56 +1,36 @@
 """Names of DeepSpeed's `checkpointing` that say nothing new here, or nothing at all."""
 
 import warnings
-from typing import Any, NoReturn
 
 from jaxpipe._numbers import as_integer
 from jaxpipe.config import ConfigWarning
-from jaxpipe.errors import ConfigError, PipelineError
+from jaxpipe.errors import ConfigError, refused
 from jaxpipe.recompute import checkpoint
 
 non_reentrant_checkpoint = checkpoint
 """DeepSpeed's second name of `checkpoint`: JAX has one kind of recompute, and it is not reentrant."""
 
 
+_AUTOGRAD = (
+    "JAX differentiates functions and has no autograd objects. Use jaxpipe.checkpointing.checkpoint(function, *args), "
+    "and jax.grad or jax.vjp around it."
+)
+
+
 class CheckpointFunction:
     """DeepSpeed's autograd function: `CheckpointFunction.apply(function, *args)` is `checkpoint(function, *args)`.
 
-    There is no list of outputs to pass beside it, nothing to construct, and no `forward` or `backward` to call: JAX
-    differentiates functions.
+    There is no list of outputs to pass beside it, nothing to construct, and no `forward` or
+    `backward` to call: JAX differentiates functions.
 
     Raises:
         PipelineError: It is constructed.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        _refuse("CheckpointFunction(...)")
-
+    __init__ = refused("CheckpointFunction", _AUTOGRAD)
     apply = staticmethod(checkpoint)
-
-    @staticmethod
-    def forward(*args: Any, **kwargs: Any) -> NoReturn:
-        """Refused: a derivative belongs to the function, not to a call of it.
-
-        Raises:
-            PipelineError: Always.
-        """
-        _refuse("CheckpointFunction.forward")
-
-    @staticmethod
-    def backward(*args: Any, **kwargs: Any) -> NoReturn:
-        """Refused: see `forward`.
-
-        Raises:
-            PipelineError: Always.
-        """
-        _refuse("CheckpointFunction.backward")
-
-
-def _refuse(subject: str) -> NoReturn:
-    raise PipelineError(
-        f"{subject} must not be called, since JAX differentiates functions and has no autograd objects, but got a "
-        "call. Use jaxpipe.checkpointing.checkpoint(function, *args), and jax.grad or jax.vjp around it."
-    )
+    forward = staticmethod(refused("CheckpointFunction.forward", _AUTOGRAD))
+    backward = staticmethod(refused("CheckpointFunction.backward", _AUTOGRAD))
 
 
 def reset() -> None:

@@ -21,7 +21,6 @@ from jaxpipe._paths import local_path
 from jaxpipe.checkpoint import (
     Checkpoint,
     CheckpointWriter,
-    Rename,
     RunState,
     check_json,
     decode_state,
@@ -34,6 +33,7 @@ from jaxpipe.checkpoint import (
 from jaxpipe.config import without_secrets
 from jaxpipe.distributed import gather_numbers, gather_texts, log, run_on_all
 from jaxpipe.errors import CheckpointError
+from jaxpipe.weights import Rename
 
 from ._hold import hold_signals
 from ._source import MicrobatchSource

@@ -16,7 +16,6 @@ from jaxpipe._files import write_file
 from jaxpipe._numbers import as_integer
 from jaxpipe._paths import local_path
 from jaxpipe._typing import PyTree
-from jaxpipe.checkpoint import Rename
 from jaxpipe.config import BatchSizes, TrainConfig, without_secrets
 from jaxpipe.data import Batch, LoaderIterator, RepeatingLoader, Shard, split_entry
 from jaxpipe.distributed import check_equal, run_on_all
@@ -29,6 +28,7 @@ from jaxpipe.profile import Operation, measured_slices, record
 from jaxpipe.schedules import Slice, timeline, trace_of
 from jaxpipe.state import TrainState
 from jaxpipe.topology import PipelineParallelGrid, mesh_shape, mesh_topology, rank_devices
+from jaxpipe.weights import Rename
 
 from ._alike import describe_leaves
 from ._breakdown import Breakdown, stage_devices

@@ -1,36 +1,24 @@
 """`PipelineEngine`: the engine of a `PipelineModule`, which trains whole batches."""
 
-from collections.abc import Callable
-from typing import Any, final
+from typing import final
 
-from jaxpipe.errors import PipelineError
+from jaxpipe.errors import refused
 
 from ._engine import Engine
 from ._turn import one_thread
 
-
-def _refused(name: str) -> Callable[..., Any]:
-    def refuse(self: "PipelineEngine", *args: Any, **kwargs: Any) -> Any:
-        """Refused: a pipeline runs whole batches.
-
-        Raises:
-            PipelineError: Always.
-        """
-        raise PipelineError(
-            f"PipelineEngine.{name} must not be called: a pipeline interleaves forward, backward and step of many "
-            "microbatches. Call train_batch(data_iter), or eval_batch(data_iter) to evaluate."
-        )
-
-    refuse.__name__ = name
-    return refuse
+_WHOLE = (
+    "a pipeline interleaves forward, backward and step of many microbatches. Call train_batch(data_iter), or "
+    "eval_batch(data_iter) to evaluate."
+)
 
 
 @final
 class PipelineEngine(Engine):
     """Trains a `PipelineModule` batch by batch; made by `jaxpipe.initialize`.
 
-    Arguments, attributes and errors are those of `Engine`. A pipeline interleaves forward, backward and step of many
-    microbatches, so DeepSpeed's calls for one microbatch are refused.
+    Arguments, attributes and errors are those of `Engine`. A pipeline interleaves forward, backward
+    and step of many microbatches, so DeepSpeed's calls for one microbatch are refused.
 
     Reference:
         DeepSpeed's `deepspeed.runtime.pipe.engine.PipelineEngine`.
@@ -42,10 +30,10 @@ class PipelineEngine(Engine):
     def eval(self) -> None:
         """As `train`."""
 
-    forward = _refused("forward")
-    backward = _refused("backward")
-    step = _refused("step")
-    __call__ = _refused("__call__")
+    forward = refused("PipelineEngine.forward", _WHOLE)
+    backward = refused("PipelineEngine.backward", _WHOLE)
+    step = refused("PipelineEngine.step", _WHOLE)
+    __call__ = refused("PipelineEngine.__call__", _WHOLE)
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Always true: gradients have been reduced and applied, as `train_batch` runs whole batches only."""
@@ -55,7 +43,8 @@ class PipelineEngine(Engine):
     def reset_activation_shape(self) -> None:
         """Drop the programs of all shapes but the last batch's; DeepSpeed's name.
 
-        Never needed: unlike there, a batch of another shape is seen by itself. It frees the programs' memory.
+        Never needed: unlike there, a batch of another shape is seen by itself. It frees the
+        programs' memory.
         """
         self._trainer.programs.clear()
 

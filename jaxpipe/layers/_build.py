@@ -12,11 +12,12 @@ from flax import nnx
 from jaxpipe._typing import Path
 from jaxpipe.errors import JaxpipeError, LayerError
 
+from ._adapters import LoraMark, adapted_call
 from ._deepspeed import DeepSpeedNames
 from ._function import FunctionLayer
 from ._linen import LinenLayer
 from ._nnx import NNXLayer
-from ._protocol import TRAIN_FLAGS, Layer
+from ._protocol import TRAIN_FLAGS, Layer, call_of
 from ._remat import remat_layer
 from ._spec import LayerSpec, TiedLayerSpec, is_equinox
 
@@ -32,7 +33,9 @@ class NamedLayer:
         tied_key: Key of a `TiedLayerSpec`, else None.
         tied_paths: Dotted paths of the parameters that are shared; None shares all of them.
         is_marked: Whether its spec says that it recomputes itself in training.
-        instances: The built Linen modules in it, each with the path of its parameters inside the layer.
+        instances: The built Linen modules in it, each with the path of its parameters inside the
+            layer.
+        lora: Its adapters.
     """
 
     index: int
@@ -42,6 +45,7 @@ class NamedLayer:
     tied_paths: tuple[str, ...] | None = None
     is_marked: bool = False
     instances: tuple[tuple[Path, nn.Module], ...] = ()
+    lora: LoraMark | None = None
 
     def shares(self, path: Path) -> bool:
         """True if the parameter at this path inside the layer belongs to the tied key."""
@@ -58,8 +62,8 @@ def split_attr(attr: str) -> Path:
 def as_layers(items: Iterable[Any] | nn.Sequential) -> tuple[NamedLayer, ...]:
     """Bring a list of layers, or a Linen `Sequential`, under the layer protocol.
 
-    Each layer gets the output of the one before as one argument, also where that is a tuple or a dictionary, which a
-    Linen `Sequential` would spread over several.
+    Each layer gets the output of the one before as one argument, also where that is a tuple or a
+    dictionary, which a Linen `Sequential` would spread over several.
 
     Args:
         items: Linen modules, plain functions, `LayerSpec` and `TiedLayerSpec`, in order.
@@ -68,8 +72,8 @@ def as_layers(items: Iterable[Any] | nn.Sequential) -> tuple[NamedLayer, ...]:
         One entry per layer.
 
     Raises:
-        LayerError: The list is empty or not iterable, or an entry is of a kind that cannot be a layer or cannot be
-            built.
+        LayerError: The list is empty or not iterable, or an entry is of a kind that cannot be a
+            layer or cannot be built.
     """
     if isinstance(items, nn.Sequential):
         items = items.layers
@@ -96,12 +100,11 @@ def _name(index: int, item: Any) -> NamedLayer:
                 f"Name one of those of its call ({known}), a boolean field, or a boolean attribute."
             )
     instances = tuple(_instances(layer.module)) if isinstance(layer, LinenLayer) else ()
-    mark = item.remat_mark if isinstance(item, LayerSpec) else None
+    mark, lora = (item.remat_mark, item.lora_mark) if isinstance(item, LayerSpec) else (None, None)
     if mark is not None:
         layer = remat_layer(layer, mark)
-    if isinstance(item, TiedLayerSpec):
-        return NamedLayer(index, name, layer, item.key, item.tied_weight_attr, mark is not None, instances)
-    return NamedLayer(index, name, layer, is_marked=mark is not None, instances=instances)
+    tie = (item.key, item.tied_weight_attr) if isinstance(item, TiedLayerSpec) else (None, None)
+    return NamedLayer(index, name, layer, *tie, is_marked=mark is not None, instances=instances, lora=lora)
 
 
 def _instances(module: nn.Module, path: Path = ()) -> Iterator[tuple[Path, nn.Module]]:
@@ -142,19 +145,30 @@ def check_instances(layers: Sequence[NamedLayer], variables: Sequence[Sequence[P
 
 
 def _adapt(index: int, item: Any) -> Layer:
-    forward_fn = item.forward_fn if isinstance(item, LayerSpec) else None
-    flags, given = TRAIN_FLAGS, ()
     if isinstance(item, LayerSpec):
-        if isinstance(item.typename, type) and issubclass(item.typename, nnx.Module):
-            return _checked(index, item, lambda: NNXLayer(item, forward_fn))
-        if isinstance(item.typename, type) and is_equinox(item.typename):
-            from ._equinox import EquinoxLayer  # an optional dependency, which is there where a class of it is
+        return _adapt_spec(index, item)
+    return LinenLayer(item) if isinstance(item, nn.Module) else _adapt_function(index, item)
 
-            return _checked(index, item, lambda: EquinoxLayer(item, forward_fn))
-        flags, given = {**TRAIN_FLAGS, **item.train_flags}, item.given_names()
-        item = _checked(index, item, item.build)
-    if isinstance(item, nn.Module):
-        return LinenLayer(item, forward_fn, flags, given)
+
+def _adapt_spec(index: int, spec: LayerSpec) -> Layer:
+    kind, forward_fn = spec.typename, spec.forward_fn
+    if isinstance(kind, type) and issubclass(kind, nnx.Module):
+        return _checked(index, spec, lambda: NNXLayer(spec, forward_fn))
+    if isinstance(kind, type) and is_equinox(kind):
+        from ._equinox import EquinoxLayer  # an optional dependency, which is there where a class of it is
+
+        return _checked(index, spec, lambda: EquinoxLayer(spec, forward_fn))
+    flags, module = {**TRAIN_FLAGS, **spec.train_flags}, _checked(index, spec, spec.build)
+    if not isinstance(module, nn.Module):
+        return _adapt_function(index, module, forward_fn, flags)
+    if spec.lora_mark is not None:
+        forward_fn = adapted_call(call_of(type(module)) if forward_fn is None else forward_fn, spec.lora_mark)
+    return LinenLayer(module, forward_fn, flags, spec.given_names())
+
+
+def _adapt_function(
+    index: int, item: Any, forward_fn: Callable[..., Any] | None = None, flags: Mapping[str, bool] = TRAIN_FLAGS
+) -> Layer:
     kind = type(item).__name__
     if isinstance(item, nnx.Module) or is_equinox(type(item)):
         made_by = "NNX" if isinstance(item, nnx.Module) else "Equinox"

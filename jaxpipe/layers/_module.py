@@ -4,6 +4,7 @@ import copy
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import fields, replace
 from itertools import pairwise
 from typing import Any
 
@@ -15,36 +16,14 @@ from jaxpipe.errors import LayerError, PartitionError, counted
 from jaxpipe.partition import Profile, is_method, needs_shapes, partition_layers, profile_source
 from jaxpipe.topology import PipeDataParallelTopology, ProcessTopology, automatic_axes
 
-from ._arguments import (
-    checked_callable,
-    checked_class_names,
-    checked_dtype,
-    checked_flag,
-    checked_interval,
-    checked_stages,
-)
+from ._arguments import checked_class_names, checked_stages
 from ._build import NamedLayer, as_layers
 from ._deepspeed import DeepSpeedNames
 from ._sequential import SequentialModel
-from ._sharding import checked_rules
+from ._settings import ModuleSettings
 from ._signature import layer_signatures
 from ._trace import ModelTrace
-from ._trainable import Trainable, checked_trainable
-
-_SETTINGS = (
-    "loss_fn",
-    "seed_layers",
-    "seed_fn",
-    "base_seed",
-    "partition_method",
-    "activation_checkpoint_interval",
-    "activation_checkpoint_func",
-    "checkpointable_layers",
-    "compute_dtype",
-    "auto_cast",
-    "sharding_rules",
-    "trainable",
-)
+from ._trainable import Trainable
 
 
 class PipelineModule(SequentialModel, DeepSpeedNames):
@@ -155,7 +134,7 @@ class PipelineModule(SequentialModel, DeepSpeedNames):
         """Numbers of parameters by layer, and of the whole model; known with a cut."""
         self._warned: set[str] = set()
         """Warnings that building has given; copies share them."""
-        self._set(
+        settings = ModuleSettings(
             loss_fn=loss_fn,
             seed_layers=seed_layers,
             seed_fn=seed_fn,
@@ -169,6 +148,8 @@ class PipelineModule(SequentialModel, DeepSpeedNames):
             sharding_rules=sharding_rules,
             trainable=trainable,
         )
+        self._use(settings)
+        self._cut()
 
     def set_checkpoint_interval(self, interval: int) -> None:
         """Set how many consecutive layers form one recomputed group; 0 recomputes nothing.
@@ -176,7 +157,7 @@ class PipelineModule(SequentialModel, DeepSpeedNames):
         Raises:
             PartitionError: The interval is not an integer >= 0.
         """
-        self.activation_checkpoint_interval = checked_interval(interval)
+        self._use(replace(self._settings, activation_checkpoint_interval=interval))
 
     @property
     def given_topology(self) -> ProcessTopology | None:
@@ -196,48 +177,31 @@ class PipelineModule(SequentialModel, DeepSpeedNames):
             LayerError: A name is no such argument, or a function given is not callable.
             PartitionError: The partition method cannot cut the layers, or the interval is negative.
         """
-        unknown = sorted(set(changes) - set(_SETTINGS))
+        known = [field.name for field in fields(ModuleSettings)]
+        unknown = sorted(set(changes) - set(known))
         if unknown:
             raise LayerError(
                 f"replace must be given settings of a PipelineModule, but got {unknown[0]}={changes[unknown[0]]!r}. "
-                f"Use {', '.join(_SETTINGS)}."
+                f"Use {', '.join(known)}."
             )
         other = copy.copy(self)
-        other._set(**{name: getattr(self, name) for name in _SETTINGS} | changes)
+        other._use(replace(self._settings, **changes))
+        other._cut()
         return other
 
-    def _set(  # noqa: PLR0913  # one setting each
-        self,
-        *,
-        loss_fn: Any,
-        seed_layers: bool,
-        seed_fn: Any,
-        base_seed: int,
-        partition_method: str | Sequence[int],
-        activation_checkpoint_interval: int,
-        activation_checkpoint_func: Any,
-        checkpointable_layers: Any,
-        compute_dtype: Any,
-        auto_cast: bool,
-        sharding_rules: Any,
-        trainable: Any,
-    ) -> None:
-        self.loss_fn: Callable[[PyTree, PyTree], Any] | None = checked_callable("loss_fn", loss_fn)
-        self.seed_layers = checked_flag("seed_layers", seed_layers)
-        self.seed_fn: Callable[[int], jax.Array] = checked_callable("seed_fn", seed_fn) or jax.random.key
-        self.base_seed = base_seed
-        self.compute_dtype: Any = checked_dtype(compute_dtype)
-        self.auto_cast = checked_flag("auto_cast", auto_cast)
-        self.sharding_rules = checked_rules(sharding_rules)
-        self.trainable: Trainable | None = checked_trainable(trainable)
-        self.partition_method = partition_method
-        self.activation_checkpoint_func = checked_callable("activation_checkpoint_func", activation_checkpoint_func)
+    def _use(self, settings: ModuleSettings) -> None:
+        """Take settings, each as an attribute too."""
+        self._settings = settings
+        for field in fields(settings):
+            setattr(self, field.name, getattr(settings, field.name))
         classes = [named.layer.class_name for named in self.layers]
-        self.checkpointable_layers = checked_class_names(checkpointable_layers, classes)
-        self.set_checkpoint_interval(activation_checkpoint_interval)
+        self.checkpointable_layers = checked_class_names(settings.checkpointable_layers, classes)
+
+    def _cut(self) -> None:
+        """Cut the layers, where that needs no shapes."""
         self._parts: tuple[int, ...] | None = None
         self._part_stages: tuple[int, ...] | None = None
-        if not (needs_shapes(partition_method) or profile_source(partition_method)):
+        if not (needs_shapes(self.partition_method) or profile_source(self.partition_method)):
             self._parts = self._partition(None)
         elif self.num_stages > len(self.layers):
             names = ", ".join(named.name for named in self.layers)

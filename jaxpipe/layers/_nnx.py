@@ -16,6 +16,7 @@ from jaxpipe._typing import PyTree
 from jaxpipe.errors import LayerError
 from jaxpipe.jaxpr import ClosedJaxpr, value_numbers
 
+from ._adapters import adapted_nnx
 from ._axes import axis_fault, is_unbound_axis, on_mesh, one_device_mesh
 from ._protocol import (
     TRAIN_FLAGS,
@@ -143,7 +144,9 @@ class NNXLayer(Layer):
                     setattr(holder, name, value)
             streams = nnx.Rngs(rngs["dropout"]) if rngs is not None and "dropout" in rngs else None
             args, kwargs = self.arguments.select(rngs=streams, train=train, side=side)
-            run = nnx.capture(lambda module: self._call(module, inputs, *args, **kwargs), AuxLoss, Metric)
+            # Not the class's function, if the module was wrapped in another.
+            call = (lambda module, *args, **kwargs: module(*args, **kwargs)) if self.forward_fn is None else self._call
+            run = nnx.capture(lambda module: call(module, inputs, *args, **kwargs), AuxLoss, Metric)
             results = cast("tuple[Any, nnx.State[Any, Any], nnx.State[Any, Any]]", run(module))
             return results, module, before, _by_name(nnx.state(module, nnx.Param))
 
@@ -183,7 +186,10 @@ class NNXLayer(Layer):
 
     def _build(self, key: jax.Array) -> Any:
         with nnx.use_eager_sharding(False):
-            module = self.spec.build(rngs=nnx.Rngs(key)) if self._takes_rngs else self.spec.build()
+            rngs = nnx.Rngs(key)
+            module = self.spec.build(rngs=rngs) if self._takes_rngs else self.spec.build()
+            if self.spec.lora_mark is not None:
+                module = adapted_nnx(module, self.spec.lora_mark, rngs)
         for path, node in nnx.iter_graph(module):
             name = ".".join(map(str, path))
             if isinstance(node, Tracer):

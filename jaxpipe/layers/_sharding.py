@@ -12,7 +12,7 @@ from flax.linen import spmd
 from jax.sharding import AbstractMesh, PartitionSpec
 
 from jaxpipe._typing import Path, PyTree
-from jaxpipe.errors import LayerError
+from jaxpipe.errors import LayerError, nearest
 from jaxpipe.jaxpr import spec_axes
 from jaxpipe.topology import FSDP, MANUAL_AXES, automatic_axes
 
@@ -65,26 +65,31 @@ def rules_on(mesh: AbstractMesh, rules: Rules) -> Rules:
     return tuple((name, automatic_of(axes)) for name, axes in rules)
 
 
-def watched_rules(rules: Rules, used: set[str]) -> Rules:
-    """The rules; their names are added to `used` where Flax, or what reads metadata, finds them in a layer."""
-    return tuple((_WatchedName(name, used), axes) for name, axes in rules)
+def unused_rules(mesh: AbstractMesh, rules: Rules, names: set[str], axes: set[str]) -> dict[str, str | None]:
+    """Rules that no layer uses, each with the name of a weight that it may be meant for.
+
+    Which names a constraint had cannot be seen in a program, but the axes that they became. So a
+    rule counts as used where a constraint names an axis of it, unless a weight has a name like it
+    that no rule is for.
+
+    Args:
+        mesh: The mesh.
+        rules: The rules.
+        names: The names in the metadata of weights.
+        axes: Those that constraints in layers name.
+    """
+    axes_of: dict[str, set[str]] = {}
+    for name, to in rules_on(mesh, rules):
+        axes_of.setdefault(name, set()).update(spec_axes(to))
+    unruled = names - set(axes_of) - set(mesh.axis_names)
+    meant = {name: nearest(name, unruled, 0.65) for name, to in axes_of.items() if to and name not in names}
+    return {name: near for name, near in meant.items() if near is not None or not axes & axes_of[name]}
 
 
-class _WatchedName(str):
-    def __new__(cls, name: str, used: set[str]) -> "_WatchedName":
-        self = super().__new__(cls, name)
-        self._used = used
-        return self
-
-    _used: set[str]
-
-    def __eq__(self, other: object) -> bool:
-        is_same = str.__eq__(self, other) is True
-        if is_same:
-            self._used.add(str(self))
-        return is_same
-
-    __hash__ = str.__hash__
+def metadata_names(tree: PyTree) -> set[str]:
+    """The names in the partition metadata of variables."""
+    specs = (leaf.get_partition_spec() for _, leaf in _boxes(tree))
+    return {name for spec in specs for entry in spec for name in spec_axes(entry)}
 
 
 def check_rules(mesh: AbstractMesh, rules: Rules) -> None:
@@ -149,8 +154,8 @@ def partition_specs(label: str, tree: PyTree, mesh: AbstractMesh, rules: Rules) 
         By path, for each variable that is sharded, an entry for each of its dims.
 
     Raises:
-        LayerError: A name is neither that of a rule nor of an axis, an axis is named for two dims, or a dim is not
-            divided by its axes.
+        LayerError: A name is neither that of a rule nor of an axis, an axis is named for two dims,
+            or a dim is not divided by its axes.
     """
     if not automatic_axes(mesh):
         return {}
@@ -183,8 +188,8 @@ def with_fsdp(
 ) -> Mapping[Path, PartitionSpec]:
     """Shardings with weights divided over the axis `fsdp`, along the largest dim that it divides.
 
-    Weights whose metadata names the axis stay as they are, and so do those of fewer than two dims, which are small, and
-    those of which it divides no dim.
+    Weights whose metadata names the axis stay as they are, and so do those of fewer than two dims,
+    which are small, and those of which it divides no dim.
 
     Args:
         params: Shapes of a layer's parameters.

@@ -12,6 +12,7 @@ from flax import nnx
 from jaxpipe.distributed import log as write_log
 from jaxpipe.errors import LayerError
 
+from ._adapters import LoraMark
 from ._remat import RematMark
 
 
@@ -71,6 +72,7 @@ class LayerSpec:
         self.module_args = module_args
         self.module_kwargs = module_kwargs
         self.remat_mark: RematMark | None = None
+        self.lora_mark: LoraMark | None = None
         self.train_flags: dict[str, bool] = {}
         """Flags that `train_flag` has named, with their values in training."""
 

@@ -1,13 +1,12 @@
 """The shapes of a model, found by abstract evaluation, layer by layer."""
 
 import contextlib
-import dataclasses
 import functools
 import logging
 import math
 import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import jax
@@ -25,22 +24,23 @@ from jaxpipe.topology import MANUAL_AXES, automatic_axes
 from ._axes import NO_MESH, axis_fault, is_unbound_axis, mesh_for_init, on_mesh
 from ._build import NamedLayer, check_instances
 from ._lora import check_targets
+from ._param_paths import ParamPaths, merge_layers
 from ._precision import cast_floats, init_inputs, is_wider, multiplies_wider
 from ._protocol import STANDARD_ARGUMENTS, Layer, layer_rngs
 from ._sharding import (
     Rules,
     check_rules,
+    metadata_names,
     partition_specs,
     paths_over_data,
     rules_in_force,
-    rules_on,
     stage_dims,
     unbox,
-    watched_rules,
+    unused_rules,
     with_fsdp,
 )
 from ._structs import as_arrays, format_struct, struct_key, struct_of
-from ._tree import ParamPaths, flatten_dict, merge_layers, unflatten_dict
+from ._tree import flatten_dict, unflatten_dict
 from ._usage import used_inputs
 
 T = TypeVar("T")
@@ -186,20 +186,17 @@ def trace_layers(  # noqa: PLR0913  # one setting each
     """
     check_rules(mesh, rules)
     warned = set() if warned is None else warned
-    used: set[str] = set()
-    watched = watched_rules(rules, used)
-    over_data: list[str] = []
-    trace, switches = on_mesh(
-        mesh, lambda: _trace_layers(layers, inputs, side or {}, mesh, watched, compute_dtype, over_data)
-    )
+    seen = _Seen()
+    trace, switches = on_mesh(mesh, lambda: _trace_layers(layers, inputs, side or {}, mesh, rules, compute_dtype, seen))
     check_targets(layers, trace.owners())
     _warn_of_side(layers, side or {}, warned)
-    _warn_of_data(over_data, warned)
+    _warn_of_data(seen.over_data, warned)
     _warn_of_switches(switches, warned)
     if compute_dtype is not None:
         _log_wide(layers, trace, compute_dtype, warned)
-    _warn_of_rules([name for name, axes in rules_on(mesh, rules) if axes and name not in used], warned)
-    return dataclasses.replace(trace, rules=rules)
+    axes = {axis for index in {*trace.firsts} for axis in constrained_axes(trace.programs[index])}
+    _warn_of_rules(unused_rules(mesh, rules, seen.names, axes), warned)
+    return trace
 
 
 def _trace_layers(  # noqa: PLR0913  # one setting each
@@ -209,7 +206,7 @@ def _trace_layers(  # noqa: PLR0913  # one setting each
     mesh: AbstractMesh,
     rules: Rules,
     compute_dtype: Any,
-    over_data: list[str],
+    seen: "_Seen",
 ) -> tuple[ModelTrace, Mapping[str, Mapping[str, bool]]]:
     side_struct = _side_struct(side)
     boundaries, all_params, all_paths = [struct_of(inputs)], [], []
@@ -231,7 +228,7 @@ def _trace_layers(  # noqa: PLR0913  # one setting each
         else:
             before = f"the output of layer {layers[named.index - 1].name}" if named.index else "the model's inputs"
             given = {at[2:]: x for at, (_, x) in shared.items() if at[1] == named.tied_key and named.shares(at[2:])}
-            call = _Call(named, before, boundaries[-1], side_struct, compute_dtype, mesh, rules, over_data)
+            call = _Call(named, before, boundaries[-1], side_struct, compute_dtype, mesh, rules, seen)
             params, collections, shardings = call.variables(unflatten_dict(given))
             with rules_in_force(rules):
                 program, outputs, aux = call.results(params, collections)
@@ -275,6 +272,19 @@ def _side_struct(side: Mapping[str, PyTree]) -> dict[str, PyTree]:
     return struct_of(dict(side))
 
 
+@dataclass
+class _Seen:
+    """What layers were seen to have, which grows while they are traced.
+
+    Attributes:
+        over_data: Weights whose metadata names the axis `data`.
+        names: The names in the metadata of variables.
+    """
+
+    over_data: list[str] = field(default_factory=list[str])
+    names: set[str] = field(default_factory=set[str])
+
+
 @dataclass(frozen=True)
 class _Call:
     """A layer at its place, evaluated abstractly."""
@@ -286,8 +296,7 @@ class _Call:
     dtype: Any
     mesh: AbstractMesh
     rules: Rules
-    over_data: list[str]
-    """Weights whose metadata names the axis `data`, which grows."""
+    seen: "_Seen"
 
     def variables(self, given: PyTree) -> tuple[PyTree, PyTree, tuple[Mapping[Path, Any], ...]]:
         """Shapes of parameters and collections, how each is sharded, and the dims of those split over stages."""
@@ -326,7 +335,8 @@ class _Call:
         specs = [partition_specs(self.named.name, tree, self.mesh, self.rules) for tree in made]
         params, collections = (_without_sharding(unbox(tree)) for tree in made)
         of_params, of_collections = specs
-        self.over_data.extend(paths_over_data(self.named.name, made[0], self.mesh, self.rules))
+        self.seen.over_data += paths_over_data(self.named.name, made[0], self.mesh, self.rules)
+        self.seen.names.update(*map(metadata_names, made))
         dims = stage_dims(self.named.name, made[0])
         of_params = with_fsdp(flatten_dict(params), of_params, dims, self.mesh)
         return params, collections, (of_params, of_collections, dims)
@@ -470,14 +480,15 @@ def _train(
     return as_arrays(outputs), as_arrays(updated), aux
 
 
-def _warn_of_rules(names: Sequence[str], warned: set[str]) -> None:
+def _warn_of_rules(names: Mapping[str, str | None], warned: set[str]) -> None:
     """Warn of rules that nothing in a layer uses, once; a constraint in loss_fn may."""
-    found = [name for name in dict.fromkeys(names) if f"rule {name}" not in warned]
+    found = [name for name in names if f"rule {name}" not in warned]
     if found:
         warned.update(f"rule {name}" for name in found)
+        listed = [f"{name!r} (did you mean {names[name]!r}?)" if names[name] else repr(name) for name in found]
         warnings.warn(
-            f"sharding_rules has rules for {', '.join(map(repr, found))}, but no weight and no constraint of a layer "
-            "has such a logical name. Correct the name, or leave the rule out.",
+            f"sharding_rules has rules for {', '.join(listed)}, but no weight and no constraint of a layer has such a "
+            "logical name. Correct the name, or leave the rule out.",
             stacklevel=4,
         )
 

@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 from flax.linen.dtypes import promote_dtype
 
-from jaxpipe.checkpoint import Rename, Source, Transform, linear, merge, stack, transpose
 from jaxpipe.errors import ConfigError, LayerError
 from jaxpipe.layers import LayerSpec, TiedLayerSpec
 from jaxpipe.transformer import DeepSpeedTransformerConfig, DeepSpeedTransformerLayer
+from jaxpipe.weights import Rename, Source, Transform, linear, merge, stack, transpose
 
 from ._huggingface import ConfigKeys, read_fields, shared_fields
 from ._positions import positions_of
@@ -271,7 +271,7 @@ def bert_names(config: BertConfig | Source, head: BertHead = "masked_lm") -> tup
         head: As for `bert`. What only other heads have in a file is passed over.
 
     Returns:
-        A table for `jaxpipe.checkpoint.rename` and its kin.
+        A table for `jaxpipe.weights.rename` and its kin.
     """
     if not isinstance(config, BertConfig):
         config = BertConfig.from_huggingface(config)

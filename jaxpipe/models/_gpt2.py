@@ -7,10 +7,10 @@ from typing import Any
 import flax.linen as nn
 import jax
 
-from jaxpipe.checkpoint import Rename, Source, Transform, conv1d, merge, transpose
 from jaxpipe.errors import LayerError
 from jaxpipe.layers import LayerSpec, TiedLayerSpec
 from jaxpipe.transformer import DeepSpeedTransformerConfig, DeepSpeedTransformerLayer
+from jaxpipe.weights import Rename, Source, Transform, conv1d, merge, transpose
 
 from ._huggingface import ConfigKeys, read_fields, shared_fields
 from ._positions import positions_of
@@ -224,7 +224,7 @@ def gpt2_names(config: GPT2Config | Source) -> tuple[Rename, ...]:
         config: Sizes and switches, or where `from_huggingface` reads them.
 
     Returns:
-        A table for `jaxpipe.checkpoint.rename` and its kin.
+        A table for `jaxpipe.weights.rename` and its kin.
     """
     if not isinstance(config, GPT2Config):
         config = GPT2Config.from_huggingface(config)

@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from jaxpipe.checkpoint import Source, read_config_json
 from jaxpipe.config import ConfigWarning
 from jaxpipe.errors import ConfigError, nearest, shown
+from jaxpipe.weights import Source, read_config_json
 
 from ._rules import is_size
 

@@ -1,4 +1,4 @@
-"""Llama 2 and 3, Mistral, Mixtral, Qwen 2, 2.5 and 3 and their mixtures of experts, SmolLM: one decoder.
+"""Llama 2 and 3, Mistral, Mixtral, Phi-3, Qwen 2, 2.5 and 3 and their mixtures of experts, SmolLM: one decoder.
 
 Inside a stage, heads and features are divided over a mesh axis `model`: products that widen by columns, those that
 narrow by rows, with one sum over the axis after each of the two parts of a block. Without such an axis that means
@@ -10,11 +10,11 @@ from typing import Any, cast
 import flax.linen as nn
 import jax
 
-from jaxpipe.checkpoint import Rename, Source, Transform, stack, transpose
 from jaxpipe.errors import LayerError
 from jaxpipe.layers import LayerSpec, TiedLayerSpec
 from jaxpipe.recompute import reduced
 from jaxpipe.transformer import MODEL, Divided, attention, constrained, dividing_axes
+from jaxpipe.weights import Rename, Source, transpose
 
 from ._experts import Experts, ExpertsConfig
 from ._llama_config import LlamaConfig
@@ -228,50 +228,18 @@ def llama_names(config: LlamaConfig | Source) -> tuple[Rename, ...]:
         config: Sizes and switches, or where `from_huggingface` reads them.
 
     Returns:
-        A table for `jaxpipe.checkpoint.rename` and its kin.
+        A table for `jaxpipe.weights.rename` and its kin.
     """
     if not isinstance(config, LlamaConfig):
         config = LlamaConfig.from_huggingface(config)
-    products = {
-        "attention/query": "self_attn.q_proj",
-        "attention/key": "self_attn.k_proj",
-        "attention/value": "self_attn.v_proj",
-        "attention/out": "self_attn.o_proj",
-        "feed_forward/gate": "mlp.gate_proj",
-        "feed_forward/up": "mlp.up_proj",
-        "feed_forward/down": "mlp.down_proj",
-    }
-    norms = {
-        "attention/query_norm": "self_attn.q_norm",
-        "attention/key_norm": "self_attn.k_norm",
-        "attention_norm": "input_layernorm",
-        "feed_forward_norm": "post_attention_layernorm",
-    }
-    # Mixtral has names of its own.
-    is_qwen = config.qkv_bias or config.qk_norm
-    experts = ("gate_proj", "up_proj", "down_proj") if is_qwen else ("w1", "w3", "w2")
-    mixture = "mlp" if is_qwen else "block_sparse_moe"
-    shared = {f"feed_forward/shared/{name}": f"mlp.shared_expert.{name}_proj" for name in ("gate", "up", "down")}
-    products |= shared | {"feed_forward/shared_gate": "mlp.shared_expert_gate"}
-    products |= {"feed_forward/experts/router": f"{mixture}.gate"}
     table, head, last = "model.embed_tokens.weight", "lm_head.weight", config.num_hidden_layers + 1
-    ends = [Rename(table, "0/embedding"), Rename(head, f"{last + 1}/kernel", transpose)]
+    ends = (Rename(table, "0/embedding"), Rename(head, f"{last + 1}/kernel", transpose))
     return (
-        *([Rename((table, head), "tied/embedding/embedding")] if config.tie_word_embeddings else ends),
-        *(_of_layers(f"{theirs}.weight", f"{ours}/kernel", transpose) for ours, theirs in products.items()),
-        *(_of_layers(f"{theirs}.bias", f"{ours}/bias") for ours, theirs in products.items()),
-        *(_of_layers(f"{theirs}.weight", f"{ours}/scale") for ours, theirs in norms.items()),
-        *(
-            _of_layers(f"{mixture}.experts.{{e}}.{theirs}.weight", f"feed_forward/experts/{ours}", stack(transpose))
-            for ours, theirs in zip(("gate", "up", "down"), experts, strict=True)
-        ),
+        *((Rename((table, head), "tied/embedding/embedding"),) if config.tie_word_embeddings else ends),
+        *config.names,
         Rename("model.norm.weight", f"{last}/scale"),
         Rename("model.layers.{i}.self_attn.rotary_emb.inv_freq", None),  # a constant that old files hold
     )
-
-
-def _of_layers(theirs: str, ours: str, transform: Transform | None = None) -> Rename:
-    return Rename("model.layers.{i}." + theirs, "{i+1}/" + ours, transform)
 
 
 def _norm(config: LlamaConfig, name: str) -> nn.RMSNorm:

@@ -113,6 +113,14 @@ class RotaryScaling:
                 raise ConfigError(f"rope_parameters.{name}={shown(value)} is not a known key. {hint}")
         return cls(**values)
 
+    def to_dict(self) -> dict[str, Any]:
+        """The value of `rope_scaling`."""
+        values = {each.name: (getattr(self, each.name), each.default) for each in fields(self)}
+        told = {name: value for name, (value, default) in values.items() if value != default}
+        if self.rope_type in ("linear", "dynamic"):
+            told.pop("original_max_position_embeddings", None)
+        return told
+
     def is_stretched(self, length: int) -> bool:
         """True if the angles of a sequence depend on its length."""
         return self.rope_type == "dynamic" and length > self.original_max_position_embeddings

@@ -3,6 +3,7 @@
 import dataclasses
 import warnings
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from os import PathLike
 from typing import Any
 
@@ -17,24 +18,39 @@ from ._settings import RecomputeSettings, current_settings, set_settings
 
 ConfigLike = TrainConfig | Mapping[str, Any] | str | PathLike[str] | None
 
-_KEYS = {
-    "partition_activations": "partition_activations",
-    "contiguous_checkpointing": "contiguous_memory_optimization",
-    "num_checkpoints": "number_checkpoints",
-    "checkpoint_in_cpu": "cpu_checkpointing",
-    "synchronize": "synchronize_checkpoint_boundary",
-    "profile": "profile",
-}
-"""From the arguments of `configure` to the keys of the section `activation_checkpointing`."""
 
-_NO_EFFECT = {
-    "partition_activations": "the mesh has no axis 'model' of more than one device to share them; use "
-    "PipeModelDataParallelTopology",
-    "checkpoint_in_cpu": "the devices are CPUs, whose own memory is the host's; leave it to GPUs and TPUs",
-    "contiguous_checkpointing": "XLA lays out all of a program's memory before it runs, so nothing fragments",
-    "num_checkpoints": "there is no buffer whose size it would give",
-    "synchronize": "a compiled program orders its own operations; to time one, use jax.profiler, or "
-    "jax.block_until_ready around the whole step",
+@dataclass(frozen=True)
+class _Argument:
+    """An argument of `configure`.
+
+    Attributes:
+        key: That of the section `activation_checkpointing`.
+        no_effect: Why it has none, everywhere or where `_resolve` says so; None: it always has.
+    """
+
+    key: str
+    no_effect: str | None = None
+
+
+_ARGUMENTS = {
+    "partition_activations": _Argument(
+        "partition_activations",
+        "the mesh has no axis 'model' of more than one device to share them; use PipeModelDataParallelTopology",
+    ),
+    "contiguous_checkpointing": _Argument(
+        "contiguous_memory_optimization",
+        "XLA lays out all of a program's memory before it runs, so nothing fragments",
+    ),
+    "num_checkpoints": _Argument("number_checkpoints", "there is no buffer whose size it would give"),
+    "checkpoint_in_cpu": _Argument(
+        "cpu_checkpointing", "the devices are CPUs, whose own memory is the host's; leave it to GPUs and TPUs"
+    ),
+    "synchronize": _Argument(
+        "synchronize_checkpoint_boundary",
+        "a compiled program orders its own operations; to time one, use jax.profiler, or jax.block_until_ready around "
+        "the whole step",
+    ),
+    "profile": _Argument("profile"),
 }
 
 
@@ -50,34 +66,36 @@ def configure(
 ) -> None:
     """Set how `checkpoint` keeps the inputs of the functions it recomputes.
 
-    Defaults first, then the section `activation_checkpointing` of the configuration, then the arguments that are not
-    None. The settings hold in this thread for every program traced from now on; one that is compiled already keeps
-    to those it was traced with.
+    Defaults first, then the section `activation_checkpointing` of the configuration, then the
+    arguments that are not None. The settings hold in this thread for every program traced from now
+    on; one that is compiled already keeps to those it was traced with.
 
     Args:
-        mpu_: A mesh, or an object with DeepSpeed's methods such as a `PipelineParallelGrid`, or None. It decides
-            nothing but which devices must have host memory: who shares activations is said by the automatic axis
-            `model` of the mesh that the function is traced on.
+        mpu_: A mesh, or an object with DeepSpeed's methods such as a `PipelineParallelGrid`, or
+            None. It decides nothing but which devices must have host memory: who shares activations
+            is said by the automatic axis `model` of the mesh that the function is traced on.
         deepspeed_config: A configuration, a dictionary, or the path of a JSON file.
-        partition_activations: Keep on each device of the `model` axis only its share of the inputs, gathered again
-            in the backward pass: a sharding constraint along the largest dim that the axis divides. No effect without
-            such an axis, on one that is 1 wide, or on inputs without such a dim; a warning where a mesh says so. JSON
-            key `partition_activations`.
+        partition_activations: Keep on each device of the `model` axis only its share of the inputs,
+            gathered again in the backward pass: a sharding constraint along the largest dim that
+            the axis divides. No effect without such an axis, on one that is 1 wide, or on inputs
+            without such a dim; a warning where a mesh says so. JSON key `partition_activations`.
         contiguous_checkpointing: No effect, with a warning: XLA lays out memory by itself. Needs
             `partition_activations` and `num_checkpoints`, as in DeepSpeed. JSON key
             `contiguous_memory_optimization`.
         num_checkpoints: No effect, with a warning. JSON key `number_checkpoints`.
-        checkpoint_in_cpu: Keep the inputs in host memory. Unlike DeepSpeed's manual says of its own, works with and
-            without `partition_activations`. No effect on CPU devices, with a warning. JSON key `cpu_checkpointing`.
-        synchronize: No effect, with a warning: a compiled program orders its operations by itself. JSON key
-            `synchronize_checkpoint_boundary`.
-        profile: Name each recomputed function in profiles, as `checkpoint/<function>`, its second run below
-            `rematted_computation`. DeepSpeed logs times, which exist only in a profile where a step is one program.
-            JSON key `profile`.
+        checkpoint_in_cpu: Keep the inputs in host memory. Unlike DeepSpeed's manual says of its
+            own, works with and without `partition_activations`. No effect on CPU devices, with a
+            warning. JSON key `cpu_checkpointing`.
+        synchronize: No effect, with a warning: a compiled program orders its operations by itself.
+            JSON key `synchronize_checkpoint_boundary`.
+        profile: Name each recomputed function in profiles, as `checkpoint/<function>`, its second
+            run below `rematted_computation`. DeepSpeed logs times, which exist only in a profile
+            where a step is one program. JSON key `profile`.
 
     Raises:
-        ConfigError: An argument is of the wrong type, the configuration is not valid, `contiguous_checkpointing`
-            lacks what it needs, or `checkpoint_in_cpu` is asked for where a device has no separate host memory.
+        ConfigError: An argument is of the wrong type, the configuration is not valid,
+            `contiguous_checkpointing` lacks what it needs, or `checkpoint_in_cpu` is asked for
+            where a device has no separate host memory.
     """
     explicit = {
         "partition_activations": partition_activations,
@@ -96,8 +114,8 @@ def settings_for(config: ConfigLike, mesh: Mesh | None = None) -> RecomputeSetti
     """Settings of a configuration, with which a pipeline traces its programs.
 
     Args:
-        config: Its section `activation_checkpointing` counts, unless `configure` was called: that call was more
-            explicit, and may have been given the same configuration.
+        config: Its section `activation_checkpointing` counts, unless `configure` was called: that
+            call was more explicit, and may have been given the same configuration.
         mesh: Whose devices must have host memory if it is asked for.
 
     Returns:
@@ -152,7 +170,7 @@ def check_host_memory(platform: str, default: str, kinds: Collection[str]) -> No
 def _resolve(unit: Any, config: ConfigLike, explicit: Mapping[str, Any]) -> RecomputeSettings:
     """The settings of a configuration and of arguments, with a warning where some have no effect."""
     section = load_config(config).activation_checkpointing
-    values = {name: getattr(section, key) for name, key in _KEYS.items()}
+    values = {name: getattr(section, argument.key) for name, argument in _ARGUMENTS.items()}
     values |= {name: value for name, value in explicit.items() if value is not None}
     if values["contiguous_checkpointing"] and not values["partition_activations"]:
         raise ConfigError(
@@ -174,11 +192,15 @@ def _resolve(unit: Any, config: ConfigLike, explicit: Mapping[str, Any]) -> Reco
         "partition_activations": not isinstance(unit, Mesh) or unit.shape.get("model", 1) > 1,
         "checkpoint_in_cpu": device.platform != "cpu",
     }
-    without_effect = [name for name in _NO_EFFECT if values[name] and not has_effect.get(name, False)]
-    if without_effect:
-        reasons = "; ".join(f"{n} (activation_checkpointing.{_KEYS[n]}): {_NO_EFFECT[n]}" for n in without_effect)
+    asked = {name: argument for name, argument in _ARGUMENTS.items() if values[name] and argument.no_effect}
+    reasons = [
+        f"{name} (activation_checkpointing.{argument.key}): {argument.no_effect}"
+        for name, argument in asked.items()
+        if not has_effect.get(name, False)
+    ]
+    if reasons:
         # At the call of `configure`, or of what asked for `settings_for`.
-        warnings.warn(f"No effect: {reasons}.", ConfigWarning, stacklevel=3)
+        warnings.warn(f"No effect: {'; '.join(reasons)}.", ConfigWarning, stacklevel=3)
     return RecomputeSettings(
         partition_activations=values["partition_activations"],
         checkpoint_in_cpu=values["checkpoint_in_cpu"],

@@ -150,12 +150,6 @@ class PipeSchedule(ABC):
         """True on stage `num_stages - 1`."""
         return self.stage_id == self.stages - 1
 
-    def _repr_html_(self) -> str:
-        """The schedule as notebooks show it: that of all stages as a picture, or as text where it is not sound."""
-        from ._picture import schedule_html  # which is made of what is made of schedules
-
-        return schedule_html(self)
-
     def __iter__(self) -> Iterator[Sequence[PipeInstruction]]:
         return iter(self.steps())
 

@@ -13,9 +13,7 @@ from jaxpipe._files import write_file
 from jaxpipe._paths import local_path
 from jaxpipe.errors import ScheduleError
 
-from ._base import PipeSchedule
 from ._cost import Kind, Slice, timeline
-from ._grid import format_grid
 from ._lowering import lower_schedule
 from ._program import TickProgram
 from ._stages import AnySchedule
@@ -195,23 +193,6 @@ def draw(
         program = lower_schedule(program, num_microbatches, num_stages, training=training)
     slices = timeline(program, forward_s, backward_s, weight_s=weight_s, lockstep=lockstep)
     return picture_of(program, slices)
-
-
-def schedule_html(schedule: PipeSchedule) -> str:
-    """Show the schedule of all stages: to scale, or as a grid of text where it is not sound.
-
-    Args:
-        schedule: The object of one stage.
-
-    Returns:
-        HTML.
-    """
-    for training in (True, False):
-        try:
-            return draw(schedule, training=training).svg()
-        except ScheduleError:
-            continue
-    return f"<pre>{html.escape(format_grid(schedule))}</pre>"
 
 
 def picture_of(program: TickProgram, slices: Sequence[Slice]) -> Picture:

@@ -308,12 +308,6 @@ class TickProgram:
         """
         return self.stage_depth.residuals[stage]
 
-    def _repr_svg_(self) -> str:
-        """The program as notebooks show it: a picture, a backward taking twice the time of a forward."""
-        from ._picture import draw  # which is made of programs
-
-        return draw(self).svg()
-
     @property
     def peak_in_flight(self) -> int:
         """The largest `in_flight` of all stages."""

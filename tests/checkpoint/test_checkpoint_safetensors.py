@@ -1,9 +1,8 @@
-"""Parameters out to safetensors files and back in, to the bit."""
+"""Checkpoints out to safetensors files, and parameters back in, to the bit."""
 
 import json
 import re
 import struct
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +12,12 @@ import numpy as np
 import pytest
 from _saved import change_index, copied, flip, make_engine, saved, trained
 from safetensors import safe_open
-from safetensors.numpy import save_file
 
-from jaxpipe.checkpoint import export_safetensors, load_collections, load_params, load_safetensors
+from jaxpipe.checkpoint import export_safetensors, load_collections, load_params
 from jaxpipe.errors import CheckpointError
 from jaxpipe.layers import flatten_dict
 from jaxpipe.state import state_arrays
+from jaxpipe.weights import load_safetensors
 
 LIMIT = 3000
 NAMES = {
@@ -44,22 +43,6 @@ def assert_same(actual: Any, wanted: Any) -> None:
 
 def read_index(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text())
-
-
-def write_header(path: Path, header: dict[str, Any], data: bytes) -> Path:
-    text = json.dumps(header).encode()
-    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
-    return path
-
-
-def two_shards(folder: Path, **weight_map: str) -> Path:
-    """Shards `m-1` with the tensor `a` and `m-2` with `b`, and an index that may say something else."""
-    for shard, name in (("m-1", "a"), ("m-2", "b")):
-        save_file({name: np.zeros(2, np.float32)}, folder / f"{shard}.safetensors")
-    index = folder / "m.safetensors.index.json"
-    listed = {"a": "m-1.safetensors", "b": "m-2.safetensors", **weight_map}
-    index.write_text(json.dumps({"metadata": {"total_size": 16}, "weight_map": listed}))
-    return index
 
 
 def test_one_file_holds_what_the_engine_held(root: Path, tmp_path: Path) -> None:
@@ -249,130 +232,3 @@ def test_dtypes_that_safetensors_has_not_are_named(root: Path, tmp_path: Path) -
 def test_there_must_be_a_checkpoint_to_export(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"and no checkpoint\. Give the directory"):
         export_safetensors(tmp_path, tmp_path / "m.safetensors")
-
-
-def test_files_from_elsewhere_are_read(tmp_path: Path) -> None:
-    path = tmp_path / "m.safetensors"
-    tensors = {"model.embed": np.ones((2, 1), np.float32), "a/b": np.array(3, np.int64), "a/c": np.zeros((0, 2), bool)}
-    save_file(tensors, path)
-    wanted = {"model.embed": tensors["model.embed"], "a": {"b": tensors["a/b"], "c": tensors["a/c"]}}
-    assert_same(load_safetensors(path), wanted)
-    assert load_safetensors(path, "collections") == {}
-    assert_same(load_safetensors(two_shards(tmp_path)), {name: np.zeros(2, np.float32) for name in "ab"})
-
-
-def test_the_part_has_a_name(root: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"'params' or 'collections', but got part='opt_state'\. Write one"):
-        load_safetensors(root, "opt_state")  # pyright: ignore[reportArgumentType]
-
-
-def test_a_name_cannot_hold_others(tmp_path: Path) -> None:
-    save_file({"a/b": np.zeros(1), "a": np.zeros(1), "a/b/c": np.zeros(1)}, tmp_path / "m.safetensors")
-    with pytest.raises(CheckpointError, match=r"paths in a tree, but got 'a' and 'a/b'\. Rename the first"):
-        load_safetensors(tmp_path)
-
-
-def test_a_name_has_no_end_of_parts(tmp_path: Path) -> None:
-    for name in ("x" + "/x" * 100_000, "/" * 200_000):
-        write_header(tmp_path / "m.safetensors", {name: FLOAT}, b"four")
-        with pytest.raises(
-            CheckpointError, match=r"paths of at most 100 parts, but got .* characters\) of \d+\. Rename"
-        ):
-            load_safetensors(tmp_path)
-
-
-FLOAT = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
-FLOAT8 = {"x": {"dtype": "F8_E4M3", "shape": [1], "data_offsets": [0, 1]}}
-SHORT = {"x": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}
-TWICE = {
-    "x": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]},
-    "y": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]},
-}
-
-
-@pytest.mark.parametrize(
-    "write",
-    [
-        lambda path: None,
-        lambda path: path.mkdir(),
-        lambda path: path.write_bytes(b""),
-        lambda path: path.write_text("something else entirely"),
-        lambda path: write_header(path, SHORT, b"four"),
-        lambda path: write_header(path, TWICE, b"1"),
-        lambda path: write_header(path, FLOAT8, b"1"),
-    ],
-    ids=["missing", "folder", "empty", "text", "truncated", "overlapping", "float8"],
-)
-def test_what_is_no_safetensors_file_is_named(tmp_path: Path, write: Callable[[Path], Any]) -> None:
-    path = tmp_path / "m-00001-of-00001.safetensors"
-    write(path)
-    (tmp_path / "m.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": path.name}}))
-    if path.is_file():
-        with pytest.raises(CheckpointError, match=rf"{path.name} must be a safetensors file .* restore it, or export"):
-            load_safetensors(path)
-        with pytest.raises(CheckpointError, match=rf"{path.name} must be a safetensors file .* restore it, or export"):
-            load_safetensors(tmp_path)
-    else:
-        with pytest.raises(CheckpointError, match=rf"\['x'\]='{path.name}', which is missing\. Restore it, or export"):
-            load_safetensors(tmp_path)
-
-
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"none\.safetensors must be a safetensors file .*FileNotFound.* restore"):
-        load_safetensors(tmp_path / "none.safetensors")
-    with pytest.raises(CheckpointError, match=r"index\.json must be a readable file, but got No such file.* restore"):
-        load_safetensors(tmp_path / "none.safetensors.index.json")
-
-
-@pytest.mark.parametrize("names", [[], ["a.safetensors", "b.safetensors"]], ids=["none", "two"])
-def test_a_folder_must_hold_one(tmp_path: Path, names: list[str]) -> None:
-    for name in names:
-        save_file({"x": np.zeros(1)}, tmp_path / name)
-    with pytest.raises(CheckpointError, match=rf"with {', '.join(names) or 'none'}\. Give the path of the file itself"):
-        load_safetensors(tmp_path)
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["{", "[]", "{}", '{"weight_map": {}}', '{"weight_map": []}', '{"weight_map": {"a": 1}}', "\ud8ff"],
-    ids=["cut", "list", "other", "empty", "no map", "numbers", "bytes"],
-)
-def test_an_index_that_is_none_is_named(tmp_path: Path, text: str) -> None:
-    index = tmp_path / "m.safetensors.index.json"
-    index.write_bytes(text.encode("utf-8", "surrogatepass"))
-    with pytest.raises(CheckpointError, match=r"index\.json must be the index of shards.* Give <name>\.safetensors"):
-        load_safetensors(index)
-
-
-@pytest.mark.parametrize(
-    "shard", ["../m-1.safetensors", "/etc/passwd", "sub/m-1.safetensors", "..", "", "a\\b.safetensors", "m-1.bin"]
-)
-def test_shards_lie_beside_their_index(tmp_path: Path, shard: str) -> None:
-    index = two_shards(tmp_path, a=shard)
-    named = rf"lie beside it, but got weight_map\['a'\]={re.escape(repr(shard))}\. Write its plain name"
-    with pytest.raises(CheckpointError, match=named):
-        load_safetensors(index)
-
-
-@pytest.mark.parametrize(
-    ("weight_map", "named"),
-    [
-        ({"a": "m-2.safetensors"}, "'a' at m-2.safetensors, while it is in no shard."),
-        ({"c": "m-1.safetensors"}, "'c' at m-1.safetensors, while it is in no shard."),
-        ({"a": "m-2.safetensors", "b": "m-1.safetensors"}, "'a' at m-2.safetensors, while it is in m-1.safetensors."),
-    ],
-    ids=["lost", "unknown", "swapped"],
-)
-def test_an_index_must_agree_with_its_shards(tmp_path: Path, weight_map: dict[str, str], named: str) -> None:
-    with pytest.raises(CheckpointError, match=re.escape(named) + r" The files are not of one export"):
-        load_safetensors(two_shards(tmp_path, **weight_map))
-
-
-def test_a_tensor_must_be_in_one_shard(tmp_path: Path) -> None:
-    index = two_shards(tmp_path)
-    save_file({"b": np.zeros(2, np.float32), "a": np.ones(2, np.float32)}, tmp_path / "m-2.safetensors")
-    with pytest.raises(CheckpointError, match=r"'a' in both m-1\.safetensors and m-2\.safetensors\. .* export again"):
-        load_safetensors(index)
-    save_file({"b": np.zeros(2, np.float32), "c": np.ones(2, np.float32)}, tmp_path / "m-2.safetensors")
-    with pytest.raises(CheckpointError, match=r"'c' at no place, while it is in m-2\.safetensors\. .* export again"):
-        load_safetensors(index)

@@ -209,7 +209,7 @@ def test_the_command(runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[s
         ([*asked, "--renames", "llama_names"], "--renames must be module:name, but got 'llama_names'"),
         ([*asked, "--renames", "no_such.module:x"], "must be importable from here"),
         ([*asked, "--renames", "jaxpipe.models:lama_names"], "something in jaxpipe.models, but got 'lama_names'"),
-        ([*asked, "--renames", "jaxpipe:__version__"], "sequence of jaxpipe.checkpoint.Rename"),
+        ([*asked, "--renames", "jaxpipe:__version__"], "sequence of jaxpipe.weights.Rename"),
         ([*asked[:-2], "--dtype", "float16"], "--dtype must be used with --format huggingface"),
     ):
         assert main(words) == 1
@@ -225,9 +225,9 @@ def test_another_process_does_not_write_into_what_one_is_writing(runs: Runs, tmp
     code = f"""
 from pathlib import Path
 import time
-from jaxpipe.checkpoint import _huggingface, save_huggingface
+from jaxpipe.checkpoint import _weights, save_huggingface
 from jaxpipe.models import LlamaConfig, llama_names
-write = _huggingface._Tensors.values
+write = _weights._Tensors.values
 def values(self):
     for number, value in enumerate(write(self)):
         if number == 5:
@@ -235,7 +235,7 @@ def values(self):
             while not Path({str(tmp_path / "go")!r}).exists():
                 time.sleep(0.05)
         yield value
-_huggingface._Tensors.values = values
+_weights._Tensors.values = values
 save_huggingface({arguments}, config={told!r})
 """
     with subprocess.Popen([sys.executable, "-c", code], env=environment()) as one:
@@ -272,15 +272,15 @@ def test_killed_while_it_writes(num_values: int, runs: Runs, tmp_path: Path) -> 
     save_huggingface(path, tmp_path, llama_names(config), config=config.to_huggingface(64))
     code = f"""
 import os, signal, sys
-from jaxpipe.checkpoint import _huggingface, save_huggingface
+from jaxpipe.checkpoint import _weights, save_huggingface
 from jaxpipe.models import llama_names
-write = _huggingface._Tensors.values
+write = _weights._Tensors.values
 def values(self):
     for number, value in enumerate(write(self)):
         if number == {num_values}:
             os.kill(os.getpid(), signal.SIGKILL)
         yield value
-_huggingface._Tensors.values = values
+_weights._Tensors.values = values
 folder = {str(tmp_path)!r}
 save_huggingface({str(path)!r}, folder, llama_names(folder), config=folder, dtype="float16")
 """

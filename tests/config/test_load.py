@@ -81,56 +81,6 @@ def test_sizes_must_be_positive_integers(key: str, value: object) -> None:
         load_config({key: value})
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "match"),
-    [
-        ("stages", 0, r"an integer of at least 1, but got pipeline.stages=0"),
-        ("stages", True, r"an integer of at least 1, but got pipeline.stages=True"),
-        ("stages", 2.0, r"an integer of at least 1, but got pipeline.stages=2.0"),
-        ("stages", "two", r"'auto' or a value without quotes, but got pipeline.stages='two'. Use 'auto'"),
-        ("stages", None, r"an integer of at least 1, but got pipeline.stages=None"),
-        ("partition", 3, r"a partition method or a list of boundaries, but got pipeline.partition=3. Use 'best', or"),
-        ("partition", "", r"a partition method or a list of boundaries, but got pipeline.partition=''"),
-        ("partition", [], r"a partition method or a list of boundaries, but got pipeline.partition=\[\]"),
-        ("partition", {"a": 1}, r"a partition method or a list of boundaries, but got pipeline.partition=\{'a': 1\}"),
-        ("schedule", "", r"a schedule or a PipeSchedule class, but got pipeline.schedule=''. Use for instance '1f1b'"),
-        ("schedule", 1, r"a schedule or a PipeSchedule class, but got pipeline.schedule=1"),
-        ("skip_idle", "no", r"'auto' or a value without quotes, but got pipeline.skip_idle='no'. Use 'auto'"),
-        ("skip_idle", 1, r"true or false, but got pipeline.skip_idle=1. Use true or false without quotes"),
-        ("seed_layers", "no", r"true or false, but got pipeline.seed_layers='no'. Use true or false"),
-        ("num_chunks", 0, r"an integer of at least 1, but got pipeline.num_chunks=0. Use for instance 1"),
-        ("num_chunks", "two", r"'auto' or a value without quotes, but got pipeline.num_chunks='two'. Use 'auto'"),
-        ("max_pending_weights", 0, r"an integer of at least 1, but got pipeline.max_pending_weights=0. Use for inst"),
-        ("max_pending_weights", 1.5, r"an integer of at least 1, but got pipeline.max_pending_weights=1.5"),
-        ("memory_limit_gb", 0, r"a finite number above 0, but got pipeline.memory_limit_gb=0. Use for instance 1.0"),
-        ("memory_limit_gb", "80", r"'auto' or a value without quotes, but got pipeline.memory_limit_gb='80'"),
-        ("scan_trunk", "yes", r"true or false, but got pipeline.scan_trunk='yes'. Use true or false"),
-        ("activation_checkpoint_interval", -1, r"at least 0, but got pipeline.activation_checkpoint_interval=-1"),
-        ("activation_checkpoint_interval", False, r"at least 0, but got pipeline.activation_checkpoint_interval=False"),
-    ],
-)
-def test_wrong_values_in_the_pipeline(key: str, value: object, match: str) -> None:
-    with pytest.raises(ConfigError, match=rf"^pipeline.{key} must be .*{match}"):
-        load_config({"pipeline": {key: value}})
-    with pytest.raises(ConfigError, match=rf"^pipeline.{key} must be .*{match}"):
-        PipelineConfig(**{key: value})
-
-
-@pytest.mark.parametrize("boundary", [-1, True, 1.5, "3", None])
-def test_wrong_boundaries_are_named_by_index(boundary: object) -> None:
-    match = rf"pipeline.partition\[1\] must be an integer of at least 0, but got pipeline.partition\[1\]={boundary!r}"
-    with pytest.raises(ConfigError, match=match):
-        load_config({"pipeline": {"partition": [0, boundary]}})
-
-
-@pytest.mark.parametrize("value", [None, True, 3, "x", [1]])
-def test_the_pipeline_section_must_be_an_object(value: object) -> None:
-    with pytest.raises(
-        ConfigError, match=r"pipeline must be a JSON object, but got pipeline=.*any of the keys stages, "
-    ):
-        load_config({"pipeline": value})
-
-
 def test_long_values_are_cut() -> None:
     with pytest.raises(ConfigError) as error:
         load_config({"train_batch_size": list(range(10_000))})

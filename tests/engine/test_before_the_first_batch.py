@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from _small import MICROBATCH, build, entries, entry, module
 
-from jaxpipe.errors import CheckpointError, LayerError, PipelineError
+from jaxpipe.errors import LayerError, PipelineError
 
 
 def parameters() -> Any:
@@ -46,22 +46,6 @@ def test_parameters_are_checked_as_soon_as_shapes_are_known() -> None:
     del params["layers"]["1_Dense"]["bias"]
     with pytest.raises(LayerError, match=r"missing layers/1_Dense/bias\. Give a tree as PipelineModule\.init"):
         build(model_parameters=params, example_batch=entry())
-
-
-@pytest.mark.parametrize("path", ["", None, 3])
-def test_what_is_no_directory(path: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    engine = build()
-    for call, name in (
-        ("save_checkpoint", "save_dir"),
-        ("load_checkpoint", "load_dir"),
-        ("save_on_preemption", "save_dir"),
-    ):
-        with pytest.raises(
-            CheckpointError, match=rf"{name} must be the path of a dir.*got {name}={path!r}\. Name one, such"
-        ):
-            getattr(engine, call)(path)
-    assert not list(tmp_path.iterdir())
 
 
 def test_evaluating_without_a_loss_names_predict() -> None:

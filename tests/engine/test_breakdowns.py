@@ -19,6 +19,7 @@ import jaxpipe
 from jaxpipe.errors import CheckpointError
 from jaxpipe.monitor import Event
 from jaxpipe.profile import layer_profiles, model_flops, peak_flops
+from jaxpipe.schedules import draw
 
 PROFILE = {"enabled": True, "profile_step": 2, "top_modules": 2}
 
@@ -151,7 +152,7 @@ def test_what_notebooks_show() -> None:
         ["1", "2", "3_Block", "76"],
         ["0", "3", "4_Block, 5_Dense", "81"],
     ]
-    assert engine.pipeline.program._repr_svg_() in shown
+    assert draw(engine.pipeline.program).svg() in shown
     assert not engine._trainer.has_state
 
 

@@ -10,7 +10,7 @@ from _small import MICROBATCH, MICROBATCHES, SIZES, build, entries, entry, modul
 
 import jaxpipe
 from jaxpipe import PipelineEngine
-from jaxpipe.errors import DataError, PipelineError
+from jaxpipe.errors import PipelineError
 
 
 @pytest.fixture(scope="module")
@@ -31,24 +31,14 @@ def test_a_loader_is_read_from_one_iteration_of_it() -> None:
         StopIteration, match=r"ended before step 3: a list has no more entries.*RepeatingLoader\(\.\.\.\)"
     ):
         engine.train_batch()
-    with pytest.raises(DataError, match=r"something to iterate, but got a int\. Pass a loader or a list"):
-        engine.set_dataloader(3)
 
 
 def test_sizes(engine: PipelineEngine) -> None:
     assert engine.get_batch_info() == (2 * MICROBATCH * MICROBATCHES, MICROBATCH, MICROBATCHES)
     assert engine.world_size == 4
-    match = r"got micro_batch_size=4 in place of 2\. Call set_train_batch_size"
-    with pytest.raises(PipelineError, match=match):
-        engine.set_train_micro_batch_size(4)
 
 
-def test_the_stage_of_a_process(engine: PipelineEngine) -> None:
-    for name in ("stage_id", "prev_stage", "next_stage"):
-        with pytest.raises(
-            PipelineError, match=r"all of one stage, but got devices of stages \[0, 1\]\. Use is_first_"
-        ):
-            getattr(engine, name)
+def test_the_stage_of_a_process() -> None:
     one = build(module(stages=1))
     assert (one.stage_id, one.prev_stage, one.next_stage) == (0, -1, 1)
 

@@ -105,9 +105,6 @@ def test_iterators(shared: PipelineEngine) -> None:
     match = r"must come from an iterator, but got data_iter=None.*Pass an iterator, or call set_dataiterator"
     with pytest.raises(PipelineError, match=match):
         engine.train_batch()
-    for call in (engine.set_dataiterator, engine.train_batch, engine.eval_batch):
-        with pytest.raises(DataError, match=r"must be an iterator, but got a list\. Pass iter\(\.\.\.\) of it once"):
-            call(entries())
     endless = jaxpipe.RepeatingLoader(entries())
     engine.set_dataiterator(endless)
     first = float(engine.train_batch())
@@ -126,8 +123,6 @@ def test_set_batch_fn_maps_every_entry() -> None:
     assert float(engine.train_batch(mapped)) == float(plain.train_batch(iter(entries())))
     engine.set_batch_fn(None)
     assert np.isfinite(float(engine.train_batch(iter(entries()))))
-    with pytest.raises(DataError, match=r"got fn=3\. Pass None for none"):
-        engine.set_batch_fn(3)
 
 
 def test_without_an_optimizer_it_only_evaluates() -> None:
@@ -136,12 +131,6 @@ def test_without_an_optimizer_it_only_evaluates() -> None:
     assert_loss(engine.eval_batch(iter(entries())), evaluation("linen", batch, MICROBATCHES, 2))
     with pytest.raises(PipelineError, match=r"got optimizer=None\. Give initialize\(optimizer=\.\.\.\)"):
         engine.train_batch(iter(entries()))
-
-
-@pytest.mark.parametrize("name", ["forward", "backward", "step", "__call__"])
-def test_calls_of_an_unpipelined_engine(shared: PipelineEngine, name: str) -> None:
-    with pytest.raises(PipelineError, match=rf"PipelineEngine\.{name} must not be called.*Call train_batch"):
-        getattr(shared, name)(1, x=2)
 
 
 def test_parameters_go_out_and_come_back() -> None:

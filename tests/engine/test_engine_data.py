@@ -9,7 +9,7 @@ import flax.linen as nn
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from _small import FEATURES, MICROBATCH, build, entries, entry, mean_square, module
+from _small import build, entries, entry, mean_square, module
 
 from jaxpipe import LayerSpec, PipelineEngine
 from jaxpipe.errors import DataError, LayerError
@@ -136,17 +136,6 @@ def test_labels_that_loss_fn_cannot_take(loss_fn: Any, labels: Any, match: str) 
 
 def test_side_inputs_given_as_none(engine: PipelineEngine) -> None:
     assert np.isfinite(float(engine.train_batch(iter([(X, Y, None), (X, Y, {})]))))
-
-
-def test_predict_takes_arrays_of_numbers_only(engine: PipelineEngine) -> None:
-    engine.train_batch(entries())
-    with pytest.raises(DataError, match=r"got inputs = a masked array of float32\[2, 4\]\. Fill it"):
-        engine.predict(np.ma.masked_array(X, X > 0))
-    side: Any = X
-    with pytest.raises(DataError, match=r"got side = a ndarray in predict\. Yield"):
-        engine.predict(X, side=side)
-    assert engine.predict(X).shape == (MICROBATCH, 1)
-    assert X.shape == (MICROBATCH, FEATURES)
 
 
 def test_an_array_that_is_filled_anew_for_each_microbatch() -> None:

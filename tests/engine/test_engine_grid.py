@@ -10,7 +10,6 @@ from _models import Embed, Head, cross_entropy
 
 import jaxpipe
 from jaxpipe import LayerSpec, PipelineEngine, PipelineModule, ProcessTopology
-from jaxpipe.errors import TopologyError
 from jaxpipe.topology import PipelineParallelGrid
 
 AXES = {"pipe": "stage", "data": "data", "model": "model"}
@@ -66,13 +65,3 @@ def test_a_mesh_for_a_topology(axes: tuple[str, str]) -> None:
     engine = build(topology=topology, mesh=jax.make_mesh((2, 2), ("stage", "data"), devices=jax.devices()[:4]))
     assert engine.grid.topology() == topology
     assert engine.grid.stage_to_global(1) == topology.get_rank(pipe=1, data=0)
-
-
-def test_a_mesh_that_is_not_the_topologys() -> None:
-    topology = ProcessTopology(["data", "pipe"], [1, 2])
-    match = r"data axis must be as long as the axis 'data' .*\(data=1, pipe=2\), but got data=2\. Make the mesh from"
-    with pytest.raises(TopologyError, match=match):
-        build(topology=topology, mesh=jax.make_mesh((2, 2), ("stage", "data"), devices=jax.devices()[:4]))
-    longer = jax.make_mesh((2, 1, 2), ("stage", "data", "model"), devices=jax.devices()[:4])
-    with pytest.raises(TopologyError, match=r"model axis .*\(data=1, pipe=2\), but got model=2\. Make the mesh"):
-        build(topology=topology, mesh=longer)

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from _models import MODELS
-from _small import FEATURES, MICROBATCH, MICROBATCHES, apply, build, entries, entry, module, weighted_square
+from _small import MICROBATCH, MICROBATCHES, apply, build, entries, entry, module, weighted_square
 
 from jaxpipe import PipeDataParallelTopology, PipelineEngine
-from jaxpipe.errors import ConfigError, DataError, LayerError
+from jaxpipe.errors import ConfigError, LayerError
 
 DATA = 2
 SAMPLES = MICROBATCH * DATA
@@ -139,25 +139,6 @@ def test_predicting_with_side_inputs() -> None:
     pieces = [(inputs[:4], None, jax.tree.map(lambda x: x[:4], side))] * 2
     _, logits = engine.eval_batch(iter(pieces), return_logits=True, compute_loss=False)
     np.testing.assert_allclose(logits[1], found[:4], rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("inputs", "match"),
-    [
-        (np.zeros((0, FEATURES), np.float32), r"at least one, but got inputs: 0\. Add the dim"),
-        (np.float32(1), r"number of samples.*got inputs: no dim\. Add the dim"),
-        (
-            {"a": np.zeros((2, 1)), "b": np.zeros((3, 1))},
-            r"got inputs\['a'\]: 2, inputs\['b'\]: 3\. Add the dim, or cut",
-        ),
-        ({}, r"got no arrays\. Add the dim"),
-        (iter([1]), r"predict must be given.*got a list_iterator\. For an iterator call eval_batch\(data_iter, return"),
-        (np.zeros((2, FEATURES), np.int32), r"inputs must have the dtype .*float32\[4, 4\], but got int32\[4, 4\]"),
-    ],
-)
-def test_inputs_that_cannot_be_predicted(engine: PipelineEngine, inputs: Any, match: str) -> None:
-    with pytest.raises(DataError, match=match):
-        engine.predict(inputs)
 
 
 def test_outputs_without_samples_cannot_be_returned() -> None:

@@ -216,10 +216,3 @@ def test_a_missing_library_is_named_before_anything_compiles(section: str, monke
     match = rf"^{section}.enabled must be false unless the package \w+ is installed.*pip install 'jaxpipe\[{section}\]'"
     with pytest.raises(ConfigError, match=match):
         build(config={section: {"enabled": True}})
-
-
-def test_a_monitor_must_be_callable() -> None:
-    with pytest.raises(ConfigError, match=r"must be a function of a list of events, but got monitor=3\. Pass"):
-        build(monitors=[3])
-    with pytest.raises(ConfigError, match=r"but got monitor='print'\. Pass"):
-        build().add_monitor("print")

@@ -31,69 +31,6 @@ def falling(count: Any) -> Any:
     return 0.5 / (1 + count)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "sections", "match"),
-    [
-        ({"optimizer": SGD}, {"optimizer": ADAM}, r"got optimizer=Grad.*optimizer\.type='Adam'.*Remove one of them"),
-        (
-            {"optimizer": optax.sgd, "lr_scheduler": falling},
-            {"scheduler": WARMUP},
-            r"lr_scheduler=<function falling.*and scheduler\.type='WarmupLR' in the.*Remove one of them",
-        ),
-        (
-            {"optimizer": SGD},
-            {"scheduler": WARMUP},
-            r"got scheduler\.type='WarmupLR' and the finished optimizer=Grad.*constructor, such as optimizer=optax",
-        ),
-        (
-            {"optimizer": SGD, "lr_scheduler": falling},
-            {},
-            r"got lr_scheduler=<function falling.*finished optimizer=Grad.*Pass the constructor",
-        ),
-        (
-            {},
-            {"scheduler": WARMUP},
-            r"must have an optimizer.*type='WarmupLR' and optimizer=None\. Pass the con",
-        ),
-        ({"lr_scheduler": falling}, {}, r"must have an optimizer.*falling.*optimizer=None.*or name one in the section"),
-        ({"optimizer": optax.sgd}, {}, r"got optimizer=<function sgd.*and no schedule\. Call it, as in optax\.adamw"),
-        (
-            {"optimizer": optax.scale, "lr_scheduler": falling},
-            {},
-            r"made by a function of learning_rate, but got optimizer=<function scale.*Pass for instance optax\.adamw",
-        ),
-        (
-            {"optimizer": optax.sgd, "lr_scheduler": "cosine"},
-            {},
-            r"gives one rate, but got lr_scheduler='cosine', no function\. Pass for instance optax\.cosine",
-        ),
-        (
-            {"optimizer": optax.sgd, "lr_scheduler": lambda count: np.ones(3)},
-            {},
-            r"<lambda>.*, one that gives rates of shape=\(3,\)\. Pass for instance",
-        ),
-        (
-            {"optimizer": optax.sgd, "lr_scheduler": jaxpipe.optim.WarmupLR},
-            {},
-            r"WarmupLR'>, one that fails with: .*Pass for instance.*jaxpipe\.optim\.WarmupLR\(",
-        ),
-        ({"optimizer": optax.sgd}, {"scheduler": WARMUP}, r"scheduler\.params\.warmup_max_lr must be a number.*Set"),
-    ],
-)
-def test_optimizers_and_schedules_that_are_refused(
-    arguments: dict[str, Any], sections: dict[str, Any], match: str
-) -> None:
-    with pytest.raises(ConfigError, match=match):
-        initialize(**{"optimizer": None, **arguments}, config={**CONFIG, **sections})
-    config = {**CONFIG, **sections}
-    mesh = jaxpipe.mesh_for(module())
-    given = {"optimizer": None, **arguments}
-    with pytest.raises(ConfigError, match=match):
-        jaxpipe.make_pipeline(
-            module(), given["optimizer"], config, mesh, entry(), lr_scheduler=given.get("lr_scheduler")
-        )
-
-
 def test_what_is_in_use_is_returned() -> None:
     engine, optimizer, _, schedule = initialize(optimizer=None, config={**CONFIG, "optimizer": ADAM})
     assert isinstance(optimizer, optax.GradientTransformation)

@@ -18,7 +18,7 @@ import jaxpipe
 from jaxpipe import LayerSpec, PipeDataParallelTopology, PipelineEngine
 from jaxpipe.config import load_config
 from jaxpipe.engine._unpipelined import UnpipelinedEngine, as_one_stage
-from jaxpipe.errors import ConfigError, DataError, LayerError, PipelineError
+from jaxpipe.errors import DataError, LayerError, PipelineError
 from jaxpipe.pipeline import choose_optimizer, configure_model
 from jaxpipe.topology import make_pipeline_mesh
 
@@ -371,14 +371,6 @@ def test_parameters_are_the_models_own_tree(shared: UnpipelinedEngine) -> None:
         shared.load_module_state_dict({"Dense_0": params["Dense_0"]}, strict=False)
     with pytest.raises(LayerError, match="Dense_1"):
         shared.load_module_state_dict({"Dense_0": params["Dense_0"]})
-
-
-def test_what_is_no_model() -> None:
-    for model in (None, 3, [Net()]):
-        with pytest.raises(
-            ConfigError, match=r"a LayerSpec or a function, but got model=[\s\S]*Write PipelineModule\(layers"
-        ):
-            as_one_stage(model, None)
 
 
 class TwoInputs(nn.Module):

@@ -1,6 +1,6 @@
 """How variables are sharded over automatic axes: Flax's metadata and the model's rules."""
 
-import warnings
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -304,17 +304,41 @@ def test_a_rule_to_an_axis_that_the_mesh_lacks() -> None:
     assert PipelineModule([_logical("embed", "mlp")], num_stages=1, sharding_rules=rules).trace(X).param_specs == ({},)
 
 
-def test_a_rule_that_nothing_uses_is_warned_of_once() -> None:
-    rules = (("mlp", "model"), ("mpl", "model"), ("batch", "data"), ("other", None), ("hidden", "model"))
-    layers = [_logical("embed", "mlp"), lambda x: nn.with_logical_constraint(x, ("batch", "hidden"))]
-    model = PipelineModule(layers, topology=TOPOLOGY, sharding_rules=rules)
-    match = r"rules for 'mpl', but no weight and no constraint of a layer has such a logical name. Correct the name, or"
-    with pytest.warns(UserWarning, match=match):
-        model.trace(X)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        model.replace(base_seed=3).trace(X)
-        model.replace(sharding_rules=rules[:1]).init(KEY, X)
+def _in_logical(x: jax.Array) -> jax.Array:
+    return nn.with_logical_constraint(x, ("batch", "hidden"))
+
+
+def _in_mpl(x: jax.Array) -> jax.Array:
+    return nn.with_logical_constraint(x, ("mpl", None))
+
+
+UNUSED: list[Any] = [
+    (
+        [],
+        [("hidden", "model")],
+        "'hidden', but no weight and no constraint of a layer has such a logical name. Corr",
+    ),
+    ([_in_logical], [("other", None)], None),
+    ([_in_logical], [("hidden", "model")], None),
+    ([_in_logical], [("hidden", "model"), ("hidden", "expert")], None),
+    # What is like a weight's name may be that of a constraint, where the weight's has a rule of its own.
+    ([_in_mpl], [("mpl", "model")], None),
+    ([_in_mpl, _logical("mlp", "wide", features=12)], [("mpl", "model"), ("wide", "expert")], None),
+    (
+        [_in_mpl, _logical("mlp", "wide", features=12)],
+        [("mpl", "model"), ("wid", "model")],
+        "'wid' .did you mean 'wide'",
+    ),
+]
+
+
+@pytest.mark.parametrize(("layers", "rules", "match"), UNUSED)
+def test_a_rule_that_nothing_uses_is_warned_of_once(layers: Any, rules: Any, match: str | None) -> None:
+    rules = (("mlp", "model"), ("batch", "data"), *rules)
+    model = PipelineModule([_logical("embed", "mlp"), *layers], topology=TOPOLOGY, sharding_rules=rules)
+    with pytest.warns(UserWarning, match=match) if match else contextlib.nullcontext():
+        model.trace(X, mesh=MESH)
+    model.replace(base_seed=3).trace(X, mesh=MESH)
 
 
 FSDP_MESH = AbstractMesh((2, 2, 4, 2), ("stage", "data", "fsdp", "model"), axis_types=(AxisType.Auto,) * 4)

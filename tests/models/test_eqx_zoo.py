@@ -14,9 +14,9 @@ from _settings import make_settings
 from safetensors.numpy import save_file
 
 from jaxpipe import LayerSpec, PipeDataParallelTopology, Pipeline, PipelineModule
-from jaxpipe.checkpoint import Rename, rename, rename_back
 from jaxpipe.models import ExpertsConfig, LlamaConfig, RotaryScaling, llama, llama_names
 from jaxpipe.topology import make_pipeline_mesh
+from jaxpipe.weights import Rename, rename, rename_back
 
 eqx_zoo = pytest.importorskip("eqx_zoo")
 eqx = pytest.importorskip("equinox")

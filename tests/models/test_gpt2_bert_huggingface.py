@@ -14,10 +14,10 @@ from _settings import make_settings
 from _written import written
 
 from jaxpipe import PipeDataParallelTopology, Pipeline, PipelineModule
-from jaxpipe.checkpoint import rename, rename_back
 from jaxpipe.errors import ConfigError
 from jaxpipe.models import BertConfig, GPT2Config, bert, bert_names, gpt2, gpt2_names
 from jaxpipe.topology import make_pipeline_mesh
+from jaxpipe.weights import rename, rename_back
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from jaxpipe import PipelineModule
-from jaxpipe.checkpoint import rename, rename_back
 from jaxpipe.config import ConfigWarning
 from jaxpipe.errors import ConfigError
 from jaxpipe.models import BertConfig, GPT2Config, LlamaConfig, bert, bert_names
+from jaxpipe.weights import rename, rename_back
 
 GPT2 = {
     **{
@@ -90,7 +90,7 @@ def test_published_files_are_read_without_a_word(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "family", ["llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "gpt2", "bert"]
+    "family", ["llama", "mistral", "mixtral", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "gpt2", "bert"]
 )
 def test_every_key_that_transformers_writes_is_known(family: str) -> None:
     transformers = pytest.importorskip("transformers")

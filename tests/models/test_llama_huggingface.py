@@ -16,10 +16,10 @@ from _settings import make_settings
 from _written import written
 
 from jaxpipe import PipeDataParallelTopology, Pipeline, PipelineModule
-from jaxpipe.checkpoint import rename, rename_back
 from jaxpipe.errors import ConfigError, LayerError
 from jaxpipe.models import LlamaConfig, RotaryScaling, llama, llama_names
 from jaxpipe.topology import make_pipeline_mesh
+from jaxpipe.weights import rename, rename_back
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -56,6 +56,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", {}),
     "qwen2_windows": ("Qwen2", WINDOWS),
     "mixtral": ("Mixtral", {"num_local_experts": 4}),
+    "phi3": ("Phi3", {"sliding_window": 5, "pad_token_id": 0}),
     "qwen2_moe": ("Qwen2Moe", {**MIXTURE, "shared_expert_intermediate_size": 40, "decoder_sparse_step": 2}),
     "qwen3_moe": ("Qwen3Moe", {**MIXTURE, "norm_topk_prob": True, "mlp_only_layers": [0]}),
 }
@@ -109,14 +110,17 @@ def test_logits(case: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "case", ["qwen3", "biases", "llama3", "yarn", "qwen2_windows", "mistral", "mixtral", "qwen2_moe", "qwen3_moe"]
+    "case",
+    ["qwen3", "biases", "llama3", "yarn", "qwen2_windows", "mistral", "mixtral", "phi3", "qwen2_moe", "qwen3_moe"],
 )
 def test_what_is_written_opens_in_transformers_as_it_was(case: str, tmp_path: Path) -> None:
     """Tied and untied, and experts: bit for bit."""
     family, changes = CASES[case]
     model, config = make(family, **changes)
     params = to_ours(model, PipelineModule(llama(config), num_stages=1), config)
-    out = written(llama(config), params, llama_names(config), config.to_huggingface(16), tmp_path)
+    out = written(
+        llama(config), params, llama_names(config), {**config.to_huggingface(16), "pad_token_id": None}, tmp_path
+    )
     opened = transformers.AutoModelForCausalLM.from_pretrained(out, attn_implementation="eager").eval()
     assert type(opened) is type(model)
     for name, value in model.state_dict().items():

@@ -15,7 +15,6 @@ from _settings import make_settings
 from _tolerances import assert_close, assert_loss
 
 from jaxpipe import Pipeline, PipelineModule, ProcessTopology
-from jaxpipe.checkpoint import rename, rename_back
 from jaxpipe.errors import ConfigError
 from jaxpipe.models import (
     BertConfig,
@@ -31,6 +30,7 @@ from jaxpipe.models import (
     llama_names,
 )
 from jaxpipe.topology import make_pipeline_mesh
+from jaxpipe.weights import rename, rename_back
 
 VOCAB, LENGTH, MICROBATCH, MICROBATCHES = 32, 8, 2, 2
 SIZES: dict[str, Any] = {

@@ -14,9 +14,9 @@ from _settings import make_settings
 from _tolerances import ROUNDING
 
 from jaxpipe import PipeDataParallelTopology, Pipeline, PipelineModule
-from jaxpipe.checkpoint import rename
 from jaxpipe.models import LlamaConfig, llama, llama_names
 from jaxpipe.topology import make_pipeline_mesh
+from jaxpipe.weights import rename
 
 gguf = pytest.importorskip("gguf")
 tokenizers = pytest.importorskip("tokenizers")

@@ -1,12 +1,13 @@
 """Configurations as Hugging Face's `config.json`, and back."""
 
+import dataclasses
 import json
 from typing import Any
 
 import pytest
 
 from jaxpipe.errors import ConfigError
-from jaxpipe.models import BertConfig, ExpertsConfig, GPT2Config, LlamaConfig, RotaryScaling
+from jaxpipe.models import BertConfig, ExpertsConfig, GPT2Config, LlamaConfig, RotaryScaling, llama_names
 
 SIZES: dict[str, Any] = {
     **{"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3},
@@ -40,6 +41,7 @@ def test_llama_comes_back(case: str) -> None:
     assert told["model_type"] == family
     again = LlamaConfig.from_huggingface(told)
     assert json.loads(json.dumps(again.to_huggingface(64))) == told
+    assert again.family == family
     assert [again.window(layer) for layer in range(3)] == [config.window(layer) for layer in range(3)]
 
 
@@ -57,6 +59,20 @@ def test_llama_comes_back(case: str) -> None:
 def test_what_no_family_computes_is_named(changes: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="must be that of a family of transformers, but got .* has not"):
         LlamaConfig(**SIZES, **changes).to_huggingface(64)
+
+
+def test_a_configuration_does_not_forget_its_family() -> None:
+    """Phi-3 computes what Mistral does, under other names."""
+    config = LlamaConfig.from_huggingface({**SIZES, "model_type": "phi3", "sliding_window": 5})
+    assert config.to_huggingface(64)["architectures"] == ["Phi3ForCausalLM"]
+    assert "model.layers.{i}.mlp.gate_up_proj.weight" in [each.theirs for each in llama_names(config)]
+    other = dataclasses.replace(config, family=None)
+    assert other == config
+    assert other.to_huggingface(64)["model_type"] == "mistral"
+    with pytest.raises(ConfigError, match="but got mlp_bias=True, which phi3 has not"):
+        dataclasses.replace(config, mlp_bias=True).to_huggingface(64)
+    with pytest.raises(ConfigError, match="family must be None or one of llama, .*, but got family='gemma'"):
+        LlamaConfig(**SIZES, family="gemma")
 
 
 def test_gpt2_and_bert_come_back() -> None:

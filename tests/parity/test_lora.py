@@ -213,3 +213,44 @@ def test_a_kernel_in_another_order_is_refused() -> None:
     layer = nn.Einsum((2, 4, 3), "bd,ndh->bnh")
     with pytest.raises(LayerError, match=r"Einsum with the equation 'bd,ndh->bnh'. Leave it out of targets, or write"):
         PipelineModule(lora([layer], 2, 1.0, "Einsum"), num_stages=1).trace(np.ones((2, 4), np.float32))
+
+
+def test_adapters_of_two_calls_have_their_own_ranks() -> None:
+    for block in (LayerSpec(Attention), LayerSpec(NNXBlock)):
+        kernels = {path[-2] for path in flatten_dict(params_of([block])) if path[-1] == "kernel"}
+        first, second = sorted(kernels)[:2]
+        adapted = lora(lora([block], 2, ALPHA, f"/{first}/"), 3, ALPHA, f"/{second}/")
+        made = flatten_dict(params_of(adapted))
+        ranks = {path[-2]: leaf.shape[-1] for path, leaf in made.items() if path[-1] == "lora_a"}
+        assert ranks == {first: 2, second: 3}
+        with pytest.raises(LayerError, match=r"one adapter, but got targets of 2 calls of lora that find 'layers/0_"):
+            params_of(lora(lora([block], 2, ALPHA, first), 3, ALPHA, f"{first}|{second}"))
+
+
+def params_of(layers: list[Any]) -> Any:
+    model = PipelineModule(layers, num_stages=1)
+    return jax.eval_shape(lambda: model.init(jax.random.key(0), np.ones((2, LENGTH, DIM), np.float32)))
+
+
+class Twice(nnx.Module):
+    """Of a list, of one projection under two names, and of what Flax wrote."""
+
+    def __init__(self, *, rngs: nnx.Rngs) -> None:
+        self.first = nnx.Linear(DIM, DIM, rngs=rngs)
+        self.again = self.first
+        self.several = nnx.List([nnx.Linear(DIM, DIM, use_bias=False, rngs=rngs)])
+        self.attention = nnx.MultiHeadAttention(2, DIM, decode=False, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        assert self.first.out_features == self.several[0].out_features == DIM
+        return self.again(x) + self.first(jnp.tanh(self.several[0](x))) + self.attention(x)
+
+
+def test_an_adapter_of_nnx_is_wherever_its_projection_is() -> None:
+    x = np.asarray(jax.random.normal(jax.random.key(1), (2, LENGTH, DIM)))
+    base, model = (PipelineModule(each, 1) for each in ([LayerSpec(Twice)], lora([LayerSpec(Twice)], 2, ALPHA, "")))
+    plain, params = (filled(each.init(jax.random.key(0), x)) for each in (base, model))
+    named = flatten_dict(plain)
+    assert {path for path in flatten_dict(params) if path[-1] not in ("lora_a", "lora_b")} == set(named)
+    assert sum(path[-1] == "lora_a" for path in flatten_dict(params)) == 6
+    np.testing.assert_allclose(base.apply(merge_lora(params, ALPHA), x), model.apply(params, x), rtol=1e-4, atol=1e-5)

@@ -4,7 +4,6 @@ import importlib
 import json
 import xml.etree.ElementTree as ET
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,6 @@ from jaxpipe.schedules import (
     ForwardPass,
     InferenceSchedule,
     OneFOneBSchedule,
-    PipeInstruction,
     bubble_fraction,
     draw,
     lower_schedule,
@@ -106,19 +104,6 @@ def test_what_may_be_drawn() -> None:
         draw("1f1b")
     with pytest.raises(ScheduleError, match=r"must not be negative.*forward_s=-1"):
         draw("1f1b", M, S, forward_s=-1)
-
-
-def test_notebooks_show_schedules() -> None:
-    assert (
-        OneFOneBSchedule(M, S, 1)._repr_html_() == lower_schedule("1f1b", M, S)._repr_svg_() == draw("1f1b", M, S).svg()
-    )
-    assert InferenceSchedule(M, S, 0)._repr_html_().startswith("<svg")
-
-    class Unsound(OneFOneBSchedule):
-        def steps(self) -> Iterator[list[PipeInstruction]]:
-            return iter([[ForwardPass(0)]])
-
-    assert Unsound(M, S, 0)._repr_html_().startswith("<pre>step     0\nstage 0  F0")
 
 
 def test_saving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

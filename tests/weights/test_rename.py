@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxpipe.checkpoint import Rename, conv1d, linear, merge, rename, rename_back, split, stack, transpose
 from jaxpipe.errors import CheckpointError
 from jaxpipe.layers import flatten_dict, unflatten_dict
+from jaxpipe.weights import Rename, conv1d, linear, merge, rename, rename_back, split, stack, transpose
 
 RENAMES = (
     Rename(("wte.weight", "lm_head.weight"), "tied/io/embedding"),

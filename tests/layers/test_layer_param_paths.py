@@ -14,7 +14,7 @@ from jaxpipe.layers import (
     split_path,
     unflatten_dict,
 )
-from jaxpipe.layers._tree import layer_view
+from jaxpipe.layers._param_paths import layer_view
 
 OWN = {"a": {"w": 1, "b": 2}, "c": 3}
 

@@ -1,7 +1,7 @@
-"""Parameters to and from safetensors files, which many other libraries read.
+"""Safetensors files, which many other libraries read: written, and read.
 
-Files are written here, tensor by tensor, because the safetensors library wants all tensors of a file at once; it reads
-them.
+Files are written here, tensor by tensor, because the safetensors library wants all tensors of a
+file at once; it reads them.
 """
 
 import contextlib
@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from safetensors import safe_open
 
@@ -28,18 +27,14 @@ from jaxpipe._files import (
     new_beside,
     open_to_append,
     open_to_change,
+    parse_json,
     read_file,
+    sync,
     write_file,
 )
-from jaxpipe._paths import local_path
+from jaxpipe._paths import local_path, readable
 from jaxpipe.errors import CheckpointError, shown
 from jaxpipe.layers import split_path, unflatten_dict
-from jaxpipe.state import Leaf
-
-from ._directory import readable, sync
-from ._json import parse_json
-from ._load import read_leaves
-from ._open import Checkpoint, open_checkpoint, reread
 
 _SUFFIX = ".safetensors"
 _INDEX_SUFFIX = _SUFFIX + ".index.json"
@@ -81,56 +76,6 @@ class _File:
     size: int
 
 
-def export_safetensors(
-    path: str | PathLike[str],
-    out: str | PathLike[str],
-    tag: str | None = None,
-    *,
-    max_shard_bytes: int | None = None,
-) -> list[Path]:
-    """Write the parameters of a checkpoint, and what layers keep beside them, as safetensors; one process calls.
-
-    Tensors are named by their path in the model's tree: `layers/<index>_<name>/...`, `tied/<key>/...`, and
-    `collections/<index>_<name>/...`; a slash inside a parameter's own name is `%2F`. The files are the same for every
-    number of stages and replicas. They get their names when they are whole, and no more than a few of the checkpoint's
-    arrays are held in memory.
-
-    Args:
-        path: What was given to `save_checkpoint`, or a checkpoint's own folder.
-        out: The file, such as `model.safetensors`; one of an earlier export is replaced.
-        tag: Name of the checkpoint; None: the latest.
-        max_shard_bytes: Largest sum of tensors in a file, unless one alone is larger. If one file is not enough, they
-            are called `model-00001-of-00002.safetensors`, and `model.safetensors.index.json` tells what is where, as
-            Hugging Face libraries do. None: one file.
-
-    Returns:
-        What was written; an index is the last.
-
-    Raises:
-        CheckpointError: There is no checkpoint, it is damaged, it has a dtype that safetensors has not, `out` is no
-            such name, cannot be written or lies beside an export in other files, or `max_shard_bytes` is not positive.
-    """
-    target = _check_target(local_path(out, "out", CheckpointError))
-    check_shard_size(max_shard_bytes)
-    return reread(path, lambda: _export(open_checkpoint(path, tag), target, max_shard_bytes))
-
-
-def _export(checkpoint: Checkpoint, target: Path, max_shard_bytes: int | None) -> list[Path]:
-    index = checkpoint.index
-    ordered = [key for layer in index.layers for key in layer.parameters]
-    rest = sorted(key for key in index.leaves if key.startswith((_PARAMS, _COLLECTIONS)))
-    keys = list(dict.fromkeys(ordered + rest))
-    tensors = {_name(key): tensor_of(index.leaves[key]) for key in keys}
-    values = ((_name(key), value) for key, value in read_leaves(checkpoint, keys))
-    metadata = {"format": "jaxpipe", "global_steps": str(index.global_steps)}
-    return write_safetensors(checkpoint.path, target, tensors, values, metadata, max_shard_bytes)
-
-
-def tensor_of(leaf: Leaf) -> jax.ShapeDtypeStruct:
-    """Shape and dtype of a leaf."""
-    return jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(leaf.dtype))
-
-
 def check_shard_size(max_shard_bytes: int | None) -> None:
     """Refuse sizes of shards that are none.
 
@@ -162,7 +107,8 @@ def write_safetensors(
         values: All of the tensors, in any order, each written before the next is asked for.
         metadata: What the files say of themselves.
         max_shard_bytes: As for `export_safetensors`.
-        beside: Contents of further files in the folder, by name. They are there only while the tensors are.
+        beside: Contents of further files in the folder, by name. They are there only while the
+            tensors are.
 
     Returns:
         What was written; files beside, and an index, are the last.
@@ -179,7 +125,8 @@ def write_safetensors(
     shards = _split(tensors, max_shard_bytes)
     files = [_lay_out(_shard_path(target, i, len(shards)), shard, metadata) for i, shard in enumerate(shards)]
     index = target.with_name(target.name.removesuffix(_SUFFIX) + _INDEX_SUFFIX)
-    # What readers look for first: gone while the shards are changed, and written when all are there.
+    # What readers look for first: gone while the shards are changed, and written when all are
+    # there.
     last = {target.with_name(name): content for name, content in (beside or {}).items()}
     if len(files) > 1:
         last[index] = _dump_weight_map(files, tensors)
@@ -211,18 +158,19 @@ def load_safetensors(path: str | PathLike[str], part: Literal["params", "collect
     """Read what `export_safetensors` wrote, or files of that form from elsewhere.
 
     Args:
-        path: A file, the index of shards, or a folder that holds one of these; of several the one for `model`, as
-            `transformers` chooses.
-        part: `"params"`: the parameters, as `load_params` returns them. `"collections"`: what layers keep beside them,
-            as `load_collections` does.
+        path: A file, the index of shards, or a folder that holds one of these; of several the one
+            for `model`, as `transformers` chooses.
+        part: `"params"`: the parameters, as `load_params` returns them. `"collections"`: what
+            layers keep beside them, as `load_collections` does.
 
     Returns:
-        Nested dictionaries of numpy arrays; names are split at slashes, and `%2F` in them is a slash in a key.
+        Nested dictionaries of numpy arrays; names are split at slashes, and `%2F` in them is a
+        slash in a key.
 
     Raises:
-        CheckpointError: Something is missing, is no safetensors file, or holds a dtype that numpy has not; the index
-            names a file elsewhere, or another place for a tensor than where it is; a tensor is in two shards, or has a
-            name with which another begins.
+        CheckpointError: Something is missing, is no safetensors file, or holds a dtype that numpy
+            has not; the index names a file elsewhere, or another place for a tensor than where it
+            is; a tensor is in two shards, or has a name with which another begins.
     """
     if part not in ("params", "collections"):
         raise CheckpointError(f"part must be 'params' or 'collections', but got part={part!r}. Write one of these.")
@@ -248,7 +196,12 @@ def load_safetensors(path: str | PathLike[str], part: Literal["params", "collect
     return unflatten_dict({each[prefix:]: found[name] for each, name in paths.items()})
 
 
-def _check_target(out: Path) -> Path:
+def check_target(out: Path) -> Path:
+    """Refuse what is no name of a file to write.
+
+    Raises:
+        CheckpointError: It ends otherwise, or is a folder.
+    """
     with readable(out):
         is_folder = out.is_dir()
     if not out.name.endswith(_SUFFIX) or out.name == _SUFFIX or is_folder:
@@ -258,10 +211,6 @@ def _check_target(out: Path) -> Path:
             f"{str(example)!r}."
         )
     return out
-
-
-def _name(key: str) -> str:
-    return key.removeprefix(_PARAMS)
 
 
 def _num_bytes(tensor: jax.ShapeDtypeStruct) -> int:
@@ -384,7 +333,8 @@ def _resolve(path: Path) -> Path:
     if not path.is_dir():
         return path
     names = sorted(each.name for each in path.iterdir())
-    # As `transformers` chooses: other files in a model's folder hold its weights in another form, or an adapter.
+    # As `transformers` chooses: other files in a model's folder hold its weights in another form,
+    # or an adapter.
     for name in ("model" + _SUFFIX, "model" + _INDEX_SUFFIX):
         if name in names:
             return path / name

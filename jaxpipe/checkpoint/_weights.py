@@ -1,9 +1,7 @@
-"""Parameters out of the files of Hugging Face's libraries and into them, by a table of names."""
+"""Parameters of checkpoints as safetensors files: by our paths, and by Hugging Face's names."""
 
-import contextlib
-import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -12,26 +10,31 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpipe._files import read_file
 from jaxpipe._paths import local_path
 from jaxpipe.distributed import run_on_all
-from jaxpipe.errors import CheckpointError, ConfigError, shown
+from jaxpipe.errors import CheckpointError, shown
 from jaxpipe.layers import LORA_PARAMETERS, flatten_dict, join_path, merge_lora, split_path, unflatten_dict
 from jaxpipe.pipeline import Pipeline
-from jaxpipe.state import TrainState
+from jaxpipe.state import Leaf, TrainState
+from jaxpipe.weights import (
+    CONFIG,
+    Match,
+    Rename,
+    RenamedFiles,
+    Source,
+    check_shard_size,
+    check_target,
+    dump_config,
+    match_renames,
+    read_config_json,
+    write_safetensors,
+)
 
-from ._json import parse_json
 from ._load import read_into, read_leaves
 from ._open import Checkpoint, open_checkpoint, reread
-from ._rename import Index, Match, Rename, Shape, check_theirs, first_of, match_renames
-from ._safetensors import check_shard_size, open_safetensors, safetensors_files, tensor_of, write_safetensors
 
 _PARAMS, _COLLECTIONS = "params/", "collections/"
-_CONFIG = "config.json"
 _SHARD_BYTES = 5_000_000_000
-
-Source = str | PathLike[str] | Mapping[str, Any]
-"""A folder that has a `config.json`, that file, or its contents."""
 
 
 def load_huggingface(
@@ -47,24 +50,31 @@ def load_huggingface(
 
     Args:
         folder: Holds one safetensors file, or the index of several; or the path of that file.
-        renames: The table of names, such as `jaxpipe.models.llama_names(config)`. Adapters of `jaxpipe.layers.lora`
-            are not in it, and keep their values.
+        renames: The table of names, such as `jaxpipe.models.llama_names(config)`. Adapters of
+            `jaxpipe.layers.lora` are not in it, and keep their values.
         pipeline: What the state belongs to.
-        state: The present one. Once everything has been read its parameters are deleted; everything else stays.
+        state: The present one. Once everything has been read its parameters are deleted; everything
+            else stays.
         when_read: Called when everything has been read and nothing changed yet.
 
     Returns:
         The new state; parameters have the dtypes they had.
 
     Raises:
-        CheckpointError: A file is missing or damaged; the table does not name every leaf once; or tensors are missing,
-            left over, of another shape, or of integers for floating-point leaves; the state is as it was.
+        CheckpointError: A file is missing or damaged; the table does not name every leaf once; or
+            tensors are missing, left over, of another shape, or of integers for floating-point
+            leaves; the state is as it was.
     """
     keys = [key for key in pipeline.catalog if key.startswith(_PARAMS) and not re.search(LORA_PARAMETERS, key)]
-    leaves = {key.removeprefix(_PARAMS): tensor_of(pipeline.catalog[key]) for key in keys}
-    files = run_on_all(lambda: _Files(local_path(folder, "folder", CheckpointError), renames, leaves))
+    leaves = {key.removeprefix(_PARAMS): _struct_of(pipeline.catalog[key]) for key in keys}
+    files = run_on_all(lambda: RenamedFiles(local_path(folder, "folder", CheckpointError), renames, leaves))
     assert files is not None  # it ran on all processes
-    return read_into(pipeline, state, keys, files.leaves, when_read)
+
+    def source(keys: Sequence[str]) -> Iterator[tuple[str, np.ndarray]]:
+        paths = [key.removeprefix(_PARAMS) for key in keys]
+        return ((_PARAMS + path, value) for path, value in files.leaves(paths))
+
+    return read_into(pipeline, state, keys, source, when_read)
 
 
 def save_huggingface(
@@ -80,28 +90,32 @@ def save_huggingface(
 ) -> list[Path]:
     """Write the parameters of a checkpoint as a folder that Hugging Face's libraries open; one process calls.
 
-    The files get their names when they are whole. No more than a few of the checkpoint's arrays are held in memory,
-    and those leaves of which several are one tensor there. A tokenizer's files are for the caller to copy.
+    The files get their names when they are whole. No more than a few of the checkpoint's arrays are
+    held in memory, and those leaves of which several are one tensor there. A tokenizer's files are
+    for the caller to copy.
 
     Args:
         path: What was given to `save_checkpoint`, or a checkpoint's own folder.
         folder: Where to write; files of an earlier call are replaced.
         renames: The table of names, such as `jaxpipe.models.llama_names(config)`.
         config: Their `config.json`: the file, the folder that holds it, or its contents, such as
-            `LlamaConfig.to_huggingface` gives. It is written with the dtype that the tensors have. None: none is
-            written, for a folder that has one.
+            `LlamaConfig.to_huggingface` gives. It is written with the dtype that the tensors have.
+            None: none is written, for a folder that has one.
         tag: Name of the checkpoint; None: the latest.
-        dtype: What floating-point tensors are converted to, such as `"bfloat16"`. None: they stay as they are.
+        dtype: What floating-point tensors are converted to, such as `"bfloat16"`. None: they stay
+            as they are.
         lora_alpha: As `jaxpipe.layers.lora` was given it: adapters are merged into their kernels.
-        max_shard_bytes: As for `export_safetensors`; 5 GB, as `transformers` has it, if it is not given.
+        max_shard_bytes: As for `export_safetensors`; 5 GB, as `transformers` has it, if it is not
+            given.
 
     Returns:
         What was written.
 
     Raises:
-        CheckpointError: There is no checkpoint, it is damaged, lacks frozen parameters, has collections, which no table
-            names, or adapters while `lora_alpha` is not given; the table does not name every leaf once; `dtype` is no
-            floating-point dtype; or the folder cannot be written, or another process is writing there.
+        CheckpointError: There is no checkpoint, it is damaged, lacks frozen parameters, has
+            collections, which no table names, or adapters while `lora_alpha` is not given; the
+            table does not name every leaf once; `dtype` is no floating-point dtype; or the folder
+            cannot be written, or another process is writing there.
         ConfigError: `config` cannot be read.
     """
     check_shard_size(max_shard_bytes)
@@ -111,39 +125,13 @@ def save_huggingface(
 
     def write() -> list[Path]:
         tensors = _Tensors(open_checkpoint(path, tag), renames, to, lora_alpha)
-        beside = {} if contents is None else {_CONFIG: _dump_config(contents, tensors.structs.values())}
+        beside = {} if contents is None else {CONFIG: dump_config(contents, tensors.structs.values())}
         metadata = {"format": "pt"}  # without it `transformers` does not open a file
         return write_safetensors(
             tensors.path, target, tensors.structs, tensors.values(), metadata, max_shard_bytes, beside
         )
 
     return reread(path, write)
-
-
-def read_config_json(source: Source) -> Mapping[str, Any]:
-    """The contents of a model's `config.json`.
-
-    Raises:
-        ConfigError: There is no such file, or it holds something else.
-    """
-    if isinstance(source, Mapping):
-        return source
-    if not isinstance(source, (str, PathLike)):
-        raise ConfigError(
-            f"a model's config.json must be a folder, a file or a dictionary, but got {shown(source)}. Name the folder "
-            "that it is in."
-        )
-    path = local_path(source, "a model's config.json")
-    path = path / _CONFIG if path.is_dir() else path
-    try:
-        values = parse_json(read_file(path))
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"a model's config.json must be readable, but got {path}: {error}. Name the folder that it is in."
-        ) from error
-    if not isinstance(values, dict):
-        raise ConfigError(f"{path} must hold a dictionary, but got {shown(values)}. Name a model's config.json.")
-    return values
 
 
 def _floating(dtype: Any) -> jnp.dtype | None:
@@ -159,13 +147,8 @@ def _floating(dtype: Any) -> jnp.dtype | None:
     return found
 
 
-def _dump_config(config: Mapping[str, Any], tensors: Iterable[jax.ShapeDtypeStruct]) -> bytes:
-    """The contents of `config.json`, with the dtype in which a model is opened."""
-    dtypes = {tensor.dtype.name for tensor in tensors if jnp.issubdtype(tensor.dtype, jnp.floating)}
-    # The key had another name before version 5 of `transformers`, which reads both.
-    key = "torch_dtype" if "torch_dtype" in config else "dtype"
-    named = {key: dtypes.pop()} if len(dtypes) == 1 else {}
-    return (json.dumps({**config, **named}, indent=2, sort_keys=True) + "\n").encode()
+def _struct_of(leaf: Leaf) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(leaf.dtype))
 
 
 class _Tensors:
@@ -191,14 +174,15 @@ class _Tensors:
         beside: dict[str, list[str]] = {}
         for key in adapters:
             beside.setdefault(key.rpartition("/")[0], []).append(key)
-        # For each match the keys of what it needs: its leaves, and the adapters of those that have any.
+        # For each match the keys of what it needs: its leaves, and the adapters of those that have
+        # any.
         self._needs: list[tuple[Match, list[str]]] = []
         self.structs: dict[str, jax.ShapeDtypeStruct] = {}
         for match in matches:
             keys = [_PARAMS + path for path in match.ours]
             kernels = [key.rpartition("/")[0] for key in keys if key.endswith("/kernel")]
             self._needs.append((match, keys + [key for module in kernels for key in beside.get(module, ())]))
-            own = np.result_type(*(tensor_of(named[path]).dtype for path in match.ours))
+            own = np.result_type(*(_struct_of(named[path]).dtype for path in match.ours))
             to = dtype if dtype is not None and jnp.issubdtype(own, jnp.floating) else own
             shape = match.transform.their_shape(match.shapes)
             self.structs |= {names[0]: jax.ShapeDtypeStruct(shape, to) for names in match.theirs}
@@ -246,71 +230,48 @@ def _check_whole(checkpoint: Checkpoint, adapters: Sequence[str], lora_alpha: fl
         )
 
 
-class _Files:
-    """Safetensors files that hold what a table asks for."""
+def export_safetensors(
+    path: str | PathLike[str],
+    out: str | PathLike[str],
+    tag: str | None = None,
+    *,
+    max_shard_bytes: int | None = None,
+) -> list[Path]:
+    """Write the parameters of a checkpoint, and what layers keep beside them, as safetensors; one process calls.
 
-    def __init__(self, folder: Path, renames: Sequence[Rename], leaves: Mapping[str, jax.ShapeDtypeStruct]) -> None:
-        self._shapes = {path: leaf.shape for path, leaf in leaves.items()}
-        self._file_of: dict[str, Path] = {}
-        theirs: dict[str, Shape] = {}
-        dtypes: dict[str, str] = {}
-        for file, names in safetensors_files(folder).items():
-            with open_safetensors(file) as tensors:
-                for name in names:
-                    tensor = tensors.get_slice(name)
-                    self._file_of[name], theirs[name] = file, tuple(tensor.get_shape())
-                    dtypes[name] = tensor.get_dtype()
-        matches = match_renames(renames, self._shapes)
-        check_theirs(str(folder), renames, matches, theirs)
-        _check_dtypes(folder, matches, leaves, dtypes)
-        self._match_of: dict[str, Match] = {key: match for match in matches for key in match.ours}
+    Tensors are named by their path in the model's tree: `layers/<index>_<name>/...`,
+    `tied/<key>/...`, and `collections/<index>_<name>/...`; a slash inside a parameter's own name is
+    `%2F`. The files are the same for every number of stages and replicas. They get their names when
+    they are whole, and no more than a few of the checkpoint's arrays are held in memory.
 
-    def leaves(self, keys: Sequence[str]) -> Iterator[tuple[str, np.ndarray]]:
-        """Leaves by their keys in the catalog."""
-        with contextlib.ExitStack() as stack:
-            opened: dict[Path, Any] = {}
-            for key in keys:
-                path = key.removeprefix(_PARAMS)
-                match = self._match_of[path]
-                for name in (name for names in match.theirs for name in names):
-                    file = self._file_of.get(name)
-                    if file is not None and file not in opened:
-                        opened[file] = stack.enter_context(open_safetensors(file))
-                tensors = {
-                    name: _Slices(opened[self._file_of[name]].get_slice(name))
-                    for names in match.theirs
-                    for name in names
-                    if name in self._file_of
-                }
-                theirs = [first_of(names, tensors) for names in match.theirs]
-                yield key, match.read(theirs, path, tuple(slice(0, size) for size in self._shapes[path]))
+    Args:
+        path: What was given to `save_checkpoint`, or a checkpoint's own folder.
+        out: The file, such as `model.safetensors`; one of an earlier export is replaced.
+        tag: Name of the checkpoint; None: the latest.
+        max_shard_bytes: Largest sum of tensors in a file, unless one alone is larger. If one file
+            is not enough, they are called `model-00001-of-00002.safetensors`, and
+            `model.safetensors.index.json` tells what is where, as Hugging Face libraries do. None:
+            one file.
+
+    Returns:
+        What was written; an index is the last.
+
+    Raises:
+        CheckpointError: There is no checkpoint, it is damaged, it has a dtype that safetensors has
+            not, `out` is no such name, cannot be written or lies beside an export in other files,
+            or `max_shard_bytes` is not positive.
+    """
+    target = check_target(local_path(out, "out", CheckpointError))
+    check_shard_size(max_shard_bytes)
+    return reread(path, lambda: _export(open_checkpoint(path, tag), target, max_shard_bytes))
 
 
-def _check_dtypes(
-    folder: Path, matches: Sequence[Match], leaves: Mapping[str, jax.ShapeDtypeStruct], dtypes: Mapping[str, str]
-) -> None:
-    """Refuse integers where parameters are none: quantised weights are no weights until they are scaled."""
-    whole = [
-        f"{name} of {dtypes[name]}"
-        for match in matches
-        if all(jnp.issubdtype(leaves[path].dtype, jnp.floating) for path in match.ours)
-        for name in (name for names in match.theirs for name in names)
-        if name in dtypes and not dtypes[name].startswith(("F", "BF"))
-    ]
-    if whole:
-        more = f" and {len(whole) - 4} more" if len(whole) > 4 else ""
-        raise CheckpointError(
-            f"{folder} must hold floating-point tensors for floating-point parameters, but got "
-            f"{', '.join(whole[:4])}{more}. Write them in a floating-point dtype, such as BF16, dequantised."
-        )
-
-
-class _Slices:
-    """A tensor in a file, read where it is indexed."""
-
-    def __init__(self, tensor: Any) -> None:
-        self._tensor = tensor
-        self.shape: Shape = tuple(tensor.get_shape())
-
-    def __getitem__(self, at: Index, /) -> np.ndarray:
-        return np.asarray(self._tensor[at] if at else self._tensor[...])
+def _export(checkpoint: Checkpoint, target: Path, max_shard_bytes: int | None) -> list[Path]:
+    index = checkpoint.index
+    ordered = [key for layer in index.layers for key in layer.parameters]
+    rest = sorted(key for key in index.leaves if key.startswith((_PARAMS, _COLLECTIONS)))
+    keys = list(dict.fromkeys(ordered + rest))
+    tensors = {key.removeprefix(_PARAMS): _struct_of(index.leaves[key]) for key in keys}
+    values = ((key.removeprefix(_PARAMS), value) for key, value in read_leaves(checkpoint, keys))
+    metadata = {"format": "jaxpipe", "global_steps": str(index.global_steps)}
+    return write_safetensors(checkpoint.path, target, tensors, values, metadata, max_shard_bytes)

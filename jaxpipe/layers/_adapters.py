@@ -1,0 +1,232 @@
+"""Low-rank adapters of a layer: how Linen and NNX modules run with them beside projections."""
+
+import functools
+import math
+import re
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from flax.core import freeze, meta
+
+from jaxpipe._typing import Path
+from jaxpipe.errors import LayerError
+
+from ._sharding import unbox
+
+LORA_A, LORA_B = "lora_a", "lora_b"
+LINEN_PROJECTIONS = (nn.Dense, nn.DenseGeneral, nn.Einsum)
+NNX_PROJECTIONS = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum)
+
+
+class Adapters:
+    """Adapters beside kernels.
+
+    Args:
+        rank: Inner size.
+        scale: What the product is multiplied with.
+        targets: Patterns of paths.
+    """
+
+    def __init__(self, rank: int, scale: float, targets: Sequence[re.Pattern[str]]) -> None:
+        self.rank, self._scale, self._targets = rank, scale, tuple(targets)
+
+    def has(self, prefix: Path, path: Sequence[Any]) -> bool:
+        """True if the kernel of a module at this path in a layer is a target."""
+        name = "/".join((*prefix, *map(str, path), "kernel"))
+        return any(pattern.search(name) for pattern in self._targets)
+
+    def unmatched(self, names: Sequence[str]) -> list[str]:
+        """The patterns that find none of these."""
+        return [each.pattern for each in self._targets if not any(each.search(name) for name in names)]
+
+    def shapes(self, kernel: tuple[int, ...], num_inputs: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Shapes of A and B for a kernel that contracts its first dims."""
+        return (*kernel[:num_inputs], self.rank), (self.rank, *kernel[num_inputs:])
+
+    def draw(self, key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+        """A."""
+        return jax.random.normal(key, shape, dtype) * math.prod(shape[:-1]) ** -0.5
+
+    def added(self, y: jax.Array, x: jax.Array, a: jax.Array, b: jax.Array, axes: Sequence[int]) -> jax.Array:
+        """A module's output with that of its adapter, which contracts these axes of its input."""
+        a, b = a.astype(y.dtype), b.astype(y.dtype)
+        inner = jnp.tensordot(x.astype(y.dtype), a, (tuple(axes), tuple(range(len(axes)))))
+        return y + jnp.tensordot(inner, b, 1) * self._scale
+
+
+@dataclass(frozen=True)
+class LoraMark:
+    """Adapters that a layer is given, as `lora` writes them into its spec.
+
+    Attributes:
+        prefix: The path of the layer's parameters in the model's tree.
+        adapters: Those of each call of `lora`; a kernel has one of them at most.
+    """
+
+    prefix: Path
+    adapters: tuple[Adapters, ...]
+
+    def of(self, path: Sequence[Any]) -> Adapters | None:
+        """The adapters of the projection at a path in the layer.
+
+        Raises:
+            LayerError: There are several.
+        """
+        found = [each for each in self.adapters if each.has(self.prefix, path)]
+        if len(found) > 1:
+            name = "/".join((*self.prefix, *map(str, path), "kernel"))
+            raise LayerError(
+                f"a kernel must have one adapter, but got targets of {len(found)} calls of lora that find {name!r}. "
+                "Let one of them name it."
+            )
+        return found[0] if found else None
+
+
+def adapted_call(call: Callable[..., Any], mark: LoraMark) -> Callable[..., Any]:
+    """The call of a Linen module, with adapters beside its targets."""
+
+    def intercept(method: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
+        y, module = method(*args, **kwargs), context.module
+        is_call = isinstance(module, LINEN_PROJECTIONS) and context.method_name == "__call__"
+        adapters = mark.of(module.path) if is_call and module.scope is not None else None
+        if adapters is None:
+            return y
+        (x,) = args[:1] or (kwargs["inputs"],)
+        equation = kwargs.get("einsum_str") or (args[1] if len(args) > 1 else getattr(module, "einsum_str", None))
+        axes = _contracted(module, x, equation, getattr(module, "axis", -1), getattr(module, "batch_dims", ()))
+        scope: Any = module.scope
+        kernel = scope.get_variable("params", "kernel")
+        # Not `module.param`, which belongs into the module's own code.
+        if not scope.has_variable("params", LORA_A):
+            shape_a, shape_b = adapters.shapes(jnp.shape(unbox(kernel)), len(axes))
+            # Not `scope.make_rng`, which counts its calls: in a module that `nn.scan` traces twice
+            # the kernels would be other ones than without adapters.
+            key = jax.random.fold_in(scope.rngs["params"].as_jax_rng(), zlib.crc32(LORA_A.encode()))
+            dtype = unbox(kernel).dtype
+            a, b = adapters.draw(key, shape_a, dtype), jnp.zeros(shape_b, dtype)
+            scope.put_variable("params", LORA_A, _boxed_as(kernel, a, len(axes), is_first=True))
+            scope.put_variable("params", LORA_B, _boxed_as(kernel, b, len(axes), is_first=False))
+        a, b = (unbox(scope.get_variable("params", name)) for name in (LORA_A, LORA_B))
+        return adapters.added(y, x, a, b, axes)
+
+    @functools.wraps(call)
+    def run(module: Any, *args: Any, **kwargs: Any) -> Any:
+        # `nn.jit` keeps its traces by the module and its scope's flags: one without adapters, or of
+        # another layer, is not this one.
+        module.scope.flags = freeze({**module.scope.flags, LORA_A: mark})
+        with nn.intercept_methods(intercept):
+            return call(module, *args, **kwargs)
+
+    return run
+
+
+def adapted_nnx(module: Any, mark: LoraMark, rngs: nnx.Rngs) -> Any:
+    """An NNX module whose targets are wrapped; their variables keep their names.
+
+    Raises:
+        LayerError: As `lora`.
+    """
+
+    def wrapped(path: tuple[Any, ...], node: Any) -> Any:
+        adapters = mark.of(path) if isinstance(node, NNX_PROJECTIONS) else None
+        return node if adapters is None else _AdaptedProjection(node, adapters, rngs)
+
+    return nnx.recursive_map(wrapped, module)
+
+
+class _AdaptedProjection(nnx.Module):
+    """An NNX projection with its adapter; other attributes are those of the projection."""
+
+    def __init__(self, projection: Any, adapters: Adapters, rngs: nnx.Rngs) -> None:
+        graph, state = nnx.split(projection)
+        self.names = tuple(str(name) for name in state)
+        for name in self.names:
+            setattr(self, name, getattr(projection, name))
+        # Without its variables, which would have two paths.
+        self.graph, self.adapters = nnx.static(graph), nnx.static(adapters)
+        kernel = projection.kernel.get_value()
+        num_inputs = _num_inputs(projection)
+        shape_a, shape_b = adapters.shapes(kernel.shape, num_inputs)
+        a, b = adapters.draw(rngs.params(), shape_a, kernel.dtype), jnp.zeros(shape_b, kernel.dtype)
+        names = projection.kernel.get_metadata().get("out_sharding")
+        said: tuple[dict[str, Any], ...] = {}, {}
+        if names:
+            whole = (*names, *[None] * (kernel.ndim - len(names)))
+            said = tuple({"out_sharding": _names(whole, num_inputs, is_first=is_a)} for is_a in (True, False))
+        self.lora_a, self.lora_b = nnx.Param(a, **said[0]), nnx.Param(b, **said[1])
+
+    def __call__(self, inputs: jax.Array, *args: Any, **kwargs: Any) -> jax.Array:
+        projection = self.projection
+        y = projection(inputs, *args, **kwargs)
+        equation = kwargs.get("einsum_str") or (args[0] if args and isinstance(args[0], str) else None)
+        equation = equation or getattr(projection, "einsum_str", None)
+        axes = _contracted(
+            projection, inputs, equation, getattr(projection, "axis", -1), getattr(projection, "batch_axis", ())
+        )
+        return self.adapters.added(y, inputs, self.lora_a[...], self.lora_b[...], axes)
+
+    @property
+    def projection(self) -> Any:
+        """The projection, with the variables of here."""
+        return nnx.merge(self.graph, nnx.State({name: getattr(self, name) for name in self.names}))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or "graph" not in vars(self):
+            raise AttributeError(name)
+        return getattr(self.projection, name)
+
+
+def _num_inputs(projection: Any) -> int:
+    """Number of the kernel's first dims that an NNX projection contracts."""
+    equation, axis = getattr(projection, "einsum_str", None), getattr(projection, "axis", -1)
+    if equation is None:
+        return len(axis) if isinstance(axis, (tuple, list)) else 1
+    _, letters, outputs = re.split(",|->", equation.replace(" ", ""))
+    return sum(letter not in outputs for letter in letters)
+
+
+def _boxed_as(kernel: Any, value: jax.Array, num_inputs: int, *, is_first: bool) -> Any:
+    """An adapter with the partition metadata that a kernel has for the dims that they share."""
+    if not isinstance(kernel, meta.Partitioned):
+        return value
+    names: tuple[Any, ...] = (*kernel.names, *[None] * (kernel.value.ndim - len(kernel.names)))
+    return kernel.replace(value=value, names=_names(names, num_inputs, is_first=is_first))
+
+
+def _names(names: tuple[Any, ...], num_inputs: int, *, is_first: bool) -> tuple[Any, ...]:
+    return (*names[:num_inputs], None) if is_first else (None, *names[num_inputs:])
+
+
+def _contracted(module: Any, x: jax.Array, equation: str | None, axis: Any, batch: Any) -> tuple[int, ...]:
+    """The axes of a module's input that its kernel contracts, in the order of the kernel's first dims.
+
+    Raises:
+        LayerError: The kernel does not begin with them.
+    """
+    if equation is None:
+        if tuple(batch):
+            raise _refused(module, f"batch dims {tuple(batch)}")
+        return tuple(a % x.ndim for a in (axis if isinstance(axis, (tuple, list)) else (axis,)))
+    inputs, kernel, outputs = re.split(",|->", equation.replace(" ", ""))
+    # An ellipsis stands for the leading dims that have no letter.
+    letters = inputs.replace("...", "")
+    contracted = [letter for letter in kernel if letter not in outputs]
+    features = kernel[len(contracted) :]
+    is_plain = kernel.startswith("".join(contracted)) and not set(features) & set(inputs) and outputs.endswith(features)
+    uncontracted = "".join(letter for letter in inputs if letter not in contracted)
+    if not contracted or not is_plain or outputs != uncontracted + features:
+        raise _refused(module, f"the equation {equation!r}")
+    return tuple(x.ndim - len(letters) + letters.index(letter) for letter in contracted)
+
+
+def _refused(module: Any, what: str) -> LayerError:
+    return LayerError(
+        f"lora's targets must contract the first dims of their kernel and add all others at the end, but got a "
+        f"{type(module).__name__} with {what}. Leave it out of targets, or write it as '...d,dnh->...nh'."
+    )

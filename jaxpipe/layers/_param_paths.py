@@ -1,0 +1,63 @@
+"""Paths of a layer's parameters in the model's one parameter tree.
+
+`layers/<index>_<name>/...` holds what belongs to one layer, `tied/<key>/...` what layers of one key
+share. The paths never depend on how the model is cut into stages.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxpipe._typing import Path, PyTree
+from jaxpipe.errors import LayerError
+
+from ._build import NamedLayer, split_attr
+from ._tree import flatten_dict, unflatten_dict
+
+
+class ParamPaths:
+    """From the paths inside one layer to the paths in the model's tree.
+
+    Args:
+        named: The layer.
+        params: The layer's own parameters, abstract or not.
+
+    Raises:
+        LayerError: A path of `tied_weight_attr` names no parameter of the layer.
+    """
+
+    def __init__(self, named: NamedLayer, params: PyTree) -> None:
+        local = list(flatten_dict(params))
+        for attr in named.tied_paths or ():
+            wanted = split_attr(attr)
+            if not any(path[: len(wanted)] == wanted for path in local):
+                known = ", ".join(".".join(path) for path in local) or "none"
+                raise LayerError(
+                    f"tied_weight_attr must name a parameter of layer {named.name}, but got {attr!r}. "
+                    f"Name one of its parameters: {known}."
+                )
+        tied, untied = ("tied", str(named.tied_key)), ("layers", named.name)
+        self.paths: dict[Path, Path] = {path: (*(tied if named.shares(path) else untied), *path) for path in local}
+
+
+def layer_view(named: NamedLayer, tree: Mapping[str, Any]) -> PyTree:
+    """One layer's parameters out of the model's tree, with the paths inside the layer.
+
+    A tied layer sees all that its key shares, also what only another layer of the key uses.
+    """
+    unshared = tree.get("layers", {}).get(named.name, {})
+    if named.tied_key is None:
+        return unshared
+    shared = flatten_dict(tree.get("tied", {}).get(named.tied_key, {}))
+    return unflatten_dict(
+        {**flatten_dict(unshared), **{path: leaf for path, leaf in shared.items() if named.shares(path)}}
+    )
+
+
+def merge_layers(all_paths: Sequence[ParamPaths], all_params: Sequence[PyTree]) -> PyTree:
+    """One tree from the parameters of single layers; where layers share, the first one's values stand."""
+    flat: dict[Path, Any] = {}
+    for paths, params in zip(all_paths, all_params, strict=True):
+        leaves = flatten_dict(params)
+        for path, at in paths.paths.items():
+            flat.setdefault(at, leaves[path])
+    return unflatten_dict(flat)

@@ -1,0 +1,54 @@
+"""Settings of a `PipelineModule`: all that it is given beside its layers and stages."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from ._arguments import checked_callable, checked_dtype, checked_flag, checked_interval
+from ._sharding import checked_rules
+from ._trainable import Trainable, checked_trainable
+
+
+@dataclass(frozen=True, eq=False)
+class ModuleSettings:
+    """Settings, by the names that the constructor of `PipelineModule` explains.
+
+    All are checked when they are made, but for `checkpointable_layers`, which the module compares
+    with its layers.
+
+    Raises:
+        LayerError: A value is of another kind than its setting.
+        PartitionError: The interval is negative.
+    """
+
+    loss_fn: Callable[..., Any] | None = None
+    seed_layers: bool = False
+    seed_fn: Callable[[int], jax.Array] | None = None
+    base_seed: int = 1234
+    partition_method: str | Sequence[int] = "best"
+    activation_checkpoint_interval: int = 0
+    activation_checkpoint_func: Callable[..., Any] | None = None
+    checkpointable_layers: Sequence[str] | None = None
+    compute_dtype: Any = None
+    auto_cast: bool = False
+    sharding_rules: Sequence[tuple[str, str | tuple[str, ...] | None]] | None = None
+    trainable: Trainable | None = None
+
+    def __post_init__(self) -> None:
+        found = {
+            "loss_fn": checked_callable("loss_fn", self.loss_fn),
+            "seed_layers": checked_flag("seed_layers", self.seed_layers),
+            "seed_fn": checked_callable("seed_fn", self.seed_fn) or jax.random.key,
+            "compute_dtype": checked_dtype(self.compute_dtype),
+            "auto_cast": checked_flag("auto_cast", self.auto_cast),
+            "sharding_rules": checked_rules(self.sharding_rules),
+            "trainable": checked_trainable(self.trainable),
+            "activation_checkpoint_func": checked_callable(
+                "activation_checkpoint_func", self.activation_checkpoint_func
+            ),
+            "activation_checkpoint_interval": checked_interval(self.activation_checkpoint_interval),
+        }
+        for name, value in found.items():
+            object.__setattr__(self, name, value)

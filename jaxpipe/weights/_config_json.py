@@ -1,0 +1,53 @@
+"""A model's `config.json`."""
+
+import json
+from collections.abc import Iterable, Mapping
+from os import PathLike
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxpipe._files import parse_json, read_file
+from jaxpipe._paths import local_path
+from jaxpipe.errors import ConfigError, shown
+
+CONFIG = "config.json"
+
+Source = str | PathLike[str] | Mapping[str, Any]
+"""A folder that has a `config.json`, that file, or its contents."""
+
+
+def read_config_json(source: Source) -> Mapping[str, Any]:
+    """The contents of a model's `config.json`.
+
+    Raises:
+        ConfigError: There is no such file, or it holds something else.
+    """
+    if isinstance(source, Mapping):
+        return source
+    if not isinstance(source, (str, PathLike)):
+        raise ConfigError(
+            f"a model's config.json must be a folder, a file or a dictionary, but got {shown(source)}. Name the folder "
+            "that it is in."
+        )
+    path = local_path(source, "a model's config.json")
+    path = path / CONFIG if path.is_dir() else path
+    try:
+        values = parse_json(read_file(path))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"a model's config.json must be readable, but got {path}: {error}. Name the folder that it is in."
+        ) from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} must hold a dictionary, but got {shown(values)}. Name a model's config.json.")
+    return values
+
+
+def dump_config(config: Mapping[str, Any], tensors: Iterable[jax.ShapeDtypeStruct]) -> bytes:
+    """The contents of `config.json`, with the dtype in which a model is opened."""
+    dtypes = {tensor.dtype.name for tensor in tensors if jnp.issubdtype(tensor.dtype, jnp.floating)}
+    # The key had another name before version 5 of `transformers`, which reads both.
+    key = "torch_dtype" if "torch_dtype" in config else "dtype"
+    named = {key: dtypes.pop()} if len(dtypes) == 1 else {}
+    return (json.dumps({**config, **named}, indent=2, sort_keys=True) + "\n").encode()

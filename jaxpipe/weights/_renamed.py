@@ -1,0 +1,94 @@
+"""Leaves of a model out of safetensors files, by a table of names."""
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpipe.errors import CheckpointError
+
+from ._rename import Match, Rename, check_theirs, first_of, match_renames
+from ._safetensors import open_safetensors, safetensors_files
+from ._transform import Index, Shape
+
+
+class RenamedFiles:
+    """Safetensors files that hold what a table asks for.
+
+    Args:
+        folder: Holds one safetensors file, or the index of several; or the path of that file.
+        renames: The table.
+        leaves: Shapes and dtypes of ours, by their paths.
+
+    Raises:
+        CheckpointError: As `checkpoint.load_huggingface`.
+    """
+
+    def __init__(self, folder: Path, renames: Sequence[Rename], leaves: Mapping[str, jax.ShapeDtypeStruct]) -> None:
+        self._shapes = {path: leaf.shape for path, leaf in leaves.items()}
+        self._file_of: dict[str, Path] = {}
+        theirs: dict[str, Shape] = {}
+        dtypes: dict[str, str] = {}
+        for file, names in safetensors_files(folder).items():
+            with open_safetensors(file) as tensors:
+                for name in names:
+                    tensor = tensors.get_slice(name)
+                    self._file_of[name], theirs[name] = file, tuple(tensor.get_shape())
+                    dtypes[name] = tensor.get_dtype()
+        matches = match_renames(renames, self._shapes)
+        check_theirs(str(folder), renames, matches, theirs)
+        _check_dtypes(folder, matches, leaves, dtypes)
+        self._match_of: dict[str, Match] = {key: match for match in matches for key in match.ours}
+
+    def leaves(self, paths: Sequence[str]) -> Iterator[tuple[str, np.ndarray]]:
+        """Leaves by their paths."""
+        with contextlib.ExitStack() as stack:
+            opened: dict[Path, Any] = {}
+            for path in paths:
+                match = self._match_of[path]
+                for name in (name for names in match.theirs for name in names):
+                    file = self._file_of.get(name)
+                    if file is not None and file not in opened:
+                        opened[file] = stack.enter_context(open_safetensors(file))
+                tensors = {
+                    name: _Slices(opened[self._file_of[name]].get_slice(name))
+                    for names in match.theirs
+                    for name in names
+                    if name in self._file_of
+                }
+                theirs = [first_of(names, tensors) for names in match.theirs]
+                yield path, match.read(theirs, path, tuple(slice(0, size) for size in self._shapes[path]))
+
+
+def _check_dtypes(
+    folder: Path, matches: Sequence[Match], leaves: Mapping[str, jax.ShapeDtypeStruct], dtypes: Mapping[str, str]
+) -> None:
+    """Refuse integers for floating-point parameters, such as quantised weights without scales."""
+    whole = [
+        f"{name} of {dtypes[name]}"
+        for match in matches
+        if all(jnp.issubdtype(leaves[path].dtype, jnp.floating) for path in match.ours)
+        for name in (name for names in match.theirs for name in names)
+        if name in dtypes and not dtypes[name].startswith(("F", "BF"))
+    ]
+    if whole:
+        more = f" and {len(whole) - 4} more" if len(whole) > 4 else ""
+        raise CheckpointError(
+            f"{folder} must hold floating-point tensors for floating-point parameters, but got "
+            f"{', '.join(whole[:4])}{more}. Write them in a floating-point dtype, such as BF16, dequantised."
+        )
+
+
+class _Slices:
+    """A tensor in a file, read where it is indexed."""
+
+    def __init__(self, tensor: Any) -> None:
+        self._tensor = tensor
+        self.shape: Shape = tuple(tensor.get_shape())
+
+    def __getitem__(self, at: Index, /) -> np.ndarray:
+        return np.asarray(self._tensor[at] if at else self._tensor[...])

@@ -1,0 +1,58 @@
+"""Mutants: which there are of a source, and that one which tests see is killed."""
+
+import ast
+import shutil
+from pathlib import Path
+
+import pytest
+
+from benchmarks import mutants
+
+SOURCE = '''"""Two + two."""
+def f(x: int | None, y=1):
+    if x < 2 and not y:
+        raise ValueError(f"{x + 1}")
+    return jnp.where(x == 3, psum(-x, "stage"), x * y) if True else f"{x}" + "!"
+'''
+
+
+def test_every_change_is_one_of_an_expression_that_computes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mutants, "ROOT", tmp_path)
+    path = tmp_path / "f.py"
+    path.write_text(SOURCE)
+    found = list(mutants.mutants_of(path))
+    assert {(one.before, one.after) for one in found} == {
+        ("1", "(2)"),
+        ("2", "(3)"),
+        ("3", "(4)"),
+        ("True", "(False)"),
+        ("x < 2 and not y", "(x < 2 or not y)"),
+        ("x < 2", "(x <= 2)"),
+        ("not y", "(y)"),
+        ("x == 3", "(x != 3)"),
+        ("-x", "(x)"),
+        ("x * y", "(x // y)"),
+        ('psum(-x, "stage")', "(-x)"),
+        ('jnp.where(x == 3, psum(-x, "stage"), x * y)', "(jnp.where(x == 3, x * y, psum(-x, 'stage')))"),
+        (SOURCE.split("return ")[1].strip(), "(f'{x}' + '!' if True else jnp.where(x == 3, psum(-x, 'stage'), x * y))"),
+    }
+    for one in found:
+        ast.parse(SOURCE[: one.start] + one.after + SOURCE[one.stop :])
+
+
+def test_a_mutant_that_tests_see_is_killed_and_the_source_is_as_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mutants, "ROOT", tmp_path)
+    (tmp_path / "jaxpipe" / "room").mkdir(parents=True)
+    (tmp_path / "tests" / "room").mkdir(parents=True)
+    source = tmp_path / "jaxpipe" / "room" / "_add.py"
+    source.write_text("def add(a, b):\n    return a + b\n\n\ndef less(a, b):\n    return a < b\n")
+    test = tmp_path / "tests" / "room" / "test_add.py"
+    test.write_text("import jaxpipe.room._add as it\n\n\ndef test_it():\n    assert it.add(1, 2) == 3\n")
+    monkeypatch.setattr(mutants, "COMPARED", ())
+    project = tmp_path / "copy"
+    shutil.copytree(tmp_path, project)
+    killed = {one.before: mutants.killer(one, project, whole=False) for one in mutants.drawn(["room"], 9, seed=1)}
+    assert killed == {"a + b": "tests/room/test_add.py", "a < b": ""}
+    assert (project / "jaxpipe" / "room" / "_add.py").read_bytes() == source.read_bytes()
