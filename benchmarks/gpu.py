@@ -18,6 +18,7 @@ Run: python -m benchmarks.gpu [--dims 2048,4096] [--blocks 4] [--tokens 2048] [-
 
 import argparse
 import functools
+import itertools
 import statistics
 import time
 from collections.abc import Callable
@@ -34,7 +35,7 @@ from benchmarks._gpt import Embed, Head, cross_entropy, tokens
 from benchmarks._table import print_head, print_row
 from jaxpipe.config import PipelineConfig, TrainConfig
 from jaxpipe.pipeline import Pipeline, mesh_for
-from jaxpipe.schedules import StageCosts, choose_schedule
+from jaxpipe.schedules import lower_schedule, makespan, resolve_schedule, schedule_names
 
 PEAK_TFLOPS = {"H200": 989, "H100": 989, "GH200": 989, "B200": 2250, "A100": 312, "L40S": 362, "L4": 121, "V100": 125}
 """Dense bfloat16 (V100: float16) peak, by a part of the device's name."""
@@ -241,20 +242,28 @@ def report(size: Size, num_stages: int, repeats: int, peak: float | None) -> Non
             taken_s = pipelined_s(size, count, repeats, skips=skips)
             share = mfu(size.step_flops(count), taken_s)
             print_row(f"jaxpipe, S = {count}, idle actions {name}", f"{taken_s * 1e3:.2f}", share)
-    costs = StageCosts(
-        forward_s, input_s, weight_s, tick_overhead_s=overhead_s, branch_overhead_s=max(branched_s - straight_s, 0.0)
-    )
     num_microbatches = 4 * num_stages
     print(
         f"\nProjected on {num_stages} stages of {size.num_blocks} blocks, M = {num_microbatches}, without exchanges:\n"
     )
     print_head("schedule", "chunks", "idle actions", "step ms", "of ideal", "mfu of the blocks", "in flight")
     counts = {n: n * -(-size.num_blocks // n) / size.num_blocks for n in (1, 2, 4) if n <= size.num_blocks}
-    choice = choose_schedule(costs, num_stages, num_microbatches, chunk_counts=counts)
-    for one in choice.candidates:
-        idle, ideal = "skipped" if one.skip_idle else "computed", num_microbatches * whole_s / one.step_s
-        share = mfu(size.stage_flops * num_microbatches, one.step_s)
-        print_row(one.schedule, one.num_chunks, idle, f"{one.step_s * 1e3:.2f}", f"{ideal:.3f}", share, one.in_flight)
+    branch_s = max(branched_s - straight_s, 0.0)
+    names = [name for name, kind in schedule_names().items() if kind.is_auto_candidate]
+    for name, count in itertools.product(names, counts):
+        if not schedule_names()[name].can_have(count):
+            continue
+        program = lower_schedule(resolve_schedule(name, count), num_microbatches, num_stages)
+        for skips in (False, True):
+            span_s = makespan(program, forward_s, input_s + weight_s, weight_s=weight_s, skip_idle=skips)
+            kinds = [
+                (run.has_forward + run.has_backward + run.has_weight, run.stop - run.start) for run in program.runs
+            ]
+            branches = skips * sum(kind * num_ticks for kind, num_ticks in kinds)
+            step_s = counts[count] * span_s + program.num_ticks * overhead_s + branches * branch_s
+            idle, ideal = "skipped" if skips else "computed", num_microbatches * whole_s / step_s
+            share, slots = mfu(size.stage_flops * num_microbatches, step_s), program.residual_slots / count
+            print_row(name, count, idle, f"{step_s * 1e3:.2f}", f"{ideal:.3f}", share, slots)
 
 
 def main() -> None:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from jaxpipe.config import TrainConfig
 from jaxpipe.partition import Profile
 from jaxpipe.schedules import (
-    Choice,
     IdlePolicy,
     PipeSchedule,
     TickProgram,
@@ -30,7 +29,7 @@ class Plan:
         parts: Boundaries of the virtual stages, as layer indices.
         sends_early: Whether activations leave at the end of the tick that computes them, to travel under its backward.
         profile: Costs of the layers, where the cut was made by them.
-        choice: Where the schedule was `"auto"`, what it was chosen from.
+        choice: Where the schedule was `"auto"`, the table of what it was chosen from.
         notes: Sentences on what the cut costs.
     """
 
@@ -42,7 +41,7 @@ class Plan:
     parts: tuple[int, ...]
     sends_early: bool
     profile: Profile | None = None
-    choice: Choice | None = None
+    choice: str = ""
     notes: tuple[str, ...] = ()
 
     @functools.cached_property

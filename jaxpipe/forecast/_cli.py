@@ -13,8 +13,8 @@ from jaxpipe._files import read_file, write_file
 from jaxpipe._imports import import_named, raised
 from jaxpipe._paths import local_path
 from jaxpipe.errors import ConfigError, JaxpipeError, nearest, shown
+from jaxpipe.planner import HARDWARE
 
-from ._hardware import HARDWARE
 from ._plan import plan
 
 _WRONG_USE = 2

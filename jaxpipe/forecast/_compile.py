@@ -12,8 +12,7 @@ from jax.experimental import topologies
 
 from jaxpipe.errors import ConfigError
 from jaxpipe.executor import without_cache
-
-from ._hardware import Hardware
+from jaxpipe.planner import Hardware
 
 _H200 = Path(__file__).with_name("h200_target.txtpb")
 _OF_ITS_KIND = ("h100", "h200")
@@ -74,7 +73,8 @@ def compilable_devices(hardware: Hardware, count: int, target: str | None = None
     """Devices that programs can be compiled for, host after host; `target`, or `target_config`, describes them to XLA.
 
     Raises:
-        ConfigError: The CUDA plugin is not installed, the devices do not fill their hosts, or there is no description.
+        ConfigError: The CUDA plugin is not installed, the devices do not fill their hosts, or there
+            is no description.
     """
     text = target_config(hardware) if target is None else target
     if not any(map(importlib.util.find_spec, _PLUGINS)):

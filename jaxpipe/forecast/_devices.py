@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from ._hardware import Hardware
+from jaxpipe.planner import Hardware
 
 
 class _NoClient:

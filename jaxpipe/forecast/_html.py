@@ -6,10 +6,11 @@ from dataclasses import fields
 from typing import TYPE_CHECKING
 
 from jaxpipe._text import html_table
+from jaxpipe.planner import Forecast
 from jaxpipe.schedules import draw, resolve_schedule
 
 if TYPE_CHECKING:
-    from ._result import Forecast, StepPlan
+    from ._result import StepPlan
 
 _COLOURS = ("#5b8ff9", "#5d7092", "#f6bd16", "#5ad8a6", "#c2a5f0", "#e8684a")
 _MOST_BARS = 24
@@ -115,7 +116,7 @@ def _bars(plan: "StepPlan") -> str:
     return "\n".join([*lines, "</svg>"])
 
 
-def _picture(plan: "StepPlan", shown: "Forecast") -> str:
+def _picture(plan: "StepPlan", shown: Forecast) -> str:
     """The ticks of the first microbatches, with the times of the slowest stage."""
     num_stages = plan.axes["stage"]
     forward, backward = (max(getattr(stage, name) for stage in shown.stages) for name in ("forward_s", "backward_s"))

@@ -3,23 +3,32 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 
 from jaxpipe._numbers import as_flag, as_integer, as_number, plain
 from jaxpipe._typing import PyTree
 from jaxpipe.config import Collector, TrainConfig, load_config, unless_auto
-from jaxpipe.errors import ConfigError, JaxpipeError, PartitionError, TopologyError, shown
-from jaxpipe.layers import ModelTrace, PipelineModule, estimate_layers, layer_signatures
+from jaxpipe.errors import ConfigError, PartitionError, ScheduleError, TopologyError, shown
+from jaxpipe.layers import PipelineModule, layer_signatures
 from jaxpipe.optim import check_leafwise, trace_optimizer
-from jaxpipe.partition import partition_best
 from jaxpipe.pipeline import ConfigLike, Pipeline, entry_struct, prepare, trace_model
+from jaxpipe.planner import (
+    Asked,
+    Counted,
+    Forecast,
+    Hardware,
+    Job,
+    auto_schedules,
+    candidates,
+    ranked,
+    read_hardware,
+)
 from jaxpipe.recompute import settings_for, use_settings
-from jaxpipe.schedules import CHUNK_COUNTS, PipeSchedule, resolve_schedule, schedule_names
+from jaxpipe.schedules import resolve_schedule, schedule_names
 from jaxpipe.topology import (
     MANUAL_AXES,
     ProcessTopology,
@@ -29,11 +38,8 @@ from jaxpipe.topology import (
 )
 
 from ._compile import CompiledStep, compilable_devices, compile_step
-from ._count import Candidate, Job
 from ._devices import absent_devices
-from ._hardware import Hardware, read_hardware
-from ._layers import Figures
-from ._result import Forecast, StepPlan
+from ._result import StepPlan
 
 
 def plan(  # noqa: PLR0913  # what to look at, one argument each
@@ -54,28 +60,34 @@ def plan(  # noqa: PLR0913  # what to look at, one argument each
 ) -> StepPlan:
     """Count what a training job would hold and take, without a GPU: nothing is allocated, and nothing compiled unasked.
 
-    Layers are traced, equal ones once. Memory is counted by what for; time by a roofline of the named hardware, each
-    kernel the longer of its operations and its bytes; the schedule's ticks are gone through with these times.
+    Layers are traced, equal ones once. Memory is counted by what for; time by a roofline of the
+    named hardware, each kernel the longer of its operations and its bytes; the schedule's ticks are
+    gone through with these times.
 
     Args:
         model: The layers and their number of stages.
         config: DeepSpeed's configuration, as for `make_pipeline`.
-        example_batch: One entry as a data iterator yields it, `(inputs, labels)` or `(inputs, labels, side)`, leaves
-            `[microbatch_size * replicas, ...]` or, as of one replica, `[microbatch_size, ...]`,
-            arrays or shapes.
-        hardware: Name and number of devices, such as `"h200:64"`, of `forecast.HARDWARE`; or a `Hardware` and a number.
-        optimizer: An optax transformation; None: that of the configuration, and where it names none AdamW.
-        places: Lengths of further axes of the mesh, such as `{"model": 8}` or `{"fsdp": 8}`; replicas take the rest.
-        schedules: Names of schedules. None: that of the configuration, and all that `"auto"` looks at.
-        num_chunks: Numbers of chunks. None: that of the configuration, and with `"auto"` 1, 2 and 4.
+        example_batch: One entry as a data iterator yields it, `(inputs, labels)` or `(inputs,
+            labels, side)`, leaves `[microbatch_size * replicas, ...]` or, as of one replica,
+            `[microbatch_size, ...]`, arrays or shapes.
+        hardware: Name and number of devices, such as `"h200:64"`, of `forecast.HARDWARE`; or a
+            `Hardware` and a number.
+        optimizer: An optax transformation; None: that of the configuration, and where it names none
+            AdamW.
+        places: Lengths of further axes of the mesh, such as `{"model": 8}` or `{"fsdp": 8}`;
+            replicas take the rest.
+        schedules: Names of schedules. None: that of the configuration, and all that `"auto"` looks
+            at.
+        num_chunks: Numbers of chunks. None: that of the configuration, and with `"auto"` 1, 2 and
+            4.
         partition: Partition methods, or boundaries. None: the model's, and `"best"`.
-        recompute: Layers of recomputed groups, 0 for none. None: that of the model or the configuration, and where it
-            says nothing 0 and 1.
+        recompute: Layers of recomputed groups, 0 for none. None: that of the model or the
+            configuration, and where it says nothing 0 and 1.
         measured_step_s: Seconds of a step of a run, to compare with.
-        compiles: Whether to compile the best candidate's program, or the smallest where none fits, ahead of time; that
-            needs JAX's CUDA plugin, no GPU, and a minute or more.
-        target_config: XLA's description of the GPU, a `GpuTargetConfigProto` as text. None: the one that comes with
-            jaxpipe, which there is for H100 and H200.
+        compiles: Whether to compile the best candidate's program, or the smallest where none fits,
+            ahead of time; that needs JAX's CUDA plugin, no GPU, and a minute or more.
+        target_config: XLA's description of the GPU, a `GpuTargetConfigProto` as text. None: the one
+            that comes with jaxpipe, which there is for H100 and H200.
 
     Returns:
         All candidates; `str` shows them as a table, `to_json` and `to_html` write them.
@@ -104,26 +116,24 @@ def plan(  # noqa: PLR0913  # what to look at, one argument each
     errors = Collector()
     settings = load_config(config, errors)
     setup = _Setup(model, settings, example_batch, chosen_hardware, count, optimizer, _lengths(places), errors)
-    asked = _Asked.read(setup.job, settings, schedules, num_chunks, partition, recompute)
-    candidates, traced = setup.forecasts(asked), setup.job.traced
-    fitting = [one for one in candidates if one.fits]
-    best = fitting[0] if fitting else None
-    found = StepPlan(
+    asked = _Asked.read(setup.traced.module, settings, schedules, num_chunks, partition, recompute)
+    found, traced = setup.forecasts(asked), setup.traced
+    step_plan = StepPlan(
         hardware=chosen_hardware,
         num_devices=count,
         axes={str(name): size for name, size in traced.mesh.shape.items()},
-        num_microbatches=setup.job.num_microbatches,
+        num_microbatches=setup.num_microbatches,
         microbatch_size=traced.microbatch_size,
         num_params=sum(math.prod(x.shape) for x in jax.tree.leaves(traced.trace.tree())),
-        candidates=tuple(candidates),
-        best=best,
-        advice=_advice(setup, asked, candidates),
+        candidates=tuple(found),
+        best=found[0] if found[0].fits else None,
+        advice=_advice(setup, asked, found),
         assumptions=_assumptions(setup),
         measured_step_s=measured_step_s,
     )
     if not compiles:
-        return found
-    return dataclasses.replace(found, compiled=setup.compile(found.shown, target_config))
+        return step_plan
+    return dataclasses.replace(step_plan, compiled=setup.compile(step_plan.shown, target_config))
 
 
 def _check(model: object, measured_step_s: object, optimizer: object) -> None:
@@ -177,15 +187,13 @@ def _lengths(places: Mapping[str, int] | None) -> dict[str, int]:
 class _Asked:
     """The candidates to look at, as a user asks for them."""
 
-    schedules: tuple[str, ...]
-    num_chunks: tuple[int, ...] | None
+    schedules: Asked
     partitions: tuple[str | tuple[int, ...], ...]
     recompute: tuple[int, ...]
-    max_pending: int | None
 
     @staticmethod
     def read(
-        job: Job,
+        module: PipelineModule,
         config: TrainConfig,
         schedules: Sequence[str] | None,
         num_chunks: Sequence[int] | None,
@@ -195,7 +203,7 @@ class _Asked:
         section = config.pipeline
         names = _listed("schedules", schedules)
         if names is None:
-            names = [name for name, kind in schedule_names().items() if kind.is_auto_candidate]
+            names = list(auto_schedules())
             if section.schedule in schedule_names() and section.schedule not in names:
                 names.append(section.schedule)
         for name in names:
@@ -210,13 +218,13 @@ class _Asked:
             counts = (section.num_chunks,)
         methods = _listed("partition", partition)
         if methods is None:
-            methods = list(dict.fromkeys([_hashable(job.traced.module.partition_method), "best"]))
+            methods = list(dict.fromkeys([_hashable(module.partition_method), "best"]))
         groups = _integers("recompute", recompute, 0)
         if groups is None:
-            given = job.traced.module.activation_checkpoint_interval
+            given = module.activation_checkpoint_interval
             groups = (given,) if given else (0, 1)
         most = unless_auto(section.max_pending_weights)
-        return _Asked(tuple(dict.fromkeys(names)), counts, tuple(map(_hashable, methods)), groups, most)
+        return _Asked(Asked(tuple(dict.fromkeys(names)), counts, most), tuple(map(_hashable, methods)), groups)
 
 
 def _hashable(method: Any) -> Any:
@@ -264,11 +272,11 @@ class _Setup:
         errors: Collector,
     ) -> None:
         self._arguments = model, config, example_batch, hardware, count, optimizer, places
+        self.config, self.hardware = config, hardware
         given = make_pipeline_mesh(_topology(model, count, places), absent_devices(hardware, count))
-        is_assumed = optimizer is None and config.optimizer is None
-        self.assumes_optimizer = is_assumed
-        wanted = optax.adamw(1e-4) if is_assumed else optimizer
-        module, chosen, given, sizes = prepare(model, config, wanted, None, given, errors)
+        self.assumes_optimizer = optimizer is None and config.optimizer is None
+        wanted = optax.adamw(1e-4) if self.assumes_optimizer else optimizer
+        self._module, chosen, given, sizes = prepare(model, config, wanted, None, given, errors)
         size, replicas = sizes.train_micro_batch_size_per_gpu, num_batch_shards(given)
         # An example of one replica says as much as one of all, whatever the number of devices.
         leaves = jax.tree.leaves(example_batch)
@@ -278,92 +286,90 @@ class _Setup:
         self._settings = settings_for(config, given)
         self._tracing = functools.partial(use_settings, self._settings, given)
         with self._tracing():
-            traced = trace_model(module, given, entry, config)
+            self.traced = traced = trace_model(self._module, given, entry, config)
             module, trace = traced.module, traced.trace
             self._signatures = layer_signatures(module.layers, trace, module.compute_dtype)
-            if module.loss_fn is None:
-                # Else the loss is traced where it is counted.
-                jax.eval_shape(module.loss_terms, trace.boundaries[-1], traced.microbatch.labels)
-        samples = size * replicas * sizes.gradient_accumulation_steps
+            # For its errors: without labels the loss is not counted.
+            outputs, labels = trace.boundaries[-1], traced.microbatch.labels
+            trace.on_mesh(lambda: jax.eval_shape(module.loss_terms, outputs, labels))
         assert chosen.transformation is not None
+        self._optimizer = chosen.transformation
         if optimizer is not None and module.num_stages > 1:
             check_leafwise(trace_optimizer(optimizer, trace.tree()))
-        self.job = Job(
-            traced,
-            hardware,
-            config,
-            chosen.transformation,
-            sizes.gradient_accumulation_steps,
-            samples,
-            _tokens(entry.inputs, samples),
-        )
+        self.num_microbatches = sizes.gradient_accumulation_steps
+
+    @property
+    def limit_bytes(self) -> float:
+        """Bytes that a device may hold."""
+        limit = unless_auto(self.config.pipeline.memory_limit_gb)
+        return self.hardware.usable_bytes if limit is None else limit * 1e9
 
     def forecasts(self, asked: _Asked) -> list[Forecast]:
-        """All that was asked for, the fastest that fits first."""
-        traced, found = self.job.traced, list[Forecast]()
-        failed: list[JaxpipeError] = []
-        plain = self._figures(0, None)
-        for interval in asked.recompute:
-            figures = self._figures(interval, plain) if interval else plain
-            module = traced.module.replace(activation_checkpoint_interval=interval)
-            estimate = estimate_layers(module, traced.trace, traced.microbatch.labels, self._signatures)
-            seen: set[tuple[int, ...]] = set()
-            for method in asked.partitions:
-                for count, kinds in _by_chunks(asked).items():
+        """All that was asked for, the best first."""
+        found, failed = dict[tuple[Any, ...], Forecast](), list[PartitionError | ScheduleError]()
+        with self._tracing():
+            plain = self._counted(0, None)
+            for interval in asked.recompute:
+                counted = self._counted(interval, plain) if interval else plain
+                for method in asked.partitions:
                     try:
-                        cut = _cut(module, method, traced.trace, count, estimate, self._signatures)
-                    except PartitionError as error:
+                        some = candidates(self._job(counted, interval, method), asked.schedules)
+                    except (PartitionError, ScheduleError) as error:
                         failed.append(error)
                         continue
-                    if cut in seen:
-                        continue
-                    seen.add(cut)
-                    name = method if isinstance(method, str) else "given"
-                    with self._tracing():
-                        candidate = Candidate(self.job, figures, self._signatures, interval, name, cut)
-                        found += [candidate.forecast(schedule, kind) for schedule, kind in kinds]
+                    for one in some:
+                        key = one.recompute, one.schedule, one.boundaries, one.max_pending
+                        found.setdefault(key, one)
         if not found:
-            raise failed[0] if failed else _no_chunks(asked)
-        return sorted(found, key=lambda one: (not one.fits, one.step_s))
+            raise failed[0]
+        return ranked(list(found.values()))
 
-    def _figures(self, interval: int, plain: Figures | None) -> Figures:
-        job = self.job
-        with self._tracing():
-            # On the mesh: layers' constraints name its axes.
-            return job.traced.trace.on_mesh(
-                lambda: Figures(job.traced, interval, job.hardware, self._signatures, plain)
-            )
+    def _counted(self, interval: int, plain: Counted | None) -> Counted:
+        module, labels = self._recomputing(self.traced.module, interval), self.traced.microbatch.labels
+        return Counted(module, self.traced.trace, labels, self._signatures, plain=plain)
+
+    def _recomputing(self, module: PipelineModule, interval: int) -> PipelineModule:
+        return module.replace(activation_checkpoint_interval=interval)
+
+    def _job(self, counted: Counted, interval: int, method: str | tuple[int, ...]) -> Job:
+        traced = self.traced
+        module = self._recomputing(traced.module, interval).replace(partition_method=method)
+        sizes = self.num_microbatches, self.config, self._optimizer
+        return Job(module, traced.trace, traced.mesh, counted, *sizes, self.hardware, self.limit_bytes)
 
     def compile(self, one: Forecast, target: str | None) -> CompiledStep:
         """Compile a candidate's step for devices that are not there."""
         model, config, _, hardware, count, _, places = self._arguments
         devices = compilable_devices(hardware, count, target)
-        section = dataclasses.replace(config.pipeline, schedule=one.schedule, num_chunks=one.num_chunks)
+        section = dataclasses.replace(
+            config.pipeline,
+            schedule=one.schedule,
+            num_chunks=one.num_chunks,
+            max_pending_weights="auto" if one.max_pending is None else one.max_pending,
+        )
         config = dataclasses.replace(config, pipeline=section)
-        module = self.job.traced.module.replace(activation_checkpoint_interval=one.recompute)
+        module = self._recomputing(self._module, one.recompute)
         mesh = make_pipeline_mesh(_topology(model, count, places), devices)
-        job = self.job
         return compile_step(
             one.label,
             one.memory.total,
             lambda: Pipeline(
                 module,
-                job.optimizer,
+                self._optimizer,
                 mesh,
-                job.traced.entry,
-                job.num_microbatches,
+                self.traced.entry,
+                self.num_microbatches,
                 config,
                 self._settings,
                 one.boundaries,
             ),
         )
 
-    def changed(self, change: str) -> "_Setup":
-        """The same job with one thing changed."""
+    def with_zero(self, stage: int) -> "_Setup":
+        """The same job with another stage of ZeRO."""
         model, config, example, hardware, count, optimizer, places = self._arguments
-        if change.startswith("zero"):
-            zero = dataclasses.replace(config.zero_optimization, stage=int(change[-1]))
-            config = dataclasses.replace(config, zero_optimization=zero)
+        zero = dataclasses.replace(config.zero_optimization, stage=stage)
+        config = dataclasses.replace(config, zero_optimization=zero)
         return _Setup(model, config, example, hardware, count, optimizer, places, Collector())
 
 
@@ -397,80 +403,31 @@ def _topology(model: PipelineModule, count: int, places: Mapping[str, int]) -> P
     return ProcessTopology(["pipe", "data", *places], [model.num_stages, count // product, *places.values()])
 
 
-def _tokens(inputs: PyTree, samples: int) -> int | None:
-    """Tokens of so many samples, where inputs are integers `[samples, tokens]`."""
-    leaves = jax.tree.leaves(inputs)
-    if not leaves or not jnp.issubdtype(leaves[0].dtype, jnp.integer) or leaves[0].ndim != 2:
-        return None
-    return samples * leaves[0].shape[1]
-
-
-def _by_chunks(asked: _Asked) -> dict[int, list[tuple[str, type[PipeSchedule]]]]:
-    """Names and classes of schedules by their number of chunks."""
-    found: dict[int, list[tuple[str, type[PipeSchedule]]]] = {}
-    for name in asked.schedules:
-        kind = schedule_names()[name]
-        own = (kind.num_chunks,) if kind.min_chunks is None else CHUNK_COUNTS
-        for count in asked.num_chunks or own:
-            if kind.can_have(count):
-                most = None if kind.min_pending is None else asked.max_pending
-                found.setdefault(count, []).append((name, resolve_schedule(name, count, most)))
-    return found
-
-
-def _no_chunks(asked: _Asked) -> JaxpipeError:
-    names, counts = ", ".join(map(repr, asked.schedules)), asked.num_chunks
-    return ConfigError(
-        f"num_chunks must suit one of the schedules {names}, but got num_chunks={list(counts or ())}. Leave it out, or "
-        "add 'interleaved' to the schedules."
-    )
-
-
-def _cut(
-    module: PipelineModule,
-    method: str | tuple[int, ...],
-    trace: ModelTrace,
-    count: int,
-    estimate: Any,
-    signatures: Sequence[Hashable],
-) -> tuple[int, ...]:
-    num_parts = count * module.num_stages
-    if method == "best":
-        return tuple(partition_best(estimate, num_parts))
-    if isinstance(method, str) and method.startswith("profile"):
-        # Times by the same estimate: there is nothing to measure on.
-        return tuple(partition_best(estimate, num_parts))
-    changed = module.replace(partition_method=method)
-    return tuple(changed.partition(trace, num_parts, profile=estimate, signatures=signatures))
-
-
-def _advice(setup: _Setup, asked: _Asked, candidates: Sequence[Forecast]) -> str:
+def _advice(setup: _Setup, asked: _Asked, found: Sequence[Forecast]) -> str:
     """Candidates that do not fit, and the first change that makes it fit."""
-    large = [one for one in candidates if not one.fits]
+    large = [one for one in found if not one.fits]
     if not large:
         return ""
-    limit, traced = setup.job.hardware.usable_bytes, setup.job.traced
+    limit, traced = setup.limit_bytes, setup.traced
     worst = max(large, key=lambda one: one.memory.total)
     begin = (
-        f"{len(large)} of {len(candidates)} do not fit {limit / 1e9:.0f} GB; {worst.label} needs "
+        f"{len(large)} of {len(found)} do not fit {limit / 1e9:.0f} GB; {worst.label} needs "
         f"{worst.memory.total / 1e9:.1f} GB"
     )
-    fitting = [one for one in candidates if one.fits]
+    fitting = [one for one in found if one.fits]
     if fitting:
         return f"{begin}. Use {fitting[0].label} ({fitting[0].memory.total / 1e9:.1f} GB)."
     least = min(large, key=lambda one: one.memory.total)
     begin = f"Nothing fits {limit / 1e9:.0f} GB: {least.label} needs the least, {least.memory.total / 1e9:.1f} GB"
     tried: list[tuple[str, _Setup, _Asked]] = []
-    if not any(one.recompute for one in candidates):
+    if not any(one.recompute for one in found):
         again = dataclasses.replace(asked, recompute=(1,))
         tried.append(("pipeline.activation_checkpoint_interval=1 (recompute each layer)", setup, again))
-    stage = setup.job.config.zero_optimization.stage
+    stage = setup.config.zero_optimization.stage
     if math.prod(traced.mesh.shape[axis] for axis in ("data", "fsdp") if axis in traced.mesh.shape) > 1:
         recomputed = dataclasses.replace(asked, recompute=(1,))
         words = "with activation_checkpoint_interval=1"
-        tried += [
-            (f"zero_optimization.stage={n} {words}", setup.changed(f"zero{n}"), recomputed) for n in (1, 3) if n > stage
-        ]
+        tried += [(f"zero_optimization.stage={n} {words}", setup.with_zero(n), recomputed) for n in (1, 3) if n > stage]
     for words, changed, wanted in tried:
         smallest = min(changed.forecasts(wanted), key=lambda one: one.memory.total)
         if smallest.fits:
@@ -488,7 +445,7 @@ def _advice(setup: _Setup, asked: _Asked, candidates: Sequence[Forecast]) -> str
 
 
 def _assumptions(setup: _Setup) -> tuple[str, ...]:
-    hardware, job = setup.job.hardware, setup.job
+    hardware = setup.hardware
     found = [
         f"{hardware.name}: {hardware.flops_per_s / 1e12:.0f} TFLOP/s of bfloat16 products, of which products reach "
         f"{hardware.gemm_share:.0%} and attention {hardware.attention_share:.0%}; {hardware.bytes_per_s / 1e12:.2f} "
@@ -504,8 +461,8 @@ def _assumptions(setup: _Setup) -> tuple[str, ...]:
     ]
     if setup.assumes_optimizer:
         found.append("AdamW, as neither an optimizer nor one in the configuration was given")
-    if job.traced.mesh.shape.get("fsdp", 1) > 1:
+    if setup.traced.mesh.shape.get("fsdp", 1) > 1:
         found.append("gathers of weights over fsdp travel under products as far as these last")
-    if job.config.pipeline.offload_activations:
+    if setup.config.pipeline.offload_activations:
         found.append("what forwards leave lies in host memory, and its copies travel under ticks, of whatever size")
     return tuple(found)

@@ -23,6 +23,8 @@ from ._equation import with_consts as with_consts
 from ._kernels import ATTENTION_SCOPE as ATTENTION_SCOPE
 from ._kernels import Kernel as Kernel
 from ._kernels import count_kernels as count_kernels
+from ._kernels import num_flops as num_flops
+from ._kernels import program_kernels as program_kernels
 from ._kernels import result_specs as result_specs
 from ._keys import Same as Same
 from ._keys import program_key as program_key
@@ -53,9 +55,6 @@ from ._slice import reached_from as reached_from
 from ._turns import Turns as Turns
 from ._turns import turns_of as turns_of
 from ._versions import check_jax as check_jax
-from ._work import Work as Work
-from ._work import count_work as count_work
-from ._work import program_work as program_work
 
 __all__ = [
     "ATTENTION_SCOPE",
@@ -70,7 +69,6 @@ __all__ = [
     "Slice",
     "Turns",
     "Values",
-    "Work",
     "all_equations",
     "bind",
     "branches_of",
@@ -79,7 +77,6 @@ __all__ = [
     "computed_by",
     "constrained_axes",
     "count_kernels",
-    "count_work",
     "effect_axes",
     "effects_of",
     "evaluate",
@@ -88,12 +85,13 @@ __all__ = [
     "is_named",
     "name_of",
     "needed_for",
+    "num_flops",
     "operands",
     "output_dependence",
     "output_specs",
     "primitives",
     "program_key",
-    "program_work",
+    "program_kernels",
     "programs_inside",
     "propagated_specs",
     "reached_from",

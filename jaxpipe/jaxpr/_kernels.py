@@ -1,40 +1,58 @@
 """Kernels of a traced program: what XLA's fusion makes of it, each with operations and bytes, for one device."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any, Literal, NamedTuple
 
+import jax
 from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe._typing import PyTree
 
-from ._equation import Jaxpr, dot_contracted, is_call, name_of, programs_inside, scan_form, scope_of, unsharded
+from ._equation import (
+    ClosedJaxpr,
+    Jaxpr,
+    dot_contracted,
+    is_call,
+    is_causal,
+    kernel_out_dim,
+    name_of,
+    programs_inside,
+    scan_form,
+    scope_of,
+    unsharded,
+)
 from ._equation import Literal as Constant
 from ._primitives import (
     ARITHMETIC,
     COMPARISONS,
     COND,
     CONSTRAINT,
+    CONVOLUTION,
     CUDNN_ATTENTION,
     CUDNN_ATTENTION_BACKWARD,
     DOT,
     DRAWN,
     FORMS,
+    LOOKUPS,
     NAMED,
     PLAIN_PRODUCTS,
+    RAGGED_DOT,
     RANDOM_KEYS,
     REDUCTIONS,
     ROUNDING,
     SCAN,
+    SCATTERS,
     SHARD_MAP,
     SUM_OF_COTANGENTS,
+    UPDATE,
     WHILE,
 )
-from ._program import operands
+from ._program import flatten, operands
 from ._sharding import followed_specs, spec_axes
-from ._work import equation_work, live_program
+from ._slice import evaluate, needed_for
 
 ATTENTION_SCOPE = "attention_kernel"
 """Named scope of attention that is written in plain JAX and counts as the one kernel that it stands for."""
@@ -44,8 +62,9 @@ _FUSED = ARITHMETIC | COMPARISONS | FORMS | RANDOM_KEYS | {SUM_OF_COTANGENTS, NA
 
 _SUMS = ("add", SUM_OF_COTANGENTS)
 
+
 _SMALL = 2**16
-"""Bytes below which a value is not looked at: it is in caches."""
+"""Bytes below which an operand of attention says nothing of how its work is divided."""
 
 
 class Kernel(NamedTuple):
@@ -95,6 +114,30 @@ def count_kernels(
     if mesh is not None and any(spec != P() for spec in specs):
         found = followed_specs(unsharded(closed), specs, mesh, manual, ATTENTION_SCOPE)
     return list(_Counter(found, mesh).kernels(closed.jaxpr))
+
+
+def program_kernels(program: ClosedJaxpr) -> list[Kernel]:
+    """Kernels of a program that is traced already, all of it, on one device."""
+    return list(_Counter({}, None).kernels(program.jaxpr))
+
+
+def num_flops(kernels: Iterable[Kernel]) -> int:
+    """Operations of all products."""
+    return sum(each.times * each.flops for each in kernels)
+
+
+def live_program(function: Callable[..., Any], *args: PyTree) -> ClosedJaxpr:
+    """The program of a function of arguments of these shapes, without calls and without what no output needs."""
+    program = flatten(jax.make_jaxpr(function)(*args))
+    part = needed_for(program, program.outputs)
+
+    # Traced again from the needed equations alone, which also drops from loops and branches what no output needs.
+    def run(*inputs: jax.Array) -> list[Any]:
+        values, _ = evaluate(program, dict(zip(program.inputs, inputs, strict=True)), part, {}, [])
+        return [values[x] for x in program.outputs if not isinstance(x, Constant)]
+
+    shapes = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in program.inputs]
+    return jax.make_jaxpr(run)(*shapes)
 
 
 def result_specs(
@@ -210,7 +253,7 @@ class _Counter:
         if name.startswith((CUDNN_ATTENTION, CUDNN_ATTENTION_BACKWARD)):
             num_bytes = self._bytes([*eqn.invars, *eqn.outvars])
             made = self._bytes(eqn.outvars)
-            yield Kernel("attention", equation_work(eqn).flops, num_bytes, result_bytes=made)
+            yield Kernel("attention", _product_flops(eqn), num_bytes, result_bytes=made)
         elif name == COND:
             # The branch that does most: which one runs is not known.
             branches = [list(self.kernels(program.jaxpr)) for program in inner]
@@ -225,10 +268,8 @@ class _Counter:
         elif name == CONSTRAINT:
             yield from self._gathers(eqn)
         else:
-            work = equation_work(eqn)
-            # Not all that an equation takes moves: a gather reads the rows that it gives, and not its table.
-            shares = work.moved_bytes / max(1, _whole_bytes([*eqn.invars, *eqn.outvars]))
-            num_bytes = round(shares * self._bytes([*eqn.invars, *eqn.outvars], smallest=0))
+            shares = _moved_bytes(eqn) / max(1, _whole_bytes([*eqn.invars, *eqn.outvars]))
+            num_bytes = round(shares * self._bytes([*eqn.invars, *eqn.outvars]))
             if name not in PLAIN_PRODUCTS:
                 yield Kernel("other", 0, num_bytes)
                 return
@@ -237,7 +278,9 @@ class _Counter:
             outputs = math.prod(self._shape(eqn.outvars[0])) / max(1, math.prod(eqn.outvars[0].aval.shape))
             is_narrow = all(x.aval.dtype.itemsize <= 2 for x in eqn.invars[:2])
             made = self._bytes(eqn.outvars)
-            yield Kernel("product", round(work.flops * outputs * summed), num_bytes, is_narrow, result_bytes=made)
+            yield Kernel(
+                "product", round(_product_flops(eqn) * outputs * summed), num_bytes, is_narrow, result_bytes=made
+            )
             for axis in axes:
                 yield Kernel("reduce", 0, self._bytes(eqn.outvars), axis=axis)
 
@@ -269,7 +312,7 @@ class _Counter:
         if not flops:
             return  # arrays laid out for the kernel
         # Divided as the operand that is divided most, by samples and heads. Small ones, such as lengths, say nothing.
-        heads = min((self._share(x) for x in (*read, *made) if self._bytes([x])), default=1.0)
+        heads = min((self._share(x) for x in (*read, *made) if self._bytes([x]) >= _SMALL), default=1.0)
         num_bytes, given = self._bytes([*read, *(made & used)]), self._bytes([*(made & used)])
         yield Kernel("attention", round(flops * heads), num_bytes, result_bytes=given)
 
@@ -285,9 +328,8 @@ class _Counter:
             return shape
         return NamedSharding(self._mesh, self._specs.get(x, P())).shard_shape(shape)
 
-    def _bytes(self, values: Sequence[Any], smallest: int = _SMALL) -> int:
-        sizes = [math.prod(self._shape(x)) * _itemsize(x) for x in values if not isinstance(x, Constant)]
-        return sum(size for size in sizes if size >= smallest)
+    def _bytes(self, values: Sequence[Any]) -> int:
+        return sum(math.prod(self._shape(x)) * _itemsize(x) for x in values if not isinstance(x, Constant))
 
 
 def _in_attention(eqn: Any) -> bool:
@@ -302,5 +344,38 @@ def _itemsize(x: Any) -> int:
     return getattr(getattr(x.aval, "dtype", None), "itemsize", 0)
 
 
-def _whole_bytes(values: Sequence[Any]) -> int:
+def _whole_bytes(values: Iterable[Any]) -> int:
     return sum(math.prod(x.aval.shape) * _itemsize(x) for x in values)
+
+
+def _moved_bytes(eqn: Any) -> int:
+    """Bytes of an equation's operands and results that move."""
+    name = name_of(eqn)
+    if name in LOOKUPS:
+        return 2 * _whole_bytes(eqn.outvars)  # reads the rows that it gives, not the whole table
+    if name == UPDATE:
+        return 2 * _whole_bytes(eqn.invars[1:2])
+    if name in SCATTERS:
+        return _whole_bytes([*eqn.outvars, *eqn.invars[2:]])
+    return _whole_bytes([*eqn.invars, *eqn.outvars])
+
+
+def _product_flops(eqn: Any) -> int:
+    """Operations of a product, convolution or fused attention; two for each multiplication and addition."""
+    name = eqn.primitive.name
+    out = sum(math.prod(x.aval.shape) for x in eqn.outvars)
+    if name == DOT:
+        return 2 * out * math.prod(eqn.invars[0].aval.shape[dim] for dim in dot_contracted(eqn))
+    if name == CONVOLUTION:
+        # Each output is a product with the kernel of one output channel.
+        kernel = eqn.invars[1].aval
+        return 2 * out * kernel.size // max(1, kernel.shape[kernel_out_dim(eqn)])
+    if name.startswith((CUDNN_ATTENTION, CUDNN_ATTENTION_BACKWARD)):
+        # Two products forward, five backward; a causal mask leaves half of each.
+        q, k = eqn.invars[0].aval.shape, eqn.invars[1].aval.shape
+        half = 0.5 if is_causal(eqn) else 1.0
+        products = 2 if name.startswith(CUDNN_ATTENTION) else 5
+        return round(half * products * 2 * math.prod(q) * k[1])
+    if name == RAGGED_DOT:
+        return 2 * out * eqn.invars[0].aval.shape[-1]
+    return 0

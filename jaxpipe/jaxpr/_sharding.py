@@ -23,7 +23,7 @@ from ._equation import (
     scan_form,
     scope_of,
 )
-from ._primitives import CASTS, NAMED, ROUNDING, SHARD_MAP
+from ._primitives import CASTS, NAMED, ROUNDING, SHARD_MAP, SUM_OF_COTANGENTS
 
 _PASSING = CASTS | {NAMED, ROUNDING}
 """One operand of the result's shape, which is sharded as the result is."""
@@ -149,7 +149,8 @@ def _results(eqn: Any, values: list[jax.Array], seen: dict[Any, P]) -> list[jax.
     for without in ((), *((axis,) for axis in axes), tuple(axes)):
         given = [_placed(value, _spec(value), without) if axes else value for value in values]
         try:
-            return bind_here(eqn, given)
+            # A sum of cotangents has no rule of its own: it takes for granted that both are sharded alike.
+            return [jax.lax.add(*given)] if eqn.primitive.name == SUM_OF_COTANGENTS else bind_here(eqn, given)
         except Exception as error:
             if not refuses_sharding(error):
                 raise

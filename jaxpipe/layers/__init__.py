@@ -20,11 +20,6 @@ from ._vocab import vocab_cross_entropy as vocab_cross_entropy
 from ._axes import call_on_one as call_on_one
 from ._axes import on_mesh as on_mesh
 from ._build import NamedLayer as NamedLayer
-from ._estimate import BACKWARD_PRODUCTS as BACKWARD_PRODUCTS
-from ._estimate import ESTIMATED as ESTIMATED
-from ._estimate import estimate_layers as estimate_layers
-from ._estimate import estimated_s as estimated_s
-from ._estimate import forward_works as forward_works
 from ._param_paths import ParamPaths as ParamPaths
 from ._param_paths import merge_layers as merge_layers
 from ._precision import cast_floats as cast_floats
@@ -56,8 +51,6 @@ __all__ = [
     "merge_lora",
     "vocab_cross_entropy",
     # For other rooms.
-    "BACKWARD_PRODUCTS",
-    "ESTIMATED",
     "ModelTrace",
     "NamedLayer",
     "ParamPaths",
@@ -65,11 +58,8 @@ __all__ = [
     "call_on_one",
     "cast_floats",
     "device_bytes",
-    "estimate_layers",
-    "estimated_s",
     "flatten_dict",
     "format_struct",
-    "forward_works",
     "join_path",
     "layer_signatures",
     "merge_layers",

@@ -19,7 +19,6 @@ from jaxpipe.topology import PipeDataParallelTopology, ProcessTopology, automati
 from ._arguments import checked_class_names, checked_stages
 from ._build import NamedLayer, as_layers
 from ._deepspeed import DeepSpeedNames
-from ._estimate import estimate_layers
 from ._sequential import SequentialModel
 from ._settings import ModuleSettings
 from ._signature import layer_signatures
@@ -235,7 +234,7 @@ class PipelineModule(SequentialModel, DeepSpeedNames):
             trace: The model's shapes.
             num_parts: Number of parts to cut into, `num_stages * num_chunks` for a schedule with several chunks on
                 each stage. None: one part a stage, or as many as `partition_method` makes where it is boundaries.
-            profile: Costs of the layers, which `"profile"` needs; None lets `"best"` estimate them, without a loss.
+            profile: Costs of the layers, which `"best"` and `"profile"` need.
             signatures: Per layer a value that is equal for alike layers; None finds them where the method asks for it.
 
         Returns:
@@ -269,11 +268,12 @@ class PipelineModule(SequentialModel, DeepSpeedNames):
             PartitionError: The method needs shapes or times, and this is not the module of an engine that has them.
         """
         if self._parts is None:
-            is_measured = profile_source(self.partition_method)
-            what = "needs costs and none are known" if is_measured else "needs the model's shapes"
-            alone = "Ask" if is_measured else "Call partition(trace(inputs)), or ask"
+            method = self.partition_method
+            has_costs = is_method(method, "best") or profile_source(method) is not None
+            what = "needs costs and none are known" if has_costs else "needs the model's shapes"
+            alone = "Ask" if has_costs else "Call partition(trace(inputs)), or ask"
             raise PartitionError(
-                f"parts must be asked for where the shapes are known, but partition_method={self.partition_method!r} "
+                f"parts must be asked for where the shapes are known, but partition_method={method!r} "
                 f"{what}. {alone} engine.module of an engine that has seen a batch or an example of one."
             )
         return self._parts
@@ -331,8 +331,6 @@ class PipelineModule(SequentialModel, DeepSpeedNames):
         method, is_cut = self.partition_method, (num_parts or self.num_stages) > 1
         if signatures is None and trace is not None and is_method(method, "best", "trunk") and is_cut:
             signatures = layer_signatures(self.layers, trace, self.compute_dtype)
-        if profile is None and trace is not None and is_method(method, "best"):
-            profile = estimate_layers(self, trace, signatures=signatures or ())
         return partition_layers(
             method,
             num_stages=self.num_stages,

@@ -4,6 +4,7 @@ from ._balanced import partition_balanced as partition_balanced
 from ._best import Tick as Tick
 from ._best import partition_best as partition_best
 from ._best import tick_of as tick_of
+from ._costs import NO_COST as NO_COST
 from ._costs import LayerCost as LayerCost
 from ._costs import Profile as Profile
 from ._costs import StageMemory as StageMemory
@@ -30,6 +31,7 @@ __all__ = [
     "partition_profile",
     "partition_uniform",
     # For other rooms.
+    "NO_COST",
     "StageCut",
     "Tick",
     "Tie",

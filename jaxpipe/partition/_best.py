@@ -13,9 +13,6 @@ _OFF_TRUNK_BYTES = 8
 """Bytes that every stage moves in a tick for each parameter outside the trunk, as many as the stage with the most has:
 two gradients of zeros in float32. They are added to the sums so far on the stages alone that give some."""
 
-_BYTES_PER_S = 1e12
-"""Of the order of an accelerator, as the estimated times of layers are."""
-
 _NEAR = 1.03
 """Cuts whose ticks differ by less are told apart by their trunks: more of the program is the same on all stages."""
 
@@ -32,16 +29,18 @@ class Tick:
         slowest_s: Seconds of the slowest part's layers, forward and backward.
         off_trunk: Parameters outside the trunk, of the part that has the most.
         trunk: Layers in each part's trunk.
+        off_trunk_s: Seconds that are paid for parameters outside the trunk.
     """
 
     slowest_s: float
     off_trunk: int
     trunk: int
+    off_trunk_s: float
 
     @property
     def seconds(self) -> float:
         """Seconds of a tick: work, and what is paid for parameters outside the trunk."""
-        return self.slowest_s + self.off_trunk * _OFF_TRUNK_BYTES / _BYTES_PER_S
+        return self.slowest_s + self.off_trunk_s
 
 
 def tick_of(profile: Profile, boundaries: Sequence[int]) -> Tick:
@@ -56,9 +55,9 @@ def tick_of(profile: Profile, boundaries: Sequence[int]) -> Tick:
     num_params = _unsharded_params(profile)
     cuts = cut_stages(profile.signatures or range(len(num_params)), boundaries)
     if len(cuts) == 1:
-        return Tick(slowest, 0, len(num_params))
+        return Tick(slowest, 0, len(num_params), 0.0)
     off_trunk = max(sum(num_params[i] for i in (*cut.prologue, *cut.epilogue)) for cut in cuts)
-    return Tick(slowest, off_trunk, len(cuts[0].trunk))
+    return Tick(slowest, off_trunk, len(cuts[0].trunk), off_trunk * _OFF_TRUNK_BYTES / profile.bytes_per_s)
 
 
 def partition_best(profile: Profile, num_parts: int) -> list[int]:

@@ -31,6 +31,8 @@ class LayerCost:
             backward is split; known only where that was looked at.
         is_stage_sharded: Whether its parameters are sharded over the stages, which then all run it: `num_params` is
             each stage's share, which every stage holds, whichever part the layer is in.
+        output_bytes: Bytes of its outputs.
+        flops: Operations of its forward's products.
     """
 
     forward_s: float
@@ -43,6 +45,21 @@ class LayerCost:
     pending_bytes: int = 0
     is_stage_sharded: bool = False
     shared_bytes: int = 0
+    output_bytes: int = 0
+    flops: float = 0.0
+
+    @property
+    def both_s(self) -> float:
+        """Seconds of its forward and its whole backward."""
+        return self.forward_s + self.backward_s
+
+    @property
+    def input_s(self) -> float:
+        """Seconds of its backward without the gradients of its parameters."""
+        return self.backward_s - self.weight_s
+
+
+NO_COST = LayerCost(0.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -91,11 +108,13 @@ class Profile:
     """The costs of all layers of a model, for one microbatch on one device.
 
     Attributes:
-        layers: One cost per layer; the loss is counted with the last one where it is known.
+        layers: One cost per layer.
         source: Where the numbers come from, for people to read.
         interval: Layers per recomputed group, counted from a part's first layer; 0 for none.
         signatures: Per layer a value that is equal for alike layers; empty where that is not known.
         memory: What is known of memory; None: nothing, and nothing is asked.
+        bytes_per_s: Bytes that a device moves in a second.
+        loss: The loss, which counts with the last layer.
     """
 
     layers: tuple[LayerCost, ...]
@@ -103,15 +122,28 @@ class Profile:
     interval: int = 0
     memory: StageMemory | None = None
     signatures: tuple[Hashable, ...] = ()
+    bytes_per_s: float = 1e12
+    loss: LayerCost = NO_COST
 
     @property
     def stage_sharded_params(self) -> int:
         """Parameters that every stage holds beside those of its parts."""
         return sum(layer.num_params for layer in self.layers if layer.is_stage_sharded)
 
+    def times(self) -> list[tuple[float, float]]:
+        """Seconds of forward and backward that each layer takes where it stands.
+
+        The loss counts with the last layer. What all stages share takes no time of one of them.
+        """
+        each = [(0.0, 0.0) if x.is_stage_sharded else (x.forward_s, x.backward_s) for x in self.layers]
+        if not self.layers[-1].is_stage_sharded:
+            forward_s, backward_s = each[-1]
+            each[-1] = forward_s + self.loss.forward_s, backward_s + self.loss.backward_s
+        return each
+
     def seconds(self) -> list[float]:
         """Seconds of forward and backward of each layer."""
-        return [layer.forward_s + layer.backward_s for layer in self.layers]
+        return [forward_s + backward_s for forward_s, backward_s in self.times()]
 
     def needed_bytes(self, part: int, first: int) -> Iterator[int]:
         """Bytes that a part needs if it holds the layers `[first, end)`, for each end from `first + 1` on.
@@ -145,7 +177,10 @@ class Profile:
         num_params = residual_bytes = group = largest = 0
         for index in range(first, len(self.layers)):
             layer = self.layers[index]
-            num_params += 0 if layer.is_stage_sharded else layer.num_params
+            if layer.is_stage_sharded:
+                yield num_params, residual_bytes, largest
+                continue
+            num_params += layer.num_params
             if self._begins_group(first, index):
                 residual_bytes += layer.residual_bytes - (layer.shared_bytes if index > first else 0)
                 group = 0

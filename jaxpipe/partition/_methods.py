@@ -65,7 +65,7 @@ def partition_layers(
 ) -> tuple[int, ...]:
     r"""Cut a list of layers into stages, or into the chunks of stages, by one of the methods of `PipelineModule`.
 
-    - `'best'`: the shortest tick, by times that are estimated from the layers' operations and bytes, and by what layers
+    - `'best'`: the shortest tick, by times that are counted from the layers' operations and bytes, and by what layers
       outside the trunk cost (`partition_best`).
     - `'uniform'`: equal numbers of layers (`partition_uniform`).
     - `'parameters'`: the lightest possible heaviest stage by number of parameters (`partition_balanced`).
@@ -73,7 +73,7 @@ def partition_layers(
       whatever the case of letters, and weight 0 for the others. All that follows the first colon is the expression,
       taken as it is (DeepSpeed drops what follows a second colon, and turns `\S` into `\s`).
     - `'profile'`: the fastest possible slowest part by measured times, within a limit on memory if there is one
-      (`partition_profile`); `'profile:flops'` takes times that are estimated from operations and bytes.
+      (`partition_profile`); `'profile:flops'` takes times that are counted from operations and bytes.
     - `'trunk'`: equally many of the repeated layer in each part, what stands before it in the first part and what
       follows in the last; this suits the executor best.
     - A sequence of `num_parts + 1` boundaries, such as `[0, 3, 6, 9]`.
@@ -199,7 +199,7 @@ def _known_profile(method: str, layers: _Layers) -> Profile:
     if layers.profile is None:
         raise PartitionError(
             f"partition_method={method!r} must be given the costs of the layers, but got profile=None. An engine or a "
-            "Pipeline measures them when it is built; elsewhere pass a Profile with one LayerCost per layer."
+            "Pipeline finds them when it is built; elsewhere pass a Profile with one LayerCost per layer."
         )
     if len(layers.profile.layers) != len(layers.names):
         raise PartitionError(

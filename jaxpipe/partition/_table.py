@@ -117,8 +117,8 @@ def format_partition(
 
 
 def _cost_columns(profile: Profile, boundaries: Sequence[int], cuts: Sequence[tuple[int, int]]) -> list[list[str]]:
-    forward = [sum(layer.forward_s for layer in profile.layers[a:b]) for a, b in cuts]
-    backward = [sum(layer.backward_s for layer in profile.layers[a:b]) for a, b in cuts]
+    times = profile.times()
+    forward, backward = ([sum(each[which] for each in times[a:b]) for a, b in cuts] for which in (0, 1))
     both = [f + b for f, b in zip(forward, backward, strict=True)]
     columns = [
         ["forward ms", *(f"{1e3 * value:,.3f}" for value in (*forward, sum(forward)))],

@@ -37,7 +37,7 @@ def describe_pipeline(pipeline: Pipeline, max_width: int = 120) -> str:
             ties=pipeline.trace.ties(),
         ),
         *pipeline.plan.notes,
-        *([] if pipeline.plan.choice is None else ["", str(pipeline.plan.choice)]),
+        *(["", pipeline.plan.choice] if pipeline.plan.choice else []),
         "",
         f"{pipeline.program.name}: {counted(pipeline.num_microbatches, 'microbatch', 'es')} of "
         f"{counted(pipeline.microbatch_size, 'sample')} on {counted(stages, 'stage')} x {counted(replicas, 'replica')}"

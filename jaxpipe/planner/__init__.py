@@ -1,10 +1,25 @@
-"""Costs of layers, and what is decided by them before a pipeline is built: schedule, cut and idle actions."""
+"""What is decided before a pipeline is built, on one cost model: schedule, cut, memory and time of candidates."""
 
-from ._auto import limits_pending as limits_pending
-from ._costs import LayerWork as LayerWork
-from ._costs import layer_work as layer_work
-from ._costs import look_once as look_once
-from ._costs import loss_work as loss_work
-from ._plan import make_plan as make_plan
-from ._plan import plan_cut as plan_cut
+from ._candidate import Job as Job
+from ._choose import Asked as Asked
+from ._choose import auto_schedules as auto_schedules
+from ._choose import candidates as candidates
+from ._choose import limits_pending as limits_pending
+from ._choose import ranked as ranked
+from ._costs import Counted as Counted
+from ._forecast import Forecast as Forecast
+from ._forecast import StageForecast as StageForecast
+from ._forecast import candidate_rows as candidate_rows
+from ._forecast import candidate_table as candidate_table
+from ._forecast import gigabytes as gigabytes
+from ._forecast import milliseconds as milliseconds
+from ._hardware import HARDWARE as HARDWARE
+from ._hardware import Hardware as Hardware
+from ._hardware import named_hardware as named_hardware
+from ._hardware import read_hardware as read_hardware
+from ._make import make_plan as make_plan
+from ._memory import DeviceMemory as DeviceMemory
 from ._plan import schedule_of as schedule_of
+from ._roofline import bytes_s as bytes_s
+from ._roofline import collective_s as collective_s
+from ._roofline import kernel_s as kernel_s

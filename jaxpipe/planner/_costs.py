@@ -1,36 +1,36 @@
-"""Costs of one layer by itself, cut into forward and backward as the executor cuts a stage."""
+"""Costs of a model's layers: what each computes and leaves, counted once for equal ones, and priced on a device."""
 
 import dataclasses
 import functools
-import math
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import jax
-import optax
-from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec as P
 
 from jaxpipe._typing import PyTree
 from jaxpipe.autodiff import Residuals, SplitBackward, differentiable
+from jaxpipe.executor import samples_spec
+from jaxpipe.jaxpr import Kernel, count_kernels, result_specs, spec_without
 from jaxpipe.layers import (
     ModelTrace,
     PipelineModule,
     call_on_one,
     cast_floats,
+    device_bytes,
     flatten_dict,
-    layer_signatures,
     num_bytes,
     struct_of,
     unflatten_dict,
 )
-from jaxpipe.optim import state_struct
-from jaxpipe.partition import LayerCost
-from jaxpipe.state import grad_accum_struct
-from jaxpipe.topology import automatic_axes
+from jaxpipe.partition import NO_COST, LayerCost, Profile
+from jaxpipe.topology import FSDP, MANUAL_AXES, automatic_axes
 
-Seconds = Callable[..., float]
-"""`seconds(function, *structs)`: how long a function of arguments of these shapes takes."""
+from ._hardware import Hardware
+from ._roofline import time_of
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -41,34 +41,19 @@ class LayerWork:
         residuals: Its forward and backward.
         params: Shapes and dtypes of its parameters.
         inputs: Those of its inputs.
-        context: Those of a key, and of what else has no gradient: side inputs and collections, or labels.
-        num_shares: Devices along automatic axes, among which all work and all bytes are taken to be divided. Where
-            layers hold values whole, such as their inputs, a device has more.
+        context: Those of a key, and of what else has no gradient: side inputs and collections, or
+            labels.
     """
 
     residuals: Residuals
     params: PyTree
     inputs: PyTree
     context: PyTree
-    num_shares: int
 
     @property
-    def residual_bytes(self) -> int:
-        """Bytes of residuals that wait on the device between forward and backward, at least, per device."""
-        each = zip(self.residuals.structs, self.residuals.is_hosted, strict=True)
-        return self.bytes_of(x for x, is_hosted in each if not is_hosted)
-
-    def bytes_of(self, structs: Iterable[jax.ShapeDtypeStruct]) -> int:
-        """Bytes of arrays, per device, were all of them divided."""
-        return num_bytes(list(structs)) // self.num_shares
-
-    def times(self, seconds: Seconds) -> tuple[float, float]:
-        """Seconds of forward and backward, per device."""
-        args = self.params, self.inputs, self.context
-        cotangents = differentiable(jax.eval_shape(self.residuals.forward, *args)[0])
-        forward_s = seconds(self.residuals.forward, *args)
-        backward_s = seconds(self.residuals.backward, self.params, self.residuals.structs, cotangents)
-        return forward_s / self.num_shares, backward_s / self.num_shares
+    def cotangents(self) -> Sequence[Any]:
+        """Shapes and dtypes of the gradients that its backward begins with."""
+        return differentiable(jax.eval_shape(self.residuals.forward, self.params, self.inputs, self.context)[0])
 
 
 def layer_work(module: PipelineModule, trace: ModelTrace, *indices: int) -> LayerWork:
@@ -87,7 +72,7 @@ def layer_work(module: PipelineModule, trace: ModelTrace, *indices: int) -> Laye
         unflatten_dict({path: path in trace.frozen_in(i) for path in flatten_dict(trace.params[i])}) for i in indices
     ]
     frozen = [number for number, leaf in enumerate(jax.tree.leaves(is_frozen)) if leaf]
-    return _work(function, params, trace.boundaries[indices[0]], context, trace.mesh, frozen)
+    return _work(function, params, trace.boundaries[indices[0]], context, trace, frozen)
 
 
 def loss_work(module: PipelineModule, trace: ModelTrace, labels: PyTree) -> LayerWork:
@@ -97,132 +82,7 @@ def loss_work(module: PipelineModule, trace: ModelTrace, labels: PyTree) -> Laye
         del params
         return module.loss_terms(outputs, context[1])[0], ()
 
-    return _work(function, {}, trace.boundaries[-1], (None, struct_of(labels)), trace.mesh)
-
-
-def layer_costs(
-    module: PipelineModule, trace: ModelTrace, labels: PyTree, seconds: Seconds, *, split_backward: bool = False
-) -> tuple[LayerCost, ...]:
-    """Costs of all layers, for one microbatch; layers of equal traces, constants and shapes are looked at once.
-
-    Layers that are sharded over a `model` axis are computed for all its devices at once and count for their share,
-    without their exchanges.
-
-    Recompute counts with the backward, the loss with the last layer; without `labels` it is left out. With
-    `split_backward` the weight gradient is looked at by itself, else `weight_s` and `pending_bytes` are 0.
-
-    Returns:
-        One cost per layer. A layer with parameters sharded over the stages, whose work all stages share, is not looked
-        at: it counts a stage's share of them and no time, and neither does a loss that follows it.
-
-    Raises:
-        LayerError: A layer cannot be differentiated.
-    """
-    signatures = layer_signatures(module.layers, trace, module.compute_dtype)
-    looked_at = look_once(
-        module,
-        trace,
-        signatures,
-        lambda index: _layer_cost(module, trace, index, seconds, split_backward),
-        lambda first: layer_work(module, trace, first, first + 1).residual_bytes,
-    )
-    costs = [dataclasses.replace(cost, shared_bytes=shared) for cost, shared in looked_at]
-    # The loss runs on the stage of the last layer.
-    if labels is not None and module.loss_fn is not None and not _is_stage_sharded(module, trace, len(costs) - 1):
-        forward_s, backward_s = loss_work(module, trace, labels).times(seconds)
-        last = costs[-1]
-        costs[-1] = dataclasses.replace(
-            last, forward_s=last.forward_s + forward_s, backward_s=last.backward_s + backward_s
-        )
-    return tuple(costs)
-
-
-class Keeping(Protocol):
-    """Costs of a layer that leaves residuals."""
-
-    @property
-    def residual_bytes(self) -> int:
-        """Bytes that wait from its forward to its backward, if it stands alone."""
-        ...
-
-
-Cost = TypeVar("Cost", bound=Keeping)
-
-
-def look_once(
-    module: PipelineModule,
-    trace: ModelTrace,
-    signatures: Sequence[Hashable],
-    look: Callable[[int], Cost],
-    residual_bytes: Callable[[int], int],
-) -> Iterator[tuple[Cost, int]]:
-    """Give the costs of all layers, looking once at those that are alike.
-
-    Returns:
-        Per layer its costs, and how many bytes of its residuals the layer before keeps anyway on the same stage.
-    """
-    known: dict[Hashable, Cost] = {}
-    shared: dict[Hashable, int] = {}
-    keys = [
-        (signature, named.is_marked, trace.frozen_in(named.index))
-        for named, signature in zip(module.layers, signatures, strict=True)
-    ]
-    for index, key in enumerate(keys):
-        if key not in known:
-            known[key] = look(index)
-        # Recomputed groups keep their inputs, each another one.
-        if not index or module.activation_checkpoint_interval:
-            yield known[key], 0
-            continue
-        pair = keys[index - 1], key
-        if pair not in shared:
-            before, alone = (known[each].residual_bytes for each in pair)
-            shared[pair] = 0
-            if before and alone:
-                shared[pair] = min(max(before + alone - residual_bytes(index - 1), 0), alone)
-        yield known[key], shared[pair]
-
-
-def _layer_cost(
-    module: PipelineModule, trace: ModelTrace, index: int, seconds: Seconds, split_backward: bool
-) -> LayerCost:
-    num_params = trace.num_params()[index]
-    if _is_stage_sharded(module, trace, index):
-        # Of parameters sharded over the stages a share counts; the layer's others lie on every stage.
-        on_every_stage = trace.num_own_params()[index]
-        num_params = on_every_stage + -(-(num_params - on_every_stage) // module.num_stages)
-        return LayerCost(0.0, 0.0, num_params=num_params, is_stage_sharded=True)
-    work = layer_work(module, trace, index)
-    forward_s, backward_s = work.times(seconds)
-    weight_s, pending_bytes = _weight_gradient(work, seconds) if split_backward else (0.0, 0)
-    # What a backward makes again are the residuals that the layer would have without recompute.
-    recomputed_bytes = 0
-    if module.activation_checkpoint_interval:
-        recomputed_bytes = layer_work(module.replace(activation_checkpoint_interval=0), trace, index).residual_bytes
-    return LayerCost(
-        forward_s,
-        backward_s,
-        min(weight_s, backward_s),  # measured, this part may take longer than the whole by noise
-        num_params=num_params,
-        residual_bytes=work.residual_bytes,
-        recomputed_bytes=recomputed_bytes,
-        is_marked=module.layers[index].is_marked,
-        pending_bytes=pending_bytes,
-    )
-
-
-def _weight_gradient(work: LayerWork, seconds: Seconds) -> tuple[float, int]:
-    """Seconds of the weight gradient of a backward, and bytes that wait for it."""
-    split = SplitBackward(work.residuals, work.params)
-    if split.is_whole:
-        return 0.0, 0
-    weight_s = seconds(split.backward_weight, work.params, work.residuals.structs, split.pending)
-    return weight_s / work.num_shares, work.bytes_of(split.pending)
-
-
-def _is_stage_sharded(module: PipelineModule, trace: ModelTrace, index: int) -> bool:
-    """True if a layer's parameters are sharded over the stages, which then all run it."""
-    return module.num_stages > 1 and bool(trace.stage_dims[index])
+    return _work(function, {}, trace.boundaries[-1], (None, struct_of(labels)), trace)
 
 
 def _work(
@@ -230,51 +90,244 @@ def _work(
     params: PyTree,
     inputs: PyTree,
     context: PyTree,
-    mesh: AbstractMesh,
+    trace: ModelTrace,
     frozen: Sequence[int] = (),
 ) -> LayerWork:
-    axes = automatic_axes(mesh)
-    on_one = functools.partial(call_on_one, axes, function)
-    num_shares = math.prod(mesh.shape[axis] for axis in axes)
-    residuals = Residuals(on_one, params, inputs, context, frozen=frozen)
-    return LayerWork(residuals, params, inputs, context, num_shares)
+    on_one = functools.partial(call_on_one, automatic_axes(trace.mesh), function)
+    return LayerWork(Residuals(on_one, params, inputs, context, frozen=frozen), params, inputs, context)
 
 
-def bytes_per_param(
-    trace: ModelTrace,
-    optimizer: optax.GradientTransformation,
-    *,
-    compute_dtype: object = None,
-    grad_dtype: object = None,
-    num_shards: int = 1,
-) -> float:
-    """Bytes that a device holds during a step for each parameter of its stage, the mean over the model.
+@dataclass(frozen=True)
+class LayerCount:
+    """Kernels of a layer for one microbatch on one device, and bytes.
 
-    What is frozen is held once, as it is computed with.
+    Attributes:
+        forward: Those of its forward.
+        backward: Those of its whole backward, with what it recomputes.
+        weight: Those of the weight gradient alone; empty where the backward cannot be split.
+        cost: All but the times.
+    """
 
-    These are the master weights and the optimiser's numbers for them, both divided over the `num_shards` replicas of
-    ZeRO-1; the gradient; and where layers compute in another dtype than they make parameters in, or weights are
-    gathered, what they compute with. For float32 under Adam they are 16.
+    forward: Sequence[Kernel]
+    backward: Sequence[Kernel]
+    weight: Sequence[Kernel] = ()
+    cost: LayerCost = NO_COST
+
+    def priced(self, hardware: Hardware, axes: Mapping[str, tuple[int, bool]]) -> LayerCost:
+        """Its cost on some hardware."""
+        forward, backward, weight = (time_of(hardware, x, axes) for x in (self.forward, self.backward, self.weight))
+        # The parts of a split backward together read more than the whole; what the input's adds is
+        # not looked at.
+        weight_s = min(weight.seconds, backward.seconds)
+        return dataclasses.replace(
+            self.cost, forward_s=forward.seconds, backward_s=backward.seconds, weight_s=weight_s, flops=forward.flops
+        )
+
+
+class Counted:
+    """Layers of a traced model, looked at once where they are equal.
+
+    Args:
+        module: The model.
+        trace: Its shapes, on the mesh that they are for.
+        labels: Shapes of a microbatch's labels; None leaves the loss out.
+        signatures: Per layer a value that is equal for alike layers.
+        whole: Whether bytes and split backwards are looked at too, and not forwards and backwards
+            alone.
+        plain: The same of the model without recompute, from which what is equal is taken.
 
     Raises:
-        ConfigError: The optimiser does not take these parameters.
+        LayerError: A layer cannot be differentiated.
     """
-    made = trace.tree()
-    num_params = sum(x.size for x in jax.tree.leaves(made))
-    if not num_params:
-        return 0.0
-    compute_params = cast_floats(made, compute_dtype)
-    trained, frozen = (
-        {p: x for p, x in flatten_dict(made).items() if (p in trace.frozen) == is_it} for is_it in (0, 1)
-    )
-    master = trained if compute_dtype is None else cast_floats(trained, "float32")
-    grads = jax.tree.map(lambda x: grad_accum_struct(x, grad_dtype), cast_floats(trained, compute_dtype))
-    divided = num_bytes(master) + num_bytes(state_struct(optimizer, unflatten_dict(master)))
-    divided += num_bytes(cast_floats(frozen, compute_dtype))
-    is_copied = compute_dtype is not None or num_shards > 1
-    # Over automatic axes a weight and all that goes with it are divided alike.
-    specs = trace.tree_specs()
-    leaves = flatten_dict(made)
-    shardings = {path: NamedSharding(trace.mesh, specs.get(path, PartitionSpec())) for path in leaves}
-    fraction = sum(math.prod(shardings[path].shard_shape(x.shape)) for path, x in leaves.items()) / num_params
-    return fraction * (divided / num_shards + is_copied * num_bytes(compute_params) + num_bytes(grads)) / num_params
+
+    def __init__(
+        self,
+        module: PipelineModule,
+        trace: ModelTrace,
+        labels: PyTree,
+        signatures: Sequence[Hashable],
+        *,
+        whole: bool = True,
+        plain: "Counted | None" = None,
+    ) -> None:
+        self._module, self._trace, self.signatures, self._whole = module, trace, tuple(signatures), whole
+        self._plain = plain
+        if whole and plain is None and module.activation_checkpoint_interval:
+            self._plain = Counted(module.replace(activation_checkpoint_interval=0), trace, labels, signatures)
+        self.keys = layer_keys(module, trace, signatures)
+        # On the mesh: layers' constraints name its axes.
+        self._layers = trace.on_mesh(lambda: look_once(self.keys, self._layer))
+        self._shared = trace.on_mesh(self._shared_bytes) if whole else [0] * len(self._layers)
+        self._loss = LayerCount((), ())
+        if plain is not None:
+            self._loss = plain._loss
+        elif labels is not None and module.loss_fn is not None:
+            self._loss = trace.on_mesh(lambda: self._loss_count(loss_work(module, trace, labels)))
+
+    def costs(self, hardware: Hardware) -> Profile:
+        """Their costs on some hardware."""
+        axes = axes_inside(self._trace, hardware)
+        priced = look_once(self.keys, lambda index: self._layers[index].priced(hardware, axes))
+        shared = zip(priced, self._shared, strict=True)
+        return Profile(
+            tuple(dataclasses.replace(cost, shared_bytes=num_bytes) for cost, num_bytes in shared),
+            f"counted for {hardware.name}",
+            self._module.activation_checkpoint_interval,
+            signatures=self.signatures,
+            bytes_per_s=hardware.bytes_per_s * hardware.traffic_share,
+            loss=self._loss.priced(hardware, axes),
+        )
+
+    def _layer(self, index: int) -> LayerCount:
+        module, trace = self._module, self._trace
+        num_params, own = trace.num_params()[index], trace.num_own_params()[index]
+        is_sharded = module.num_stages > 1 and bool(trace.stage_dims[index])
+        if is_sharded:
+            # Of parameters sharded over the stages a share counts; the layer's others lie on every
+            # stage.
+            num_params = own + -(-(num_params - own) // module.num_stages)
+        cost = LayerCost(
+            0.0,
+            0.0,
+            num_params=num_params,
+            is_marked=module.layers[index].is_marked,
+            is_stage_sharded=is_sharded,
+            output_bytes=num_bytes(trace.boundaries[index + 1]) // trace.mesh.shape.get(FSDP, 1),
+        )
+        specs = self._param_specs(index)
+        work = layer_work(module, trace, index)
+        residuals = self._residual_specs(work, specs)
+        cost = dataclasses.replace(cost, residual_bytes=self._residual_bytes(work, residuals))
+        found = self._counted(work, specs, residuals, cost)
+        if not self._whole:
+            return found
+        if self._plain is not None:
+            again = self._plain._layers[index].cost.residual_bytes
+            found = dataclasses.replace(found, cost=dataclasses.replace(cost, recomputed_bytes=again))
+        elif cost.is_marked:
+            # It recomputes by itself what its products give.
+            again = sum(each.result_bytes * each.times for each in found.forward)
+            found = dataclasses.replace(found, cost=dataclasses.replace(cost, recomputed_bytes=again))
+        split = SplitBackward(work.residuals, work.params)
+        if split.is_whole:
+            return found
+        # Of the split backward as its two parts only the weight gradient is traced; the rest is the
+        # input's.
+        pending = self._pending_specs(work, split, specs, residuals)
+        args = work.params, work.residuals.structs, split.pending
+        weight = self._kernels(split.backward_weight, args, [*specs, *residuals, *pending])
+        pending_bytes = sum(map(self._bytes, split.pending, pending))
+        return dataclasses.replace(
+            found, weight=weight, cost=dataclasses.replace(found.cost, pending_bytes=pending_bytes)
+        )
+
+    def _loss_count(self, work: LayerWork) -> LayerCount:
+        return self._counted(work, [], self._residual_specs(work, []))
+
+    def _counted(
+        self, work: LayerWork, specs: Sequence[P], residuals: Sequence[P], cost: LayerCost = NO_COST
+    ) -> LayerCount:
+        """Forward and backward; `specs` and `residuals` are how parameters and residuals are sharded."""
+        cotangents = work.cotangents
+        backward = work.params, work.residuals.structs, cotangents
+        return LayerCount(
+            self._kernels(work.residuals.forward, *self._forward(work, specs)),
+            self._kernels(work.residuals.backward, backward, [*specs, *residuals, *self._samples(cotangents)]),
+            cost=cost,
+        )
+
+    def _shared_bytes(self) -> list[int]:
+        """How many bytes of each layer's residuals the layer before keeps anyway on the same stage."""
+        # Recomputed groups keep their inputs, each another one.
+        if self._module.activation_checkpoint_interval:
+            return [0] * len(self._layers)
+        alone = [each.cost.residual_bytes for each in self._layers]
+
+        def shared(last: int) -> int:
+            if not last or not alone[last - 1] or not alone[last]:
+                return 0
+            work = layer_work(self._module, self._trace, last - 1, last)
+            specs = [*self._param_specs(last - 1), *self._param_specs(last)]
+            both = self._residual_bytes(work, self._residual_specs(work, specs))
+            return min(max(alone[last - 1] + alone[last] - both, 0), alone[last])
+
+        return look_once(list(zip([None, *self.keys[:-1]], self.keys, strict=True)), shared)
+
+    def _param_specs(self, index: int) -> list[P]:
+        """Shardings of a layer's parameters as its actions have them: gathered along `fsdp`."""
+        specs = self._trace.param_specs[index]
+        leaves = flatten_dict(self._trace.params[index])
+        # Sorted, as JAX orders the leaves of dictionaries.
+        return [spec_without(specs.get(path, P()), FSDP) for path in sorted(leaves)]
+
+    def _samples(self, structs: Iterable[Any]) -> list[P]:
+        return [samples_spec(x, self._trace.mesh) for x in structs]
+
+    def _forward(self, work: LayerWork, specs: Sequence[P]) -> tuple[Sequence[PyTree], Sequence[P]]:
+        """Arguments of a forward, and how their leaves are sharded."""
+        context = [P()] * len(jax.tree.leaves(work.context))
+        inputs = self._samples(jax.tree.leaves(work.inputs))
+        return (work.params, work.inputs, work.context), [*specs, *inputs, *context]
+
+    def _residual_specs(self, work: LayerWork, specs: Sequence[P]) -> list[P]:
+        return self._last_specs(len(work.residuals.structs), work.residuals.forward, *self._forward(work, specs))
+
+    def _pending_specs(
+        self, work: LayerWork, split: SplitBackward, specs: Sequence[P], residuals: Sequence[P]
+    ) -> list[P]:
+        cotangents = work.cotangents
+        args = work.params, work.residuals.structs, cotangents
+        specs = [*specs, *residuals, *self._samples(cotangents)]
+        return self._last_specs(len(split.pending), split.backward_input, args, specs)
+
+    def _last_specs(
+        self, count: int, function: Callable[..., Any], args: Sequence[PyTree], specs: Sequence[P]
+    ) -> list[P]:
+        """Shardings of the last leaves that a function gives."""
+        mesh = self._trace.mesh
+        if not automatic_axes(mesh):
+            return [P()] * count
+        found = result_specs(function, args, specs, mesh, MANUAL_AXES)
+        return found[len(found) - count :]
+
+    def _residual_bytes(self, work: LayerWork, specs: Sequence[P]) -> int:
+        each = zip(work.residuals.structs, work.residuals.is_hosted, specs, strict=True)
+        return sum(self._bytes(x, spec) for x, is_hosted, spec in each if not is_hosted)
+
+    def _bytes(self, x: Any, spec: P) -> int:
+        return device_bytes(x, self._trace.mesh, spec)
+
+    def _kernels(self, function: Callable[..., Any], args: Sequence[PyTree], specs: Sequence[P]) -> list[Kernel]:
+        mesh = self._trace.mesh
+        if not automatic_axes(mesh):
+            return count_kernels(function, args)
+        return count_kernels(function, args, specs, mesh, MANUAL_AXES)
+
+
+def layer_keys(module: PipelineModule, trace: ModelTrace, signatures: Sequence[Hashable]) -> list[Hashable]:
+    """Per layer a value that is equal for layers of equal costs."""
+    return [
+        (signature, named.is_marked, trace.frozen_in(named.index))
+        for named, signature in zip(module.layers, signatures, strict=True)
+    ]
+
+
+def look_once(keys: Sequence[Hashable], look: Callable[[int], T]) -> list[T]:
+    """Look at each layer by its index, once at those of equal keys."""
+    known: dict[Hashable, T] = {}
+    for index, key in enumerate(keys):
+        if key not in known:
+            known[key] = look(index)
+    return [known[key] for key in keys]
+
+
+def axes_inside(trace: ModelTrace, hardware: Hardware) -> Mapping[str, tuple[int, bool]]:
+    """Of each automatic axis its length, and whether its places are in one host."""
+    found: dict[str, tuple[int, bool]] = {}
+    stride = 1
+    for axis in reversed(trace.mesh.axis_names):
+        size = trace.mesh.shape[axis]
+        stride *= size
+        if axis not in MANUAL_AXES:
+            found[str(axis)] = size, stride <= hardware.devices_per_host
+    return found

@@ -1,27 +1,23 @@
 """Costs of a cut, in sentences, for the log and for people who print a pipeline."""
 
 import logging
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 
-from jaxpipe._typing import PyTree
 from jaxpipe.distributed import log
-from jaxpipe.layers import ModelTrace, PipelineModule, estimate_layers
+from jaxpipe.layers import ModelTrace, PipelineModule
 from jaxpipe.partition import Profile, cut_stages, is_method, partition_balanced, partition_best, tick_of
 
 _WORTH_SAYING = 0.1
 """Share of a tick from which the layers after the trunk are spoken of."""
 
 
-def notes_on_cut(
-    module: PipelineModule, trace: ModelTrace, labels: PyTree, signatures: Sequence[Hashable], parts: Sequence[int]
-) -> tuple[str, ...]:
+def notes_on_cut(module: PipelineModule, trace: ModelTrace, profile: Profile, parts: Sequence[int]) -> tuple[str, ...]:
     """Compare a cut with another one, and say what the last layers and the loss take; logged, too.
 
     Returns:
         Sentences, none where nothing is known of the work.
     """
-    profile = estimate_layers(module, trace, labels, signatures)
     if not tick_of(profile, parts).seconds:
         return ()
     notes = (_on_alternative(module, trace, profile, parts), *_on_loss(module, profile, parts))

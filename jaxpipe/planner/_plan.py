@@ -1,18 +1,16 @@
-"""From a model, its mesh and its settings to the plan of a pipeline."""
+"""What follows from a schedule and a cut: the plan of a pipeline."""
 
 import dataclasses
 from collections.abc import Hashable, Sequence
 from typing import Literal
 
-import optax
 from jax.sharding import Mesh
 
-from jaxpipe._typing import PyTree
 from jaxpipe.config import PipelineConfig, TrainConfig, unless_auto
 from jaxpipe.errors import ConfigError
 from jaxpipe.executor import Plan, loops_idle, waits_in_branches
-from jaxpipe.layers import ModelTrace, PipelineModule, layer_signatures
-from jaxpipe.partition import StageMemory, cut_stages, profile_source
+from jaxpipe.layers import ModelTrace, PipelineModule
+from jaxpipe.partition import cut_stages
 from jaxpipe.schedules import (
     IdlePolicy,
     PipeSchedule,
@@ -26,67 +24,8 @@ from jaxpipe.schedules import (
 from jaxpipe.state import VocabLayers, find_vocab_layers
 from jaxpipe.topology import FSDP, automatic_axes, mesh_shape, stages_cross_hosts
 
-from ._auto import choose_settings, limit_of, limits_pending
-from ._costs import bytes_per_param
-from ._notes import notes_on_cut
-from ._profile import cut_module
-
 _OVERLAP_COST = 1.02
 """How much longer a schedule may take for losses that run a tick later: less than their exchanges between hosts."""
-
-
-def make_plan(
-    module: PipelineModule,
-    trace: ModelTrace,
-    mesh: Mesh,
-    labels: PyTree,
-    num_microbatches: int,
-    config: TrainConfig,
-    optimizer: optax.GradientTransformation | None = None,
-    parts: Sequence[int] | None = None,
-) -> Plan:
-    """Decide what is left open; all processes call.
-
-    `labels` are a microbatch's, as shapes. Without an `optimizer` parameters are taken to need as much as with Adam in
-    float32. Given `parts`, as another plan for the same model has them, are kept to.
-
-    Raises:
-        ScheduleError: The schedule is unsound, or cannot have so many chunks.
-        PartitionError: The layers cannot be cut as asked.
-        LayerError: A layer whose costs are needed cannot be differentiated.
-        ConfigError: Memory is looked at, and the optimiser does not take these parameters; or it is said when weights
-            are gathered, and there is no axis over which they are divided.
-    """
-    choice, param_size, section = None, 16.0, config.pipeline
-    is_profiled = parts is None and profile_source(module.partition_method) is not None
-    is_planned = section.schedule == "auto" or limits_pending(section)
-    if optimizer is not None and (is_planned or is_profiled):
-        param_size = bytes_per_param(
-            trace,
-            optimizer,
-            compute_dtype=module.compute_dtype,
-            grad_dtype=config.data_types.grad_accum_dtype,
-            num_shards=mesh_shape(mesh)["data"] if config.zero_optimization.stage else 1,
-        )
-    if is_planned:
-        choice, section = choose_settings(module, trace, mesh, labels, num_microbatches, section, param_size)
-    schedule = schedule_of(section)
-    is_cut, profile, notes = module.num_stages * schedule.num_chunks > 1, None, ()
-    signatures: tuple[Hashable, ...] = (None,) * len(module.layers)
-    if is_cut:
-        signatures = layer_signatures(module.layers, trace, module.compute_dtype)
-    if parts is None:
-        program = lower_schedule(schedule, num_microbatches, module.num_stages)
-        # Every device has a ring as long as the fullest stage needs, so a part needs no less where fewer are in flight.
-        in_flight, stages = -(-program.residual_slots // schedule.num_chunks), program.placement.stages
-        memory = StageMemory((in_flight,) * len(stages), stages, param_size, limit_of(section, mesh))
-        parts, profile = cut_module(
-            module, trace, mesh, stages=stages, labels=labels, memory=memory, signatures=signatures
-        )
-        notes = notes_on_cut(module, trace, labels, signatures, parts) if is_cut else ()
-    plan = plan_cut(module, trace, mesh, num_microbatches, config, section, signatures, parts)
-    choice = choice if config.pipeline.schedule == "auto" else None
-    return dataclasses.replace(plan, profile=profile, choice=choice, notes=notes)
 
 
 def plan_cut(
@@ -105,8 +44,8 @@ def plan_cut(
 
     Raises:
         ScheduleError: The schedule is unsound.
-        ConfigError: It is said when weights are gathered, and there is no axis over which they are divided; or losses
-            a tick later are asked for, and no last layer is split.
+        ConfigError: It is said when weights are gathered, and there is no axis over which they are
+            divided; or losses a tick later are asked for, and no last layer is split.
     """
     schedule = schedule_of(section)
     vocab, _ = find_vocab_layers(module.layers, trace, cut_stages(signatures, parts), module.num_stages)
@@ -180,20 +119,22 @@ def lower_training(
             paths=["pipeline.overlap_vocabulary"],
         )
     program = lower_schedule(schedule, num_microbatches, num_stages)
-    # Inside a host exchanges lie under products as it is, and a stage would hold one microbatch more for nothing.
+    # Inside a host exchanges lie under products as it is, and a stage would hold one microbatch
+    # more for nothing.
     may_pay = mesh.devices.flat[0].platform != "cpu" and stages_cross_hosts(mesh)
     if not vocab.last or not (may_pay if wanted is None else wanted):
         return program
     later = lower_schedule(schedule, num_microbatches, num_stages, delays_loss=True)
-    # Most schedules take as long, for the tick that is added holds what others lack; "zero-bubble-v" a third longer.
+    # Most schedules take as long, for the tick that is added holds what others lack;
+    # "zero-bubble-v" a third longer.
     times = [makespan(each, 1.0, 2.0) for each in (program, later)]
     return later if wanted or times[1] <= _OVERLAP_COST * times[0] else program
 
 
 def skips_idle(program: TickProgram, mesh: Mesh) -> bool:
     """True if idle actions are branched around where the settings leave it open."""
-    # On accelerators a branch costs a host synchronisation. Where backwards are split it pays even so: an idle action,
-    # if it were computed, would take the time that splitting saves.
+    # On accelerators a branch costs a host synchronisation. Where backwards are split it pays even
+    # so: an idle action, if it were computed, would take the time that splitting saves.
     is_cpu = mesh.devices.flat[0].platform == "cpu"
     skips = is_cpu or program.has_split_backward or _has_cheap_branches(program, mesh)
     return skips and not waits_in_branches(mesh)
@@ -202,9 +143,9 @@ def skips_idle(program: TickProgram, mesh: Mesh) -> bool:
 def _waits_amid_ticks(program: TickProgram) -> bool:
     """True if stages that skip idle actions would wait for each other's forwards in an exchange amid a tick.
 
-    XLA (JAX 0.10) lets one exchange travel at a time: where activations go both ways one of the two is waited for. A
-    stage that has a backward alone would begin it when its neighbour's forward has ended, so that both take their time
-    one after the other in most ticks of `"zero-bubble-v"`.
+    XLA (JAX 0.10) lets one exchange travel at a time: where activations go both ways one of the two
+    is waited for. A stage that has a backward alone would begin it when its neighbour's forward has
+    ended, so that both take their time one after the other in most ticks of `"zero-bubble-v"`.
     """
     forward, backward = program.tables.forward.chunk, program.tables.backward.chunk
     ticks = zip(zip(*forward, strict=True), zip(*backward, strict=True), strict=True)
@@ -218,9 +159,9 @@ def _waits_amid_ticks(program: TickProgram) -> bool:
 def _has_cheap_branches(program: TickProgram, mesh: Mesh) -> bool:
     """True if actions of several chunks are better branched on the chunk than given its weights as a copy.
 
-    The copies take 3 % of a tick of a 7B model on H200, a branch 0.1 %. But XLA (JAX 0.10) lets one exchange travel at
-    a time, under one branch: those of schedules that send both ways need straight code. So do collectives inside
-    layers, along automatic axes.
+    The copies take 3 % of a tick of a 7B model on H200, a branch 0.1 %. But XLA (JAX 0.10) lets one
+    exchange travel at a time, under one branch: those of schedules that send both ways need
+    straight code. So do collectives inside layers, along automatic axes.
     """
     sends_one_way = all(len(run.activation_sends) <= 1 for run in program.runs)
     return program.num_chunks > 1 and sends_one_way and not automatic_axes(mesh)

@@ -7,11 +7,15 @@ import jax
 
 from jaxpipe._text import format_table
 from jaxpipe.config import FlopsProfilerSection
-from jaxpipe.forecast import HARDWARE
-from jaxpipe.layers import BACKWARD_PRODUCTS, device_bytes, forward_works
+from jaxpipe.jaxpr import num_flops, program_kernels
+from jaxpipe.layers import device_bytes
 from jaxpipe.pipeline import Pipeline
+from jaxpipe.planner import named_hardware
 
 from ._recorded import Operation
+
+_BACKWARD_PRODUCTS = 2
+"""A backward makes two products of each of the forward's: gradients of the inputs and of the weights."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +26,7 @@ class LayerProfile:
         name: Its name.
         stage: The stage that runs it; None: all of them.
         num_params: Its parameters.
-        forward_flops: Operations of its forward for one microbatch of one replica.
+        forward_flops: Operations of products in its forward for one microbatch of one replica.
         flops: Operations of forward and backward in the whole step, on all replicas.
         busy_s: Seconds that a device of its stage spent on it in the step; None: not recorded. Layers at one place in
             the parts of one stage are one program, and share their time evenly.
@@ -43,8 +47,8 @@ def model_flops(pipeline: Pipeline) -> int:
 
 def peak_flops(kind: str) -> float | None:
     """Peak operations a second of a device, dense in bfloat16, by the name that it gives itself; None: not known."""
-    named = (x for name, x in HARDWARE.items() if name.lower() in kind.lower().replace(" ", ""))
-    return next((x.flops_per_s for x in named), None)
+    hardware = named_hardware(kind)
+    return None if hardware is None else hardware.flops_per_s
 
 
 def layer_profiles(
@@ -63,21 +67,29 @@ def layer_profiles(
     trace, module, times = pipeline.trace, pipeline.module, pipeline.num_microbatches * pipeline.num_replicas
     # The loss of vocabulary-parallel layers has collectives, and is traced inside the executor alone.
     has_loss = module.loss_fn is not None and not pipeline.ends.layers
-    works = forward_works(module, trace, pipeline.microbatch_struct.labels, has_loss=has_loss)
+    counted = {first: num_flops(program_kernels(trace.programs[first])) for first in set(trace.firsts)}
     parts = list(zip(pipeline.parts, pipeline.parts[1:], pipeline.part_stages, strict=False))
     busy_s = _busy_s(pipeline, operations, devices or {})
     found: list[LayerProfile] = []
     for index, named in enumerate(module.layers):
         on_all = index in pipeline.ends.layers
         stage = None if on_all else next(stage for start, stop, stage in parts if start <= index < stop)
-        forward, num_params = works[index].flops, trace.num_own_params()[index]
-        flops = (1 + BACKWARD_PRODUCTS) * forward * times
+        forward, num_params = counted[trace.firsts[index]], trace.num_own_params()[index]
+        flops = (1 + _BACKWARD_PRODUCTS) * forward * times
         found.append(LayerProfile(named.name, stage, num_params, forward, flops, busy_s.get(named.name)))
     if has_loss:
-        forward = works[-1].flops
-        flops = (1 + BACKWARD_PRODUCTS) * forward * times
+        forward = _loss_flops(pipeline)
+        flops = (1 + _BACKWARD_PRODUCTS) * forward * times
         found.append(LayerProfile("loss", pipeline.part_stages[-1], 0, forward, flops, busy_s.get("loss")))
     return found
+
+
+def _loss_flops(pipeline: Pipeline) -> int:
+    def loss() -> int:
+        traced = jax.make_jaxpr(lambda *args: pipeline.module.loss_terms(*args)[0])
+        return num_flops(program_kernels(traced(pipeline.trace.boundaries[-1], pipeline.microbatch_struct.labels)))
+
+    return pipeline.trace.on_mesh(loss)
 
 
 def format_profile(

@@ -2,14 +2,8 @@
 
 from jaxpipe.schedules._base import PipeSchedule as PipeSchedule
 from jaxpipe.schedules._check import check_schedule as check_schedule
-from jaxpipe.schedules._choice import Candidate as Candidate
-from jaxpipe.schedules._choice import Choice as Choice
-from jaxpipe.schedules._choice import StageCosts as StageCosts
-from jaxpipe.schedules._choose import CHUNK_COUNTS as CHUNK_COUNTS
-from jaxpipe.schedules._choose import choose_schedule as choose_schedule
 from jaxpipe.schedules._closed_form import closed_form as closed_form
 from jaxpipe.schedules._cost import Kind as Kind
-from jaxpipe.schedules._cost import ShortSteps as ShortSteps
 from jaxpipe.schedules._cost import Slice as Slice
 from jaxpipe.schedules._cost import bubble_fraction as bubble_fraction
 from jaxpipe.schedules._cost import makespan as makespan
@@ -73,8 +67,6 @@ __all__ = [
     "BackwardPass",
     "BackwardWeight",
     "BufferOpInstruction",
-    "Candidate",
-    "Choice",
     "DataParallelSchedule",
     "DualPipeVSchedule",
     "ForwardPass",
@@ -96,7 +88,6 @@ __all__ = [
     "SendActivation",
     "SendGrad",
     "Slice",
-    "StageCosts",
     "TickProgram",
     "TimetableSchedule",
     "TrainSchedule",
@@ -105,7 +96,6 @@ __all__ = [
     "ZeroBubbleVSchedule",
     "bubble_fraction",
     "check_schedule",
-    "choose_schedule",
     "closed_form",
     "draw",
     "format_grid",
@@ -115,7 +105,6 @@ __all__ = [
     "schedule_names",
     "timeline",
     # For other rooms.
-    "CHUNK_COUNTS",
     "MAX_RUNS",
     "ActionPlan",
     "Actions",
@@ -124,7 +113,6 @@ __all__ = [
     "IdlePolicy",
     "Kind",
     "Sends",
-    "ShortSteps",
     "Table",
     "Tables",
     "TickRun",

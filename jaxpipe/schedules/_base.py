@@ -58,7 +58,7 @@ class PipeSchedule(ABC):
     """The least that `max_pending` may be set to, where it may be chosen; None: it may not."""
 
     is_auto_candidate: ClassVar[bool] = True
-    """True if `choose_schedule` looks at it, once it has a name."""
+    """True if `"auto"` looks at it, once it has a name."""
 
     is_steady: ClassVar[bool] = True
     """True if, beyond the first, each further group of S microbatches adds the same ticks and none holds more."""

@@ -4,7 +4,6 @@ from typing import Literal, NamedTuple
 
 from jaxpipe.errors import ScheduleError
 
-from ._base import PipeSchedule
 from ._program import Actions, Table, TickProgram
 
 Kind = Literal["forward", "backward", "input gradient", "weight gradient"]
@@ -31,41 +30,6 @@ class Slice(NamedTuple):
     microbatch: int
     start_s: float
     end_s: float
-
-
-_STEADY = 3
-"""Groups of S microbatches after which a steady schedule only repeats itself."""
-
-
-class ShortSteps(NamedTuple):
-    """Steps of few microbatches, from which what a step of many takes is extrapolated.
-
-    Lowering takes time in proportion to the microbatches.
-
-    Attributes:
-        long: Microbatches of the longer one.
-        short: Microbatches of the other, a group of S less; as many where nothing is left to extrapolate.
-        rounds: Groups of S that the whole step has beyond the longer one.
-    """
-
-    long: int
-    short: int
-    rounds: int
-
-    @staticmethod
-    def of(schedule: type[PipeSchedule], num_microbatches: int, num_stages: int) -> "ShortSteps":
-        """Those of a schedule; the whole step where it is not steady, or no longer than these."""
-        # The remainder is kept, as it changes the tables, and over so many groups that, as in the whole step, none gets
-        # more than one microbatch of it.
-        remainder = num_microbatches % num_stages
-        long = max(_STEADY, remainder + 1) * num_stages + remainder
-        if not schedule.is_steady or long >= num_microbatches:
-            return ShortSteps(num_microbatches, num_microbatches, 0)
-        return ShortSteps(long, long - num_stages, (num_microbatches - long) // num_stages)
-
-    def extended(self, of_long: float, of_short: float) -> float:
-        """What the whole step takes, from what both take."""
-        return of_long + self.rounds * (of_long - of_short)
 
 
 def makespan(

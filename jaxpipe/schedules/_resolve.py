@@ -109,7 +109,7 @@ def _named(name: str) -> type[PipeSchedule]:
     if name == "auto":
         raise ScheduleError(
             "schedule must be chosen before it is resolved, but got schedule='auto'. "
-            "Call choose_schedule first, or name a schedule such as '1f1b'."
+            "Leave it to make_pipeline or initialize, or name a schedule such as '1f1b'."
         )
     near = nearest(name, known, cutoff=0.4)
     hint = f" Did you mean {near!r}?" if near else ""

@@ -14,6 +14,7 @@ from _small import MICROBATCH, apply, build, entries, entry, mean_square, module
 from jaxpipe import LayerSpec, PipelineEngine
 from jaxpipe.engine._programs import MAX_PROGRAMS
 from jaxpipe.errors import DataError
+from jaxpipe.planner import candidates
 
 
 @pytest.fixture(scope="module")
@@ -111,11 +112,11 @@ def test_training_goes_on_over_lengths() -> None:
 def test_a_schedule_is_chosen_for_training_whatever_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     planned = []
 
-    def choose(*args: Any) -> Any:
-        planned.append(args[4])
-        return None, dataclasses.replace(args[5], schedule="gpipe")
+    def choose(job: Any, asked: Any) -> Any:
+        planned.append(job.num_microbatches)
+        return candidates(job, dataclasses.replace(asked, schedules=("gpipe",)))
 
-    monkeypatch.setattr("jaxpipe.planner._plan.choose_settings", choose)
+    monkeypatch.setattr("jaxpipe.planner._make.candidates", choose)
     engine = build(config={"pipeline": {"schedule": "auto"}, "gradient_accumulation_steps": 3})
     engine.predict(entry(0, 3)[0])
     assert engine.pipeline.num_microbatches == 1
@@ -128,10 +129,10 @@ def test_what_was_chosen_for_refused_shapes_is_forgotten_too(monkeypatch: pytest
     """As after a load that was refused: schedule and cut are chosen anew for the shapes that come."""
     chosen = iter(["gpipe", "1f1b"])
 
-    def choose(*args: Any) -> Any:
-        return None, dataclasses.replace(args[5], schedule=next(chosen))
+    def choose(job: Any, asked: Any) -> Any:
+        return candidates(job, dataclasses.replace(asked, schedules=(next(chosen),)))
 
-    monkeypatch.setattr("jaxpipe.planner._plan.choose_settings", choose)
+    monkeypatch.setattr("jaxpipe.planner._make.candidates", choose)
     engine = build(config={"pipeline": {"schedule": "auto"}})
     names = []
     for length in (3, 5):

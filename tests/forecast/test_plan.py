@@ -20,7 +20,7 @@ from _covering import slow_after
 import jaxpipe
 from jaxpipe.__main__ import main
 from jaxpipe.errors import JaxpipeError
-from jaxpipe.forecast import HARDWARE, Hardware, StepPlan
+from jaxpipe.forecast import HARDWARE, CompiledStep, Hardware, StepPlan
 from jaxpipe.schedules import lower_schedule, resolve_schedule
 
 sys.path.append(str(Path(__file__).parents[2]))  # benchmarks are no part of the installed package
@@ -38,6 +38,10 @@ class Block(nn.Module):
 
 def loss_fn(y: jax.Array, t: jax.Array) -> jax.Array:
     return jnp.mean((y - t) ** 2)
+
+
+def token_loss(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
 
 def model(num_stages: int = 2, **kwargs: Any) -> jaxpipe.PipelineModule:
@@ -512,3 +516,43 @@ def test_weights_that_are_not_divided_are_not_gathered(gather: str) -> None:
     match = f"gather_weights must be set only where .* but got pipeline.gather_weights='{gather}'"
     with pytest.raises(JaxpipeError, match=match):
         planned(config=settings)
+
+
+def test_a_limit_on_memory_is_kept_to_by_pending_weight_gradients() -> None:
+    def of(**section: Any) -> Any:
+        settings = config(pipeline={"schedule": "zero-bubble", **section})
+        return planned(
+            num_stages=4, model=model(4), config=settings, schedules=["zero-bubble"], num_chunks=[1]
+        ).candidates
+
+    (free,) = of()
+    limit = free.memory.total - free.memory.pending / 2
+    limited = of(memory_limit_gb=limit / 1e9)
+    assert [one.max_pending for one in limited] == [free.pending // 2, None]
+    assert [one.fits for one in limited] == [True, False]
+    assert limited[0].memory.total <= limit < limited[1].memory.total == free.memory.total
+
+
+def test_what_is_compiled_is_the_candidate_that_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[jaxpipe.Pipeline] = []
+
+    def compiled(label: str, counted_bytes: float, build: Any) -> CompiledStep:
+        built.append(build())
+        return CompiledStep(label, 1, 1, 2, counted_bytes, 1.0)
+
+    monkeypatch.setattr("jaxpipe.forecast._plan.compile_step", compiled)
+    monkeypatch.setattr("jaxpipe.forecast._plan.compilable_devices", lambda *_: jax.devices()[:4])
+    settings = config(
+        gradient_accumulation_steps=8, pipeline={"split_vocabulary": True, "max_pending_weights": 2, "schedule": "auto"}
+    )
+    layers = [nn.Embed(64, WIDTH), *(Block() for _ in range(8)), nn.Dense(64)]
+    module = jaxpipe.PipelineModule(layers, 4, loss_fn=token_loss)
+    tokens = np.zeros((SIZE, 16), np.int32)
+    options: dict[str, Any] = {"schedules": ["zero-bubble"], "recompute": [1], "optimizer": optax.adamw(1e-3)}
+    found = jaxpipe.plan(module, settings, (tokens, tokens), "h200:4", compiles=True, **options)
+    (pipeline,), one = built, found.shown
+    assert pipeline.parts == one.boundaries
+    assert pipeline.module.activation_checkpoint_interval == one.recompute == 1
+    assert pipeline.config.pipeline.max_pending_weights == one.max_pending == 2
+    assert pipeline.program.depth.pending == one.pending
+    assert list(pipeline.ends.layers) == [0, 9]

@@ -54,7 +54,12 @@ def drawn(x: jax.Array, w: jax.Array) -> Any:
     return (x @ w) * 0.5, jax.random.split(key), jnp.zeros(3)
 
 
-@pytest.mark.parametrize("function", [attention, summed, scanned, branched, nested, constrained, drawn])
+def differentiated(x: jax.Array, w: jax.Array) -> Any:
+    # One of the cotangents that are added up is sharded, the other is not.
+    return jax.grad(lambda y: jnp.sum(jax.lax.with_sharding_constraint(y, P(None, None, "model")) ** 2) + jnp.sum(y))(x)
+
+
+@pytest.mark.parametrize("function", [attention, summed, scanned, branched, nested, constrained, differentiated, drawn])
 def test_they_are_those_of_the_compiled_program(function: Callable[..., Any]) -> None:
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     structs = jax.ShapeDtypeStruct((2, 4, 8), jnp.float32), jax.ShapeDtypeStruct((8, 8), jnp.float32)

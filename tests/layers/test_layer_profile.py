@@ -44,10 +44,11 @@ def test_a_cut_is_shown_by_the_module_that_has_it_and_by_no_other() -> None:
         _ = module.parts
 
 
-def test_profile_is_cut_where_costs_are_known() -> None:
-    module = _module("profile")
+@pytest.mark.parametrize("method", ["profile", "best"])
+def test_profile_is_cut_where_costs_are_known(method: str) -> None:
+    module = _module(method)
     trace = module.trace(X)
-    with pytest.raises(PartitionError, match="partition_method='profile' needs costs.* Ask engine.module"):
+    with pytest.raises(PartitionError, match=f"partition_method='{method}' needs costs.* Ask engine.module"):
         _ = module.parts
     with pytest.raises(PartitionError, match="must be given the costs of the layers, but got profile=None"):
         module.partition(trace)

@@ -15,9 +15,9 @@ from _tolerances import MEMORY, STATE_BYTES
 
 from jaxpipe import LayerSpec, PipeDataParallelTopology, Pipeline, PipelineModule
 from jaxpipe.jaxpr import scan_form
-from jaxpipe.partition import Profile
+from jaxpipe.layers import layer_signatures
 from jaxpipe.pipeline import describe_pipeline
-from jaxpipe.planner._costs import layer_costs
+from jaxpipe.planner import HARDWARE, Counted
 from jaxpipe.schedules import resolve_schedule
 from jaxpipe.topology import make_pipeline_mesh
 
@@ -275,8 +275,8 @@ def planned(layers: list[LayerSpec | Any], *, scan_trunk: bool = False) -> tuple
     x = jax.ShapeDtypeStruct((64, 64), jnp.float32)
     mesh = make_pipeline_mesh(PipeDataParallelTopology(2, 1))
     pipeline = Pipeline(module, optax.sgd(0.1), mesh, (x, x), 4, make_settings(scan_trunk=scan_trunk))
-    costs = layer_costs(module, pipeline.trace, x, lambda *_: 1.0)
-    return Profile(costs).part_sizes(pipeline.parts)[0][1], pipeline
+    counted = Counted(module, pipeline.trace, x, layer_signatures(module.layers, pipeline.trace))
+    return counted.costs(HARDWARE["h200"]).part_sizes(pipeline.parts)[0][1], pipeline
 
 
 BLOCK, INNER, DENSE = LayerSpec(Perceptron), LayerSpec(Perceptron, inner=True), LayerSpec(nn.Dense, 64)

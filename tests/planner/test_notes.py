@@ -51,7 +51,7 @@ def said(caplog: pytest.LogCaptureFixture, rows: int = ROWS, method: str = "best
 
 
 def test_a_loss_that_all_stages_wait_for(caplog: pytest.LogCaptureFixture) -> None:
-    text, info, _ = said(caplog)
+    text, info, _ = said(caplog, 4 * ROWS)
     pattern = (
         r"13_Dense and the loss take (\d\.\d\d) of a tick on the last stage, for which all others wait; split over the "
         r"stages, as pipeline\.split_vocabulary or VocabHead do, they would take (\d\.\d\d)"

@@ -10,8 +10,8 @@ from jaxpipe.errors import ConfigError, nearest
 class Hardware:
     """An accelerator and its wires.
 
-    The shares are assumptions, not measurements: what large products, fused attention and streaming kernels reach of
-    the peaks on GPUs of these kinds.
+    The shares are assumptions, not measurements: what large products, fused attention and streaming
+    kernels reach of the peaks on GPUs of these kinds.
 
     Attributes:
         name: What it is called.
@@ -25,7 +25,8 @@ class Hardware:
         attention_share: Share of `flops_per_s` that attention reaches.
         traffic_share: Share of `bytes_per_s` reached.
         wire_share: Share of `wire_bytes_per_s` reached.
-        usable_share: Share of `memory_bytes` that programs may take; drivers and fragments have the rest.
+        usable_share: Share of `memory_bytes` that programs may take; drivers and fragments have the
+            rest.
         latency_s: Seconds of a collective beside its bytes.
         branch_s: Seconds that a conditional waits for the host.
 
@@ -100,6 +101,12 @@ HARDWARE: dict[str, Hardware] = {
     "mi300x": Hardware("mi300x", 1307e12, 192e9, 5.3e12, 448e9),
 }
 """Known accelerators, SXM or OAM modules, by the vendors' data sheets; add one's own by `HARDWARE["name"] = ...`."""
+
+
+def named_hardware(kind: str) -> Hardware | None:
+    """The known accelerator that a device is, by the name that it gives itself; None: it is none of them."""
+    kind = kind.lower().replace(" ", "")
+    return next((HARDWARE[name] for name in sorted(HARDWARE, key=len, reverse=True) if name.lower() in kind), None)
 
 
 def read_hardware(text: str | tuple[Hardware, int]) -> tuple[Hardware, int]:

@@ -10,34 +10,16 @@ from ._hardware import Hardware
 
 
 class Time(NamedTuple):
-    """Seconds of some kernels on one device, by kind.
+    """Seconds of some kernels on one device.
 
     Attributes:
-        products: Matrix products and convolutions.
-        attention: Fused attention.
-        others: What moves bytes.
-        exchange: Collectives inside a stage under which nothing is taken to run.
+        seconds: Of all of them, with collectives inside a stage under which nothing is taken to
+            run.
         flops: Operations of products and attention.
     """
 
-    products: float = 0.0
-    attention: float = 0.0
-    others: float = 0.0
-    exchange: float = 0.0
+    seconds: float = 0.0
     flops: float = 0.0
-
-    @property
-    def seconds(self) -> float:
-        """Of all kinds."""
-        return self.products + self.attention + self.others + self.exchange
-
-    def plus(self, other: "Time") -> "Time":
-        """Both, one after the other."""
-        return Time(*(a + b for a, b in zip(self, other, strict=True)))
-
-    def times(self, factor: float) -> "Time":
-        """So many times this."""
-        return Time(*(factor * each for each in self))
 
 
 def kernel_s(hardware: Hardware, flops: float, attention: float, num_bytes: float) -> float:
@@ -61,23 +43,25 @@ def collective_s(hardware: Hardware, kind: str, num_bytes: float, size: int, *, 
 
 
 def time_of(hardware: Hardware, kernels: Iterable[Kernel], axes: Mapping[str, tuple[int, bool]]) -> Time:
-    """Seconds of kernels, one after another; `axes` as `axes_inside` gives them."""
-    total, hidden_s = Time(), 0.0
+    """Time of kernels, one after another; `axes` as `axes_inside` gives them."""
+    computing_s = moving_s = exposed_s = hidden_s = total_flops = 0.0
     for each in kernels:
         flops = each.flops * (1 if each.is_narrow else 2)  # products of 32 bits run at half of the peak, as TF32
+        total_flops += each.times * flops
         if each.kind == "product":
-            one = Time(products=kernel_s(hardware, flops, 0.0, each.num_bytes), flops=each.flops)
+            computing_s += each.times * kernel_s(hardware, flops, 0.0, each.num_bytes)
         elif each.kind == "attention":
-            one = Time(attention=kernel_s(hardware, 0.0, flops, each.num_bytes), flops=each.flops)
+            computing_s += each.times * kernel_s(hardware, 0.0, flops, each.num_bytes)
         elif each.kind == "other":
-            one = Time(others=bytes_s(hardware, each.num_bytes))
+            moving_s += each.times * bytes_s(hardware, each.num_bytes)
         else:
             size, inside_host = axes.get(each.axis, (1, True))
-            # Samples that are divided over `fsdp` leave sums of gradients, of which each place keeps its share, and
-            # which travel under the products of the layer before.
-            kind = "all-reduce" if each.kind == "reduce" and each.axis != FSDP else "all-gather"
-            seconds = collective_s(hardware, kind, each.num_bytes, size, inside_host=inside_host)
-            hidden_s += each.times * seconds * (each.axis == FSDP)
-            one = Time(exchange=seconds * (each.axis != FSDP))
-        total = total.plus(one.times(each.times))
-    return total.plus(Time(exchange=max(0.0, hidden_s - total.products - total.attention)))
+            # Samples that are divided over `fsdp` leave sums of gradients, of which each place
+            # keeps its share, and which travel under the products of the layer before.
+            is_hidden = each.axis == FSDP
+            kind = "all-reduce" if each.kind == "reduce" and not is_hidden else "all-gather"
+            seconds = each.times * collective_s(hardware, kind, each.num_bytes, size, inside_host=inside_host)
+            hidden_s += seconds * is_hidden
+            exposed_s += seconds * (not is_hidden)
+    exposed_s += max(0.0, hidden_s - computing_s)
+    return Time(computing_s + moving_s + exposed_s, total_flops)

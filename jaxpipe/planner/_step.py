@@ -2,11 +2,47 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from jaxpipe.schedules import Idle, TickProgram, TickRun
+from jaxpipe.schedules import Idle, PipeSchedule, TickProgram, TickRun
 
 _BRANCHES_OF_ENDS = 3
 """Conditionals of a tick around the first layers, their backward, and the last layers with the loss."""
+
+
+_STEADY = 3
+"""Groups of S microbatches after which a steady schedule only repeats itself."""
+
+
+class ShortSteps(NamedTuple):
+    """Steps of few microbatches, from which what a step of many takes is extrapolated.
+
+    Lowering takes time in proportion to the microbatches.
+
+    Attributes:
+        long: Microbatches of the longer one.
+        short: Microbatches of the other, a group of S less; as many where nothing is left to extrapolate.
+        rounds: Groups of S that the whole step has beyond the longer one.
+    """
+
+    long: int
+    short: int
+    rounds: int
+
+    @staticmethod
+    def of(schedule: type[PipeSchedule], num_microbatches: int, num_stages: int) -> "ShortSteps":
+        """Those of a schedule; the whole step where it is not steady, or no longer than these."""
+        # The remainder is kept, as it changes the tables, and over so many groups that, as in the whole step, none gets
+        # more than one microbatch of it.
+        remainder = num_microbatches % num_stages
+        long = max(_STEADY, remainder + 1) * num_stages + remainder
+        if not schedule.is_steady or long >= num_microbatches:
+            return ShortSteps(num_microbatches, num_microbatches, 0)
+        return ShortSteps(long, long - num_stages, (num_microbatches - long) // num_stages)
+
+    def extended(self, of_long: float, of_short: float) -> float:
+        """What the whole step takes, from what both take."""
+        return of_long + self.rounds * (of_long - of_short)
 
 
 @dataclass(frozen=True)
@@ -83,8 +119,8 @@ def span_of(program: TickProgram, parts: Sequence[PartTime], wire: Wire, branch_
                 useful, idle = actions.seconds(stage)
                 cost = useful + idle + branches * branch_s
                 travels = wire.hop if len(partners[stage]) > 1 else 0.0
-                # Beside a forward and a backward exchanges travel under one of them; where a pipeline fills or drains
-                # under nothing.
+                # Beside a forward and a backward exchanges travel under one of them; where a
+                # pipeline fills or drains under nothing.
                 is_hidden = run.has_forward and run.has_backward
                 bare = ends + (max(0.0, travels - cost) if is_hidden else travels)
                 work[stage] += useful

@@ -1,0 +1,103 @@
+"""The hardware of a mesh: by its name, or calibrated once from three small programs."""
+
+import functools
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from jaxpipe.config import PipelineConfig
+
+from ._hardware import HARDWARE, Hardware, named_hardware
+from ._measure import agreed, runnable_devices
+
+_REFERENCE = "h100"
+_WIDTH, _COPIED, _ROUNDS = 1024, 2**26, 64
+
+
+def reference_hardware(mesh: Mesh) -> Hardware:
+    """What a mesh's devices are by their name, else an accelerator: the same for each run and on every machine."""
+    return named_hardware(mesh.devices.flat[0].device_kind) or HARDWARE[_REFERENCE]
+
+
+def hardware_of(mesh: Mesh) -> Hardware:
+    """What a mesh's devices are by their name, else as measured on those that are here; all processes call."""
+    devices = runnable_devices(mesh)
+    named = named_hardware(mesh.devices.flat[0].device_kind)
+    return named or (_calibrated(tuple(devices)) if devices else HARDWARE[_REFERENCE])
+
+
+def limit_of(section: PipelineConfig, mesh: Mesh) -> float | None:
+    """Bytes that training may hold on a device: those of the settings, or the device's; None where it tells none."""
+    if section.memory_limit_gb != "auto":
+        return section.memory_limit_gb * 1e9
+    devices = runnable_devices(mesh)
+    if not devices:
+        return reference_hardware(mesh).usable_bytes
+    limit = (devices[0].memory_stats() or {}).get("bytes_limit")
+    return None if limit is None else agreed(limit, min)
+
+
+# Kept for the process: each pipeline that is built here is weighed on the same numbers.
+@functools.cache
+def _calibrated(devices: tuple[Any, ...]) -> Hardware:
+    """Speeds of devices, as process 0 measures them: of a product, a copy, and a tick without work."""
+    with jax.default_device(devices[0]):
+        square = jnp.ones((_WIDTH, _WIDTH), jnp.float32)
+        product_s = _seconds(jax.jit(jnp.dot), square, square)
+        copy_s = _seconds(jax.jit(jnp.copy), jnp.zeros(_COPIED, jnp.int8))  # beyond the caches
+    tick_s = _seconds(_ticks(devices)) / _ROUNDS
+    product_s, copy_s, tick_s = agreed([product_s, copy_s, tick_s])
+    copied_per_s = 2 * _COPIED / copy_s
+    return Hardware(
+        f"{devices[0].device_kind}, calibrated",
+        # Peaks are those of 16 bits, at half of which products of 32 are taken to run.
+        flops_per_s=2 * 2 * _WIDTH**3 / product_s,
+        memory_bytes=2.0**50,  # what the device tells is the limit, if it does
+        bytes_per_s=copied_per_s,
+        wire_bytes_per_s=copied_per_s / 2,
+        network_bytes_per_s=copied_per_s / 2,
+        devices_per_host=len(devices),
+        gemm_share=1.0,
+        attention_share=1.0,
+        traffic_share=1.0,
+        wire_share=1.0,
+        # A round has one branch and one exchange, which are not told apart.
+        latency_s=tick_s / 2,
+        branch_s=tick_s / 2,
+    )
+
+
+def _ticks(devices: tuple[Any, ...]) -> Callable[[], jax.Array]:
+    """A loop of rounds with a branch and an exchange, and no work to speak of."""
+    count = len(devices)
+    pairs = [(i, (i + 1) % count) for i in range(count)]
+
+    def run() -> jax.Array:
+        # Neighbours take the branch in turn, as idle stages beside busy ones do.
+        start = jax.lax.axis_index("stage") + jnp.arange(_ROUNDS)
+
+        def tick(x: jax.Array, now: jax.Array) -> tuple[jax.Array, None]:
+            x = jax.lax.cond(now % 2 == 0, lambda y: y + 1, lambda y: y, x)
+            return jax.lax.ppermute(x, "stage", pairs), None
+
+        return jax.lax.scan(tick, jnp.zeros(1024), start)[0]
+
+    mesh = Mesh(np.array(devices), ("stage",))
+    return jax.jit(jax.shard_map(run, mesh=mesh, in_specs=(), out_specs=P("stage"), check_vma=False))
+
+
+def _seconds(function: Callable[..., Any], *args: jax.Array) -> float:
+    """Seconds of a call; other programs only add to a time, so the least counts."""
+    jax.block_until_ready(function(*args))
+    seconds: list[float] = []
+    for _ in range(5):
+        start = time.perf_counter()
+        jax.block_until_ready(function(*args))
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)

@@ -1,0 +1,305 @@
+"""One candidate's memory and step, from the costs of its layers."""
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding
+
+from jaxpipe.config import TrainConfig
+from jaxpipe.executor import Plan
+from jaxpipe.layers import ModelTrace, PipelineModule, num_bytes
+from jaxpipe.partition import Profile, cut_stages
+from jaxpipe.schedules import PipeSchedule, TickProgram
+from jaxpipe.state import ModelParams, find_vocab_layers
+from jaxpipe.topology import FSDP, stages_cross_hosts
+
+from ._calibrate import reference_hardware
+from ._costs import Counted, axes_inside
+from ._forecast import Forecast, StageForecast
+from ._hardware import Hardware
+from ._memory import (
+    DeviceMemory,
+    bytes_per_param,
+    layout_bytes,
+    optimizer_share,
+    ring_bytes,
+    working_bytes,
+)
+from ._plan import plan_cut
+from ._roofline import bytes_s, collective_s
+from ._step import PartTime, ShortSteps, Span, Wire, span_of
+
+
+@dataclass(frozen=True)
+class Job:
+    """A model, cut and recomputed in one way, on a mesh of some hardware.
+
+    Attributes:
+        module: The model.
+        trace: Its shapes.
+        mesh: The mesh, with the axis `fsdp` that ZeRO 2 and 3 make of `data`.
+        counted: Its layers.
+        num_microbatches: Microbatches of a step.
+        config: Settings.
+        optimizer: The optimiser.
+        hardware: The devices.
+        limit_bytes: Bytes that each of them may hold; None: any.
+        measured: Costs of the layers, where they are measured.
+    """
+
+    module: PipelineModule
+    trace: ModelTrace
+    mesh: Mesh
+    counted: Counted
+    num_microbatches: int
+    config: TrainConfig
+    optimizer: optax.GradientTransformation
+    hardware: Hardware
+    limit_bytes: float | None
+    measured: Profile | None = None
+
+    @functools.cached_property
+    def costs(self) -> Profile:
+        """Costs of the layers."""
+        return self.measured or self.counted.costs(self.hardware)
+
+    @functools.cached_property
+    def cut_costs(self) -> Profile:
+        """Costs that a cut goes by, as it would for a schedule that is named."""
+        return self.measured or self.counted.costs(reference_hardware(self.mesh))
+
+    @property
+    def samples(self) -> int:
+        """Samples of a step."""
+        leaves = jax.tree.leaves(self.trace.boundaries[0])
+        return leaves[0].shape[0] * self.mesh.shape["data"] * self.num_microbatches
+
+    @property
+    def tokens(self) -> int | None:
+        """Tokens of a step, where inputs are integers `[samples, tokens]`."""
+        first, *_ = jax.tree.leaves(self.trace.boundaries[0])
+        if not jnp.issubdtype(first.dtype, jnp.integer) or first.ndim != 2:
+            return None
+        return self.samples * first.shape[1]
+
+    @functools.cached_property
+    def optimizer_share(self) -> float:
+        """Bytes of the optimiser's numbers for each byte of the master weights."""
+        return optimizer_share(self.optimizer, self.trace, self.module.compute_dtype)
+
+    @functools.cached_property
+    def bytes_per_param(self) -> float:
+        """Bytes of a parameter, its gradient and the optimiser's numbers for it."""
+        return bytes_per_param(self.module, self.trace, self.config, self.optimizer)
+
+
+class Candidate:
+    """A job cut at some boundaries, of which several schedules can be counted."""
+
+    def __init__(self, job: Job, boundaries: Sequence[int]) -> None:
+        self._job, self._trace, self._boundaries = job, job.trace, tuple(boundaries)
+        cuts, num_stages = cut_stages(job.counted.signatures, boundaries), job.module.num_stages
+        self._vocab, self._cuts = find_vocab_layers(job.module.layers, job.trace, cuts, num_stages)
+        self._axes = axes_inside(job.trace, job.hardware)
+
+    def forecast(self, name: str, schedule: type[PipeSchedule], max_pending: int | None) -> Forecast:
+        """Count one schedule; with `max_pending` it has at most so many pending weight gradients."""
+        job = self._job
+        steps = ShortSteps.of(schedule, job.num_microbatches, job.module.num_stages)
+        plan = self._plan(schedule, steps.long)
+        program, params = plan.program, self._params(plan)
+        memory = self._memory(plan, params)
+        parts, wire = self._part_times(program, params), self._wire(plan, params)
+        branch_s = job.hardware.branch_s
+        span = span_of(program, parts, wire, branch_s)
+        if steps.rounds:
+            shorter = self._plan(schedule, steps.short).program
+            less = span_of(shorter, parts, wire, branch_s)
+            pairs = zip(dataclasses.astuple(span), dataclasses.astuple(less), strict=True)
+            total, work, exposed, num_ticks = itertools.starmap(steps.extended, pairs)
+            span = Span(total, work, exposed, round(num_ticks))
+        outside_s = self._outside_s(params)
+        step_s = span.total + outside_s
+        flops = 3 * sum(each.flops for each in job.costs.layers) + 3 * job.costs.loss.flops
+        flops *= math.prod(size for size, _ in self._axes.values())
+        flops *= job.num_microbatches * job.mesh.shape["data"]
+        method = job.module.partition_method
+        return Forecast(
+            schedule=name,
+            num_chunks=program.num_chunks,
+            max_pending=max_pending,
+            partition=method if isinstance(method, str) else "given",
+            boundaries=self._boundaries,
+            recompute=job.costs.interval,
+            memory=memory,
+            fits=job.limit_bytes is None or memory.total <= job.limit_bytes,
+            step_s=step_s,
+            ticks_s=span.total,
+            outside_s=outside_s,
+            bubble=1 - span.work / span.total if span.total else 0.0,
+            exposed_s=span.exposed,
+            num_ticks=span.num_ticks,
+            pending=program.depth.pending,
+            samples_per_s=job.samples / step_s,
+            tokens_per_s=None if job.tokens is None else job.tokens / step_s,
+            mfu=flops / job.mesh.devices.size / job.hardware.flops_per_s / step_s,
+            stages=self._stages(program, parts),
+        )
+
+    def _plan(self, schedule: type[PipeSchedule], num_microbatches: int) -> Plan:
+        """The plan of the pipeline with this cut and a schedule, for so many microbatches."""
+        job = self._job
+        # The class has chunks and pending weight gradients as asked.
+        section = dataclasses.replace(
+            job.config.pipeline, schedule=schedule, num_chunks="auto", max_pending_weights="auto"
+        )
+        sizes = num_microbatches, job.config, section, job.counted.signatures, self._boundaries
+        return plan_cut(job.module, job.trace, job.mesh, *sizes)
+
+    def _params(self, plan: Plan) -> ModelParams:
+        job = self._job
+        return ModelParams(
+            self._trace,
+            self._cuts,
+            plan.program.placement,
+            self._vocab,
+            dtype=job.module.compute_dtype,
+            grad_dtype=job.config.data_types.grad_accum_dtype,
+            gather=plan.config.pipeline.gather_weights == "step",
+        )
+
+    @property
+    def _zero(self) -> int:
+        """Replicas over which masters are divided."""
+        return self._job.mesh.shape["data"] if self._job.config.zero_optimization.stage else 1
+
+    def _memory(self, plan: Plan, params: ModelParams) -> DeviceMemory:
+        job, trace, program = self._job, self._trace, plan.program
+        mesh, gathers = trace.mesh, plan.config.pipeline.gather_weights
+        moments = layout_bytes(params.master_layout.cast(frozen=False), mesh) * job.optimizer_share
+        masters = (layout_bytes(params.master_layout, mesh) + moments) / self._zero
+        weights = layout_bytes(params.layout, mesh)
+        if self._job.module.compute_dtype is None and self._zero == 1 and gathers != "step":
+            weights = 0.0  # layers compute with the masters themselves
+        trunk = self._cuts[0].trunk
+        working = working_bytes(job.costs, trace, params, self._vocab, trunk, gathers)
+        before = max((self._ring(cut.prologue) for cut in self._cuts), default=0.0)
+        pending = sum(self._job.costs.layers[i].pending_bytes for i in trunk)
+        is_hosted = job.config.pipeline.offload_activations
+        return DeviceMemory(
+            weights=weights,
+            masters=masters,
+            gradient_sums=layout_bytes(params.grad_layout, mesh),
+            residuals=0.0 if is_hosted else program.residual_slots * (self._ring(trunk) + before),
+            pending=program.depth.pending * pending,
+            temporaries=working.most + (pending if program.depth.pending else 0.0),
+        )
+
+    def _ring(self, layers: range) -> int:
+        return ring_bytes(self._job.costs, layers)[0]
+
+    def _part_times(self, program: TickProgram, params: ModelParams) -> list[PartTime]:
+        hardware, layers, mesh = self._job.hardware, self._job.costs.layers, self._trace.mesh
+        num_chunks = program.num_chunks
+        trunk_names = set(params.trunk_names)
+        struct, spec = params.at_rest.struct().stacked, params.at_rest.spec().stacked
+        trunk_params = sum(
+            math.prod(_shard(mesh, spec[name], struct[name].shape)) for name in struct if name in trunk_names
+        )
+        itemsize = max((struct[name].dtype.itemsize for name in struct), default=4)
+        # A gradient is read, and a sum of float32 read and written.
+        sums_s = bytes_s(hardware, (itemsize + 4 + 4) * trunk_params / num_chunks)
+        found: list[PartTime] = []
+        loss = self._job.costs.loss
+        for cut in self._cuts:
+            trunk, first, last = ([layers[i] for i in some] for some in (cut.trunk, cut.prologue, cut.epilogue))
+            ring_s = bytes_s(hardware, 2 * self._ring(cut.trunk))
+            pending_s = bytes_s(hardware, 2 * sum(x.pending_bytes for x in trunk))
+            has_loss = cut is self._cuts[-1] and not self._vocab.last
+            first_sums_s, last_sums_s = (
+                bytes_s(hardware, (itemsize + 4 + 4) * sum(self._trace.num_own_params()[i] for i in some))
+                for some in (cut.prologue, cut.epilogue)
+            )
+            found.append(
+                PartTime(
+                    forward=sum(x.forward_s for x in trunk) + ring_s,
+                    backward=sum(x.backward_s for x in trunk) + sums_s,
+                    input=sum(x.input_s for x in trunk) + pending_s,
+                    weight=sum(x.weight_s for x in trunk) + sums_s,
+                    first=sum(x.forward_s for x in first),
+                    first_backward=sum(x.backward_s for x in first) + first_sums_s,
+                    last=sum(x.both_s for x in last) + has_loss * loss.both_s + last_sums_s,
+                )
+            )
+        return found
+
+    def _wire(self, plan: Plan, params: ModelParams) -> Wire:
+        trace, hardware = self._trace, self._job.hardware
+        num_stages = self._job.module.num_stages
+        if num_stages == 1:
+            return Wire(0.0)
+        fsdp = trace.mesh.shape.get(FSDP, 1)
+        stream = max((num_bytes(trace.boundaries[b]) for b in self._boundaries[1:-1]), default=0) / fsdp
+        inside = not stages_cross_hosts(self._job.mesh)
+        layers, loss = self._job.costs.layers, self._job.costs.loss
+        ends_work_s = sum(layers[i].both_s for i in self._vocab.layers) + loss.both_s * bool(self._vocab.last)
+        # The embedding's sum, the trunk's output told to all, and the transpose of both. Under a
+        # tick's products lie those of the first and, where losses run a tick later, of the second;
+        # but one exchange travels at a time, and reductions inside layers leave no time for these.
+        is_free = not self._axes
+        is_last_free = is_free and plan.program.delays_loss
+        bare = [bool(self._vocab.first) and not is_free, bool(self._vocab.last) and not is_last_free]
+        ends = 2 * sum(bare) * collective_s(hardware, "all-reduce", stream, num_stages, inside_host=inside)
+        gather_s = 0.0
+        if fsdp > 1 and plan.config.pipeline.gather_weights == "tick":
+            more = layout_bytes(params.gathered, trace.mesh) - layout_bytes(params.at_rest, trace.mesh)
+            size, inside_host = self._axes[FSDP]
+            gather_s = collective_s(hardware, "all-gather", more * size / (size - 1), size, inside_host=inside_host)
+        hop = collective_s(hardware, "collective-permute", stream, num_stages, inside_host=inside)
+        # Gathers travel under products: what is longer than these shows.
+        longest = max(sum(layers[i].forward_s for i in cut.trunk) for cut in self._cuts)
+        return Wire(hop, ends, ends_work_s / num_stages, max(0.0, gather_s - longest))
+
+    def _outside_s(self, params: ModelParams) -> float:
+        """Casts before the ticks; reductions, norm and update after them."""
+        job, mesh, hardware = self._job, self._trace.mesh, self._job.hardware
+        weights, sums = layout_bytes(params.layout, mesh), layout_bytes(params.grad_layout, mesh)
+        masters = layout_bytes(params.master_layout, mesh) / self._zero
+        moments = masters * job.optimizer_share
+        # Masters are read for the cast; sums for the norm and for the update, which reads and
+        # writes the others.
+        seconds = bytes_s(hardware, masters + weights + 2 * sums + 2 * (masters + moments))
+        replicas = self._job.mesh.shape["data"]
+        if replicas > 1:
+            inside = replicas * math.prod(size for size, _ in self._axes.values()) <= hardware.devices_per_host
+            kinds = [("all-reduce", sums)] if self._zero == 1 else [("reduce-scatter", sums), ("all-gather", weights)]
+            seconds += sum(collective_s(hardware, kind, size, replicas, inside_host=inside) for kind, size in kinds)
+        return seconds
+
+    def _stages(self, program: TickProgram, parts: Sequence[PartTime]) -> tuple[StageForecast, ...]:
+        bounds, virtual, num_params = self._boundaries, program.placement.virtual, self._trace.num_params()
+        found: list[StageForecast] = []
+        for stage in range(program.num_stages):
+            mine = [v for v in virtual[stage] if v >= 0]
+            found.append(
+                StageForecast(
+                    parts=tuple((bounds[v], bounds[v + 1]) for v in mine),
+                    num_params=sum(sum(num_params[bounds[v] : bounds[v + 1]]) for v in mine),
+                    in_flight=program.in_flight(stage),
+                    forward_s=sum(parts[v].forward + parts[v].first for v in mine),
+                    backward_s=sum(parts[v].backward + parts[v].first_backward + parts[v].last for v in mine),
+                )
+            )
+        return tuple(found)
+
+
+def _shard(mesh: Any, spec: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
+    return NamedSharding(mesh, spec).shard_shape(shape)

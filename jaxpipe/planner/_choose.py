@@ -1,0 +1,146 @@
+"""The candidates of a job, the best first: what `"auto"` chooses from, and what `jaxpipe plan` shows."""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jaxpipe.config import PipelineConfig, unless_auto
+from jaxpipe.errors import PartitionError, ScheduleError
+from jaxpipe.partition import StageMemory, profile_source
+from jaxpipe.schedules import PipeSchedule, lower_schedule, resolve_schedule, schedule_names
+
+from ._candidate import Candidate, Job
+from ._cut import cut_parts, stage_memory
+from ._forecast import Forecast
+from ._step import ShortSteps
+
+CLEAR_GAIN = 0.01
+"""Share of the step that a less simple schedule must gain to be preferred."""
+
+_CHUNK_COUNTS = (1, 2, 4)
+"""Numbers of chunks that are looked at where none is asked for."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The candidates to look at.
+
+    Attributes:
+        schedules: Names of schedules, the simplest first.
+        num_chunks: Numbers of chunks; None: those that the schedules and the cut can have.
+        max_pending: The most pending weight gradients; None: the schedule's own number, or as many
+            as fit.
+    """
+
+    schedules: tuple[str, ...]
+    num_chunks: tuple[int, ...] | None
+    max_pending: int | None
+
+    @staticmethod
+    def of(section: PipelineConfig) -> "Asked":
+        """What settings leave open."""
+        num_chunks, name = unless_auto(section.num_chunks), section.schedule
+        if isinstance(name, str) and name != "auto":
+            return Asked((name,), (resolve_schedule(name, num_chunks).num_chunks,), None)
+        counts = None if num_chunks is None else (num_chunks,)
+        return Asked(auto_schedules(), counts, unless_auto(section.max_pending_weights))
+
+
+def auto_schedules() -> tuple[str, ...]:
+    """Names of the schedules that `"auto"` looks at, the simplest first."""
+    return tuple(name for name, kind in schedule_names().items() if kind.is_auto_candidate)
+
+
+def limits_pending(section: PipelineConfig) -> bool:
+    """True if the pending weight gradients of a named schedule are to be as many as a given limit on memory allows."""
+    kind = schedule_names().get(section.schedule) if isinstance(section.schedule, str) else None
+    is_open = section.max_pending_weights == "auto" and section.memory_limit_gb != "auto"
+    return is_open and kind is not None and kind.min_pending is not None
+
+
+def candidates(job: Job, asked: Asked) -> list[Forecast]:
+    """Count all candidates of a job, in the order that is asked for.
+
+    One with split backwards that does not fit is followed by itself with as many pending weight
+    gradients as do.
+
+    Raises:
+        PartitionError: No cut that was asked for exists.
+        ScheduleError: None of the schedules can have so many chunks.
+    """
+    found, errors = list[Forecast](), list[PartitionError]()
+
+    # Schedules with equally many chunks share a cut, unless it keeps to what each of them holds.
+    @functools.cache
+    def cut(num_parts: int, memory: StageMemory | None) -> Candidate:
+        return Candidate(
+            job, cut_parts(job.module, job.trace, job.cut_costs, num_parts, job.counted.signatures, memory)
+        )
+
+    for name in asked.schedules:
+        most = None if schedule_names()[name].min_pending is None else asked.max_pending
+        for num_chunks in _chunk_counts(name, job, asked):
+            schedule = resolve_schedule(name, num_chunks, most)
+            try:
+                candidate = cut(num_chunks * job.module.num_stages, _memory(job, schedule))
+            except PartitionError as error:
+                errors.append(error)
+                continue
+            one = candidate.forecast(name, schedule, most)
+            found.append(one)
+            fewer = _fitting_pending(job, one)
+            if fewer:
+                found.append(candidate.forecast(name, resolve_schedule(name, num_chunks, fewer), fewer))
+    if not found:
+        raise errors[0] if errors else _no_chunks(asked)
+    return found
+
+
+def ranked(found: Sequence[Forecast]) -> list[Forecast]:
+    """Candidates, the best first, which stand in the order of their simplicity.
+
+    The simplest within `CLEAR_GAIN` of the shortest step is the best; the others follow by their
+    steps, those that fit before the rest. Where none fits the one that holds least is first.
+    """
+    by_step = sorted(found, key=lambda one: (not one.fits, one.step_s))
+    if by_step[0].fits:
+        best = next(one for one in found if one.fits and one.step_s <= by_step[0].step_s * (1 + CLEAR_GAIN))
+    else:
+        best = min(by_step, key=lambda one: (one.memory.total, one.step_s))
+    return [best, *(one for one in by_step if one is not best)]
+
+
+def _chunk_counts(name: str, job: Job, asked: Asked) -> list[int]:
+    """Numbers of chunks to look at that a schedule can have."""
+    kind, method = schedule_names()[name], job.module.partition_method
+    counts = asked.num_chunks
+    if counts is None and not isinstance(method, str):
+        counts = (max(1, (len(method) - 1) // job.module.num_stages),)
+    if counts is None:
+        counts = (kind.num_chunks,) if kind.min_chunks is None else _CHUNK_COUNTS
+    return [count for count in counts if kind.can_have(count)]
+
+
+def _memory(job: Job, schedule: type[PipeSchedule]) -> StageMemory | None:
+    """What a schedule leaves to each part of a cut, where the partition method asks for it."""
+    if profile_source(job.module.partition_method) is None:
+        return None
+    steps = ShortSteps.of(schedule, job.num_microbatches, job.module.num_stages)
+    program = lower_schedule(schedule, steps.long, job.module.num_stages)
+    return stage_memory(program, job.bytes_per_param, job.limit_bytes)
+
+
+def _fitting_pending(job: Job, one: Forecast) -> int:
+    """How many pending weight gradients fit where those of a candidate do not; 0 where none do."""
+    if one.fits or job.limit_bytes is None or not one.memory.pending:
+        return 0
+    room = job.limit_bytes - (one.memory.total - one.memory.pending)
+    return max(0, int(room / (one.memory.pending / one.pending)))
+
+
+def _no_chunks(asked: Asked) -> ScheduleError:
+    names, counts = ", ".join(map(repr, asked.schedules)), asked.num_chunks
+    return ScheduleError(
+        f"num_chunks must suit one of the schedules {names}, but got num_chunks={list(counts or ())}. Leave it out, or "
+        "add 'interleaved' to the schedules."
+    )

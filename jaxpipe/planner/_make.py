@@ -1,0 +1,125 @@
+"""From a model, its mesh and its settings to the plan of a pipeline."""
+
+import dataclasses
+import logging
+from collections.abc import Hashable, Sequence
+
+import optax
+from jax.sharding import Mesh
+
+from jaxpipe._typing import PyTree
+from jaxpipe.config import TrainConfig
+from jaxpipe.distributed import log
+from jaxpipe.executor import Plan
+from jaxpipe.layers import ModelTrace, PipelineModule, layer_signatures
+from jaxpipe.partition import profile_source
+from jaxpipe.schedules import lower_schedule
+
+from ._calibrate import hardware_of, limit_of, reference_hardware
+from ._candidate import Job
+from ._choose import CLEAR_GAIN, Asked, candidates, limits_pending, ranked
+from ._costs import Counted
+from ._cut import costs_for_cut, cut_parts, log_cut, stage_memory
+from ._forecast import Forecast, candidate_table
+from ._measure import measured_costs, runnable_devices
+from ._memory import bytes_per_param
+from ._notes import notes_on_cut
+from ._plan import plan_cut, schedule_of
+
+
+def make_plan(
+    module: PipelineModule,
+    trace: ModelTrace,
+    mesh: Mesh,
+    labels: PyTree,
+    num_microbatches: int,
+    config: TrainConfig,
+    optimizer: optax.GradientTransformation | None = None,
+    parts: Sequence[int] | None = None,
+) -> Plan:
+    """Decide what is left open; all processes call.
+
+    `labels` are a microbatch's, as shapes. Without an `optimizer` parameters are taken to need as
+    much as with Adam. Given `parts`, as another plan for the same model has them, are kept to.
+
+    Raises:
+        ScheduleError: The schedule is unsound, or cannot have so many chunks.
+        PartitionError: The layers cannot be cut as asked.
+        LayerError: A layer whose costs are needed cannot be differentiated.
+        ConfigError: Memory is looked at, and the optimiser does not take these parameters; or it is
+            said when weights are gathered, and there is no axis over which they are divided.
+    """
+    section, profile, notes, choice = config.pipeline, None, (), ""
+    optimizer = optax.adam(1e-3) if optimizer is None else optimizer
+    signatures = layer_signatures(module.layers, trace, module.compute_dtype)
+    is_given, costs = parts is not None, None
+    if section.schedule == "auto" or limits_pending(section):
+        cut = module.replace(partition_method=tuple(parts)) if parts is not None else module
+        job = job_of(cut, trace, mesh, labels, signatures, num_microbatches, config, optimizer)
+        found = ranked(candidates(job, Asked.of(section)))
+        best, costs = found[0], job.cut_costs
+        choice, parts = _said(job, found), best.boundaries
+        section = dataclasses.replace(
+            section,
+            schedule=best.schedule,
+            num_chunks=best.num_chunks,
+            max_pending_weights="auto" if best.max_pending is None else best.max_pending,
+        )
+    schedule = schedule_of(section)
+    is_cut = module.num_stages * schedule.num_chunks > 1
+    is_profiled = profile_source(module.partition_method) is not None
+    if not is_given and (is_cut or is_profiled):
+        costs = costs or costs_for_cut(module, trace, mesh, labels, signatures)
+        memory = None
+        if is_profiled:
+            program = lower_schedule(schedule, num_microbatches, module.num_stages)
+            memory = stage_memory(program, bytes_per_param(module, trace, config, optimizer), limit_of(section, mesh))
+            profile = dataclasses.replace(costs, memory=memory)
+        if parts is None:
+            parts = cut_parts(module, trace, costs, module.num_stages * schedule.num_chunks, signatures, memory)
+        if profile is not None:
+            log_cut(module, trace, profile, parts)
+        notes = notes_on_cut(module, trace, costs, parts) if is_cut else ()
+    parts = (0, len(module.layers)) if parts is None else parts
+    # A single virtual stage is all trunk: what its layers have alike is not asked.
+    signatures = signatures if is_cut else (None,) * len(module.layers)
+    plan = plan_cut(module, trace, mesh, num_microbatches, config, section, signatures, parts)
+    choice = choice if config.pipeline.schedule == "auto" else ""
+    return dataclasses.replace(plan, profile=profile, choice=choice, notes=notes)
+
+
+def job_of(
+    module: PipelineModule,
+    trace: ModelTrace,
+    mesh: Mesh,
+    labels: PyTree,
+    signatures: Sequence[Hashable],
+    num_microbatches: int,
+    config: TrainConfig,
+    optimizer: optax.GradientTransformation,
+) -> Job:
+    """A job on the devices of a mesh, which may be absent; all processes call."""
+    counted, measured = Counted(module, trace, labels, signatures), None
+    if profile_source(module.partition_method) == "times" and runnable_devices(mesh):
+        measured = measured_costs(module, trace, mesh, labels, counted.costs(reference_hardware(mesh)))
+    limit = limit_of(config.pipeline, mesh)
+    return Job(module, trace, mesh, counted, num_microbatches, config, optimizer, hardware_of(mesh), limit, measured)
+
+
+def _said(job: Job, found: Sequence[Forecast]) -> str:
+    """The candidates and the choice as a table, logged too."""
+    best, limit, level = found[0], job.limit_bytes, logging.INFO
+    room = "" if limit is None else f" that fits {limit / 1e9:.3g} GB"
+    reason = f"{best.schedule}: The simplest within {CLEAR_GAIN:.0%} of the shortest step{room}."
+    if not best.fits:
+        level = logging.WARNING
+        memory = best.memory
+        without_rings = memory.weights + memory.masters + memory.gradient_sums
+        less = "." if without_rings > (limit or 0) else "; or recompute activations, or use smaller microbatches."
+        reason = (
+            f"{best.schedule}: Nothing fits; this holds the least. Parameters, gradients and optimiser state take "
+            f"{without_rings:,.0f} of {limit:,.0f} bytes. Use more stages, or raise pipeline.memory_limit_gb{less}"
+        )
+    table = "\n".join([*candidate_table(found), reason])
+    log(level, "schedule=%r, with layers %s:\n%s", job.config.pipeline.schedule, job.costs.source, table)
+    return table

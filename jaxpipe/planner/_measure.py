@@ -1,0 +1,132 @@
+"""Times of layers, measured by one process for all."""
+
+import dataclasses
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jaxpipe._typing import PyTree
+from jaxpipe.autodiff import SplitBackward
+from jaxpipe.distributed import gather_texts, run_on_all
+from jaxpipe.errors import PartitionError
+from jaxpipe.layers import ModelTrace, PipelineModule
+from jaxpipe.partition import LayerCost, Profile
+from jaxpipe.topology import automatic_axes
+
+from ._costs import LayerWork, layer_keys, layer_work, look_once, loss_work
+
+_ROUND_S = 0.01
+"""Seconds for which a layer is called again and again, so that starting it counts for little."""
+
+Times = tuple[float, float, float]
+"""Seconds of a forward, a whole backward, and its weight gradient."""
+
+
+def measured_costs(module: PipelineModule, trace: ModelTrace, mesh: Mesh, labels: PyTree, costs: Profile) -> Profile:
+    """Costs with times that process 0 measures on its first device of the mesh; all processes call.
+
+    Layers that are sharded over automatic axes are computed for all their devices at once and count
+    for their share, without their exchanges. A layer whose work all stages share is not looked at,
+    nor is a loss that follows it.
+
+    Raises:
+        PartitionError: The mesh's devices cannot be measured on.
+        LayerError: A layer cannot be differentiated.
+    """
+    num_shares = math.prod(mesh.shape[axis] for axis in automatic_axes(trace.mesh))
+
+    def times(work: LayerWork) -> list[float]:
+        return [seconds / num_shares for seconds in _times_of(work)]
+
+    def measured() -> list[list[float]]:
+        devices = runnable_devices(mesh)
+        if not devices:
+            raise PartitionError(
+                "partition_method='profile' must measure on a device of process 0, but got a mesh of "
+                f"{mesh.devices.flat[0].device_kind} devices that process 0 cannot run on. Use 'profile:flops', or "
+                "explicit boundaries."
+            )
+        with jax.default_device(devices[0]):
+            keys = layer_keys(module, trace, costs.signatures)
+            is_shared = [each.is_stage_sharded for each in costs.layers]
+            found = look_once(keys, lambda i: [0.0] * 3 if is_shared[i] else times(layer_work(module, trace, i)))
+            has_loss = labels is not None and module.loss_fn is not None and not is_shared[-1]
+            return [*found, times(loss_work(module, trace, labels)) if has_loss else [0.0] * 3]
+
+    # Times differ from process to process, and all must cut alike: those of process 0 count.
+    *layers, loss = agreed(run_on_all(measured, who=[0]))
+    source = f"measured on {mesh.devices.flat[0].device_kind}"
+    return dataclasses.replace(
+        costs, layers=tuple(map(_timed, costs.layers, layers)), loss=_timed(costs.loss, loss), source=source
+    )
+
+
+def _timed(cost: LayerCost, times: list[float]) -> LayerCost:
+    forward_s, backward_s, weight_s = times
+    # Measured, this part may take longer than the whole by noise.
+    return dataclasses.replace(cost, forward_s=forward_s, backward_s=backward_s, weight_s=min(weight_s, backward_s))
+
+
+def _times_of(work: LayerWork) -> Times:
+    forward_s = measured_s(work.residuals.forward, work.params, work.inputs, work.context)
+    backward_s = measured_s(work.residuals.backward, work.params, work.residuals.structs, work.cotangents)
+    split = SplitBackward(work.residuals, work.params)
+    if split.is_whole:
+        return forward_s, backward_s, 0.0
+    return forward_s, backward_s, measured_s(split.backward_weight, work.params, work.residuals.structs, split.pending)
+
+
+def measured_s(function: Callable[..., Any], *structs: PyTree, rounds: int = 5) -> float:
+    """Measured seconds of a call, the median of some rounds; at least as long as it takes to start a program."""
+    jitted, args = jax.jit(function), _filled(structs)
+    jax.block_until_ready(jitted(*args))  # compiles, and is not counted
+
+    def mean_s(calls: int) -> float:
+        start = time.perf_counter()
+        for _ in range(calls - 1):
+            jitted(*args)
+        # The last result alone: an accelerator runs programs in the order of their calls.
+        jax.block_until_ready(jitted(*args))
+        return (time.perf_counter() - start) / calls
+
+    # One call tells how many fill a round; no clock is fine enough for more than a hundred.
+    calls = math.ceil(_ROUND_S / max(mean_s(1), _ROUND_S / 100))
+    return statistics.median(mean_s(calls) for _ in range(rounds))
+
+
+def _filled(struct: PyTree) -> PyTree:
+    """Arrays of these shapes: random numbers below 0.1, integers 0, flags set."""
+
+    # Not zeros: a layer that divides by them, or tests for them, would do other work than in
+    # training.
+    def one(leaf: Any) -> jax.Array:
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            return jnp.broadcast_to(jax.random.key(0), leaf.shape)
+        if jnp.issubdtype(leaf.dtype, jnp.inexact):
+            return jax.random.uniform(jax.random.key(0), leaf.shape, maxval=0.1).astype(leaf.dtype)
+        return jnp.full(leaf.shape, leaf.dtype == jnp.bool_, leaf.dtype)
+
+    return jax.jit(lambda: jax.tree.map(one, struct))()
+
+
+def runnable_devices(mesh: Mesh) -> list[Any]:
+    """This process's devices of a mesh on which programs can be run, and not only be compiled for them."""
+    own = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
+    return [device for device in own if device in device.client.local_devices()]
+
+
+def agreed(value: Any, pick: Callable[[list[Any]], Any] = lambda found: found[0]) -> Any:
+    """A value on which all processes agree, picked from those of each, by default that of process 0; all call.
+
+    It is one that JSON can write: a float comes back with every digit.
+    """
+    if jax.process_count() == 1:
+        return value
+    return pick([json.loads(text) for text in gather_texts(json.dumps(value))])
