@@ -121,8 +121,8 @@ def working_bytes(
     ends = sum(_gathered_bytes(trace, i) for i in vocab.layers) / slices
     return Working(
         residuals=kept,
-        # Those of a backward, in the dtype of the parameters, and once more without what idle
-        # stages computed; those of the loss are added where they are made.
+        # Those of a backward or of the loss, in the dtype of the parameters, and once more without
+        # what idle stages computed.
         off_trunk=2 * packed,
         loss=(2 + 4) * logits / slices + ends,
         # Where actions gather weights themselves, those of a layer are whole meanwhile.
