@@ -38,6 +38,14 @@ class Gain(nn.Module):
         return x * self.param("gain", nn.initializers.ones, ()) * (10.0 if train else 1.0)
 
 
+class Product(nn.Module):
+    """The same with a matrix of one number: a split backward leaves the gradient of a matrix for later."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array, *, train: bool = False) -> jax.Array:
+        return x @ self.param("matrix", nn.initializers.ones, (1, 1)) * (10.0 if train else 1.0)
+
+
 class Noise(nn.Module):
     """Adds what is drawn from its key, scaled."""
 
@@ -47,7 +55,22 @@ class Noise(nn.Module):
         return x + scale * jax.random.uniform(self.make_rng("dropout"), x.shape) if train else x
 
 
-def product(outputs: jax.Array, labels: jax.Array) -> jax.Array:
+class Reporter(nn.Module):
+    """Reports a loss and a metric, and keeps the sum of its inputs."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array, *, train: bool = False) -> jax.Array:
+        weight = self.param("weight", nn.initializers.ones, ())
+        y = x * weight
+        self.sow("losses", "size", y.sum())
+        self.sow("metrics", "top", 100 * x.sum())
+        total = self.variable("sums", "total", lambda: jnp.zeros(()))
+        if train:
+            total.value = total.value + x.sum()
+        return y
+
+
+def times(outputs: jax.Array, labels: jax.Array) -> jax.Array:
     return jnp.sum(outputs * labels)
 
 
@@ -76,7 +99,7 @@ class Numbers:
         trainable: Any = None,
         interval: int = 0,
         compute_dtype: Any = None,
-        loss_fn: Callable[..., Any] = product,
+        loss_fn: Callable[..., Any] = times,
         **settings: Any,
     ) -> None:
         module = PipelineModule(
@@ -124,7 +147,7 @@ class Numbers:
         for index, names in self.stage.params.stages[stage].layers.items():
             for name in names.values():
                 if name in self.stage.params.stages[stage].off_trunk and name in layout.names(stage):
-                    found[index] = float(layout.get(stage, name, off_trunk))
+                    found[index] = layout.get(stage, name, off_trunk).item()
         return found
 
 
