@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 from _numbers import PRIMES, Gain, Noise, Numbers, Product, Reporter, Scale
 
+from jaxpipe import TiedLayerSpec
 from jaxpipe.executor._prologue import Prologue
 
 KEY = jax.random.key(3)
@@ -131,11 +132,34 @@ def test_alike_prologues_share_a_branch_and_no_random_key() -> None:
     numbers = Numbers(*DRAWING)
     prologue: Prologue = numbers.stage.prologue
     assert prologue._program_of == [0, 1, 1]
+    # Profiles name the layers of both.
+    assert prologue._programs[1]._label(0, 1) == "1_Gain,4_Gain"
     for v, layers in ((1, range(1, 3)), (2, range(4, 6))):
         views = [{"gain": jnp.float32(PRIMES[layers[0]])}, {"noise": jnp.float32(PRIMES[layers[1]])}]
         run = numbers.pipeline.module.run_layers(layers, views, train=True)
         wanted = run(one(ARRIVED), KEY, {}, [{}, {}])[0]
         assert forward(numbers, v).output.tolist() == wanted.tolist()
+
+
+def tied() -> TiedLayerSpec:
+    return TiedLayerSpec("gain", Gain)
+
+
+@pytest.mark.parametrize(
+    ("layers", "parts", "stages", "wanted"),
+    [
+        pytest.param(
+            [Scale, Gain, Scale, Gain, Scale, Gain, Scale, Gain], [0, 1, 3, 5, 8], 2, [0, 1, 1, 2], id="another slot"
+        ),
+        pytest.param([Scale, Gain, Scale, Noise, Scale, Gain], [0, 1, 3, 6], 3, [0, 1, 2], id="another layer"),
+        pytest.param([Scale, tied(), Scale, tied(), Scale, Gain], [0, 1, 3, 6], 3, [0, 1, 2], id="a tied layer"),
+    ],
+)
+def test_prologues_that_differ_have_branches_of_their_own(
+    layers: list[Any], parts: list[int], stages: int, wanted: list[int]
+) -> None:
+    numbers = Numbers(layers, parts, stages, schedule="interleaved" if len(parts) > stages + 1 else "1f1b")
+    assert numbers.stage.prologue._program_of == wanted
 
 
 def test_without_prologues_the_first_takes_the_inputs_and_others_what_has_arrived() -> None:
