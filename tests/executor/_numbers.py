@@ -70,6 +70,14 @@ class Reporter(nn.Module):
         return y
 
 
+class Sided(nn.Module):
+    """Times its number and a side input."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array, *, factor: jax.Array) -> jax.Array:
+        return x * factor * self.param("number", nn.initializers.ones, ())
+
+
 def times(outputs: jax.Array, labels: jax.Array) -> jax.Array:
     return jnp.sum(outputs * labels)
 
@@ -86,6 +94,7 @@ class Numbers:
         interval: Layers that are recomputed together.
         compute_dtype: What layers compute in.
         loss_fn: As for `PipelineModule`.
+        example: Inputs and labels of a microbatch; None: one number.
         **settings: As for `make_settings`.
     """
 
@@ -100,6 +109,7 @@ class Numbers:
         interval: int = 0,
         compute_dtype: Any = None,
         loss_fn: Callable[..., Any] = times,
+        example: Any = None,
         **settings: Any,
     ) -> None:
         module = PipelineModule(
@@ -112,8 +122,10 @@ class Numbers:
             trainable=trainable,
         )
         mesh = make_pipeline_mesh(PipeDataParallelTopology(stages, 1))
-        one = np.ones(1, np.float32)
-        self.pipeline = Pipeline(module, optax.sgd(0.1), mesh, (one, one, side or {}), 3, make_settings(**settings))
+        example = np.ones(1, np.float32) if example is None else example
+        self.pipeline = Pipeline(
+            module, optax.sgd(0.1), mesh, (example, example, side or {}), 3, make_settings(**settings)
+        )
         self.stage: Stage = self.pipeline._stages
         stage, key = self.stage, jax.eval_shape(lambda: jax.random.key(0))
         self.blueprint = Blueprint(
@@ -151,16 +163,15 @@ class Numbers:
         return found
 
 
-def on_stages(function: Callable[..., Any], *given: Sequence[Any]) -> list[Any]:
-    """What a function gives on each stage, of the stage's own tree of each of the arguments."""
-    stages = len(given[0])
-    mesh = make_pipeline_mesh(PipeDataParallelTopology(stages, 1))
+def on_stages(function: Callable[..., Any], *given: Sequence[Any], replicas: int = 1) -> list[Any]:
+    """What a function gives on each device, of the device's own tree of each of the arguments, stage after stage."""
+    devices, row = len(given[0]), P(("stage", "data"))
+    mesh = make_pipeline_mesh(PipeDataParallelTopology(devices // replicas, replicas))
     stacked = [jax.tree.map(lambda *xs: jnp.stack(xs), *trees) for trees in given]
 
     def device(*trees: Any) -> Any:
         return jax.tree.map(lambda x: jnp.asarray(x)[None], function(*jax.tree.map(lambda x: x[0], trees)))
 
-    row = P("stage")
     mapped = jax.shard_map(device, mesh=mesh, in_specs=row, out_specs=row, check_vma=False)
     found = jax.device_get(jax.jit(mapped)(*stacked))
-    return [jax.tree.map(lambda x, s=s: x[s], found) for s in range(stages)]
+    return [jax.tree.map(lambda x, i=i: x[i], found) for i in range(devices)]

@@ -2,11 +2,10 @@
 
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import pytest
-from _numbers import PRIMES, Gain, Noise, Numbers, Reporter, Scale
+from _numbers import PRIMES, Gain, Noise, Numbers, Reporter, Scale, Sided
 
 from jaxpipe.executor._batch import Microbatch
 from jaxpipe.executor._results import LossResult
@@ -14,14 +13,6 @@ from jaxpipe.executor._results import LossResult
 KEY = jax.random.key(3)
 ARRIVED, LABEL, MAIN, REPORTED, KEPT = 29.0, 31.0, 0.5, 0.25, 4.0
 SIDE = 37.0
-
-
-class Sided(nn.Module):
-    """Times its number and a side input."""
-
-    @nn.compact
-    def __call__(self, x: jax.Array, *, factor: jax.Array) -> jax.Array:
-        return x * factor * self.param("number", nn.initializers.ones, ())
 
 
 def one(value: float) -> jax.Array:
