@@ -78,7 +78,8 @@ def test_a_schedule_that_comes_back_ends_on_the_first_stage() -> None:
 
 
 def test_all_stages_run_split_last_layers_for_the_microbatch_of_the_last_part() -> None:
-    layers = [Scale, Scale, Sided, LayerSpec(VocabHead, STAGES, use_bias=False)]
+    """The side input, by which each stage multiplies its own logit, is not that of its own forward."""
+    layers = [Scale, Scale, LayerSpec(VocabHead, STAGES, use_bias=False), Sided]
     numbers = Numbers(layers, [0, 1, 4], STAGES, side=SIDE, loss_fn=lambda y, t: jax.lax.psum(y.sum(), "stage"))
     assert numbers.stage.vocab_loss is not None
     first, last = evaluate(numbers, measure_slices, [numbers.storage(s) for s in range(STAGES)])

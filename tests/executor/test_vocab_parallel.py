@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from _numbers import PRIMES, Gain, Numbers, Scale, on_stages
 from _oracle import Case
 from _tolerances import assert_close
@@ -123,8 +124,10 @@ def test_a_parameter_tied_across_the_split_has_a_gradient_from_each_side() -> No
     assert [each[0].tolist() for each in (first, last)] == [[0], [STAGES * (10 * x * gain * kernel + gain)]]
 
 
-def test_gradients_of_the_first_layers() -> None:
-    ends = Ends("split_first")
+# What the first layers hand over has in one model the form that virtual stages hand over, in the other its own.
+@pytest.mark.parametrize("model", ["split_first", "split_narrow"])
+def test_gradients_of_the_first_layers(model: str) -> None:
+    ends = Ends(model)
     stage, layers, inputs = ends.stage, ends.stage.ends.first, ends.batch[0]
     trees = {i: ends.trees[i] for i in layers if i in ends.trees}
     gradient = some_like(jax.eval_shape(lambda: ends.run(layers, trees, inputs)))
