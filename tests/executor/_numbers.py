@@ -31,7 +31,7 @@ class Scale(nn.Module):
 
 
 class Gain(nn.Module):
-    """A layer of prologues and epilogues: the same, of another name, and in training ten times as much."""
+    """A layer of prologues and epilogues: the same, but ten times as much in training."""
 
     @nn.compact
     def __call__(self, x: jax.Array, *, train: bool = False) -> jax.Array:
@@ -39,7 +39,7 @@ class Gain(nn.Module):
 
 
 class Product(nn.Module):
-    """The same with a matrix of one number: a split backward leaves the gradient of a matrix for later."""
+    """The same with a matrix of one number, whose gradient a split backward leaves for later."""
 
     @nn.compact
     def __call__(self, x: jax.Array, *, train: bool = False) -> jax.Array:
@@ -149,7 +149,7 @@ class Numbers:
         return layout.pack(stage, leaves)
 
     def at(self, virtual_stage: int) -> VirtualStage:
-        """A virtual stage whose program is compiled for its chunk, as it is where idle actions are skipped."""
+        """A virtual stage, with a program compiled for its chunk alone."""
         stage, chunk = self.stage.placement.locations[virtual_stage]
         return VirtualStage(jnp.int32(stage), chunk, self.stage.placement)
 
@@ -164,7 +164,7 @@ class Numbers:
 
 
 def on_stages(function: Callable[..., Any], *given: Sequence[Any], replicas: int = 1) -> list[Any]:
-    """What a function gives on each device, of the device's own tree of each of the arguments, stage after stage."""
+    """What a function gives on each device, stage after stage, of the device's own arguments."""
     devices, row = len(given[0]), P(("stage", "data"))
     mesh = make_pipeline_mesh(PipeDataParallelTopology(devices // replicas, replicas))
     stacked = [jax.tree.map(lambda *xs: jnp.stack(xs), *trees) for trees in given]

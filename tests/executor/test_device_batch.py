@@ -83,7 +83,7 @@ def test_evaluation_has_no_key() -> None:
 
 @pytest.mark.parametrize("dim", [WHOLE, 0, 1])
 def test_shards_are_put_together_in_the_order_of_the_stages(dim: int) -> None:
-    """Each stage holds a shard of every microbatch, and gets the whole of the one that is asked for."""
+    """Each stage holds a shard of every microbatch, and gets the one asked for whole."""
     whole = np.arange(3 * 2 * 4, dtype=np.float32).reshape(3, 2, 4)
     shards = [whole, whole] if dim == WHOLE else np.split(whole, 2, axis=dim + 1)
 
@@ -120,13 +120,13 @@ def test_the_first_dim_that_the_stages_divide_is_sharded(
 
 
 def test_small_leaves_are_whole() -> None:
-    """The bytes of all microbatches count: of 2-byte numbers, 4 microbatches of this shape are 32 MiB."""
+    """The bytes of all microbatches count: four of this shape, of 2-byte numbers, are 32 MiB."""
     leaf = struct(2, 2**21, dtype=jnp.bfloat16)
     assert [batch_shard_dims(Batch(leaf, leaf, ()), n, 2).inputs for n in (3, 4)] == [WHOLE, 0]
 
 
 def test_a_shard_along_the_samples_is_one_of_the_replicas_own() -> None:
-    """So their dim is divided by replicas first: a replica's samples lie side by side on its stages."""
+    """Their dim is divided by replicas first: a replica's samples lie on its own stages."""
     assert batch_spec(WHOLE) == P(None, "data")
     assert batch_spec(0) == P(None, ("data", "stage"))
     assert batch_spec(1) == P(None, "data", "stage")

@@ -1,4 +1,4 @@
-"""The epilogue and the loss by themselves: products of primes say which factor is missing or wrong."""
+"""The epilogue and the loss by themselves: products of primes say which factor is wrong."""
 
 from typing import Any
 

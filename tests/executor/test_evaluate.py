@@ -1,4 +1,4 @@
-"""The evaluation loop: every microbatch is measured once, on the stage of the last part, with what is its own."""
+"""The evaluation loop: every microbatch is measured once, on the stage of the last part."""
 
 from typing import Any
 
@@ -55,7 +55,7 @@ def evaluate(numbers: Numbers, measure: Any, storages: list[Any], inputs: Any = 
 
 
 def test_every_microbatch_is_measured_on_the_last_stage() -> None:
-    """Through both chunks of both stages, with its own side inputs in a prologue and in the epilogue."""
+    """Through both chunks of both stages, with its side inputs in a prologue and the epilogue."""
     layers = [Gain, Scale, Sided, Scale, Scale, Scale, Sided]
     numbers = Numbers(layers, [0, 2, 4, 5, 7], STAGES, schedule="interleaved", side=SIDE)
     assert [len(cut.prologue) for cut in numbers.stage.cuts] == [1, 1, 0, 0]
@@ -78,7 +78,7 @@ def test_a_schedule_that_comes_back_ends_on_the_first_stage() -> None:
 
 
 def test_all_stages_run_split_last_layers_for_the_microbatch_of_the_last_part() -> None:
-    """The side input, by which each stage multiplies its own logit, is not that of its own forward."""
+    """Each stage multiplies its logit by that one's side input, not by that of its own forward."""
     layers = [Scale, Scale, LayerSpec(VocabHead, STAGES, use_bias=False), Sided]
     numbers = Numbers(layers, [0, 1, 4], STAGES, side=SIDE, loss_fn=lambda y, t: jax.lax.psum(y.sum(), "stage"))
     assert numbers.stage.vocab_loss is not None

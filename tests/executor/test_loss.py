@@ -1,4 +1,4 @@
-"""From sums over microbatches to the loss: what counts, over which devices, and what it is divided by."""
+"""From sums over microbatches to the loss: what counts, and what it is divided by."""
 
 from collections.abc import Callable
 from typing import Any
@@ -71,9 +71,10 @@ def test_where_nothing_weighs_the_loss_is_no_nan(weight: float, divisor: float) 
 
 
 def test_reports_are_means_over_microbatches_and_replicas_by_stage() -> None:
-    """Each stage has layers of its own, in slots that are padded; slots without a name are not looked at."""
+    """Each stage has layers of its own, in padded slots; those without a name do not count."""
     names = [[("losses", "a"), ("", ""), ("metrics", "b")], [("metrics", "c"), ("losses", "d"), ("", "")]]
-    values = [[1, 9, 2], [10, 9, 20], [3, 4, 9], [30, 40, 9]]  # stage 0 of both replicas, then stage 1
+    # Stage 0 of both replicas, then stage 1.
+    values = [[1, 9, 2], [10, 9, 20], [3, 4, 9], [30, 40, 9]]
 
     def device(mine: jax.Array) -> Any:
         return gather_values(mine, names, 2)

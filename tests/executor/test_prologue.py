@@ -1,4 +1,4 @@
-"""Prologues by themselves: products of primes say which layers have run, of which virtual stage, on what."""
+"""Prologues by themselves: products of primes say which layers have run, and on what."""
 
 from typing import Any
 
@@ -53,7 +53,7 @@ def forward(numbers: Numbers, v: int, arrived: float = ARRIVED) -> Any:
 
 
 def backward(numbers: Numbers, v: int, *, split: bool) -> Any:
-    """Input gradient and gradients by layer, of a backward and, where it is split, of the weight gradient."""
+    """The input gradient, and gradients by layer of a backward and of the rest of a split one."""
     at, stage = numbers.at(v), numbers.stage
     place = stage.placement.locations[v][0]
     storage, residuals = numbers.storage(place), forward(numbers, v).residuals
@@ -74,7 +74,7 @@ def test_the_model_has_the_prologues_that_are_meant(numbers: Numbers, split: Num
 
 @pytest.mark.parametrize("v", range(4))
 def test_forward(numbers: Numbers, v: int) -> None:
-    """The first takes the model's inputs, others what has arrived, with a tenfold gain in training."""
+    """The first takes the model's inputs, others what has arrived; in training gains are tenfold."""
     layers = PROLOGUES[v]
     result = forward(numbers, v)
     assert float(result.output[0]) == (ARRIVED if v else INPUT) * product(layers) * 10 ** len(layers)
@@ -201,15 +201,14 @@ def test_what_arrives_and_leaves_has_the_form_of_its_own_virtual_stage() -> None
     assert not any(cut.trunk for cut in stage.cuts)
     given = [one(INPUT), one(ARRIVED), jnp.asarray([3.0, 4.0]), jnp.asarray([5.0, 6.0, 7.0])]
     gains = [10 * PRIMES[i] for i in (0, 1, 3, 5)]
-    x, y, z, w = given
-    wanted = [x, jnp.tile(y, 2), jnp.asarray([3.0, 4.0, 300.0]), w]
+    wanted = [given[0], jnp.tile(given[1], 2), jnp.asarray([3.0, 4.0, 300.0]), given[3]]
     gradients = [one(2.0), jnp.asarray([2.0, 3.0]), jnp.asarray([2.0, 3.0, 5.0]), jnp.asarray([2.0, 3.0, 5.0])]
     pulled = [[0.0], [5.0], [502.0, 3.0], [2.0, 3.0, 5.0]]
 
     def both(v: int) -> tuple[jax.Array, Any]:
         at, storage = numbers.at(v), numbers.storage(v)
         packed = stage.activations.pack(v - 1, given[v]) if v else stage.activations.zeros()
-        ahead = stage.prologue.forward(at, storage, stage.collections.layout.zeros(), x, packed, (KEY, {}))
+        ahead = stage.prologue.forward(at, storage, stage.collections.layout.zeros(), one(INPUT), packed, (KEY, {}))
         gradient = stage.gradients.pack(v, [gradients[v]])
         back = stage.prologue.backward(at, storage, ahead.residuals, gradient, jnp.float32(0), split=False)
         # The input of the first has no gradient: zeros are sent.

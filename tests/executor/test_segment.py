@@ -1,4 +1,4 @@
-"""Segments by themselves: the layers that run, their keys, and where their gradients and collections go."""
+"""Segments by themselves: their layers, keys, gradients and collections."""
 
 import functools
 from typing import Any
@@ -60,7 +60,7 @@ def in_a_row(layers: range) -> jax.Array:
 
 @pytest.mark.parametrize(
     ("scan", "interval"),
-    # Groups of one, of two and of four layers; three do not divide four, so that each layer is a group.
+    # Groups of one, two and four layers. Three do not divide four: then each layer is a group.
     [(False, 0), (True, 0), (True, 2), (True, 4), (True, 3)],
 )
 def test_each_layer_draws_with_the_key_of_its_place_in_the_model(scan: bool, interval: int) -> None:
@@ -194,7 +194,7 @@ def test_gradients_off_the_trunk_are_zero_where_none_is_given() -> None:
 
 
 def test_what_every_stage_holds_off_the_trunk_is_no_part_of_the_buffers() -> None:
-    """A number that is tied on all stages, between layers of which each has its own on one of them."""
+    """A number that is tied on all stages, beside one that the first stage alone has."""
     tied = TiedLayerSpec("gain", Gain)
     numbers = Numbers([Gain, tied, Scale, tied, Scale, tied, Scale, Gain], [0, 3, 5, 8], 3)
     segment = Segment(numbers.blueprint, 0, [cut.prologue for cut in numbers.stage.cuts])

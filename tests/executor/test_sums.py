@@ -1,4 +1,4 @@
-"""Sums of gradients: each action adds once, to the sum of its own chunk, in the dtype of the sums."""
+"""Sums of gradients: each action adds once, to its own chunk, in the dtype of the sums."""
 
 from typing import Any
 

@@ -102,7 +102,7 @@ def total_over_stages(outputs: jax.Array, labels: jax.Array) -> jax.Array:
 
 
 def test_a_parameter_tied_across_the_split_has_a_gradient_from_each_side() -> None:
-    """In training logit s of the two is `10 * x * gain * kernel[s] + gain`, and the loss is their sum."""
+    """Logit s of the two is `10 * x * gain * kernel[s] + gain`, and the loss is their sum."""
     before, after = TiedLayerSpec("gain", Gain), TiedLayerSpec("gain", Gain, forward_fn=plus_gain)
     head = LayerSpec(VocabHead, STAGES, use_bias=False)
     numbers = Numbers([Scale, Scale, before, head, after], [0, 1, 5], STAGES, loss_fn=total_over_stages)
@@ -117,14 +117,14 @@ def test_a_parameter_tied_across_the_split_has_a_gradient_from_each_side() -> No
 
     first, last = on_stages(on_a_stage, [numbers.storage(s) for s in range(STAGES)])
     grads = [{name: g.item() for name, g in each[1].items()} for each in (first, last)]
-    # What follows the split is computed on every stage, with its own logit; what comes before counts on the last.
+    # Each stage computes what follows the split on its own logit; what comes before counts on the last.
     assert [each["tied/gain/gain"] for each in grads] == [FACTOR, FACTOR * (1 + STAGES * 10 * x * kernel)]
     assert [each["layers/3_VocabHead/kernel"] for each in grads] == [FACTOR * 10 * x * gain] * STAGES
     assert [float(each[2][0][0]) for each in (first, last)] == [0, FACTOR * STAGES * 10 * gain * kernel]
     assert [each[0].tolist() for each in (first, last)] == [[0], [STAGES * (10 * x * gain * kernel + gain)]]
 
 
-# What the first layers hand over has in one model the form that virtual stages hand over, in the other its own.
+# In one model the first layers hand over what virtual stages do, in the other a narrower form.
 @pytest.mark.parametrize("model", ["split_first", "split_narrow"])
 def test_gradients_of_the_first_layers(model: str) -> None:
     ends = Ends(model)

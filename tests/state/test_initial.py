@@ -255,7 +255,7 @@ def test_each_row_is_of_the_shard_of_its_stage_and_replica() -> None:
     layout = Layout([{"a": struct(2), "b": struct(3)}, {"a": struct(2), "c": struct(5)}])
     each = [Replicated(layout), ByElements(layout, 2, {}), ByLeaves(layout, 2, ())]
     found = [[_forms_of_rows(sharding, stage) for stage in range(2)] for sharding in each]
-    # Whole, a stage's leaves lie in one row. Pieces of leaves are alike on all replicas, and whole leaves are not.
+    # Whole, a stage's leaves lie in one row. Pieces are alike on all replicas, whole leaves are not.
     assert found == [[[0], [1]], [[0, 0], [1, 1]], [[0, 1], [2, 3]]]
 
 
@@ -273,7 +273,7 @@ def test_blocks_are_cut_off_side_by_side() -> None:
 def test_a_stage_with_more_layers_draws_alone_and_each_replica_keeps_its_shard(
     optimizer: optax.GradientTransformation,
 ) -> None:
-    """Of three alike layers two are on the first stage; with LAMB a replica keeps the kernels, the other the biases."""
+    """Two of three alike layers are on the first stage; LAMB has whole leaves on one replica."""
     kernel = nn.initializers.normal()
     layers = [LayerSpec(nn.Dense, 4, kernel_init=kernel, bias_init=kernel) for _ in range(3)]
     module = PipelineModule(
