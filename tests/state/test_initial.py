@@ -273,11 +273,12 @@ def test_blocks_are_cut_off_side_by_side() -> None:
 def test_a_stage_with_more_layers_draws_alone_and_each_replica_keeps_its_shard(
     optimizer: optax.GradientTransformation,
 ) -> None:
-    """Two of three alike layers are on the first stage; LAMB has whole leaves on one replica."""
-    kernel = nn.initializers.normal()
-    layers = [LayerSpec(nn.Dense, 4, kernel_init=kernel, bias_init=kernel) for _ in range(3)]
+    """One of three alike layers is on the second stage, after another one; LAMB wants whole leaves."""
+    normal = nn.initializers.normal()
+    one, two, three = (LayerSpec(nn.Dense, 4, kernel_init=normal, bias_init=normal) for _ in range(3))
+    layers = [one, two, jnp.tanh, LayerSpec(nn.Dense, 4, use_bias=False), three]
     module = PipelineModule(
-        layers, num_stages=2, loss_fn=lambda y, t: jnp.mean((y - t) ** 2), partition_method=[0, 2, 3]
+        layers, num_stages=2, loss_fn=lambda y, t: jnp.mean((y - t) ** 2), partition_method=[0, 3, 5]
     )
     x = np.ones((4, 4), np.float32)
     mesh = make_pipeline_mesh(PipeDataParallelTopology(2, 2))
