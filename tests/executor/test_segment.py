@@ -136,10 +136,12 @@ def test_what_is_frozen_is_no_place_for_gradients(frozen: str, scan: bool) -> No
     }
 
 
-def test_a_reported_loss_is_one_more_output() -> None:
+@pytest.mark.parametrize("split", [False, True])
+def test_a_reported_loss_is_one_more_output(split: bool) -> None:
     """It reports x * weight, and that times the other cotangent goes back besides."""
-    numbers = Numbers([*[Reporter] * 2, Gain], [0, 1, 3], 2)
-    segment = trunk(numbers)
+    schedule = "zero-bubble" if split else "1f1b"
+    numbers = Numbers([*[Reporter] * 2, Gain], [0, 1, 3], 2, schedule=schedule)
+    segment = trunk(numbers, split=split)
     held = jax.tree.map(lambda x: jnp.full_like(x, 4), numbers.stage.collections.layout.zeros())
     full_context = (jnp.int32(0), KEY, {}, segment.collections(held))
     params = leaves(segment, numbers)
@@ -148,7 +150,7 @@ def test_a_reported_loss_is_one_more_output() -> None:
     assert ahead.reported.tolist() == [X * PRIMES[0], 100 * X]
     assert jax.tree.leaves(ahead.collections) == [4 + X]
     assert jax.tree.leaves(segment.collections(segment.put(held, ahead.collections))) == [4 + X]
-    back = segment.backward(params, ahead.residuals, [one(GRADIENT)], jnp.float32(0.5), split=False)
+    back = segment.backward(params, ahead.residuals, [one(GRADIENT)], jnp.float32(0.5), split=split)
     assert [float(g) for g in back.grads.values()] == [X * (GRADIENT + 0.5)]
     assert [float(g[0]) for g in back.input_grad] == [PRIMES[0] * (GRADIENT + 0.5)]
 
