@@ -5,12 +5,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
+from _numbers import PRIMES, Gain, Numbers, Scale, on_stages
 from _oracle import Case
 from _tolerances import assert_close
 from jax.sharding import PartitionSpec as P
 
+from jaxpipe import LayerSpec, TiedLayerSpec
 from jaxpipe.autodiff import differentiable
 from jaxpipe.executor._batch import Microbatch
+from jaxpipe.layers import VocabHead
 
 KEY, FACTOR, STAGES = jax.random.key(3), 0.5, 2
 
@@ -89,8 +93,41 @@ def test_loss_of_the_last_layers() -> None:
     assert_close(put_together(parts, grads), grads)
 
 
-def test_gradients_of_the_first_layers() -> None:
-    ends = Ends("split_first")
+def plus_gain(module: Gain, x: jax.Array) -> jax.Array:
+    return x + module.get_variable("params", "gain")
+
+
+def total_over_stages(outputs: jax.Array, labels: jax.Array) -> jax.Array:
+    return jax.lax.psum(outputs.sum(), "stage")
+
+
+def test_a_parameter_tied_across_the_split_has_a_gradient_from_each_side() -> None:
+    """Logit s of the two is `10 * x * gain * kernel[s] + gain`, and the loss is their sum."""
+    before, after = TiedLayerSpec("gain", Gain), TiedLayerSpec("gain", Gain, forward_fn=plus_gain)
+    head = LayerSpec(VocabHead, STAGES, use_bias=False)
+    numbers = Numbers([Scale, Scale, before, head, after], [0, 1, 5], STAGES, loss_fn=total_over_stages)
+    loss, x, kernel, gain = numbers.stage.vocab_loss, 29.0, PRIMES[3], PRIMES[4]
+    assert loss is not None
+
+    def on_a_stage(storage: Any) -> Any:
+        batch = Microbatch(None, jnp.ones(1), (KEY, {}))
+        is_last = jax.lax.axis_index("stage") == STAGES - 1
+        result = loss.loss_and_gradients(storage, is_last, jnp.asarray([x]), batch, jnp.float32(FACTOR))
+        return result.sums, result.grads, result.output_grad
+
+    first, last = on_stages(on_a_stage, [numbers.storage(s) for s in range(STAGES)])
+    grads = [{name: g.item() for name, g in each[1].items()} for each in (first, last)]
+    # Each stage computes what follows the split on its own logit; what comes before counts on the last.
+    assert [each["tied/gain/gain"] for each in grads] == [FACTOR, FACTOR * (1 + STAGES * 10 * x * kernel)]
+    assert [each["layers/3_VocabHead/kernel"] for each in grads] == [FACTOR * 10 * x * gain] * STAGES
+    assert [float(each[2][0][0]) for each in (first, last)] == [0, FACTOR * STAGES * 10 * gain * kernel]
+    assert [each[0].tolist() for each in (first, last)] == [[0], [STAGES * (10 * x * gain * kernel + gain)]]
+
+
+# In one model the first layers hand over what virtual stages do, in the other a narrower form.
+@pytest.mark.parametrize("model", ["split_first", "split_narrow"])
+def test_gradients_of_the_first_layers(model: str) -> None:
+    ends = Ends(model)
     stage, layers, inputs = ends.stage, ends.stage.ends.first, ends.batch[0]
     trees = {i: ends.trees[i] for i in layers if i in ends.trees}
     gradient = some_like(jax.eval_shape(lambda: ends.run(layers, trees, inputs)))

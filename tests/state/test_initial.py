@@ -13,10 +13,13 @@ import pytest
 from _covering import slow_after
 from _oracle import Case, sequential_model
 from _settings import make_settings
+from _stages import struct
 
 from jaxpipe import LayerSpec, PipeDataParallelTopology, Pipeline, PipelineModule
 from jaxpipe.errors import LayerError
-from jaxpipe.state import HostRows, StageInit
+from jaxpipe.state import HostRows, Layout, StageInit
+from jaxpipe.state._init import _block, _forms_of_rows
+from jaxpipe.state._zero import ByElements, ByLeaves, Replicated
 from jaxpipe.topology import make_pipeline_mesh
 
 SIZE = 300
@@ -244,5 +247,41 @@ def test_sums_of_an_initialiser_do_not_depend_on_shards() -> None:
     x = np.ones((4, SIZE), np.float32)
     mesh = make_pipeline_mesh(PipeDataParallelTopology(2, 2))
     pipeline = Pipeline(module, ADAM, mesh, (x, x), 2, make_settings(zero_stage=3))
+    wanted = jax.device_get(module.init(jax.random.key(module.base_seed), x[:2]))
+    jax.tree.map(np.testing.assert_array_equal, pipeline.params_tree(pipeline.init().params), wanted)
+
+
+def test_each_row_is_of_the_shard_of_its_stage_and_replica() -> None:
+    layout = Layout([{"a": struct(2), "b": struct(3)}, {"a": struct(2), "c": struct(5)}])
+    each = [Replicated(layout), ByElements(layout, 2, {}), ByLeaves(layout, 2, ())]
+    found = [[_forms_of_rows(sharding, stage) for stage in range(2)] for sharding in each]
+    # Whole, a stage's leaves lie in one row. Pieces are alike on all replicas, whole leaves are not.
+    assert found == [[[0], [1]], [[0, 0], [1, 1]], [[0, 1], [2, 3]]]
+
+
+def test_blocks_are_cut_off_side_by_side() -> None:
+    leaf = jnp.arange(12).reshape(2, 6)
+    assert [_block(leaf, 1, jnp.int32(i), 3).tolist() for i in range(3)] == [
+        [[0, 1], [6, 7]],
+        [[2, 3], [8, 9]],
+        [[4, 5], [10, 11]],
+    ]
+    assert _block(leaf, 0, jnp.int32(1), 2).tolist() == [[6, 7, 8, 9, 10, 11]]
+
+
+@pytest.mark.parametrize("optimizer", [ADAM, LAMB], ids=["by elements", "by leaves"])
+def test_a_stage_with_more_layers_draws_alone_and_each_replica_keeps_its_shard(
+    optimizer: optax.GradientTransformation,
+) -> None:
+    """One of three alike layers is on the second stage, after another one; LAMB wants whole leaves."""
+    normal = nn.initializers.normal()
+    one, two, three = (LayerSpec(nn.Dense, 4, kernel_init=normal, bias_init=normal) for _ in range(3))
+    layers = [one, two, jnp.tanh, LayerSpec(nn.Dense, 4, use_bias=False), three]
+    module = PipelineModule(
+        layers, num_stages=2, loss_fn=lambda y, t: jnp.mean((y - t) ** 2), partition_method=[0, 3, 5]
+    )
+    x = np.ones((4, 4), np.float32)
+    mesh = make_pipeline_mesh(PipeDataParallelTopology(2, 2))
+    pipeline = Pipeline(module, optimizer, mesh, (x, x), 2, make_settings(zero_stage=1))
     wanted = jax.device_get(module.init(jax.random.key(module.base_seed), x[:2]))
     jax.tree.map(np.testing.assert_array_equal, pipeline.params_tree(pipeline.init().params), wanted)
