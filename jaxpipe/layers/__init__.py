@@ -20,6 +20,7 @@ from ._vocab import vocab_cross_entropy as vocab_cross_entropy
 from ._axes import call_on_one as call_on_one
 from ._axes import on_mesh as on_mesh
 from ._build import NamedLayer as NamedLayer
+from ._model_trace import ModelTrace as ModelTrace
 from ._param_paths import ParamPaths as ParamPaths
 from ._param_paths import merge_layers as merge_layers
 from ._precision import cast_floats as cast_floats
@@ -30,7 +31,6 @@ from ._structs import device_bytes as device_bytes
 from ._structs import format_struct as format_struct
 from ._structs import num_bytes as num_bytes
 from ._structs import struct_of as struct_of
-from ._trace import ModelTrace as ModelTrace
 from ._tree import flatten_dict as flatten_dict
 from ._tree import join_path as join_path
 from ._tree import split_path as split_path

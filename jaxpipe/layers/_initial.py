@@ -13,9 +13,10 @@ from jaxpipe.topology import automatic_axes
 
 from ._axes import call_on_one
 from ._build import NamedLayer
+from ._model_trace import ModelTrace
 from ._precision import init_inputs
 from ._sharding import rules_in_force, unbox
-from ._trace import ModelTrace, as_arrays
+from ._structs import as_arrays
 from ._tree import flatten_dict, unflatten_dict
 
 

@@ -19,10 +19,10 @@ from jaxpipe.topology import PipeDataParallelTopology, ProcessTopology, automati
 from ._arguments import checked_class_names, checked_stages
 from ._build import NamedLayer, as_layers
 from ._deepspeed import DeepSpeedNames
+from ._model_trace import ModelTrace
 from ._sequential import SequentialModel
 from ._settings import ModuleSettings
 from ._signature import layer_signatures
-from ._trace import ModelTrace
 from ._trainable import Trainable
 
 

@@ -17,11 +17,13 @@ from ._arguments import LossTerms, checked_loss
 from ._axes import axis_fault, call_on_one, is_unbound_axis, one_device_mesh
 from ._build import NamedLayer
 from ._initial import init_layer, init_params, seeded_key
+from ._model_trace import ModelTrace
 from ._param_paths import layer_view
 from ._precision import cast_floats
 from ._run import Extras, Runner, compose_layers
 from ._sharding import Rules, rules_in_force
-from ._trace import ModelTrace, as_arrays, format_struct, struct_of, trace_layers
+from ._structs import as_arrays, format_struct, struct_of
+from ._trace import trace_layers
 from ._trainable import Trainable, frozen_paths
 from ._tree import flatten_dict
 

@@ -12,9 +12,9 @@ from jaxpipe.errors import JaxpipeError, LayerError
 from jaxpipe.jaxpr import program_key
 
 from ._build import NamedLayer
+from ._model_trace import ModelTrace
 from ._precision import cast_floats
 from ._protocol import layer_rngs
-from ._trace import ModelTrace
 
 
 def layer_signature(named: NamedLayer, trace: ModelTrace, compute_dtype: Any = None) -> Hashable:

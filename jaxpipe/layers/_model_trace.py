@@ -1,0 +1,127 @@
+"""The shapes of a model."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+import jax
+from jax.sharding import AbstractMesh, PartitionSpec
+
+from jaxpipe._typing import Path, PyTree
+from jaxpipe.jaxpr import ClosedJaxpr
+from jaxpipe.partition import Tie
+
+from ._axes import on_mesh
+from ._param_paths import ParamPaths, merge_layers
+from ._sharding import (
+    Rules,
+    rules_in_force,
+)
+from ._tree import flatten_dict
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class ModelTrace:
+    """Variables, inputs and outputs of the layers, as shapes and dtypes.
+
+    Attributes:
+        boundaries: `boundaries[i]` enters layer i; the last one is the model's output.
+        params: Parameters of each layer, with the paths inside the layer.
+        paths: Where each layer's parameters lie in the model's tree.
+        side: Side inputs by name.
+        firsts: For each layer the first one of equal code, arguments and input shapes; tied layers stand alone.
+        collections: What each layer keeps beside its parameters, such as batch statistics.
+        aux: What each layer reports in training, `{"losses": {...}, "metrics": {...}}`, each a scalar.
+        param_specs: For each layer how parameters are sharded over the mesh's automatic axes, by path: an entry for
+            each dim. Those that are not sharded are left out.
+        collection_specs: The same of collections.
+        stage_dims: For each layer the dims along which a pipeline splits parameters over the `stage` axis, by path.
+        programs: Each layer's call in training; equal layers have one.
+        mesh: The mesh that the layers were traced on. Shapes are whole over its automatic axes, and one place's share
+            over `stage` and `data`.
+        rules: The rules by which logical names were translated.
+        frozen: Parameters that are not trained, by path in the model's tree.
+    """
+
+    boundaries: tuple[PyTree, ...]
+    params: tuple[PyTree, ...]
+    paths: tuple[ParamPaths, ...]
+    side: Mapping[str, PyTree]
+    firsts: tuple[int, ...]
+    collections: tuple[PyTree, ...]
+    aux: tuple[PyTree, ...]
+    param_specs: tuple[Mapping[Path, PartitionSpec], ...]
+    collection_specs: tuple[Mapping[Path, PartitionSpec], ...]
+    stage_dims: tuple[Mapping[Path, int], ...]
+    programs: tuple[ClosedJaxpr, ...]
+    mesh: AbstractMesh
+    rules: Rules
+    frozen: frozenset[Path] = frozenset()
+
+    def on_mesh(self, trace: Callable[[], T]) -> T:
+        """Trace layers on the mesh, by the rules; see `on_mesh`."""
+
+        def ruled() -> T:
+            with rules_in_force(self.rules):
+                return trace()
+
+        return on_mesh(self.mesh, ruled)
+
+    def num_params(self) -> tuple[int, ...]:
+        """Numbers of parameters, per layer, that an optimiser updates; shared ones count in each layer."""
+        return tuple(sum(math.prod(x.shape) for x in jax.tree.leaves(p)) for p in self.params)
+
+    def num_own_params(self) -> tuple[int, ...]:
+        """The same without those that are split over the `stage` axis, of which every stage has as many."""
+        layers = zip(map(flatten_dict, self.params), self.stage_dims, strict=True)
+        return tuple(sum(math.prod(x.shape) for p, x in leaves.items() if p not in dims) for leaves, dims in layers)
+
+    def ties(self) -> tuple[Tie, ...]:
+        """Ties: parameters that several layers share, in groups of one key and the same layers."""
+        holders: dict[Path, list[int]] = {}
+        sizes: dict[Path, int] = {}
+        for index, (paths, params) in enumerate(zip(self.paths, self.params, strict=True)):
+            leaves = flatten_dict(params)
+            for local, at in paths.paths.items():
+                holders.setdefault(at, []).append(index)
+                sizes[at] = math.prod(leaves[local].shape)
+        groups: dict[tuple[str, tuple[int, ...]], int] = {}
+        for at, layers in holders.items():
+            if len(layers) > 1:
+                group = at[1], tuple(layers)
+                groups[group] = groups.get(group, 0) + sizes[at]
+        return tuple(Tie(key, layers, size) for (key, layers), size in groups.items())
+
+    def frozen_in(self, index: int) -> frozenset[Path]:
+        """Parameters of a layer that are not trained, by path inside the layer."""
+        return frozenset(local for local, at in self.paths[index].paths.items() if at in self.frozen)
+
+    def owners(self) -> dict[Path, tuple[int, Path]]:
+        """For each path in the model's tree the first layer that holds it, which makes it, and its path in there."""
+        found: dict[Path, tuple[int, Path]] = {}
+        for index, paths in enumerate(self.paths):
+            for local, at in paths.paths.items():
+                found.setdefault(at, (index, local))
+        return found
+
+    def tree_specs(self) -> dict[Path, PartitionSpec]:
+        """Shardings of parameters by path in the model's tree; of a shared one its first layer decides."""
+        return {
+            at: self.param_specs[index][local]
+            for at, (index, local) in self.owners().items()
+            if local in self.param_specs[index]
+        }
+
+    def split_dims(self) -> dict[Path, int]:
+        """The dims of parameters that are split over the `stage` axis by path in the model's tree."""
+        found: dict[Path, int] = {}
+        for paths, dims in zip(self.paths, self.stage_dims, strict=True):
+            found |= {paths.paths[local]: dim for local, dim in dims.items()}
+        return found
+
+    def tree(self) -> PyTree:
+        """The model's one parameter tree, as shapes and dtypes."""
+        return merge_layers(self.paths, self.params)
