@@ -72,7 +72,7 @@ class DevicePrograms:
     def init_optimizer(self, params: PyTree) -> PyTree:
         """The optimiser's state for new parameters."""
         return _expand(
-            self._updater.init(self._form(), select_arrays(self._sharding.trained.shards, self._pinned(params)))
+            self._updater.init(self._shard_kind(), select_arrays(self._sharding.trained.shards, self._pinned(params)))
         )
 
     def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
@@ -85,10 +85,10 @@ class DevicePrograms:
         return dataclasses.replace(state, collections=new), {**metrics, **more}
 
     def gradients(self, state: TrainState, batch: Batch) -> tuple[GradientMetrics, PyTree, PyTree]:
-        """Metrics, mean gradients in the form of the trained parameters, and the collections after the batch."""
+        """Metrics, mean gradients laid out as the trained parameters are, and the collections after the batch."""
         partial, grads, collections = self._gradients(state, batch)
         # As `update` finds it: of scaled gradients, and then divided.
-        norm = global_norm(self._tied, self._sharding, self._form(), grads)
+        norm = global_norm(self._tied, self._sharding, self._shard_kind(), grads)
         metrics: GradientMetrics = {**partial, "grad_norm": norm / self._loss_scale(state)}
         return metrics, _expand(self._unscale(state, grads)), _expand(collections)
 
@@ -136,8 +136,8 @@ class DevicePrograms:
         # Also at the door: `shard_map` names manual axes alone, and of the others XLA thinks what it likes inside.
         return self._sharding.master.shards.constrain(_squeeze(rows))
 
-    def _form(self) -> jax.Array:
-        return self._sharding.master.form(jax.lax.axis_index("stage"), jax.lax.axis_index("data"))
+    def _shard_kind(self) -> jax.Array:
+        return self._sharding.master.shard_kind(jax.lax.axis_index("stage"), jax.lax.axis_index("data"))
 
     def _results(self, state: TrainState, batch: Batch, measure: Measure) -> PyTree:
         one = LossCotangents(jnp.float32(1), jnp.float32(1))  # not looked at: nothing is differentiated
@@ -153,7 +153,7 @@ class DevicePrograms:
         stage = jax.lax.axis_index("stage")
         # Once a step, not in every tick: with ZeRO-1 this is the all-gather, in mixed precision the cast.
         with jax.named_scope("gather"):
-            storage = self._sharding.gather_params(stage, self._form(), self._pinned(state.params))
+            storage = self._sharding.gather_params(stage, self._shard_kind(), self._pinned(state.params))
             storage = self._stage.params.layout.constrain(storage)
         return Device(
             stage=stage,
@@ -182,7 +182,7 @@ class DevicePrograms:
             grads = self._without_frozen(device.stage, grads)
             # Over the stages first: only whole gradients of tied parameters may be cut into shards.
             grads = sum_tied(self._tied, self._stage.params.grad_layout, device.stage, grads)
-            grads = self._sharding.reduce_gradients(device.stage, self._form(), grads)
+            grads = self._sharding.reduce_gradients(device.stage, self._shard_kind(), grads)
             grads = self._sharding.trained.shards.constrain(grads)
         reported = gather_values(sums.all_reported, self._stage.aux_names, self._objective.num_terms)
         # Zero on all stages but the last, so that the sum over them is a broadcast.
@@ -210,18 +210,18 @@ class DevicePrograms:
 
     def _update(self, state: TrainState, grads: PyTree) -> tuple[TrainState, UpdateMetrics]:
         """Clip and apply gradients that are still multiplied with the loss scale."""
-        form, layout = self._form(), self._sharding.trained.shards
+        shard_kind, layout = self._shard_kind(), self._sharding.trained.shards
         master, opt_state = self._pinned(state.params), self._updater.constrain(_squeeze(state.opt_state))
         params = select_arrays(layout, master)
-        scaled_norm = global_norm(self._tied, self._sharding, form, grads)
+        scaled_norm = global_norm(self._tied, self._sharding, shard_kind, grads)
         scale = self._loss_scale(state)
         # The norm is taken of scaled gradients and then divided: an overflow shows in it, and costs no second pass.
         norm = scaled_norm / scale
         grads = clip_to(self._limit, norm, self._unscale(state, grads))
-        new_params, new_opt = self._updater.update(form, params, grads, opt_state)
+        new_params, new_opt = self._updater.update(shard_kind, params, grads, opt_state)
         new_params, new_opt = layout.constrain(new_params), self._updater.constrain(new_opt)
         # Copies of a tied parameter get one stage's update: two programs may round alike sums differently.
-        new_params = broadcast_tied(self._tied, self._sharding.trained, form, new_params)
+        new_params = broadcast_tied(self._tied, self._sharding.trained, shard_kind, new_params)
         metrics: UpdateMetrics = {"grad_norm": norm}
         changes: dict[str, Any] = {}
         if self._scaler is not None:

@@ -98,26 +98,26 @@ class Hyperparams:
         return self._write(opt_state, place_everywhere(numbers, self._mesh))
 
     def _values(self, opt_state: PyTree) -> dict[str, jax.Array]:
-        def read(form: int, shard: PyTree) -> dict[str, jax.Array]:
-            found = next_hyperparams(self._updater.tree(form, shard), self._schedules) or {}
+        def read(shard_kind: int, shard: PyTree) -> dict[str, jax.Array]:
+            found = next_hyperparams(self._updater.tree(shard_kind, shard), self._schedules) or {}
             return {name: jnp.asarray(found[name], jnp.float32) for name in self.names}
 
         return self._on_shards(read, opt_state)
 
     def _changed(self, opt_state: PyTree, values: Mapping[str, jax.Array]) -> PyTree:
-        def change(form: int, shard: PyTree, values: Mapping[str, jax.Array]) -> PyTree:
-            return self._updater.storage(form, replace_hyperparams(self._updater.tree(form, shard), values))
+        def change(shard_kind: int, shard: PyTree, values: Mapping[str, jax.Array]) -> PyTree:
+            return self._updater.storage(shard_kind, replace_hyperparams(self._updater.tree(shard_kind, shard), values))
 
         return self._on_shards(change, opt_state, values)
 
     def _on_shards(self, function: Callable[..., PyTree], opt_state: PyTree, *args: Any) -> PyTree:
-        """Run a function of a form and its shard on this device's shard."""
-        form = self._sharding.form(jax.lax.axis_index("stage"), jax.lax.axis_index("data"))
+        """Run a function of the kind of a shard and the shard on this device's."""
+        shard_kind = self._sharding.shard_kind(jax.lax.axis_index("stage"), jax.lax.axis_index("data"))
         shard = jax.tree.map(lambda x: x[0], opt_state)
-        changed = switch_stages(form, range(self._sharding.shards.num_stages), function, shard, *args)
+        changed = switch_stages(shard_kind, range(self._sharding.shards.num_stages), function, shard, *args)
         return jax.tree.map(lambda x: x[None], changed)
 
-    def _blank(self, form: int) -> PyTree:
-        """A state of a form of shards, all zeros that take no memory."""
-        struct = jax.eval_shape(lambda shard: self._updater.tree(form, shard), self._updater.struct())
+    def _blank(self, shard_kind: int) -> PyTree:
+        """A state of a kind of shards, all zeros that take no memory."""
+        struct = jax.eval_shape(lambda shard: self._updater.tree(shard_kind, shard), self._updater.struct())
         return jax.tree.map(lambda x: np.broadcast_to(np.zeros((), x.dtype), x.shape), struct)

@@ -151,25 +151,25 @@ def make_catalog(
 
     for stage, leaves in enumerate(params.stages):
         for name, path in leaves.paths.items():
-            form = master.form_of(stage, name)
+            shard_kind = master.shard_kind_of(stage, name)
             blocks = master.block_counts(name)
-            spans = _spans("params", master.shards, form, name, master.rows_of(form), blocks)
+            spans = _spans("params", master.shards, shard_kind, name, master.rows_of(shard_kind), blocks)
             add(join_path(("params", *path)), params.struct[path], stage, spans, path, blocks)
     state = updater.whole_struct()
     whole = dict(zip(opt_state_keys(state), jax.tree.leaves(state), strict=True))
-    for form, stage in enumerate(master.stages_of_forms):
-        for group, layout, name, label, path in updater.leaves(form):
+    for shard_kind, stage in enumerate(master.stages_of_shard_kinds):
+        for group, layout, name, label, path in updater.leaves(shard_kind):
             key = f"opt_state/{label}"
-            struct, field, rows = whole[key], f"opt_state/{group}", master.rows_of(form)
+            struct, field, rows = whole[key], f"opt_state/{group}", master.rows_of(shard_kind)
             # What has its parameter's shape, such as a moment, is cut as that is: the shards hold pieces of one copy.
             if path is not None and struct.shape == params.struct[path].shape:
                 blocks = master.block_counts(names[stage][path])
-                spans = _spans(field, layout, form, name, rows, blocks)
+                spans = _spans(field, layout, shard_kind, name, rows, blocks)
                 add(key, struct, stage, spans, path, blocks)
                 continue
             # All else, such as a count of steps, lies whole in every shard.
             for row in rows:
-                add(key, struct, stage, _spans(field, layout, form, name, (row,)), None)
+                add(key, struct, stage, _spans(field, layout, shard_kind, name, (row,)), None)
     for stage, name, path in collections.leaves():
         spans = _spans("collections", collections.layout, stage, name, (stage,))
         add(join_path(("collections", *path)), collections.struct[path], stage, spans, None)
@@ -213,9 +213,11 @@ class _Draft:
         return Leaf(shape, dtype, grid, (tuple(found[at] for at in sorted(found)),))
 
 
-def _spans(field: str, layout: Layout, form: int, name: str, rows: Sequence[int], blocks: Grid = ()) -> list[Span]:
+def _spans(
+    field: str, layout: Layout, shard_kind: int, name: str, rows: Sequence[int], blocks: Grid = ()
+) -> list[Span]:
     """A leaf's elements in some rows, block by block."""
-    array, start, stop, _ = layout.span(form, name)
+    array, start, stop, _ = layout.span(shard_kind, name)
     # Blocks of a piece lie one after another in its row (`ByElements`), all of one size.
     count = math.prod(blocks)
     size = (stop - start) // count

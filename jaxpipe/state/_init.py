@@ -49,7 +49,7 @@ class _Round:
     Attributes:
         slots: The leaves.
         targets: Names of the arrays that they are written into.
-        layers: By form the layer, and for each slot its offset in a flat buffer.
+        layers: By kind of shard the layer, and for each slot its offset in a flat buffer.
     """
 
     slots: tuple[_Slot, ...]
@@ -173,14 +173,14 @@ class StageInit:
         """The runs that make all leaves, each layer on every device that keeps some of it."""
         rounds: dict[Hashable, _Round] = {}
         layout = made.sharding.shards
-        for form, leaves in enumerate(made.forms):
+        for shard_kind, leaves in enumerate(made.shard_kinds):
             by_layer: dict[int, list[MadeLeaf]] = {}
             for leaf in leaves:
                 if not self._recipe(leaf.index).fault:
                     by_layer.setdefault(leaf.index, []).append(leaf)
             numbers: dict[Hashable, int] = {}
             for index, group in by_layer.items():
-                arrays, offsets, _, are_flat = zip(*(layout.span(form, leaf.name) for leaf in group), strict=True)
+                arrays, offsets, _, are_flat = zip(*(layout.span(shard_kind, leaf.name) for leaf in group), strict=True)
                 targets = tuple(dict.fromkeys(f"{made.field}/{array}" for array in arrays))
                 at = [targets.index(f"{made.field}/{array}") for array in arrays]
                 slots = tuple(map(_Slot, group, at, are_flat))
@@ -189,14 +189,21 @@ class StageInit:
                 # as long as those of one stage.
                 number = numbers[kind] = numbers.get(kind, -1) + 1
                 one = rounds.setdefault((kind, number), _Round(slots, targets, {}))
-                one.layers[form] = index, list(offsets)
+                one.layers[shard_kind] = index, list(offsets)
         return list(rounds.values())
 
     def _run(self, one: _Round, made: MadeField, arrays: dict[str, jax.Array]) -> None:
         targets, sharding = [arrays[name] for name in one.targets], made.sharding
-        rows = [form for stage in range(sharding.gathered.num_stages) for form in _forms_of_rows(sharding, stage)]
-        keys = {form: self._layer_key(index) for form, (index, _) in one.layers.items()}
-        words = {form: np.asarray(jax.random.key_data(key) if is_key(key.dtype) else key) for form, key in keys.items()}
+        rows = [
+            shard_kind
+            for stage in range(sharding.gathered.num_stages)
+            for shard_kind in _shard_kinds_of_rows(sharding, stage)
+        ]
+        keys = {shard_kind: self._layer_key(index) for shard_kind, (index, _) in one.layers.items()}
+        words = {
+            shard_kind: np.asarray(jax.random.key_data(key) if is_key(key.dtype) else key)
+            for shard_kind, key in keys.items()
+        }
         some = next(iter(one.layers))
         nothing, none = np.zeros_like(words[some]), (0, [0] * len(one.slots))
         at_rows = NamedSharding(cast("NamedSharding", targets[0].sharding).mesh, made.rows)
@@ -206,12 +213,12 @@ class StageInit:
             return jax.make_array_from_callback(whole.shape, at_rows, lambda at: whole[at])
 
         # A row for every device, also where there is nothing to draw: which do is data, and one program does for all.
-        is_here = by_row([form in one.layers for form in rows])
-        offsets = by_row([one.layers.get(form, none)[1] for form in rows], np.int32)
+        is_here = by_row([shard_kind in one.layers for shard_kind in rows])
+        offsets = by_row([one.layers.get(shard_kind, none)[1] for shard_kind in rows], np.int32)
         recipe = self._recipe(one.layers[some][0])
         impl = jax.random.key_impl(keys[some]) if is_key(keys[some].dtype) else None
         draw = self._drawing(recipe, one.slots, made, cast("Mesh", at_rows.mesh), impl)
-        leaves = draw(by_row([words.get(form, nothing) for form in rows]), is_here)
+        leaves = draw(by_row([words.get(shard_kind, nothing) for shard_kind in rows]), is_here)
         put = self._putting(recipe, one.slots, made, [cast("NamedSharding", x.sharding) for x in targets])
         arrays.update(zip(one.targets, put(targets, leaves, is_here, offsets), strict=True))
 
@@ -288,9 +295,9 @@ class StageInit:
         return self._programs.setdefault((recipe.number, tuple(described), tuple(shardings)), jitted)
 
 
-def _forms_of_rows(sharding: ShardLayout, stage: int) -> list[int]:
-    """The form of each row of a stage."""
-    return [int(sharding.form(stage, replica)) for replica in range(sharding.num_shards)]
+def _shard_kinds_of_rows(sharding: ShardLayout, stage: int) -> list[int]:
+    """The kind of shard of each row of a stage."""
+    return [int(sharding.shard_kind(stage, replica)) for replica in range(sharding.num_shards)]
 
 
 def _block(leaf: jax.Array, dim: int, index: jax.Array, count: int) -> jax.Array:

@@ -36,13 +36,13 @@ class MadeField:
         field: `params` or `collections`.
         sharding: How they are cut into shards.
         rows: How rows of the global arrays lie on the mesh.
-        forms: For each form of shards its leaves.
+        shard_kinds: For each kind of shard its leaves.
     """
 
     field: str
     sharding: ShardLayout
     rows: P
-    forms: tuple[tuple[MadeLeaf, ...], ...]
+    shard_kinds: tuple[tuple[MadeLeaf, ...], ...]
 
 
 def made_params(params: ModelParams, trace: ModelTrace, master: ShardLayout, rows: P) -> MadeField:
@@ -55,18 +55,18 @@ def made_params(params: ModelParams, trace: ModelTrace, master: ShardLayout, row
         rows: How rows of the global arrays lie on the mesh.
     """
     owners, dims = trace.owners(), params.stage_dims
-    forms = []
-    for form, stage in enumerate(master.stages_of_forms):
+    shard_kinds = []
+    for shard_kind, stage in enumerate(master.stages_of_shard_kinds):
         paths = params.stages[stage].paths
-        names = ((name, paths[name]) for name in master.shards.names(form))
-        forms.append(tuple(MadeLeaf(name, *owners[path], dims.get(path)) for name, path in names))
-    return MadeField("params", master, rows, tuple(forms))
+        names = ((name, paths[name]) for name in master.shards.names(shard_kind))
+        shard_kinds.append(tuple(MadeLeaf(name, *owners[path], dims.get(path)) for name, path in names))
+    return MadeField("params", master, rows, tuple(shard_kinds))
 
 
 def made_collections(collections: ModelCollections, module: PipelineModule) -> MadeField:
     """The collections that layers make."""
     indices = {named.name: named.index for named in module.layers}
-    forms: list[list[MadeLeaf]] = [[] for _ in range(collections.layout.num_stages)]
+    shard_kinds: list[list[MadeLeaf]] = [[] for _ in range(collections.layout.num_stages)]
     for stage, name, (layer, *local) in collections.leaves():
-        forms[stage].append(MadeLeaf(name, indices[layer], tuple(local)))
-    return MadeField("collections", Replicated(collections.layout), P("stage"), tuple(map(tuple, forms)))
+        shard_kinds[stage].append(MadeLeaf(name, indices[layer], tuple(local)))
+    return MadeField("collections", Replicated(collections.layout), P("stage"), tuple(map(tuple, shard_kinds)))

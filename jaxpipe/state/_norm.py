@@ -17,7 +17,7 @@ _EPSILON = 1e-6
 
 
 def global_norm(
-    tied: Mapping[str, tuple[int, ...]], sharding: ZeroSharding, form: jax.Array, shard: Storage
+    tied: Mapping[str, tuple[int, ...]], sharding: ZeroSharding, shard_kind: jax.Array, shard: Storage
 ) -> jax.Array:
     """L2 norm of the whole model's gradient, equal on all devices.
 
@@ -27,13 +27,13 @@ def global_norm(
     Args:
         tied: Tied parameters with the stages that hold them.
         sharding: How gradients are cut into shards.
-        form: The form of this device's shard.
+        shard_kind: The kind of this device's shard.
         shard: Its gradients.
 
     Returns:
         `float32[]`.
     """
-    counted = drop_copies(tied, sharding.trained, form, shard)
+    counted = drop_copies(tied, sharding.trained, shard_kind, shard)
     squares = _sum_squares(counted)
     # Over those axes alone along which shards differ: replicas that hold the same do not add up. Padding is zero.
     return jnp.sqrt(sum_over(squares, sharding.row_axes))

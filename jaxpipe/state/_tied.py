@@ -33,24 +33,24 @@ def sum_tied(tied: Tied, layout: Layout, stage: jax.Array, grads: Storage) -> St
     return _exchange(tied, layout, range(layout.num_stages), stage, grads, is_sum=True)
 
 
-def broadcast_tied(tied: Tied, sharding: ShardLayout, form: jax.Array, shard: Storage) -> Storage:
+def broadcast_tied(tied: Tied, sharding: ShardLayout, shard_kind: jax.Array, shard: Storage) -> Storage:
     """Give every holder of a tied parameter the owner's value, so that copies stay equal to the bit.
 
     Args:
         tied: The tied parameters.
         sharding: How parameters are cut into shards.
-        form: The form of this device's shard.
+        shard_kind: The kind of this device's shard.
         shard: Its parameters.
     """
-    return _exchange(tied, sharding.shards, sharding.stages_of_forms, form, shard, is_sum=False)
+    return _exchange(tied, sharding.shards, sharding.stages_of_shard_kinds, shard_kind, shard, is_sum=False)
 
 
-def drop_copies(tied: Tied, sharding: ShardLayout, form: jax.Array, shard: Storage) -> Storage:
+def drop_copies(tied: Tied, sharding: ShardLayout, shard_kind: jax.Array, shard: Storage) -> Storage:
     """Put zeros for a tied parameter everywhere but on its owner, so that a sum over the stages counts it once."""
-    layout, stages = sharding.shards, sharding.stages_of_forms
+    layout, stages = sharding.shards, sharding.stages_of_shard_kinds
     stacked, tied = _by_storage(tied, layout)
     if stacked:
-        stage = jnp.asarray(stages)[form]
+        stage = jnp.asarray(stages)[shard_kind]
         owned = {name: jnp.where(stage == owner, shard.stacked[name], 0) for name, (owner, *_) in stacked.items()}
         shard = dataclasses.replace(shard, stacked={**shard.stacked, **owned})
     if not tied:
@@ -61,19 +61,19 @@ def drop_copies(tied: Tied, sharding: ShardLayout, form: jax.Array, shard: Stora
         structs = {name: layout.struct_of(f, name) for name in copies}
         return layout.put(f, shard, {name: jnp.zeros(x.shape, x.dtype) for name, x in structs.items()})
 
-    return switch_stages(form, range(layout.num_stages), drop, shard)
+    return switch_stages(shard_kind, range(layout.num_stages), drop, shard)
 
 
 def _exchange(
-    tied: Tied, layout: Layout, stages: Sequence[int], form: jax.Array, storage: Storage, *, is_sum: bool
+    tied: Tied, layout: Layout, stages: Sequence[int], shard_kind: jax.Array, storage: Storage, *, is_sum: bool
 ) -> Storage:
     """Sum the tied leaves of all holders (or the owner's alone) over the stages, and give all holders the result.
 
     Args:
         tied: The tied parameters.
-        layout: How leaves lie, form by form.
-        stages: The stage of each form.
-        form: This device's form.
+        layout: How leaves lie, by kind of shard.
+        stages: The stage of each kind of shard.
+        shard_kind: The kind of this device's shard.
         storage: Its leaves.
         is_sum: Add up what all holders give, or take the owner's value.
     """
@@ -81,15 +81,15 @@ def _exchange(
     if stacked:
         given = {name: storage.stacked[name] for name in stacked}
         if not is_sum:
-            stage = jnp.asarray(stages)[form]
+            stage = jnp.asarray(stages)[shard_kind]
             # A broadcast as a sum with zeros, which is exact, and one collective for all leaves whatever their owners.
             given = {name: jnp.where(stage == stacked[name][0], leaf, 0) for name, leaf in given.items()}
         totals = sum_over(given, "stage")
         storage = dataclasses.replace(storage, stacked={**storage.stacked, **totals})
     if not tied:
         return storage
-    forms = range(layout.num_stages)
-    likes = {name: next(layout.struct_of(f, name) for f in forms if name in layout.names(f)) for name in tied}
+    shard_kinds = range(layout.num_stages)
+    likes = {name: next(layout.struct_of(f, name) for f in shard_kinds if name in layout.names(f)) for name in tied}
 
     def give(f: int, storage: Storage) -> dict[str, jax.Array]:
         given = {}
@@ -102,8 +102,8 @@ def _exchange(
         return layout.put(f, storage, {name: total[name] for name in tied if name in layout.names(f)})
 
     # The collective lies between two conditionals: inside one, not all devices would take part in it.
-    given = switch_stages(form, forms, give, storage)
-    return switch_stages(form, forms, take, storage, sum_over(given, "stage"))
+    given = switch_stages(shard_kind, shard_kinds, give, storage)
+    return switch_stages(shard_kind, shard_kinds, take, storage, sum_over(given, "stage"))
 
 
 def _by_storage(tied: Tied, layout: Layout) -> tuple[Tied, Tied]:

@@ -50,41 +50,47 @@ class Updater:
     def __init__(self, params: ModelParams, sharding: ShardLayout, optimizer: optax.GradientTransformation) -> None:
         self._sharding, self._params, self._optimizer = sharding, params, optimizer
         shards = sharding.shards
-        forms = range(shards.num_stages)
+        shard_kinds = range(shards.num_stages)
         # A trunk that is not stacked, as where whole leaves are dealt out to replicas, is updated with the others.
         self._trunk_names = tuple(name for name in params.trunk_names if name in shards.stacked)
         trace = trace_optimizer(optimizer, unflatten_dict(params.trained))
-        is_apart = len(forms) > 1 or 0 < len(self._trunk_names) < len(params.trained)
+        is_apart = len(shard_kinds) > 1 or 0 < len(self._trunk_names) < len(params.trained)
         if is_apart:
             # Several programs update the model, each with some of its parameters: none may ask for the others.
             check_leafwise(trace)
         trunks = [{paths[name]: name for name in self._trunk_names if name in paths} for paths in params.trained_paths]
-        is_uniform = len(forms) == 1 or (
+        is_uniform = len(shard_kinds) == 1 or (
             len({tuple(names.values()) for names in trunks}) == 1 and is_uniform_over_stages(trace, trunks)
         )
         others: dict[int, _Group] = {}
         trunk: dict[int, _Group] = {}
-        for form in forms:
-            paths = params.trained_paths[sharding.stage_of(form)]
-            trained = {name: paths[name] for name in shards.names(form) if name in paths}
+        for shard_kind in shard_kinds:
+            paths = params.trained_paths[sharding.stage_of(shard_kind)]
+            trained = {name: paths[name] for name in shards.names(shard_kind) if name in paths}
             off_trunk = {name: path for name, path in trained.items() if name not in self._trunk_names}
             of_trunk = {name: path for name, path in trained.items() if name not in off_trunk}
             # Not every optimiser takes a tree without parameters. One of the two groups is always
             # updated, if only for what the state holds beside parameters, such as a learning rate
             # that is read from any shard.
             of_others = optimizer if off_trunk or not of_trunk else _NOTHING
-            others[form] = _Group(shards, form, off_trunk, of_others, params.vocab_names)
-            # Where trunks are treated alike the program of form 0 updates all of them.
-            if form == 0 or not is_uniform:
-                trunk[form] = _Group(shards, form, of_trunk, optimizer if of_trunk else _NOTHING)
+            others[shard_kind] = _Group(shards, shard_kind, off_trunk, of_others, params.vocab_names)
+            # Where trunks are treated alike the program of kind 0 updates all of them.
+            if shard_kind == 0 or not is_uniform:
+                trunk[shard_kind] = _Group(shards, shard_kind, of_trunk, optimizer if of_trunk else _NOTHING)
         if is_apart:
             groups = (*trunk.values(), *others.values())
             parts = [group.paths.values() for group in groups if group.optimizer is optimizer]
             check_separable(optimizer, trace, params.trained, parts)
-        # By form the one whose program updates the group. The keys are part of the names of arrays in
+        # By kind of shard the one whose program updates the group. The keys are part of the names of arrays in
         # checkpoints, also "own", which is what lies off the trunk.
-        self._programs = {"trunk": [0] * len(forms) if is_uniform else list(forms), "own": list(forms)}
-        self._groups = {"trunk": [trunk[form] for form in self._programs["trunk"]], "own": list(others.values())}
+        self._programs = {
+            "trunk": [0] * len(shard_kinds) if is_uniform else list(shard_kinds),
+            "own": list(shard_kinds),
+        }
+        self._groups = {
+            "trunk": [trunk[shard_kind] for shard_kind in self._programs["trunk"]],
+            "own": list(others.values()),
+        }
         self._layouts = {
             name: Layout([group.state_leaves for group in groups], specs=[group.state_specs for group in groups])
             for name, groups in self._groups.items()
@@ -102,51 +108,53 @@ class Updater:
         """One shard's optimiser state inside a program, sharded over automatic axes as it lies between steps."""
         return {name: layout.constrain(state[name]) for name, layout in self._layouts.items()}
 
-    def leaves(self, form: int) -> Iterator[tuple[str, Layout, str, str, Path | None]]:
+    def leaves(self, shard_kind: int) -> Iterator[tuple[str, Layout, str, str, Path | None]]:
         """Every leaf of a shard's optimiser state.
 
         Returns:
             `(group, its layout, name, label, path)`: the label is the leaf's path in the state of the whole model, the
             path that of the parameter it belongs to, if it belongs to one.
         """
-        paths = self._params.trained_paths[self._sharding.stage_of(form)]
+        paths = self._params.trained_paths[self._sharding.stage_of(shard_kind)]
         for group, groups in self._groups.items():
-            for name, (label, path) in groups[form].labels(paths).items():
+            for name, (label, path) in groups[shard_kind].labels(paths).items():
                 yield group, self._layouts[group], name, label, path
 
     def whole_struct(self) -> PyTree:
         """Shapes and dtypes of the optimiser's state for the whole model, as the optimiser makes it."""
         return state_struct(self._optimizer, unflatten_dict(self._params.trained))
 
-    def init(self, form: jax.Array, shard: Storage) -> PyTree:
+    def init(self, shard_kind: jax.Array, shard: Storage) -> PyTree:
         """The optimiser state of this device's shard, from its parameters."""
         return {
-            name: switch_stages(form, programs, functools.partial(self._init, name), shard)
+            name: switch_stages(shard_kind, programs, functools.partial(self._init, name), shard)
             for name, programs in self._programs.items()
         }
 
-    def _init(self, name: str, form: int, shard: Storage) -> Storage:
-        return self._layouts[name].pack(form, self._groups[name][form].init(shard))
+    def _init(self, name: str, shard_kind: int, shard: Storage) -> Storage:
+        return self._layouts[name].pack(shard_kind, self._groups[name][shard_kind].init(shard))
 
-    def tree(self, form: int, state: PyTree) -> dict[str, PyTree]:
+    def tree(self, shard_kind: int, state: PyTree) -> dict[str, PyTree]:
         """One shard's optimiser state as the optimiser made it, for each group."""
-        groups = {name: groups[form] for name, groups in self._groups.items()}
-        return {name: group.state(self._layouts[name].unpack(form, state[name])) for name, group in groups.items()}
+        groups = {name: groups[shard_kind] for name, groups in self._groups.items()}
+        return {
+            name: group.state(self._layouts[name].unpack(shard_kind, state[name])) for name, group in groups.items()
+        }
 
-    def storage(self, form: int, trees: Mapping[str, PyTree]) -> PyTree:
+    def storage(self, shard_kind: int, trees: Mapping[str, PyTree]) -> PyTree:
         """The inverse of `tree`."""
         packed = {}
         for name, tree in trees.items():
-            packed[name] = self._layouts[name].pack(form, self._groups[name][form].by_name(tree))
+            packed[name] = self._layouts[name].pack(shard_kind, self._groups[name][shard_kind].by_name(tree))
         return packed
 
-    def update(self, form: jax.Array, shard: Storage, grads: Storage, state: PyTree) -> tuple[Storage, PyTree]:
+    def update(self, shard_kind: jax.Array, shard: Storage, grads: Storage, state: PyTree) -> tuple[Storage, PyTree]:
         """One update of this device's shard.
 
         Args:
-            form: The form of the shard.
+            shard_kind: The kind of the shard.
             shard: Its parameters.
-            grads: Their mean gradients, in the same form.
+            grads: Their mean gradients, in the shard's layout.
             state: The shard's optimiser state.
 
         Returns:
@@ -158,20 +166,24 @@ class Updater:
             has_packed = name == "own"  # all that lies in packed buffers is off the trunk
             taken = [_take(tree, names, with_packed=has_packed) for tree in (shard, grads)]
             function = functools.partial(self._update, name)
-            changed, new_state[name] = switch_stages(form, self._programs[name], function, *taken, state[name])
+            changed, new_state[name] = switch_stages(shard_kind, self._programs[name], function, *taken, state[name])
             stacked |= changed.stacked
             packed = changed.packed if has_packed else packed
         return Storage(packed, stacked), new_state
 
-    def _update(self, name: str, form: int, params: Storage, grads: Storage, state: Storage) -> tuple[Storage, Storage]:
-        group, layout, shards = self._groups[name][form], self._layouts[name], self._sharding.shards
-        changed, leaves = group.update(params, grads, layout.unpack(form, state))
+    def _update(
+        self, name: str, shard_kind: int, params: Storage, grads: Storage, state: Storage
+    ) -> tuple[Storage, Storage]:
+        group, layout, shards = self._groups[name][shard_kind], self._layouts[name], self._sharding.shards
+        changed, leaves = group.update(params, grads, layout.unpack(shard_kind, state))
         packed = {}
         if params.packed:
             # What this stage has frozen of a trunk that lies in buffers stays.
-            still = [n for n in shards.names(form) if n not in shards.stacked and n not in changed]
-            packed = shards.pack_buffers(form, changed | {n: shards.get(form, n, params) for n in still})
-        return Storage(packed, {n: changed.get(n, old) for n, old in params.stacked.items()}), layout.pack(form, leaves)
+            still = [n for n in shards.names(shard_kind) if n not in shards.stacked and n not in changed]
+            packed = shards.pack_buffers(shard_kind, changed | {n: shards.get(shard_kind, n, params) for n in still})
+        return Storage(packed, {n: changed.get(n, old) for n, old in params.stacked.items()}), layout.pack(
+            shard_kind, leaves
+        )
 
 
 _NOTHING = optax.identity()  # for a group without parameters beside one that has some
@@ -182,7 +194,7 @@ class _Group:
 
     Args:
         layout: Layout of the shards.
-        form: The shard's form.
+        shard_kind: The shard's kind.
         paths: The parameters by name, each with its path.
         optimizer: The optimiser.
         shared_names: Parameters that all stages hold under one name; so their state has one name on all stages, and is
@@ -192,13 +204,13 @@ class _Group:
     def __init__(
         self,
         layout: Layout,
-        form: int,
+        shard_kind: int,
         paths: Paths,
         optimizer: optax.GradientTransformation,
         shared_names: Collection[str] = (),
     ) -> None:
-        self._layout, self._form, self.paths, self.optimizer = layout, form, paths, optimizer
-        self.struct = unflatten_dict({path: layout.struct_of(form, name) for name, path in paths.items()})
+        self._layout, self._shard_kind, self.paths, self.optimizer = layout, shard_kind, paths, optimizer
+        self.struct = unflatten_dict({path: layout.struct_of(shard_kind, name) for name, path in paths.items()})
         state = state_struct(optimizer, self.struct)
         leaves, self._treedef = jax.tree.flatten(state)
         self._state_paths = leaf_paths(state)
@@ -211,7 +223,7 @@ class _Group:
         for name, leaf, at in zip(names, leaves, self._state_paths, strict=True):
             i, j = find_param(at, by_path) or (0, 0)
             param = by_path.get(at[i:j])
-            if param in layout.specs and leaf.shape == layout.struct_of(form, param).shape:
+            if param in layout.specs and leaf.shape == layout.struct_of(shard_kind, param).shape:
                 self.state_specs[name] = layout.specs[param]
 
     def labels(self, real: Paths) -> dict[str, tuple[str, Path | None]]:
@@ -244,7 +256,9 @@ class _Group:
         return changed, dict(zip(self.state_leaves, jax.tree.leaves(opt_state), strict=True))
 
     def _tree(self, shard: Storage) -> PyTree:
-        return unflatten_dict({path: self._layout.get(self._form, name, shard) for name, path in self.paths.items()})
+        return unflatten_dict(
+            {path: self._layout.get(self._shard_kind, name, shard) for name, path in self.paths.items()}
+        )
 
 
 def _take(storage: Storage, names: Sequence[str], *, with_packed: bool) -> Storage:

@@ -32,14 +32,14 @@ Buffers = dict[str, jax.Array]
 class ShardLayout(abc.ABC):
     """Cut of all stages' storage into shards, one for each replica or one for all of them.
 
-    Shards are numbered by their form: devices whose shards have the same leaves in the same places run one program.
-    A form belongs to one stage.
+    Shards are numbered by their kind: devices whose shards have the same leaves in the same places run one program.
+    A kind of shard belongs to one stage.
 
     Attributes:
         gathered: Layout of the whole storage, stage by stage.
-        shards: Layout of the shards, form by form.
+        shards: Layout of the shards, kind by kind.
         num_shards: Shards of a stage; 1 where every replica keeps all of its parameters.
-        is_uniform: All shards of a stage have one form, so that forms are stages; else each shard has its own.
+        is_uniform: All shards of a stage are of one kind, so that kinds are stages; else each shard has its own.
     """
 
     gathered: Layout
@@ -47,25 +47,29 @@ class ShardLayout(abc.ABC):
     num_shards: int
     is_uniform: bool
 
-    def form(self, stage: Any, replica: Any) -> Any:
+    def shard_kind(self, stage: Any, replica: Any) -> Any:
         """Form of a device's shard, from its indices along the axes `stage` and `data`; traceable."""
         return stage if self.is_uniform else stage * self.num_shards + replica
 
-    def stage_of(self, form: int) -> int:
-        """The stage that a form belongs to."""
-        return form if self.is_uniform else form // self.num_shards
+    def stage_of(self, shard_kind: int) -> int:
+        """The stage that a kind of shard belongs to."""
+        return shard_kind if self.is_uniform else shard_kind // self.num_shards
 
-    def forms(self, stage: int) -> list[int]:
-        """The forms of a stage's shards."""
-        return [form for form in range(self.shards.num_stages) if self.stage_of(form) == stage]
+    def shard_kinds(self, stage: int) -> list[int]:
+        """The kinds of a stage's shards."""
+        return [shard_kind for shard_kind in range(self.shards.num_stages) if self.stage_of(shard_kind) == stage]
 
-    def form_of(self, stage: int, name: str) -> int:
-        """The form of the shards of a stage that a leaf lies in."""
-        return next(form for form in self.forms(stage) if name in self.shards.names(form))
+    def shard_kind_of(self, stage: int, name: str) -> int:
+        """The kind of the shards of a stage that a leaf lies in."""
+        return next(shard_kind for shard_kind in self.shard_kinds(stage) if name in self.shards.names(shard_kind))
 
-    def rows_of(self, form: int) -> tuple[int, ...]:
-        """The rows of the global arrays that are shards of a form: stage after stage, in each by replica."""
-        return tuple(range(form * self.num_shards, (form + 1) * self.num_shards)) if self.is_uniform else (form,)
+    def rows_of(self, shard_kind: int) -> tuple[int, ...]:
+        """The rows of the global arrays that are shards of a kind: stage after stage, in each by replica."""
+        return (
+            tuple(range(shard_kind * self.num_shards, (shard_kind + 1) * self.num_shards))
+            if self.is_uniform
+            else (shard_kind,)
+        )
 
     def block_counts(self, name: str) -> tuple[int, ...]:
         """Into how many blocks a leaf is cut along each dim before each block is cut into shards; empty: none."""
@@ -76,9 +80,9 @@ class ShardLayout(abc.ABC):
         return leaf
 
     @property
-    def stages_of_forms(self) -> list[int]:
-        """The stage of each form."""
-        return [self.stage_of(form) for form in range(self.shards.num_stages)]
+    def stages_of_shard_kinds(self) -> list[int]:
+        """The stage of each kind of shard."""
+        return [self.stage_of(shard_kind) for shard_kind in range(self.shards.num_stages)]
 
     @abc.abstractmethod
     def gather(self, stage: jax.Array, shard: Storage) -> Storage:
@@ -264,7 +268,7 @@ class ByLeaves(_Sharded):
     def _cut(self, stage: jax.Array, storage: Storage) -> Storage:
         def cut(s: int, storage: Storage) -> Storage:
             leaves = self.gathered.unpack(s, storage)
-            shards = [self.shards.pack(form, leaves) for form in self.forms(s)]
+            shards = [self.shards.pack(shard_kind, leaves) for shard_kind in self.shard_kinds(s)]
             return jax.tree.map(lambda *xs: jnp.stack(xs), *shards)
 
         return switch_stages(stage, range(self.gathered.num_stages), cut, storage)
@@ -272,8 +276,8 @@ class ByLeaves(_Sharded):
     def _merge(self, stage: jax.Array, shards: Storage) -> Storage:
         def merge(s: int, shards: Storage) -> Storage:
             leaves: dict[str, jax.Array] = {}
-            for replica, form in enumerate(self.forms(s)):
-                leaves |= self.shards.unpack(form, jax.tree.map(lambda x, r=replica: x[r], shards))
+            for replica, shard_kind in enumerate(self.shard_kinds(s)):
+                leaves |= self.shards.unpack(shard_kind, jax.tree.map(lambda x, r=replica: x[r], shards))
             return self.gathered.pack(s, leaves)
 
         return switch_stages(stage, range(self.gathered.num_stages), merge, shards)
@@ -310,15 +314,15 @@ class ZeroSharding:
         """Sharding of the first dim of the global arrays."""
         return P(self.row_axes) if len(self.row_axes) > 1 else P("stage")
 
-    def gather_params(self, stage: jax.Array, form: jax.Array, shard: Storage) -> Storage:
+    def gather_params(self, stage: jax.Array, shard_kind: jax.Array, shard: Storage) -> Storage:
         """Compute parameters of a stage, from the master shard of each of its replicas."""
         # Cast before the gather: the replicas then send half the bytes in mixed precision.
-        return self.compute.gather(stage, _cast(self.master.shards, self.compute.shards, form, shard))
+        return self.compute.gather(stage, _cast(self.master.shards, self.compute.shards, shard_kind, shard))
 
-    def reduce_gradients(self, stage: jax.Array, form: jax.Array, storage: Storage) -> Storage:
-        """The shard of the sum over all replicas of a stage's gradients, in the form of trained parameters."""
+    def reduce_gradients(self, stage: jax.Array, shard_kind: jax.Array, storage: Storage) -> Storage:
+        """The shard of the sum over all replicas of a stage's gradients, laid out as trained parameters are."""
         # Summed in the accumulation dtype, which may be wider than that of the master parameters, and cast once.
-        return _cast(self.grad_accum.shards, self.trained.shards, form, self.grad_accum.reduce(stage, storage))
+        return _cast(self.grad_accum.shards, self.trained.shards, shard_kind, self.grad_accum.reduce(stage, storage))
 
 
 def zero_sharding(
@@ -360,7 +364,7 @@ def _packed_names(layout: Layout, stage: int) -> list[str]:
     return [name for name in layout.names(stage) if name not in layout.stacked]
 
 
-def _cast(source: Layout, target: Layout, form: jax.Array, storage: Storage) -> Storage:
+def _cast(source: Layout, target: Layout, shard_kind: jax.Array, storage: Storage) -> Storage:
     """The same leaves in the dtypes of another layout."""
     stacked = {name: storage.stacked[name].astype(like.dtype) for name, like in target.stacked.items()}
     names = source.renamed_buffers(target)
@@ -373,7 +377,7 @@ def _cast(source: Layout, target: Layout, form: jax.Array, storage: Storage) -> 
     def cast(f: int, packed: Buffers) -> Buffers:
         return target.pack_buffers(f, {name: source.get(f, name, Storage(packed)) for name in _packed_names(target, f)})
 
-    return Storage(switch_stages(form, range(target.num_stages), cast, storage.packed), stacked)
+    return Storage(switch_stages(shard_kind, range(target.num_stages), cast, storage.packed), stacked)
 
 
 def _block_counts(spec: P, mesh: Mapping[str, int]) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ from _stages import struct
 from jaxpipe import LayerSpec, PipeDataParallelTopology, Pipeline, PipelineModule
 from jaxpipe.errors import LayerError
 from jaxpipe.state import HostRows, Layout, StageInit
-from jaxpipe.state._init import _block, _forms_of_rows
+from jaxpipe.state._init import _block, _shard_kinds_of_rows
 from jaxpipe.state._zero import ByElements, ByLeaves, Replicated
 from jaxpipe.topology import make_pipeline_mesh
 
@@ -254,7 +254,7 @@ def test_sums_of_an_initialiser_do_not_depend_on_shards() -> None:
 def test_each_row_is_of_the_shard_of_its_stage_and_replica() -> None:
     layout = Layout([{"a": struct(2), "b": struct(3)}, {"a": struct(2), "c": struct(5)}])
     each = [Replicated(layout), ByElements(layout, 2, {}), ByLeaves(layout, 2, ())]
-    found = [[_forms_of_rows(sharding, stage) for stage in range(2)] for sharding in each]
+    found = [[_shard_kinds_of_rows(sharding, stage) for stage in range(2)] for sharding in each]
     # Whole, a stage's leaves lie in one row. Pieces are alike on all replicas, whole leaves are not.
     assert found == [[[0], [1]], [[0, 0], [1, 1]], [[0, 1], [2, 3]]]
 

@@ -33,7 +33,7 @@ def test_replicas_and_holders_of_tied_parameters_count_once(layout: ShardLayout)
     def device(storage: Storage) -> jax.Array:
         stage, replica = jax.lax.axis_index("stage"), jax.lax.axis_index("data")
         shard = layout.reduce(stage, storage)  # replica 1 gives zeros, so this is what replica 0 has
-        return global_norm(TIED, sharding, layout.form(stage, replica), shard)
+        return global_norm(TIED, sharding, layout.shard_kind(stage, replica), shard)
 
     given = [
         filled(LAYOUT, s, {n: x * (1 - r) for n, x in grads.items()}) for s, grads in enumerate(GRADS) for r in (0, 1)

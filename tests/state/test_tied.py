@@ -94,7 +94,7 @@ def test_copies_in_shards(
     def device(storage: Storage) -> Storage:
         stage, replica = jax.lax.axis_index("stage"), jax.lax.axis_index("data")
         shard = sharding.reduce(stage, storage)
-        return sharding.gather(stage, function(TIED, sharding, sharding.form(stage, replica), shard))
+        return sharding.gather(stage, function(TIED, sharding, sharding.shard_kind(stage, replica), shard))
 
     found = on_devices(make_mesh(3, 2), device, storages(2))
     assert [values_of(LAYOUT, i // 2, one) for i, one in enumerate(found)] == [one for one in wanted for _ in range(2)]

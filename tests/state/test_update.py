@@ -92,7 +92,7 @@ def test_two_updates_are_those_of_the_whole_tree(
 
     def device(params: Any, grads: Any) -> Any:
         stage, replica = jax.lax.axis_index("stage"), jax.lax.axis_index("data")
-        form = sharding.form(stage, replica)
+        form = sharding.shard_kind(stage, replica)
         # Replica 1 gives zeros, so the sums are what replica 0 gives.
         shard, grads = (sharding.reduce(stage, jax.tree.map(lambda x: x * (replica == 0), x)) for x in (params, grads))
         state = updater.init(form, shard)

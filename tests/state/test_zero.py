@@ -21,14 +21,14 @@ SHARDINGS = {"replicated": Replicated(LAYOUT), "elements": ByElements(LAYOUT, 4,
 
 @pytest.mark.parametrize("sharding", SHARDINGS.values(), ids=SHARDINGS)
 def test_forms_belong_to_stages_and_replicas(sharding: ShardLayout) -> None:
-    assert sharding.stages_of_forms == [sharding.stage_of(form) for form in range(sharding.shards.num_stages)]
+    assert sharding.stages_of_shard_kinds == [sharding.stage_of(form) for form in range(sharding.shards.num_stages)]
     for stage in range(2):
         for replica in range(sharding.num_shards):
-            form = sharding.form(stage, replica)
-            assert (sharding.stage_of(form), form in sharding.forms(stage)) == (stage, True)
+            form = sharding.shard_kind(stage, replica)
+            assert (sharding.stage_of(form), form in sharding.shard_kinds(stage)) == (stage, True)
             assert stage * sharding.num_shards + replica in sharding.rows_of(form)
         for name in LAYOUT.names(stage):
-            assert name in sharding.shards.names(sharding.form_of(stage, name))
+            assert name in sharding.shards.names(sharding.shard_kind_of(stage, name))
 
 
 def test_pieces_have_as_many_dims_as_their_leaf() -> None:
@@ -49,7 +49,7 @@ def test_whole_leaves_go_to_the_replica_that_has_least() -> None:
 def test_tied_leaves_go_to_the_same_replica_on_every_stage() -> None:
     layout = Layout([{"big": struct(9), "tied": struct(3)}, {"tied": struct(3), "small": struct(1)}])
     sharding = ByLeaves(layout, 2, ("tied",))
-    assert [sharding.rows_of(sharding.form_of(stage, "tied")) for stage in range(2)] == [(0,), (2,)]
+    assert [sharding.rows_of(sharding.shard_kind_of(stage, "tied")) for stage in range(2)] == [(0,), (2,)]
 
 
 @pytest.mark.parametrize("sharding", SHARDINGS.values(), ids=SHARDINGS)
