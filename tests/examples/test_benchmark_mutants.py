@@ -2,11 +2,14 @@
 
 import ast
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
 
-from benchmarks import mutants
+sys.path.append(str(Path(__file__).parents[2]))  # benchmarks are no part of the installed package
+
+from benchmarks import mutants  # noqa: E402
 
 SOURCE = '''"""Two + two."""
 def f(x: int | None, y=1):
