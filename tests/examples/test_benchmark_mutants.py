@@ -49,6 +49,8 @@ def test_a_mutant_that_tests_see_is_killed_and_the_source_is_as_before(
     monkeypatch.setattr(mutants, "ROOT", tmp_path)
     (tmp_path / "jaxpipe" / "room").mkdir(parents=True)
     (tmp_path / "tests" / "room").mkdir(parents=True)
+    for package in ("jaxpipe", "jaxpipe/room"):
+        (tmp_path / package / "__init__.py").touch()
     source = tmp_path / "jaxpipe" / "room" / "_add.py"
     source.write_text("def add(a, b):\n    return a + b\n\n\ndef less(a, b):\n    return a < b\n")
     test = tmp_path / "tests" / "room" / "test_add.py"
