@@ -49,7 +49,8 @@ from benchmarks._table import print_head, print_row
 from jaxpipe.config import PipelineConfig, TrainConfig, ZeroSection
 from jaxpipe.errors import counted as in_words
 from jaxpipe.forecast import HARDWARE, DeviceMemory, compilable_devices
-from jaxpipe.layers import VocabEmbed, VocabHead, vocab_cross_entropy
+from jaxpipe.layers import VocabEmbed, VocabHead
+from jaxpipe.losses import vocab_cross_entropy
 
 STAGES, PLACES, MICROBATCHES = 8, 8, 16
 STREAM = {"whole": P(), "sequence": P(None, "model", None)}

@@ -22,7 +22,8 @@ import optax  # noqa: E402
 import jaxpipe  # noqa: E402
 from benchmarks._gpt import Block, tokens  # noqa: E402
 from benchmarks._table import print_head, print_row  # noqa: E402
-from jaxpipe.layers import VocabEmbed, VocabHead, vocab_cross_entropy  # noqa: E402
+from jaxpipe.layers import VocabEmbed, VocabHead  # noqa: E402
+from jaxpipe.losses import vocab_cross_entropy  # noqa: E402
 from jaxpipe.topology import make_pipeline_mesh  # noqa: E402
 
 VOCAB, DIM, BLOCKS, TIME, MICROBATCH = 50304, 256, 8, 128, 4

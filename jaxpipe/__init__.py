@@ -15,6 +15,7 @@ What to look at first:
     `jaxpipe.schedules`: 1F1B, interleaved, zero-bubble, GPipe, and the base of one's own.
     `jaxpipe.config`: the keys of a configuration. `jaxpipe.errors`: what is raised.
     `attention`: for transformer blocks, by cuDNN where it can. `jaxpipe.transformer`: DeepSpeed's layer of them.
+    `jaxpipe.losses`: cross entropy of language models, which can be split over the stages.
     `jaxpipe.models`: Llama, Mistral, Qwen, SmolLM, GPT-2, BERT as lists of layers.
     `jaxpipe.weights`: those of other libraries, by tables of names.
     `jaxpipe.checkpoint`: files on disk. `jaxpipe.checkpointing`: recompute, by DeepSpeed's name for it.
@@ -31,6 +32,7 @@ from jaxpipe import errors as errors
 from jaxpipe import forecast as forecast
 from jaxpipe import launch as launch
 from jaxpipe import layers as layers
+from jaxpipe import losses as losses
 from jaxpipe import models as models
 from jaxpipe import optim as optim
 from jaxpipe import partition as partition

@@ -12,7 +12,8 @@ import optax
 from flax import nnx
 
 from jaxpipe import LayerSpec, PipelineModule, TiedLayerSpec
-from jaxpipe.layers import AuxLoss, Metric, VocabEmbed, VocabHead, vocab_cross_entropy
+from jaxpipe.layers import AuxLoss, Metric, VocabEmbed, VocabHead
+from jaxpipe.losses import vocab_cross_entropy
 
 ROWS = 16
 """Rows of tables that are split over stages."""

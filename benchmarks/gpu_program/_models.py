@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 
 import jaxpipe
-from jaxpipe.layers import VocabEmbed, VocabHead, vocab_cross_entropy
+from jaxpipe.layers import VocabEmbed, VocabHead
+from jaxpipe.losses import vocab_cross_entropy
 from jaxpipe.transformer import attention
 
 HEAD_DIM = 128

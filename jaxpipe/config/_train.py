@@ -58,11 +58,12 @@ class PipelineConfig(Section):
         gather_weights: When weights that are divided over an axis `fsdp` are gathered. `'step'` gathers them once and
             holds them to the end of the step. `'tick'` gathers a layer's weights in every action and frees them after
             it. `'auto'` is `'step'` with `zero_optimization.stage` 2, else `'tick'`.
-        split_vocabulary: Whether an ordinary embedding (`nn.Embed`, `nnx.Embed`), which is the first layer, the last
-            layer, which makes the logits (`nn.Dense`, `nnx.Linear`, or the embedding again, tied, by `attend`), and the
-            cross entropy of the loss are split over the stages, as `VocabEmbed`, `VocabHead` and
-            `vocab_cross_entropy` are: the loss then takes an equal share of a tick on every stage. Numbers, names and
-            checkpoints stay; layers and losses of another form are refused.
+        split_vocabulary: Whether the embedding, the layer that makes the logits, and the loss are split over the
+            stages, so that the loss takes an equal share of a tick on every stage. The first layer must be an
+            `nn.Embed` or `nnx.Embed`, the last an `nn.Dense` or `nnx.Linear`, or the embedding again, tied, by
+            `attend`; and the loss must give the logits to `jaxpipe.losses.cross_entropy`. Numbers, names and
+            checkpoints stay. `'auto'` splits where all of this holds and a step is then at least 1 % shorter, by
+            operations and bytes, and says what it decided; `true` refuses layers and losses of another form.
         overlap_vocabulary: Whether last layers that are split over the stages run with the loss a tick after the
             forward whose output they take, and the backward with them: what they exchange over the stages then travels
             under the next forward. A stage holds the residuals of one microbatch more; most schedules take no longer,
@@ -87,7 +88,7 @@ class PipelineConfig(Section):
     memory_limit_gb: float | Literal["auto"] = setting("auto", auto_or(read_positive_number))
     offload_activations: bool = setting(False, read_flag)
     gather_weights: Literal["auto", "step", "tick"] = setting("auto", one_of("auto", "step", "tick"))
-    split_vocabulary: bool = setting(False, read_flag)
+    split_vocabulary: bool | Literal["auto"] = setting("auto", auto_or(read_flag))
     overlap_vocabulary: bool | Literal["auto"] = setting("auto", auto_or(read_flag))
 
 

@@ -1,5 +1,6 @@
 """The compiled programs of an engine: one for each shape that batches have."""
 
+import dataclasses
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -166,8 +167,12 @@ class ProgramCache:
         # A pipeline needs a loss to be built; this one is 0 for any outputs, and never asked for.
         module = self.module if has_labels else self.module.replace(loss_fn=_no_loss)
         parts = None if self._form is None else self._form.boundaries
+        config = self._config
+        if not has_labels and config.pipeline.split_vocabulary == "auto":
+            # Whether the loss can be split is not known yet, and what is chosen here stays.
+            config = dataclasses.replace(config, pipeline=dataclasses.replace(config.pipeline, split_vocabulary=False))
         pipeline = Pipeline(
-            module, self._optimizer, self._mesh, struct, num_microbatches, self._config, self._recompute, parts
+            module, self._optimizer, self._mesh, struct, num_microbatches, config, self._recompute, parts
         )
         if self._form is None:
             pipeline.check_recompute()
@@ -184,9 +189,10 @@ class ProgramCache:
 
     @property
     def _is_open(self) -> bool:
-        """True if the schedule or the cut is chosen by the costs of the model."""
-        is_chosen = self._config.pipeline.schedule == "auto" or profile_source(self.module.partition_method) is not None
-        return is_chosen and self.module.num_stages > 1
+        """True if the schedule, the cut or the split of the vocabulary is chosen by the costs of the model."""
+        section = self._config.pipeline
+        is_profiled = profile_source(self.module.partition_method) is not None
+        return self.module.num_stages > 1 and (is_profiled or "auto" in (section.schedule, section.split_vocabulary))
 
     def _check_like(self, struct: Batch, has_labels: bool) -> None:
         """Compare structure and dtypes with those of the batches before."""

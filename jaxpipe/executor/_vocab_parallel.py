@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from jaxpipe._typing import PyTree
 from jaxpipe.autodiff import differentiable, replace_differentiable
 from jaxpipe.errors import LayerError
-from jaxpipe.jaxpr import effect_axes, output_dependence
-from jaxpipe.layers import format_struct
+from jaxpipe.layers import check_split_loss, format_struct, with_split_logits
+from jaxpipe.losses import SplitLogits
 from jaxpipe.topology import broadcast_sum
 
 from ._batch import Context, Microbatch
@@ -102,22 +102,16 @@ class VocabLoss:
             labels: Shapes and dtypes of a microbatch's labels.
 
         Raises:
-            LayerError: Outputs are slices, and the loss has no collectives over the stages.
+            LayerError: Outputs are slices, and the loss is not made for them.
         """
-        struct, whole = self._outputs_struct, self._whole
-        if format_struct(struct) == format_struct(whole):
-            return
-        closed = jax.make_jaxpr(self._module.loss_terms)(struct, labels)
-        bits = [int(i < len(jax.tree.leaves(whole))) for i in range(len(closed.jaxpr.invars))]
-        if _AXIS not in effect_axes(closed) and any(output_dependence(closed.jaxpr, bits)):
-            raise LayerError(
-                f"loss_fn must take slices of the model's output, {format_struct(struct)} of "
-                f"{format_struct(whole)} on each of num_stages={self._module.num_stages} stages, but got one without "
-                "collectives over 'stage'. Use vocab_cross_entropy of jaxpipe.layers, or a head that is not split."
-            )
+        if format_struct(self._outputs_struct) != format_struct(self._whole):
+            check_split_loss(self._module, self._outputs_struct, self._whole, labels)
 
     def outputs(self, storage: PyTree, output: PyTree, context: Context) -> PyTree:
-        """The model's output on this stage, outside training; the trunk's output counts on the last part's stage."""
+        """The model's output on this stage, outside training: slices of it as `SplitLogits`.
+
+        The trunk's output counts on the last part's stage.
+        """
         inputs = self._activations.unpack(self._last, output)
         params = self._unsharded.take(storage), self._sharded.take(storage)
         return self._outputs(*params, inputs, context, train=False)
@@ -125,11 +119,11 @@ class VocabLoss:
     def whole(self, outputs: PyTree) -> PyTree:
         """Outputs put together from those of all stages."""
 
-        def one(leaf: jax.Array, like: Any) -> jax.Array:
-            dims = [d for d, (n, whole) in enumerate(zip(leaf.shape, like.shape, strict=True)) if n != whole]
-            return jax.lax.all_gather(leaf, _AXIS, axis=dims[0], tiled=True) if dims else leaf
+        def one(leaf: Any) -> jax.Array:
+            is_split = isinstance(leaf, SplitLogits)
+            return jax.lax.all_gather(leaf.local, _AXIS, axis=leaf.ndim - 1, tiled=True) if is_split else leaf
 
-        return jax.tree.map(one, outputs, self._whole)
+        return jax.tree.map(one, outputs)
 
     def loss_and_gradients(
         self,
@@ -173,7 +167,7 @@ class VocabLoss:
         # without an estimate of what exchanges take, so that fewer of them lie under products.
         is_source = jax.lax.axis_index(_AXIS) == self._last_stage
         handed = broadcast_sum(select(is_source, handed, zeros_of(handed)), _AXIS)
-        return _run(self._sharded, sharded, handed, context, train=train)
+        return with_split_logits(_run(self._sharded, sharded, handed, context, train=train), self._whole)
 
 
 def _outputs_struct(blueprint: Blueprint, segment: Segment) -> PyTree:

@@ -272,7 +272,7 @@ class _Setup:
         errors: Collector,
     ) -> None:
         self._arguments = model, config, example_batch, hardware, count, optimizer, places
-        self.config, self.hardware = config, hardware
+        self.hardware = hardware
         given = make_pipeline_mesh(_topology(model, count, places), absent_devices(hardware, count))
         self.assumes_optimizer = optimizer is None and config.optimizer is None
         wanted = optax.adamw(1e-4) if self.assumes_optimizer else optimizer
@@ -283,16 +283,19 @@ class _Setup:
         is_of_one = all(getattr(leaf, "shape", ())[:1] == (size,) for leaf in leaves)
         entry = entry_struct(example_batch, size, 1 if is_of_one else replicas)
         entry = jax.tree.map(lambda x: jax.ShapeDtypeStruct((size * replicas, *x.shape[1:]), x.dtype), entry)
+        assert chosen.transformation is not None
         self._settings = settings_for(config, given)
         self._tracing = functools.partial(use_settings, self._settings, given)
         with self._tracing():
-            self.traced = traced = trace_model(self._module, given, entry, config)
-            module, trace = traced.module, traced.trace
+            self.traced = traced = trace_model(
+                self._module, given, entry, config, sizes.gradient_accumulation_steps, chosen.transformation
+            )
+            # With the split of the vocabulary decided.
+            module, trace, self.config = traced.module, traced.trace, traced.config
             self._signatures = layer_signatures(module.layers, trace, module.compute_dtype)
             # For its errors: without labels the loss is not counted.
             outputs, labels = trace.boundaries[-1], traced.microbatch.labels
             trace.on_mesh(lambda: jax.eval_shape(module.loss_terms, outputs, labels))
-        assert chosen.transformation is not None
         self._optimizer = chosen.transformation
         if optimizer is not None and module.num_stages > 1:
             check_leafwise(trace_optimizer(optimizer, trace.tree()))
@@ -339,15 +342,15 @@ class _Setup:
 
     def compile(self, one: Forecast, target: str | None) -> CompiledStep:
         """Compile a candidate's step for devices that are not there."""
-        model, config, _, hardware, count, _, places = self._arguments
+        model, _, _, hardware, count, _, places = self._arguments
         devices = compilable_devices(hardware, count, target)
         section = dataclasses.replace(
-            config.pipeline,
+            self.config.pipeline,
             schedule=one.schedule,
             num_chunks=one.num_chunks,
             max_pending_weights="auto" if one.max_pending is None else one.max_pending,
         )
-        config = dataclasses.replace(config, pipeline=section)
+        config = dataclasses.replace(self.config, pipeline=section)
         module = self._recomputing(self._module, one.recompute)
         mesh = make_pipeline_mesh(_topology(model, count, places), devices)
         return compile_step(
@@ -459,6 +462,8 @@ def _assumptions(setup: _Setup) -> tuple[str, ...]:
         "temporaries are an estimate: what a chunk leaves, gradients off the trunk, and logits or a backward's work",
         "collectives inside a stage have nothing beside them; MFU counts three times the forward's operations",
     ]
+    if setup.traced.split_note:
+        found.append(setup.traced.split_note)
     if setup.assumes_optimizer:
         found.append("AdamW, as neither an optimizer nor one in the configuration was given")
     if setup.traced.mesh.shape.get("fsdp", 1) > 1:

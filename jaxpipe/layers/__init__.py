@@ -10,10 +10,8 @@ from ._nnx import Metric as Metric
 from ._protocol import Layer as Layer
 from ._spec import LayerSpec as LayerSpec
 from ._spec import TiedLayerSpec as TiedLayerSpec
-from ._split_vocabulary import split_vocabulary as split_vocabulary
 from ._vocab import VocabEmbed as VocabEmbed
 from ._vocab import VocabHead as VocabHead
-from ._vocab import vocab_cross_entropy as vocab_cross_entropy
 
 # isort: split
 # For other rooms.
@@ -26,6 +24,9 @@ from ._param_paths import merge_layers as merge_layers
 from ._precision import cast_floats as cast_floats
 from ._sharding import unbox as unbox
 from ._signature import layer_signatures as layer_signatures
+from ._split_vocabulary import check_split_loss as check_split_loss
+from ._split_vocabulary import split_vocabulary as split_vocabulary
+from ._split_vocabulary import with_split_logits as with_split_logits
 from ._structs import as_arrays as as_arrays
 from ._structs import device_bytes as device_bytes
 from ._structs import format_struct as format_struct
@@ -49,7 +50,6 @@ __all__ = [
     "VocabHead",
     "lora",
     "merge_lora",
-    "vocab_cross_entropy",
     # For other rooms.
     "ModelTrace",
     "NamedLayer",
@@ -57,6 +57,7 @@ __all__ = [
     "as_arrays",
     "call_on_one",
     "cast_floats",
+    "check_split_loss",
     "device_bytes",
     "flatten_dict",
     "format_struct",
@@ -70,4 +71,5 @@ __all__ = [
     "struct_of",
     "unbox",
     "unflatten_dict",
+    "with_split_logits",
 ]

@@ -11,7 +11,6 @@ from ._make import prepare as prepare
 from ._optimizer import ChosenOptimizer as ChosenOptimizer
 from ._optimizer import choose_optimizer as choose_optimizer
 from ._pipeline import Pipeline as Pipeline
-from ._traced import Traced as Traced
 from ._traced import trace_model as trace_model
 from ._validate import check_mesh as check_mesh
 from ._validate import check_params as check_params
@@ -25,7 +24,6 @@ __all__ = [
     "Hyperparams",
     "Pipeline",
     "Prepared",
-    "Traced",
     "check_mesh",
     "check_params",
     "choose_optimizer",

@@ -169,14 +169,12 @@ class Pipeline:
         optimizer = optax.identity() if optimizer is None else optimizer
         self.num_microbatches = num_microbatches
         with self._tracing() as scope:
-            traced = trace_model(module, mesh, example, config)
-            self.module, self.mesh, self.trace = traced.module, traced.mesh, traced.trace
+            traced = trace_model(module, mesh, example, config, num_microbatches, optimizer)
+            self.module, self.mesh, self.trace, config = traced.module, traced.mesh, traced.trace, traced.config
             self.num_replicas, self.microbatch_size = traced.num_replicas, traced.microbatch_size
             self._entry, self.microbatch_struct = traced.entry, traced.microbatch
             module, labels, shape = self.module, self.microbatch_struct.labels, mesh_shape(self.mesh)
-            self.plan = plan = make_plan(
-                module, self.trace, self.mesh, labels, num_microbatches, config, optimizer, parts
-            )
+            self.plan = plan = make_plan(traced, num_microbatches, optimizer, parts)
             self.config, self.loss_scaler = plan.config, LossScaler.from_config(config)
             # Without the places along `fsdp`: these compute on one microbatch together, and its loss is one term.
             outputs, num_terms = self.trace.boundaries[-1], num_microbatches * shape["data"]

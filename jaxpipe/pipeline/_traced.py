@@ -1,52 +1,31 @@
-"""A model traced on a mesh: what is known of a pipeline before anything about it is decided."""
+"""From a model, its mesh and an example to what is known before its plan is made."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
 import jax
+import optax
 from jax.sharding import Mesh
 
 from jaxpipe._typing import PyTree
 from jaxpipe.config import TrainConfig
-from jaxpipe.data import Batch
-from jaxpipe.layers import ModelTrace, PipelineModule, split_vocabulary, struct_of
+from jaxpipe.errors import LayerError
+from jaxpipe.layers import PipelineModule, check_split_loss, split_vocabulary, struct_of
+from jaxpipe.planner import Traced, choose_split
 from jaxpipe.state import check_collections
 from jaxpipe.topology import num_batch_shards, with_fsdp_axis
 
 from ._validate import check_mesh, entry_struct
 
 
-@dataclass(frozen=True)
-class Traced:
-    """A model, its mesh and its shapes.
-
-    Attributes:
-        module: The model, its ends split over the stages where the settings ask for it.
-        mesh: The devices, with the axis `fsdp` that ZeRO 2 and 3 make of `data`.
-        trace: Shapes and programs of the layers, for one microbatch.
-        entry: Shapes of one microbatch of all replicas.
-        microbatch: Shapes of one microbatch as layers see it, that of one place along `data`.
-    """
-
-    module: PipelineModule
-    mesh: Mesh
-    trace: ModelTrace
-    entry: Batch
-    microbatch: Batch
-
-    @property
-    def num_replicas(self) -> int:
-        """Places along `data` and `fsdp`."""
-        return num_batch_shards(self.mesh)
-
-    @property
-    def microbatch_size(self) -> int:
-        """Samples of a microbatch of one replica."""
-        return jax.tree.leaves(self.entry)[0].shape[0] // self.num_replicas
-
-
-def trace_model(module: PipelineModule, mesh: Mesh, example: Sequence[PyTree], config: TrainConfig) -> Traced:
-    """Check a model against its mesh, and trace it with one microbatch.
+def trace_model(
+    module: PipelineModule,
+    mesh: Mesh,
+    example: Sequence[PyTree],
+    config: TrainConfig,
+    num_microbatches: int,
+    optimizer: optax.GradientTransformation,
+) -> Traced:
+    """Check a model against its mesh, trace it with one microbatch, and decide whether its vocabulary is split.
 
     `mesh` is as the user has it, `example` a microbatch of all replicas, arrays or shapes.
 
@@ -65,8 +44,43 @@ def trace_model(module: PipelineModule, mesh: Mesh, example: Sequence[PyTree], c
     # Replicas that are places of an automatic axis compute on one microbatch together.
     size = jax.tree.leaves(entry)[0].shape[0] // mesh.shape["data"]
     microbatch = jax.tree.map(lambda x: jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype), entry)
-    inputs, labels, side = microbatch
-    module = split_vocabulary(module, labels) if config.pipeline.split_vocabulary else module
-    trace = module.trace(inputs, side, mesh.abstract_mesh)
-    check_collections(module.layers, trace)
-    return Traced(module, mesh, trace, entry, microbatch)
+
+    def traced(module: PipelineModule) -> Traced:
+        trace = module.trace(microbatch.inputs, microbatch.side, mesh.abstract_mesh)
+        check_collections(module.layers, trace)
+        return Traced(module, mesh, trace, entry, microbatch, config)
+
+    wanted = config.pipeline.split_vocabulary
+    if wanted is True:
+        return traced(split_vocabulary(module))
+    whole = traced(module)
+    is_open = module.num_stages > 1 and module.loss_fn is not None and not any(whole.trace.stage_dims)
+    if wanted != "auto" or not is_open:
+        return whole.with_split(False)
+    return _split_if_shorter(whole, traced, num_microbatches, optimizer)
+
+
+def _split_if_shorter(
+    whole: Traced,
+    traced: Callable[[PipelineModule], Traced],
+    num_microbatches: int,
+    optimizer: optax.GradientTransformation,
+) -> Traced:
+    """The model, split over the stages if its layers and its loss can be, and if the step is then clearly shorter."""
+    labels = whole.microbatch.labels
+    try:
+        split = traced(split_vocabulary(whole.module))
+        logits = whole.trace.boundaries[-1]
+        local = jax.ShapeDtypeStruct((*logits.shape[:-1], logits.shape[-1] // whole.module.num_stages), logits.dtype)
+        split.trace.on_mesh(lambda: check_split_loss(split.module, local, logits, labels))
+    except LayerError as error:
+        return whole.with_split(False, f"The vocabulary is not split over the stages: {error}")
+    choice = choose_split(whole, split, num_microbatches, optimizer)
+    if choice is None:
+        return whole.with_split(False)
+    verb = "are split" if choice.pays else "are not split"
+    note = (
+        f"the first and last layers and the loss {verb} over the stages (pipeline.split_vocabulary): a step would take "
+        f"{choice.step_share:.2f} times as long as with all of them whole, by operations and bytes"
+    )
+    return split.with_split(True, note) if choice.pays else whole.with_split(False, note)

@@ -23,3 +23,5 @@ from ._plan import schedule_of as schedule_of
 from ._roofline import bytes_s as bytes_s
 from ._roofline import collective_s as collective_s
 from ._roofline import kernel_s as kernel_s
+from ._split import choose_split as choose_split
+from ._traced import Traced as Traced

@@ -5,13 +5,10 @@ import logging
 from collections.abc import Hashable, Sequence
 
 import optax
-from jax.sharding import Mesh
 
-from jaxpipe._typing import PyTree
-from jaxpipe.config import TrainConfig
 from jaxpipe.distributed import log
 from jaxpipe.executor import Plan
-from jaxpipe.layers import ModelTrace, PipelineModule, layer_signatures
+from jaxpipe.layers import PipelineModule, layer_signatures
 from jaxpipe.partition import profile_source
 from jaxpipe.schedules import lower_schedule
 
@@ -25,22 +22,19 @@ from ._measure import measured_costs, runnable_devices
 from ._memory import bytes_per_param
 from ._notes import notes_on_cut
 from ._plan import plan_cut, schedule_of
+from ._traced import Traced
 
 
 def make_plan(
-    module: PipelineModule,
-    trace: ModelTrace,
-    mesh: Mesh,
-    labels: PyTree,
+    traced: Traced,
     num_microbatches: int,
-    config: TrainConfig,
     optimizer: optax.GradientTransformation | None = None,
     parts: Sequence[int] | None = None,
 ) -> Plan:
     """Decide what is left open; all processes call.
 
-    `labels` are a microbatch's, as shapes. Without an `optimizer` parameters are taken to need as
-    much as with Adam. Given `parts`, as another plan for the same model has them, are kept to.
+    Without an `optimizer` parameters are taken to need as much as with Adam. Given `parts`, as
+    another plan for the same model has them, are kept to.
 
     Raises:
         ScheduleError: The schedule is unsound, or cannot have so many chunks.
@@ -49,13 +43,15 @@ def make_plan(
         ConfigError: Memory is looked at, and the optimiser does not take these parameters; or it is
             said when weights are gathered, and there is no axis over which they are divided.
     """
+    module, trace, mesh, config = traced.module, traced.trace, traced.mesh, traced.config
+    labels = traced.microbatch.labels
     section, profile, notes, choice = config.pipeline, None, (), ""
     optimizer = optax.adam(1e-3) if optimizer is None else optimizer
     signatures = layer_signatures(module.layers, trace, module.compute_dtype)
     is_given, costs = parts is not None, None
     if section.schedule == "auto" or limits_pending(section):
         cut = module.replace(partition_method=tuple(parts)) if parts is not None else module
-        job = job_of(cut, trace, mesh, labels, signatures, num_microbatches, config, optimizer)
+        job = _job(traced, cut, signatures, num_microbatches, optimizer)
         found = ranked(candidates(job, Asked.of(section)))
         best, costs = found[0], job.cut_costs
         choice, parts = _said(job, found), best.boundaries
@@ -79,7 +75,7 @@ def make_plan(
             parts = cut_parts(module, trace, costs, module.num_stages * schedule.num_chunks, signatures, memory)
         if profile is not None:
             log_cut(module, trace, profile, parts)
-        notes = notes_on_cut(module, trace, costs, parts) if is_cut else ()
+        notes = notes_on_cut(module, trace, costs, parts, traced.split_note) if is_cut else ()
     parts = (0, len(module.layers)) if parts is None else parts
     # A single virtual stage is all trunk: what its layers have alike is not asked.
     signatures = signatures if is_cut else (None,) * len(module.layers)
@@ -88,17 +84,15 @@ def make_plan(
     return dataclasses.replace(plan, profile=profile, choice=choice, notes=notes)
 
 
-def job_of(
+def _job(
+    traced: Traced,
     module: PipelineModule,
-    trace: ModelTrace,
-    mesh: Mesh,
-    labels: PyTree,
     signatures: Sequence[Hashable],
     num_microbatches: int,
-    config: TrainConfig,
     optimizer: optax.GradientTransformation,
 ) -> Job:
     """A job on the devices of a mesh, which may be absent; all processes call."""
+    trace, mesh, labels, config = traced.trace, traced.mesh, traced.microbatch.labels, traced.config
     counted, measured = Counted(module, trace, labels, signatures), None
     if profile_source(module.partition_method) == "times" and runnable_devices(mesh):
         measured = measured_costs(module, trace, mesh, labels, counted.costs(reference_hardware(mesh)))

@@ -12,15 +12,17 @@ _WORTH_SAYING = 0.1
 """Share of a tick from which the layers after the trunk are spoken of."""
 
 
-def notes_on_cut(module: PipelineModule, trace: ModelTrace, profile: Profile, parts: Sequence[int]) -> tuple[str, ...]:
+def notes_on_cut(
+    module: PipelineModule, trace: ModelTrace, profile: Profile, parts: Sequence[int], split_note: str
+) -> tuple[str, ...]:
     """Compare a cut with another one, and say what the last layers and the loss take; logged, too.
 
-    Returns:
-        Sentences, none where nothing is known of the work.
+    `split_note` says why the vocabulary is split or not. No sentences where nothing is known of the
+    work.
     """
     if not tick_of(profile, parts).seconds:
         return ()
-    notes = (_on_alternative(module, trace, profile, parts), *_on_loss(module, profile, parts))
+    notes = (_on_alternative(module, trace, profile, parts), *_on_loss(module, profile, parts, split_note))
     log(logging.INFO, "%s", "; ".join(notes))
     _warn_of_small_trunk(module, trace, profile, parts)
     return notes
@@ -38,17 +40,20 @@ def _on_alternative(module: PipelineModule, trace: ModelTrace, profile: Profile,
     return f"{cut}; {other_method!r} would at {other}, for a tick {ratio:.2f} times as long by operations and bytes"
 
 
-def _on_loss(module: PipelineModule, profile: Profile, parts: Sequence[int]) -> list[str]:
+def _on_loss(module: PipelineModule, profile: Profile, parts: Sequence[int], split_note: str) -> list[str]:
+    if profile.layers[-1].is_stage_sharded:
+        return [split_note] if split_note else []
     seconds, epilogue = profile.seconds(), cut_stages(profile.signatures, parts)[-1].epilogue
     slowest = tick_of(profile, parts).slowest_s
     share, is_slowest = sum(seconds[i] for i in epilogue) / slowest, sum(seconds[parts[-2] :]) >= slowest
-    if share < _WORTH_SAYING or not is_slowest or profile.layers[-1].is_stage_sharded:
+    if share < _WORTH_SAYING or not is_slowest:
         return []
     what = "the loss" if not epilogue else f"{', '.join(module.layers[i].name for i in epilogue)} and the loss"
-    return [
-        f"{what} take {share:.2f} of a tick on the last stage, for which all others wait; split over the stages, as "
-        f"pipeline.split_vocabulary or VocabHead do, they would take {share / module.num_stages:.2f}"
-    ]
+    found = (
+        f"{what} take {share:.2f} of a tick on the last stage, for which all others wait; split over the stages "
+        f"(pipeline.split_vocabulary) they would take {share / module.num_stages:.2f}"
+    )
+    return [found, *([split_note] if split_note else [])]
 
 
 def _warn_of_small_trunk(module: PipelineModule, trace: ModelTrace, profile: Profile, parts: Sequence[int]) -> None:

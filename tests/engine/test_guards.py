@@ -7,7 +7,6 @@ from typing import Any
 import flax.linen as nn
 import jax
 import numpy as np
-import optax
 import pytest
 from _covering import slow_after
 from _small import SIZES, build, entries, entry, module
@@ -15,6 +14,7 @@ from _small import SIZES, build, entries, entry, module
 import jaxpipe
 from jaxpipe import LayerSpec, PipelineEngine
 from jaxpipe.errors import PipelineError
+from jaxpipe.losses import vocab_cross_entropy
 from jaxpipe.transformer import DeepSpeedTransformerConfig, DeepSpeedTransformerLayer
 
 VOCAB = 16
@@ -23,7 +23,7 @@ SCHEDULED = {"type": "WarmupLR", "params": {"warmup_num_steps": 2}}
 
 
 def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
-    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+    return vocab_cross_entropy(logits, labels).mean()
 
 
 def tokens(count: int = 2) -> Iterator[Any]:

@@ -21,6 +21,7 @@ import jaxpipe
 from jaxpipe.__main__ import main
 from jaxpipe.errors import JaxpipeError
 from jaxpipe.forecast import HARDWARE, CompiledStep, Hardware, StepPlan
+from jaxpipe.losses import vocab_cross_entropy
 from jaxpipe.schedules import lower_schedule, resolve_schedule
 
 sys.path.append(str(Path(__file__).parents[2]))  # benchmarks are no part of the installed package
@@ -41,7 +42,7 @@ def loss_fn(y: jax.Array, t: jax.Array) -> jax.Array:
 
 
 def token_loss(logits: jax.Array, labels: jax.Array) -> jax.Array:
-    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+    return vocab_cross_entropy(logits, labels).mean()
 
 
 def model(num_stages: int = 2, **kwargs: Any) -> jaxpipe.PipelineModule:

@@ -13,7 +13,7 @@ import pytest
 from _h200 import Step, build, compile_step, h200_mesh
 from _hlo import Program
 
-from jaxpipe import LayerSpec, PipelineModule
+from jaxpipe import LayerSpec, PipelineModule, losses
 
 PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 pytestmark = [
@@ -117,7 +117,7 @@ def split_vocabulary(hosts: int, **settings: Any) -> Step:
     module = PipelineModule(
         [nn.Embed(VOCAB, BREADTH), *[LayerSpec(Wide, BREADTH) for _ in range(BLOCKS)], LayerSpec(nn.Dense, VOCAB)],
         num_stages=2,
-        loss_fn=cross_entropy,
+        loss_fn=losses.cross_entropy,
         partition_method="trunk",
         compute_dtype="bfloat16",
         auto_cast=True,

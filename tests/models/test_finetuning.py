@@ -12,6 +12,7 @@ from _tolerances import assert_close, assert_loss
 
 from jaxpipe import Pipeline, PipelineModule, ProcessTopology
 from jaxpipe.layers import LORA_PARAMETERS, flatten_dict, lora, unflatten_dict
+from jaxpipe.losses import vocab_cross_entropy
 from jaxpipe.models import LlamaConfig, llama
 from jaxpipe.topology import make_pipeline_mesh
 
@@ -32,7 +33,7 @@ CONFIG = LlamaConfig(
 
 def masked(logits: jax.Array, labels: Any) -> tuple[jax.Array, jax.Array]:
     targets, counts = labels
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
+    losses = vocab_cross_entropy(logits, targets)
     return jnp.sum(losses * counts), jnp.sum(counts)
 
 

@@ -16,6 +16,7 @@ from _tolerances import assert_close, assert_loss
 
 from jaxpipe import Pipeline, PipelineModule, ProcessTopology
 from jaxpipe.errors import ConfigError
+from jaxpipe.losses import vocab_cross_entropy
 from jaxpipe.models import (
     BertConfig,
     ExpertsConfig,
@@ -45,7 +46,7 @@ SIZES: dict[str, Any] = {
 
 
 def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
-    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+    return vocab_cross_entropy(logits, labels).mean()
 
 
 def make_batch(replicas: int, *, is_packed: bool) -> Any:

@@ -12,40 +12,37 @@ import pytest
 from _covering import slow_after
 from _models import DIM, ROWS, Block, specs, split_text
 from _settings import make_settings
+from _stages import on_two_stages
 from _tolerances import GRADIENT, assert_close, assert_loss
 from flax import nnx
-from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
 
 import jaxpipe
 from jaxpipe import LayerSpec, Pipeline, PipelineModule, ProcessTopology, TiedLayerSpec
 from jaxpipe.errors import LayerError
 from jaxpipe.layers import VocabEmbed
-from jaxpipe.layers._split_vocabulary import SplitLoss
+from jaxpipe.losses import SplitLogits, cross_entropy, vocab_cross_entropy
 from jaxpipe.topology import make_pipeline_mesh
 
+Logits = jax.Array | SplitLogits
 MICROBATCHES, SAMPLES = 4, 4
-IGNORED = -100
 ADAM = optax.adamw(1e-2)
 
 
-def mean(logits: jax.Array, labels: jax.Array) -> jax.Array:
-    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+def mean(logits: Logits, labels: jax.Array) -> jax.Array:
+    return vocab_cross_entropy(logits, labels).mean()
 
 
-def weighted(logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
-    mask = (labels % 3 > 0).reshape(-1)
-    logits, safe = logits.reshape(-1, ROWS), jnp.where(mask, labels.reshape(-1), 0)
-    each = optax.softmax_cross_entropy_with_integer_labels(logits, labels.reshape(-1))
-    return jnp.where(mask, each, 0).sum() + 0 * safe.sum(), mask.sum()
+def weighted(logits: Logits, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return cross_entropy(logits.reshape(-1, ROWS), labels.reshape(-1), weights=(labels % 3 > 0).reshape(-1))
 
 
-def one_hot(logits: jax.Array, labels: jax.Array) -> jax.Array:
-    return optax.softmax_cross_entropy(logits, jax.nn.one_hot(labels, ROWS)).mean()
+def smoothed(logits: Logits, labels: jax.Array) -> jax.Array:
+    total, weight = cross_entropy(logits, labels, label_smoothing=0.1)
+    return total / weight
 
 
-def gathered(logits: jax.Array, labels: jax.Array) -> jax.Array:
-    return -jnp.take_along_axis(jax.nn.log_softmax(logits), labels[..., None], -1).mean()
+def penalised(logits: Logits, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return cross_entropy(logits[:, :-1], labels[:, 1:], ignore_index=3, z_loss=1e-3)
 
 
 def table(**kwargs: Any) -> TiedLayerSpec:
@@ -55,8 +52,8 @@ def table(**kwargs: Any) -> TiedLayerSpec:
 MODELS: dict[str, tuple[Callable[[], list[Any]], Callable[..., Any]]] = {
     "tied": (lambda: [table(), *specs(Block), nn.LayerNorm(), table(forward_fn=nn.Embed.attend)], weighted),
     "untied": (lambda: [nn.Embed(ROWS, DIM), *specs(Block), nn.LayerNorm(), LayerSpec(nn.Dense, ROWS)], mean),
-    "no bias": (lambda: [nn.Embed(ROWS, DIM), *specs(Block), nn.Dense(ROWS, use_bias=False)], gathered),
-    "nnx": (lambda: [LayerSpec(nnx.Embed, ROWS, DIM), *specs(Block), LayerSpec(nnx.Linear, DIM, ROWS)], one_hot),
+    "no bias": (lambda: [nn.Embed(ROWS, DIM), *specs(Block), nn.Dense(ROWS, use_bias=False)], smoothed),
+    "nnx": (lambda: [LayerSpec(nnx.Embed, ROWS, DIM), *specs(Block), LayerSpec(nnx.Linear, DIM, ROWS)], penalised),
     "tied by a function": (
         lambda: [table(), *specs(Block), nn.LayerNorm(), table(forward_fn=lambda embed, x: embed.attend(x))],
         mean,
@@ -132,90 +129,23 @@ def test_gradients_and_steps_are_those_of_one_device(
     np.testing.assert_allclose(outputs, wanted, rtol=GRADIENT, atol=GRADIENT)
 
 
-def smoothed(logits: jax.Array, labels: jax.Array) -> jax.Array:
-    return optax.softmax_cross_entropy(logits, optax.smooth_labels(jax.nn.one_hot(labels, ROWS), 0.1)).mean()
-
-
-def shifted(logits: jax.Array, labels: jax.Array) -> jax.Array:
-    return optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], labels[:, 1:]).mean()
-
-
-def penalised(logits: jax.Array, labels: jax.Array) -> jax.Array:
-    return mean(logits, labels) + 1e-4 * jnp.mean(jax.nn.logsumexp(logits, axis=-1) ** 2)
-
-
-@pytest.mark.parametrize("loss_fn", [smoothed, shifted, penalised, lambda y, t: jnp.mean(y[..., 0])])
-def test_losses_of_more_than_cross_entropies_are_refused(loss_fn: Callable[..., Any]) -> None:
-    labels = jax.ShapeDtypeStruct((2, 3), jnp.int32)
-    with pytest.raises(LayerError, match="(?s)reads the logits through their cross entropy.*shift"):
-        SplitLoss(loss_fn, labels, ROWS)
-
-
-@pytest.mark.parametrize("loss_fn", slow_after(2, [mean, gathered, weighted, one_hot]))
-def test_whole_logits_are_taken_too(loss_fn: Callable[..., Any]) -> None:
-    rng = np.random.default_rng(0)
-    logits, labels = rng.normal(size=(2, 3, ROWS)).astype(np.float32), rng.integers(0, ROWS, (2, 3), np.int32)
-    split = SplitLoss(loss_fn, jax.eval_shape(jnp.asarray, labels), ROWS)
-    jax.tree.map(np.testing.assert_array_equal, split(jnp.asarray(logits), labels), loss_fn(logits, labels))
-
-
-def masked(logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
-    mask = labels != IGNORED
-    safe = jnp.where(mask, labels, 0)
-    each = optax.softmax_cross_entropy_with_integer_labels(logits, safe)
-    return jnp.where(mask, each, 0.0).sum(), mask.sum()
-
-
-def wrapped(logits: jax.Array, labels: jax.Array) -> jax.Array:
-    return mean(logits, labels % ROWS)
-
-
-def clipped(logits: jax.Array, labels: jax.Array) -> jax.Array:
-    return mean(logits, jnp.clip(labels, 0, ROWS - 1))
-
-
-def indexed(logits: jax.Array, labels: jax.Array) -> jax.Array:
-    logits, labels = logits.reshape(-1, ROWS), labels.reshape(-1)
-    return -jax.nn.log_softmax(logits)[jnp.arange(labels.size), labels].mean()
-
-
-def on_two_stages(function: Callable[..., Any], dim: int) -> Callable[..., Any]:
-    """A scalar and its gradient, from an array of which each stage has a slice."""
-
-    def counted(given: jax.Array, *args: Any) -> jax.Array:
-        # One stage starts the backward: sums over the stages add up the cotangents of all.
-        return jnp.where(jax.lax.axis_index("stage") == 0, function(given, *args), 0.0)
-
-    def run(given: jax.Array, *args: Any) -> tuple[jax.Array, jax.Array]:
-        value, gradient = jax.value_and_grad(counted)(given, *args)
-        return jax.lax.psum(value, "stage"), gradient
-
-    mesh = jax.make_mesh((2,), ("stage",), axis_types=(AxisType.Auto,))
-    spec = P(*[None] * dim, "stage")
-    specs = {"in_specs": (spec, P()), "out_specs": (P(), spec)}
-    return jax.jit(jax.shard_map(run, mesh=mesh, check_vma=False, **specs))
-
-
 @pytest.mark.parametrize(
-    "loss_fn", slow_after(3, [masked, wrapped, indexed, mean, one_hot, gathered, clipped]), ids=lambda f: f.__name__
+    ("loss_fn", "match"),
+    [
+        (lambda y, t: optax.softmax_cross_entropy_with_integer_labels(y, t).mean(), r"got '<lambda>', which failed on"),
+        (lambda y, t: cross_entropy(y, t)[0] + 1e-4 * jnp.mean(y**2), "got '<lambda>'.*unsupported operand"),
+        (lambda y, t: cross_entropy(y, t)[0] + y[..., 0].sum(), r"an index of split logits must leave out .*logits\[:"),
+        (jax.jit(lambda y, t: vocab_cross_entropy(y, t).mean()), r"without jax.jit around it"),
+    ],
 )
-def test_labels_outside_the_vocabulary_give_what_the_whole_loss_gives(
-    loss_fn: Callable[..., Any],
-) -> None:
-    rng = np.random.default_rng(0)
-    logits = rng.normal(size=(2, 3, ROWS)).astype(np.float32)
-    labels = rng.integers(0, ROWS, (2, 3), np.int32)
-    split = SplitLoss(loss_fn, jax.eval_shape(jnp.asarray, labels), ROWS)
-
-    def total(loss: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args: jax.tree.leaves(loss(*args))[0]
-
-    found = on_two_stages(total(split), 2)
-    wanted = jax.jit(jax.value_and_grad(total(loss_fn)))
-    for outside in (-1, ROWS, IGNORED, -ROWS, 7 * ROWS):
-        labels[:, 1] = outside
-        for x, y in zip(found(logits, labels), wanted(logits, labels), strict=True):
-            np.testing.assert_allclose(x, y, rtol=GRADIENT, atol=1e-7)
+def test_losses_that_do_something_else_with_logits_are_refused(loss_fn: Callable[..., Any], match: str) -> None:
+    topology = ProcessTopology(["pipe", "data"], [2, 1])
+    module = PipelineModule([nn.Embed(ROWS, DIM), *specs(Block), nn.Dense(ROWS)], loss_fn=loss_fn, topology=topology)
+    example, mesh = jax.tree.map(lambda x: x[0], make_batch()), make_pipeline_mesh(topology)
+    with pytest.raises(LayerError, match=f"(?s)loss_fn must leave logits that are split.*{match}"):
+        Pipeline(module, ADAM, mesh, example, 2, make_settings(split_vocabulary=True))
+    # Where nobody asked for it they are computed from whole logits.
+    assert not Pipeline(module, ADAM, mesh, example, 2, make_settings()).ends.layers
 
 
 @pytest.mark.parametrize("dtype", [np.int32, np.uint8, np.int8])
@@ -236,18 +166,6 @@ def test_tokens_outside_the_vocabulary_give_what_the_whole_table_gives(dtype: An
     for token in tokens:
         for x, y in zip(found(table, token[None]), wanted(table, token[None]), strict=True):
             np.testing.assert_allclose(x, y, rtol=GRADIENT, atol=1e-7)
-
-
-def test_labels_may_be_trees() -> None:
-    rng = np.random.default_rng(0)
-    labels = {"mask": rng.integers(0, 2, (2, 3)).astype(bool), "tokens": rng.integers(0, ROWS, (2, 3), np.int32)}
-
-    def masked(logits: jax.Array, labels: dict[str, Any]) -> jax.Array:
-        each = optax.softmax_cross_entropy_with_integer_labels(logits, labels["tokens"])
-        return jnp.sum(each, where=labels["mask"]) / labels["mask"].sum()
-
-    logits = rng.normal(size=(2, 3, ROWS)).astype(np.float32)
-    np.testing.assert_allclose(SplitLoss(masked, labels, ROWS)(jnp.asarray(logits), labels), masked(logits, labels))
 
 
 @pytest.mark.parametrize(

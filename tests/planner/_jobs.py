@@ -11,6 +11,7 @@ from jaxpipe import PipeDataParallelTopology, PipelineModule
 from jaxpipe.config import load_config
 from jaxpipe.executor import Plan
 from jaxpipe.forecast._devices import absent_devices
+from jaxpipe.losses import vocab_cross_entropy
 from jaxpipe.pipeline import configure_model, trace_model
 from jaxpipe.planner import HARDWARE, make_plan
 from jaxpipe.topology import make_pipeline_mesh
@@ -26,7 +27,7 @@ class Block(nn.Module):
 
 
 def loss_fn(logits: jax.Array, labels: jax.Array) -> jax.Array:
-    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+    return vocab_cross_entropy(logits, labels).mean()
 
 
 def model(num_blocks: int = 16, num_stages: int = 4, **options: Any) -> PipelineModule:
@@ -47,6 +48,6 @@ def plan_here(module: PipelineModule, config: dict[str, Any], replicas: int = 1,
     mesh = make_pipeline_mesh(PipeDataParallelTopology(module.num_stages, replicas), devices)
     loaded = load_config(config)
     entry = jax.ShapeDtypeStruct((4 * replicas, 32), jnp.int32)
-    traced = trace_model(configure_model(module, loaded), mesh, (entry, entry), loaded)
-    sizes = traced.microbatch.labels, loaded.gradient_accumulation_steps
-    return make_plan(traced.module, traced.trace, traced.mesh, *sizes, loaded, optax.adamw(1e-3))
+    size, optimizer = loaded.gradient_accumulation_steps, optax.adamw(1e-3)
+    traced = trace_model(configure_model(module, loaded), mesh, (entry, entry), loaded, size, optimizer)
+    return make_plan(traced, size, optimizer)

@@ -168,7 +168,7 @@ def test_pending_weight_gradients_stay_within_what_is_set() -> None:
 
 def test_as_many_weight_gradients_of_a_named_schedule_wait_as_fit() -> None:
     def most(limit_gb: Any) -> Any:
-        named = {"schedule": "zero-bubble", "memory_limit_gb": limit_gb}
+        named = {"schedule": "zero-bubble", "memory_limit_gb": limit_gb, "split_vocabulary": False}
         return plan_here(model(), settings(pipeline=named)).config.pipeline.max_pending_weights
 
     assert most("auto") == most(1.0) == "auto"

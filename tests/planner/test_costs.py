@@ -15,7 +15,8 @@ import pytest
 from _parallel import make_batch, make_module
 
 from jaxpipe import LayerSpec, PipeDataParallelTopology, PipelineModule
-from jaxpipe.layers import VocabEmbed, VocabHead, layer_signatures, vocab_cross_entropy
+from jaxpipe.layers import VocabEmbed, VocabHead, layer_signatures
+from jaxpipe.losses import vocab_cross_entropy
 from jaxpipe.partition import Profile, StageMemory
 from jaxpipe.planner import HARDWARE, Counted, _measure
 from jaxpipe.planner._cut import costs_for_cut, cut_parts, log_cut

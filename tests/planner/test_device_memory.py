@@ -11,9 +11,10 @@ from _settings import make_settings
 
 from jaxpipe import LayerSpec, PipeDataParallelTopology, PipelineModule
 from jaxpipe.config import load_config
+from jaxpipe.data import Batch
 from jaxpipe.errors import ConfigError
 from jaxpipe.pipeline import configure_model
-from jaxpipe.planner import make_plan
+from jaxpipe.planner import Traced, make_plan
 from jaxpipe.planner._calibrate import limit_of
 from jaxpipe.planner._memory import bytes_per_param
 from jaxpipe.topology import make_pipeline_mesh
@@ -48,7 +49,9 @@ def test_the_plan_knows_what_the_optimiser_holds(schedule: str) -> None:
     )
     settings = make_settings(schedule, memory_limit_gb=1e-3, zero_stage=1)
     mesh = make_pipeline_mesh(PipeDataParallelTopology(4, 2), jax.devices())
-    plan = make_plan(module, module.trace(X, {}, mesh.abstract_mesh), mesh, X, 8, settings, optax.sgd(0.1))
+    batch = Batch(X, X, {})
+    traced = Traced(module, mesh, module.trace(X, {}, mesh.abstract_mesh), batch, batch, settings)
+    plan = make_plan(traced, 8, optax.sgd(0.1))
     assert plan.profile is not None
     assert plan.profile.memory is not None
     assert plan.profile.memory.bytes_per_param == 4 + 4 + 4 / 2

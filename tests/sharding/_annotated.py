@@ -19,7 +19,8 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe import LayerSpec, Pipeline, PipelineModule, ProcessTopology, TiedLayerSpec
-from jaxpipe.layers import AuxLoss, VocabEmbed, VocabHead, vocab_cross_entropy
+from jaxpipe.layers import AuxLoss, VocabEmbed, VocabHead
+from jaxpipe.losses import vocab_cross_entropy
 from jaxpipe.topology import make_pipeline_mesh
 
 VOCAB, DIM, HIDDEN, HEADS, HEAD_DIM, EXPERTS, LENGTH, BLOCKS = 32, 8, 24, 4, 2, 4, 4, 4

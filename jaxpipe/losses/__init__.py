@@ -1,0 +1,21 @@
+"""Losses of language models, from whole logits or from logits that are split over the stages."""
+
+# For users.
+from ._cross_entropy import cross_entropy as cross_entropy
+from ._cross_entropy import vocab_cross_entropy as vocab_cross_entropy
+from ._split_logits import SplitLogits as SplitLogits
+
+# isort: split
+# For other rooms.
+from ._split_logits import local_indices as local_indices
+from ._split_logits import signed as signed
+
+__all__ = [
+    # For users.
+    "SplitLogits",
+    "cross_entropy",
+    "vocab_cross_entropy",
+    # For other rooms.
+    "local_indices",
+    "signed",
+]

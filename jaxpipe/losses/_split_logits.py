@@ -1,0 +1,112 @@
+"""Logits of which each stage holds a slice of the vocabulary."""
+
+from types import EllipsisType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpipe.errors import LayerError
+
+STAGE = "stage"
+
+
+class SplitLogits:
+    """Logits that are split over the stages, as a loss receives them when the model's head is split.
+
+    Pass them to `cross_entropy` or `vocab_cross_entropy`. Leading dims may be indexed and reshaped, and
+    the dtype changed. Everything else fails, because it would see one slice of the vocabulary for all
+    of it: this is no array, and `jax.jit` does not accept it.
+
+    Args:
+        local: This stage's slice, `[..., vocab_size / num_stages]`.
+        vocab_size: Number of all logits.
+
+    Attributes:
+        local: This stage's slice, for losses with collectives over `"stage"` of their own.
+        shape: Shape of the whole logits, `[..., vocab_size]`.
+    """
+
+    # Without this Python would iterate through `__getitem__`.
+    __iter__ = None
+
+    def __init__(self, local: jax.Array, vocab_size: int) -> None:
+        self.local = local
+        self.shape = (*local.shape[:-1], vocab_size)
+
+    def __repr__(self) -> str:
+        return f"SplitLogits({self.dtype.name}{list(self.shape)})"
+
+    @property
+    def dtype(self) -> Any:
+        """Dtype of the logits."""
+        return self.local.dtype
+
+    @property
+    def ndim(self) -> int:
+        """Number of dims."""
+        return self.local.ndim
+
+    def astype(self, dtype: Any) -> "SplitLogits":
+        """The same logits in another dtype."""
+        return SplitLogits(self.local.astype(dtype), self.shape[-1])
+
+    def __getitem__(self, index: Any) -> "SplitLogits":
+        """Index leading dims, such as `logits[:, :-1]`.
+
+        Raises:
+            LayerError: The index reaches the dim of the vocabulary, or could.
+        """
+        entries = index if isinstance(index, tuple) else (index,)
+        if len(entries) >= self.ndim or any(x is None or isinstance(x, EllipsisType) for x in entries):
+            raise LayerError(
+                f"an index of split logits must leave out their last dim, which is split over the stages, but got "
+                f"{index!r} for shape {list(self.shape)}. Index the dims before it, such as logits[:, :-1]."
+            )
+        return SplitLogits(self.local[index], self.shape[-1])
+
+    def reshape(self, *shape: Any) -> "SplitLogits":
+        """Reshape leading dims, such as `logits.reshape(-1, vocab_size)`.
+
+        Raises:
+            LayerError: The last dim of the result is not the vocabulary's.
+        """
+        sizes = shape[0] if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
+        if not sizes or sizes[-1] != self.shape[-1]:
+            raise LayerError(
+                f"a reshape of split logits must keep their last dim, {self.shape[-1]}, but got {list(sizes)}. Write "
+                f"for instance logits.reshape(-1, {self.shape[-1]})."
+            )
+        return SplitLogits(self.local.reshape(*sizes[:-1], self.local.shape[-1]), self.shape[-1])
+
+
+def local_indices(indices: jax.Array, local_size: int, whole_size: int) -> tuple[jax.Array, jax.Array]:
+    """Indices into this stage's slice of a dim, or into the whole, and which of them point into it.
+
+    Indices that point elsewhere are 0.
+    """
+    local = indices = signed(indices)
+    if local_size != whole_size:
+        num_stages = _num_stages()
+        if local_size * num_stages != whole_size:
+            raise LayerError(
+                f"a dim of num_embeddings={whole_size} must be given whole, or in equal slices to all stages, but "
+                f"got {local_size} on {num_stages or 'no'} stages. Give num_embeddings as the layers have it."
+            )
+        local = indices - local_size * jax.lax.axis_index(STAGE).astype(indices.dtype)
+    is_here = (local >= 0) & (local < local_size)
+    return jnp.where(is_here, local, 0), is_here
+
+
+def signed(indices: jax.Array) -> jax.Array:
+    """Indices in a signed dtype that is wide enough for sums with the size of a vocabulary."""
+    # NumPy's rule: JAX's own refuses to promote where promotion is strict.
+    return indices.astype(jax.dtypes.canonicalize_dtype(np.promote_types(indices.dtype, np.int32)))
+
+
+def _num_stages() -> int:
+    try:
+        return jax.lax.axis_size(STAGE)
+    except NameError:
+        return 0

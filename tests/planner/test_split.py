@@ -1,0 +1,133 @@
+"""When a vocabulary is split over the stages by itself, and what is said of it."""
+
+import dataclasses
+import logging
+import re
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from _models import DIM, ROWS, Block, specs
+from _tolerances import assert_close, assert_loss
+
+import jaxpipe
+from jaxpipe import LayerSpec, PipelineModule, describe_pipeline
+from jaxpipe.forecast import HARDWARE
+from jaxpipe.layers import VocabEmbed, VocabHead
+from jaxpipe.losses import cross_entropy
+
+MICROBATCHES = 8
+SIZES = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": MICROBATCHES}
+Loss = Callable[..., Any] | None
+
+
+def by_hand(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+
+def model(rows: int = 32 * ROWS, loss_fn: Loss = cross_entropy, num_stages: int = 4, **kwargs: Any) -> PipelineModule:
+    layers = [nn.Embed(rows, DIM), *specs(Block), *specs(Block), LayerSpec(nn.Dense, rows)]
+    return PipelineModule(layers, num_stages, loss_fn=loss_fn, **kwargs)
+
+
+def tokens(rows: int = ROWS) -> np.ndarray:
+    return np.random.default_rng(0).integers(0, rows, (2, 16)).astype(np.int32)
+
+
+def built(module: PipelineModule, **section: Any) -> jaxpipe.Pipeline:
+    mesh = jaxpipe.mesh_for(module, jax.devices()[: module.num_stages])
+    config = {**SIZES, "pipeline": section}
+    return jaxpipe.make_pipeline(module, optax.adamw(1e-2), config, mesh, (tokens(), tokens()))
+
+
+@pytest.mark.parametrize("section", [{}, {"schedule": "auto"}, {"schedule": "interleaved", "num_chunks": 2}])
+def test_a_large_vocabulary_is_split_and_plan_agrees(section: dict[str, Any]) -> None:
+    pipeline = built(model(), **section)
+    last = len(pipeline.module.layers) - 1
+    assert pipeline.ends.layers == (0, last)
+    assert pipeline.config.pipeline.split_vocabulary is True
+    text = describe_pipeline(pipeline)
+    assert (
+        "the first and last layers and the loss are split over the stages (pipeline.split_vocabulary): a step" in text
+    )
+    config = {**SIZES, "pipeline": section}
+    found = jaxpipe.plan(model(), config, (tokens(), tokens()), "h100:4", optimizer=optax.adamw(1e-2))
+    assert any("the loss are split over the stages" in line for line in found.assumptions)
+
+
+def test_the_numbers_are_those_of_whole_layers() -> None:
+    split, whole = built(model()), built(model(), split_vocabulary=False)
+    batch = tuple(np.stack([tokens(32 * ROWS)] * MICROBATCHES) for _ in "xy")
+    states = []
+    for pipeline in (split, whole):
+        state, metrics = pipeline.step(pipeline.init(), (*batch, {}))
+        states.append((metrics["loss"], pipeline.params_tree(state.params)))
+    assert_loss(states[0][0], states[1][0])
+    assert_close(states[0][1], states[1][1])
+
+
+@pytest.mark.parametrize(
+    ("module", "note"),
+    [
+        (model(loss_fn=by_hand), "not split over the stages: loss_fn must leave logits that are split"),
+        (model(32 * ROWS + 1), "not split over the stages: .* needs a vocabulary that num_stages divides, but got 513"),
+    ],
+    ids=["loss", "size"],
+)
+def test_what_cannot_be_split_stays_whole(module: PipelineModule, note: str) -> None:
+    pipeline = built(module)
+    assert not pipeline.ends.layers
+    assert pipeline.config.pipeline.split_vocabulary is False
+    said = [line for line in pipeline.plan.notes if "not split over the stages" in line]
+    assert len(said) == 1
+    assert re.search(note, said[0])
+
+
+def test_what_takes_longer_split_stays_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside an automatic axis the sums over the stages have nothing to travel under."""
+    slow = dataclasses.replace(HARDWARE["h100"], wire_bytes_per_s=1e6)
+    monkeypatch.setattr("jaxpipe.planner._split.reference_hardware", lambda _: slow)
+    x = jax.ShapeDtypeStruct((4, 16), jnp.int32)
+    config = {**SIZES, "zero_optimization": {"stage": 3}}
+    pipeline = jaxpipe.make_pipeline(model(), optax.adamw(1e-2), config, jaxpipe.mesh_for(model()), (x, x))
+    assert not pipeline.ends.layers
+    assert "the loss are not split over the stages (pipeline.split_vocabulary): a step" in "".join(pipeline.plan.notes)
+
+
+def test_layers_that_are_split_already_and_a_single_stage_are_left_alone() -> None:
+    layers = [LayerSpec(VocabEmbed, 32 * ROWS, DIM), *specs(Block), *specs(Block), LayerSpec(VocabHead, 32 * ROWS)]
+    pipeline = built(PipelineModule(layers, 4, loss_fn=cross_entropy))
+    assert pipeline.ends.layers
+    assert not any("split over the stages" in note for note in pipeline.plan.notes)
+    assert not built(model(num_stages=1)).ends.layers
+
+
+def test_a_model_without_a_vocabulary_hears_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    module = PipelineModule([nn.Dense(8) for _ in range(8)], 4, loss_fn=lambda y, t: jnp.mean((y - t) ** 2))
+    mesh, x = jaxpipe.mesh_for(module, jax.devices()[:4]), np.ones((2, 8), np.float32)
+    with caplog.at_level(logging.INFO, "jaxpipe"):
+        pipeline = jaxpipe.make_pipeline(module, optax.sgd(0.1), SIZES, mesh, (x, x))
+    assert "vocabulary" not in caplog.text + describe_pipeline(pipeline)
+
+
+def test_the_engine_keeps_its_first_choice() -> None:
+    def engine(module: PipelineModule) -> Any:
+        mesh = jaxpipe.mesh_for(module, jax.devices()[:4])
+        return jaxpipe.initialize(model=module, config=SIZES, optimizer=optax.adamw(1e-2), mesh=mesh)[0]
+
+    def batches() -> Any:
+        return iter([(tokens(), tokens())] * MICROBATCHES)
+
+    # A prediction knows no labels, so that nothing is split for it, nor after it.
+    predicts_first, trains_first = engine(model()), engine(model())
+    logits = predicts_first.predict(tokens())
+    losses = [float(each.train_batch(batches())) for each in (predicts_first, trains_first)]
+    assert_loss(losses[0], losses[1])
+    assert trains_first.predict(tokens()).shape == logits.shape
+    assert_loss(predicts_first.eval_batch(batches()), trains_first.eval_batch(batches()), tolerance=2e-6)
+    assert [bool(each.pipeline.ends.layers) for each in (predicts_first, trains_first)] == [False, True]
