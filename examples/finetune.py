@@ -106,11 +106,6 @@ def batches(ids: np.ndarray, rows: int, length: int) -> Iterator[tuple[np.ndarra
         yield windows[:, :-1], windows[:, 1:]
 
 
-def next_token_loss(logits: jax.Array, labels: jax.Array) -> jax.Array:
-    """Mean cross entropy of the tokens that follow."""
-    return optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), labels).mean()
-
-
 def main() -> None:
     """Read, train, write."""
     args = settings()
@@ -128,7 +123,9 @@ def main() -> None:
     if args.rank:
         layers, trainable = lora(layers, args.rank, 2.0 * args.rank, TARGETS), LORA_PARAMETERS
     topology = jaxpipe.PipeDataParallelTopology(args.stages, args.replicas)
-    module = jaxpipe.PipelineModule(layers, topology=topology, loss_fn=next_token_loss, trainable=trainable)
+    module = jaxpipe.PipelineModule(
+        layers, topology=topology, loss_fn=jaxpipe.losses.cross_entropy, trainable=trainable
+    )
     tokens = jax.ShapeDtypeStruct((4 * args.replicas, args.length), jnp.int32)
     engine, *_ = jaxpipe.initialize(
         model=module,

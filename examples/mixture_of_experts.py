@@ -118,11 +118,6 @@ class Head(nn.Module):
         return nn.Dense(VOCAB_SIZE, use_bias=False, kernel_init=NORMAL, name="logits")(nn.LayerNorm(name="norm")(x))
 
 
-def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
-    """Mean loss in nats per character."""
-    return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
-
-
 def entries() -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Random sequences of the English in the standard library's manual, and the same one character on."""
     text = " ".join("\n".join(topics.topics.values()).split())
@@ -143,7 +138,7 @@ def main() -> None:
     model = jaxpipe.PipelineModule(
         [jaxpipe.LayerSpec(Embed), *[jaxpipe.LayerSpec(Block) for _ in range(BLOCKS)], jaxpipe.LayerSpec(Head)],
         topology=ProcessTopology(["pipe", "data", "expert"], [NUM_STAGES, NUM_REPLICAS, NUM_EXPERT]),
-        loss_fn=cross_entropy,
+        loss_fn=jaxpipe.losses.cross_entropy,
         partition_method="trunk",
     )
     config = {"train_micro_batch_size_per_gpu": MICROBATCH_SIZE, "gradient_accumulation_steps": NUM_MICROBATCHES}

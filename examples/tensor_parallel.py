@@ -104,11 +104,6 @@ class Head(nn.Module):
         return nn.Dense(VOCAB_SIZE, use_bias=False, kernel_init=BY_COLUMNS, name="logits")(h)
 
 
-def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
-    """Mean loss in nats per character."""
-    return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
-
-
 def entries() -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Random sequences of the English in the standard library's manual, and the same one character on."""
     text = " ".join("\n".join(topics.topics.values()).split())
@@ -131,7 +126,7 @@ def main() -> None:
     model = jaxpipe.PipelineModule(
         [jaxpipe.LayerSpec(Embed), *blocks, jaxpipe.LayerSpec(Head)],
         topology=PipeModelDataParallelTopology(num_pp=NUM_STAGES, num_mp=NUM_MODEL, num_dp=NUM_REPLICAS),
-        loss_fn=cross_entropy,
+        loss_fn=jaxpipe.losses.cross_entropy,
         partition_method="trunk",
     )
     config = {"train_micro_batch_size_per_gpu": MICROBATCH_SIZE, "gradient_accumulation_steps": NUM_MICROBATCHES}

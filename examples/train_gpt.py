@@ -238,11 +238,6 @@ class Head(nn.Module):
         return nn.Dense(self.vocab_size, use_bias=False, kernel_init=nn.initializers.normal(0.02), name="logits")(x)
 
 
-def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
-    """Mean loss in nats per character."""
-    return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
-
-
 def make_layers(settings: Settings, vocab_size: int) -> list[jaxpipe.LayerSpec]:
     """The model as a list: embedding, blocks, head; tied, the head is a norm and the embedding used backwards."""
     embed = (vocab_size, settings.context, settings.dim)
@@ -259,7 +254,7 @@ def make_engine(settings: Settings, vocab_size: int) -> jaxpipe.PipelineEngine:
     model = jaxpipe.PipelineModule(
         make_layers(settings, vocab_size),
         topology=PipeDataParallelTopology(settings.stages, settings.replicas),
-        loss_fn=cross_entropy,
+        loss_fn=jaxpipe.losses.cross_entropy,
         base_seed=settings.seed,
         partition_method=settings.partition,
     )

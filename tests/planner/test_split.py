@@ -94,7 +94,8 @@ def test_what_takes_longer_split_stays_whole(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("jaxpipe.planner._split.reference_hardware", lambda _: slow)
     x = jax.ShapeDtypeStruct((4, 16), jnp.int32)
     config = {**SIZES, "zero_optimization": {"stage": 3}}
-    pipeline = jaxpipe.make_pipeline(model(), optax.adamw(1e-2), config, jaxpipe.mesh_for(model()), (x, x))
+    module = model(8)
+    pipeline = jaxpipe.make_pipeline(module, optax.adamw(1e-2), config, jaxpipe.mesh_for(module), (x, x))
     assert not pipeline.ends.layers
     assert "the loss are not split over the stages (pipeline.split_vocabulary): a step" in "".join(pipeline.plan.notes)
 
