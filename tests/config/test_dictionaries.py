@@ -56,7 +56,7 @@ _BY_HAND: dict[str, st.SearchStrategy[Any]] = {
     "optimizer": _named("Adam", "muon", "sgd"),
     "scheduler": _named("WarmupLR", "OneCycle"),
     **{
-        path: st.text("ab_", min_size=1) for path in KEYS if path.endswith(".output_path")
+        path: st.text("ab_", min_size=1) for path in KEYS if path.endswith((".output_path", ".output_file"))
     },  # read as paths: "a/" is "a"
     "checkpoint": _section(async_save=flags, keep_last=positive | st.none(), keep_every=st.none())
     | st.fixed_dictionaries({"keep_last": positive, "keep_every": positive}, optional={"async_save": flags}),
