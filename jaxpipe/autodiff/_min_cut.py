@@ -39,20 +39,12 @@ def pending_values(
 ) -> list[Any]:
     """Values that B, the backward of the inputs, hands to W, that of the weights.
 
-    The fewest bytes are held, and nothing dear runs twice. A value may lie outside of what B computes for its own
-    goals. Then B grows, and what it grew by is to be computed there alone.
+    The fewest bytes are held, and nothing expensive runs twice. A value may be outside what B
+    computes for its own goals. Then B grows, and only B computes what it grew by.
 
-    Args:
-        program: The whole backward.
-        input_goals: What B computes.
-        weight_goals: What W computes.
-        forced: Ids of equations that B runs too.
-        batch_dependent: The variables that depend on a microbatch; others are computed from the parameters.
-        weight_only: Variables that B is not to compute for W.
-        residuals: The inputs that W can read.
-
-    Returns:
-        Variables of the program and of its bodies, in the program's order.
+    `forced` are ids of equations that B runs too. Variables that are not `batch_dependent` follow
+    from the parameters. B must not compute `weight_only` variables for W, which can read
+    `residuals`. The result has variables of the program and of its bodies, in the program's order.
     """
     part = needed_for(program, input_goals, forced=forced)
     while True:
@@ -80,18 +72,14 @@ def smallest_cut(
     computed: Set[Any],
     price: Callable[[Any, int], float],
 ) -> tuple[list[Any], float]:
-    """The cheapest set of values from which others can be computed without doing anything dear again.
+    """The cheapest values from which others follow without doing anything expensive again.
 
-    Args:
-        program: The function.
-        goals: What is to be computed: variables of it and of its bodies, or literals.
-        batch_dependent: The variables that depend on a microbatch; whatever does not is not held.
-        computed: What has been computed already, and is not computed again unless that is cheap.
-        price: What it costs to hold a value of so many bytes; infinity where it cannot be held.
+    Goals are variables of the program and of its bodies, or literals. Only what is
+    `batch_dependent` is held, and what is `computed` is computed again only where that is cheap.
+    `price` is infinite where a value of so many bytes cannot be held.
 
-    Returns:
-        `(variables of the program and of its bodies in the program's order, their price)`. Where several sets cost the
-        same, the one nearest to the goals: it leaves the least to compute again.
+    The result is `(variables in the program's order, their price)`. Of several sets with one price
+    it is the one nearest to the goals, which leaves the least to compute again.
     """
     # In the program's order, and the cut after it: sets have none, and all processes must lower the same program.
     num_bytes = {var: _size(var) for var in program.inputs} | dict(_num_bytes(program, 1))
@@ -146,13 +134,10 @@ def _size(var: Any) -> int:
 def min_cut(
     prices: Mapping[Any, float], fixed: Iterable[Any], uses: Iterable[tuple[Any, Any]], goals: Iterable[Any]
 ) -> set[Any]:
-    """The cheapest set of values that the goals can be computed from; of several the one nearest to the goals.
+    """The cheapest values that the goals can be computed from; of several sets the nearest to them.
 
-    Args:
-        prices: What it costs to hold a value: an integer, or infinity; what has no price cannot be held.
-        fixed: Values that are not computed again.
-        uses: Pairs `(operand, value computed from it)`.
-        goals: What is to be computed.
+    `prices` are integers or infinity; what has none cannot be held. Values in `fixed` are not
+    computed again. `uses` are pairs `(operand, value computed from it)`.
     """
     fixed, uses, goals = list(fixed), list(uses), list(goals)
     if not goals:

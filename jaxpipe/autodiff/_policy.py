@@ -37,12 +37,10 @@ def is_kept_in_branches(primitive: Any, *inputs: Any, **params: Any) -> bool:
 
 
 def without_complex(policy: Callable[..., Any]) -> Callable[..., Any]:
-    """A policy of `jax.checkpoint` that recomputes complex numbers and asks another for the rest.
+    """A policy of `jax.checkpoint` that recomputes complex numbers and asks `policy` for the rest.
 
-    JAX (0.10) rounds what a policy keeps to the precision that it has, and raises where that is complex.
-
-    Args:
-        policy: The policy for the rest.
+    JAX (0.10) rounds what a policy keeps to the precision that it has, and raises where that is
+    complex.
     """
     return functools.partial(_decide, policy)
 

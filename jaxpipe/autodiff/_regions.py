@@ -47,16 +47,10 @@ def find_regions(closed: ClosedJaxpr) -> list[set[int]]:
 def arrange(closed: ClosedJaxpr, regions: Set[int]) -> Callable[..., list[Any]]:
     """A function that gives the same as a traced one and keeps less.
 
-    A region of arithmetic alone is dissolved: what follows by cheap equations is computed again in any case, where that
-    leaves less to keep. Of a branch JAX would keep everything, its weights too; it is made to recompute what is cheap,
+    Regions whose ids are not in `regions` are dissolved, as those of arithmetic alone always are:
+    what follows by cheap equations is computed again in any case, where that leaves less to keep.
+    Of a branch JAX would keep everything, its weights too; it is made to recompute what is cheap,
     and all of it where it holds a region, but for what that keeps by name.
-
-    Args:
-        closed: The function.
-        regions: Ids of the regions to leave as they are; the others are dissolved.
-
-    Returns:
-        A function of arrays.
     """
     return lambda *args: _run(closed.jaxpr, closed.consts, args, regions)
 

@@ -57,21 +57,19 @@ def replace_differentiable(tree: PyTree, values: Sequence[jax.Array]) -> PyTree:
 class Residuals:
     """Forward and backward of `function(params, inputs, context) -> (outputs, others)`.
 
-    Gradients are taken of the outputs, for the parameters that are trained and the differentiable leaves of the inputs;
-    `context` (keys, side inputs, collections) and `others` (collections, metrics) have none.
+    Gradients are taken of the outputs, for the parameters that are trained and the differentiable
+    leaves of the inputs; `context` (keys, side inputs, collections) and `others` (collections,
+    metrics) have none.
 
-    A layer that recomputes inside has said which of its values are residuals, and its backward computes the rest again
-    as JAX has it. Of what JAX keeps, here and of all other layers, only that is held which does not follow from the
-    rest. A layer that would hold less without recompute than with it, as one whose inputs are wider than what it
-    computes with, does not recompute: to ask for recompute never adds to what is held.
+    A layer that recomputes inside has said which of its values are residuals, and its backward
+    computes the rest again as JAX has it. Of what JAX keeps, here and of all other layers, only
+    that is held which does not follow from the rest. A layer that would hold less without recompute
+    than with it, as one whose inputs are wider than what it computes with, does not recompute: to
+    ask for recompute never adds to what is held.
 
-    Args:
-        function: Any traceable function.
-        params: Shapes and dtypes of the parameters.
-        inputs: Shapes and dtypes of the inputs.
-        context: Shapes and dtypes of the context.
-        frozen: Indices among the leaves of the parameters: those without a gradient. What their gradients alone would
-            need is neither computed nor kept.
+    The parameters, inputs and context are given as shapes and dtypes. `frozen` are indices among
+    the leaves of the parameters, those without a gradient. What their gradients alone would need is
+    neither computed nor kept.
 
     Attributes:
         structs: Shapes and dtypes of the residuals.
@@ -103,11 +101,7 @@ class Residuals:
         self.structs: list[jax.ShapeDtypeStruct] = jax.eval_shape(self.forward, *structs)[2]
 
     def forward(self, params: PyTree, inputs: PyTree, context: PyTree) -> tuple[PyTree, PyTree, list[jax.Array]]:
-        """Compute the outputs.
-
-        Returns:
-            `(outputs, others, residuals)`.
-        """
+        """Compute `(outputs, others, residuals)`."""
         program, cut = self._cut.program, self._cut.variables
         args = dict(zip(program.inputs, jax.tree.leaves((params, inputs, context)), strict=True))
         part = needed_for(program, [*self._cut.outputs, *cut], forced=effects_of(program))
@@ -124,19 +118,12 @@ class Residuals:
         groups: Sequence[Sequence[int]] = (),
         reduce: Callable[[int, jax.Array], jax.Array] | None = None,
     ) -> tuple[PyTree, list[jax.Array]]:
-        """Compute the gradients.
+        """Compute gradients of the parameters, and of the inputs' differentiable leaves.
 
-        Args:
-            params: The same parameters as in `forward`.
-            residuals: As `forward` returned them.
-            cotangents: Gradients of the differentiable leaves of the outputs.
-            groups: Indices among the leaves of the parameters, by layer: those whose gradients are reduced, each
-                layer's under the backward of the layer before it.
-            reduce: From a leaf's index and its gradient, what is returned of it.
-
-        Returns:
-            `(gradients of the parameters, None where they are frozen, gradients of the differentiable leaves of the
-            inputs)`.
+        `cotangents` are gradients of the differentiable leaves of the outputs. Frozen parameters
+        get None. Each group has indices among the leaves of the parameters, those of one layer.
+        Their gradients are replaced by `reduce(index, gradient)`, under the backward of the layer
+        before it.
         """
         args = [*jax.tree.leaves(params), *residuals, *cotangents]
         turns: Turns = {}
@@ -162,15 +149,10 @@ class Residuals:
         return list(self.program.outputs[len(jax.tree.leaves(self._params)) - len(self._frozen) :])
 
     def specs(self, params: Sequence[P], inputs: Sequence[P], mesh: AbstractMesh) -> list[P]:
-        """Shardings of the residuals over automatic axes, at least: XLA may divide what nothing is said of.
+        """Shardings of the residuals over automatic axes, at least: XLA may divide them further.
 
-        Args:
-            params: The shardings of the parameters' leaves.
-            inputs: Those of the inputs' leaves, unless the outputs are alike and constrained: then they have theirs.
-            mesh: The mesh around this code.
-
-        Returns:
-            A spec for each residual.
+        `params` and `inputs` have a spec for each leaf. Where the outputs are alike and
+        constrained, the inputs have theirs instead. `mesh` is the mesh around this code.
         """
         closed = jax.make_jaxpr(self.forward)(*self._arguments)
         _, given, context = map(jax.tree.leaves, self._arguments)
@@ -221,12 +203,12 @@ def _fewest_bytes(kinds: list[set[int]], cut: Callable[[Sequence[set[int]]], "_C
 
 
 class _Cut:
-    """A function's forward with all that `jax.vjp` keeps of it, and the fewest values from which this follows.
+    """A function's forward with all that `jax.vjp` keeps of it.
 
-    Args:
-        function: Of the leaves of `(params, inputs, context)`, which are given as shapes and dtypes.
-        results: The structure of its results, `(outputs, others)`.
-        frozen: Indices of the parameters' leaves without a gradient.
+    The residuals are the fewest values from which that follows. `function` takes the leaves of
+    `(params, inputs, context)`, which are given as shapes and dtypes; `results` is the structure of
+    its results, `(outputs, others)`. `frozen` are indices of the parameters' leaves without a
+    gradient.
 
     Attributes:
         program: The forward, with its moves between memories.

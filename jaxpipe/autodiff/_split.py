@@ -37,26 +37,23 @@ _SMALLEST = 256
 class SplitBackward:
     """The backward of `Residuals` as B and W, whose work together is that of the whole.
 
-    W gives the gradients that have a large product (`dot_general`, a convolution, a kernel of unknown
-    content; at least 1/256 of the largest parameter) in that part of the backward which the gradients of the inputs
-    do not need: those of the weights of matrix products and convolutions. Scales, biases and embedding tables stay
-    with B: their gradients are small sums over arrays that would have to be held for them. So do weights
-    whose gradients one equation gives together with those of the inputs, as kernels and branches of a `cond` may.
-    Where the inputs have no gradient, everything waits.
+    W gives the gradients that have a large product (`dot_general`, a convolution, a kernel of
+    unknown content; at least 1/256 of the largest parameter) in that part of the backward which the
+    gradients of the inputs do not need: those of the weights of matrix products and convolutions.
+    Scales, biases and embedding tables stay with B: their gradients are small sums over arrays that
+    would have to be held for them. So do weights whose gradients one equation gives together with
+    those of the inputs, as kernels and branches of a `cond` may. Where the inputs have no gradient,
+    everything waits.
 
-    No product is computed twice, whatever the recompute, except of parameters alone: what both need is handed
-    over, or taken from residuals. Element-wise arithmetic is done again where that leaves less to hold. Callbacks
-    that give nothing run once, in B.
-
-    Args:
-        residuals: Forward and backward.
-        params: Shapes and dtypes of its parameters.
+    No product is computed twice, whatever the recompute, except of parameters alone: what both need
+    is handed over, or taken from residuals. Element-wise arithmetic is done again where that leaves
+    less to hold. Callbacks that give nothing run once, in B.
 
     Attributes:
         deferred: Indices among the leaves of the parameters: whose gradients W gives.
         immediate: The other indices of what is trained: whose gradients B gives.
-        inseparable: Of these the ones that cannot wait because they come with the gradients of the inputs, each with
-            the name of the primitive that gives both.
+        inseparable: Of these the ones that cannot wait because they come with the gradients of the
+            inputs, each with the name of the primitive that gives both.
         weight_reads: Indices among `residuals.structs`: the residuals that W reads.
         pending: Shapes and dtypes of what B hands to W.
 
@@ -126,9 +123,8 @@ class SplitBackward:
     ) -> tuple[PyTree, list[jax.Array], list[jax.Array]]:
         """B: compute the gradients of the inputs, from what `Residuals.backward` takes.
 
-        Returns:
-            `(gradients of the parameters, None where W gives them or they are frozen, gradients of the differentiable
-            leaves of the inputs, what W needs)`.
+        The result is `(gradients of the parameters, those of the differentiable leaves of the
+        inputs, what W needs)`. The first are None where W gives them or they are frozen.
         """
         args = [*jax.tree.leaves(params), *residuals, *cotangents]
         env = dict(zip(self._program.inputs, args, strict=True))
@@ -141,15 +137,10 @@ class SplitBackward:
     def backward_weight(
         self, params: PyTree, residuals: Sequence[jax.Array | None], pending: Sequence[jax.Array]
     ) -> PyTree:
-        """W: compute the gradients of the weights.
+        """W: compute the gradients of the weights; None where B gives them.
 
-        Args:
-            params: The same parameters.
-            residuals: As the forward returned them; anything may stand in place of what `weight_reads` leaves out.
-            pending: As B returned it.
-
-        Returns:
-            Gradients of the parameters, None where B gives them.
+        Anything may take the place of residuals that `weight_reads` leaves out. `pending` is as B
+        returned it.
         """
         env = dict(zip(self._program.inputs, [*jax.tree.leaves(params), *residuals], strict=False))
         values = [code.decode(x) for code, x in zip(self._encodings, pending, strict=True)]

@@ -171,14 +171,7 @@ class RepeatingLoader(LoaderIterator[T]):
         return True
 
     def __len__(self) -> int:
-        """The number of items until the loader begins anew.
-
-        Returns:
-            The loader's length.
-
-        Raises:
-            TypeError: The loader has no length.
-        """
+        """Items until the loader begins anew. Raises TypeError where it has no length."""
         if not isinstance(self.loader, Sized):
             raise TypeError(f"object of type '{type(self.loader).__name__}' has no len()")
         return len(self.loader)
@@ -272,11 +265,7 @@ class BatchLoader(Generic[T]):
         self._drop_last = drop_last
 
     def __len__(self) -> int:
-        """The number of batches in an epoch.
-
-        Returns:
-            The number, the last batch included if it is kept though not full.
-        """
+        """The number of batches in an epoch, including a last one that is kept though not full."""
         full, rest = divmod(len(self._dataset), self.total_size)
         return full + (1 if rest and not self._drop_last else 0)
 
@@ -366,12 +355,7 @@ class BatchLoader(Generic[T]):
 
 
 class EpochIterator:
-    """The batches of one epoch of a `BatchLoader`, from any place in it.
-
-    Args:
-        loader: The loader.
-        epoch: The epoch's number.
-    """
+    """The batches of one epoch of a `BatchLoader`, from any place in it."""
 
     def __init__(self, loader: BatchLoader[Any], epoch: int) -> None:
         self._loader, self._epoch, self._position = loader, epoch, 0
@@ -396,24 +380,18 @@ class EpochIterator:
     def get_state(self) -> dict[str, int]:
         """The position, for a checkpoint.
 
-        Returns:
-            The epoch's number, how many of its samples were given, over all shards, and what their
-            order depends on.
+        It has the epoch's number, how many of its samples were given, over all shards, and what
+        their order depends on.
         """
         samples = min(self._position * self._loader.total_size, len(self._order))
         return {"epoch": self._epoch, "samples": samples, **self._loader.order_facts}
 
     def set_state(self, state: Mapping[str, int]) -> None:
-        """Go on from where another one stood; the loader's next epoch is then the one after it.
+        """Go on from the place of another one; the loader's next epoch is then the one after it.
 
-        A warning says so where the epoch was begun in another order: with another seed, number of
-        samples or `shuffle`.
-
-        Args:
-            state: What `get_state` returned.
-
-        Raises:
-            DataError: It is no place in an epoch of this loader.
+        `state` is what `get_state` returned. A warning says so where the epoch was begun in another
+        order: with another seed, number of samples or `shuffle`. Raises DataError where it is no
+        place in an epoch of this loader.
         """
         try:
             epoch, samples = int(state["epoch"]), int(state["samples"])

@@ -139,19 +139,11 @@ def split_entry(entry: Any, name: str) -> Batch:
 
 
 def stack_trees(trees: Sequence[Any], name: str, item: str, repair: str = _REPAIR) -> Any:
-    """Stack pytrees leaf by leaf along a new leading dim.
+    """Stack pytrees leaf by leaf along a new leading dim, into numpy arrays.
 
-    Args:
-        trees: At least one pytree of arrays or numbers.
-        name: What the trees are called, for messages; paths to leaves begin with it.
-        item: What one tree is called, for messages.
-        repair: What to do where shapes or dtypes differ, for messages.
-
-    Returns:
-        A pytree of numpy arrays `[len(trees), ...]`.
-
-    Raises:
-        DataError: A leaf is no array of numbers, or structures, shapes or dtypes differ.
+    For messages, `name` is what the trees are called, `item` what one is called, and `repair` what
+    to do where shapes or dtypes differ. At least one tree is needed. Raises DataError
+    where a leaf is no array of numbers, or structures, shapes or dtypes differ.
     """
     stack = _TreeStack(len(trees), name, item, repair)
     for tree in trees:

@@ -55,12 +55,8 @@ def warn_of_unused_devices() -> None:
 def count_gpus(root: Path, environ: Mapping[str, str]) -> int:
     """Number of NVIDIA GPUs that a process could see.
 
-    Args:
-        root: The root of the file system.
-        environ: `os.environ`.
-
-    Returns:
-        Those that `CUDA_VISIBLE_DEVICES` leaves, or all that the driver knows.
+    They are those that `CUDA_VISIBLE_DEVICES` leaves, or all that the driver knows. `root` is that
+    of the file system.
     """
     known = len(list(root.glob("proc/driver/nvidia/gpus/*")))
     visible = environ.get("CUDA_VISIBLE_DEVICES")

@@ -41,17 +41,10 @@ class Job:
 
 
 def find_job(environ: Mapping[str, str], port: int = DEFAULT_PORT) -> Job | None:
-    """Read the environment.
+    """The job that the environment describes; None where it describes none.
 
-    Args:
-        environ: `os.environ`.
-        port: Port of the coordinator where the environment gives none.
-
-    Returns:
-        The job; None where the environment speaks of none.
-
-    Raises:
-        LaunchError: Some variables of a kind are set and others missing, or one is no such number.
+    `port` is the coordinator's where the environment gives none. Raises LaunchError where some
+    variables of a kind are set and others missing, or one is no valid number.
     """
     for find in (_from_jax, _from_torchrun, _from_skypilot, _from_schedulers):
         found = find(environ, port)
@@ -121,11 +114,7 @@ def _job(
 
 
 def check_index(process_id: int, num_processes: int, index: str = "process_id", count: str = "num_processes") -> None:
-    """Refuse an index that is not one of the processes.
-
-    Raises:
-        LaunchError: It is not in range.
-    """
+    """Refuse an index that is not one of the processes."""
     if not 0 <= process_id < num_processes:
         raise LaunchError(
             f"{index} must be in [0, {count}={num_processes}), but got {index}={process_id}. Processes are counted "

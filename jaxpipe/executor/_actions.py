@@ -47,21 +47,12 @@ def run_action(
     values: PyTree = None,
     nothing: PyTree = None,
 ) -> tuple[Any, Any]:
-    """Run an action in a tick, or what stands for it where the stage is idle.
+    """Run an action in a tick, or its replacement where the stage is idle.
 
     The functions and `write` read nothing that changes from tick to tick but their arguments.
-
-    Args:
-        action: The action.
-        stage: Index along the `stage` axis.
-        placement: Where the virtual stages are.
-        carry: The carry from tick to tick.
-        row: The tick's entries.
-        values: What else the action takes.
-        nothing: What the other actions take where this one has no round of its loop.
-
-    Returns:
-        The carry after it, and what the tick's other actions take of it.
+    `values` is what else the action takes, `nothing` what the other actions take where this one has
+    no round of its loop. The result is the carry after it, and what the tick's other actions take
+    of it.
     """
     idle = action.plan.idle
 

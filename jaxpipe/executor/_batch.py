@@ -106,14 +106,9 @@ def microbatch_key(
 def batch_shard_dims(struct: Batch, num_microbatches: int, num_stages: int) -> Batch:
     """Choose which leaves of a batch are sharded over the stages: those of at least `LARGE` bytes.
 
-    Args:
-        struct: Shapes and dtypes of one microbatch of one replica.
-        num_microbatches: Microbatches in a batch.
-        num_stages: Length of the `stage` axis, which must divide the dim.
-
-    Returns:
-        Per leaf of inputs and labels the first dim of a microbatch that can be divided, or `WHOLE`. Side inputs are
-        `WHOLE`: every stage reads its own microbatch of them, so there is no one microbatch to gather.
+    Each leaf of inputs and labels gets the first dim of a microbatch that `num_stages` divides, or
+    `WHOLE`. Side inputs are `WHOLE`: every stage reads its own microbatch of them, so there is no
+    one microbatch to gather. `struct` is one microbatch of one replica.
     """
 
     def choose(leaf: Any) -> int:
@@ -129,8 +124,7 @@ def batch_shard_dims(struct: Batch, num_microbatches: int, num_stages: int) -> B
 def batch_spec(dim: int) -> P:
     """Sharding of a leaf `[num_microbatches, microbatch_size * replicas, ...]`.
 
-    Args:
-        dim: The dim of a microbatch along which it is sharded over the stages, or `WHOLE`.
+    `dim` is the dim of a microbatch that is sharded over the stages, or `WHOLE`.
     """
     if dim == WHOLE:
         return P(None, "data")

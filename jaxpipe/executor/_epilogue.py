@@ -15,12 +15,10 @@ from ._segment import Segment
 
 
 class Epilogue:
-    """Loss of one microbatch and its gradients, without residuals: the logits are never held in a ring.
+    """Loss of one microbatch and its gradients, without residuals: no ring holds the logits.
 
-    Args:
-        blueprint: The model, cut.
-        activations: Common form of what virtual stages hand over.
-        gradients: That of its gradients.
+    `activations` is the common form of what virtual stages hand over, `gradients` that of its
+    gradients.
 
     Attributes:
         aux: What its layers report.

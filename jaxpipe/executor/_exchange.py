@@ -12,18 +12,15 @@ from ._packing import Packing
 class Channel:
     """One kind of value that travels, from stage to stage and between the chunks of one stage.
 
-    What was computed in one tick and is sent in the next does not wait in a buffer. With `sends_early` it is sent at
-    the end of its own tick: the exchange then lies under the tick's backward. On CPU an exchange waits for the other
-    stage, and where idle actions are skipped one amid a tick would make stages without a forward wait for those that
-    have one; there it is sent at the beginning of the next tick. So it is on GPU in schedules that send both ways and
-    have forwards and backwards on different stages.
+    What was computed in one tick and is sent in the next does not wait in a buffer. With
+    `sends_early` it is sent at the end of its own tick, so the exchange overlaps the tick's
+    backward. On CPU an exchange waits for the other stage, and where idle actions are skipped, one
+    amid a tick would make stages without a forward wait for those that have one; there it is sent
+    at the beginning of the next tick. So it is on GPU in schedules that send both ways and have
+    forwards and backwards on different stages.
 
-    Args:
-        form: The form in which values travel.
-        num_stages: Length of the `stage` axis.
-        depth: Slots of each buffer.
-        unbuffered: Which buffers are not needed, as a tick program says.
-        sends_early: Send at the end of the tick that computes, where nothing waits to be sent.
+    `depth` is the number of slots of each buffer, `unbuffered` which buffers the tick program does
+    not need.
     """
 
     def __init__(

@@ -14,16 +14,11 @@ from jaxpipe.topology import axes_length, sum_over
 
 
 class Objective:
-    """The loss of a batch: the mean over microbatches and replicas, or the sum of sums over the sum of weights.
+    """Loss of a batch: mean over microbatches and replicas, or sum of sums over sum of weights.
 
-    Args:
-        module: The model.
-        outputs: Shapes and dtypes of its output for a microbatch.
-        labels: The same of the labels.
-        num_terms: Microbatches times replicas.
-
-    Raises:
-        LayerError: The loss is no scalar, or its weight depends on the model's output.
+    `outputs` and `labels` are shapes and dtypes for a microbatch; `num_terms` is microbatches times
+    replicas. Raises LayerError where the loss is no scalar, or its weight depends on the model's
+    output.
 
     Attributes:
         metric_names: Names of the metrics that `loss_fn` returns, in order.
@@ -46,14 +41,9 @@ class Objective:
                 )
 
     def divisor(self, labels: Callable[[jax.Array], PyTree], num_microbatches: int) -> jax.Array:
-        """Divisor of the sum of all losses, inside `shard_map`.
+        """Divisor of the sum of all losses, `float32[]`, equal on all devices.
 
-        Args:
-            labels: Gives this replica's labels of a microbatch.
-            num_microbatches: Microbatches in the batch.
-
-        Returns:
-            `float32[]`, equal on all devices.
+        Callers are inside `shard_map`. `labels` gives this replica's labels of a microbatch.
         """
         if not self.is_weighted:
             return jnp.float32(self.num_terms)
@@ -83,13 +73,9 @@ def gather_values(
 ) -> dict[str, dict[str, jax.Array]]:
     """Reports of the layers of all stages, on every device.
 
-    Args:
-        values: This stage's sums over microbatches, `float32[n]`.
-        names: Per stage the kind and name of each value; names that are empty are padding.
-        divisor: Number of microbatches times replicas.
-
-    Returns:
-        `{"losses": {name: mean}, "metrics": {name: mean}}`.
+    `values` are this stage's sums over microbatches, `float32[n]`. `names` has the kind and name of
+    each value per stage, empty where it is padding. `divisor` is microbatches times replicas. The
+    result is `{"losses": {name: mean}, "metrics": {name: mean}}`.
     """
     found: dict[str, dict[str, jax.Array]] = {"losses": {}, "metrics": {}}
     if values.shape[0] == 0:

@@ -19,11 +19,9 @@ from ._buffers import zeros_of
 class Packing:
     """The common form of a family of trees.
 
-    Args:
-        structs: Shapes and dtypes of each member.
-        specs: Sharding of each member's leaves over automatic axes, an empty spec where a member does not say. Where
-            alike members say different things their common form is whole. Without specs, and where members are not
-            alike, XLA chooses.
+    `specs` shard each member's leaves over automatic axes; an empty spec says nothing. Where alike
+    members say different things, their common form is whole. Without specs, or where members are
+    not alike, XLA chooses.
 
     Attributes:
         structs: The same.
@@ -52,11 +50,9 @@ class Packing:
         return self._treedefs[member], tuple((x.shape, x.dtype) for x in self._leaves[member].values())
 
     def constrain(self, tree: PyTree, num_lead: int = 0) -> PyTree:
-        """The common form, sharded over automatic axes as its members are.
+        """A tree in the common form, sharded over automatic axes as its members are.
 
-        Args:
-            tree: Arrays in the common form.
-            num_lead: Number of dims before it, such as that of a ring's slots.
+        The form follows `num_lead` dims, for example that of a ring's slots.
         """
         if self._spec is None:
             return tree

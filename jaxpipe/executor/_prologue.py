@@ -21,25 +21,23 @@ from ._virtual_stage import VirtualStage
 
 
 class Prologue:
-    """Forward and backward of each virtual stage's prologue, from what arrives there to the trunk's input.
+    """Forward and backward of each virtual stage's prologue, which ends at the trunk's input.
 
-    At the first one what arrives is the model's inputs, or what vocabulary-parallel layers before it hand over. Virtual
-    stages whose prologues are alike share one branch; where none has a prologue there is no switch.
+    At the first one what arrives is the model's inputs, or what vocabulary-parallel layers before
+    it hand over. Virtual stages whose prologues are alike share one branch; where none has a
+    prologue there is no switch.
 
-    Args:
-        blueprint: The model, cut.
-        arriving: Common form of what virtual stages hand over; member v is that of virtual stage v.
-        leaving: Common form of the prologues' outputs; member v belongs to virtual stage v. Without
-            a trunk it is `arriving`.
-        gradients: Members of the common form of gradients: those of what virtual stages hand over,
-            and one more, that of the input of the first, where it has a gradient.
-        split: Make the split backward too.
+    `arriving` is the common form of what virtual stages hand over, `leaving` that of the prologues'
+    outputs, or `arriving` where there is no trunk; member v is of virtual stage v. `gradients` are
+    the members of the common form of gradients: those of what virtual stages hand over, and one
+    more for the input of the first, where it has a gradient. `split` makes the split backward too.
 
     Attributes:
         aux: What the prologue of each virtual stage reports.
         num_reported: Length of the vector of values reported.
         residuals: Shapes and dtypes of what `forward` leaves for `backward`, in common form.
-        pending: Shapes and dtypes of what a split backward leaves for its weight gradient, in common form.
+        pending: Shapes and dtypes of what a split backward leaves for its weight gradient, in
+            common form.
         has_params: Whether any virtual stage has parameters before the trunk.
         has_deferred: Whether a split backward leaves gradients of any of them to `backward_weight`.
     """

@@ -14,10 +14,7 @@ _KINDS = ("losses", "metrics")
 class ReportedValues:
     """Scalars that some layers report, as one vector.
 
-    Args:
-        layers: The model.
-        trace: Its shapes.
-        indices: The layers, in order.
+    `layers` are those of the whole model; `indices` choose some, in order.
 
     Attributes:
         names: Per slot `("losses" or "metrics", "layer/name")`.
@@ -34,14 +31,10 @@ class ReportedValues:
         self.has_losses = any(kind == "losses" for kind, _ in self.names)
 
     def collect(self, reported: Sequence[PyTree], size: int) -> tuple[jax.Array, jax.Array]:
-        """Put what the layers reported into slots.
+        """Put what the layers reported into slots: `(sum of losses, all values as float32[size])`.
 
-        Args:
-            reported: Per layer `{"losses": {...}, "metrics": {...}}`.
-            size: Length of the vector, at least the number of slots.
-
-        Returns:
-            `(sum of the losses, all values as float32[size])`.
+        `reported` has `{"losses": {...}, "metrics": {...}}` per layer. `size` is at least the
+        number of slots.
         """
         values = [aux[kind][name] for aux in reported for kind in _KINDS for name in sorted(aux.get(kind, {}))]
         losses = [x for x, (kind, _) in zip(values, self.names, strict=True) if kind == "losses"]

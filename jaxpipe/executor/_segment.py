@@ -25,12 +25,9 @@ from ._virtual_stage import VirtualStage
 class Segment:
     """Layers of one virtual stage that run one after another.
 
-    Args:
-        blueprint: The model, cut.
-        virtual_stage: The virtual stage.
-        layers: Its layers in this segment, by virtual stage: others may run the same program.
-        scan: Run equal layers as one `lax.scan`, with their parameters stacked.
-        split: The schedule has split backwards.
+    `layers` are those in this segment by virtual stage, since others may run the same program. With
+    `scan`, equal layers run as one `lax.scan`, with their parameters stacked. `split` means that
+    the schedule has split backwards.
 
     Attributes:
         stage: The stage of the virtual stage.

@@ -52,11 +52,8 @@ def is_simulated(mesh: Mesh) -> bool:
 def check_branches(text: str) -> None:
     """Refuse a compiled program that would wait for ever.
 
-    Args:
-        text: The program, as `jax.stages.Compiled.as_text` gives it.
-
-    Raises:
-        LayerError: Slices are moved from device to device inside a branch.
+    It would where slices are moved from device to device inside a branch. `text` is as
+    `jax.stages.Compiled.as_text` gives it.
     """
     computations = _computations(text)
     # From every branch on, all that it calls: a loop inside a branch is in the branch, too.
@@ -106,14 +103,8 @@ def compile_program(
     """Compile a jitted function, so that its next call finds the program in memory.
 
     A program for several CPU devices is neither read from JAX's cache on disk nor written to it.
-
-    Args:
-        function: What `jax.jit` returned.
-        args: Its arguments, or structs with their shardings; the first leaf tells the devices.
-        when_lowered: Called before the long part; what it raises ends the call.
-
-    Returns:
-        The program.
+    `args` may be structs with their shardings; the first leaf determines the devices.
+    `when_lowered` is called before the long part, and what it raises ends the call.
     """
     sharding = getattr(jax.tree.leaves(args)[0], "sharding", None)
     devices = () if sharding is None else sharding.device_set

@@ -49,15 +49,10 @@ class Weights(NamedTuple):
 class Stage:
     """Forward, loss and backward of a model's virtual stages, the same program on every device.
 
-    Activations and gradients travel in common form (`activations`, `gradients`): member v is the output of virtual
-    stage v; of the last one it is the epilogue's input. Gradients have one member more, that of
-    the first one's input, where vocabulary-parallel layers come before it.
-
-    Args:
-        module: The model.
-        trace: Its shapes.
-        plan: Its cut, and how it runs.
-        trains: Whether parameters have masters.
+    Activations and gradients travel in common form (`activations`, `gradients`): member v is the
+    output of virtual stage v; of the last one it is the epilogue's input. Gradients have one member
+    more, that of the first one's input, where vocabulary-parallel layers come before it. `trains`
+    means that parameters have masters.
 
     Attributes:
         last: The last virtual stage; the only one where it is 0.

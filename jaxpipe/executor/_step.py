@@ -37,17 +37,11 @@ from ._train import TrainLoop
 
 
 class DevicePrograms:
-    """The functions of one device, over states and batches whose arrays lose their first dim, the rows, only inside.
+    """The functions of one device, over states and batches whose arrays still have their rows.
 
-    Args:
-        stage: The computing of a stage.
-        sharding: How parameters are cut into shards.
-        updater: The optimiser.
-        train: The training loop.
-        evaluate: The evaluation loop.
-        objective: The loss.
-        config: Clipping and loss scale.
-        shard_dims: Per leaf of a batch the dim along which it is sharded over the stages, or `WHOLE`.
+    Rows, the first dim, are dropped only inside. `config` is read for clipping and loss scale.
+    `shard_dims` has for each leaf of a batch the dim along which it is sharded over the stages, or
+    `WHOLE`.
     """
 
     def __init__(

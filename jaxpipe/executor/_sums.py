@@ -12,13 +12,9 @@ from ._stage import Stage
 
 
 class GradientSums:
-    """Adding to a stage's sums, those of its trunk (a tree for each chunk) and those of its other parameters.
+    """Adding to a stage's sums, those of its trunk and those of its other parameters.
 
-    Sums are arguments and results.
-
-    Args:
-        stage: The computing whose gradients are added.
-        num_chunks: Chunks of a stage.
+    Sums are arguments and results. The trunk has a tree for each chunk.
     """
 
     def __init__(self, stage: Stage, num_chunks: int) -> None:

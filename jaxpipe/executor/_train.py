@@ -68,10 +68,8 @@ class TrainCarry(NamedTuple):
 class TrainLoop(TickLoop):
     """A training program bound to the computing of a model's stages.
 
-    Args:
-        stage: The computing.
-        program: The lowered training schedule.
-        sends_early: Send activations at the end of the tick that computes them, not at the beginning of the next.
+    With `sends_early`, activations are sent at the end of the tick that computes them, not at the
+    beginning of the next.
     """
 
     def __init__(self, stage: Stage, program: TickProgram, *, sends_early: bool) -> None:

@@ -19,16 +19,13 @@ from ._virtual_stage import VirtualStage
 class Trunk:
     """Forward and backward of the layers that are the same in all virtual stages.
 
-    A chunk is a number where the program is compiled for that chunk alone, or an array: then the chunk's parameters
-    are taken out of those of all chunks when an action runs, which copies them.
+    A chunk is a number where the program is compiled for that chunk alone, or an array: then the
+    chunk's parameters are taken out of those of all chunks when an action runs, which copies them.
 
-    Args:
-        blueprint: The model, cut.
-        scan: Run equal layers as one `lax.scan`, so that the program's size does not grow with their number; their
-            parameters are then stacked once per step. Layers that differ from one another, keep collections or report
-            anything are never scanned.
-        join: Stack the parameters of all chunks, for chunks that are arrays.
-        split: Make the split backward too.
+    With `scan`, equal layers run as one `lax.scan`, so that the program's size does not grow with
+    their number; their parameters are then stacked once per step. Layers that differ from one
+    another, keep collections or report anything are never scanned. `join` stacks the parameters of
+    all chunks, for chunks that are arrays. `split` makes the split backward too.
 
     Attributes:
         aux: What the trunk of each virtual stage reports.

@@ -33,13 +33,8 @@ Leaves = dict[str, jax.Array]
 class VocabInput:
     """The first layers, without residuals: their backward runs their forward again.
 
-    Args:
-        blueprint: The model, cut.
-        layers: The layers.
-        gradients: Common form of gradients; the last member is that of the layers' output.
-
-    Raises:
-        LayerError: A layer does not accept slices, or the output is not whole on every stage.
+    The last member of `gradients` is that of the layers' output. Raises LayerError where a layer
+    does not accept slices, or the output is not whole on every stage.
     """
 
     def __init__(self, blueprint: Blueprint, layers: range, gradients: Packing) -> None:
@@ -73,16 +68,14 @@ class VocabInput:
 class VocabLoss:
     """The last layers and the loss, as one fused value and gradient.
 
-    Only from the first split layer on do all stages compute the same. The layers before it count on the last stage, the
-    one that holds the last part, and what they hand over is then given to all: the cotangent of what all stages have
-    is, on each of them, a share of the whole, and a layer whose backward is not linear must not see shares. Within a
-    split layer it does: what `VocabHead` is given by its own layer has the cotangent of one slice of the logits.
+    Only from the first split layer on do all stages compute the same. The layers before it count on
+    the last stage, the one that holds the last part, and what they hand over is then given to all:
+    the cotangent of what all stages have is, on each of them, a share of the whole, and a layer
+    whose backward is not linear must not see shares. Within a split layer it does: what `VocabHead`
+    is given by its own layer has the cotangent of one slice of the logits.
 
-    Args:
-        blueprint: The model, cut.
-        layers: The layers.
-        activations: Common form of what virtual stages hand over.
-        gradients: That of its gradients.
+    `activations` is the common form of what virtual stages hand over, `gradients` that of its
+    gradients.
     """
 
     def __init__(self, blueprint: Blueprint, layers: range, activations: Packing, gradients: Packing) -> None:
@@ -98,11 +91,7 @@ class VocabLoss:
     def check_loss(self, labels: PyTree) -> None:
         """Refuse a loss that takes a stage's slice of the outputs for the whole.
 
-        Args:
-            labels: Shapes and dtypes of a microbatch's labels.
-
-        Raises:
-            LayerError: Outputs are slices, and the loss is not made for them.
+        `labels` are shapes and dtypes of a microbatch's labels.
         """
         if format_struct(self._outputs_struct) != format_struct(self._whole):
             check_split_loss(self._module, self._outputs_struct, self._whole, labels)

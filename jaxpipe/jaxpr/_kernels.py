@@ -152,11 +152,9 @@ def result_specs(
 class _Fusion:
     """Arithmetic and reductions between two products, which are one kernel.
 
-    Args:
-        num_bytes: Bytes of values on a device.
-
     Attributes:
-        partial: Products that are yet to be reduced over an axis: of several that are added up the sum is, once.
+        partial: Products that are yet to be reduced over an axis: of several that are added up the
+            sum is, once.
     """
 
     def __init__(self, num_bytes: Callable[[Sequence[Any]], int]) -> None:

@@ -44,14 +44,9 @@ def best_cut(
 ) -> list[int] | None:
     """`partition_balanced` of checked weights, where some parts may not be allowed.
 
-    Args:
-        weights: One non-negative integer per item.
-        num_parts: Number of parts, from 1 to `len(weights)`.
-        allowed: `allowed[part][start]`: the ends that the part may have if it begins at `start`, as the bits of an
-            integer. None allows all.
-
-    Returns:
-        The boundaries, or None where no cut is allowed.
+    `allowed[part][start]` has the ends that the part may have if it begins at `start`, as the bits
+    of an integer; None allows all. There are from 1 to `len(weights)` parts. The result is None
+    where no cut is allowed.
     """
     num_items = len(weights)
     # The sum of any part is the difference of two prefixes, so the optimum is among these, and bisection ends there.
@@ -87,13 +82,8 @@ class _Limits:
 def _tighten(limits: _Limits, name: str, candidates: Sequence[int]) -> _Limits:
     """Set one limit to the first candidate that still admits a cut.
 
-    Args:
-        limits: Limits that admit a cut.
-        name: The limit to set.
-        candidates: Values from the tightest to the loosest; the last one admits a cut.
-
-    Returns:
-        The limits with that one replaced.
+    `limits` must admit one. Candidates go from the tightest to the loosest, and the last one admits
+    a cut.
     """
 
     def admits(value: int) -> bool:

@@ -9,36 +9,16 @@ from jaxpipe.errors import PartitionError
 
 
 def checked_count(value: object, name: str) -> int:
-    """A positive integer.
-
-    Args:
-        value: What the caller gave.
-        name: The argument's name, for the message.
-
-    Returns:
-        The value as an `int`.
-
-    Raises:
-        PartitionError: The value is not an integer, is a bool, or is below 1.
-    """
+    """The value as an `int`; PartitionError where it is no positive integer, or a bool."""
     if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < 1:
         raise PartitionError(f"{name} must be a positive integer, but got {name}={value!r}. Pass 1 or more.")
     return int(value)
 
 
 def checked_parts(num_items: int, num_parts: object, items: str) -> int:
-    """A number of parts that leaves none of them empty.
+    """A number of parts that leaves none of them empty; PartitionError where one would be.
 
-    Args:
-        num_items: Number of items to distribute.
-        num_parts: What the caller gave.
-        items: What the items are called, for the message.
-
-    Returns:
-        The number of parts as an `int`.
-
-    Raises:
-        PartitionError: `num_parts` is not a positive integer, or is larger than `num_items`.
+    `items` is what the items are called, for the message.
     """
     parts = checked_count(num_parts, "num_parts")
     if parts > num_items:
@@ -52,17 +32,10 @@ def checked_parts(num_items: int, num_parts: object, items: str) -> int:
 def exact_weights(weights: Sequence[object]) -> list[int]:
     """The weights as integers in a common unit, without rounding.
 
-    Integers stay what they are. With floats or fractions among them, all are multiplied by the one smallest factor
-    that makes every weight's exact value an integer, so sums and comparisons of sums are exact.
-
-    Args:
-        weights: Integers, floats or fractions, none of them negative.
-
-    Returns:
-        One non-negative integer per weight; their ratios are those of the weights.
-
-    Raises:
-        PartitionError: A weight is a bool, not a real number, not finite, or negative.
+    Integers stay what they are. With floats or fractions among them, all are multiplied by the one
+    smallest factor that makes every weight's exact value an integer, so sums and comparisons of
+    sums are exact. Raises PartitionError for a weight that is a bool, no real number, not finite,
+    or negative.
     """
     exact = [_exact(weight, index) for index, weight in enumerate(weights)]
     unit = math.lcm(*(weight.denominator for weight in exact))

@@ -36,12 +36,8 @@ class Tie:
 def format_layers(names: Sequence[str], num_params: Sequence[int] | None) -> str:
     """The numbered layer list that error messages show.
 
-    Args:
-        names: One name per layer.
-        num_params: Parameters per layer, or None where they are not known.
-
-    Returns:
-        One line per layer, each after a newline and indented; the middle of a list of more than 60 layers is left out.
+    Each line comes after a newline and is indented. The middle of a list of more than 60 layers is
+    left out.
     """
     lines = [
         f"\n  {index}: {name}" + ("" if num_params is None else f" ({counted(num_params[index], 'parameter')})")

@@ -11,22 +11,13 @@ def partition_trunk(
 ) -> list[int]:
     """Cut so that every part holds equally many of the layer that the model repeats.
 
-    The repeated layer is the most numerous signature class; its layers must stand in one contiguous run. Layers
-    before the run go to the first part, layers after it to the last. One part takes everything.
+    The repeated layer is the most numerous signature class; its layers must be one contiguous run.
+    Layers before the run go to the first part, layers after it to the last. One part takes
+    everything. Raises PartitionError where no layer is repeated, two are repeated equally often,
+    the repeated layer is not one run, or `num_parts` does not divide its length.
 
-    Args:
-        signatures: Per layer a value that is equal for alike layers.
-        num_parts: Number of parts, from 1 to the number of layers.
-        names: One name per layer.
-        listing: The layer list as text, for the messages.
-        asked: What made the number of parts, such as `num_stages=4`, for the messages.
-
-    Returns:
-        The boundaries: `num_parts + 1` layer indices.
-
-    Raises:
-        PartitionError: No layer is repeated, two are repeated equally often, the repeated layer does not stand in
-            one run, or `num_parts` does not divide the length of that run.
+    Signatures are equal for alike layers. `listing` and `asked`, for example `num_stages=4`, are
+    for messages. The result is `num_parts + 1` layer indices.
     """
     if num_parts == 1:
         return [0, len(signatures)]

@@ -61,11 +61,7 @@ def entry_struct(entry: Sequence[PyTree], microbatch_size: int, num_replicas: in
 
 
 def check_batch(batch: Batch, wanted: Batch, microbatch_size: int, num_replicas: int) -> None:
-    """Compare a batch with the one a step was built for.
-
-    Raises:
-        DataError: Structure, shapes or dtypes differ; the message names the leaf.
-    """
+    """Refuse a batch with another structure, shapes or dtypes than the one a step was built for."""
     for name, given, like in zip(Batch._fields, batch, wanted, strict=True):
         if jax.tree.structure(given) != jax.tree.structure(like):
             raise DataError(
@@ -172,10 +168,9 @@ def check_mesh(module: PipelineModule, mesh: Mesh) -> None:
 
 
 def check_sharded(optimizer: optax.GradientTransformation, trace: ModelTrace, params: ModelParams) -> None:
-    """Refuse an optimiser that looks at whole arrays of which each stage holds a slice.
+    """Refuse an optimiser that must see whole arrays, where each stage holds a slice.
 
-    Raises:
-        ConfigError: Its update of a sliced parameter is not element by element.
+    Its update of a sliced parameter must be element by element.
     """
     shapes, dims = flatten_dict(trace.tree()), params.stage_dims
     trees = [
@@ -238,11 +233,7 @@ def _name(path: Path) -> str:
 
 
 def check_jit() -> None:
-    """Refuse to run operation by operation: a pipeline is one compiled program for all its devices.
-
-    Raises:
-        PipelineError: `jax.disable_jit` is in force.
-    """
+    """Refuse `jax.disable_jit()`: a pipeline is one compiled program for all its devices."""
     if getattr(jax.config, _DISABLE_JIT):
         raise PipelineError(
             "a pipeline must be compiled, but got jax.disable_jit()=True. Leave it, and debug the "

@@ -127,17 +127,10 @@ class LayerCount:
 class Counted:
     """Layers of a traced model, looked at once where they are equal.
 
-    Args:
-        module: The model.
-        trace: Its shapes, on the mesh that they are for.
-        labels: Shapes of a microbatch's labels; None leaves the loss out.
-        signatures: Per layer a value that is equal for alike layers.
-        whole: Whether bytes and split backwards are looked at too, and not forwards and backwards
-            alone.
-        plain: The same of the model without recompute, from which what is equal is taken.
-
-    Raises:
-        LayerError: A layer cannot be differentiated.
+    `trace` has shapes on the mesh that they are for. Without `labels` the loss is left out.
+    Signatures are equal for alike layers. With `whole`, bytes and split backwards are looked at
+    too, not forwards and backwards alone. `plain` is the same of the model without recompute; what
+    is equal is taken from it. Raises LayerError where a layer cannot be differentiated.
     """
 
     def __init__(

@@ -23,11 +23,8 @@ def costs_for_cut(
     """Costs of layers that a cut goes by; all processes call.
 
     They are measured for `"profile"`, else counted: for the mesh's devices by name, or where these
-    are not known for an accelerator, so that a model is cut alike on every machine.
-
-    Raises:
-        PartitionError: The mesh's devices cannot be measured on.
-        LayerError: A layer cannot be differentiated.
+    are not known for an accelerator, so that a model is cut alike on every machine. Raises
+    PartitionError where the mesh's devices cannot be measured on.
     """
     source = profile_source(module.partition_method)
     costs = Counted(module, trace, labels, signatures, whole=source is not None).costs(reference_hardware(mesh))
@@ -42,11 +39,7 @@ def cut_parts(
     signatures: Sequence[Hashable],
     memory: StageMemory | None = None,
 ) -> tuple[int, ...]:
-    """Cut a model by its partition method; only `"profile"` keeps to the limit in `memory`.
-
-    Raises:
-        PartitionError: The method cannot cut these layers.
-    """
+    """Cut a model by its partition method; only `"profile"` keeps to the limit in `memory`."""
     profile = dataclasses.replace(costs, memory=memory)
     return module.partition(trace, num_parts, profile=profile, signatures=signatures)
 

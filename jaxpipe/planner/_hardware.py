@@ -110,17 +110,7 @@ def named_hardware(kind: str) -> Hardware | None:
 
 
 def read_hardware(text: str | tuple[Hardware, int]) -> tuple[Hardware, int]:
-    """Read accelerators and their number.
-
-    Args:
-        text: Name and number, such as `"h200:64"`, or a pair of a `Hardware` and the number.
-
-    Returns:
-        The pair.
-
-    Raises:
-        ConfigError: The name is not known, or the number not a positive integer.
-    """
+    """Accelerators and their number, from `"h200:64"` or a pair of a `Hardware` and the number."""
     if isinstance(text, tuple):
         hardware, count = (*text, None, None)[:2]
         if len(text) != 2 or not isinstance(hardware, Hardware) or type(count) is not int or count < 1:

@@ -34,11 +34,8 @@ def measured_costs(module: PipelineModule, trace: ModelTrace, mesh: Mesh, labels
 
     Layers that are sharded over automatic axes are computed for all their devices at once and count
     for their share, without their exchanges. A layer whose work all stages share is not looked at,
-    nor is a loss that follows it.
-
-    Raises:
-        PartitionError: The mesh's devices cannot be measured on.
-        LayerError: A layer cannot be differentiated.
+    nor is a loss that follows it. Raises PartitionError where the mesh's devices cannot be measured
+    on.
     """
     num_shares = math.prod(mesh.shape[axis] for axis in automatic_axes(trace.mesh))
 

@@ -63,11 +63,7 @@ def layout_bytes(layout: Layout, mesh: Any) -> float:
 
 
 def optimizer_share(optimizer: optax.GradientTransformation, trace: ModelTrace, compute_dtype: object) -> float:
-    """Bytes of an optimiser's numbers for each byte of the master weights that are trained.
-
-    Raises:
-        ConfigError: The optimiser does not take these parameters.
-    """
+    """Bytes of an optimiser's numbers for each byte of the master weights that are trained."""
     trained = {path: x for path, x in flatten_dict(trace.tree()).items() if path not in trace.frozen}
     tree = unflatten_dict(trained if compute_dtype is None else cast_floats(trained, "float32"))
     return num_bytes(state_struct(optimizer, tree)) / max(1, num_bytes(tree))
@@ -154,17 +150,13 @@ def stacked_bytes(layout: Layout, mesh: Any) -> float:
 def bytes_per_param(
     module: PipelineModule, trace: ModelTrace, config: TrainConfig, optimizer: optax.GradientTransformation
 ) -> float:
-    """Bytes that a device holds during a step for each parameter of its stage, the mean over the model.
-
-    What is frozen is held once, as it is computed with.
+    """Bytes that a device holds during a step per parameter of its stage, the mean over the model.
 
     These are the master weights and the optimiser's numbers for them, both divided over the
     replicas of ZeRO-1; the gradient; and where layers compute in another dtype than they make
     parameters in, or weights are gathered, what they compute with. For float32 under Adam they are
-    16.
-
-    Raises:
-        ConfigError: The optimiser does not take these parameters.
+    16. What is frozen is held once, as it is computed with. Raises ConfigError where the optimiser
+    does not take these parameters.
     """
     compute_dtype, grad_dtype = module.compute_dtype, config.data_types.grad_accum_dtype
     num_shards = trace.mesh.shape.get("data", 1) if config.zero_optimization.stage else 1

@@ -38,14 +38,12 @@ def plan_cut(
     signatures: Sequence[Hashable],
     parts: Sequence[int],
 ) -> Plan:
-    """Decide what follows from a schedule and a cut; nothing is measured, and the mesh's devices may be absent.
+    """Decide what follows from a schedule and a cut.
 
-    `config` is as the user has it, `section` its section `pipeline` with the schedule decided.
-
-    Raises:
-        ScheduleError: The schedule is unsound.
-        ConfigError: It is said when weights are gathered, and there is no axis over which they are
-            divided; or losses a tick later are asked for, and no last layer is split.
+    Nothing is measured, and the mesh's devices may be absent. `config` is as the user has it,
+    `section` its section `pipeline` with the schedule decided. Raises ScheduleError where the
+    schedule is unsound, and ConfigError where the section says when weights are gathered and no
+    axis divides them, or asks for losses a tick later and no last layer is split.
     """
     schedule = schedule_of(section)
     vocab, _ = find_vocab_layers(module.layers, trace, cut_stages(signatures, parts), module.num_stages)
@@ -105,10 +103,10 @@ def lower_training(
     vocab: VocabLayers,
     mesh: Mesh,
 ) -> TickProgram:
-    """The tick program of a training schedule, with losses a tick later where that is asked for or pays.
+    """The tick program of a training schedule.
 
-    Raises:
-        ConfigError: Later losses are asked for, and no last layer is split.
+    Losses come a tick later where that is asked for or pays. Raises ConfigError where it is asked
+    for and no last layer is split.
     """
     wanted, num_stages = unless_auto(section.overlap_vocabulary), module.num_stages
     if wanted and not vocab.last and num_stages > 1:

@@ -10,13 +10,9 @@ from ._instructions import BufferOpInstruction
 class BufferTracker:
     """Follow the units that enter and leave the buffers of one stage.
 
-    Args:
-        schedule: The stage's schedule.
-        flags: What has happened to each unit; shared with the walk, which writes it.
-        done: For each chunk, what must have happened to a unit before its buffer is free.
-
-    Raises:
-        ScheduleError: The number of buffers is not a positive whole number.
+    `flags` has what has happened to each unit, and is shared with the walk, which writes it. `done`
+    has for each chunk what must have happened to a unit before its buffer is free. Raises
+    ScheduleError where the number of buffers is not a positive whole number.
     """
 
     def __init__(self, schedule: PipeSchedule, flags: list[int], done: list[int]) -> None:
@@ -38,15 +34,8 @@ class BufferTracker:
     def living(self, op: BufferOpInstruction, step: int) -> int:
         """Give the unit that an instruction on a filled buffer means.
 
-        Args:
-            op: The instruction.
-            step: Its step.
-
-        Returns:
-            The unit.
-
-        Raises:
-            WalkError: The buffer does not exist, is empty, or holds another unit than the instruction names.
+        Raises WalkError where the buffer does not exist, is empty, or holds another unit than the
+        instruction names.
         """
         unit = self._living.get(op.buffer_id)
         if unit is None or unit < 0:
@@ -61,18 +50,10 @@ class BufferTracker:
         return unit
 
     def entering(self, op: BufferOpInstruction, step: int, event: int) -> int:
-        """Give the unit that a load, receive or forward means, letting it into the buffer if it is not there yet.
+        """Give the unit that a load, receive or forward means.
 
-        Args:
-            op: The instruction.
-            step: Its step.
-            event: What the instruction makes happen.
-
-        Returns:
-            The unit.
-
-        Raises:
-            WalkError: The buffer does not exist or is in use, or the unit cannot enter.
+        It enters the buffer if it is not there yet. `event` is what the instruction makes happen.
+        Raises WalkError where the buffer does not exist or is in use, or the unit cannot enter.
         """
         current = self._living.get(op.buffer_id)
         if current is None:

@@ -77,15 +77,9 @@ class Location:
     step: int
 
     def refuse(self, rule: str, got: str, repair: str) -> WalkError:
-        """Make the error for this instruction.
+        """The error for this instruction, to be raised.
 
-        Args:
-            rule: What must hold, in words that follow "must".
-            got: What was found instead.
-            repair: What to change.
-
-        Returns:
-            The error, to be raised.
+        `rule` is what must hold, in words that follow "must"; `got` is what was found instead.
         """
         return WalkError(
             f"{self.op!r} must {rule}, but got {got} on stage={self.stage} at step={self.step}. {repair}", self.step
@@ -95,12 +89,8 @@ class Location:
 def first_lacking(bits: int, *, local: bool) -> str:
     """Name the instruction whose event is the first one lacking.
 
-    Args:
-        bits: Events that have not happened; at least one.
-        local: Whether the value stays on the stage, so that no send or receive moves it.
-
-    Returns:
-        An instruction, or what takes its place between two chunks of one stage.
+    `bits` are events that have not happened, at least one. Where the value is `local` to the stage,
+    no send or receive moves it; the name is then that of what takes its place.
     """
     bit = bits & -bits
     return _LOCAL[bit] if local and bit in _LOCAL else _INSTRUCTION[bit]

@@ -12,16 +12,10 @@ from ._stages import listed_steps
 def schedule_fault(
     schedules: Sequence[PipeSchedule], message: str, stage: int | None = None, step: int | None = None
 ) -> ScheduleError:
-    """Make the error for an unsound schedule, with the grid and the bad cell marked.
+    """The error for an unsound schedule, to be raised, with the grid and the bad cell marked.
 
-    Args:
-        schedules: The schedule object of every stage.
-        message: What is wrong, with the values and the repair.
-        stage: The stage that goes wrong, if it is one.
-        step: The step that goes wrong, if it is one.
-
-    Returns:
-        The error, to be raised.
+    `schedules` has the object of every stage. `stage` and `step` are where it goes wrong, if known.
+    `message` has the values and the repair.
     """
     lines = [message]
     mark = None

@@ -11,23 +11,19 @@ Row = Sequence[bool]
 def fill_weights(forwards: Sequence[Row], backwards: Sequence[Row], max_pending: int) -> tuple[tuple[int, ...], ...]:
     """Say in which step each stage runs which weight gradient, first in, first out.
 
-    A step costs what its busiest stage runs. So a weight gradient costs nothing where a stage runs less than others do,
-    and no more than its own time where all stages run one together. Hence, step by step:
+    A step costs what its busiest stage runs. So a weight gradient costs nothing where a stage runs
+    less than others do, and no more than its own time where all stages run one together. Hence,
+    step by step:
 
     - a stage that runs fewer actions than another one completes its oldest pending backward;
-    - a step in which all run equally many gets a weight gradient on every stage, as soon as each has one that it does
-      not need for the free time of later steps;
+    - a step in which all run equally many gets a weight gradient on every stage, as soon as each
+      has one that it does not need for the free time of later steps;
     - so does a step after which some stage would have to keep more than `max_pending`;
     - what is left comes in steps of its own at the end.
 
-    Args:
-        forwards: For each stage, the steps in which it runs a forward.
-        backwards: For each stage, the steps in which it runs an input gradient.
-        max_pending: The most input gradients that a stage may keep without their weight gradient.
-
-    Returns:
-        For each stage a row over steps, longer than the given ones by the steps at the end: the step of the input
-        gradient that is completed, or -1.
+    `forwards` and `backwards` tell for each stage the steps in which it runs a forward and an input
+    gradient. The result has for each stage a row over steps, longer than these by the steps at the
+    end: the step of the input gradient that is completed, or -1.
     """
     stages = range(len(forwards))
     num_steps = len(forwards[0])

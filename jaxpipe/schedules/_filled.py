@@ -20,11 +20,7 @@ class FilledTimetable(TimetableSchedule):
 
     @abstractmethod
     def num_unfilled_steps(self) -> int:
-        """Give the number of steps up to the last input gradient.
-
-        Returns:
-            Number of steps, the same on every stage.
-        """
+        """Give the number of steps up to the last input gradient, the same on every stage."""
 
     def num_steps(self) -> int:
         """Steps of forwards and input gradients, and those for weight gradients alone."""

@@ -141,12 +141,8 @@ class _StageTables:
     ) -> tuple[Transfers[Row], TransferBuffers[Slots]]:
         """Slots and partners of what the actions of one kind take and give.
 
-        Args:
-            stage: The stage.
-            computed: Units of the actions, tick by tick.
-            received: Units that arrive.
-            sent: Units that are sent.
-            neighbours: By chunk where its values come from, and where they go.
+        The rows have units, tick by tick. `neighbours` has by chunk where its values come from, and
+        where they go.
         """
         # At the ends of the model there is no neighbour; the stage itself stands in, and no row asks for it.
         sources, targets = ([stage if one is None else one[0] for one in each] for each in neighbours)

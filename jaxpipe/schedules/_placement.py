@@ -44,17 +44,10 @@ class Placement:
 
 
 def placement_of(schedules: Sequence[PipeSchedule]) -> Placement:
-    """Read the placement of a schedule's chunks.
+    """The placement of a schedule's chunks, from the schedule object of every stage.
 
-    Args:
-        schedules: The schedule object of every stage.
-
-    Returns:
-        The placement.
-
-    Raises:
-        ScheduleError: Two chunks share a place, a place lies outside the model, or two parts that follow each other
-            lie on stages that are not neighbours on the ring of stages.
+    Raises ScheduleError where two chunks share a place, a place is outside the model, or two parts
+    that follow each other are on stages that are not neighbours on the ring of stages.
     """
     one = schedules[0]
     stages, chunks = one.stages, one.num_chunks

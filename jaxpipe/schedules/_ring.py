@@ -21,8 +21,7 @@ class RingTimetable(TimetableSchedule):
     def num_slots(self) -> int:
         """Give the number of steps from the first to the last forward of a stage.
 
-        Returns:
-            `vM`; `(v - 1)S + M` for fewer than S microbatches, between whose turns are gaps.
+        It is `vM`, and `(v - 1)S + M` for fewer than S microbatches, between whose turns are gaps.
         """
         gap = max(0, self.stages - self.micro_batches)
         return self.num_chunks * self.micro_batches + (self.num_chunks - 1) * gap

@@ -18,18 +18,14 @@ _Piece = tuple[int, int, tuple[bool, bool, bool]]
 def tick_runs(num_ticks: int, tables: Tables[Table]) -> tuple[TickRun, ...]:
     """Group the ticks of a program.
 
-    Ticks belong together as long as the same kinds of computing (forward, backward, weight) occur in them, on any
-    stage. What travels is counted afterwards. With one chunk a stage, stretches of at least `SHORT_RUN` ticks in which
-    every stage runs all kinds are kept apart: the steady part of a schedule then has no idle action and no branch.
-    A schedule whose content alternates would give runs without number: beyond `MAX_RUNS`, neighbours shorter than
-    `SHORT_RUN` ticks are joined, and if that is not enough all but the first three and the last three.
+    Ticks belong together as long as the same kinds of computing (forward, backward, weight) occur
+    in them, on any stage. What travels is counted afterwards. With one chunk a stage, stretches of
+    at least `SHORT_RUN` ticks in which every stage runs all kinds are kept apart: the steady part
+    of a schedule then has no idle action and no branch. A schedule whose content alternates would
+    give runs without number: beyond `MAX_RUNS`, neighbours shorter than `SHORT_RUN` ticks are
+    joined, and if that is not enough all but the first three and the last three.
 
-    Args:
-        num_ticks: Length of the program.
-        tables: Its tables.
-
-    Returns:
-        The runs, from tick 0 to `num_ticks` without gaps.
+    The runs go from tick 0 to `num_ticks` without gaps.
     """
     columns = _columns(tables)
     content = _content(columns)

@@ -20,14 +20,7 @@ class Slots:
     vacant: tuple[int, ...]
 
     def row(self, units: Sequence[int]) -> tuple[int, ...]:
-        """Give the slot of each unit of a row.
-
-        Args:
-            units: Units, or -1, over ticks.
-
-        Returns:
-            Their slots, or -1.
-        """
+        """Give the slot of each unit of a row over ticks; -1 stays -1."""
         slot_of = self.slot_of
         return tuple([slot_of[unit] for unit in units])
 
@@ -37,17 +30,13 @@ def assign_slots(
 ) -> Slots:
     """Give each value the lowest slot that is free while it lives.
 
-    Values are taken in the order in which they start to live, so the depth is the largest number alive at once.
+    Values are taken in the order in which they start to live, so the depth is the largest number
+    alive at once.
 
-    Args:
-        num_units: Number of units.
-        starts: For each tick the unit whose value starts to live, or -1.
-        ends: Rows that hold, for each tick, the unit whose value is used last there, or -1.
-        frees_first: Whether a value that ends in a tick is gone before one that starts there is written (the
-            exchange sends before the stage computes). By default both live in that tick.
-
-    Returns:
-        The slots.
+    `starts` has for each tick the unit whose value starts to live; the rows of `ends` have those
+    whose values are used last there; -1 is none. With `frees_first`, a value that ends in a tick is
+    gone before one that starts there is written (the exchange sends before the stage computes). By
+    default both live in that tick.
     """
     slot_of = [-1] * (num_units + 1)
     free: list[int] = []

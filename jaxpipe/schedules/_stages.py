@@ -17,19 +17,11 @@ AnySchedule = str | type[PipeSchedule] | PipeSchedule | Sequence[PipeSchedule]
 def stage_schedules(
     schedule: AnySchedule, num_microbatches: int | None = None, num_stages: int | None = None
 ) -> tuple[PipeSchedule, ...]:
-    """Give one schedule object a stage, all of one batch.
+    """Give one schedule object a stage, all of one batch, stage 0 first.
 
-    Args:
-        schedule: A name, a schedule class, the object of one stage, or the objects of all stages in order.
-        num_microbatches: Microbatches in a batch; needed with a name or class.
-        num_stages: Pipeline stages; needed with a name or class.
-
-    Returns:
-        The objects, stage 0 first.
-
-    Raises:
-        ScheduleError: A name or class without the sizes, a size out of range, objects that do not belong together, or
-            something that is no schedule.
+    `schedule` is a name or a class, which need both sizes; the object of one stage; or the objects
+    of all stages in order. Raises ScheduleError where objects do not belong together, or sizes are
+    lacking or out of range.
     """
     if isinstance(schedule, PipeSchedule):
         schedules = _of_all_stages(type(schedule), schedule.micro_batches, schedule.stages)
@@ -73,17 +65,7 @@ def _listed_objects(schedule: object) -> tuple[PipeSchedule, ...]:
 
 
 def listed_steps(schedule: PipeSchedule) -> list[Sequence[PipeInstruction]]:
-    """List the steps of a schedule.
-
-    Args:
-        schedule: The schedule of one stage.
-
-    Returns:
-        What `steps` yields.
-
-    Raises:
-        ScheduleError: The steps do not come to an end.
-    """
+    """The steps of a schedule. Raises ScheduleError where they do not come to an end."""
     units = schedule.micro_batches * schedule.num_chunks
     # Generous, eight steps for each unit on each stage: what is longer does not end.
     limit = 64 + 8 * (units + 1) * (schedule.stages + 1)

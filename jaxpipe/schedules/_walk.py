@@ -57,13 +57,8 @@ class _Rule:
 class StageWalk:
     """Follow the instructions of one stage.
 
-    Args:
-        schedule: The stage's schedule.
-        placement: Where the chunks lie.
-        training: Whether there are backwards and an optimizer step.
-
-    Raises:
-        ScheduleError: The number of buffers is not a positive whole number.
+    `training` means that there are backwards and an optimizer step. Raises ScheduleError where the
+    number of buffers is not a positive whole number.
     """
 
     def __init__(self, schedule: PipeSchedule, placement: Placement, *, training: bool) -> None:
@@ -89,14 +84,10 @@ class StageWalk:
         self._reductions: set[type] = set()
 
     def run(self) -> StageActions:
-        """Walk all steps.
+        """Walk all steps: what the stage does, with every instruction's microbatch found.
 
-        Returns:
-            What the stage does, with every instruction's microbatch found.
-
-        Raises:
-            WalkError: An instruction cannot stand where it stands, or one is missing.
-            ScheduleError: The steps do not end.
+        Raises WalkError where an instruction is out of place or missing, and ScheduleError where
+        the steps do not end.
         """
         steps = self._steps()
         actions = StageActions({name: [IDLE] * len(steps) for name in ROWS}, len(steps))

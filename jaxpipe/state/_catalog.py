@@ -75,14 +75,9 @@ Rows = Mapping[tuple[str, int], np.ndarray]
 
 
 def read_leaf(leaf: Leaf, row: Callable[[str, int], np.ndarray]) -> np.ndarray:
-    """Put a leaf together.
+    """Put a leaf together from its first copy.
 
-    Args:
-        leaf: Where it lies; its first copy is read.
-        row: Gives a row of an array by name and index, flattened.
-
-    Returns:
-        The leaf.
+    `row` gives a row of an array by name and index, flattened.
     """
     shape, slices = leaf.slice_shape(), []
     # One copy stands for all: `broadcast_tied` keeps those of a parameter equal to the bit.
@@ -102,10 +97,7 @@ def read_leaf(leaf: Leaf, row: Callable[[str, int], np.ndarray]) -> np.ndarray:
 def write_leaf(leaf: Leaf, value: np.ndarray, rows: MutableMapping[tuple[str, int], np.ndarray]) -> None:
     """Put a leaf into all its copies.
 
-    Args:
-        leaf: Where it lies.
-        value: The leaf.
-        rows: Flattened rows by array and index; those that are not here are left out.
+    `rows` has flattened rows by array and index; those that it lacks are left out.
     """
     value = value.reshape(leaf.shape)
     for copy in leaf.copies:
@@ -126,16 +118,9 @@ def opt_state_keys(state: PyTree) -> list[str]:
 def make_catalog(
     params: ModelParams, sharding: ZeroSharding, updater: Updater, collections: ModelCollections
 ) -> Catalog:
-    """Describe the state of a pipeline.
+    """Catalog of a pipeline's state.
 
-    Args:
-        params: The parameters.
-        sharding: How they are cut into shards.
-        updater: The optimiser on them.
-        collections: What layers keep beside them.
-
-    Returns:
-        The leaves by `params/<path>`, `opt_state/<path>` and `collections/<path>`.
+    Its keys are `params/<path>`, `opt_state/<path>` and `collections/<path>`.
     """
     master = sharding.master
     names = [{path: name for name, path in leaves.paths.items()} for leaves in params.stages]

@@ -27,13 +27,10 @@ Source = Callable[[Sequence[str]], Iterable[tuple[str, Any]]]
 
 
 def state_arrays(state: TrainState) -> dict[str, Any]:
-    """The sharded arrays of a state, `[num_rows, ...]`, by name; keys of random numbers as the words they are.
+    """The sharded arrays of a state, `[num_rows, ...]`, by name.
 
-    Args:
-        state: The state, or its shapes and dtypes.
-
-    Returns:
-        The arrays, by names such as `params/stacked/trunk/0/kernel`.
+    Names are like `params/stacked/trunk/0/kernel`. Keys of random numbers come as the words they
+    are. The state may be shapes and dtypes.
     """
     return {name: leaf for field in _FIELDS for name, leaf in _named(field, getattr(state, field)).items()}
 
@@ -56,15 +53,10 @@ def with_arrays(state: TrainState, arrays: Mapping[str, jax.Array]) -> TrainStat
 
 
 def read_leaves(catalog: Catalog, field: str, storage: PyTree, keys: Iterable[str]) -> dict[str, np.ndarray]:
-    """Leaves on the host, of a field of a state or of arrays in the form of one, such as gradients.
+    """Leaves on the host, of a field of a state or of arrays in the form of one, like gradients.
 
-    All processes must call, and each gets all leaves.
-
-    Args:
-        catalog: Where leaves lie.
-        field: `params`, `opt_state` or `collections`.
-        storage: What the state has there.
-        keys: The leaves to read.
+    All processes must call, and each gets all leaves. `field` is `params`, `opt_state` or
+    `collections`; `storage` is what the state has there.
     """
     if all(leaf.is_fully_addressable for leaf in jax.tree.leaves(storage)):
         storage = jax.device_get(storage)
@@ -81,17 +73,9 @@ def place_leaves(
 ) -> dict[str, Any]:
     """Build global arrays of a state from leaves on the host.
 
-    Host memory holds one stage's rows at a time, and no leaf is asked for that lies on no device of this process.
-
-    Args:
-        catalog: Where leaves lie.
-        like: Shapes, dtypes and shardings of the state's arrays, by name.
-        keys: The leaves; what lies beside them in the same arrays is zero.
-        source: Gives the leaves.
-        num_stages: Stages of the pipeline.
-
-    Returns:
-        The arrays by name, as `with_arrays` takes them.
+    Host memory holds one stage's rows at a time, and `source` is asked only for leaves that are on
+    a device of this process. `like` has shapes, dtypes and shardings of the state's arrays by name.
+    What is beside the leaves in the same arrays is zero. The result is as `with_arrays` takes it.
     """
     names = {span.array: None for key in keys for copy in catalog[key].copies for span in copy}
     structs = {name: like[name] for name in names}
@@ -105,13 +89,11 @@ def place_leaves(
 
 
 class HostRows(dict[tuple[str, int], np.ndarray]):
-    """The rows of some global arrays that this process's devices hold, flattened, by the array's name and the row.
+    """Flattened rows of global arrays that this process's devices hold, by array name and row.
 
-    Args:
-        arrays: Shapes, dtypes and shardings by name; where they are arrays with values, rows begin with those, else
-            with zeros.
-        stage: The stage whose rows are wanted, of `num_stages`; all rows where neither is given.
-        num_stages: Into how many stages the rows are divided, each of which has as many.
+    `arrays` are shapes, dtypes and shardings by name; where they have values, rows begin with
+    those, else with zeros. Only the rows of `stage` are held; all `num_stages` stages have equally
+    many.
     """
 
     def __init__(self, arrays: Mapping[str, Any], stage: int = 0, num_stages: int = 1) -> None:
@@ -134,10 +116,7 @@ class HostRows(dict[tuple[str, int], np.ndarray]):
     def fill(self, catalog: Catalog, keys: Iterable[str], source: Source) -> None:
         """Write the leaves that these rows hold something of, each into all its copies.
 
-        Args:
-            catalog: Where leaves lie.
-            keys: The leaves to write.
-            source: Gives them; asked for those alone that are needed.
+        `source` gives the leaves, and is asked only for those that are needed.
         """
         for key, value in source([key for key in keys if self._holds(catalog[key])]):
             write_leaf(catalog[key], np.asarray(value), self)
@@ -170,12 +149,7 @@ class HostRows(dict[tuple[str, int], np.ndarray]):
 def place_everywhere(tree: PyTree, mesh: Mesh) -> PyTree:
     """Put small host values onto every device of all processes, which must give the same.
 
-    Args:
-        tree: Numbers, arrays and keys.
-        mesh: The devices.
-
-    Returns:
-        The same as arrays, each whole on every device.
+    Numbers, arrays and keys become arrays that are whole on every device.
     """
     sharding = NamedSharding(mesh, P())
 
@@ -192,15 +166,9 @@ def place_everywhere(tree: PyTree, mesh: Mesh) -> PyTree:
 def place_samples(leaf: Any, like: Any, replicas: range, num_replicas: int) -> jax.Array:
     """Put the samples of some replicas onto their devices, as those of a global array.
 
-    Args:
-        leaf: A numpy array `[num_microbatches, microbatch_size * len(replicas), ...]`.
-        like: Shape, dtype and sharding of the global array, whose dim 1 is sharded over `data`, and a dim perhaps over
-            `stage`.
-        replicas: The replicas; all devices of this process must belong to them.
-        num_replicas: How many there are on the mesh.
-
-    Returns:
-        The global array `[num_microbatches, microbatch_size * replicas, ...]`.
+    `leaf` is `[num_microbatches, microbatch_size * len(replicas), ...]`; the result has the samples
+    of all `num_replicas` of the mesh. `like` is sharded over `data` along dim 1, and perhaps over
+    `stage` along another. All devices of this process must belong to `replicas`.
     """
     value = np.asarray(jax.device_get(leaf) if isinstance(leaf, jax.Array) else owned(leaf))
     # Indices below are those of the global array, `value` begins with the samples of `replicas`.
@@ -218,15 +186,12 @@ def place_samples(leaf: Any, like: Any, replicas: range, num_replicas: int) -> j
 def owned(leaf: Any) -> Any:
     """The values of an array in memory that nobody will write into.
 
-    On CPU a device array may be the caller's own memory, whatever `device_put(may_alias=False)` says of numpy arrays
-    (seen with JAX 0.10), and elsewhere the transfer may not have begun when the caller writes the next values.
+    On CPU a device array may be the caller's own memory, whatever `device_put(may_alias=False)`
+    says of numpy arrays (seen with JAX 0.10), and elsewhere the transfer may not have begun when
+    the caller writes the next values.
 
-    Args:
-        leaf: A numpy array, what numpy takes for one, or anything else, such as a device array.
-
-    Returns:
-        A numpy array: the given one where it is read-only down to the memory it views, and a copy where it is not.
-        What is none, itself.
+    A numpy array, or what numpy takes for one, is copied unless it is read-only down to the memory
+    it views. Anything else, like a device array, comes back as it is.
     """
     if isinstance(leaf, jax.Array) or not hasattr(leaf, "__array__"):
         return leaf

@@ -60,17 +60,13 @@ class _Round:
 class StageInit:
     """Makes initial parameters and collections.
 
-    The values are those of `PipelineModule.init` with the same key on one such device, bit by bit, whatever the number
-    of stages and however leaves are sharded. A layer is made on the devices that keep it, each of which holds it whole
-    until it has cut off its shard; then the next one is made. Alike layers are compiled once. In host memory, layer by
-    layer, is made what an initialiser does not compute alone: one that holds arrays, as those of numpy are, has side
-    effects, calls Python back while it runs, or draws with another generator than threefry, whose numbers depend on the
-    device.
-
-    Args:
-        module: The model.
-        trace: Its shapes, as a whole.
-        key: The model's key.
+    The values are those of `PipelineModule.init` with the same key on one device of that kind, bit
+    by bit, whatever the number of stages and however leaves are sharded. A layer is made on the
+    devices that keep it. Each holds it whole until it has cut off its shard; then the next one is
+    made. Alike layers are compiled once. Layers are made in host memory, one by one, where an
+    initialiser does more than compute: it holds arrays, for example numpy's, has side effects,
+    calls Python back while it runs, or draws with another generator than threefry, whose numbers
+    depend on the device.
     """
 
     def __init__(self, module: PipelineModule, trace: ModelTrace, key: jax.Array) -> None:
@@ -89,16 +85,11 @@ class StageInit:
         place_on_host: Callable[[Sequence[str]], Mapping[str, jax.Array]],
         keys: Sequence[str],
     ) -> dict[str, jax.Array]:
-        """Make a field of a state. All processes must call.
+        """Make a field of a state: its arrays by name. All processes must call.
 
-        Args:
-            made: The leaves, with their layout.
-            structs: Shapes, dtypes and shardings of its arrays, by name.
-            place_on_host: Makes the arrays in which some leaves lie from values in host memory, by the leaves' keys.
-            keys: Keys of all leaves in the catalog.
-
-        Returns:
-            The arrays by name.
+        `structs` has shapes, dtypes and shardings of the arrays, `keys` all leaves in the catalog.
+        `place_on_host` takes the keys of some leaves and makes the arrays that hold them from
+        values in host memory.
         """
         on_host = [key for key in keys if self._recipe(self._maker(key)[0]).fault]
         self._report([self._maker(key)[0] for key in on_host], made.field)

@@ -57,18 +57,16 @@ class _Slot:
 
 
 class Layout:
-    """Layout of named leaves, stage by stage; in place of stages, any family whose members differ in leaves.
+    """Layout of named leaves, stage by stage.
 
-    A `Storage` has `stacked[name]` of shape `[num_stages, ...]` for leaves that all stages have alike. For the rest it
-    has `packed[dtype]` of shape `[num_stages, size]`, and an array of its own for a leaf that is sharded. Inside a
-    stage's own program the first dim is absent.
+    Stages may be any family whose members differ in leaves. A `Storage` has `stacked[name]` of
+    shape `[num_stages, ...]` for leaves that all stages have alike. For the rest it has
+    `packed[dtype]` of shape `[num_stages, size]`, and an array of its own for a leaf that is
+    sharded. Inside a stage's own program the first dim is absent.
 
-    Args:
-        stages: For each stage its leaves by name, as shapes and dtypes. The order is kept inside the buffers.
-        stack: Give a leaf that all stages have alike an array of its own; else all lie in the buffers.
-        specs: Shardings of each stage's leaves; none: nothing is sharded.
-        frozen: Names of leaves that are not trained. They lie in buffers of their own, so that the others lie as if
-            there were none.
+    The order of a stage's leaves is kept inside the buffers. Without `stack`, all leaves are in the
+    buffers; without `specs`, nothing is sharded. Leaves that are `frozen` have buffers of their
+    own, so that the others are placed as if there were none.
 
     Attributes:
         frozen: Names of leaves that are not trained.
@@ -129,10 +127,9 @@ class Layout:
     ) -> "Layout":
         """The layout of the same leaves in other dtypes.
 
-        Args:
-            change: Gives the new shape and dtype of a leaf from the present one; dtypes alone may differ.
-            whole_along: An automatic axis over which nothing is to be sharded; None: leaves are sharded as they are.
-            frozen: With what is not trained; without it the other leaves lie as they do with it.
+        `change` gives the new shape and dtype of a leaf; dtypes alone may differ. Nothing is
+        sharded over the automatic axis `whole_along`. Without `frozen`, what is not trained is left
+        out, and the other leaves keep their places.
         """
         left_out = frozenset[str]() if frozen else self.frozen
         stages = [
@@ -147,10 +144,9 @@ class Layout:
         return Layout(stages, specs=specs, frozen=self.frozen - left_out)
 
     def renamed_buffers(self, other: "Layout") -> Mapping[str, str] | None:
-        """The buffers of a layout of the same leaves, by the buffers of this one that hold the same in the same order.
+        """Buffers of a layout of the same leaves, by those of this one with the same in order.
 
-        Returns:
-            None where leaves that are in one buffer here are not there, as where dtypes that differ here are one there.
+        None where they do not correspond, for example where dtypes that differ here are one there.
         """
         found: dict[str, str] = {}
         for mine, theirs in zip(self._slots, other._slots, strict=True):

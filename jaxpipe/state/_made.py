@@ -46,13 +46,10 @@ class MadeField:
 
 
 def made_params(params: ModelParams, trace: ModelTrace, master: ShardLayout, rows: P) -> MadeField:
-    """The parameters that layers make; a tied one is made by the first layer that holds it, on each stage that does.
+    """The parameters that layers make.
 
-    Args:
-        params: The parameters.
-        trace: The model's shapes.
-        master: How they are cut into shards.
-        rows: How rows of the global arrays lie on the mesh.
+    A tied one is made by the first layer that holds it, on each stage that does. `rows` is the spec
+    of the rows of global arrays.
     """
     owners, dims = trace.owners(), params.stage_dims
     shard_kinds = []

@@ -19,19 +19,11 @@ _EPSILON = 1e-6
 def global_norm(
     tied: Mapping[str, tuple[int, ...]], sharding: ZeroSharding, shard_kind: jax.Array, shard: Storage
 ) -> jax.Array:
-    """L2 norm of the whole model's gradient, equal on all devices.
+    """L2 norm of the whole model's gradient, `float32[]`, equal on all devices.
 
-    Every element counts once, however many devices hold it: replicas, or holders of a tied parameter. Arrays are whole
-    along automatic axes.
-
-    Args:
-        tied: Tied parameters with the stages that hold them.
-        sharding: How gradients are cut into shards.
-        shard_kind: The kind of this device's shard.
-        shard: Its gradients.
-
-    Returns:
-        `float32[]`.
+    Every element counts once, however many devices hold it: replicas, or holders of a tied
+    parameter. Arrays are whole along automatic axes. `tied` has the stages that hold each tied
+    parameter.
     """
     counted = drop_copies(tied, sharding.trained, shard_kind, shard)
     squares = _sum_squares(counted)

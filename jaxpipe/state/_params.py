@@ -52,35 +52,35 @@ class StageLeaves:
 class ModelParams:
     """Names and layouts of a model's parameters.
 
-    Args:
-        trace: The model's shapes.
-        cuts: The virtual stages, from the input on.
-        placement: The stage and chunk of each virtual stage.
-        vocab: The vocabulary-parallel layers; without them nothing is sliced over the stages.
-        dtype: What the layers compute in, in mixed precision; None: parameters are as the layers make them.
-        grad_dtype: What their gradients are summed in; None: float32, or their own dtype where that is wider.
-        trains: Whether there are masters, in float32 in mixed precision; else parameters are kept
-            in `dtype`, as what is frozen is.
-        gather: Hold what the layers compute with whole along `fsdp` from the beginning of a step to its end.
+    Without `vocab`, nothing is sliced over the stages. `dtype` is what the layers compute in, in
+    mixed precision; None: parameters are as the layers make them. `grad_dtype` is what gradients
+    are summed in; None: float32, or their own dtype where that is wider. With `trains`, there are
+    masters, in float32 in mixed precision; else parameters are kept in `dtype`, as what is frozen
+    is. With `gather`, what the layers compute with is held whole along `fsdp` from the beginning of
+    a step to its end.
 
     Attributes:
         stages: Names and paths, stage by stage.
-        struct: Shapes and dtypes of the master parameters by path in the model's tree; of one that is sliced over the
-            stages those of a slice.
+        struct: Shapes and dtypes of the master parameters by path in the model's tree; of one that
+            is sliced over the stages those of a slice.
         trained: Those of the parameters that are trained.
-        frozen: Names of leaves that no stage trains: they are kept in the dtype that the layers compute in. A leaf of
-            the trunk that some virtual stage trains is none of them, as the trunk is one program.
+        frozen: Names of leaves that no stage trains: they are kept in the dtype that the layers
+            compute in. A leaf of the trunk that some virtual stage trains is none of them, as the
+            trunk is one program.
         partly_frozen: Other leaves that are frozen somewhere, with whether they are on each stage.
         trained_paths: Stage by stage the paths of what it trains, by name.
-        master_layout: Layout of the master parameters, which live from step to step: in float32 in mixed precision.
-            What is frozen is in it too.
-        layout: Layout of the parameters that the layers compute with, as they are held during a step.
+        master_layout: Layout of the master parameters, which live from step to step: in float32 in
+            mixed precision. What is frozen is in it too.
+        layout: Layout of the parameters that the layers compute with, as they are held during a
+            step.
         gathered: The same, as they are while layers run: whole along `fsdp`.
         at_rest: The same, divided as the master parameters are.
-        grad_layout: Layout of the sums of gradients, without what is frozen. All have their leaves in the same order.
-        grad_dtypes: By packed buffer of `grad_layout` the dtype of its leaves' gradients: that of the parameters, or
-            that of the sums where these differ.
-        tied: Trained parameters that several stages hold alike, each with those stages; the first one owns it.
+        grad_layout: Layout of the sums of gradients, without what is frozen. All have their leaves
+            in the same order.
+        grad_dtypes: By packed buffer of `grad_layout` the dtype of its leaves' gradients: that of
+            the parameters, or that of the sums where these differ.
+        tied: Trained parameters that several stages hold alike, each with those stages; the first
+            one owns it.
         stage_dims: The dims along which parameters are sliced over the stages, by path.
         vocab_names: Parameters of the vocabulary-parallel layers.
     """
@@ -157,16 +157,11 @@ class ModelParams:
 
 
 class ModelCollections:
-    """Names and layout of a model's collections: what layers keep beside parameters, such as batch statistics.
-
-    Args:
-        layers: The model.
-        trace: Its shapes.
-        cuts: The virtual stages, from the input on.
-        placement: The stage and chunk of each virtual stage.
+    """Names and layout of collections, which layers keep beside parameters, like batch statistics.
 
     Attributes:
-        struct: Shapes and dtypes by path: the layer's name, then the path inside the layer's collections.
+        struct: Shapes and dtypes by path: the layer's name, then the path inside the layer's
+            collections.
         layout: Their layout.
     """
 
@@ -250,11 +245,7 @@ def grad_accum_struct(leaf: Any, grad_dtype: Any = None) -> Any:
 
 
 def check_collections(layers: Sequence[NamedLayer], trace: ModelTrace) -> None:
-    """Refuse variables that move backward only, such as the scales of Flax's FP8 layers.
-
-    Raises:
-        LayerError: A layer keeps variables that are to be replaced with their gradient.
-    """
+    """Refuse variables that are replaced with their gradient, like Flax's FP8 scales."""
     for named in layers:
         found = flatten_dict(trace.collections[named.index] or {})
         names = [".".join(path) for path in found if OVERWRITE_WITH_GRADIENT in path]
@@ -287,13 +278,11 @@ def mean_over_replicas(storage: Storage) -> Storage:
 def name_leaves(
     paths: Sequence[Mapping[Path, Path]], cuts: Sequence[StageCut], placement: Placement, everywhere: Sequence[int] = ()
 ) -> tuple[StageLeaves, ...]:
-    """Name the leaves of every stage: after the layer's index in the trunk of its chunk, or after their path.
+    """Name the leaves of every stage.
 
-    Args:
-        paths: For each layer of the model, paths inside the layer to paths in the model's tree.
-        cuts: The virtual stages.
-        placement: The stage and chunk of each virtual stage.
-        everywhere: Layers that lie on all stages.
+    A name has the layer's index in the trunk of its chunk, or is the leaf's path. `paths` maps, for
+    each layer, paths inside the layer to paths in the model's tree. The layers in `everywhere` are
+    on all stages.
     """
     stages = []
     for virtual_stages in placement.virtual:

@@ -40,12 +40,7 @@ class TrainState:
 
 
 def state_specs(rows: P, collections: P) -> TrainState:
-    """Partition specs of a state, each for all arrays of a field.
-
-    Args:
-        rows: How rows lie on the mesh.
-        collections: How collections lie on it.
-    """
+    """Partition specs of a state, each for all arrays of a field."""
     # `shard_map` takes a spec for all that is under a field, where the field's type asks for arrays.
     everywhere, by_row, by_stage = cast("tuple[Any, ...]", (P(), rows, collections))
     return TrainState(

@@ -13,17 +13,9 @@ from jaxpipe.jaxpr import program_key
 def switch_stages(stage: jax.Array, numbers: Sequence[int], function: Callable[..., Any], *args: Any) -> Any:
     """Run `function(numbers[stage], *args)`, traced for each number.
 
-    Traces that are equal share one branch, and where all are equal there is no conditional: XLA schedules nothing
-    across one, and every branch is compiled on every device.
-
-    Args:
-        stage: Index along the `stage` axis, or another index.
-        numbers: What the function is called with on each stage, such as the stage's own number.
-        function: Takes a number and arrays.
-        *args: The arrays.
-
-    Returns:
-        What the function returns.
+    Traces that are equal share one branch, and where all are equal there is no conditional: XLA
+    schedules nothing across one, and every branch is compiled on every device. `stage` may be
+    another index.
     """
     # Compared as traces, not by what the numbers stand for: a conditional is saved wherever stages differ in nothing
     # that the program shows, such as names. With one number there is nothing to compare, and no trace to pay for.
@@ -44,14 +36,7 @@ def switch_table(
 ) -> Any:
     """Run `branches[table[index]]`, where it is known which indices share a branch.
 
-    Args:
-        index: What to look up.
-        table: The branch of each index; one that no index has is not compiled.
-        branches: The branches.
-        *args: Arguments of the branches.
-
-    Returns:
-        What the branch returns.
+    A branch that no index has is not compiled.
     """
     used = sorted(set(table))
     if len(used) == 1:

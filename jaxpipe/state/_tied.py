@@ -22,26 +22,12 @@ Tied = Mapping[str, tuple[int, ...]]
 
 
 def sum_tied(tied: Tied, layout: Layout, stage: jax.Array, grads: Storage) -> Storage:
-    """Give every holder of a tied parameter the sum of all holders' gradients.
-
-    Args:
-        tied: The tied parameters.
-        layout: How gradients lie on each stage.
-        stage: This device's stage.
-        grads: Its gradients.
-    """
+    """Give every holder of a tied parameter the sum of all holders' gradients."""
     return _exchange(tied, layout, range(layout.num_stages), stage, grads, is_sum=True)
 
 
 def broadcast_tied(tied: Tied, sharding: ShardLayout, shard_kind: jax.Array, shard: Storage) -> Storage:
-    """Give every holder of a tied parameter the owner's value, so that copies stay equal to the bit.
-
-    Args:
-        tied: The tied parameters.
-        sharding: How parameters are cut into shards.
-        shard_kind: The kind of this device's shard.
-        shard: Its parameters.
-    """
+    """Give every holder of a tied parameter the owner's value: copies stay equal to the bit."""
     return _exchange(tied, sharding.shards, sharding.stages_of_shard_kinds, shard_kind, shard, is_sum=False)
 
 
@@ -67,15 +53,9 @@ def drop_copies(tied: Tied, sharding: ShardLayout, shard_kind: jax.Array, shard:
 def _exchange(
     tied: Tied, layout: Layout, stages: Sequence[int], shard_kind: jax.Array, storage: Storage, *, is_sum: bool
 ) -> Storage:
-    """Sum the tied leaves of all holders (or the owner's alone) over the stages, and give all holders the result.
+    """Give all holders of tied leaves their sum over the stages, or the owner's value.
 
-    Args:
-        tied: The tied parameters.
-        layout: How leaves lie, by kind of shard.
-        stages: The stage of each kind of shard.
-        shard_kind: The kind of this device's shard.
-        storage: Its leaves.
-        is_sum: Add up what all holders give, or take the owner's value.
+    `layout` is by kind of shard, and `stages` has the stage of each kind.
     """
     stacked, tied = _by_storage(tied, layout)
     if stacked:

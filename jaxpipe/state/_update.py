@@ -32,19 +32,15 @@ Paths = Mapping[str, Path]
 class Updater:
     """One optax transformation over the shards of a model.
 
-    A shard's parameters are updated as trees with their paths in the model, so masks and labels by path mean what they
-    mean unpipelined. They form two groups, updated apart: those of the trunk, and the others. Where the optimiser
-    treats the trunks of all stages alike, they are updated with one straight program, that of the first.
+    A shard's parameters are updated as trees with their paths in the model, so masks and labels by
+    path mean what they mean unpipelined. They form two groups, updated apart: those of the trunk,
+    and the others. Where the optimiser treats the trunks of all stages alike, they are updated with
+    one straight program, that of the first.
 
-    Args:
-        params: The parameters.
-        sharding: How the trained parameters are cut into shards. One of the trunk that not all stages train is in all
-            of their shards, and stays as it is where it is frozen.
-        optimizer: Any optax transformation that treats every parameter by itself.
-
-    Raises:
-        ConfigError: The optimiser asks for more than gradients, state and parameters; or it couples parameters, or
-            treats them by what else is in their tree, and they lie in more than one shard.
+    `sharding` is that of the trained parameters. A parameter of the trunk that only some stages
+    train is in the shards of all of them, and stays as it is where it is frozen. Raises ConfigError
+    where the optimiser asks for more than gradients, state and parameters, or where parameters in
+    more than one shard are coupled, or treated by what else is in their tree.
     """
 
     def __init__(self, params: ModelParams, sharding: ShardLayout, optimizer: optax.GradientTransformation) -> None:
@@ -109,11 +105,10 @@ class Updater:
         return {name: layout.constrain(state[name]) for name, layout in self._layouts.items()}
 
     def leaves(self, shard_kind: int) -> Iterator[tuple[str, Layout, str, str, Path | None]]:
-        """Every leaf of a shard's optimiser state.
+        """Every leaf of a shard's optimiser state: `(group, its layout, name, label, path)`.
 
-        Returns:
-            `(group, its layout, name, label, path)`: the label is the leaf's path in the state of the whole model, the
-            path that of the parameter it belongs to, if it belongs to one.
+        The label is the leaf's path in the state of the whole model; the path is that of its
+        parameter, if it belongs to one.
         """
         paths = self._params.trained_paths[self._sharding.stage_of(shard_kind)]
         for group, groups in self._groups.items():
@@ -149,16 +144,9 @@ class Updater:
         return packed
 
     def update(self, shard_kind: jax.Array, shard: Storage, grads: Storage, state: PyTree) -> tuple[Storage, PyTree]:
-        """One update of this device's shard.
+        """One update of this device's shard: `(parameters, optimiser state)`.
 
-        Args:
-            shard_kind: The kind of the shard.
-            shard: Its parameters.
-            grads: Their mean gradients, in the shard's layout.
-            state: The shard's optimiser state.
-
-        Returns:
-            `(parameters, optimiser state)`.
+        `grads` are mean gradients, in the shard's layout.
         """
         stacked, packed, new_state = {}, shard.packed, {}
         off_trunk = [name for name in shard.stacked if name not in self._trunk_names]
@@ -192,13 +180,8 @@ _NOTHING = optax.identity()  # for a group without parameters beside one that ha
 class _Group:
     """The optimiser on some parameters of one shard, as a tree with the model's paths.
 
-    Args:
-        layout: Layout of the shards.
-        shard_kind: The shard's kind.
-        paths: The parameters by name, each with its path.
-        optimizer: The optimiser.
-        shared_names: Parameters that all stages hold under one name; so their state has one name on all stages, and is
-            stacked as they are.
+    `shared_names` are parameters that all stages hold under one name; their state has one name on
+    all stages too, and is stacked as they are.
     """
 
     def __init__(

@@ -47,18 +47,10 @@ def find_vocab_layers(
 ) -> tuple[VocabLayers, tuple[StageCut, ...]]:
     """Find the vocabulary-parallel layers, and take them out of the virtual stages.
 
-    Args:
-        layers: The model.
-        trace: Its shapes.
-        cuts: The virtual stages, from the input on.
-        num_stages: Length of the `stage` axis; 1 leaves all layers whole.
-
-    Returns:
-        `(vocabulary-parallel layers, cuts without them)`.
-
-    Raises:
-        LayerError: A split parameter does not belong to the ends, or cannot be divided; a layer of the ends keeps or
-            reports something; or another layer has collectives over the stages.
+    The result is `(vocabulary-parallel layers, cuts without them)`; on one stage all layers stay
+    whole. Raises LayerError where a split parameter does not belong to the ends or cannot be
+    divided, where a layer of the ends keeps or reports something, or where another layer has
+    collectives over the stages.
     """
     marked = [i for i, dims in enumerate(trace.stage_dims) if dims]
     # On one stage nothing is sliced, and the layers are like any others.

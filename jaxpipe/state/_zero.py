@@ -135,15 +135,11 @@ class _Sharded(ShardLayout):
 class ByElements(_Sharded):
     """Every leaf is cut into `num_shards` equal pieces, the last one padded with zeros.
 
-    A piece of a leaf `[a, b]` has the shape `[1, k]`: as many dims as the leaf, so that masks by `ndim`, such as those
-    that keep biases out of weight decay, say the same of the piece. What is sharded over automatic axes is cut block by
-    block, so that nothing leaves its place: a piece of a leaf of m blocks has the shape `[1, m * k]`, sharded over the
-    last dim, with a piece of each block.
-
-    Args:
-        gathered: Layout of the whole storage.
-        num_shards: Length of the `data` axis.
-        mesh: Lengths of the mesh's axes.
+    A piece of a leaf `[a, b]` has the shape `[1, k]`: as many dims as the leaf, so that masks by
+    `ndim`, like those that keep biases out of weight decay, say the same of the piece. What is
+    sharded over automatic axes is cut block by block, so that nothing leaves its place: a piece of
+    a leaf of m blocks has the shape `[1, m * k]`, sharded over the last dim, with a piece of each
+    block. `gathered` is the layout of the whole storage.
     """
 
     is_uniform = True
@@ -226,15 +222,11 @@ class ByElements(_Sharded):
 
 
 class ByLeaves(_Sharded):
-    """Every leaf lies whole in the shard of one replica, for optimisers that look at a leaf as one, such as LAMB.
+    """Every leaf is whole in the shard of one replica.
 
-    Leaves go, the largest first, to the replica that has least so far.
-
-    Args:
-        gathered: Layout of the whole storage.
-        num_shards: Length of the `data` axis.
-        tied: Leaves that several stages hold. They go to the same replica on each: only devices of one replica meet
-            in a sum over the stages.
+    This is for optimisers that look at a leaf as one, like LAMB. Leaves go, the largest first, to
+    the replica that has least so far. `tied` leaves, which several stages hold, go to the same
+    replica on each: only devices of one replica meet in a sum over the stages.
     """
 
     is_uniform = False
@@ -330,14 +322,8 @@ def zero_sharding(
 ) -> ZeroSharding:
     """Choose how a model's parameters are cut into shards.
 
-    Args:
-        params: The parameters.
-        optimizer: What updates them; if not element by element, whole leaves are dealt out.
-        num_shards: Shards of a stage: 1, or with ZeRO-1 the length of the `data` axis.
-        mesh: Lengths of the mesh's axes.
-
-    Returns:
-        The sharding.
+    `num_shards` is 1, or with ZeRO-1 the length of the `data` axis. Whole leaves are dealt out
+    where the optimiser does not update element by element.
     """
     layouts = (params.master_layout, params.master_layout.cast(frozen=False), params.layout, params.grad_layout)
     if num_shards == 1:
@@ -381,12 +367,7 @@ def _cast(source: Layout, target: Layout, shard_kind: jax.Array, storage: Storag
 
 
 def _block_counts(spec: P, mesh: Mapping[str, int]) -> tuple[int, ...]:
-    """Number of blocks along each dim of a leaf: one for each place of the axes it is sharded over.
-
-    Args:
-        spec: Its sharding.
-        mesh: Lengths of the mesh's axes.
-    """
+    """Blocks along each dim of a leaf: one for each place of the axes it is sharded over."""
     return tuple(math.prod(mesh[axis] for axis in spec_axes(entry)) for entry in spec)
 
 

@@ -49,16 +49,10 @@ def topology_for(
 
 
 def pipeline_dims(topology: ProcessTopology) -> dict[str, int]:
-    """The lengths of a pipeline topology's axes.
+    """The lengths of `pipe`, `data`, and of the further axes in the topology's order.
 
-    Args:
-        topology: The topology.
-
-    Returns:
-        The lengths of `pipe`, `data`, and of the further axes in the topology's order.
-
-    Raises:
-        TopologyError: The topology has no axis `pipe` or `data`, or one named `stage`, as the mesh calls `pipe`.
+    Raises TopologyError where `pipe` or `data` is missing, or an axis is named `stage`, as the mesh
+    calls `pipe`.
     """
     missing = [axis for axis in ("pipe", "data") if axis not in topology.axes]
     if missing or "stage" in topology.axes:
@@ -78,13 +72,7 @@ def further_axes(topology: ProcessTopology) -> tuple[str, ...]:
 def check_places(topology: ProcessTopology, num_devices: int, source: str) -> None:
     """Refuse a topology that has more places than there are devices.
 
-    Args:
-        topology: The topology.
-        num_devices: Number of devices at hand.
-        source: How they were counted, for the message.
-
-    Raises:
-        TopologyError: There are too few devices.
+    `source` is how the devices were counted, for the message.
     """
     places = topology.world_size()
     if places > num_devices:
