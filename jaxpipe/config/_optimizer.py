@@ -27,17 +27,9 @@ _REFUSED_TYPES = MappingProxyType(
 
 
 def read_optimizer_type(value: object, path: str) -> str:
-    """Read the name of an optimizer; whether there is one of that name is seen where optimizers are known.
+    """Read the name of an optimizer; refuses one that only PyTorch has.
 
-    Args:
-        value: The value.
-        path: Its JSON path.
-
-    Returns:
-        The name.
-
-    Raises:
-        ConfigError: The value is no name, or the name of an optimizer that only PyTorch has.
+    Whether there is one of that name is checked where optimizers are known.
     """
     name = read_text(value, path)
     if name.lower() in _REFUSED_TYPES:

@@ -55,15 +55,9 @@ class Refusal(NamedTuple):
 
 
 def is_off(value: object, off: tuple[object, ...]) -> bool:
-    """True for a value that asks for nothing.
+    """True for a value that asks for nothing: None, or one of `off`.
 
-    Args:
-        value: The key's value.
-        off: Values that ask for nothing; an object stands for all objects that have its entries, the empty object for
-            itself. None always asks for nothing.
-
-    Returns:
-        Whether it does.
+    An object in `off` matches all objects that have its entries, the empty object only itself.
     """
     return value is None or any(_matches(value, other) for other in off)
 

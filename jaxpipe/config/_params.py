@@ -71,9 +71,7 @@ def read_params(value: object, path: str) -> Params:
 def infinite_in(value: object, path: str) -> Iterator[ConfigError]:
     """An error for each number in the settings that is NaN, infinite, or too large for a float.
 
-    Args:
-        value: Settings as `read_params` returns them.
-        path: Their JSON path.
+    `value` is what `read_params` returned.
     """
     if isinstance(value, Params):
         for key, inner in value.items():

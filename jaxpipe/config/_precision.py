@@ -17,17 +17,9 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 
 
 def read_dtype(value: object, path: str) -> Dtype | None:
-    """Read a floating dtype, by DeepSpeed's short name or its long one.
+    """Read a floating dtype, by DeepSpeed's short name or its long one, and return the long one.
 
-    Args:
-        value: The value.
-        path: Its JSON path.
-
-    Returns:
-        The long name; None for None.
-
-    Raises:
-        ConfigError: The value is something else.
+    None stays None.
     """
     match value.removeprefix("torch.") if isinstance(value, str) else value:
         case None:

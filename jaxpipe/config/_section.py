@@ -22,17 +22,14 @@ S = TypeVar("S", bound="Section")
 class Section:
     """One JSON object of the configuration: a frozen dataclass whose fields are its keys.
 
-    A subclass declares each key with `required`, `setting` or `subsection`, and is checked key by key whenever it is
-    made, whether from JSON or by keyword; what ties keys to each other goes into `check`. Keys of `UNUSED` and
-    `REFUSED` are no fields.
+    A subclass declares each key with `required`, `setting` or `subsection`, and is checked key by
+    key whenever it is made, whether from JSON or by keyword; what ties keys to each other goes into
+    `check`. All errors are raised together. Keys of `UNUSED` and `REFUSED` are no fields.
 
     Attributes:
         path: Where the section stands in the configuration.
         aliases: Other names of its keys.
         switch: The key that must be true for the others to have an effect, if there is one.
-
-    Raises:
-        ConfigError: Values are of the wrong type or out of range, or contradict each other; all of them.
     """
 
     path: ClassVar[str] = ""
@@ -49,24 +46,17 @@ class Section:
         errors.raise_all()
 
     def check(self) -> Iterable[ConfigError]:
-        """Compare the values, each of which is right by itself.
+        """Errors for values that contradict each other, each of which is right by itself.
 
-        Returns:
-            Errors for those that contradict each other, with the paths of all keys that have a part in it.
+        An error has the paths of all keys that have a part in it.
         """
         return ()
 
 
 def setting(default: Any, reader: Reader, *, is_secret: bool = False) -> Any:
-    """Declare a key of a section.
+    """Declare a key of a section; `default` is its value where the key is absent.
 
-    Args:
-        default: Its value where the key is absent.
-        reader: Checks and converts its value.
-        is_secret: Whether its value is shown and stored nowhere.
-
-    Returns:
-        A dataclass field.
+    The reader checks and converts its value. A secret value is neither shown nor stored.
     """
     return field(default=default, repr=not is_secret, metadata={"reader": reader})
 
@@ -79,27 +69,15 @@ def without_secrets(section: S) -> S:
 
 
 def required(reader: Reader) -> Any:
-    """Declare a key that must be there.
-
-    Args:
-        reader: Checks and converts its value.
-
-    Returns:
-        A dataclass field without a default.
-    """
+    """Declare a key that must be there; the reader checks and converts its value."""
     return field(metadata={"reader": reader})
 
 
 def subsection(cls: type[Section], *, absent: bool = False, instead: Reader | None = None) -> Any:
     """Declare a key that holds an object.
 
-    Args:
-        cls: The object's section.
-        absent: Whether the default is None, for which null may be written, and not the section with its defaults.
-        instead: Called with a value that is no object, to raise a better error.
-
-    Returns:
-        A dataclass field.
+    Its default is the section with its defaults, or with `absent` None, for which null may be
+    written. `instead` is called with a value that is no object, to raise a better error.
     """
 
     def read(value: object, path: str) -> Section | None:
@@ -115,13 +93,9 @@ def subsection(cls: type[Section], *, absent: bool = False, instead: Reader | No
 
 
 def key_meanings(cls: type[Section]) -> dict[str, str]:
-    """What each key of a section means, as the attributes in its docstring say.
+    """What each key of a section means, on one line, as the attributes in its docstring say.
 
-    Args:
-        cls: The section.
-
-    Returns:
-        Key to text on one line; nothing where Python runs without docstrings.
+    Nothing where Python runs without docstrings.
     """
     text = inspect.cleandoc(cls.__doc__ or "")
     block = re.search(r"^Attributes:\n(.*?)(?=^\S|\Z)", text, re.MULTILINE | re.DOTALL)
@@ -152,18 +126,11 @@ def _inner_keys(cls: type[Section]) -> Iterator[str]:
 
 
 def read_section(cls: type[S], mapping: Mapping[object, object], path: str, errors: Collector) -> S | None:
-    """Read one JSON object.
+    """Read one JSON object, with the default in the place of each wrong value.
 
-    Args:
-        cls: The section it holds.
-        mapping: The object.
-        path: Where it stands, for errors.
-        errors: Gets all that is wrong: keys that are unknown or refused, missing or given under two
-            names, values of the wrong type or out of range, unless the section has its switch at
-            false, and contradictions.
-
-    Returns:
-        The section, with the default in the place of each wrong value; None where a key without default is wrong.
+    `errors` gets all that is wrong: keys that are unknown or refused, missing or given under two
+    names, values of the wrong type or out of range, unless the section has its switch at false, and
+    contradictions. Returns None where a key without default is wrong.
     """
     known = {item.name: item for item in fields(cls)}
     values: dict[str, Any] = {}
@@ -200,16 +167,7 @@ def read_section(cls: type[S], mapping: Mapping[object, object], path: str, erro
 
 
 def idle_keys(cls: type[Section], mapping: Mapping[object, object], path: str = "") -> Iterator[tuple[str, str]]:
-    """The keys of a valid JSON object that ask for something and have no effect.
-
-    Args:
-        cls: The section the object holds.
-        mapping: The object.
-        path: Where it stands.
-
-    Yields:
-        Their paths, each with the reason.
-    """
+    """Paths of keys in a valid JSON object that ask for something and have no effect, and why."""
     inner = {item.name: item.metadata["section"] for item in fields(cls) if "section" in item.metadata}
     off = _is_switched_off(cls, mapping)
     for key, value in mapping.items():
@@ -226,15 +184,7 @@ def idle_keys(cls: type[Section], mapping: Mapping[object, object], path: str = 
 
 
 def join(path: str, key: str) -> str:
-    """The path of a key.
-
-    Args:
-        path: Path of the object that holds it; empty for the outermost.
-        key: The key.
-
-    Returns:
-        Both, with a dot between.
-    """
+    """The path of a key in the object at `path`, which is empty for the outermost."""
     return f"{path}.{key}" if path else key
 
 

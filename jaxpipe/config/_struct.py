@@ -101,14 +101,7 @@ class Config(Mapping[str, Any]):
     def _complete(self, **values: Any) -> Self:
         """Set the fields that a subclass has inferred, and complete every `Config` inside.
 
-        Args:
-            **values: Values of the fields.
-
-        Returns:
-            The configuration itself.
-
-        Raises:
-            ConfigError: What `resolve` of those inside raises; all of it.
+        Returns the configuration itself. Raises together what `resolve` of those inside raises.
         """
         # Through a new struct, so that completed values are checked like given ones; `__setattr__` refuses all others.
         self.__dict__.update(type(self)(**{**self, **values}))

@@ -64,15 +64,7 @@ def integer_of_at_least(minimum: int, below: int | None = None, *, whole_floats:
 
 
 def integer_between(minimum: int, maximum: int) -> Reader:
-    """A reader of integers in a range.
-
-    Args:
-        minimum: The smallest that is accepted.
-        maximum: The largest that is accepted.
-
-    Returns:
-        The reader.
-    """
+    """A reader of integers from `minimum` to `maximum`, both included."""
 
     def read(value: object, path: str) -> int:
         integer = as_integer(value)
@@ -114,30 +106,12 @@ def number(
 
 
 def number_of_at_least(minimum: float) -> Reader:
-    """A reader of finite numbers, stored as floats.
-
-    Args:
-        minimum: The smallest that is accepted.
-
-    Returns:
-        The reader.
-    """
+    """A reader of finite numbers of at least `minimum`, stored as floats."""
     return number(minimum, repair=f"Use for instance {max(minimum, 1.0):g}")
 
 
 def read_positive_number(value: object, path: str) -> float:
-    """Read a finite number above zero.
-
-    Args:
-        value: The value.
-        path: Its JSON path.
-
-    Returns:
-        The number.
-
-    Raises:
-        ConfigError: The value is something else.
-    """
+    """Read a finite number above zero."""
     number = as_number(value)
     if number is None or number <= 0:
         raise wrong_value(path, "a finite number above 0", value, "Use for instance 1.0")
@@ -145,50 +119,21 @@ def read_positive_number(value: object, path: str) -> float:
 
 
 def read_text(value: object, path: str) -> str:
-    """Read a text that is not empty.
-
-    Args:
-        value: The value.
-        path: Its JSON path.
-
-    Returns:
-        The text.
-
-    Raises:
-        ConfigError: The value is something else.
-    """
+    """Read a text that is not empty."""
     if not isinstance(value, str) or not value:
         raise wrong_value(path, "a text that is not empty", value, "Write a name in quotes")
     return value
 
 
 def read_path(value: object, path: str) -> str:
-    """Read the path of a file or a folder on this machine, or an empty text.
-
-    Args:
-        value: The value.
-        path: Its JSON path.
-
-    Returns:
-        The path.
-
-    Raises:
-        ConfigError: The value is something else.
-    """
+    """Read the path of a file or a folder on this machine, or an empty text."""
     if not isinstance(value, str):
         raise wrong_value(path, "a path", value, "Write it in quotes")
     return value and str(local_path(value, path, partial(ConfigError, paths=[path])))
 
 
 def one_of(*names: str) -> Reader:
-    """Make the reader of a name, in capitals or not.
-
-    Args:
-        names: What it may be.
-
-    Returns:
-        The reader; it returns the name as it stands in `names`.
-    """
+    """A reader of a name, in capitals or not, which returns it as it is written in `names`."""
 
     def read(value: object, path: str) -> str:
         known = {name.lower(): name for name in names}
@@ -200,18 +145,7 @@ def one_of(*names: str) -> Reader:
 
 
 def read_object(value: object, path: str) -> Mapping[object, object]:
-    """Read a JSON object whose keys are not looked at.
-
-    Args:
-        value: The value.
-        path: Its JSON path.
-
-    Returns:
-        The object.
-
-    Raises:
-        ConfigError: The value is something else.
-    """
+    """Read a JSON object; its keys are not checked."""
     if not isinstance(value, Mapping):
         raise wrong_value(path, "a JSON object", value, "Use an object such as {}")
     return cast("Mapping[object, object]", value)
@@ -234,14 +168,7 @@ def optional(reader: Reader) -> Reader:
 
 
 def auto_or(reader: Reader) -> Reader:
-    """A reader that also accepts `'auto'`.
-
-    Args:
-        reader: Reads all other values.
-
-    Returns:
-        The reader.
-    """
+    """A reader that also accepts `'auto'`, but no other text."""
 
     def read(value: object, path: str) -> object:
         if isinstance(value, str):
@@ -287,17 +214,9 @@ def read_flag(value: object, path: str) -> bool:
 
 
 def read_schedule(value: object, path: str) -> str | type:
-    """Read a schedule: its name, or a class; whether it is one is seen where schedules are known.
+    """Read a schedule: its name, or a class.
 
-    Args:
-        value: The value.
-        path: Its JSON path.
-
-    Returns:
-        The name or the class.
-
-    Raises:
-        ConfigError: The value is something else.
+    Whether it is one is checked where schedules are known.
     """
     if isinstance(value, type) or (isinstance(value, str) and value):
         return value
@@ -305,18 +224,7 @@ def read_schedule(value: object, path: str) -> str | type:
 
 
 def read_partition(value: object, path: str) -> str | tuple[int, ...]:
-    """Read a partition method: its name, or layer boundaries.
-
-    Args:
-        value: The value.
-        path: Its JSON path.
-
-    Returns:
-        The name, or the boundaries as a tuple.
-
-    Raises:
-        ConfigError: The value is something else.
-    """
+    """Read a partition method: its name, or layer boundaries, which become a tuple."""
     if isinstance(value, str) and value:
         return value
     boundaries: Sequence[object] = ()

@@ -10,18 +10,7 @@ from ._values import wrong_value
 
 
 def read_stage(value: object, path: str) -> int:
-    """Read the stage of ZeRO.
-
-    Args:
-        value: The value.
-        path: Its JSON path.
-
-    Returns:
-        0, 1, 2 or 3.
-
-    Raises:
-        ConfigError: The value is something else.
-    """
+    """Read the stage of ZeRO, 0 to 3."""
     stage = as_integer(value)
     if stage in (0, 1, 2, 3):
         return stage
@@ -29,15 +18,7 @@ def read_stage(value: object, path: str) -> int:
 
 
 def refuse_flag(value: object, path: str) -> None:
-    """Refuse a truth value in place of the section, as the first releases of DeepSpeed had it.
-
-    Args:
-        value: The value.
-        path: Its JSON path.
-
-    Raises:
-        ConfigError: The value is true or false.
-    """
+    """Refuse a truth value in place of the section, as the first releases of DeepSpeed had it."""
     if isinstance(value, bool):
         rule = "a JSON object (true and false are DeepSpeed's deprecated form)"
         raise wrong_value(path, rule, value, f'Use {{"stage": {int(value)}}}')

@@ -25,12 +25,9 @@ NNX_PROJECTIONS = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum)
 
 
 class Adapters:
-    """Adapters beside kernels.
+    """Adapters `scale * x A B` beside kernels, where `rank` is the inner size of A and B.
 
-    Args:
-        rank: Inner size.
-        scale: What the product is multiplied with.
-        targets: Patterns of paths.
+    A kernel has one if a pattern of `targets` is found in its path.
     """
 
     def __init__(self, rank: int, scale: float, targets: Sequence[re.Pattern[str]]) -> None:
@@ -73,11 +70,7 @@ class LoraMark:
     adapters: tuple[Adapters, ...]
 
     def of(self, path: Sequence[Any]) -> Adapters | None:
-        """The adapters of the projection at a path in the layer.
-
-        Raises:
-            LayerError: There are several.
-        """
+        """The adapters of the projection at a path in the layer; raises LayerError if several."""
         found = [each for each in self.adapters if each.has(self.prefix, path)]
         if len(found) > 1:
             name = "/".join((*self.prefix, *map(str, path), "kernel"))
@@ -127,11 +120,7 @@ def adapted_call(call: Callable[..., Any], mark: LoraMark) -> Callable[..., Any]
 
 
 def adapted_nnx(module: Any, mark: LoraMark, rngs: nnx.Rngs) -> Any:
-    """An NNX module whose targets are wrapped; their variables keep their names.
-
-    Raises:
-        LayerError: As `lora`.
-    """
+    """An NNX module whose targets are wrapped; their variables keep their names."""
 
     def wrapped(path: tuple[Any, ...], node: Any) -> Any:
         adapters = mark.of(path) if isinstance(node, NNX_PROJECTIONS) else None
@@ -204,10 +193,9 @@ def _names(names: tuple[Any, ...], num_inputs: int, *, is_first: bool) -> tuple[
 
 
 def _contracted(module: Any, x: jax.Array, equation: str | None, axis: Any, batch: Any) -> tuple[int, ...]:
-    """The axes of a module's input that its kernel contracts, in the order of the kernel's first dims.
+    """Axes of the input that a module's kernel contracts, in the order of the kernel's first dims.
 
-    Raises:
-        LayerError: The kernel does not begin with them.
+    Raises LayerError if the kernel does not begin with them.
     """
     if equation is None:
         if tuple(batch):

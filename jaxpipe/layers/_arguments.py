@@ -13,11 +13,7 @@ from jaxpipe.topology import ProcessTopology
 
 
 def checked_stages(given: Any, topology: ProcessTopology | None) -> int:
-    """The number of stages.
-
-    Raises:
-        TopologyError: Neither argument is given, they disagree, or one of them is not of its kind.
-    """
+    """The number of stages, given as a number, by a topology, or by both, which must agree."""
     num_stages = as_integer(given, 1)
     if given is None and topology is None:
         raise TopologyError(
@@ -48,22 +44,14 @@ def checked_stages(given: Any, topology: ProcessTopology | None) -> int:
 
 
 def checked_callable(name: str, value: Any) -> Any:
-    """A function, or None.
-
-    Raises:
-        LayerError: It is neither.
-    """
+    """A function, or None."""
     if value is not None and not callable(value):
         raise LayerError(f"{name} must be callable or None, but got {name}={value!r}. Pass the function itself.")
     return value
 
 
 def checked_flag(name: str, value: Any) -> bool:
-    """A truth value.
-
-    Raises:
-        LayerError: It is something else.
-    """
+    """A truth value."""
     flag = as_flag(value)
     if flag is None:
         raise LayerError(f"{name} must be True or False, but got {name}={value!r}. Pass a boolean.")
@@ -71,11 +59,7 @@ def checked_flag(name: str, value: Any) -> bool:
 
 
 def checked_interval(interval: Any) -> int:
-    """A number of layers, or 0.
-
-    Raises:
-        PartitionError: It is not an integer >= 0.
-    """
+    """A number of layers, or 0. Raises PartitionError for anything else."""
     count = as_integer(interval, 0)
     if count is None:
         raise PartitionError(
@@ -86,14 +70,10 @@ def checked_interval(interval: Any) -> int:
 
 
 def checked_class_names(names: Any, layers: Sequence[str]) -> tuple[str, ...] | None:
-    """Names of classes of layers, or None.
+    """Class names of layers, or None.
 
-    Args:
-        names: What the user gave.
-        layers: The class name of each layer of the model.
-
-    Raises:
-        LayerError: It is no list of names, or none of them is there.
+    Unless the list is empty, it must name one of `layers`, the class name of each layer of the
+    model.
     """
     if names is None:
         return None
@@ -112,11 +92,7 @@ def checked_class_names(names: Any, layers: Sequence[str]) -> tuple[str, ...] | 
 
 
 def checked_dtype(dtype: Any) -> Any:
-    """A floating-point dtype, or None.
-
-    Raises:
-        LayerError: It is something else.
-    """
+    """A floating-point dtype, or None."""
     if dtype is None:
         return None
     try:
@@ -154,10 +130,9 @@ class LossTerms(NamedTuple):
 
 
 def checked_loss(result: Any, *, has_loss_fn: bool) -> LossTerms:
-    """What `loss_fn` returned for a microbatch.
+    """What `loss_fn` returned for a microbatch, as terms.
 
-    Raises:
-        LayerError: It is neither a scalar, nor `(sum, weight)`, nor `(sum, weight, metrics)`, all of scalars.
+    It must be a scalar, `(sum, weight)` or `(sum, weight, metrics)`, all of scalars.
     """
     result, metrics = (result[:2], result[2]) if isinstance(result, tuple) and len(result) == 3 else (result, {})
     terms: tuple[Any, ...] = result if isinstance(result, tuple) and len(result) == 2 else (result,)

@@ -104,10 +104,9 @@ def call_on_one(axes: Sequence[str], function: Callable[..., PyTree], *args: PyT
 
 
 def mesh_for_init(names: Sequence[str]) -> AbstractMesh:
-    """The mesh around this code with all axes automatic, as the metadata of new variables may name manual ones.
+    """The mesh around this code with all axes automatic, and with `names` as further axes.
 
-    Args:
-        names: Further names that metadata may have.
+    The metadata of new variables may name axes that are manual, or any of `names`.
     """
     return _auto_mesh(dict.fromkeys(names, 1) | dict(jax.sharding.get_abstract_mesh().shape))
 
@@ -115,10 +114,8 @@ def mesh_for_init(names: Sequence[str]) -> AbstractMesh:
 def axis_fault(subject: str, error: BaseException, automatic: Sequence[str]) -> LayerError:
     """Error for a collective over an axis that is not manual.
 
-    Args:
-        subject: Who uses it, such as `layer 0_Block`.
-        error: JAX's error.
-        automatic: The mesh's automatic axes.
+    `subject` says who uses it, such as `layer 0_Block`; `error` is JAX's error, and `automatic` are
+    the mesh's automatic axes.
     """
     what = str(error).partition(". ")[0]
     named = next((axis for axis in automatic if what.endswith(f" {axis}")), None)

@@ -62,18 +62,9 @@ def split_attr(attr: str) -> Path:
 def as_layers(items: Iterable[Any] | nn.Sequential) -> tuple[NamedLayer, ...]:
     """Bring a list of layers, or a Linen `Sequential`, under the layer protocol.
 
-    Each layer gets the output of the one before as one argument, also where that is a tuple or a
-    dictionary, which a Linen `Sequential` would spread over several.
-
-    Args:
-        items: Linen modules, plain functions, `LayerSpec` and `TiedLayerSpec`, in order.
-
-    Returns:
-        One entry per layer.
-
-    Raises:
-        LayerError: The list is empty or not iterable, or an entry is of a kind that cannot be a
-            layer or cannot be built.
+    Items are Linen modules, plain functions, `LayerSpec` and `TiedLayerSpec`, in order. Each layer
+    gets the output of the one before as one argument, also where that is a tuple or a dictionary,
+    which a Linen `Sequential` would spread over several.
     """
     if isinstance(items, nn.Sequential):
         items = items.layers
@@ -121,14 +112,10 @@ def _instances(module: nn.Module, path: Path = ()) -> Iterator[tuple[Path, nn.Mo
 
 
 def check_instances(layers: Sequence[NamedLayer], variables: Sequence[Sequence[Path]]) -> None:
-    """Look whether two layers hold one module instance, whose variables Flax shares and a list of layers does not.
+    """Refuse a module instance that two layers hold, unless they are tied or it has no variables.
 
-    Args:
-        layers: The model.
-        variables: Paths of each layer's parameters and collections, inside the layer.
-
-    Raises:
-        LayerError: Two do, and it has variables.
+    Flax would share its variables, and a list of layers does not. `variables` are the paths of each
+    layer's parameters and collections, inside the layer.
     """
     owners: dict[int, NamedLayer] = {}
     for named, paths in zip(layers, variables, strict=True):

@@ -19,20 +19,15 @@ from ._tree import flatten_dict, unflatten_dict
 class EquinoxLayer(Layer):
     """An Equinox module described by a `LayerSpec`, built with `key=` inside the tracing of `init`.
 
-    Equinox modules are written for one sample: without `forward_fn` the module is called under `jax.vmap` over the
-    samples of a microbatch and of its side inputs, with a random key for each sample where the call names `key`. A
-    `forward_fn` gets the module and the whole microbatch, and one key if it names it. The key is None outside training,
-    where the module is in Equinox's inference mode.
+    Equinox modules are written for one sample: without `forward_fn` the module is called under
+    `jax.vmap` over the samples of a microbatch and of its side inputs, with a random key for each
+    sample where the call names `key`. A `forward_fn` gets the module and the whole microbatch, and
+    one key if it names it. The key is None outside training, where the module is in Equinox's
+    inference mode.
 
-    Floating-point arrays are parameters, `layer/0/weight` for `module.layer[0].weight`; other arrays stay as built.
-
-    Args:
-        spec: Makes the module.
-        forward_fn: `forward_fn(module, inputs)` in place of the call per sample.
-
-    Raises:
-        LayerError: The spec fixes `key`, or the module holds `equinox.nn.State`, two arrays under one path, or has no
-            `__call__`.
+    Floating-point arrays are parameters, `layer/0/weight` for `module.layer[0].weight`; other
+    arrays stay as built. Raises LayerError if the spec fixes `key`, or the module holds
+    `equinox.nn.State` or two arrays under one path.
     """
 
     def __init__(self, spec: LayerSpec, forward_fn: Callable[..., Any] | None = None) -> None:

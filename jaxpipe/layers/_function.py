@@ -14,9 +14,8 @@ from ._protocol import TRAIN_FLAGS, Applied, CallArguments, Layer, Rngs, identit
 class FunctionLayer(Layer):
     """A callable of its inputs, such as `jnp.tanh` or a lambda between two modules.
 
-    Args:
-        function: Called as `function(inputs)`, with the standard arguments its signature names.
-        flags: Names that tell it whether this is training, with their values in training.
+    It is called as `function(inputs)`, with the standard arguments its signature names. `flags` are
+    names that say whether this is training, with their values in training.
     """
 
     def __init__(self, function: Callable[..., Any], flags: Mapping[str, bool] = TRAIN_FLAGS) -> None:

@@ -25,15 +25,8 @@ def init_layer(
 ) -> tuple[PyTree, PyTree]:
     """Make one layer's parameters and collections, with the paths inside the layer; traceable.
 
-    Args:
-        named: The layer.
-        trace: The model's shapes.
-        key: The layer's own key.
-        compute_dtype: What the model is cast to in a run; None: nothing is cast.
-
-    Returns:
-        `(parameters, collections)`; parameters that another layer of the same tied key makes are included, but their
-        values mean nothing here.
+    Parameters that another layer of the same tied key makes are included, but their values mean
+    nothing here. `key` is the layer's own.
     """
     given: dict[Path, Any] = {}
     if named.tied_key is not None:
@@ -61,15 +54,10 @@ def init_layer(
 def init_params(
     make: Callable[[int, ModelTrace, jax.Array], PyTree], trace: ModelTrace, key_of: Callable[[int], jax.Array]
 ) -> PyTree:
-    """Make the parameters of a whole model; layers of equal code and shapes share one compiled program.
+    """Make a whole model's parameters; layers of equal code and shapes share one compiled program.
 
-    Args:
-        make: `make(index, trace, key)`: parameters and collections of layer `index`, from the layer's key.
-        trace: The model's shapes.
-        key_of: The key of each layer.
-
-    Returns:
-        The model's parameter tree.
+    `make(index, trace, key)` gives parameters and collections of layer `index`, from the layer's
+    key.
     """
     programs: dict[int, Callable[..., PyTree]] = {}
     made: dict[int, dict[Path, jax.Array]] = {}
@@ -84,11 +72,7 @@ def init_params(
 
 
 def seeded_key(seed_fn: Callable[[int], jax.Array], seed: int) -> jax.Array:
-    """The key that a seed makes.
-
-    Raises:
-        LayerError: `seed_fn` makes no key.
-    """
+    """The key that `seed_fn` makes from a seed; raises LayerError if it makes none."""
     with jax.ensure_compile_time_eval():
         key: Any = seed_fn(seed)
     if not isinstance(key, jax.Array):

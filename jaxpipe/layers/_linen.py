@@ -31,17 +31,11 @@ _REPORTED = ("losses", "metrics")
 
 
 class LinenLayer(Layer):
-    """A Linen module, called by its `__call__` or through its spec's `forward_fn`.
+    """A Linen module, called by its `__call__` or by `forward_fn(bound_module, inputs)`.
 
-    Args:
-        module: An unbound module.
-        forward_fn: `forward_fn(bound_module, inputs)` in place of `__call__`.
-        flags: Names that tell it whether this is training, with their values in training: arguments of its call, or
-            boolean fields that are at their default.
-        given: Names of the fields that the user gave a value, which stay as they are.
-
-    Raises:
-        LayerError: The module is bound to variables, or has no `__call__`.
+    The module must be unbound. `flags` are names that say whether this is training, with their
+    values in training: arguments of its call, or boolean fields that are at their default. `given`
+    names the fields that the user gave a value, which stay as they are.
     """
 
     def __init__(
@@ -105,10 +99,9 @@ class LinenLayer(Layer):
         train: bool,
         side: Mapping[str, PyTree],
     ) -> Applied:
-        """See `Layer.apply`; what the module sows under `"losses"` and `"metrics"` is reported, nothing else it sows.
+        """See `Layer.apply`; reports scalars that the module sows under `"losses"` and `"metrics"`.
 
-        Raises:
-            LayerError: It sows what is no scalar under one of these.
+        Nothing else that it sows is reported.
         """
         args, kwargs = self.arguments.select(rngs=rngs, train=train, side=side)
         mutable = [*collections, *_REPORTED] if train else []

@@ -76,15 +76,7 @@ def lora(layers: Iterable[_T] | nn.Sequential, rank: int, alpha: float, targets:
 
 
 def check_targets(layers: Iterable[NamedLayer], paths: Iterable[Path]) -> None:
-    """Look whether each pattern that `lora` was given has found a kernel.
-
-    Args:
-        layers: The model.
-        paths: Its parameters.
-
-    Raises:
-        LayerError: One has not.
-    """
+    """Refuse a pattern given to `lora` that finds no kernel; `paths` are the model's parameters."""
     found = dict.fromkeys(each for named in layers if named.lora is not None for each in named.lora.adapters)
     if not found:
         return

@@ -45,18 +45,12 @@ _KINDS = (nnx.Param, nnx.RngState, ...)
 
 
 class NNXLayer(Layer):
-    """An NNX module described by a `LayerSpec`, built with `rngs=nnx.Rngs(key)` inside the tracing of `init`.
+    """An NNX module of a `LayerSpec`, built with `rngs=nnx.Rngs(key)` inside the tracing of `init`.
 
-    Every random stream inside the module is keyed anew at each call from the layer's own key, so dropout depends on
-    the step, microbatch, replica and layer alone and not on how often the module was called.
-
-    Args:
-        spec: Makes the module.
-        forward_fn: `forward_fn(module, inputs)` in place of `__call__`.
-
-    Raises:
-        LayerError: The spec fixes `rngs` or holds a built module, or the class has no `__call__` or keeps a plain
-            array.
+    Every random stream inside the module is keyed anew at each call from the layer's own key, so
+    dropout depends on the step, microbatch, replica and layer alone and not on how often the module
+    was called. A `forward_fn(module, inputs)` takes the place of `__call__`. Raises LayerError if
+    the spec fixes `rngs` or holds a built module, or the class keeps a plain array.
     """
 
     def __init__(self, spec: LayerSpec, forward_fn: Callable[..., Any] | None = None) -> None:
@@ -117,9 +111,8 @@ class NNXLayer(Layer):
     ) -> Applied:
         """See `Layer.apply`.
 
-        Raises:
-            LayerError: The module has random streams, is in training, and gets no key for them; or its call writes a
-                parameter.
+        Raises LayerError if the call writes a parameter, or if a module with random streams gets no
+        key in training.
         """
         graph, params_like, streams_like, rest_like = self._structure
         if train and rngs is None and jax.tree.leaves(streams_like):

@@ -33,17 +33,11 @@ def cast_floats(tree: PyTree, dtype: Any) -> PyTree:
 
 
 def init_inputs(tree: PyTree, compute_dtype: Any) -> PyTree:
-    """Inputs that a layer is initialised with: its own, no narrower than the float32 that parameters are made in.
+    """Inputs to initialise a layer with: its own, as wide as float32 at least.
 
-    Its parameters are made before they are cast. Narrow inputs beside them would be a mixture that
-    no run has, and that loops refuse whose carry changes its dtype.
-
-    Args:
-        tree: Shapes and dtypes of the inputs in a run.
-        compute_dtype: What the run casts parameters to; None: nothing is cast, inputs stay too.
-
-    Returns:
-        A tree of the same structure.
+    Parameters are made in float32 before they are cast. Narrow inputs beside them would be a
+    mixture that no run has, and that loops refuse whose carry changes its dtype. Where
+    `compute_dtype` is None nothing is cast, and inputs stay too.
     """
     if compute_dtype is None:
         return tree

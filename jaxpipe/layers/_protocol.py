@@ -108,17 +108,10 @@ class Layer(abc.ABC):
 
 
 def named_scalars(label: str, tree: PyTree) -> dict[str, jax.Array]:
-    """Reports of a layer, by name; several under one name are added up.
+    """Reports of a layer, `float32[]` by path joined with slashes; those of one name are added up.
 
-    Args:
-        label: How errors name the layer.
-        tree: Nested dictionaries whose leaves are arrays or tuples of arrays.
-
-    Returns:
-        `float32[]` by path, joined with slashes.
-
-    Raises:
-        LayerError: A value is no scalar.
+    `tree` is nested dictionaries whose leaves are arrays or tuples of arrays. Raises LayerError,
+    which names the layer by `label`, if a value is no scalar.
     """
     found: dict[str, jax.Array] = {}
     for path, values in jax.tree.leaves_with_path(tree, is_leaf=lambda x: isinstance(x, tuple)):
@@ -184,11 +177,7 @@ def equal_or_same(structure: Hashable) -> Hashable:
 
 
 def call_of(cls: type) -> Callable[..., Any]:
-    """The function that a module's class defines as its call.
-
-    Raises:
-        LayerError: It defines none.
-    """
+    """The function that a module's class defines as its call; raises LayerError if it has none."""
     for base in cls.__mro__:
         if "__call__" in vars(base):
             return cls.__call__
@@ -206,16 +195,14 @@ _NORMS = ("flax.linen.normalization", "flax.nnx.nn.normalization")
 class CallArguments:
     """Arguments of a callable beside its inputs, found once from its signature.
 
-    A callable receives a flag such as `train` or `deterministic`, `rngs` or a side input only if its signature names
-    it; by position where it can, since transformations such as `flax.linen.remat` make only positional arguments
-    static. Flax's norms do not receive a side input `mask`.
+    A callable receives a flag such as `train` or `deterministic`, `rngs` or a side input only if
+    its signature names it; by position where it can, since transformations such as
+    `flax.linen.remat` make only positional arguments static. Flax's norms do not receive a side
+    input `mask`.
 
-    Args:
-        function: The layer's call, or its spec's `forward_fn`.
-        num_leading: How many parameters come first and are passed by position (a module, the inputs).
-        label: How errors name the layer.
-        flags: What tells it whether this is training: names with their values in training.
-        skip: Names that have their value already.
+    `function` is the layer's call, or its spec's `forward_fn`; its first `num_leading` parameters
+    (a module, the inputs) are passed by position. `flags` are names that say whether this is
+    training, with their values in training. Names in `skip` have their value already.
     """
 
     def __init__(
@@ -260,13 +247,10 @@ class CallArguments:
         return changed
 
     def select(self, *, rngs: Any, train: bool, side: Mapping[str, PyTree]) -> tuple[list[Any], dict[str, Any]]:
-        """Pick from what there is what the signature names.
+        """Pick what the signature names: further positional arguments, and keyword arguments.
 
-        Returns:
-            Further positional arguments, and keyword arguments.
-
-        Raises:
-            LayerError: A parameter without default that is neither a standard argument nor a side input.
+        Raises LayerError for a parameter without default that is neither a standard argument nor a
+        side input.
         """
         offered = {**side, **flag_values(self._flags, train=train), "rngs": rngs, **self._fixed}
         args: list[Any] = []

@@ -23,14 +23,11 @@ class RematMark:
     """That a layer is recomputed, and what it keeps nonetheless.
 
     Marks are equal where their policies are the same function or were made alike, as two results of
-    `jax.checkpoint_policies.save_only_these_names("a")` are: so layers marked alike are alike layers.
+    `jax.checkpoint_policies.save_only_these_names("a")` are: so layers marked alike are alike
+    layers.
 
-    Args:
-        policy: A `jax.checkpoint` policy; None keeps the layer's inputs alone. Complex numbers are recomputed whatever
-            it says.
-
-    Raises:
-        LayerError: The policy is not callable.
+    The policy is one for `jax.checkpoint`; None keeps the layer's inputs alone. Complex numbers are
+    recomputed whatever it says.
     """
 
     def __init__(self, policy: Callable[..., Any] | None = None) -> None:
@@ -101,12 +98,7 @@ def _content_key(value: Any) -> Hashable:
 def remat_layer(layer: Layer, mark: RematMark) -> Layer:
     """A layer that recomputes itself in training, whatever surrounds it.
 
-    Args:
-        layer: Any layer; it stays as it is.
-        mark: What it keeps.
-
-    Returns:
-        A layer of the same variables and class name.
+    It has the variables and the class name of `layer`, which stays as it is.
     """
     return _RematLayer(layer, mark)
 
@@ -162,21 +154,15 @@ def chain(
 ) -> Call:
     """Call one after another, each group of `interval` calls recomputed by `remat`.
 
-    A marked call stands outside the groups: it recomputes itself, and a `jax.checkpoint` around it would put its own
-    policy in the place of the mark's. The calls before and after it in its group are recomputed apart.
+    An `interval` of 0 recomputes no group. A marked call stays outside the groups: it recomputes
+    itself, and a `jax.checkpoint` around it would put its own policy in the place of the mark's.
+    The calls before and after it in its group are recomputed apart. A call that may not be
+    recomputed keeps its whole group from it, as DeepSpeed's `checkpointable_layers` means it.
 
-    Args:
-        calls: The layers, each a function of what flows through them.
-        interval: Layers per group; 0 recomputes no group (DeepSpeed's `activation_checkpoint_interval`).
-        remat: `jax.checkpoint` or a function of the same form, which takes a function and returns one; or
-            `jaxpipe.checkpointing.checkpoint` or a function of its form, which takes a function and its input and
-            calls it. The latter is told by `*args` or a second positional parameter without default.
-        marked: Per call whether it recomputes itself. None: none does.
-        may_recompute: Per call whether it may be in a recomputed group; one that may not keeps its whole group from
-            being recomputed, as DeepSpeed's `checkpointable_layers` means it. None: all may.
-
-    Returns:
-        The composition.
+    `remat` has the form of `jax.checkpoint`, which takes a function and returns one, or of
+    `jaxpipe.checkpointing.checkpoint`, which takes a function and its input and calls it. The
+    latter is recognised by `*args` or a second positional parameter without default. `marked` and
+    `may_recompute` have a flag per call; None: no call is marked, and all may be recomputed.
     """
 
     def compose(group: Sequence[Call]) -> Call:

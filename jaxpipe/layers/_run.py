@@ -33,21 +33,12 @@ def compose_layers(  # noqa: PLR0913  # one setting each
     rules: Rules = (),
     labels: Sequence[str] | None = None,
 ) -> Runner:
-    """The composition of some layers.
+    """The composition of some layers; `remat` wraps each group of `interval` layers in training.
 
-    Args:
-        layers: The layers, in order.
-        views: Their parameters, with the paths inside each layer.
-        train: Whether layers behave as in training.
-        offset: Added to the indices wherever randomness is keyed by layer.
-        interval: Layers per recomputed group in training; 0 recomputes nothing.
-        remat: What wraps a group.
-        checkpointable: Names of the classes whose layers may be in a recomputed group; None: all.
-        rules: Rules by which logical names of constraints are translated.
-        labels: Names of the layers in profiles; None: their own.
-
-    Returns:
-        The function.
+    `views` are their parameters, with the paths inside each layer. `offset` is added to the indices
+    wherever randomness is keyed by layer. An `interval` of 0 recomputes nothing; `checkpointable`
+    names the classes whose layers may be in a recomputed group, None: all. `labels` are names of
+    the layers in profiles, None: their own.
     """
 
     def run(

@@ -17,10 +17,6 @@ class ModuleSettings:
 
     All are checked when they are made, but for `checkpointable_layers`, which the module compares
     with its layers.
-
-    Raises:
-        LayerError: A value is of another kind than its setting.
-        PartitionError: The interval is negative.
     """
 
     loss_fn: Callable[..., Any] | None = None

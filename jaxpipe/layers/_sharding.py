@@ -23,11 +23,7 @@ _PLACED = (*MANUAL_AXES, "pipe")
 
 
 def checked_rules(rules: Any) -> Rules:
-    """Rules from logical names to mesh axes, in Flax's format.
-
-    Raises:
-        LayerError: They are of another form.
-    """
+    """Rules from logical names to mesh axes, in Flax's format."""
     if rules is None:
         return ()
     found = []
@@ -68,15 +64,10 @@ def rules_on(mesh: AbstractMesh, rules: Rules) -> Rules:
 def unused_rules(mesh: AbstractMesh, rules: Rules, names: set[str], axes: set[str]) -> dict[str, str | None]:
     """Rules that no layer uses, each with the name of a weight that it may be meant for.
 
-    Which names a constraint had cannot be seen in a program, but the axes that they became. So a
-    rule counts as used where a constraint names an axis of it, unless a weight has a name like it
-    that no rule is for.
-
-    Args:
-        mesh: The mesh.
-        rules: The rules.
-        names: The names in the metadata of weights.
-        axes: Those that constraints in layers name.
+    A program does not show which names a constraint had, only the axes that they became. So a rule
+    counts as used where a constraint names an axis of it, unless a weight has a name like it that
+    no rule is for. `names` are those in the metadata of weights, and `axes` those that constraints
+    in layers name.
     """
     axes_of: dict[str, set[str]] = {}
     for name, to in rules_on(mesh, rules):
@@ -93,11 +84,7 @@ def metadata_names(tree: PyTree) -> set[str]:
 
 
 def check_rules(mesh: AbstractMesh, rules: Rules) -> None:
-    """Refuse rules with axes that the mesh lacks.
-
-    Raises:
-        LayerError: There is one, and the mesh has automatic axes.
-    """
+    """Refuse rules with axes that the mesh lacks, if it has automatic axes."""
     for name, axes in rules if automatic_axes(mesh) else ():
         for axis in spec_axes(axes):
             if axis not in mesh.axis_names and axis not in _PLACED:
@@ -121,15 +108,8 @@ def unbox(tree: PyTree) -> PyTree:
 def stage_dims(label: str, tree: PyTree) -> Mapping[Path, int]:
     """Variables that a pipeline splits over its stages, with the dim, by Flax's partition metadata.
 
-    Args:
-        label: How errors name the layer.
-        tree: Variables, those with metadata in boxes of `flax.core.meta`.
-
-    Returns:
-        Dims by path.
-
-    Raises:
-        LayerError: A variable names the axis `stage` for more than one dim.
+    Variables with metadata are in boxes of `flax.core.meta`. Raises LayerError, which names the
+    layer by `label`, if one names the axis `stage` for more than one dim.
     """
     found = {}
     for path, leaf in _boxes(tree):
@@ -144,18 +124,9 @@ def stage_dims(label: str, tree: PyTree) -> Mapping[Path, int]:
 def partition_specs(label: str, tree: PyTree, mesh: AbstractMesh, rules: Rules) -> Mapping[Path, PartitionSpec]:
     """Shardings of variables over the mesh's automatic axes, by Flax's partition metadata.
 
-    Args:
-        label: How errors name the layer.
-        tree: Variables, those with metadata in boxes of `flax.core.meta`.
-        mesh: The mesh. Where it has no automatic axes, metadata means nothing.
-        rules: Rules for logical names.
-
-    Returns:
-        By path, for each variable that is sharded, an entry for each of its dims.
-
-    Raises:
-        LayerError: A name is neither that of a rule nor of an axis, an axis is named for two dims,
-            or a dim is not divided by its axes.
+    A variable that is sharded has an entry for each of its dims. Where the mesh has no automatic
+    axes, metadata means nothing. Raises LayerError if a name is neither that of a rule nor of an
+    axis, an axis is named for two dims, or a dim is not divided by its axes.
     """
     if not automatic_axes(mesh):
         return {}
@@ -188,14 +159,9 @@ def with_fsdp(
 ) -> Mapping[Path, PartitionSpec]:
     """Shardings with weights divided over the axis `fsdp`, along the largest dim that it divides.
 
-    Weights whose metadata names the axis stay as they are, and so do those of fewer than two dims,
-    which are small, and those of which it divides no dim.
-
-    Args:
-        params: Shapes of a layer's parameters.
-        specs: How they are sharded by their metadata.
-        taken: Dims that are split over the stages.
-        mesh: The mesh.
+    Weights whose metadata names the axis stay as they are, and so do small ones, with fewer than
+    two dims, and those without a dim that it divides. `specs` are the shardings by metadata, and
+    `taken` the dims that are split over the stages.
     """
     length, found = mesh.shape.get(FSDP, 0), dict(specs)
     for path, leaf in params.items() if length else ():

@@ -18,21 +18,11 @@ from ._protocol import layer_rngs
 
 
 def layer_signature(named: NamedLayer, trace: ModelTrace, compute_dtype: Any = None) -> Hashable:
-    """Key of a layer's program where it stands: its traces, constants and shapes.
+    """Key of a layer's program at its place in the model: its traces, constants and shapes.
 
-    Two layers with equal signatures compute the same function of (parameters, inputs, key, side) and have the same
-    gradient. The traces hold the layer's derivative, so custom derivative rules are compared by what they compute.
-
-    Args:
-        named: The layer.
-        trace: The model's shapes.
-        compute_dtype: What parameters are cast to before layers see them.
-
-    Returns:
-        A value that is equal for alike layers.
-
-    Raises:
-        LayerError: The layer cannot be differentiated.
+    Two layers with equal signatures compute the same function of (parameters, inputs, key, side)
+    and have the same gradient. The traces hold the layer's derivative, so custom derivative rules
+    are compared by what they compute. Raises LayerError if the layer cannot be differentiated.
     """
     params, inputs = cast_floats(trace.params[named.index], compute_dtype), trace.boundaries[named.index]
 

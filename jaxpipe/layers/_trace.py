@@ -43,26 +43,15 @@ def trace_layers(  # noqa: PLR0913  # one setting each
 ) -> ModelTrace:
     """Evaluate all layers abstractly, in training and in evaluation; nothing is allocated.
 
-    Warns of boolean arguments at their default that keep a layer from drawing random numbers or from changing its
-    collections in training.
+    Warns of boolean arguments at their default that keep a layer from drawing random numbers or
+    from changing its collections in training. `warned` holds what has been warned of, and grows.
+    Parameters have the dtypes they are made in, not `compute_dtype`.
 
-    Args:
-        layers: The model.
-        inputs: Shapes and dtypes (or arrays) of what the first layer gets.
-        side: Side inputs by name.
-        mesh: The mesh that the layers are to run on.
-        rules: Rules from logical names to its axes.
-        compute_dtype: What floating-point parameters are cast to; None casts nothing.
-        warned: What has been warned of, which grows. None: nothing yet.
-
-    Returns:
-        The shapes; parameters have the dtypes they are made in.
-
-    Raises:
-        LayerError: A layer cannot take the output of the one before, changes the shapes of its collections, has a
-            parameter that is no floating-point array or cannot be sharded as its metadata says, shares one whose shape
-            differs from the one it is tied to, or holds a module instance of another; or a side input has the name of
-            a standard argument, or a rule an axis that the mesh lacks.
+    Raises LayerError if a layer cannot take the output of the one before, changes the shapes of its
+    collections, has a parameter that is no floating-point array or cannot be sharded as its
+    metadata says, shares one whose shape differs from the one it is tied to, or holds a module
+    instance of another; or if a side input has the name of a standard argument, or a rule an axis
+    that the mesh lacks.
     """
     check_rules(mesh, rules)
     warned = set() if warned is None else warned

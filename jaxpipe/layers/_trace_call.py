@@ -165,10 +165,9 @@ class Call:
         )
 
     def open_switches(self, params: PyTree, collections: PyTree) -> dict[str, bool]:
-        """Boolean arguments whose default keeps training from being random, or from moving collections.
+        """Boolean arguments whose default keeps training from being random or moving collections.
 
-        Returns:
-            The values by name with which it would be.
+        By name, each with the other value.
         """
         layer = self.named.layer
         defaults = layer.arguments.open_switches(self.side)

@@ -18,10 +18,9 @@ Paths are written `layers/3_Block/mlp/kernel` and `tied/embed/embedding`."""
 
 
 def checked_trainable(trainable: Any) -> Any:
-    """Check what says which parameters are trained, and give it; None stands for all.
+    """Check what says which parameters are trained, and return it; None means all.
 
-    Raises:
-        LayerError: It is of another kind, a pattern is no regular expression, or a leaf of a tree is no boolean.
+    It is a pattern, a list of patterns, a predicate of paths or a tree of booleans.
     """
     if trainable is None or callable(trainable):
         return trainable
@@ -52,15 +51,10 @@ def checked_trainable(trainable: Any) -> Any:
 
 
 def frozen_paths(trainable: Trainable | None, paths: Sequence[Path]) -> frozenset[Path]:
-    """The parameters of a model that are not trained.
+    """The parameters of a model that are not trained, by what `checked_trainable` returned.
 
-    Args:
-        trainable: What `checked_trainable` returned.
-        paths: All parameters of the model.
-
-    Raises:
-        LayerError: A pattern or a path of the tree matches no parameter, the tree leaves one out, or nothing is left to
-            train.
+    Raises LayerError if a pattern or a path of the tree matches no parameter, the tree leaves one
+    out, or nothing is left to train.
     """
     if trainable is None or not paths:
         return frozenset()

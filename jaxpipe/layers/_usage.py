@@ -9,14 +9,10 @@ from jaxpipe.jaxpr import used_operands
 
 
 def used_inputs(function: Callable[..., PyTree], *args: PyTree) -> tuple[bool, ...]:
-    """Trace a function and drop what its outputs do not need, inside calls, loops and branches too.
+    """For each argument, whether a function's outputs need any of its leaves, arrays or shapes.
 
-    Args:
-        function: A function of trees of arrays.
-        *args: Its arguments, arrays or shapes.
-
-    Returns:
-        For each argument whether any of its leaves is needed.
+    The function is traced, and what its outputs do not need is dropped, inside calls, loops and
+    branches too.
     """
     leaves = used_operands(jax.make_jaxpr(function)(*args).jaxpr)
     counts = [len(jax.tree.leaves(arg)) for arg in args]

@@ -130,11 +130,7 @@ class BertConfig:
 
 
 class BertEmbeddings(nn.Module):
-    """Adds embeddings of positions and token types to those of tokens, normalises, and drops some in training.
-
-    Args:
-        config: Sizes and switches.
-    """
+    """Adds embeddings of positions and token types to those of tokens, then a norm and dropout."""
 
     config: BertConfig
 
@@ -148,22 +144,12 @@ class BertEmbeddings(nn.Module):
         *,
         train: bool = False,
     ) -> jax.Array:
-        """Add the embeddings.
+        """Add the embeddings to those of tokens, `[B, T, H]`.
 
-        Args:
-            x: Embeddings of tokens, `[B, T, H]`.
-            token_type_ids: Integers `[B, T]`; None: all 0. In a pipeline a side input of that name.
-            positions: Integers `[B, T]`; None: 0 to T - 1, or in each segment from 0. In a pipeline a side input of
-                that name.
-            segment_ids: Integers `[B, T]`, equal for the positions of one text. In a pipeline a side input of that
-                name.
-            train: Whether dropout is on.
-
-        Returns:
-            `[B, T, H]`.
-
-        Raises:
-            LayerError: The sequence is longer than there are positions.
+        The others are integers `[B, T]`, in a pipeline side inputs of their names. `token_type_ids`
+        are 0 by default; `positions` 0 to T - 1, or in each segment from 0. `segment_ids` are equal
+        for the positions of one text. Raises LayerError if the sequence is longer than there are
+        positions.
         """
         config, length = self.config, x.shape[1]
         if length > config.max_position_embeddings:
@@ -179,11 +165,7 @@ class BertEmbeddings(nn.Module):
 
 
 class BertTransform(nn.Module):
-    """The layer before the logits of masked tokens: a product, the activation, a norm.
-
-    Args:
-        config: Sizes and switches.
-    """
+    """The layer before the logits of masked tokens: a product, the activation, a norm."""
 
     config: BertConfig
 
@@ -197,11 +179,7 @@ class BertTransform(nn.Module):
 
 
 class BertLogits(nn.Module):
-    """Logits from the embedding's table, and a bias for each token.
-
-    Args:
-        config: Sizes and switches.
-    """
+    """Logits from the embedding's table, and a bias for each token."""
 
     config: BertConfig
 

@@ -130,14 +130,10 @@ class Experts(nn.Module):
 def route(chosen: jax.Array, gates: jax.Array, room: int) -> tuple[jax.Array, jax.Array]:
     """Give each choice of the tokens of a sequence a slot of its expert, while there is room.
 
-    Args:
-        chosen: `[B, T, choices, E]`, one where a choice of a token is an expert.
-        gates: `[B, T, choices]`.
-        room: Slots of an expert for one sequence.
-
-    Returns:
-        What each token's output is multiplied with, `[B, T, E, room]`, zero where it is not sent; and the share of
-        choices for which there was no room.
+    `chosen`, `[B, T, choices, E]`, is one where a choice of a token is an expert; an expert has
+    `room` slots for one sequence, and `gates` are `[B, T, choices]`. Returns what each token's
+    output is multiplied with, `[B, T, E, room]`, zero where it is not sent, and the share of
+    choices for which there was no room.
     """
     batch, length, choices, experts = chosen.shape
     # All first choices stand before all second ones. Counted in integers, which bfloat16 holds up to 256 only.

@@ -130,11 +130,8 @@ class GPT2Config:
 class Positions(nn.Module):
     """Adds a learned embedding of each position, and drops some of the sum in training.
 
-    Args:
-        num_positions: The longest sequence.
-        dropout_rate: Share that training drops.
-        initializer_range: Standard deviation of the initial table.
-        dtype: What the sum is cast to; None: what it promotes to.
+    `num_positions` is the longest sequence, and `initializer_range` the standard deviation of the
+    initial table. The sum is cast to `dtype`; None: to what it promotes to.
     """
 
     num_positions: int
@@ -151,19 +148,11 @@ class Positions(nn.Module):
         *,
         train: bool = False,
     ) -> jax.Array:
-        """Add the embeddings.
+        """Add the embeddings to those of tokens, `[B, T, H]`.
 
-        Args:
-            x: Embeddings of tokens, `[B, T, H]`.
-            positions: Integers `[B, T]`; None: 0 to T - 1, or in each segment from 0. In a pipeline a side input.
-            segment_ids: Integers `[B, T]`, equal for the positions of one text. In a pipeline a side input.
-            train: Whether dropout is on.
-
-        Returns:
-            `[B, T, H]`.
-
-        Raises:
-            LayerError: The sequence is longer than there are positions.
+        The others are integers `[B, T]`, in a pipeline side inputs. `positions` are 0 to T - 1 by
+        default, or in each segment from 0. `segment_ids` are equal for the positions of one text.
+        Raises LayerError if the sequence is longer than there are positions.
         """
         length = x.shape[1]
         if length > self.num_positions:

@@ -65,12 +65,8 @@ _SHOWN = 12
 class ConfigKeys:
     """The keys of a `config.json`; what nobody has asked for before `finish` is judged there.
 
-    Args:
-        source: Where it is.
-        families: By the type of model, those that the caller knows, what they compute.
-
-    Raises:
-        ConfigError: There is no such file, or it is of another type of model.
+    `families` maps the types of model that the caller knows to what they compute. Raises
+    ConfigError if there is no file, or it is of another type.
     """
 
     def __init__(self, source: Source, families: Mapping[str, Computed]) -> None:
@@ -91,22 +87,14 @@ class ConfigKeys:
         return self._values.get(key, default)
 
     def required(self, key: str) -> Any:
-        """A value.
-
-        Raises:
-            ConfigError: There is none.
-        """
+        """A value that must be there."""
         value = self.get(key, None)
         if value is None:
             raise ConfigError(f"{key} must be given, but got {key}=None. Add it to config.json.", paths=[key])
         return value
 
     def size(self, key: str, default: int | None = None, least: int = 1) -> int:
-        """An integer that is not less; it must be given where there is no default.
-
-        Raises:
-            ConfigError: It is none.
-        """
+        """An integer that is not less than `least`; it must be given where there is no default."""
         value = self.get(key, None)
         value = default if value is None else value
         if value is None:
@@ -116,43 +104,28 @@ class ConfigKeys:
         return value
 
     def flag(self, key: str, default: bool) -> bool:  # noqa: FBT001  # the value of a switch
-        """A truth value.
-
-        Raises:
-            ConfigError: It is none.
-        """
+        """A truth value."""
         value = self.get(key, default)
         if not isinstance(value, bool):
             raise wrong(key, "true or false", value, "Correct it")
         return value
 
     def mapping(self, key: str) -> dict[str, Any]:
-        """An object; an empty one where there is none.
-
-        Raises:
-            ConfigError: It is none.
-        """
+        """An object; an empty one where there is none."""
         value = self.get(key, None)
         if value is not None and not isinstance(value, Mapping):
             raise wrong(key, "an object or null", value, "Copy it from the model's config.json")
         return dict(value or {})
 
     def check(self, key: str, *allowed: Any) -> None:
-        """Refuse all but some values; no value is allowed always.
-
-        Raises:
-            ConfigError: It has another.
-        """
+        """Refuse all but some values of a key; None is always allowed."""
         check_value(key, self.get(key, None), *allowed)
 
     def finish(self) -> None:
         """Judge the keys that nobody has asked for.
 
-        One that is known to change numbers is refused unless it says what is computed; those that are not known are
-        named in one warning.
-
-        Raises:
-            ConfigError: There is one that would change numbers.
+        One that is known to change numbers is refused unless it says what is computed; those that
+        are not known are named in one warning.
         """
         for key in self._computed.keys() - self._asked:
             self.check(key, *self._computed[key])
@@ -190,11 +163,7 @@ def read_fields(keys: ConfigKeys, kind: Any) -> dict[str, Any]:
 
 
 def check_value(key: str, value: Any, *allowed: Any) -> None:
-    """Refuse all but some values of a key; None is allowed always.
-
-    Raises:
-        ConfigError: It has another.
-    """
+    """Refuse all but some values of a key; None is always allowed."""
     # To Python 1 is True, and 0 is False.
     if value is None or any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in allowed):
         return

@@ -86,9 +86,7 @@ class LlamaBlock(nn.Module):
 class LlamaAttention(nn.Module):
     """Causal attention of N heads of queries to K heads of keys, with rotary positions.
 
-    Args:
-        config: Sizes and switches.
-        window: How many positions a query sees; None for all before it.
+    A query sees `window` positions; None: all before it.
     """
 
     config: LlamaConfig
@@ -137,9 +135,7 @@ class LlamaAttention(nn.Module):
 class LlamaFeedForward(nn.Module):
     """SwiGLU: `down(silu(gate(x)) * up(x))`.
 
-    Args:
-        config: Sizes and switches.
-        size: Its width; None: `config.intermediate_size`.
+    Its width is `size`; None: `config.intermediate_size`.
     """
 
     config: LlamaConfig
@@ -159,11 +155,7 @@ class LlamaFeedForward(nn.Module):
 
 
 class LlamaMixture(nn.Module):
-    """A mixture of experts, and beside it one that every token passes, where the configuration has such.
-
-    Args:
-        config: Sizes and switches.
-    """
+    """A mixture of experts, beside a shared one for all tokens where the configuration has that."""
 
     config: LlamaConfig
 

@@ -12,11 +12,7 @@ SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", 
 
 
 def read_llama(keys: ConfigKeys, family: Family) -> dict[str, Any]:
-    """The fields of a `LlamaConfig`.
-
-    Raises:
-        ConfigError: A key has a value that the decoder does not compute.
-    """
+    """The fields of a `LlamaConfig`; refuses values that the decoder does not compute."""
     for key in family.ignored:
         keys.get(key, None)
     keys.size("max_position_embeddings", 1)  # read with a scaling

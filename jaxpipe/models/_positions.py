@@ -5,14 +5,9 @@ import jax.numpy as jnp
 
 
 def positions_of(length: int, segment_ids: jax.Array | None) -> jax.Array:
-    """Positions of a sequence's tokens, in each of its texts from 0, as the text alone would have.
+    """Positions of a sequence's T tokens, `[B or 1, T]`, in each of its texts from 0.
 
-    Args:
-        length: Number T of tokens.
-        segment_ids: Integers `[B, T]`, equal for the tokens of one text; None: all are one text.
-
-    Returns:
-        `[B or 1, T]`.
+    `segment_ids` are integers `[B, T]`, equal for the tokens of one text; None: all are one text.
     """
     index = jnp.arange(length)[None]
     if segment_ids is None:

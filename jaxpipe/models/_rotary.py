@@ -169,16 +169,10 @@ class RotaryScaling:
 def rotary(
     positions: jax.Array, dim: int, theta: float, scaling: RotaryScaling | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """Cosine and sine of the angles of positions.
+    """Cosine and sine of the angles of positions, each `float32[B or 1, T, 1, D / 2]`.
 
-    Args:
-        positions: Integers `[B or 1, T]`.
-        dim: Size D of a head.
-        theta: The base of the wavelengths.
-        scaling: Changes the angles.
-
-    Returns:
-        Two arrays `float32[B or 1, T, 1, D / 2]`.
+    `positions` are integers `[B or 1, T]`, `dim` is the size D of a head, and `theta` the base of
+    the wavelengths.
     """
     # By numpy, as constants: XLA's powers differ from it in the last digits, which long positions multiply.
     freq = _plain(theta, dim) if scaling is None else scaling.frequencies(theta, dim, positions.shape[1])

@@ -14,10 +14,9 @@ _LARGEST = 2**31
 
 
 def check_fields(config: Any, rules: Iterable[Rule]) -> None:
-    """Refuse a configuration with the first rule that does not hold; later ones may count on earlier ones.
+    """Refuse a configuration with the first rule that does not hold.
 
-    Raises:
-        ConfigError: There is one.
+    Later rules may count on earlier ones.
     """
     for field in fields(config):
         # The dataclass is frozen; its numbers may be NumPy's.

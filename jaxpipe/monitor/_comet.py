@@ -11,11 +11,7 @@ from ._event import Event
 
 @final
 class CometMonitor:
-    """Logs into an experiment of Comet, each name once in `samples_log_interval` samples.
-
-    Args:
-        section: The configuration.
-    """
+    """Logs into an experiment of Comet, each name once in `samples_log_interval` samples."""
 
     def __init__(self, section: CometSection) -> None:
         comet: Any = importlib.import_module("comet_ml")  # an optional library, which types need not find

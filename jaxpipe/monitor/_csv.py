@@ -16,11 +16,8 @@ from ._event import Event
 class CSVMonitor:
     """Writes a file for each name, with DeepSpeed's names of files and columns.
 
-    `Train/Samples/lr` becomes `Train_Samples_lr.csv`, with the columns `step`, samples trained, and `lr`. A run that
-    goes on appends.
-
-    Args:
-        section: The configuration.
+    `Train/Samples/lr` becomes `Train_Samples_lr.csv`, with the columns `step`, samples trained, and
+    `lr`. A run that goes on appends.
     """
 
     def __init__(self, section: CSVMonitorSection) -> None:

@@ -11,11 +11,7 @@ from ._event import Event
 
 @final
 class TensorBoardMonitor:
-    """Writes event files by TensorBoard's own writer, which needs neither TensorFlow nor PyTorch.
-
-    Args:
-        section: The configuration.
-    """
+    """Writes event files by TensorBoard's own writer; needs neither TensorFlow nor PyTorch."""
 
     def __init__(self, section: TensorBoardSection) -> None:
         from tensorboard.summary import Writer

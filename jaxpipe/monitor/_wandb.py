@@ -10,11 +10,7 @@ from ._event import Event
 
 @final
 class WandbMonitor:
-    """Logs into a run of Weights & Biases: the one that the program has begun, else one of its own.
-
-    Args:
-        section: The configuration.
-    """
+    """Logs into the program's run of Weights & Biases, or into its own where there is none."""
 
     def __init__(self, section: WandbSection) -> None:
         import wandb

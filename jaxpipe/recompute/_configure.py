@@ -148,15 +148,9 @@ def partition_activations_in_checkpoint(partition_activation: bool) -> None:
 
 
 def check_host_memory(platform: str, default: str, kinds: Collection[str]) -> None:
-    """Refuse a device that cannot keep anything outside its own memory.
+    """Refuse a device that has no `pinned_host` memory apart from its default one.
 
-    Args:
-        platform: The backend's name.
-        default: The kind of memory in which its arrays lie.
-        kinds: All kinds of memory it can address.
-
-    Raises:
-        ConfigError: It has no `pinned_host` memory apart from the default one.
+    `default` is the kind of memory that holds its arrays, and `kinds` are all that it can address.
     """
     if "pinned_host" in kinds and default != "pinned_host":
         return

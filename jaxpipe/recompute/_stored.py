@@ -28,16 +28,10 @@ def call_with_stored_inputs(
     settings: RecomputeSettings,
     policy: Callable[..., Any] | None = None,
 ) -> PyTree:
-    """Call a function, storing its floating-point inputs elsewhere until the backward pass calls it again.
+    """Call a function, its floating-point inputs stored elsewhere until the backward needs them.
 
-    Args:
-        function: Called with the arrays; may close over others.
-        arrays: Its inputs.
-        settings: Where they are stored.
-        policy: Says which inner values are kept, too, where they are.
-
-    Returns:
-        What the function returns.
+    The backward pass calls the function again. It may close over further arrays. `policy` says
+    which inner values are kept, too, where they are.
     """
     closed, shapes = jax.make_jaxpr(function, return_shape=True)(*arrays)
     used = {var for eqn in closed.jaxpr.eqns for var in eqn.invars if not isinstance(var, Literal)}
@@ -116,11 +110,7 @@ class _Store:
 
 
 class _NoStore(_Store):
-    """No storage, for a value from which the function computes nothing.
-
-    Args:
-        like: The value.
-    """
+    """No storage, for a value from which the function computes nothing."""
 
     def __init__(self, like: jax.Array) -> None:
         self._shape, self._dtype, self._varying = like.shape, like.dtype, tuple(_varying_axes(like))
@@ -134,11 +124,7 @@ class _NoStore(_Store):
 
 
 class _HostStore(_Store):
-    """Storage in host memory.
-
-    Args:
-        inner: What is done before.
-    """
+    """Storage in host memory, after what `inner` does."""
 
     def __init__(self, inner: _Store) -> None:
         self._inner = inner
@@ -151,13 +137,10 @@ class _HostStore(_Store):
 
 
 class _SharedStore(_Store):
-    """Storage that is sharded over the `model` axis; what needs it whole gathers it again.
+    """Storage sharded along `dim` over the `model` axis; what needs a value whole gathers it again.
 
-    The partitioner may spread the sharding to what is computed from the value, also before it is stored.
-
-    Args:
-        dim: The dim along which it is sharded.
-        ndim: Number of all dims.
+    The partitioner may spread the sharding to what is computed from the value, also before it is
+    stored.
     """
 
     def __init__(self, dim: int, ndim: int) -> None:

@@ -81,18 +81,10 @@ class Body:
         segment_ids: jax.Array | None,
         key: jax.Array | None,
     ) -> jax.Array:
-        """Run the layer.
+        """Run the layer on `x` of shape `[B, T, H]`.
 
-        Args:
-            params: Its weights by name.
-            x: `[B, T, H]`.
-            mask: As `attention` takes it, or None.
-            lengths: `[B]`, or None.
-            segment_ids: `[B, T]`, or None.
-            key: For dropout; None where nothing is dropped.
-
-        Returns:
-            `[B, T, H]`.
+        `mask` is as `attention` takes it, `lengths` are `[B]`, and `segment_ids` `[B, T]`. `key` is
+        for dropout; None where nothing is dropped.
         """
         config, params = self.config, {name: value.astype(self.dtype) for name, value in params.items()}
         if key is not None:

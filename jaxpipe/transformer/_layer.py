@@ -149,10 +149,8 @@ class DeepSpeedTransformerLayer(nn.Module):
 class _Initial:
     """Arrays to begin with; equal to themselves alone, as arrays have no hash.
 
-    Args:
-        name: The argument.
-        arrays: As given: of query, key, value, and five more.
-        config: Says their shapes.
+    `name` is the user's argument, and `arrays` are what it holds: of query, key, value, and five
+    more.
     """
 
     def __init__(self, name: str, arrays: Any, config: DeepSpeedTransformerConfig) -> None:

@@ -126,14 +126,9 @@ def match_renames(renames: Sequence[Rename], leaves: Mapping[str, Shape]) -> lis
 def check_theirs(source: str, renames: Sequence[Rename], matches: Sequence[Match], theirs: Mapping[str, Shape]) -> None:
     """Compare what a table asks for with what there is.
 
-    Args:
-        source: Where their tensors are, for the error.
-        renames: The table.
-        matches: What `match_renames` found.
-        theirs: Shapes of their tensors, by name.
-
-    Raises:
-        CheckpointError: Tensors are missing, left over or of another shape; all of them are listed.
+    `matches` are what `match_renames` found, and `source` says in the error where their tensors
+    are. Raises one CheckpointError that lists all tensors that are missing, left over or of another
+    shape.
     """
     wanted = {name for match in matches for names in match.theirs for name in names}
     over = [name for name in theirs if name not in wanted and not _is_passed_over(name, renames)]
@@ -213,11 +208,7 @@ def rename_back(params: PyTree, renames: Sequence[Rename]) -> dict[str, np.ndarr
 
 
 def first_of(names: Sequence[str], tensors: Mapping[str, Tensor]) -> Tensor:
-    """The tensor of several names for one.
-
-    Raises:
-        CheckpointError: Two of the names are there and differ.
-    """
+    """The tensor of several names for one; raises CheckpointError if two of them differ."""
     first, *others = [name for name in names if name in tensors]
     for other in others:
         one, two = (np.asarray(tensors[name][whole(tensors[name].shape)]) for name in (first, other))

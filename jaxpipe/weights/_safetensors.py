@@ -351,11 +351,7 @@ def _resolve(path: Path) -> Path:
 def safetensors_files(path: Path) -> dict[Path, list[str]]:
     """The files that a path means, each with the names of its tensors.
 
-    Args:
-        path: A file, the index of shards, or a folder that holds one of these.
-
-    Raises:
-        CheckpointError: As `load_safetensors`.
+    It is the path of a file, of the index of shards, or of a folder that holds one of these.
     """
     with readable(path):
         return _files(_resolve(path))
