@@ -70,7 +70,7 @@ class Layout:
         return tuple(ProcessSlot(first + i, node.slots[i * each : (i + 1) * each]) for i in range(count))
 
     def rank_of(self, text: str, source: str) -> int:
-        """Index of a node from its index or its name; `source` says where it was read, for errors."""
+        """Index of a node from its index or its name; `source` is where it was read, for errors."""
         names = [node.name for node in self.nodes]
         if text in names:
             return names.index(text)
