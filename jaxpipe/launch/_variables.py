@@ -26,7 +26,7 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 def inherited() -> dict[str, str]:
-    """The environment of this process, without the variables that tell it from others."""
+    """The environment of this process, without the variables that set it apart from others."""
     return {name: value for name, value in os.environ.items() if name not in _OWN}
 
 
