@@ -21,8 +21,7 @@ _NOT_SYNCED = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EISDIR, errno.EA
 def check_is_file(path: str | os.PathLike[str]) -> None:
     """Refuse what is there and no file, before it is opened: some devices act when they are.
 
-    Raises:
-        OSError: It is a folder, a pipe or a device, or there is nothing.
+    Raises OSError, also where there is nothing.
     """
     _check_mode(Path(path).stat().st_mode, path)
 
@@ -30,8 +29,7 @@ def check_is_file(path: str | os.PathLike[str]) -> None:
 def read_file(path: str | os.PathLike[str], most_bytes: int = LARGEST) -> bytes:
     """Read a file that is one: no pipe, which would never end, and no device.
 
-    Raises:
-        OSError: It is none, larger, or cannot be read.
+    Raises OSError also where it is larger than `most_bytes`.
     """
     check_is_file(path)
     # Opening a pipe, which may have come since, waits for its other end otherwise.
@@ -47,9 +45,6 @@ def write_file(path: str | os.PathLike[str], content: str | bytes) -> None:
     """Write a file, whole or not at all, in the place of a link rather than through it.
 
     What is no file, such as `/dev/stdout` or a pipe, is written to as it is.
-
-    Raises:
-        OSError: It cannot be written.
     """
     path = Path(path)
     data = content.encode() if isinstance(content, str) else content
@@ -66,11 +61,7 @@ def write_file(path: str | os.PathLike[str], content: str | bytes) -> None:
 
 @contextlib.contextmanager
 def new_beside(path: Path) -> Generator[Path]:
-    """A new file in the folder of another, by a name that nobody knows before; removed unless it is renamed.
-
-    Raises:
-        OSError: It cannot be made.
-    """
+    """A new file beside another, by a name that nobody knows before; removed unless renamed."""
     partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}{PARTIAL}")
     partial.open("xb").close()
     try:
@@ -80,19 +71,14 @@ def new_beside(path: Path) -> Generator[Path]:
 
 
 def open_to_change(path: Path) -> BinaryIO:
-    """Open a file that is there to write anywhere in it; through no link, and no pipe.
-
-    Raises:
-        OSError: It is one of these, or cannot be written.
-    """
+    """Open a file that is there to write anywhere in it; raises OSError for a link or a pipe."""
     return os.fdopen(_opened(path, os.O_WRONLY), "wb")
 
 
 def open_to_append(path: Path, *, anew: bool = False) -> FileIO:
-    """Open a file to write to its end, unbuffered, as it is or emptied; through no link to a file, and no pipe.
+    """Open a file to write to its end, unbuffered, as it is or emptied.
 
-    Raises:
-        OSError: It is one of these, or cannot be written.
+    Raises OSError for a link to a file, and for a pipe.
     """
     file = FileIO(_opened(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "a")
     if anew and stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -122,11 +108,7 @@ def _check_mode(mode: int, path: str | os.PathLike[str]) -> None:
 
 
 def sync(paths: Iterable[Path]) -> None:
-    """Let files, or the names in folders, stay after a loss of power.
-
-    Raises:
-        OSError: Storage fails.
-    """
+    """Let files, or the names in folders, stay after a loss of power."""
     for path in paths:
         try:
             number = os.open(path, os.O_RDONLY)
@@ -140,11 +122,7 @@ def sync(paths: Iterable[Path]) -> None:
 
 
 def parse_json(content: bytes) -> Any:
-    """The value of a JSON text.
-
-    Raises:
-        ValueError: It is none, or nested too deep.
-    """
+    """The value of a JSON text; raises ValueError also where it is nested too deep."""
     try:
         return json.loads(content)
     except RecursionError as error:

@@ -10,15 +10,10 @@ from jaxpipe.errors import ConfigError, JaxpipeError
 
 
 def import_named(text: str, what: str, example: str) -> Any:
-    """Import what is named.
+    """Import `module:name`; modules are looked for where the user is, as `python -m` does.
 
-    Args:
-        text: `module:name`; modules are looked for where the user is, as `python -m` does.
-        what: What it is called, for errors: `JOB` or `--renames`.
-        example: A right one.
-
-    Raises:
-        ConfigError: It is not of that form, there is no such module or name, or the module fails.
+    `what` is its name in errors, for example `JOB` or `--renames`; `example` is a right one. Raises
+    ConfigError also where the module fails.
     """
     name, colon, attribute = text.partition(":")
     if not (name and colon and attribute):

@@ -22,15 +22,7 @@ def as_flag(value: object) -> bool | None:
 
 
 def as_integer(value: object, least: int | None = None) -> int | None:
-    """A value as an integer if it is one.
-
-    Args:
-        value: Any value.
-        least: The smallest that counts; None: any.
-
-    Returns:
-        The integer; None for a bool, a float, and all that is not an integer.
-    """
+    """An integer of at least `least`; None for a bool, a float, and all that is not an integer."""
     found = plain(value)
     if isinstance(found, bool) or not isinstance(found, Integral):
         return None
@@ -39,14 +31,7 @@ def as_integer(value: object, least: int | None = None) -> int | None:
 
 
 def as_number(value: object) -> float | None:
-    """A value as a float if it is a finite number.
-
-    Args:
-        value: Any value.
-
-    Returns:
-        The float; None for a bool, an infinity, a NaN, and all that is not a number.
-    """
+    """A finite number as a float; None for a bool, an infinity, a NaN, and what is not a number."""
     found = plain(value)
     # A bool is a number to Python, but `true` in JSON is a mistake where a number belongs.
     if isinstance(found, bool) or not isinstance(found, Real):

@@ -16,20 +16,12 @@ _URL = re.compile(r"\s*(\w[\w+.:-]*):/(?:/([^/]*)(?=/|$))?(.*)", re.DOTALL)
 
 
 def local_path(given: str | PathLike[str], name: str, error: Callable[[str], Exception] = ConfigError) -> Path:
-    """The file or directory that a user means.
+    """The file or directory that a user means; relative where it was given so.
 
-    `~` and `~user` at the beginning are homes; `file://` is the local path that follows, percent-decoded.
-
-    Args:
-        given: The path.
-        name: The argument, option or key that it was given as.
-        error: Makes the error of a message.
-
-    Returns:
-        The path; relative where it was given so.
-
-    Raises:
-        Exception: It is no path, empty, or on no file system, such as `s3://bucket/run`.
+    `~` and `~user` at the beginning are homes; `file://` is the local path that follows,
+    percent-decoded. `name` is the argument, option or key that the path was given as. Raises what
+    `error` makes of a message for a path that is empty or on no file system, such as
+    `s3://bucket/run`.
     """
     path: Any = os.fspath(given) if isinstance(given, str | PathLike) else None
     if not isinstance(path, str) or not path or "\0" in path:

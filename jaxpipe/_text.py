@@ -9,12 +9,6 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 def format_bytes(num_bytes: int) -> str:
     """A size in the largest unit that keeps it at least 1.
 
-    Args:
-        num_bytes: The size.
-
-    Returns:
-        The number and the unit.
-
     Example:
         >>> format_bytes(512), format_bytes(1536)
         ('512 B', '1.5 KiB')
@@ -24,14 +18,9 @@ def format_bytes(num_bytes: int) -> str:
 
 
 def format_table(rows: Sequence[Sequence[str]], sides: str) -> list[str]:
-    """A table as lines, without spaces at their ends.
+    """A table as lines, without spaces at their ends; heads are the first row.
 
-    Args:
-        rows: The rows, heads first, all of one length.
-        sides: Where each column's texts stand, `<` for left and `>` for right; one letter stands for all columns.
-
-    Returns:
-        A line for each row.
+    `sides` has `<` for left or `>` for right for each column; one letter is for all columns.
 
     Example:
         >>> format_table([("stage", "layers"), ("0", "Embed")], "><")
@@ -46,13 +35,7 @@ def format_table(rows: Sequence[Sequence[str]], sides: str) -> list[str]:
 def html_table(heads: Sequence[str], rows: Iterable[Sequence[str]], cell_style: str = "") -> str:
     """A table as HTML, which scrolls by itself where it is wider than the page.
 
-    Args:
-        heads: Texts above the columns; empty: none.
-        rows: The rows.
-        cell_style: CSS of each cell.
-
-    Returns:
-        The element, its texts escaped.
+    Texts are escaped; `cell_style` is CSS of each cell.
     """
     style = f' style="{cell_style}"' if cell_style else ""
 

@@ -64,14 +64,9 @@ class PipelineError(JaxpipeError, RuntimeError):
 
 
 def refused(name: str, reason: str) -> Callable[..., NoReturn]:
-    """A function or method of DeepSpeed's that has no meaning here.
+    """A function or method of DeepSpeed's without meaning here; calls raise `PipelineError`.
 
-    Args:
-        name: How errors name it.
-        reason: Why, and what takes its place.
-
-    Returns:
-        A function of any arguments that raises a `PipelineError`.
+    `name` is for errors; `reason` is why, and what takes its place.
     """
 
     def refuse(*args: Any, **kwargs: Any) -> NoReturn:
@@ -85,12 +80,7 @@ def refused(name: str, reason: str) -> Callable[..., NoReturn]:
 def shown(value: object, text_of: Callable[[object], str] = repr) -> str:
     """Write a value for an error, in at most 80 characters.
 
-    Args:
-        value: Any value.
-        text_of: Writes it.
-
-    Returns:
-        Its text, the end cut off where it is long; its type where it has no text.
+    The end is cut off where the text is long. A value without text is shown by its type.
     """
     if isinstance(value, str) and len(value) > 80:
         return f"{value[:40]!r}... ({len(value)} characters)"
@@ -111,13 +101,7 @@ def counted(number: int, noun: str, plural: str = "s") -> str:
 def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
     """Find the known name that an unknown one may stand for, in capitals or not.
 
-    Args:
-        name: The unknown name.
-        known: All that would do.
-        cutoff: Likeness from which on one is proposed, from 0 to 1.
-
-    Returns:
-        The most similar one; None where none is similar enough.
+    `cutoff` is the least likeness, from 0 to 1; None where nothing is as similar.
     """
     # Likeness of long texts takes minutes.
     lowered = {each.lower(): each for each in known if len(each) <= _LONGEST_NAME}

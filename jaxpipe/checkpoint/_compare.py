@@ -44,16 +44,7 @@ class Comparison:
 
 
 def compare(stored: Leaves, wanted: Leaves, chosen: Callable[[str], bool]) -> Comparison:
-    """Compare leaves.
-
-    Args:
-        stored: Those of the checkpoint.
-        wanted: Those of the pipeline.
-        chosen: Which keys count.
-
-    Returns:
-        The comparison.
-    """
+    """Compare leaves of a checkpoint with those of a pipeline, where their keys are `chosen`."""
     stored = {key: leaf for key, leaf in stored.items() if chosen(key)}
     wanted = {key: leaf for key, leaf in wanted.items() if chosen(key)}
     misshapen = {

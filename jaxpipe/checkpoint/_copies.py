@@ -16,18 +16,10 @@ Hashes = Mapping[str, Mapping[str, Sequence[str]]]
 def merge_hashes(
     reports: Sequence[Hashes], grids: Mapping[str, tuple[int, ...]], leaves: Mapping[str, Leaf]
 ) -> dict[str, dict[int, str]]:
-    """The one hash of each block, from what all processes report.
+    """The one hash of each block, by array name and block number, from all processes' reports.
 
-    Args:
-        reports: What each process holds.
-        grids: Into how many blocks each array is cut along each dim.
-        leaves: Where the leaves of the state lie, by key.
-
-    Returns:
-        Number of a block to hash, by the array's name.
-
-    Raises:
-        CheckpointError: Replicas differ. Orbax divides the writing over them, so that the files would hold a mixture.
+    `grids` says into how many blocks each array is cut along each dim. Raises CheckpointError where
+    replicas differ: Orbax divides the writing over them, so that the files would hold a mixture.
     """
     holders: dict[tuple[str, int], dict[str, list[int]]] = {}
     for process, report in enumerate(reports):

@@ -78,15 +78,9 @@ def _has_moving_scale(pipeline: Pipeline) -> bool:
 
 
 def load_scalars(scalars: Mapping[str, Any], pipeline: Pipeline, *, loss_scale: bool) -> dict[str, Any]:
-    """Such JSON as fields of a state, on every device.
+    """Fields of a state by name, on every device, from what `dump_scalars` returned.
 
-    Args:
-        scalars: What `dump_scalars` returned.
-        pipeline: What the state belongs to.
-        loss_scale: Whether to take the loss scale too, where it moves in both.
-
-    Returns:
-        Fields by name.
+    With `loss_scale`, the loss scale is taken too, where it moves in both.
     """
     # Put: `jax.transfer_guard` refuses what goes to a device unsaid.
     words = jax.device_put(np.asarray(scalars["rng"]["words"], np.uint32))

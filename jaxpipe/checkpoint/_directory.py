@@ -70,11 +70,7 @@ def step_tag(global_steps: int) -> str:
 
 
 def check_tag(tag: Any) -> str:
-    """Refuse what cannot be the name of a folder.
-
-    Raises:
-        CheckpointError: The tag is no string, empty, or a path.
-    """
+    """Refuse what cannot be the name of a folder."""
     if not isinstance(tag, str) or not _is_name(tag):
         raise CheckpointError(
             f"tag must be a plain name of a folder, without blanks at its ends, and not {LATEST!r}, {COMMIT!r} or "
@@ -90,16 +86,9 @@ def _is_name(tag: str) -> bool:
 
 
 def read_commit(folder: Path) -> Commit | None:
-    """The commit of a tag.
+    """The commit in a tag's folder; None where nothing is committed.
 
-    Args:
-        folder: The tag's folder.
-
-    Returns:
-        What is committed there; None: nothing.
-
-    Raises:
-        CheckpointError: It cannot be read, is damaged, or of a format that is not known.
+    Raises CheckpointError where it cannot be read, is damaged, or of an unknown format.
     """
     path = folder / COMMIT
     try:
@@ -166,11 +155,7 @@ def committed_tags(save_dir: str | PathLike[str]) -> dict[str, Commit]:
 
 
 def sound_tags(save_dir: Path) -> tuple[dict[str, Commit], dict[str, CheckpointError]]:
-    """The checkpoints of a directory, the oldest first, and what is wrong with the folders whose commit is damaged.
-
-    Raises:
-        CheckpointError: The directory cannot be listed.
-    """
+    """Checkpoints of a directory, the oldest first, and errors of damaged commits; both by tag."""
     commits, damaged = _look_for_tags(save_dir)
     if not commits:  # the only one may have been replaced between the listing and the reading, never twice
         commits, damaged = _look_for_tags(save_dir)
@@ -200,11 +185,7 @@ def _look_for_tags(save_dir: Path) -> tuple[dict[str, Commit], dict[str, Checkpo
 
 
 def read_latest(save_dir: Path) -> str | None:
-    """The tag that `latest` names; None where there is no such file.
-
-    Raises:
-        CheckpointError: The file cannot be read.
-    """
+    """The tag that `latest` names; None where there is no file of that name."""
     path = save_dir / LATEST
     try:
         return read_file(path).decode().strip()
@@ -219,10 +200,7 @@ def read_latest(save_dir: Path) -> str | None:
 def commit(save_dir: Path, tag: str, content: Commit) -> None:
     """Make a tag a checkpoint, in one step, and let `latest` name it.
 
-    Args:
-        save_dir: The directory.
-        tag: The tag, whose data is all there.
-        content: What to commit.
+    The data of the tag must all be there.
     """
     text = json.dumps({"format": FORMAT, "version": VERSION, **asdict(content)}, indent=1)
     replace_file(save_dir / tag / COMMIT, text.encode())
@@ -238,11 +216,10 @@ class NotSyncedError(OSError):
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Write a file so that at every moment it is the old one or the new one, and stays after a loss of power.
+    """Write a file so that at every moment it is the old one or the new one.
 
-    Raises:
-        NotSyncedError: It is the new one, but may not stay.
-        OSError: It is the old one.
+    It stays after a loss of power. Raises NotSyncedError where it is the new one, but may not stay,
+    and OSError where it is the old one.
     """
     partial = path.with_name(path.name + _PARTIAL)
     try:
@@ -263,11 +240,7 @@ def replace_file(path: Path, content: bytes) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """Let all that lies below a folder stay after a loss of power: the files, then the names in folders.
-
-    Raises:
-        OSError: Storage fails.
-    """
+    """Let all below a folder stay after a loss of power: the files, then the names in folders."""
 
     def fail(error: OSError) -> None:  # otherwise a folder that cannot be listed is passed over
         raise error
@@ -294,15 +267,10 @@ def make_folder(folder: Path) -> None:
 
 
 def remove_leftovers(save_dir: Path) -> list[Path]:
-    """Remove what unfinished saves left: data that no commit names. Nothing else is touched.
+    """Remove data that no commit names, left by unfinished saves, and nothing else.
 
-    What cannot be removed stays, with a warning: it is in nobody's way.
-
-    Args:
-        save_dir: The directory, which this job has locked.
-
-    Returns:
-        What was removed.
+    What cannot be removed stays, with a warning: it is in nobody's way. This job must have locked
+    the directory. Returns what was removed.
     """
     removed: list[Path] = []
     for folder in [path for path in save_dir.iterdir() if path.is_dir() and not path.is_symlink()]:
@@ -328,10 +296,9 @@ def make_data(folder: Path, sequence: int) -> Path:
 
 
 def remove_data(folder: Path, but: str | None = None) -> list[Path]:
-    """Remove the data in a tag's folder that was made here, all but one; of what cannot be removed a warning tells.
+    """Remove the data in a tag's folder that was made here, all but one; return what was removed.
 
-    Returns:
-        What was removed.
+    Warns of what cannot be removed.
     """
     data = [path for path in folder.iterdir() if _DATA.fullmatch(path.name) and path.name != but]
     return [path for path in data if _was_made_here(path) and _is_removed(path, _remove_folder)]
@@ -368,15 +335,11 @@ def _remove_partial(folder: Path) -> list[Path]:
 
 
 def remove_old(save_dir: Path, keep_last: int | None, keep_every: int | None) -> list[str]:
-    """Remove the checkpoints that are not retained. Only tags of the form `global_step<N>` are, and no links.
+    """Remove the checkpoints that are not retained; return their tags, the oldest first.
 
-    Args:
-        save_dir: The directory, which this job has locked.
-        keep_last: How many to keep; None: all.
-        keep_every: Keep also those whose N is a multiple of this. The one that is found without its tag is always kept.
-
-    Returns:
-        The tags that were removed, the oldest first.
+    Only tags of the form `global_step<N>` are removed, and no links. `keep_last` says how many to
+    keep; None: all. Kept are also those whose N is a multiple of `keep_every`, and always the one
+    that is found without its tag. This job must have locked the directory.
     """
     if keep_last is None:
         return []

@@ -128,18 +128,7 @@ _PLAIN = (
 
 
 def read_index(path: Path, sha256: str) -> Index:
-    """Read an index.
-
-    Args:
-        path: The file.
-        sha256: Hash of its bytes, in hexadecimal.
-
-    Returns:
-        The index.
-
-    Raises:
-        CheckpointError: It cannot be read, or is not what was written.
-    """
+    """Read an index, whose bytes must have this hash, in hexadecimal."""
     try:
         content = read_file(path)
     except OSError as error:

@@ -84,17 +84,10 @@ def load_state(
 def read_into(
     pipeline: Pipeline, state: TrainState | None, keys: Sequence[str], source: Source, when_read: Callable[[], None]
 ) -> TrainState:
-    """Replace leaves of a state by what is read.
+    """Replace leaves of a state by what is read; what is replaced is deleted after that.
 
-    Args:
-        pipeline: What the state belongs to.
-        state: The present one; once everything has been read, what is replaced is deleted. None: all leaves are read.
-        keys: The leaves.
-        source: Gives them.
-        when_read: Called when everything has been read and nothing changed yet; what it raises ends the call.
-
-    Returns:
-        The new state.
+    Without a state all leaves must be read. `when_read` is called when everything has been read and
+    nothing changed yet; what it raises ends the call. All processes call.
     """
     wanted, struct = pipeline.catalog, pipeline.state_struct
     arrays = state_arrays(struct if state is None else state)
@@ -165,11 +158,7 @@ def load_collections(path: str | Path, tag: str | None = None) -> dict[str, PyTr
 
 
 def read_leaves(checkpoint: Checkpoint, keys: Sequence[str]) -> Iterator[tuple[str, np.ndarray]]:
-    """Read some leaves of a checkpoint, in the order in which they lie there.
-
-    Raises:
-        CheckpointError: The checkpoint is damaged.
-    """
+    """Read some leaves of a checkpoint, in the order in which it has them."""
     leaves = {key: checkpoint.index.leaves[key] for key in keys}
     needed: dict[str, list[int]] = {}
     keys_of: dict[str, list[str]] = {}

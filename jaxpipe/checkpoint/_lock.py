@@ -65,13 +65,9 @@ class _Owner:
 class DirectoryLock:
     """A lock that this process holds; in a job of several processes one holds it for all.
 
-    Args:
-        save_dir: The directory.
-
-    Raises:
-        CheckpointError: Somebody else holds it: who, and since when. An owner that has died is not waited for; where
-            only silence can tell, on another machine, until it has lasted a minute.
-        OSError: The directory cannot be written.
+    Raises CheckpointError where somebody else holds it: who, and since when. An owner that has died
+    is not waited for; on another machine only silence shows that, after a minute. Raises OSError
+    where the directory cannot be written.
     """
 
     def __init__(self, save_dir: Path) -> None:
@@ -92,9 +88,8 @@ class DirectoryLock:
     def begin_save(cls, save_dir: Path) -> "DirectoryLock":
         """Lock a directory for a save, or use the lock that a run of this process holds there.
 
-        Raises:
-            CheckpointError: As the class raises it; or another save of this process is under way there.
-            OSError: As the class raises it.
+        Raises like the class, and CheckpointError where another save of this process is under way
+        there.
         """
         for file in _files(save_dir / LOCK):
             held = _HELD.get(file.name)
@@ -108,10 +103,8 @@ class DirectoryLock:
     def end_save(self, run: object, *, is_kept: bool) -> None:
         """Let another save of this process begin.
 
-        Args:
-            run: What saved.
-            is_kept: Whether the lock is held for it until it is deleted, or the program ends. Else the lock is given
-                back, unless it is held for a run already.
+        With `is_kept` the lock is held for `run`, which saved, until it is deleted or the program
+        ends. Else the lock is given back, unless it is held for a run already.
         """
         if is_kept and id(run) not in self._runs:
             self._runs.add(id(run))
@@ -121,10 +114,9 @@ class DirectoryLock:
             self.release()
 
     def check(self) -> None:
-        """Make sure that it is held still.
+        """Make sure that it is still held.
 
-        Raises:
-            OSError: It is not: this process was silent too long, or somebody removed it.
+        Raises OSError where it is not: this process was silent too long, or somebody removed it.
         """
         try:
             os.utime(self._file)

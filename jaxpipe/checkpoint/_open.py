@@ -149,11 +149,7 @@ def _commits(folder: Path) -> dict[str, Commit | None] | None:
 
 
 def open_folder(folder: Path, load_dir: Path) -> Checkpoint:
-    """Open the checkpoint in a tag's folder.
-
-    Raises:
-        CheckpointError: There is none, or it is damaged.
-    """
+    """Open the checkpoint in a tag's folder; `load_dir` is for the error where there is none."""
     commit = read_commit(folder)
     if commit is None:
         raise CheckpointError(

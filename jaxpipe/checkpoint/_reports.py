@@ -57,17 +57,10 @@ def report(data: Path, error: str | None = None, sha256: Mapping[str, Any] | Non
 
 
 def collect(data: Path, check: Callable[[], object]) -> list[Hashes]:
-    """Reports of all processes, in the order of their indices; waits while those that are missing still write.
+    """Hashes that each process has reported, in order; waits for those that still write.
 
-    Args:
-        data: The folder of the save.
-        check: Raises where nothing is to wait for any more.
-
-    Returns:
-        The hashes that each process has reported.
-
-    Raises:
-        OSError: A process failed, has not been heard of for `_SILENT_S`, or the folder is gone.
+    `data` is the folder of the save. `check` raises where nothing is to wait for any more. Raises
+    OSError where a process failed, has not been heard of for `_SILENT_S`, or the folder is gone.
     """
     own = jax.process_index()
     missing = {index: _Silence() for index in range(jax.process_count())}

@@ -7,16 +7,10 @@ import numpy as np
 
 
 def snapshot(arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    """Copy arrays to host memory, row by row where they lie, without waiting for more than the copy.
+    """Copy arrays to host memory, row by row where they are; waits for no more than the copy.
 
-    Where devices are the host itself nothing is copied yet: as long as somebody looks at a buffer, a step that is given
-    it to reuse writes its results elsewhere.
-
-    Args:
-        arrays: Global arrays by name.
-
-    Returns:
-        Arrays of the same values and layout.
+    Values and layout stay. Where devices are the host itself nothing is copied yet: as long as
+    somebody looks at a buffer, a step that is given it to reuse writes its results elsewhere.
     """
     return {name: _view(array) if _is_on_host(array) else _copy(array) for name, array in arrays.items()}
 

@@ -34,14 +34,11 @@ _READ_BYTES = 256 << 20
 
 
 def write_arrays(path: Path, arrays: Mapping[str, jax.Array]) -> None:
-    """Write this process's blocks of global arrays; `finish_arrays` puts together what all processes wrote.
+    """Write this process's blocks of global arrays, which must not change before the end.
 
-    By Orbax's handler of trees and not by its `save`, whose processes wait for each other: one whose storage fails
-    would leave the others waiting, with nobody who tells them.
-
-    Args:
-        path: A folder, which all processes see.
-        arrays: The arrays by name, which must not change before the end.
+    `path` is a folder that all processes see; `finish_arrays` puts together what all wrote. This is
+    by Orbax's handler of trees and not by its `save`, whose processes wait for each other: one
+    whose storage fails would leave the others waiting.
     """
     ocp = _orbax()
     full = {name: array for name, array in arrays.items() if array.size}
@@ -76,18 +73,10 @@ def _writer() -> Any:
 def read_arrays(
     path: Path, arrays: Mapping[str, StoredArray], rows: Mapping[str, Sequence[int]]
 ) -> Iterator[dict[str, np.ndarray]]:
-    """Read global arrays into host memory, a few at a time, and check their content.
+    """Read global arrays into host memory, a few at a time, by name, and check their content.
 
-    Args:
-        path: The folder.
-        arrays: All arrays there.
-        rows: The arrays to read by name, and which of their rows will be used.
-
-    Yields:
-        Some of the arrays by name.
-
-    Raises:
-        CheckpointError: Something cannot be read, or a row is not what was written.
+    `arrays` are all in the folder; `rows` are those to read, with the rows that will be used.
+    Raises CheckpointError where something cannot be read, or a row is not what was written.
     """
     empty = [name for name in rows if not arrays[name].num_bytes]
     if empty:
@@ -127,11 +116,10 @@ def _check_files(path: Path | str, most_bytes: int) -> None:
 
 
 def hash_blocks(arrays: Mapping[str, jax.Array]) -> dict[str, dict[int, list[str]]]:
-    """Hash the blocks that this process holds, every copy: which of them Orbax writes is its own choice.
+    """Hash every copy of this process's blocks: which of them Orbax writes is its own choice.
 
-    Returns:
-        The hashes in hexadecimal that the copies of a block have, one where they are equal, by the array's name and the
-        block's number; see `StoredArray`.
+    Hashes are in hexadecimal, by the array's name and the block's number; see `StoredArray`. A
+    block has one where its copies are equal.
     """
     found: dict[str, dict[int, list[str]]] = {}
     for name, array in arrays.items():

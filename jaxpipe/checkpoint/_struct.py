@@ -54,8 +54,7 @@ def load_struct(given: Any) -> PyTree:
 def checked_struct(shape: Any, dtype: Any) -> tuple[tuple[int, ...], np.dtype]:
     """A shape and a dtype from JSON.
 
-    Raises:
-        ValueError: One is none, or the array would be larger than any memory.
+    Raises ValueError where one is none, or the array would be larger than any memory.
     """
     is_shape = isinstance(shape, list) and all(type(n) is int and 0 <= n < _MOST_BYTES for n in shape)
     if not is_shape or len(shape) > _MOST_DIMS or math.prod(n for n in shape if n) >= _MOST_BYTES // 16:

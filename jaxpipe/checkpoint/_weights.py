@@ -152,13 +152,10 @@ def _struct_of(leaf: Leaf) -> jax.ShapeDtypeStruct:
 
 
 class _Tensors:
-    """Their tensors, of the leaves of a checkpoint.
+    """Tensors under Hugging Face's names, of the leaves of a checkpoint.
 
-    Args:
-        checkpoint: What holds the leaves.
-        renames: The table.
-        dtype: What floating-point tensors are converted to, if to anything.
-        lora_alpha: As `save_huggingface`.
+    Floating-point tensors are converted to `dtype`, if there is one. `lora_alpha` is as for
+    `save_huggingface`.
     """
 
     def __init__(

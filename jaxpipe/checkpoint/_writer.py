@@ -443,14 +443,12 @@ def _index(job: _Job, reports: list[Hashes]) -> Index:
 
 
 def _clean_up(job: _Job) -> bool:
-    """Make room after a failure, unless that came after the commit.
+    """Make room after a failure, unless that came after the commit; True where it did.
 
-    Where one array cannot be written Orbax leaves the writers of the others alone, and these make folders again. How
-    many they are, and when the last one ends, it does not tell. So the data are removed until they stay away; the next
-    save removes what comes later still, and all of it where storage does not answer now.
-
-    Returns:
-        Whether the checkpoint is committed.
+    Where one array cannot be written Orbax leaves the writers of the others alone, and these make
+    folders again. It says neither how many they are nor when the last one ends. So the data are
+    removed until they stay away; the next save removes what comes later still, and all of it where
+    storage does not answer now.
     """
     try:
         committed = read_commit(job.data.parent)

@@ -52,15 +52,10 @@ def describe_start(  # noqa: PLR0913  # one part or value each
     model_parameters: PyTree,
     num_samples: int | None,
 ) -> dict[str, dict[str, str]]:
-    """What `initialize` is given, in parts as `check_equal` takes them.
+    """Arguments of `initialize`, in parts as `check_equal` takes them.
 
-    Args:
-        settings: The configuration.
-        module: The layers and their cut.
-        mesh: The devices.
-        example_batch: One entry; None: none is given.
-        model_parameters: Initial parameters; None: none are given.
-        num_samples: Length of the training data; None: none are given, or they have no length.
+    `example_batch` is one entry. `num_samples` is the length of the training data; None: there are
+    none, or they have no length.
     """
     named = {name: getattr(module, name) for name in _SETTINGS}
     layers = {f"layers[{each.index}]": each.name for each in module.layers}
@@ -94,16 +89,11 @@ def describe_leaves(tree: PyTree) -> dict[str, str]:
 
 
 def check_program(name: str, lowered: jax.stages.Lowered) -> None:
-    """Compare a program between the processes, which run it together; all processes call.
+    """Compare a program between the processes that run it together. All processes call.
 
-    It holds what no other comparison sees: a number in a layer, in the loss or in an optimiser of the user's.
-
-    Args:
-        name: Its name for users.
-        lowered: The program.
-
-    Raises:
-        ConfigError: It is not the same; the first line that differs is shown.
+    It holds what no other comparison sees: a number in a layer, in the loss or in an optimiser of
+    the user's. Raises ConfigError where programs differ, with the first line that does. `name` is
+    for users.
     """
     if jax.process_count() == 1:
         return

@@ -22,9 +22,6 @@ _EVERY = 10
 class Breakdown:
     """Measures steps and shows what they take, as the configuration asks for it.
 
-    Args:
-        trainer: The programs, the counters, and the configuration.
-
     Attributes:
         is_on: Whether it has anything to do.
     """
@@ -57,14 +54,11 @@ class Breakdown:
         self._totals[what] = self._totals.get(what, 0.0) + elapsed_s
 
     def show(self, pipeline: Pipeline, arguments: tuple[TrainState, Batch] | None) -> Mapping[str, float]:
-        """Show what is due after a step.
+        """Show what is due after a step of `pipeline`.
 
-        Args:
-            pipeline: The pipeline that has run.
-            arguments: State and batch, or their shapes, of its program; None: it has run in several calls.
-
-        Returns:
-            Seconds of its phases, as `phase_times` gives them; empty where it was not recorded.
+        `arguments` are state and batch, or their shapes, of its program; None: it has run in
+        several calls. Returns the seconds of the step's phases, as `phase_times` gives them; empty
+        where it was not recorded.
         """
         phases = phase_times(self._recorded)
         step, report = self._trainer.global_steps, self._trainer.compiler.report
@@ -110,10 +104,9 @@ class Breakdown:
 
 
 def stage_devices(devices: Any) -> dict[int, int]:
-    """One device of each stage of which this process has any, by its number in the process.
+    """Local number of one device of each stage that this process has devices of.
 
-    Args:
-        devices: The mesh's devices, stages along the first dim.
+    `devices` are the mesh's, stages along the first dim.
     """
     own = {
         stage: [device for device in row.flat if device.process_index == jax.process_index()]

@@ -62,10 +62,9 @@ class LoadOptions:
 class Checkpointer:
     """Writes and reads the checkpoints of an engine.
 
-    Args:
-        trainer: The state, and the configuration: its section `checkpoint` counts, and all of it is stored.
-        source: The microbatches; the state of their iterator is stored too.
-        when_loaded: Called as soon as another state is in place, to forget what belongs to the steps before.
+    They hold the state and all of the configuration of `trainer`, and the state of the iterator of
+    `source`. `when_loaded` is called as soon as another state is in place, to forget what belongs
+    to the steps before.
     """
 
     def __init__(self, trainer: Trainer, source: MicrobatchSource, when_loaded: Callable[[], None]) -> None:
@@ -118,8 +117,7 @@ class Checkpointer:
     def wait(self) -> None:
         """Wait until the last checkpoint is on disk.
 
-        Raises:
-            CheckpointError: It could not be written.
+        Raises CheckpointError where it could not be written.
         """
         self._writer.wait()
 
@@ -244,13 +242,9 @@ class Checkpointer:
 
 
 class _PreemptionWatch:
-    """Catches signals that announce the end of this process, for all processes to look at between steps.
+    """Catches signals that announce the end of this process; all processes look between steps.
 
-    Args:
-        signals: Which ones.
-
-    Raises:
-        CheckpointError: It is not made in the main thread, which alone may catch signals.
+    Must be made in the main thread, which alone may catch signals.
     """
 
     def __init__(self, signals: Sequence[signal.Signals]) -> None:
@@ -264,10 +258,9 @@ class _PreemptionWatch:
             signal.signal(each, self._note)
 
     def exit_code(self) -> int | None:
-        """The exit status of a process that the signal ended, if one came to any process; all processes call.
+        """Exit status of a process that the signal ended, the same on all. All processes call.
 
-        Returns:
-            128 plus the signal's number, the same on all processes; None: no signal came.
+        It is 128 plus the signal's number, whichever process got it; None: no signal came.
         """
         # `jax.experimental.multihost_utils.reached_preemption_sync_point` takes 0.03 ms where this gather takes 4 ms
         # (JAX 0.10.2, two processes that share two cores), but cannot replace it: it is always False in one process

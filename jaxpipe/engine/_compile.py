@@ -29,8 +29,7 @@ def print_line(line: str) -> None:
 class Compiler:
     """Compiles jitted functions, each once, with a line before and one with the time after.
 
-    Args:
-        reporter: Takes the lines; None: they are dropped.
+    `reporter` takes the lines; None: they are dropped.
     """
 
     def __init__(self, reporter: Reporter | None) -> None:
@@ -45,17 +44,10 @@ class Compiler:
     def compile(self, function: Any, args: tuple[Any, ...], name: str, describe: Callable[[], str]) -> None:
         """Compile a function whose arguments always have one form, unless that is done.
 
-        The next call finds the program in JAX's own cache. So the long part is over before a state is donated, and can
-        be interrupted.
-
-        Args:
-            function: A function that `jax.jit` returned.
-            args: Its arguments.
-            name: Its name for users.
-            describe: Returns a description of the arguments, such as " for 4 microbatches".
-
-        Raises:
-            ConfigError: It is another program in another process.
+        The next call finds the program in JAX's own cache. So the long part is over before a state
+        is donated, and can be interrupted. `name` is for users; `describe` returns a description of
+        the arguments, for example " for 4 microbatches". Raises ConfigError where another process
+        has another program.
         """
         if function in self._compiled:
             return
@@ -67,11 +59,7 @@ class Compiler:
 
     @contextlib.contextmanager
     def waiting(self, what: str) -> Generator[None]:
-        """Show now and then that a call outside of steps goes on.
-
-        Args:
-            what: Its name.
-        """
+        """Show now and then that a call outside of steps goes on, by its name."""
         is_over, began = threading.Event(), time.perf_counter()
 
         def show() -> None:

@@ -970,17 +970,9 @@ def _check_monitor(monitor: Any) -> None:
 
 
 def _checked_count(reduce_output: Any, num_micro_batches: Any) -> int | None:
-    """Check what `eval_batch` is asked for.
+    """Check the arguments of `eval_batch`; return the count, a positive integer or None.
 
-    Args:
-        reduce_output: `"avg"` or None.
-        num_micro_batches: A positive integer or None.
-
-    Returns:
-        The latter.
-
-    Raises:
-        ConfigError: One is something else.
+    `reduce_output` must be `"avg"` or None.
     """
     if reduce_output not in ("avg", None):
         raise ConfigError(

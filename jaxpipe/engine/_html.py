@@ -18,14 +18,8 @@ _MOST_ACTIONS = 4096
 def engine_html(title: str, module: PipelineModule, pipeline: Pipeline | None, facts: Mapping[str, object]) -> str:
     """Show an engine: what it is, its layers by stage, and its schedule as a picture.
 
-    Args:
-        title: What stands above.
-        module: The layers.
-        pipeline: Their cut and the schedule; None: not known yet.
-        facts: Numbers by name.
-
-    Returns:
-        HTML, whole in itself; nothing is asked of the devices.
+    The HTML is whole in itself, and nothing is asked of the devices. `pipeline` gives the cut and
+    the schedule; None: not known yet. `facts` are numbers by name.
     """
     lines = [f"<div><p><b>{html.escape(title)}</b></p>", html_table((), [(k, str(v)) for k, v in facts.items()], _CELL)]
     names = [named.name for named in module.layers]

@@ -32,12 +32,10 @@ _ADVICE = (
 class Lockstep:
     """Lets all processes take the next batch, or none.
 
-    Processes exchange whether they have a batch, of what form and for which call, before anything starts that all must
-    take part in; a checksum, since processes that hold parts of one replica must feed the same samples; and what the
-    user has set since the engine was made.
-
-    Args:
-        shard: The samples that this process feeds.
+    Processes exchange whether they have a batch, of what form and for which call, before anything
+    starts that all must take part in; a checksum, since processes that hold parts of one replica
+    must feed the same samples; and what the user has set since the engine was made. `shard` is what
+    this process feeds.
 
     Attributes:
         settings: What calls have set, by name.
@@ -50,21 +48,14 @@ class Lockstep:
         """True once it is known that no other process feeds the same shard."""
 
     def take(self, call: str, read: Callable[[], tuple[T, Batch]], *, is_whole: bool = False) -> tuple[T, Batch]:
-        """Take a batch.
+        """Take a batch, for what `call` names; returns what `read` does. All processes call.
 
-        Args:
-            call: What the batch is for.
-            read: Returns something made for this process's part of the batch, and the part.
-            is_whole: Whether each process gives the batch of all replicas.
+        `read` returns something made for this process's part of the batch, and the part. With
+        `is_whole` each process gives the batch of all replicas.
 
-        Returns:
-            What `read` returned.
-
-        Raises:
-            StopIteration: The data of all processes ended.
-            DataError: They ended on some only, or their batches do not go together.
-            ConfigError: `settings` differ.
-            Exception: What `read` raised; where it raised on another process the same kind of error.
+        Raises StopIteration where the data of all processes ended, and DataError where only some
+        did or the batches do not go together. Raises ConfigError where `settings` differ. Where
+        `read` raised, that error is raised here, and one of its kind on the other processes.
         """
         if jax.process_count() == 1:
             return read()

@@ -83,20 +83,13 @@ def compile_forward(
 ) -> Callable[..., tuple[PyTree, GradientAccumulator, jax.Array]]:
     """Make the function that a step calls for each of its microbatches.
 
-    Layers see the cotangent of the mean over the step's microbatches, as they do in a whole batch. Where losses are
-    `(sum, weight)`, the weights of microbatches that are still to come are taken to be that of the present one: only a
-    layer whose backward is not linear can tell.
+    It is `forward(state, batch, index) -> (collections, accumulator, loss)`, jitted; `index` counts
+    the step's microbatches. `pipeline` is one of one microbatch.
 
-    Args:
-        pipeline: A pipeline of one microbatch.
-        num_microbatches: Microbatches per step.
-
-    Returns:
-        `forward(state, batch, index) -> (collections, accumulator, loss)`, jitted; `index` counts the step's
-        microbatches.
-
-    Raises:
-        PipelineError: The loss is `(sum, weight)`, layers add losses to it, and a step has several microbatches.
+    Layers see the cotangent of the mean over the step's microbatches, as they do in a whole batch.
+    Where losses are `(sum, weight)`, the weights of microbatches that are still to come are taken
+    to be that of the present one: only a layer whose backward is not linear can tell. Raises
+    PipelineError where layers add losses to that loss and a step has several microbatches.
     """
     if num_microbatches > 1:
         _check_aux_losses(pipeline, num_microbatches)
@@ -114,14 +107,11 @@ def compile_forward(
 def compile_update(
     pipeline: Pipeline,
 ) -> Callable[[TrainState, PyTree, GradientAccumulator], tuple[TrainState, Metrics]]:
-    """Make the function that ends a step.
+    """Make the function that ends a step: it clips and applies the mean gradient.
 
-    Args:
-        pipeline: Any pipeline with states of this form.
-
-    Returns:
-        `update(state, collections, accumulator) -> (state, metrics)`, jitted, the state donated: clips and applies the
-        mean gradient. `collections` are those before the step, to which a step whose gradients overflowed goes back.
+    It is `update(state, collections, accumulator) -> (state, metrics)`, jitted, the state donated.
+    `collections` are those before the step, to which a step whose gradients overflowed goes back.
+    Any pipeline with states of this form will do.
     """
 
     def jaxpipe_update(

@@ -45,11 +45,7 @@ class ModelTree:
         return jax.tree.map(lambda x: self.unwrap(x) if _is_of_layers(x) else x, state, is_leaf=_is_of_layers)
 
     def check(self, pipeline: Pipeline, params: PyTree) -> None:
-        """Compare parameters of all layers with the model's, in the user's words.
-
-        Raises:
-            LayerError: They are not those of the model.
-        """
+        """Compare parameters of all layers with the model's; errors are in the user's words."""
         if self.layer is None:
             pipeline.check_params(params)
             return
@@ -62,17 +58,10 @@ def _is_of_layers(tree: PyTree) -> bool:
 
 
 def merge_params(present: PyTree, given: PyTree) -> PyTree:
-    """Take from a tree what fits, and warn of the rest.
+    """Replace the parameters that another tree has in the same shape, and warn of the rest.
 
-    Args:
-        present: The model's parameters.
-        given: A tree that may lack some, hold others, or have other shapes.
-
-    Returns:
-        The present tree with every parameter replaced that `given` has in the same shape.
-
-    Raises:
-        LayerError: A leaf is no array of floating-point numbers.
+    `given` may lack some, hold others, or have other shapes. Raises LayerError where a leaf is no
+    array of floating-point numbers.
     """
     now, new = flatten_dict(present), flatten_dict(read_params(given))
     fits = {

@@ -17,18 +17,12 @@ from jaxpipe.pipeline import Pipeline
 
 
 def split_samples(inputs: PyTree, side: Mapping[str, PyTree] | None, size: int) -> tuple[Batch, int]:
-    """Cut samples into microbatches of all replicas, the last one filled up with copies of the last sample.
+    """Cut samples into microbatches of all replicas; copies of the last sample fill the last one.
 
-    Args:
-        inputs: Leaves `[num_samples, ...]`.
-        side: Side inputs, likewise; None: none.
-        size: Samples per microbatch over all replicas.
-
-    Returns:
-        The batch without labels, leaves `[num_microbatches, size, ...]`, and the number of samples.
-
-    Raises:
-        DataError: There is no sample, leaves disagree on how many there are, or one is no array of numbers.
+    `inputs` and `side` have leaves `[num_samples, ...]`; `size` is samples per microbatch over all
+    replicas. Returns the batch without labels, leaves `[num_microbatches, size, ...]`, and the
+    number of samples. Raises DataError where there is no sample, leaves disagree on how many there
+    are, or one is no array of numbers.
     """
     if hasattr(inputs, "__next__"):
         raise DataError(
@@ -64,15 +58,9 @@ def split_samples(inputs: PyTree, side: Mapping[str, PyTree] | None, size: int) 
 
 
 def join_samples(outputs: PyTree, num_samples: int, mesh: Mesh) -> PyTree:
-    """Put the outputs of microbatches together.
+    """Put the outputs of microbatches together, on every device.
 
-    Args:
-        outputs: Leaves `[num_microbatches, size, ...]`.
-        num_samples: How many samples are real.
-        mesh: The devices.
-
-    Returns:
-        Leaves `[num_samples, ...]`, on every device.
+    Leaves `[num_microbatches, size, ...]` become `[num_samples, ...]`: only real samples are kept.
     """
     # In a program: rows on the devices of other processes cannot be sliced from the host.
     return jax.jit(_join, static_argnums=1, out_shardings=NamedSharding(mesh, P()))(outputs, num_samples)
@@ -83,10 +71,9 @@ def _join(outputs: PyTree, num_samples: int) -> PyTree:
 
 
 def check_outputs(pipeline: Pipeline) -> None:
-    """Make sure that outputs of microbatches can be put side by side.
+    """Refuse a model whose output has a leaf without a dim of samples, with a LayerError.
 
-    Raises:
-        LayerError: A leaf of the model's output has no dim of samples.
+    Outputs of microbatches could not be put side by side.
     """
     struct: Any = pipeline.trace.boundaries[-1]
     size = jax.tree.leaves(pipeline.microbatch_struct)[0].shape[0]

@@ -13,11 +13,9 @@ from jaxpipe.state import TrainState
 class OverflowWatch:
     """Looks at the loss scale of past steps.
 
-    A step whose result has arrived is looked at before the next; one still under way is waited for only when a second
-    one is under way behind it. So the error comes one step late at most, and the devices never wait for the host.
-
-    Args:
-        scaler: How the loss scale moves; None or a static one: there is nothing to look at.
+    A step whose result has arrived is looked at before the next; one still under way is waited for
+    only when a second one is under way behind it. So the error comes one step late at most, and the
+    devices never wait for the host. Without a dynamic `scaler` there is nothing to look at.
     """
 
     def __init__(self, scaler: LossScaler | None) -> None:
@@ -34,8 +32,7 @@ class OverflowWatch:
     def check(self) -> None:
         """Look at the steps whose results have arrived.
 
-        Raises:
-            PipelineError: Gradients overflowed at the smallest loss scale.
+        Raises PipelineError where gradients overflowed at the smallest loss scale.
         """
         is_alone = jax.process_count() == 1  # else processes could come to different ends
         while self._pending and (len(self._pending) > 1 or (is_alone and self._pending[0].is_ready())):

@@ -43,22 +43,18 @@ class _Form:
 
 
 class ProgramCache:
-    """Makes and keeps a `Pipeline` for each shape of a batch and number of microbatches, all over one form of state.
+    """Makes and keeps pipelines, all over one form of state.
 
-    A pipeline traces its layers once, so there is one for each `jax.default_matmul_precision` too.
-
-    Args:
-        module: The layers.
-        optimizer: An optax transformation; None: nothing is trained.
-        mesh: The devices.
-        config: The configuration of pipelines.
-        replicas: The replicas whose samples this process feeds.
-        planned_microbatches: Returns the number of microbatches of a training step, for which a schedule or a cut is
-            chosen, whatever the first batch has.
+    There is a `Pipeline` for each shape of a batch and number of microbatches. It traces its layers
+    once, so there is one for each `jax.default_matmul_precision` too. Without `optimizer` nothing
+    is trained. `replicas` are those whose samples this process feeds. `planned_microbatches`
+    returns the number of microbatches of a training step, for which a schedule or a cut is chosen,
+    whatever the first batch has.
 
     Attributes:
         module: The layers, with their cut once it is known.
-        latest: The pipeline of the last batch with labels, or of the last at all if none had; None before the first.
+        latest: The pipeline of the last batch with labels, or of the last at all if none had; None
+            before the first.
     """
 
     def __init__(
@@ -98,23 +94,16 @@ class ProgramCache:
         is_whole: bool = False,
         microbatch_size: int | None = None,
     ) -> Pipeline:
-        """The pipeline for shapes, made anew where they are new.
+        """The pipeline for shapes, made anew where they are new; all share one form of state.
 
-        Args:
-            entry: `(inputs, labels)` or `(inputs, labels, side)`, arrays or shapes, leaves
-                `[microbatch_size * replicas, ...]`.
-            num_microbatches: Microbatches per batch.
-            has_labels: False: the entry's labels are empty, and the pipeline only predicts.
-            is_whole: Whether the entry is for all replicas, not only those of this process.
-            microbatch_size: Samples per microbatch and replica; None: as many as configured.
+        `entry` is `(inputs, labels)` or `(inputs, labels, side)`, arrays or shapes, with leaves
+        `[microbatch_size * replicas, ...]`. It is for the replicas of this process, or with
+        `is_whole` for all. Without `has_labels`, its labels are empty and the pipeline only
+        predicts. `microbatch_size` is samples per microbatch and replica; None: as many as
+        configured.
 
-        Returns:
-            The pipeline; all share one form of state.
-
-        Raises:
-            DataError: The leading size is wrong, structure or dtypes are not those of the first batch, or such shapes
-                would need another form of state.
-            JaxpipeError: What `Pipeline` raises.
+        Raises DataError where the leading size is wrong, structure or dtypes are not those of the
+        first batch, or the shapes would need another form of state.
         """
         struct = self._whole(entry, is_whole, microbatch_size or self._microbatch_size)
         self._check_like(struct, has_labels)

@@ -27,11 +27,8 @@ _RATE = "learning_rate"
 class Reports:
     """Hyperparameters, metrics and speed of a training.
 
-    Nothing is fetched from the devices before it is asked for.
-
-    Args:
-        trainer: The state, and the configuration: its sections `optimizer` and `scheduler` count.
-        schedules: The hyperparameters that follow a schedule.
+    Nothing is fetched from the devices before it is asked for. `schedules` are the hyperparameters
+    that follow a schedule.
 
     Attributes:
         metrics: Metrics of the last step; None before the first.

@@ -51,11 +51,7 @@ class _Pulled:
 
 
 class MicrobatchSource:
-    """Pulls microbatches from iterators and stacks them.
-
-    Args:
-        data_iter: What is read where no iterator is given.
-    """
+    """Pulls microbatches from iterators and stacks them; reads `data_iter` where none is given."""
 
     def __init__(self, data_iter: Iterator[Entry] | None) -> None:
         self._data_iter = data_iter
@@ -72,11 +68,7 @@ class MicrobatchSource:
         self._pulled = _Pulled(None)
 
     def set_iterator(self, iterator: Iterator[Entry]) -> None:
-        """Replace the iterator that is read where none is given.
-
-        Raises:
-            DataError: It is not an iterator.
-        """
+        """Replace the iterator that is read where none is given."""
         self._data_iter, self._trained = _checked_iterator(iterator), None
         self._resume(self._data_iter)
 
@@ -94,10 +86,9 @@ class MicrobatchSource:
         return get_place(self._data_iter if self._trained is None else self._trained)
 
     def position(self) -> dict[str, Any]:
-        """The place in the data for a checkpoint, as JSON; a warning, once, if there is none.
+        """Place in the data for a checkpoint, as JSON of what `set_state` takes.
 
-        Returns:
-            What `set_state` takes, decoded.
+        Warns, once, if there is none.
         """
         state, why = self.get_state(), None
         # An iterator that gives one batch alone is made for each: then the caller knows the place.
@@ -124,14 +115,11 @@ class MicrobatchSource:
     def set_state(self, state: Any, *, is_own: bool, why_none: str | None = None) -> None:
         """Go on from the iterator's state in another run.
 
-        Args:
-            state: What `get_state` returned there; None: iterators stay where they are.
-            is_own: What `is_own` was there: then the iterator that is set takes the state at once; else, or where none
-                is set, the next one that training reads.
-            why_none: Why there is no state, for a warning; None: there is one, or none is missed.
-
-        Raises:
-            DataError: The iterator that is set is of another kind.
+        `state` is what `get_state` returned there, `is_own` what `is_own` was. Without a state,
+        iterators stay where they are. With `is_own` the iterator that is set takes the state at
+        once; else, or where none is set, the next one that training reads does. `why_none` says why
+        there is no state, for a warning; None: there is one, or none is missed. Raises DataError
+        where the iterator that is set is of another kind.
         """
         if why_none is not None:
             warnings.warn(
@@ -147,11 +135,7 @@ class MicrobatchSource:
         self._pending = (state, is_own) if waits else None
 
     def snapshot(self) -> Callable[[], None]:
-        """Note the state of the iterators.
-
-        Returns:
-            A function that restores it.
-        """
+        """Note the state of the iterators; the result is a function that restores it."""
         pending, trained = self._pending, self._trained
         iterator, self._has_moved = self._data_iter, False
         state = get_place(iterator)
@@ -170,11 +154,7 @@ class MicrobatchSource:
             self._pending = None
 
     def set_batch_fn(self, fn: Callable[[Any], Entry] | None) -> None:
-        """Map every entry pulled from now on; None maps none.
-
-        Raises:
-            DataError: It is not callable.
-        """
+        """Map every entry pulled from now on; None maps none."""
         if fn is not None and not callable(fn):
             raise DataError(
                 f"set_batch_fn must be given a function of one entry, but got fn={fn!r}. Pass None for none."
@@ -224,25 +204,15 @@ class MicrobatchSource:
         has_labels: bool = True,
         is_training: bool = False,
     ) -> Batch:
-        """Pull a batch.
+        """Pull a batch with leaves `[num_microbatches, ...]`, as numpy arrays.
 
-        Entries that are pulled for a batch which cannot be completed are lost: they are named, not given again.
+        Entries that are pulled for a batch which cannot be completed are lost: they are named, not
+        given again. `data_iter=None` reads the iterator that is set, which is for training. `what`
+        names the batch in messages. Without `has_labels`, the labels of every entry are left out,
+        whatever they are. With `is_training`, `get_state` gives the state of this iterator.
 
-        Args:
-            data_iter: The iterator; None: the one that is set, which is for training.
-            num_microbatches: How many entries to take.
-            what: What the batch is for, for messages.
-            has_labels: False leaves the labels of every entry out, whatever they are.
-            is_training: True: the batch will be trained, and `get_state` gives the state of this iterator.
-
-        Returns:
-            The batch with leaves `[num_microbatches, ...]`, as numpy arrays.
-
-        Raises:
-            StopIteration: The iterator ended; where it did within a batch, with a line in the log.
-            PipelineError: There is no iterator.
-            DataError: It is none, or its entries do not stack.
-            Exception: What the iterator raised, with a note of how many entries it had given.
+        Raises StopIteration where the iterator ended; where it did within a batch, with a line in
+        the log. An error of the iterator gets a note of how many entries it had given.
         """
         iterator = self._data_iter if data_iter is None else _checked_iterator(data_iter)
         if iterator is None:

@@ -20,17 +20,13 @@ _PREFIX = "Train/Samples/"
 
 
 class Telemetry:
-    """Gives the numbers of each step to monitors, which read them when the devices have computed them.
+    """Gives the numbers of each step to monitors, which read them when devices have computed them.
 
-    Args:
-        trainer: The state and its counters.
-        reports: The metrics.
-        breakdown: Learns how long calls outside of steps take.
-        monitors: Users' monitors.
+    `breakdown` learns how long calls outside of steps take. `monitors` are the user's.
 
     Attributes:
-        is_on: Whether there are or were monitors. It is the same in all processes, each of which takes part in the
-            programs that read the state.
+        is_on: Whether there are or were monitors. It is the same in all processes, each of which
+            takes part in the programs that read the state.
     """
 
     def __init__(self, trainer: Trainer, reports: Reports, breakdown: Breakdown, monitors: Sequence[Monitor]) -> None:
@@ -133,12 +129,7 @@ class _Speed:
     def after(self, num_samples: int, num_tokens: int | None) -> Mapping[str, float]:
         """Speed of the step that has just ended; nothing after the first, which compiled.
 
-        Args:
-            num_samples: Samples trained so far.
-            num_tokens: Tokens trained so far, where they are counted.
-
-        Returns:
-            Name to number.
+        Takes samples and tokens trained so far; tokens where they are counted.
         """
         now = time.perf_counter()
         last, self._last = self._last, (num_samples, num_tokens, now)

@@ -28,14 +28,9 @@ from ._programs import ProgramCache, describe_batch
 class Trainer:
     """The one `TrainState` of an engine, its counters, and the programs that run on it.
 
-    Args:
-        module: The layers and their cut.
-        optimizer: An optax transformation; None: nothing is trained.
-        config: The configuration.
-        mesh: The devices.
-        tree: The form of the user's parameters.
-        model_parameters: Initial parameters in that form; None: made from `base_seed`.
-        reporter: Takes a line before and after each compile.
+    Without `optimizer` nothing is trained. `tree` is the form of the user's parameters, and so of
+    `model_parameters`; without these, parameters are made from `base_seed`. `reporter` takes a line
+    before and after each compile.
 
     Attributes:
         sizes: Sizes of a batch.
@@ -45,7 +40,8 @@ class Trainer:
         compiler: Compiles, and shows lines.
         watch: Looks at the loss scale of past steps.
         heartbeat: Signals to the launcher that steps finish.
-        model_parameters: Initial parameters of all layers until the state is made of them; else None.
+        model_parameters: Initial parameters of all layers until the state is made of them; else
+            None.
         global_steps: Batches trained so far.
         global_samples: Samples trained so far.
     """
@@ -86,11 +82,7 @@ class Trainer:
 
     @property
     def pipeline(self) -> Pipeline:
-        """The pipeline of the last batch.
-
-        Raises:
-            PipelineError: No shapes are known yet.
-        """
+        """The pipeline of the last batch; raises PipelineError where no shapes are known yet."""
         if self.programs.latest is None:
             size = self.sizes.train_micro_batch_size_per_gpu * self.num_replicas
             raise PipelineError(
@@ -105,8 +97,7 @@ class Trainer:
     def state(self) -> TrainState:
         """The present state, made when it is first asked for.
 
-        Raises:
-            PipelineError: No shapes are known yet, or the state is lost.
+        Raises PipelineError where no shapes are known yet, or the state is lost.
         """
         if self._state is None:
             pipeline, given = self.pipeline, self.model_parameters
@@ -143,24 +134,16 @@ class Trainer:
         return self._state
 
     def check_parameters(self) -> None:
-        """Refuse initial parameters that are not the model's, where some wait.
-
-        Raises:
-            LayerError: They are not.
-        """
+        """Refuse initial parameters that are not the model's, where some wait."""
         if self.model_parameters is not None:
             self.tree.check(self.pipeline, self.model_parameters)
 
     def prepare(self, name: str, function: Callable[..., Any], *args: Any) -> TrainState:
-        """Do all that a call of a program on the state waits for: the state, the program before it, the compiler.
+        """Do all that a call of a program on the state waits for; return the state to call it on.
 
-        Args:
-            name: The program's name for users.
-            function: The program, `function(state, *args)`, jitted.
-            args: Its other arguments; first the batch, if it takes one.
-
-        Returns:
-            The state to call it on.
+        That is the state, the program before it, and the compiler. The program is `function(state,
+        *args)`, jitted, and `name` is its name for users. The batch, if it takes one, is the first
+        of `args`.
         """
         state = self.state
         self.block_until_ready()
@@ -194,13 +177,10 @@ class Trainer:
             jax.block_until_ready(self._in_flight)
 
     def build_for(self, batch: Any) -> Callable[[], None]:
-        """Build the pipeline for a microbatch `(inputs, labels, side)` of another run, unless shapes are known.
+        """Build the pipeline for a microbatch of another run, unless shapes are known.
 
-        Args:
-            batch: Shapes and dtypes; None: not known.
-
-        Returns:
-            A function that undoes it.
+        `batch` is `(inputs, labels, side)`, shapes and dtypes; None: not known. Returns a function
+        that undoes it.
         """
         if self.programs.latest is not None:
             return lambda: None

@@ -21,11 +21,7 @@ class Turn:
         self._holder = ("", "")
 
     def take(self, call: str) -> None:
-        """Begin a call.
-
-        Raises:
-            PipelineError: Another thread is within one.
-        """
+        """Begin a call; raises PipelineError where another thread is within one."""
         name = threading.current_thread().name
         if not self._lock.acquire(blocking=False):
             holder, running = self._holder

@@ -32,16 +32,8 @@ from ._turn import one_thread
 def as_one_stage(model: Any, loss_fn: Callable[[PyTree, PyTree], Any] | None) -> PipelineModule:
     """A plain model as a `PipelineModule` of one layer.
 
-    Args:
-        model: A Linen module, a `LayerSpec` of a Linen or NNX class, or a function of the inputs.
-        loss_fn: As for `PipelineModule`; None: the model's output is the loss.
-
-    Returns:
-        The module.
-
-    Raises:
-        ConfigError: The model is none of these.
-        LayerError: It cannot be a layer, or `loss_fn` is not callable.
+    `model` is a Linen module, a `LayerSpec` of a Linen or NNX class, or a function of the inputs.
+    Without `loss_fn`, its output is the loss.
     """
     if isinstance(model, TiedLayerSpec) or not (
         isinstance(model, (nn.Module, nnx.Module, LayerSpec)) or callable(model)
@@ -54,13 +46,9 @@ def as_one_stage(model: Any, loss_fn: Callable[[PyTree, PyTree], Any] | None) ->
 
 
 def further_inputs(model: Any) -> tuple[str, ...]:
-    """Names of the arguments that a plain model's call takes by position after its first, in order.
+    """Names of the arguments that a plain model's call takes by position after its first.
 
-    Args:
-        model: As for `as_one_stage`.
-
-    Returns:
-        The names; none where the call has no signature.
+    `model` is as for `as_one_stage`. There are none where the call has no signature.
     """
     is_class = isinstance(model, LayerSpec) and isinstance(model.typename, type)
     call = model.typename.__call__ if is_class else model.build() if isinstance(model, LayerSpec) else model
@@ -373,10 +361,6 @@ _AVERAGED = "Forward has averaged them over the replicas, inside its program"
 
 
 def _refuse_unless(neutral: Any, call: str, name: str, value: Any, why: str) -> None:
-    """Refuse an argument of DeepSpeed's that means nothing here.
-
-    Raises:
-        PipelineError: It is not the one value that changes nothing.
-    """
+    """Refuse an argument of DeepSpeed's that means nothing here, unless it changes nothing."""
     if value is not neutral:
         raise PipelineError(f"{name} must be {neutral} in {call}, but got {name}={value!r}. {why}: leave it out.")

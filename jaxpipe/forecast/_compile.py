@@ -51,11 +51,7 @@ class CompiledStep:
 
 
 def target_config(hardware: Hardware) -> str:
-    """XLA's description of a device to compile for.
-
-    Raises:
-        ConfigError: There is none for it.
-    """
+    """XLA's description of a device to compile for; raises ConfigError where there is none."""
     if hardware.name not in _OF_ITS_KIND:
         raise ConfigError(
             f"programs can be compiled ahead of time for {' and '.join(_OF_ITS_KIND)}, but got {hardware.name!r}. "

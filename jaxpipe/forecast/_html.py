@@ -26,14 +26,7 @@ th { border-bottom: 1px solid #999; } tr:nth-child(even) td { background: #f5f5f
 def page_of(
     plan: "StepPlan", heads: Sequence[str], rows: Iterable[Sequence[str]], stages: Sequence[Sequence[str]]
 ) -> str:
-    """Write the page.
-
-    Args:
-        plan: The plan.
-        heads: Heads of the table of candidates.
-        rows: Its rows.
-        stages: The table of stages, heads first.
-    """
+    """Write the page, with the table of candidates and the table of stages, heads first."""
     title, *_ = str(plan).splitlines()
     return "\n".join(
         [

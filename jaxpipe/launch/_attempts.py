@@ -24,21 +24,10 @@ def run_attempts(
 ) -> int:
     """Run a group, and again after each failure, as often as the limits allow.
 
-    A request to end is no failure. Whether a new attempt goes on where the last one was is the program's own doing: it
-    loads its last checkpoint.
-
-    Args:
-        commands: Gives the commands for the number of restarts until then and a folder for heartbeat files.
-        limits: How long things may take, and how often.
-        log_dir: Where the processes' output is written too.
-        control: How the launcher that started this node tells it what to do; see `StopRequests`.
-        label: What stands in brackets before the launcher's own lines.
-
-    Returns:
-        The exit code of the last attempt.
-
-    Raises:
-        LaunchError: A process could not be started, or the folder of logs cannot be written to.
+    A request to end is no failure. Whether a new attempt continues where the last one was is up to
+    the program: it loads its last checkpoint. `commands` takes the number of restarts so far and a
+    folder for heartbeat files. `control` is as for `StopRequests`; `label` is in brackets before
+    the launcher's own lines. Returns the exit code of the last attempt.
     """
     before = restarts_before()
     with StopRequests(control) as requests, Output(log_dir, append=before > 0, own_label=label) as output:

@@ -22,14 +22,11 @@ _NODE_MARGIN_S = 10.0
 
 @dataclass(frozen=True)
 class Limits:
-    """Time limits of a group.
+    """Time limits of a group, and its number of restarts.
 
-    Args:
-        grace_s: From a SIGTERM that the launcher passes on to SIGKILL.
-        kill_grace_s: The same after a failure, a stall, or an interrupt.
-        stall_timeout_s: Between two steps of a process; None: any time.
-        start_timeout_s: Until its first step; None: any time.
-        max_restarts: How often the whole group is started again after a failure.
+    `grace_s` is from a SIGTERM that the launcher passes on to SIGKILL; `kill_grace_s` is the same
+    after a failure, a stall or an interrupt. `stall_timeout_s` is between two steps of a process,
+    `start_timeout_s` until its first; None sets no limit.
     """
 
     grace_s: float = 30.0
@@ -43,11 +40,9 @@ class Limits:
 class Outcome:
     """End of a group.
 
-    Args:
-        exit_code: 0, that of the first process that failed, or 128 and the signal's number.
-        reason: Why it is not 0, as a sentence.
-        may_restart: False after a request to end.
-        failed: The process of this node that failed first, if one did.
+    `exit_code` is 0, that of the first process that failed, or 128 plus the signal's number;
+    `reason` says why it is not 0, as a sentence. `may_restart` is False after a request to end.
+    `failed` is the process of this node that failed first.
     """
 
     exit_code: int
@@ -59,19 +54,8 @@ class Outcome:
 def run_group(commands: Sequence[Command], limits: Limits, requests: StopRequests, output: Output) -> Outcome:
     """Start processes, wait for all, and end the others when one fails.
 
-    When this returns or raises, every process that was started has ended, with all of its process group.
-
-    Args:
-        commands: What to start.
-        limits: How long things may take.
-        requests: What may ask to end.
-        output: Takes what the processes write; closed at the end.
-
-    Returns:
-        How it ended.
-
-    Raises:
-        LaunchError: One could not be started.
+    When this returns or raises, every process that was started has ended, with all of its process
+    group. `output` is closed at the end.
     """
     members: list[Member] = []
     guard = Guard()

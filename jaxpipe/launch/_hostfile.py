@@ -20,16 +20,8 @@ _PATIENCE_S = 10.0
 def read_hostfile(path: Path) -> tuple[Node, ...]:
     """Read a file of lines `name slots=N`.
 
-    Empty lines, and what follows a `#`, are left out.
-
-    Args:
-        path: The file.
-
-    Returns:
-        The nodes in the file's order, each with slots 0 to N - 1.
-
-    Raises:
-        LaunchError: The file cannot be read or names no node; a line is of another form or names a node again.
+    Empty lines, and what follows a `#`, are left out. Each node has slots 0 to N - 1. Raises
+    LaunchError where the file names no node, or one twice.
 
     Reference:
         DeepSpeed's hostfile.
@@ -96,20 +88,11 @@ def choose_nodes(
     num_nodes: int | None = None,
     num_gpus: int | None = None,
 ) -> tuple[Node, ...]:
-    """Take some nodes and slots of a hostfile.
+    """Take some nodes and slots of a hostfile, in its order.
 
-    Args:
-        nodes: All of them.
-        include: `NODE[:SLOTS]` joined by `@`: only these; a node without slots has all.
-        exclude: The same: all but these.
-        num_nodes: The first so many nodes.
-        num_gpus: The first so many slots of each.
-
-    Returns:
-        The nodes that are left, in the hostfile's order.
-
-    Raises:
-        LaunchError: More than one way of choosing is used, a node or slot is unknown, or nothing is left.
+    `include` and `exclude` are `NODE[:SLOTS]` joined by `@`; a node without slots has all.
+    `num_nodes` takes the first nodes, `num_gpus` the first slots of each. Raises LaunchError where
+    more than one way of choosing is used, a node or slot is unknown, or nothing is left.
 
     Reference:
         DeepSpeed's `--include`, `--exclude`, `--num_nodes` and `--num_gpus`.

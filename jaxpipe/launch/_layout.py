@@ -11,26 +11,14 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
 
 def read_name(text: str) -> str | None:
-    """The name of a node, or its address, as others reach it.
-
-    Args:
-        text: It; an IPv6 address with brackets or without.
-
-    Returns:
-        The same without brackets; None where it can be no name.
-    """
+    """Name or address of a node, without the brackets of IPv6; None where it can be neither."""
     inner = text[1:-1] if text.startswith("[") and text.endswith("]") else text
     return inner if is_ipv6(inner) or _NAME.fullmatch(text) else None
 
 
 @dataclass(frozen=True)
 class Node:
-    """One machine.
-
-    Args:
-        name: What the others call it.
-        slots: Local numbers of its devices that are used.
-    """
+    """One machine: what the others call it, and the local numbers of its devices that are used."""
 
     name: str
     slots: tuple[int, ...]
@@ -41,12 +29,7 @@ class Node:
 
 @dataclass(frozen=True)
 class ProcessSlot:
-    """Node and devices of one process.
-
-    Args:
-        process_id: Its number among all.
-        devices: Local numbers of its devices.
-    """
+    """Number of one process among all, and the local numbers of its devices."""
 
     process_id: int
     devices: tuple[int, ...]
@@ -56,15 +39,9 @@ class ProcessSlot:
 class Layout:
     """All nodes of a job and how many processes each has.
 
-    Processes are counted through the nodes in their order; the devices of a node are dealt to its processes in equal
-    contiguous parts.
-
-    Args:
-        nodes: The machines; the first has process 0.
-        processes_per_node: How many on each; None: one a slot.
-
-    Raises:
-        LaunchError: The slots of a node cannot be dealt equally.
+    Processes are counted through the nodes in their order, from 0; the devices of a node are dealt
+    to its processes in equal contiguous parts. With `processes_per_node=None` each slot has a
+    process. Raises LaunchError where the slots of a node cannot be dealt equally.
     """
 
     nodes: tuple[Node, ...]
@@ -85,14 +62,7 @@ class Layout:
         return sum(map(self._on, self.nodes))
 
     def process_slots(self, node_rank: int) -> tuple[ProcessSlot, ...]:
-        """The processes of one node.
-
-        Args:
-            node_rank: Its index in `nodes`.
-
-        Returns:
-            Process numbers and devices, in order.
-        """
+        """Processes of the node at this index of `nodes`, in order."""
         node = self.nodes[node_rank]
         count = self._on(node)
         first = sum(map(self._on, self.nodes[:node_rank]))
@@ -100,18 +70,7 @@ class Layout:
         return tuple(ProcessSlot(first + i, node.slots[i * each : (i + 1) * each]) for i in range(count))
 
     def rank_of(self, text: str, source: str) -> int:
-        """The index of a node, from its index or its name.
-
-        Args:
-            text: Either.
-            source: Where it was read, for the error.
-
-        Returns:
-            The index.
-
-        Raises:
-            LaunchError: There is no such node.
-        """
+        """Index of a node from its index or its name; `source` is where it was read, for errors."""
         names = [node.name for node in self.nodes]
         if text in names:
             return names.index(text)
@@ -131,17 +90,10 @@ class Layout:
 
 
 def read_nodes(text: str, option: str) -> list[tuple[str, tuple[int, ...] | None]]:
-    """Take `NAME:SLOT,SLOT@NAME` apart.
+    """Split `NAME:SLOT,SLOT@NAME` into names and slots; None where no slots are named.
 
-    Args:
-        text: Nodes joined by `@`, each a name, or a name and slots.
-        option: What the user gave it with.
-
-    Returns:
-        Names and slots; None where no slots are named.
-
-    Raises:
-        LaunchError: It is not of this form, or names a node or a slot twice.
+    `option` is what the user gave it with. Raises LaunchError also where a node or a slot is named
+    twice.
     """
     found: list[tuple[str, tuple[int, ...] | None]] = []
     for part in text.split("@"):
@@ -168,18 +120,7 @@ def _name_and_slots(part: str) -> tuple[str | None, list[int | None]]:
 
 
 def read_layout(text: str, processes_per_node: int | None) -> Layout:
-    """Read what `str(layout)` wrote.
-
-    Args:
-        text: Nodes with their slots, joined by `@`.
-        processes_per_node: How many on each; None: one a slot.
-
-    Returns:
-        The layout.
-
-    Raises:
-        LaunchError: It is not of this form, a node comes without slots, or they cannot be dealt.
-    """
+    """Read what `str(layout)` wrote: nodes with their slots, joined by `@`."""
     nodes = read_nodes(text, "--layout")
     for name, slots in nodes:
         if slots is None:
@@ -188,19 +129,7 @@ def read_layout(text: str, processes_per_node: int | None) -> Layout:
 
 
 def equal_nodes(names: Sequence[str], num_slots: int, processes_per_node: int | None) -> Layout:
-    """A layout of nodes with slots 0, 1, ... each.
-
-    Args:
-        names: The nodes.
-        num_slots: Slots of each.
-        processes_per_node: How many processes on each; None: one a slot.
-
-    Returns:
-        The layout.
-
-    Raises:
-        LaunchError: The slots cannot be dealt equally.
-    """
+    """Layout of nodes with slots 0 to `num_slots - 1` each."""
     slots = tuple(range(num_slots))
     return Layout(tuple(Node(name, slots) for name in names), processes_per_node)
 

@@ -24,16 +24,13 @@ _RECENT_S = 60.0
 class Command:
     """A program to start, and its name in messages.
 
-    Args:
-        name: Such as `process 3` or `node worker-1`.
-        words: Program and arguments.
-        environment: All of its environment.
-        label: What stands in brackets before its lines; "" for nothing.
-        heartbeat: The file whose time of change says when it last finished a step; None: it does not say.
-        reach: `"process"`: a process of the job, here. `"messaged"`: launchers on other nodes, which get messages
-            through the command's standard input. `"signalled"`: launchers on other nodes, which the command passes
-            SIGUSR1 on to.
-        first_input: Bytes that a messaged launcher reads first.
+    `name` is for example `process 3` or `node worker-1`; `label` is in brackets before each line,
+    unless it is empty. `environment` is the whole environment. The time of change of `heartbeat`
+    says when the program last finished a step.
+
+    `reach` is `"process"` for a process of the job, here. It is `"messaged"` for launchers on other
+    nodes that get messages through the command's standard input, first the bytes `first_input`. It
+    is `"signalled"` for launchers on other nodes to which the command passes SIGUSR1 on.
     """
 
     name: str
@@ -48,17 +45,9 @@ class Command:
 class Member:
     """A process that was started, in a session and process group of its own.
 
-    It begins as a gate, which becomes the program once the guard knows its number, and ends if the launcher is killed
-    before that: there is no moment at which nobody would end the program. It is left unreaped until `end`, so that its
-    number, which is its group's too, is nobody else's.
-
-    Args:
-        command: What to start.
-        output: Takes what it writes.
-        guard: Ends it should this process be killed.
-
-    Raises:
-        LaunchError: There is no such program, or the system starts no more.
+    It begins as a gate, which becomes the program once the guard knows its number, and ends if the
+    launcher is killed before that: there is no moment at which nobody would end the program. It is
+    left unreaped until `end`, so that its number, which is its group's too, is nobody else's.
     """
 
     # Python and not a shell, as shells drop variables whose names are not theirs.
@@ -119,11 +108,7 @@ except OSError as error:
         return f"{self.command.name} (pid {self.pid})"
 
     def exit_code(self) -> int | None:
-        """The exit code, as `subprocess` gives it.
-
-        Returns:
-            None while it runs; its exit code; minus the number of the signal that ended it.
-        """
+        """Exit code, or minus the number of the signal that ended it; None while it runs."""
         if self._exit_code is None:
             state = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             if state is not None:
@@ -132,13 +117,11 @@ except OSError as error:
         return self._exit_code
 
     def failure(self) -> tuple[int, float]:
-        """Puts processes that failed together into their order: the first is the cause, as far as can be told.
+        """Puts processes that failed together into their order: the first is likely the cause.
 
-        A process that loses another raises an error from a collective, after that one's own traceback, or JAX ends it.
-        So one that ended in another way did so by itself.
-
-        Returns:
-            How likely others are the cause, then when it failed.
+        A process that loses another raises an error from a collective, after that one's own
+        traceback, or JAX ends it. So one that ended in another way did so by itself. The key is how
+        likely others are the cause, then when it failed.
         """
         trouble_at = self.tail.trouble_at
         if trouble_at is None or trouble_at < self._ended_at - _RECENT_S:  # it recovered from that error
@@ -151,9 +134,8 @@ except OSError as error:
     def stop(self, number: int, grace_s: float) -> None:
         """Ask it to end; a stopped process is continued so that it can.
 
-        Args:
-            number: The signal for its group; launchers on other nodes give it to the processes there.
-            grace_s: How long the processes there may take.
+        Its group gets the signal `number`. Launchers on other nodes give it to the processes there,
+        which may take `grace_s`.
         """
         if self.command.reach == "messaged":
             self._send(f"stop {number} {grace_s}\n".encode())
@@ -195,11 +177,9 @@ except OSError as error:
 class Guard:
     """Ends the groups should this process be killed before it can; started before any of them.
 
-    A small shell waits at a pipe that this process alone holds open, and through which it gets the groups' numbers.
-    Where the pipe closes without the word `done`, the groups get SIGTERM, and SIGKILL five seconds later.
-
-    Raises:
-        LaunchError: The system starts no more processes.
+    A small shell waits at a pipe that this process alone holds open, and through which it gets the
+    groups' numbers. Where the pipe closes without the word `done`, the groups get SIGTERM, and
+    SIGKILL five seconds later.
     """
 
     _SCRIPT = """
@@ -228,11 +208,7 @@ kill -s KILL -- $groups
             raise LaunchError(f"/bin/sh must be started, but got {error}. End other processes.") from error
 
     def add(self, group: int) -> None:
-        """Guard one more group.
-
-        Args:
-            group: Its number.
-        """
+        """Guard one more group, by its number."""
         self._send(f"{group}\n")
 
     def dismiss(self) -> None:

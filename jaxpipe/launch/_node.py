@@ -27,15 +27,10 @@ from ._variables import (
 class NodeJob:
     """Processes of one node.
 
-    Args:
-        layout: All nodes.
-        node_rank: This one's index.
-        program: What each process runs.
-        python: The interpreter.
-        exports: Further variables.
-        cpu_devices: Simulated devices of each process; None: real ones.
-        binds_devices: Whether each process is given its devices; False: it sees all.
-        is_alone: Whether there is no other node, so that the coordinator listens to this machine alone.
+    `node_rank` is its index in `layout`. `program` is what each process runs, `exports` are further
+    variables. `cpu_devices` is the number of simulated devices of each process; None: real ones.
+    Without `binds_devices` each process sees all devices. With `is_alone` there is no other node,
+    and the coordinator listens to this machine alone.
     """
 
     layout: Layout
@@ -48,26 +43,17 @@ class NodeJob:
     is_alone: bool = False
 
     def commands(self, coordinator: str, attempt: int, heartbeat_dir: Path | None) -> tuple[Command, ...]:
-        """The commands of this node's processes.
+        """Commands of this node's processes, one each.
 
-        Args:
-            coordinator: `host:port`.
-            attempt: How often the job was restarted.
-            heartbeat_dir: Where each process has its heartbeat file, made here; None: they have none.
-
-        Returns:
-            One command a process.
+        `coordinator` is `host:port`; `attempt` is the number of restarts so far. Heartbeat files
+        are made here, in `heartbeat_dir`; None: there are none.
         """
         return tuple(self._command(slot, coordinator, attempt, heartbeat_dir) for slot in self._process_slots())
 
     def shell_lines(self, coordinator: str) -> tuple[str, ...]:
-        """The commands as a shell takes them, with the variables that this node sets.
+        """The commands for a shell, with the variables that this node sets; one line a process.
 
-        Args:
-            coordinator: `host:port`.
-
-        Returns:
-            One line a process.
+        `coordinator` is `host:port`.
         """
         return tuple(
             shlex.join(["env", *(f"{k}={v}" for k, v in self._variables(slot, coordinator, 0).items()), *self._words()])

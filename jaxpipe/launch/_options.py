@@ -52,17 +52,11 @@ _KINDS = {"write": "--write", "node_rank": "--node-rank", "hostfile": "--hostfil
 
 
 def read_options(argv: list[str], prog: str) -> argparse.Namespace:
-    """Read the launcher's arguments.
+    """Read the launcher's arguments: options, then the script and its own arguments.
 
-    Args:
-        argv: Options, then the script and its own arguments.
-        prog: What the user typed.
-
-    Returns:
-        The options, None where one was not given; `kind` is the one that decides what to do.
-
-    Raises:
-        LaunchError: None of the deciding options is given, or one is given that does not belong to it.
+    `prog` is what the user typed. Options that were not given are None; `kind` is the one that
+    decides what to do. Raises LaunchError where no option decides, or one does not belong to the
+    one that does.
     """
     args = _parser(prog).parse_args(argv)
     given = [option for name, option in _KINDS.items() if getattr(args, name) is not None]

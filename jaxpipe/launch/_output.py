@@ -91,21 +91,17 @@ class _Log:
 
 
 class Output:
-    """Copies what processes write to this process's standard output and standard error; used as a context.
+    """Copies what processes write to standard output and standard error; used as a context.
 
-    Lines are never mixed: one thread reads all pipes and passes whole lines on, and each stream has one thread that
-    writes. While the job runs, a reader who is slow makes the processes wait, as at any pipe. Once it ends, nothing
-    waits for the reader but the launcher's own last moment; see `drain`. A last line without an end is written when
-    its process closes the pipe. A pipe that a process left open to a process of another group is given up two seconds
-    after `close`.
+    Lines are never mixed: one thread reads all pipes and passes whole lines on, and each stream has
+    one thread that writes. While the job runs, a reader who is slow makes the processes wait, as at
+    any pipe. Once it ends, nothing waits for the reader but the launcher's own last moment; see
+    `drain`. A last line without an end is written when its process closes the pipe. A pipe that a
+    process left open to a process of another group is given up two seconds after `close`.
 
-    Args:
-        log_dir: A folder in which each process has a file of its own too, as it wrote it.
-        append: Whether the files are continued; they are from the second group on.
-        own_label: What stands in brackets before the launcher's own lines.
-
-    Raises:
-        LaunchError: The folder cannot be made.
+    In `log_dir` each process has a file of its own too, as it wrote it. With `append` the files are
+    continued; from the second group on they always are. `own_label` is in brackets before the
+    launcher's own lines.
     """
 
     def __init__(self, log_dir: Path | None = None, *, append: bool = False, own_label: str = "launch") -> None:
@@ -138,14 +134,8 @@ class Output:
     def add(self, stdout: IO[bytes], stderr: IO[bytes], label: str, file_name: str) -> Tail:
         """Take the pipes of a process; before `start`.
 
-        Args:
-            stdout: Its standard output.
-            stderr: Its standard error.
-            label: What stands in brackets before each line; "" for nothing.
-            file_name: Its file in `log_dir`.
-
-        Returns:
-            The end of what it writes to standard error.
+        `label` is in brackets before each line, unless it is empty; `file_name` is the process's
+        file in `log_dir`. Returns the end of what it writes to standard error.
         """
         log = None if self._log_dir is None else _Log(self._log_dir / file_name, self._append, self.say)
         prefix = f"[{label}] ".encode() if label else b""
@@ -160,11 +150,7 @@ class Output:
         self._thread.start()
 
     def say(self, text: str) -> None:
-        """Write lines of the launcher's own to standard error; never waits.
-
-        Args:
-            text: The lines.
-        """
+        """Write lines of the launcher's own to standard error; never waits."""
         lines = [f"[{self._own_label}] {line}\n" for line in text.splitlines()]
         self._err.put("".join(lines).encode(errors="replace"))
 
@@ -190,8 +176,8 @@ class Output:
     def drain(self, must_end: Callable[[bool], bool]) -> None:
         """Wait until what was read is written.
 
-        Args:
-            must_end: Asked while it waits, with whether the reader has taken nothing for ten seconds; True gives up.
+        Meanwhile `must_end` is asked, with whether the reader has taken nothing for ten seconds;
+        True gives up.
         """
         self._wait_for_readers(must_end)
         for name, target in (("standard error", self._err), ("standard output", self._out)):

@@ -12,11 +12,7 @@ _TRIES = 100
 
 
 def free_port() -> int:
-    """A port of this machine that nothing uses now.
-
-    Returns:
-        The port.
-    """
+    """A port of this machine that nothing uses now."""
     numbers = random.SystemRandom()
     for _ in range(_TRIES):
         port = numbers.randrange(_FIRST, _LAST)
@@ -28,14 +24,9 @@ def free_port() -> int:
 
 
 def check_port(port: int, option: str) -> None:
-    """Refuse a port that something uses.
+    """Refuse a port that is in use on this machine, or that this user may not use.
 
-    Args:
-        port: The port.
-        option: What the user gave it with.
-
-    Raises:
-        LaunchError: Something on this machine uses it, or this user may not.
+    `option` is what the user gave it with.
     """
     if not _is_free(port):
         raise LaunchError(
@@ -45,13 +36,9 @@ def check_port(port: int, option: str) -> None:
 
 
 def is_here(host: str) -> bool:
-    """True for a name or an address of this machine, such as `localhost`.
+    """True where a name, or an address without brackets, is this machine's, like `localhost`.
 
-    Args:
-        host: The name, or an address without brackets.
-
-    Returns:
-        Whether it leads to an address that a socket can be bound to here.
+    A socket can then be bound to it here.
     """
     with contextlib.suppress(OSError, UnicodeError):
         for family, kind, _, _, address in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):

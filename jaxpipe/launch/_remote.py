@@ -19,18 +19,12 @@ CONTROL_OPTION = "--control"
 class RemoteJob:
     """A job over the nodes of a hostfile.
 
-    On each node the launcher runs again, and starts the processes there.
-
-    Args:
-        layout: All nodes.
-        launcher: `"ssh"`, `"srun"` or `"mpirun"`.
-        python: The interpreter on the nodes.
-        options: What the launcher on each node is given before the program.
-        program: The words of the program.
-        variables: The environment that the nodes are given on their command lines, which all users of a node can read.
-        exports: The same, of what may be secret: through standard input, or by mpirun.
-        ssh: The command that is given a node's name and a shell line.
-        launcher_args: Further words for srun and mpirun.
+    On each node the launcher runs again, and starts the processes there. `launcher` is `"ssh"`,
+    `"srun"` or `"mpirun"`, and `launcher_args` are further words for the last two. `python` is the
+    interpreter on the nodes; `options` go to the launcher there, before the program. `variables`
+    are on the nodes' command lines, which all users of a node can read. `exports` may be secret:
+    they go through standard input, or by mpirun. `ssh` is the command that takes a node's name and
+    a shell line.
     """
 
     layout: Layout
@@ -44,17 +38,10 @@ class RemoteJob:
     launcher_args: Sequence[str] = ()
 
     def commands(self, coordinator: str, attempt: int) -> tuple[Command, ...]:
-        """Commands to run here, which start the nodes.
+        """Commands to run here, which start the nodes: one a node for ssh, else one for all.
 
-        Args:
-            coordinator: `host:port`.
-            attempt: How often the job was restarted.
-
-        Returns:
-            One command a node for ssh, else one for all.
-
-        Raises:
-            LaunchError: The exported variables are too long.
+        `coordinator` is `host:port`; `attempt` is the number of restarts so far. Raises LaunchError
+        where the exported variables are too long.
         """
         control = "signal" if self.launcher == "mpirun" else "stdin"  # mpirun gives its own to one node alone
         names = [f"node {node.name}" for node in self.layout.nodes] if self.launcher == "ssh" else [self.launcher]
@@ -71,14 +58,9 @@ class RemoteJob:
     def words(self, coordinator: str, attempt: int = 0, control: str | None = None) -> tuple[tuple[str, ...], ...]:
         """The words of the commands.
 
-        Args:
-            coordinator: `host:port`.
-            attempt: How often the job was restarted.
-            control: How the launchers on the nodes are told what to do, `"stdin"` or `"signal"`; None: a user starts
-                them by hand.
-
-        Returns:
-            The words of each command.
+        `coordinator` is `host:port`; `attempt` is the number of restarts so far. `control` is how
+        the launchers on the nodes get requests, `"stdin"` or `"signal"`; None: a user starts them
+        by hand.
         """
         folder = str(Path.cwd())
         names = [node.name for node in self.layout.nodes]

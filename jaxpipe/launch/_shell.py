@@ -7,13 +7,9 @@ from collections.abc import Iterable
 def quoted(word: str) -> str:
     """Write a word for bash, on one line whatever is in it.
 
-    A comment ends where its line does, so a line break between quotes would let the rest of a word be run.
-
-    Args:
-        word: Any text without a zero byte; bytes that are no text as `os.fsdecode` gives them.
-
-    Returns:
-        The word itself where nothing in it is special, else in single quotes or in `$'...'`.
+    A comment ends where its line does, so a line break between quotes would let the rest of a word
+    be run. The word has no zero byte; bytes that are no text are as `os.fsdecode` gives them. Where
+    nothing is special the word is unchanged, else it is in single quotes or in `$'...'`.
     """
     if word.isprintable():
         return shlex.quote(word)
@@ -21,14 +17,7 @@ def quoted(word: str) -> str:
 
 
 def joined(words: Iterable[str]) -> str:
-    """Write words for bash, on one line.
-
-    Args:
-        words: The words.
-
-    Returns:
-        Them with spaces between.
-    """
+    """Write words for bash, on one line."""
     return " ".join(map(quoted, words))
 
 

@@ -21,13 +21,10 @@ _ORPHAN_GRACE_S = 5.0
 class Stop:
     """A request to end.
 
-    Args:
-        number: The signal that the processes get.
-        grace_s: How long they may take; None: as the limits say.
-        reason: Why, as a sentence.
-        is_urgent: Whether it ends the wait for an earlier one.
-        is_remote: Whether a launcher on another node says so. That one knows why, and the exit code here is 0: another
-            would make a scheduler end the other nodes before they are done.
+    The processes get the signal `number` and may take `grace_s`; None: as the limits say. `reason`
+    is a sentence. One that `is_urgent` ends the wait for an earlier one. One that `is_remote` is
+    from a launcher on another node. That one knows why, and the exit code here is 0: another would
+    make a scheduler end the other nodes before they are done.
     """
 
     number: int
@@ -38,17 +35,14 @@ class Stop:
 
 
 class StopRequests:
-    """Signals, and on a node the words of the launcher that started it; used as a context.
+    """Signals, and on a node requests of the launcher that started it; used as a context.
 
-    SIGHUP and SIGUSR1 count as SIGTERM. A scheduler may send SIGTERM more than once: the later ones change nothing.
-    A later interrupt means at once.
+    SIGHUP and SIGUSR1 count as SIGTERM. A scheduler may send SIGTERM more than once: the later ones
+    change nothing. A later interrupt means at once. `control` is how another launcher sends
+    requests: `"stdin"`, whose end means that it is gone, or `"signal"`, which is SIGUSR1; None:
+    there is no other.
 
-    Args:
-        control: How another launcher tells this one: `"stdin"`, whose end means that it is gone, or `"signal"`, which
-            is SIGUSR1; None: there is no other.
-
-    Raises:
-        LaunchError: The context is entered outside the main thread, which alone may catch signals.
+    Must be entered in the main thread, which alone may catch signals.
     """
 
     def __init__(self, control: str | None = None) -> None:

@@ -21,11 +21,9 @@ _GONE = (errno.EPIPE, errno.EIO, errno.EBADF)
 class Target:
     """A stream of this process that a thread of its own writes.
 
-    A reader who stops reading (Ctrl-S in a terminal, a pager that waits) so stops that thread and nothing else. A
-    reader who is gone is left alone.
-
-    Args:
-        stream: `sys.stdout` or `sys.stderr`; None where the launcher was started without one.
+    A reader who stops reading (Ctrl-S in a terminal, a pager that waits) so stops that thread and
+    nothing else. A reader who is gone is left alone. `stream` is None where the launcher was
+    started without one.
     """
 
     def __init__(self, stream: TextIO | None) -> None:
@@ -49,9 +47,7 @@ class Target:
     def put(self, data: bytes, *, may_drop: bool = False) -> None:
         """Let whole lines be written; never waits.
 
-        Args:
-            data: The lines.
-            may_drop: Whether they are left out, and counted, where too much waits already.
+        With `may_drop` they are left out, and counted, where too much waits already.
         """
         with self._changed:
             if self._is_gone or not data:
@@ -126,15 +122,7 @@ class Target:
 
 
 def is_same(one: TextIO | None, other: TextIO | None) -> bool:
-    """True if two streams write to one file, pipe or terminal.
-
-    Args:
-        one: A stream.
-        other: Another.
-
-    Returns:
-        False where it cannot be told.
-    """
+    """True if two streams write to one file, pipe or terminal, as far as can be known."""
     try:
         return one is not None and other is not None and os.path.sameopenfile(one.fileno(), other.fileno())
     except (OSError, ValueError, AttributeError):

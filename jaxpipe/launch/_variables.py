@@ -26,68 +26,39 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 def inherited() -> dict[str, str]:
-    """The environment of this process, less what says where a process stands among the others.
-
-    Returns:
-        Names and values.
-    """
+    """The environment of this process, without the variables that set it apart from others."""
     return {name: value for name, value in os.environ.items() if name not in _OWN}
 
 
 def variable(name: str) -> str | None:
-    """One variable of this process.
-
-    Args:
-        name: Its name.
-
-    Returns:
-        Its value; None where it is not set.
-    """
+    """One environment variable of this process; None where it is not set."""
     return os.environ.get(name)
 
 
 def restarts_before() -> int:
-    """Restarts of the job before this launcher started, as its own launcher or scheduler says.
+    """Restarts of the job before this launcher started, by `JAXPIPE_RESTART`; 0 without it.
 
-    Returns:
-        The number in `JAXPIPE_RESTART`; 0 without one.
+    The launcher or scheduler that started this one sets the variable.
     """
     return whole_number(variable(RESTART) or "") or 0
 
 
 def forwarded() -> dict[str, str]:
-    """The variables that other nodes are given unasked: `JAX_*`, `XLA_*`, `NCCL_*` and `PYTHONPATH`.
-
-    Returns:
-        Names and values, by name.
-    """
+    """Variables that other nodes get unasked: `JAX_*`, `XLA_*`, `NCCL_*` and `PYTHONPATH`."""
     mine = inherited()
     return {name: mine[name] for name in sorted(mine) if is_forwarded(name)}
 
 
 def is_forwarded(name: str) -> bool:
-    """True for a variable that other nodes are given unasked.
-
-    Args:
-        name: Its name.
-
-    Returns:
-        As `forwarded` says.
-    """
+    """True for a variable that other nodes get unasked, as `forwarded` says."""
     return name != LOCAL_DEVICES and (name.startswith(_FORWARDED) or name == "PYTHONPATH")
 
 
 def dump_variables(variables: Mapping[str, str]) -> bytes:
     """The line of variables that a launcher on another node reads before anything else.
 
-    Args:
-        variables: Names and values.
-
-    Returns:
-        A line.
-
-    Raises:
-        LaunchError: It is longer than a pipe holds, so that writing it could wait for a node that does not answer.
+    Raises LaunchError where it is longer than a pipe holds: writing it could wait for a node that
+    does not answer.
     """
     line = json.dumps(dict(variables)).encode() + b"\n"
     if len(line) > _MOST_BYTES:
@@ -100,16 +71,9 @@ def dump_variables(variables: Mapping[str, str]) -> bytes:
 
 
 def receive_variables(descriptor: int) -> Mapping[str, str]:
-    """Read the line that `dump_variables` made, and no more.
+    """Read the line that `dump_variables` made, and no more, from a file descriptor.
 
-    Args:
-        descriptor: Where it comes from.
-
-    Returns:
-        Names and values.
-
-    Raises:
-        LaunchError: The other launcher is gone before it has sent the line.
+    Raises LaunchError where the other launcher is gone before it has sent the line.
     """
     line = b""
     while not line.endswith(b"\n"):
@@ -124,16 +88,9 @@ def receive_variables(descriptor: int) -> Mapping[str, str]:
 
 
 def read_exports(exports: Sequence[str]) -> Mapping[str, str]:
-    """The variables of `--export NAME` and `--export NAME=VALUE`.
+    """The variables of `--export NAME` and `--export NAME=VALUE`, in their order.
 
-    Args:
-        exports: What was given, one entry an option.
-
-    Returns:
-        Names and values, in their order.
-
-    Raises:
-        LaunchError: An entry has no name, or names a variable that is not set here.
+    Raises LaunchError also where an entry without a value names a variable that is not set here.
     """
     found = {}
     for entry in exports:

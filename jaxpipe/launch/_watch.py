@@ -22,13 +22,8 @@ class _Seen:
 class StallWatch:
     """Watches the heartbeat files of a group.
 
-    A process that runs is late when its file has not changed for `stall_timeout_s`; before the first change, when it
-    has run for `start_timeout_s`.
-
-    Args:
-        members: The processes.
-        stall_timeout_s: Seconds between two steps; None: any number.
-        start_timeout_s: Seconds before the first step; None: any number.
+    A process that runs is late when its file has not changed for `stall_timeout_s`; before the
+    first change, when it has run for `start_timeout_s`. None sets no limit.
     """
 
     def __init__(self, members: Sequence[Member], stall_timeout_s: float | None, start_timeout_s: float | None) -> None:
@@ -39,11 +34,9 @@ class StallWatch:
         self._all = [_Seen(member, path, _changed_ns(path), now) for member, path in files if path is not None]
 
     def late(self) -> str | None:
-        """Look at the files.
+        """Look at the files: a sentence about the process that has been late for longest.
 
-        Returns:
-            A sentence about the process that has been late for longest, a stopped one before others; None where none
-            is late.
+        A stopped process comes before others. None where none is late.
         """
         now = time.monotonic()
         late = []

@@ -29,13 +29,7 @@ class SquaresState(NamedTuple):
 def scale_by_total_squares(initial: float, eps: float, lr_decay: float) -> optax.GradientTransformation:
     """Adagrad's direction, `g / (sqrt(sum of g * g) + eps) / (1 + count * lr_decay)`.
 
-    Args:
-        initial: What the sum starts from.
-        eps: Added to the root.
-        lr_decay: How fast the updates shrink with their number besides.
-
-    Returns:
-        The transformation.
+    The sum starts from `initial`; `count` is the updates before this one.
     """
 
     def init(params: PyTree) -> SquaresState:

@@ -42,16 +42,9 @@ def scale_by_moments(
 ) -> optax.GradientTransformation:
     """Adam's direction, `mu / (sqrt(nu) + eps)`, in the variants of DeepSpeed and PyTorch.
 
-    Args:
-        b1: Decay rate of the average gradient.
-        b2: Decay rate of the average squared gradient.
-        eps: Added to the root.
-        bias_correction: Whether both averages are divided by the weight of the gradients seen.
-        amsgrad: Whether `nu` is the largest seen, taken before the correction as PyTorch does.
-        eps_inside_sqrt: Whether `eps` is added below the root.
-
-    Returns:
-        The transformation.
+    `bias_correction` divides both averages by the weight of the gradients seen. With `amsgrad`,
+    `nu` is the largest seen, taken before the correction as PyTorch does. `eps_inside_sqrt` adds
+    `eps` below the root.
     """
 
     def init(params: PyTree) -> MomentsState:
@@ -79,40 +72,21 @@ def scale_by_moments(
 
 
 def average_weight(decay: Any, count: jax.Array) -> jax.Array:
-    """Sum of the weights of an exponential average, `1 - decay**count`.
+    """Sum of the weights of an exponential average, `1 - decay**count`, for a count of at least 1.
 
-    Args:
-        decay: Its decay rate.
-        count: Number of values, at least 1.
-
-    Returns:
-        A float32 scalar, to its precision also where `decay` is close to 1.
+    A float32 scalar, to its precision also where `decay` is close to 1.
     """
     # `1 - decay**count` would round the power to float32 first, and then cancel most of its digits.
     return -jnp.expm1(count.astype(jnp.float32) * jnp.log1p(jnp.asarray(decay, jnp.float32) - 1))
 
 
 def maximized(maximize: bool) -> list[optax.GradientTransformation]:
-    """The part of a chain that turns gradients round for PyTorch's `maximize`.
-
-    Args:
-        maximize: Whether the loss is to grow.
-
-    Returns:
-        The part, to be put first; empty if not.
-    """
+    """First part of a chain, which negates gradients for PyTorch's `maximize`; empty without it."""
     return [optax.scale(-1.0)] if maximize else []
 
 
 def adam_recipe(*, decoupled: bool) -> Recipe:
-    """The recipe of `Adam` or `AdamW`.
-
-    Args:
-        decoupled: Whether the weight decay can only be AdamW's.
-
-    Returns:
-        The recipe.
-    """
+    """Recipe of `Adam` or `AdamW`; `decoupled`: the weight decay can only be AdamW's."""
     return Recipe(
         params={
             "lr": (0.001, number(0.0)),

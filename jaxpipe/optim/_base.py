@@ -80,15 +80,9 @@ class LRSchedule(ABC):
 
 
 def param(default: Any, reader: Reader, *, hidden: bool = False) -> Any:
-    """Declare a parameter of a schedule.
+    """Declare a parameter of a schedule; one that is `hidden` is not in the configuration.
 
-    Args:
-        default: Its value where it is left out.
-        reader: Checks and converts its value.
-        hidden: Whether it is a field that the configuration does not have.
-
-    Returns:
-        A dataclass field.
+    `reader` checks and converts its value.
     """
     return field(default=default, metadata={"reader": reader, "hidden": hidden})
 
@@ -96,23 +90,14 @@ def param(default: Any, reader: Reader, *, hidden: bool = False) -> Any:
 def required(reader: Reader) -> Any:
     """Declare a parameter of a schedule that has no default.
 
-    Args:
-        reader: Checks and converts its value.
-
-    Returns:
-        A dataclass field.
+    `reader` checks and converts its value.
     """
     return field(metadata={"reader": reader, "hidden": False})
 
 
 def iteration_of(count: ArrayLike, last_batch_iteration: int) -> jax.Array:
-    """DeepSpeed's `last_batch_iteration` during an update.
+    """DeepSpeed's `last_batch_iteration` during an update, an int32 scalar.
 
-    Args:
-        count: Updates applied before.
-        last_batch_iteration: Its value before the first.
-
-    Returns:
-        An int32 scalar.
+    `count` is the updates applied before, `last_batch_iteration` its value before the first.
     """
     return jnp.asarray(count, jnp.int32) + last_batch_iteration

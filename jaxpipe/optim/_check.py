@@ -8,15 +8,9 @@ from jaxpipe.errors import ConfigError, nearest, shown
 
 
 def unknown_name(path: str, name: object, known: Iterable[str]) -> ConfigError:
-    """The error for a name that is not one of those that are known.
+    """Error for a name that is not known; it lists the known ones and proposes the nearest.
 
-    Args:
-        path: JSON path of the name.
-        name: The name.
-        known: All that would do.
-
-    Returns:
-        The error; it lists them, and proposes the nearest.
+    `path` is the JSON path of the name.
     """
     names = sorted(known, key=str.lower)
     rule = f"one of {', '.join(names)}"
@@ -26,15 +20,9 @@ def unknown_name(path: str, name: object, known: Iterable[str]) -> ConfigError:
 
 
 def unknown_param(section: str, name: object, known: Iterable[str]) -> ConfigError:
-    """The error for a parameter that an optimiser or schedule does not have.
+    """Error for a parameter that an optimiser or schedule does not have.
 
-    Args:
-        section: JSON path of the parameters.
-        name: The parameter.
-        known: Those that it has.
-
-    Returns:
-        The error; it proposes the nearest, or lists them.
+    It proposes the nearest, or lists the known ones. `section` is the JSON path of the parameters.
     """
     names = list(known)
     if not isinstance(name, str):
@@ -46,15 +34,9 @@ def unknown_param(section: str, name: object, known: Iterable[str]) -> ConfigErr
 
 
 def missing_param(section: str, param: str, name: str) -> ConfigError:
-    """The error for a parameter without default that is not given.
+    """Error for a parameter without default that is not given.
 
-    Args:
-        section: JSON path of the parameters.
-        param: The parameter.
-        name: The optimiser or schedule that needs it.
-
-    Returns:
-        The error.
+    `section` is the JSON path of the parameters; `name` is the optimiser or schedule.
     """
     path = f"{section}.{param}"
     message = f"{path} must be given for {name}, but got {path}=None. Add {param} to {section}."
@@ -62,26 +44,12 @@ def missing_param(section: str, param: str, name: str) -> ConfigError:
 
 
 def integer(minimum: int) -> Reader:
-    """A reader of counts, which programs hold as int32.
-
-    Args:
-        minimum: The smallest that is accepted.
-
-    Returns:
-        The reader; it gives an int.
-    """
+    """A reader of counts of at least `minimum`, which programs hold as int32."""
     return integer_of_at_least(minimum, below=2**31, whole_floats=True)
 
 
 def one_of(*names: str) -> Reader:
-    """A reader of names.
-
-    Args:
-        names: Those that are accepted.
-
-    Returns:
-        The reader.
-    """
+    """A reader that accepts only these names."""
 
     def read(value: Any, path: str) -> str:
         if value not in names:
@@ -92,11 +60,7 @@ def one_of(*names: str) -> Reader:
 
 
 def betas(value: Any, path: str) -> tuple[float, float]:
-    """Read the two decay rates of Adam and its relatives.
-
-    Raises:
-        ConfigError: It is not a pair of numbers of at least 0 and below 1.
-    """
+    """Read the two decay rates of Adam and its relatives, each at least 0 and below 1."""
     if not isinstance(value, Sequence) or isinstance(value, str) or len(value) != 2:
         raise wrong_value(path, "a list of two numbers", value, "Use for instance [0.9, 0.999]")
     first, second = (number(0.0, below=1.0)(item, f"{path}[{index}]") for index, item in enumerate(value))

@@ -17,14 +17,10 @@ from ._recipe import SECTION, Factory, Hyperparams, Recipe, clipping_refused
 
 
 def scale_by_lamb_coefficient(min_coeff: float, max_coeff: float) -> optax.GradientTransformation:
-    """Scale each parameter's update by the norm of the parameter over that of the update, within limits.
+    """Scale each update by the norm of its parameter over its own norm, within limits.
 
-    Args:
-        min_coeff: The smallest scale.
-        max_coeff: The largest scale. Where one of the norms is 0, the scale is 1 whatever the limits are.
-
-    Returns:
-        The transformation; its `update` must be given the parameters.
+    Where one of the norms is 0, the scale is 1 whatever the limits are. `update` must be given the
+    parameters.
     """
 
     def scaled(update: jax.Array, param: jax.Array) -> jax.Array:

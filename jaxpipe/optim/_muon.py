@@ -33,15 +33,9 @@ class MuonState(NamedTuple):
 def scale_by_orthogonal_momentum(momentum: Any) -> optax.GradientTransformation:
     """The nearest orthogonal matrix to a matrix's average gradient, scaled for its shape.
 
-    The average is `m = momentum * m + (1 - momentum) * g`; orthogonalised is `momentum * m + (1 - momentum) * g`, by
-    five Newton-Schulz iterations in the gradient's dtype. The scale is `sqrt(max(1, outputs / inputs))`, for matrices
-    of shape `[inputs, outputs]`.
-
-    Args:
-        momentum: Decay rate of the average.
-
-    Returns:
-        The transformation.
+    The average is `m = momentum * m + (1 - momentum) * g`; orthogonalised is `momentum * m + (1 -
+    momentum) * g`, by five Newton-Schulz iterations in the gradient's dtype. The scale is
+    `sqrt(max(1, outputs / inputs))`, for matrices of shape `[inputs, outputs]`.
     """
 
     def init(params: PyTree) -> MuonState:
@@ -70,11 +64,7 @@ def _scaled_orthogonal(matrix: jax.Array) -> jax.Array:
 def orthogonalize(matrix: jax.Array) -> jax.Array:
     """Bring all singular values of a matrix close to 1, by Newton-Schulz iterations.
 
-    Args:
-        matrix: Any matrix.
-
-    Returns:
-        A matrix with the same singular vectors and singular values of about 0.7 to 1.2.
+    The singular vectors stay; the singular values are about 0.7 to 1.2.
     """
     a, b, c = _COEFFICIENTS
     # The short side is multiplied out: `x @ x.T` and the products with it are then the smaller ones.
@@ -89,13 +79,9 @@ def orthogonalize(matrix: jax.Array) -> jax.Array:
 
 
 def muon_labels(params: PyTree) -> PyTree:
-    """Parameters that are orthogonalised.
+    """`"muon"` for parameters that are orthogonalised, `"adam"` for the others.
 
-    Args:
-        params: The parameters.
-
-    Returns:
-        `"muon"` for matrices, `"adam"` for all else and for embeddings, output heads and biases by their names.
+    Orthogonalised are matrices, except embeddings, output heads and biases by their names.
     """
 
     def label(path: tuple[Any, ...], leaf: Any) -> str:
@@ -135,14 +121,7 @@ def muon_recipe() -> Recipe:
 
 
 def muon_rates(values: Mapping[str, Any]) -> tuple[float, float]:
-    """The two learning rates.
-
-    Args:
-        values: The read parameters.
-
-    Returns:
-        That of matrices and that of all else.
-    """
+    """Learning rates of matrices and of all else."""
     pairs = (("muon_lr", 0.02), ("adam_lr", 3e-4))
     rates = [next(r for r in (values[name], values["lr"], default) if r is not None) for name, default in pairs]
     return rates[0], rates[1]

@@ -17,11 +17,7 @@ REJECTIONS = (TypeError, ValueError, AttributeError, LookupError, ArithmeticErro
 
 
 def optax_schedules() -> dict[str, Callable[..., Any]]:
-    """Optax's schedules.
-
-    Returns:
-        Name to function, of those that take numbers.
-    """
+    """Optax's schedules that take numbers, by name."""
     found = {name: getattr(optax.schedules, name) for name in dir(optax.schedules) if not name.startswith("_")}
     return {
         name: function
@@ -31,11 +27,7 @@ def optax_schedules() -> dict[str, Callable[..., Any]]:
 
 
 def optax_optimizers() -> dict[str, Callable[..., Any]]:
-    """Optax's optimisers, those of `optax.contrib` among them.
-
-    Returns:
-        Name to function, of those that take a learning rate.
-    """
+    """Optimisers of optax and `optax.contrib` that take a learning rate, by name."""
     found = {}
     # Optax itself last, so that its own function wins where both have the name.
     for module in (optax.contrib, optax):
@@ -52,14 +44,8 @@ def optax_optimizers() -> dict[str, Callable[..., Any]]:
 def check_arguments(section: str, name: str, function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
     """Compare arguments with a function's parameters.
 
-    Args:
-        section: JSON path of the arguments.
-        name: The function's name.
-        function: The function.
-        arguments: The arguments by name.
-
-    Raises:
-        ConfigError: Arguments are unknown, or such without a default are missing; all of them.
+    Raises ConfigError for all that are unknown, or have no default and are missing. `section` is
+    the JSON path of the arguments.
     """
     parameters = inspect.signature(function).parameters
     errors = Collector()
@@ -71,16 +57,9 @@ def check_arguments(section: str, name: str, function: Callable[..., Any], argum
 
 
 def rejected(section: str, name: str, arguments: Mapping[str, Any], error: Exception) -> ConfigError:
-    """The error for arguments whose names are right but which optax cannot use.
+    """Error for arguments whose names are right but which optax cannot use.
 
-    Args:
-        section: JSON path of the arguments.
-        name: The optax function's name.
-        arguments: The arguments by name.
-        error: What it raised.
-
-    Returns:
-        The error.
+    `section` is their JSON path; `error` is what optax raised.
     """
     first = (str(error).splitlines() or [type(error).__name__])[0]
     return ConfigError(

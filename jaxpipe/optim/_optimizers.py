@@ -30,11 +30,7 @@ _RATE, _ADAM_RATE = "learning_rate", "adam_learning_rate"
 
 
 def deepspeed_optimizers() -> dict[str, Recipe]:
-    """DeepSpeed's optimisers that can be had.
-
-    Returns:
-        Name to recipe.
-    """
+    """Recipes of DeepSpeed's optimisers that can be had, by name."""
     return {
         "Adam": adam_recipe(decoupled=False),
         "AdamW": adam_recipe(decoupled=True),
@@ -188,11 +184,7 @@ def factory_schedules(
 
 
 def _find(name: str) -> Recipe | None:
-    """The recipe of a name of DeepSpeed's; None for one of optax's.
-
-    Raises:
-        ConfigError: It is neither.
-    """
+    """The recipe of a name of DeepSpeed's; None for one of optax's."""
     ours, path = deepspeed_optimizers(), "optimizer.type"
     lowered = {other.lower(): recipe for other, recipe in ours.items()}
     if isinstance(name, str) and name.lower() in lowered:

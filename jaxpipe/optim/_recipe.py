@@ -25,11 +25,10 @@ Hyperparams: TypeAlias = dict[str, Any]
 class Recipe:
     """An optimiser by its JSON parameters.
 
-    Args:
-        params: Name to default and reader, for each parameter that has an effect.
-        build: From the read parameters to a factory and the hyperparameters to call it with.
-        refused: Name to reason and repair, for parameters of DeepSpeed's that cannot be had.
-        cycled: The hyperparameter that `OneCycle` cycles against the learning rate, if any.
+    `params` has the default and reader of each parameter that has an effect. `build` makes, of the
+    read parameters, a factory and the hyperparameters to call it with. `refused` has the reason and
+    repair for each parameter of DeepSpeed's that cannot be had. `cycled` is the hyperparameter that
+    `OneCycle` cycles against the learning rate.
     """
 
     params: Mapping[str, tuple[Any, Reader]]
@@ -39,11 +38,7 @@ class Recipe:
 
 
 def tuning_params() -> frozenset[str]:
-    """Parameters that tune PyTorch's kernels and change no result.
-
-    Returns:
-        Their names.
-    """
+    """Names of parameters that tune PyTorch's kernels and change no result."""
     return frozenset({"capturable", "differentiable", "foreach", "fused", "set_grad_none"})
 
 
@@ -80,11 +75,7 @@ def read_params(recipe: Recipe, params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def warn_of_tuning(params: Mapping[str, Any]) -> None:
-    """Say once which parameters ask for something and have no effect.
-
-    Args:
-        params: `optimizer.params`.
-    """
+    """Warn of all `optimizer.params` that ask for something and have no effect."""
     idle = sorted(name for name in tuning_params() if params.get(name))
     if idle:
         names = ", ".join(f"{SECTION}.{name}" for name in idle)

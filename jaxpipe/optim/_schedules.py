@@ -23,11 +23,7 @@ _PIECEWISE = "boundaries_and_scales"
 
 
 def deepspeed_schedules() -> dict[str, type[LRSchedule]]:
-    """DeepSpeed's schedules.
-
-    Returns:
-        Name to class.
-    """
+    """DeepSpeed's schedules, by name."""
     return {cls.__name__: cls for cls in (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)}
 
 

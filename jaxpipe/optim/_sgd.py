@@ -28,15 +28,10 @@ class MomentumState(NamedTuple):
 
 
 def scale_by_momentum(momentum: Any, dampening: float, *, nesterov: bool) -> optax.GradientTransformation:
-    """PyTorch's momentum: `m = momentum * m + (1 - dampening) * g`, where the first `m` is `g` undampened.
+    """PyTorch's momentum, `m = momentum * m + (1 - dampening) * g`.
 
-    Args:
-        momentum: Share of the sum that is kept.
-        dampening: Share of the gradient that is left out.
-        nesterov: Whether the direction is `g + momentum * m` instead of `m`.
-
-    Returns:
-        The transformation.
+    The first `m` is `g` undampened. With `nesterov` the direction is `g + momentum * m` instead of
+    `m`.
     """
 
     def init(params: PyTree) -> MomentumState:

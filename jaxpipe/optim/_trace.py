@@ -40,15 +40,11 @@ class OptimizerTrace:
     def number_results(
         self, label: Callable[[str, Path], Hashable], table: dict[Hashable, int] | None = None
     ) -> dict[tuple[str, Path], int]:
-        """Numbers of the first state and of one update, equal where they are the same expressions.
+        """Numbers of the first state and of one update, equal for the same expressions.
 
-        Args:
-            label: The label of an input by its kind, `"parameter"`, `"gradient"` or `"state"`, and path; inputs of one
-                label count as equal.
-            table: Expressions numbered so far, to compare with those of other traces.
-
-        Returns:
-            The number of each result by what it is, in the words of an error, and path.
+        Results are by what they are, in the words of an error, and path. `label` takes an input's
+        kind, `"parameter"`, `"gradient"` or `"state"`, and path; inputs of one label count as
+        equal. `table` has the expressions numbered so far, to compare with those of other traces.
         """
         table = {} if table is None else table
         params, grads = ([label(kind, path) for path in self.params] for kind in ("parameter", "gradient"))

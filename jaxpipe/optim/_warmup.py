@@ -23,15 +23,10 @@ def effective_steps(warmup_num_steps: int) -> int:
 
 
 def warmup_fraction(iteration: jax.Array, num_steps: int, warmup_type: str) -> jax.Array:
-    """Progress of a warm-up.
+    """Progress of a warm-up, a float32 scalar, 0 at iteration 0.
 
-    Args:
-        iteration: DeepSpeed's iteration; below 0 counts as 0.
-        num_steps: Its length.
-        warmup_type: `"linear"`: `i / n`; `"log"`: `log(i + 1) / log(n)`.
-
-    Returns:
-        A float32 scalar, 0 at iteration 0.
+    It is `i / n` for `"linear"` and `log(i + 1) / log(n)` for `"log"`. An iteration, which is
+    DeepSpeed's, counts as 0 below 0.
     """
     reached = jnp.maximum(iteration, 0).astype(jnp.float32)
     if warmup_type == "linear":
