@@ -204,12 +204,15 @@ class Simulation:
         if action == "forward":  # all of it, with a slot of the residuals
             return tables.forward.chunk[stage][tick] >= 0
         name = "weight" if action == "weight_gradient" else "backward"
+        is_busy = getattr(tables, name).chunk[stage][tick] >= 0
+        if self._is_action(line):
+            return is_busy
         if seconds["packed"] > max(seconds["sums"], seconds["ring"]):  # the first layers' gradients
             return self._is_end(stage, tick, name)
         if seconds["ring"] > seconds["sums"]:  # a slot of what a split backward leaves
             return tables.pending_write[stage][tick] >= 0
         # There is a loop for each chunk's sums, and one of them runs.
-        return (getattr(tables, name).chunk[stage][tick] >= 0) / self._program.num_chunks
+        return is_busy / self._program.num_chunks
 
     def _advance(self, costs: list[Cost], times: float = 1.0) -> None:
         for stage, cost in enumerate(costs):

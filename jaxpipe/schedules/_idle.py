@@ -15,7 +15,8 @@ class IdlePolicy:
 
     Attributes:
         skips: Idle actions are branched around; otherwise they compute, and their result is dropped.
-        loops: Where idle actions are skipped in training, by loops of one round or none in place of branches.
+        loops: Where idle actions are skipped in training, by loops of one round or none in place of branches; backwards
+            and weight gradients that are idle in a quarter of a run or more are so in any case.
         masks_ends: Idle actions compute in a first and a last tick that are runs of their own and have actions of one
             kind alone, also where others are skipped. What a branch reads must be there before it. It costs no time:
             while some stages act the others would wait for them.
@@ -39,16 +40,17 @@ def _planned(program: TickProgram, run: TickRun, policy: IdlePolicy) -> TickRun:
     kinds = run.has_forward + run.has_backward + run.has_weight
     is_end = run.stop - run.start == 1 and run in (program.runs[0], program.runs[-1])
     is_masked_end = policy.masks_ends and is_end and kinds == 1
-    loops = policy.loops and policy.skips and program.training
+    tables, may_loop = program.tables, policy.skips and program.training
 
-    def planned(action: ActionPlan | None) -> ActionPlan | None:
+    def planned(action: ActionPlan | None, microbatches: Table | None = None) -> ActionPlan | None:
         if action is None:
             return None
         num_branches = max(1, len(action.splits)) * (len(action.chunks) if policy.skips else 1)
         idle = action.idle
         if idle is not Idle.NEVER:
             is_masked = (is_masked_end or not policy.skips) and num_branches == 1
-            idle = Idle.LOOP if loops else Idle.MASK if is_masked else Idle.BRANCH
+            loops = policy.loops or microbatches is not None and _busy_share(run, microbatches) < _MOST
+            idle = Idle.MASK if is_masked else Idle.LOOP if may_loop and loops else Idle.BRANCH
         return replace(
             action,
             idle=idle,
@@ -57,7 +59,7 @@ def _planned(program: TickProgram, run: TickRun, policy: IdlePolicy) -> TickRun:
             adds_in_loops=program.num_chunks > 1 and not (is_masked_end and len(action.chunks) == 1),
         )
 
-    tables, forward = program.tables, planned(run.forward)
+    forward = planned(run.forward)
     loss = _of_all_stages(run, tables.loss_microbatch)
     if loss is not None and not policy.splits_last:
         # One device that computes in every tick needs no branch around the loss; else the last stage alone has it.
@@ -73,15 +75,24 @@ def _planned(program: TickProgram, run: TickRun, policy: IdlePolicy) -> TickRun:
     return replace(
         run,
         forward=forward,
-        backward=planned(run.backward),
-        weight=planned(run.weight),
+        # What branches give is as large as the weights, and filled with zeros where the stage is idle; of
+        # "zero-bubble-h1" on GPUs that is 15 % of the step (modelled). A loop writes and adds what it computes, and
+        # costs a wait of the host. Forwards may send, which all stages must do at once.
+        backward=planned(run.backward, tables.backward.microbatch),
+        weight=planned(run.weight, tables.weight.microbatch),
         loss=loss,
         first=first,
         first_backward=first_backward,
-        # Else XLA (JAX 0.10) puts the exchange of gradients after the loss, whose collectives lie in no other exchange,
-        # and a stage that has a backward waits for its neighbours' forwards.
-        receives_first=policy.splits_last and policy.skips and len(run.activation_sends) > 1,
+        # Else XLA (JAX 0.10) puts the exchange of gradients after the forward or the loss, and a stage that has a
+        # backward alone waits for its neighbours' forwards.
+        receives_first=policy.skips and len(run.activation_sends) > 1,
     )
+
+
+def _busy_share(run: TickRun, microbatches: Table) -> float:
+    """Share of the stages and ticks of a run that have an action."""
+    entries = [entry for row in microbatches for entry in row[run.start : run.stop]]
+    return sum(entry >= 0 for entry in entries) / len(entries)
 
 
 def _of_all_stages(run: TickRun, microbatches: Table, *, is_harmless: bool = False) -> Idle | None:

@@ -14,6 +14,7 @@ from jaxpipe.executor._evaluate import EvaluateLoop
 from jaxpipe.executor._stage import Weights
 from jaxpipe.executor._tick_loop import Device
 from jaxpipe.layers import VocabEmbed, VocabHead
+from jaxpipe.losses import SplitLogits
 
 STAGES, MICROBATCHES = 2, 3
 INPUTS, LABELS, FACTORS = [29.0, 31.0, 37.0], [41.0, 43.0, 47.0], [53.0, 59.0, 61.0]
@@ -32,8 +33,12 @@ def measure(outputs: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array
     return outputs.sum(), labels.sum()
 
 
-def measure_slices(outputs: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return jax.lax.psum(outputs.sum(), "stage"), labels.sum()
+def measure_slices(outputs: SplitLogits, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return jax.lax.psum(outputs.local.sum(), "stage"), labels.sum()
+
+
+def total_over_stages(outputs: jax.Array | SplitLogits, labels: jax.Array) -> jax.Array:
+    return jax.lax.psum(outputs.local.sum(), "stage") if isinstance(outputs, SplitLogits) else outputs.sum()
 
 
 def evaluate(numbers: Numbers, measure: Any, storages: list[Any], inputs: Any = None) -> list[list[list[float]]]:
@@ -80,7 +85,7 @@ def test_a_schedule_that_comes_back_ends_on_the_first_stage() -> None:
 def test_all_stages_run_split_last_layers_for_the_microbatch_of_the_last_part() -> None:
     """Each stage multiplies its logit by that one's side input, not by that of its own forward."""
     layers = [Scale, Scale, LayerSpec(VocabHead, STAGES, use_bias=False), Sided]
-    numbers = Numbers(layers, [0, 1, 4], STAGES, side=SIDE, loss_fn=lambda y, t: jax.lax.psum(y.sum(), "stage"))
+    numbers = Numbers(layers, [0, 1, 4], STAGES, side=SIDE, loss_fn=total_over_stages)
     assert numbers.stage.vocab_loss is not None
     first, last = evaluate(numbers, measure_slices, [numbers.storage(s) for s in range(STAGES)])
     weight = STAGES * float(np.prod(PRIMES[:4]))

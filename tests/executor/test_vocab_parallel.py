@@ -15,6 +15,7 @@ from jaxpipe import LayerSpec, TiedLayerSpec
 from jaxpipe.autodiff import differentiable
 from jaxpipe.executor._batch import Microbatch
 from jaxpipe.layers import VocabHead
+from jaxpipe.losses import SplitLogits
 
 KEY, FACTOR, STAGES = jax.random.key(3), 0.5, 2
 
@@ -97,8 +98,8 @@ def plus_gain(module: Gain, x: jax.Array) -> jax.Array:
     return x + module.get_variable("params", "gain")
 
 
-def total_over_stages(outputs: jax.Array, labels: jax.Array) -> jax.Array:
-    return jax.lax.psum(outputs.sum(), "stage")
+def total_over_stages(outputs: jax.Array | SplitLogits, labels: jax.Array) -> jax.Array:
+    return jax.lax.psum(outputs.local.sum(), "stage") if isinstance(outputs, SplitLogits) else outputs.sum()
 
 
 def test_a_parameter_tied_across_the_split_has_a_gradient_from_each_side() -> None:

@@ -50,7 +50,11 @@ def test_every_idle_action_is_treated_as_the_policy_says(
             if plan is None:
                 continue
             assert set(plan.chunks) == chunks - {-1}
+            entries = [chunk for row in actions.chunk for chunk in row[run.start : run.stop]]
+            is_rare = sum(chunk >= 0 for chunk in entries) < 0.75 * len(entries)
             wanted = Idle.NEVER if -1 not in chunks else others if len(plan.splits) > 1 else one_branch
+            if wanted is Idle.BRANCH and is_rare and policy.skips and plan is not run.forward:
+                wanted = Idle.LOOP
             assert plan.idle is wanted
             assert plan.adds_in_loops == (program.num_chunks > 1)
 
@@ -89,11 +93,11 @@ def test_what_all_stages_run_computes_where_most_ticks_need_it() -> None:
     assert {run.first_backward for run in evaluated.runs} == {None}
 
 
-def test_exchanges_both_ways_end_before_a_forward_beside_a_split_loss() -> None:
+def test_exchanges_both_ways_end_before_a_forward() -> None:
     for name, policy, wanted in (
         ("zero-bubble-v", IdlePolicy(splits_last=True), True),
         ("zero-bubble-v", IdlePolicy(splits_last=True, skips=False), False),
-        ("zero-bubble-v", IdlePolicy(), False),
+        ("zero-bubble-v", IdlePolicy(), True),
         ("1f1b", IdlePolicy(splits_last=True), False),
     ):
         assert any(run.receives_first for run in with_idle(lower_schedule(name, 8, 4), policy).runs) == wanted
