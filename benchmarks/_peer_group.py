@@ -30,7 +30,9 @@ class PeerGroup:
         limit_s: How long one answer may take.
     """
 
-    def __init__(self, command: Sequence[str], cases: Sequence[Case], env: dict[str, str], limit_s: float) -> None:
+    def __init__(
+        self, command: Sequence[str], cases: Sequence[Case], env: dict[str, str], limit_s: float
+    ) -> None:
         self._limit_s = limit_s
         self._errors: list[IO[str]] = []
         self._members: list[subprocess.Popen[str]] = []
@@ -53,7 +55,8 @@ class PeerGroup:
         """Wait for the members' answers.
 
         Returns:
-            `seconds`, per step those of the slowest member, `cpu`, those of all members' threads, and `losses`.
+            `seconds`, per step those of the slowest member, `cpu`, those of all members' threads,
+            and `losses`.
 
         Raises:
             PeerError: A member ended or took too long.
@@ -64,8 +67,12 @@ class PeerGroup:
             answers = [self._answer(rank) for rank in range(len(self._members))]
         finally:
             done.set()
-        known = next((a["losses"] for a in answers if not math.isnan(a["losses"][0])), answers[0]["losses"])
-        seconds, cpu = (list(zip(*(a[name] for a in answers), strict=True)) for name in ("seconds", "cpu"))
+        known = next(
+            (a["losses"] for a in answers if not math.isnan(a["losses"][0])), answers[0]["losses"]
+        )
+        seconds, cpu = (
+            list(zip(*(a[name] for a in answers), strict=True)) for name in ("seconds", "cpu")
+        )
         return {"seconds": list(map(max, seconds)), "cpu": list(map(sum, cpu)), "losses": known}
 
     def run(self, num_steps: int) -> dict[str, list[float]]:
@@ -96,7 +103,9 @@ class PeerGroup:
         """End all members when one has ended or the time is over, so that nobody waits for it."""
         late = time.monotonic() + self._limit_s
         while not done.wait(0.5):
-            if time.monotonic() > late or any(member.poll() is not None for member in self._members):
+            if time.monotonic() > late or any(
+                member.poll() is not None for member in self._members
+            ):
                 self._kill()
                 return
 
@@ -123,7 +132,12 @@ step faults in its pages again."""
 def _names_of_rank(rank: int, num_ranks: int, port: str) -> dict[str, str]:
     """What torch, DeepSpeed and jaxpipe read, one processor thread for each process of torch, and the C library."""
     names = {"RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_RANK": rank, "LOCAL_SIZE": num_ranks}
-    told = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu"}
+    told = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "OMP_NUM_THREADS": "1",
+        "JAX_PLATFORMS": "cpu",
+    }
     memory = {f"MALLOC_{name}": value for name, value in KEPT_MEMORY.items()}
     return {**{name: str(value) for name, value in {**names, **memory}.items()}, **told}
 

@@ -15,8 +15,16 @@ from jaxpipe import LayerSpec
 
 jax.config.update("jax_num_cpu_devices", 4)  # simulated devices, used where there is no accelerator
 
-layers = [LayerSpec(nn.Dense, 64), nn.tanh, LayerSpec(nn.Dense, 64), nn.tanh, LayerSpec(nn.Dense, 1)]
-model = jaxpipe.PipelineModule(layers, num_stages=4, loss_fn=lambda y, labels: ((y - labels) ** 2).mean())
+layers = [
+    LayerSpec(nn.Dense, 64),
+    nn.tanh,
+    LayerSpec(nn.Dense, 64),
+    nn.tanh,
+    LayerSpec(nn.Dense, 1),
+]
+model = jaxpipe.PipelineModule(
+    layers, num_stages=4, loss_fn=lambda y, labels: ((y - labels) ** 2).mean()
+)
 config = {"train_micro_batch_size_per_gpu": 16, "gradient_accumulation_steps": 8}
 engine, *_ = jaxpipe.initialize(model=model, optimizer=optax.adam(3e-3), config=config)
 

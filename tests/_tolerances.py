@@ -13,7 +13,10 @@ FLOOR = 1e-3
 """Leaves whose true value is zero are judged by this share of the tree's largest value."""
 
 BFLOAT16 = 0.1
-"""The same for layers that compute in bfloat16, against float32; the sequential model itself is off by up to 0.081."""
+"""The same for layers that compute in bfloat16, against float32.
+
+The sequential model itself is off by up to 0.081.
+"""
 
 FLOAT16 = 0.02
 """The same for float16; the sequential model itself is off by up to 0.0094."""

@@ -31,8 +31,18 @@ def train(pipeline: jaxpipe.Pipeline, state: jaxpipe.TrainState) -> jaxpipe.Trai
 def test_a_users_file_is_understood(tmp_path: Path) -> None:
     file = tmp_path / "user.py"
     file.write_text(USER)
-    (tmp_path / "pyrightconfig.json").write_text(f'{{"extraPaths": ["{Path(jaxpipe.__file__).parents[1]}"]}}')
-    command = [sys.executable, "-m", "pyright", "--pythonpath", sys.executable, "--project", str(tmp_path)]
+    (tmp_path / "pyrightconfig.json").write_text(
+        f'{{"extraPaths": ["{Path(jaxpipe.__file__).parents[1]}"]}}'
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "pyright",
+        "--pythonpath",
+        sys.executable,
+        "--project",
+        str(tmp_path),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert "\n0 errors" in done.stdout, done.stdout
     assert "Compiled[(TrainState, Sequence[" in done.stdout, done.stdout

@@ -1,4 +1,7 @@
-"""What the processes of a job tell process 0 of a save, through its folder: in a thread they share nothing else."""
+"""What the processes of a job tell process 0 of a save, through its folder.
+
+In a thread they share nothing else.
+"""
 
 import contextlib
 import json
@@ -49,8 +52,8 @@ def still_writing(data: Path) -> Generator[None]:
 def report(data: Path, error: str | None = None, sha256: Mapping[str, Any] | None = None) -> None:
     """Tell process 0 that this process's blocks are on disk, with their hashes, or why they are not."""
     path = _report_path(data, jax.process_index())
-    # It is a message, not a part of the checkpoint: a report that is there but could not be synced would count for
-    # process 0 and as a failure here.
+    # It is a message, not a part of the checkpoint: a report that is there but could not be synced
+    # would count for process 0 and as a failure here.
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps({"error": error, "sha256": sha256 or {}}))
     partial.replace(path)
@@ -65,15 +68,21 @@ def collect(data: Path, check: Callable[[], object]) -> list[Hashes]:
     own = jax.process_index()
     missing = {index: _Silence() for index in range(jax.process_count())}
     pause_s = _SHORTEST_PAUSE_S
-    while missing := {i: silence for i, silence in missing.items() if not _report_path(data, i).exists()}:
+    while missing := {
+        i: silence for i, silence in missing.items() if not _report_path(data, i).exists()
+    }:
         check()
         if own in missing:
             raise FileNotFoundError(f"{data} was removed by somebody else while it was written")
-        silent = [str(i) for i, silence in missing.items() if silence.lasts(_beat_path(data, i), pause_s) > _SILENT_S]
+        silent = [
+            str(i)
+            for i, silence in missing.items()
+            if silence.lasts(_beat_path(data, i), pause_s) > _SILENT_S
+        ]
         if silent:
             raise TimeoutError(
-                f"process {', '.join(silent)} has written nothing to {data} for {_SILENT_S:.0f} s: its storage does "
-                "not answer, or it has ended"
+                f"process {', '.join(silent)} has written nothing to {data} for {_SILENT_S:.0f} s: "
+                "its storage does not answer, or it has ended"
             )
         time.sleep(pause_s)
         pause_s = min(1.1 * pause_s, _LONGEST_PAUSE_S)

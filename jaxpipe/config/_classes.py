@@ -41,7 +41,8 @@ class BatchConfig(Config):
             The configuration itself, which has all sizes now.
 
         Raises:
-            ConfigError: A size is not a positive integer, the sizes do not suffice, or they do not multiply.
+            ConfigError: A size is not a positive integer, the sizes do not suffice, or they do not
+                multiply.
         """
         sizes = resolve_batch_sizes(
             self.train_batch_size,
@@ -57,7 +58,8 @@ class FP16Config(Config):
 
     Attributes:
         enabled: Whether to compute in float16; None does not.
-        clip: Largest global norm of the gradients, `TrainConfig.gradient_clipping`; None does not clip.
+        clip: Largest global norm of the gradients, `TrainConfig.gradient_clipping`; None does not
+            clip.
     """
 
     enabled: bool | None = None
@@ -67,7 +69,8 @@ class FP16Config(Config):
         """Fill in what is not given.
 
         Returns:
-            The configuration itself, in which `enabled` is a truth value now and `clip` a number, 0 for no clipping.
+            The configuration itself, in which `enabled` is a truth value now and `clip` a number, 0
+            for no clipping.
 
         Raises:
             ConfigError: `enabled` is no truth value or `clip` no number of at least 0.
@@ -80,8 +83,8 @@ class FP16Config(Config):
 class TrainingConfig(Config):
     """The whole configuration in this form; `load_config` and `initialize` take it too.
 
-    A subclass may add fields. Those with the name of a key of `TrainConfig` (in a subclass of `FP16Config`: of the
-    section `fp16`) set that key, all others are the script's own.
+    A subclass may add fields. Those with the name of a key of `TrainConfig` (in a subclass of
+    `FP16Config`: of the section `fp16`) set that key, all others are the script's own.
 
     Attributes:
         batch: The sizes of a batch.
@@ -97,7 +100,9 @@ class TrainingConfig(Config):
     fp16: FP16Config = FP16Config()
 
     def to_train_config(self) -> TrainConfig:
-        """The configuration that engines read; sizes that are missing stay so, to be completed for its replicas.
+        """The configuration that engines read.
+
+        Sizes that are missing stay so, to be completed for its replicas.
 
         Returns:
             The configuration.
@@ -117,7 +122,9 @@ class TrainingConfig(Config):
             if clip is not None:
                 own["gradient_clipping"] = number_of_at_least(0)(clip, "fp16.clip")
         fp16 = _keys_of(FP16Section, self.fp16)
-        config = read_section(TrainConfig, {**_keys_of(TrainConfig, self.batch), **own, "fp16": fp16}, "", errors)
+        config = read_section(
+            TrainConfig, {**_keys_of(TrainConfig, self.batch), **own, "fp16": fp16}, "", errors
+        )
         errors.raise_all()
         return cast("TrainConfig", config)
 

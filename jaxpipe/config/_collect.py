@@ -9,8 +9,9 @@ from jaxpipe.errors import ConfigError, JaxpipeError
 class Collector:
     """Errors about one configuration, in the order in which they were found.
 
-    Where a value is wrong its default is read on with, so an error that compares several values may follow from that
-    default alone: such errors are dropped where one of their keys is refused already.
+    Where a value is wrong its default is read on with, so an error that compares several values may
+    follow from that default alone: such errors are dropped where one of their keys is refused
+    already.
 
     Attributes:
         source: File that the configuration was read from; None for one that was given in Python.
@@ -33,7 +34,8 @@ class Collector:
         """Keep what a block raises, one by one where it raises a list, and go on after it.
 
         Args:
-            compares: Whether the block compares values that may be defaults in the place of wrong ones.
+            compares: Whether the block compares values that may be defaults in the place of wrong
+                ones.
 
         Yields:
             Nothing.
@@ -83,7 +85,8 @@ class Collector:
             read = "" if self.source is None else f" (read from {self.source})"
             lines = "".join(f"\n  - {error}" for error in self._errors)
             raise ConfigError(
-                f"The configuration{read} must be changed in {len(self._errors)} places:{lines}", errors=self._errors
+                f"The configuration{read} must be changed in {len(self._errors)} places:{lines}",
+                errors=self._errors,
             )
         (error,) = self._errors
         if self.source is None:

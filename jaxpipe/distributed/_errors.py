@@ -25,8 +25,8 @@ def run_on_all(action: Callable[[], T], who: Sequence[int] | None = None) -> T |
         What it returned here; None where it did not run.
 
     Raises:
-        Exception: What it raised here; where it failed elsewhere the same kind of `JaxpipeError`, with the index of
-            the first process that failed and its message.
+        Exception: What it raised here; where it failed elsewhere the same kind of `JaxpipeError`,
+            with the index of the first process that failed and its message.
     """
     result, failure = None, ""
     own: Exception | None = None
@@ -58,8 +58,8 @@ def raise_on_all(own: Exception | None, failures: Sequence[str]) -> None:
 
     Args:
         own: What this process raised.
-        failures: For each process the name of the error's class, a line break and what it says; empty where it did
-            not fail.
+        failures: For each process the name of the error's class, a line break and what it says;
+            empty where it did not fail.
 
     Raises:
         Exception: This process's own, or one that tells of the first of the others.

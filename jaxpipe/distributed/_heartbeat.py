@@ -13,7 +13,10 @@ HEARTBEAT_FILE = "JAXPIPE_HEARTBEAT_FILE"
 
 
 class Heartbeat:
-    """Touches a file whenever a step has finished on the devices; does nothing where the environment names none."""
+    """Touches a file whenever a step has finished on the devices.
+
+    Does nothing where the environment names none.
+    """
 
     def __init__(self) -> None:
         path = os.environ.get(HEARTBEAT_FILE)

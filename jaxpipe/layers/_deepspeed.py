@@ -12,8 +12,8 @@ def _refused(name: str, instead: str) -> Callable[..., NoReturn]:
 
 _CALL = "use apply(params, inputs), with the parameters that init(key, inputs) returns"
 _PARAMETERS = (
-    "init(key, inputs) makes them, initialize(model_parameters=...) takes them, and the engine's module_state_dict() "
-    "gives the present ones"
+    "init(key, inputs) makes them, initialize(model_parameters=...) takes them, and the engine's "
+    "module_state_dict() gives the present ones"
 )
 _STATE = "use the engine's module_state_dict(), a tree by layer that is the same for any number of stages"
 _LOAD = "use the engine's load_module_state_dict(tree)"

@@ -8,7 +8,9 @@ Row = Sequence[bool]
 """For each step, True if a stage runs something."""
 
 
-def fill_weights(forwards: Sequence[Row], backwards: Sequence[Row], max_pending: int) -> tuple[tuple[int, ...], ...]:
+def fill_weights(
+    forwards: Sequence[Row], backwards: Sequence[Row], max_pending: int
+) -> tuple[tuple[int, ...], ...]:
     """Say in which step each stage runs which weight gradient, first in, first out.
 
     A step costs what its busiest stage runs. So a weight gradient costs nothing where a stage runs
@@ -27,19 +29,25 @@ def fill_weights(forwards: Sequence[Row], backwards: Sequence[Row], max_pending:
     """
     stages = range(len(forwards))
     num_steps = len(forwards[0])
-    counts = [list(map(sum, zip(*rows, strict=True))) for rows in zip(forwards, backwards, strict=True)]
-    # Lockstep: every stage waits for the one that runs the most, so what a stage runs less is free time there.
+    counts = [
+        list(map(sum, zip(*rows, strict=True))) for rows in zip(forwards, backwards, strict=True)
+    ]
+    # Lockstep: every stage waits for the one that runs the most, so what a stage runs less is free
+    # time there.
     has_room = [[count < max(each) for count in each] for each in zip(*counts, strict=True)]
     reserves = [_reserve([room[stage] for room in has_room], backwards[stage]) for stage in stages]
     pending: list[list[int]] = [[] for _ in stages]
     filled: list[list[int]] = [[] for _ in stages]
     for step in range(num_steps):
-        # First, because a tick runs weight gradients last: one may follow its input gradient in the same step.
+        # First, because a tick runs weight gradients last: one may follow its input gradient in the
+        # same step.
         for stage in stages:
             if backwards[stage][step]:
                 pending[stage].append(step)
         gets = has_room[step]
-        is_due = not any(gets) and all(len(pending[stage]) > reserves[stage][step] for stage in stages)
+        is_due = not any(gets) and all(
+            len(pending[stage]) > reserves[stage][step] for stage in stages
+        )
         # Where it must make the step longer, it does so once for all stages.
         if is_due or _is_full(step, gets, pending, backwards, max_pending):
             gets = [True] * len(gets)
@@ -59,7 +67,9 @@ def _reserve(has_room: Row, backwards: Row) -> list[int]:
     return reserves[::-1]
 
 
-def _is_full(step: int, gets: list[bool], pending: list[list[int]], backwards: Sequence[Row], limit: int) -> bool:
+def _is_full(
+    step: int, gets: list[bool], pending: list[list[int]], backwards: Sequence[Row], limit: int
+) -> bool:
     """True if a stage that gets no weight gradient in this step has no room for the input gradient of the next."""
     following = step + 1
     return any(

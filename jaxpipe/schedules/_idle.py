@@ -1,12 +1,18 @@
-"""What a device does in ticks without an action of its stage: one policy, and from it the plan of each run."""
+"""What a device does in ticks without an action of its stage.
+
+One policy, and from it the plan of each run.
+"""
 
 from dataclasses import dataclass, replace
 
 from ._program import ActionPlan, Idle, Table, TickProgram, TickRun
 
 _MOST = 0.75
-"""Share of a run's ticks from which on all of them compute what that many need. Of 1f1b's steady ticks all but the last
-one need it; with chunks half of them do, and computing it in all would have twice as much exchanged."""
+"""Share of a run's ticks from which on all of them compute what that many need.
+
+Of 1f1b's steady ticks all but the last one need it; with chunks half of them do, and computing it
+in all would have twice as much exchanged.
+"""
 
 
 @dataclass(frozen=True)
@@ -14,11 +20,14 @@ class IdlePolicy:
     """How idle actions are treated, and what all stages compute together.
 
     Attributes:
-        skips: Idle actions are branched around; otherwise they compute, and their result is dropped.
-        loops: Where idle actions are skipped in training, by loops of one round or none in place of branches.
-        masks_ends: Idle actions compute in a first and a last tick that are runs of their own and have actions of one
-            kind alone, also where others are skipped. What a branch reads must be there before it. It costs no time:
-            while some stages act the others would wait for them.
+        skips: Idle actions are branched around; otherwise they compute, and their result is
+            dropped.
+        loops: Where idle actions are skipped in training, by loops of one round or none in place of
+            branches.
+        masks_ends: Idle actions compute in a first and a last tick that are runs of their own and
+            have actions of one kind alone, also where others are skipped. What a branch reads must
+            be there before it. It costs no time: while some stages act the others would wait for
+            them.
         splits_first: All stages run the model's first layers together.
         splits_last: All stages run its last layers and the loss together.
     """
@@ -54,14 +63,20 @@ def _planned(program: TickProgram, run: TickRun, policy: IdlePolicy) -> TickRun:
             idle=idle,
             branches_on_chunk=policy.skips,
             # Idle actions of one chunk that are computed have given zeros.
-            adds_in_loops=program.num_chunks > 1 and not (is_masked_end and len(action.chunks) == 1),
+            adds_in_loops=program.num_chunks > 1
+            and not (is_masked_end and len(action.chunks) == 1),
         )
 
     tables, forward = program.tables, planned(run.forward)
     loss = _of_all_stages(run, tables.loss_microbatch)
     if loss is not None and not policy.splits_last:
-        # One device that computes in every tick needs no branch around the loss; else the last stage alone has it.
-        is_alone = len(program.placement.locations) == 1 and forward is not None and forward.idle is Idle.NEVER
+        # One device that computes in every tick needs no branch around the loss; else the last
+        # stage alone has it.
+        is_alone = (
+            len(program.placement.locations) == 1
+            and forward is not None
+            and forward.idle is Idle.NEVER
+        )
         loss = Idle.NEVER if is_alone else Idle.BRANCH
     first = first_backward = None
     if policy.splits_first and program.training:
@@ -78,8 +93,8 @@ def _planned(program: TickProgram, run: TickRun, policy: IdlePolicy) -> TickRun:
         loss=loss,
         first=first,
         first_backward=first_backward,
-        # Else XLA (JAX 0.10) puts the exchange of gradients after the loss, whose collectives lie in no other exchange,
-        # and a stage that has a backward waits for its neighbours' forwards.
+        # Else XLA (JAX 0.10) puts the exchange of gradients after the loss, whose collectives lie
+        # in no other exchange, and a stage that has a backward waits for its neighbours' forwards.
         receives_first=policy.splits_last and policy.skips and len(run.activation_sends) > 1,
     )
 
@@ -108,6 +123,9 @@ def describe_idle(program: TickProgram) -> str:
             start = found.pop()[0] if found and found[-1][1] == run.start else run.start
             found.append((start, run.stop))
         for idle, found in ticks.items():
-            listed = [f"{start}" if stop - start == 1 else f"{start} to {stop - 1}" for start, stop in found]
+            listed = [
+                f"{start}" if stop - start == 1 else f"{start} to {stop - 1}"
+                for start, stop in found
+            ]
             parts.append(f"{kind} {idle.value} in ticks {', '.join(listed)}")
     return f"idle actions: {'; '.join(parts) or 'none'}"

@@ -9,7 +9,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpipe._typing import Path
-from jaxpipe.jaxpr import Literal, Program, Slice, all_equations, effects_of, evaluate, needed_for, primitives, read
+from jaxpipe.jaxpr import (
+    Literal,
+    Program,
+    Slice,
+    all_equations,
+    effects_of,
+    evaluate,
+    needed_for,
+    primitives,
+    read,
+)
 
 from ._layout import is_key
 
@@ -36,7 +46,9 @@ class Recipe:
         """Some of the leaves."""
         atoms = [self.leaves[name] for name in wanted]
         part = needed_for(self.program, atoms)
-        values, _ = evaluate(self.program, dict(zip(self.program.inputs, [key], strict=True)), part, {}, ())
+        values, _ = evaluate(
+            self.program, dict(zip(self.program.inputs, [key], strict=True)), part, {}, ()
+        )
         return [jnp.asarray(read(values, atom)) for atom in atoms]
 
 

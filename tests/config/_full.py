@@ -36,7 +36,10 @@ _GIVEN: dict[str, Any] = {
     "bf16": {"enabled": False, "immediate_grad_update": False, "check_grad_overflow": False},
     "data_types": {"grad_accum_dtype": "fp32"},
     "zero_optimization": {"stage": 1},
-    "optimizer": {"type": "AdamW", "params": {"lr": 3e-4, "betas": [0.9, 0.95], "adam_w_mode": True}},
+    "optimizer": {
+        "type": "AdamW",
+        "params": {"lr": 3e-4, "betas": [0.9, 0.95], "adam_w_mode": True},
+    },
     "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 3e-4, "warmup_num_steps": 100}},
     "activation_checkpointing": {
         "partition_activations": True,
@@ -84,7 +87,13 @@ def _full() -> dict[str, Any]:
     for path, key in KEYS.items():
         if at(full, path) is None:
             others = [name for name in key.names() if name != key.default]
-            put(full, path, others[0] if others else {bool: key.default is not True, int: 3, float: 0.5}[key.kind()])
+            put(
+                full,
+                path,
+                others[0]
+                if others
+                else {bool: key.default is not True, int: 3, float: 0.5}[key.kind()],
+            )
     return full
 
 
@@ -158,13 +167,21 @@ UNUSED: dict[str, list[Any]] = {
     "zero_optimization.sub_group_size": [1e9],
     "zero_optimization.use_multi_rank_bucket_allreduce": [True],
     "zero_reduce_scatter": [True],
-    **{f"zero_optimization.{prefix}{key}": values for prefix in ("", "stage3_") for key, values in _FETCHES.items()},
+    **{
+        f"zero_optimization.{prefix}{key}": values
+        for prefix in ("", "stage3_")
+        for key, values in _FETCHES.items()
+    },
 }
 """Keys without effect, with values that ask for something."""
 
 UNUSED_OFF: dict[str, list[Any]] = {
     **{key: [False] for key, values in UNUSED.items() if values == [True]},
-    **{key: [{}, {"enabled": False}] for key, values in UNUSED.items() if isinstance(values[0], dict)},
+    **{
+        key: [{}, {"enabled": False}]
+        for key, values in UNUSED.items()
+        if isinstance(values[0], dict)
+    },
     "checkpoint.parallel_write": [{"pipeline_stage": False}],
     "dataloader_drop_last": [True],
     "flops_profiler.recompute_fwd_factor": [0.0, 0],

@@ -32,28 +32,41 @@ ROOT = str(Path(jaxpipe.__file__).parent)
 
 def unpipelined() -> Any:
     config = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": MICROBATCHES}
-    return jaxpipe.initialize(model=nn.Dense(1), optimizer=optax.adam(0.1), loss_fn=mean_square, config=config)[0]
+    return jaxpipe.initialize(
+        model=nn.Dense(1), optimizer=optax.adam(0.1), loss_fn=mean_square, config=config
+    )[0]
 
 
-@pytest.mark.parametrize(("make", "more"), [(build, ()), (unpipelined, ("micro_steps", "training"))])
+@pytest.mark.parametrize(
+    ("make", "more"), [(build, ()), (unpipelined, ("micro_steps", "training"))]
+)
 def test_the_public_names(make: Callable[[], Any], more: tuple[str, ...]) -> None:
     engine = make()
     assert callable(engine)
     assert {name for name in dir(engine) if not name.startswith("_")} == {*NAMES.split(), *more}
     undocumented = [
-        name for name in dir(type(engine)) if name in NAMES.split() and not getattr(type(engine), name).__doc__
+        name
+        for name in dir(type(engine))
+        if name in NAMES.split() and not getattr(type(engine), name).__doc__
     ]
     assert undocumented == []
 
 
 def test_a_step_makes_few_calls() -> None:
-    """The host must be done before the devices are: comprehensions and calls within JAX do not count."""
+    """The host must be done before the devices are.
+
+    Comprehensions and calls within JAX do not count.
+    """
     engine, calls = build(example_batch=entry()), []
     iterator = itertools.cycle([entry(seed) for seed in range(MICROBATCHES)])
 
     def count(frame: FrameType, event: str, _: Any) -> None:
         code = frame.f_code
-        if event == "call" and code.co_filename.startswith(ROOT) and not code.co_name.startswith("<"):
+        if (
+            event == "call"
+            and code.co_filename.startswith(ROOT)
+            and not code.co_name.startswith("<")
+        ):
             calls.append(code.co_qualname)
 
     for _ in range(3):

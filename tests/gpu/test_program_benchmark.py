@@ -75,7 +75,9 @@ def test_loops_branches_and_collectives_are_read() -> None:
 def test_a_tick_takes_its_longest_branch_and_its_exchange() -> None:
     machine = HARDWARE["h200"].ideal
     cost = Costs(MODULE, machine).straight("body", 3)
-    assert cost.seconds["packed"] == pytest.approx((2 * ACTIVATION + 4 * 2097152) / machine.bytes_per_s)
+    assert cost.seconds["packed"] == pytest.approx(
+        (2 * ACTIVATION + 4 * 2097152) / machine.bytes_per_s
+    )
     assert cost.seconds["exchange"] == pytest.approx(ACTIVATION / machine.wire_bytes_per_s)
     assert cost.flops["gemm"] == 2 * 64 * 128 * 256
 
@@ -110,11 +112,17 @@ TICK = """
 def test_stages_take_their_own_branches_and_wait_for_each_other() -> None:
     """A block of 20 bytes in every tick, 8 more for the loss of each of 4 microbatches, at a byte a second."""
     program = lower_schedule("1f1b", 4, 2)
-    text = [HEAD, *(TICK.format(i=i) for i in range(len(program.runs))), "ENTRY %main (a: f32[1]) -> f32[1] {"]
+    text = [
+        HEAD,
+        *(TICK.format(i=i) for i in range(len(program.runs))),
+        "ENTRY %main (a: f32[1]) -> f32[1] {",
+    ]
     for i, run in enumerate(program.runs):
         count = f'backend_config={{"known_trip_count":{{"n":"{run.stop - run.start}"}}}}'
         scope = f'metadata={{op_name="step/ticks_{run.start}_{run.stop}/while"}}'
-        text.append(f"  %loop{i} = f32[1]{{0}} while(), condition=%no_loss, body=%body{i}, {scope}, {count}")
+        text.append(
+            f"  %loop{i} = f32[1]{{0}} while(), condition=%no_loss, body=%body{i}, {scope}, {count}"
+        )
     machine = Hardware("slow", 1e15, 1e9, 1.0, 1e9, traffic_share=1.0, latency_s=0.0, branch_s=0.0)
     costs = Costs(Module("\n".join([*text, "}"])), machine)
     found = Simulation(costs, program, 2, "Block").run()
@@ -139,7 +147,9 @@ def test_of_a_gather_outside_of_loops_what_the_first_tick_does_not_hide_counts()
     ticks = f'metadata={{op_name="step/ticks_{steady.start}_{steady.stop}/while"}}'
     loop = f"  %loop = f32[1]{{0}} while(), condition=%no_loss, body=%body0, {ticks}"
     module = Module("\n".join([HEAD, TICK.format(i=0), GATHER, loop, "}"]))
-    machine = Hardware("slow", 1e15, 1e9, 1.0, 1e9, 0.5, traffic_share=1.0, latency_s=0.0, branch_s=0.0)
+    machine = Hardware(
+        "slow", 1e15, 1e9, 1.0, 1e9, 0.5, traffic_share=1.0, latency_s=0.0, branch_s=0.0
+    )
     for hosts, gathered in (((0, 0, 1, 1), 16 / 0.8e9), ((0, 1, 0, 1), 16 / 0.5)):
         costs = Costs(module, machine, hosts)
         assert costs.wire_s(module.computations["main"]["gather"], 4) == pytest.approx(gathered)
@@ -150,13 +160,16 @@ def test_of_a_gather_outside_of_loops_what_the_first_tick_does_not_hide_counts()
 
 @pytest.mark.gpu_aot
 @pytest.mark.skipif(
-    not any(map(importlib.util.find_spec, ("jax_cuda12_plugin", "jax_cuda13_plugin"))), reason="needs the CUDA plugin"
+    not any(map(importlib.util.find_spec, ("jax_cuda12_plugin", "jax_cuda13_plugin"))),
+    reason="needs the CUDA plugin",
 )
 def test_it_runs(tmp_path: Path) -> None:
     path = tmp_path / "figures.json"
     command = [sys.executable, "-m", "benchmarks.gpu_program", "--smoke", "--json", str(path)]
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
-    subprocess.run(command, check=True, cwd=tmp_path, env=environment, capture_output=True, timeout=300)
+    subprocess.run(
+        command, check=True, cwd=tmp_path, env=environment, capture_output=True, timeout=300
+    )
     for found in map(json.loads(path.read_text()).get, ("1f1b", "llama")):
         assert found["total_gb"] > 0
         assert math.isfinite(found["real"]["step_ms"])

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from _launching import PATIENCE_S, ROOT, is_running, wait_until
 
-# Forks launchers that are up at once, and kills each after a while drawn at random; the last when its job runs.
+# Forks launchers that are up at once, and kills each after a while drawn at random; the last when
+# its job runs.
 ATTACK = """
 import os, random, signal, sys, time
 from jaxpipe.__main__ import main

@@ -25,7 +25,9 @@ def test_replicas_that_differ_are_told_and_cost_no_checkpoint(tmp_path: Path) ->
         assert "must have the same parameters, but got layers/" in apart[1]
         assert refused[0] == "CheckpointError"
         leaf = "/".join(["params", *flipped.split("/")[2:]])
-        assert f"different ones of {leaf} (in process 0 and in process 1). Nothing" in refused[1], flipped
+        assert f"different ones of {leaf} (in process 0 and in process 1). Nothing" in refused[1], (
+            flipped
+        )
         assert [loaded[0], again, saved] == [f"{path}/global_step1", trained, True]
     assert set(jaxpipe.checkpoint.committed_tags(path)) == {"global_step1", "global_step2"}
     for tag in ("global_step1", "global_step2"):
@@ -34,7 +36,11 @@ def test_replicas_that_differ_are_told_and_cost_no_checkpoint(tmp_path: Path) ->
 
 @pytest.mark.slow
 def test_replicas_of_one_process_that_differ_are_told(tmp_path: Path) -> None:
-    actions = [["train", 0, 1], ["save", str(tmp_path / "a")], ["error", "flip_here", str(tmp_path / "a")]]
+    actions = [
+        ["train", 0, 1],
+        ["save", str(tmp_path / "a")],
+        ["error", "flip_here", str(tmp_path / "a")],
+    ]
     ((_, _, (kind, text)),) = run_job(tmp_path, 1, 2, REPLICAS, actions)
     assert kind == "CheckpointError"
     assert "(in process 0 and in process 0)" in text
@@ -45,7 +51,13 @@ def test_replicas_of_one_process_that_differ_are_told(tmp_path: Path) -> None:
 def test_later_batches_that_differ_within_a_replica(tmp_path: Path) -> None:
     """Each is told, and training goes on after it."""
     told = [["error", "train_other_samples", step] for step in range(1, 20)]
-    actions = [["train", 0, 1], *told, ["train", 1, 2], ["error", "predict_apart"], ["error", "train_or_evaluate"]]
+    actions = [
+        ["train", 0, 1],
+        *told,
+        ["train", 1, 2],
+        ["error", "predict_apart"],
+        ["error", "train_or_evaluate"],
+    ]
     results = run_job(tmp_path, 2, 1, STAGES, [*actions, ["error", "set_apart"], ["train", 2, 3]])
     for _, *errors, trained, predicted, evaluated, size, last in results:
         assert [kind for kind, _ in errors] == ["DataError"] * 19
@@ -62,7 +74,14 @@ def test_later_batches_that_differ_within_a_replica(tmp_path: Path) -> None:
 def test_one_process_reads_checkpoints_by_itself(tmp_path: Path) -> None:
     """And saving goes on after it."""
     path = str(tmp_path / "kept")
-    actions = [["train", 0, 1], ["save", path], ["read_alone", path], ["train", 1, 2], ["save", path], ["load", path]]
+    actions = [
+        ["train", 0, 1],
+        ["save", path],
+        ["read_alone", path],
+        ["train", 1, 2],
+        ["save", path],
+        ["load", path],
+    ]
     results = run_job(tmp_path, 2, 1, STAGES, actions)
     tag, num_leaves, is_inspected, num_files = results[0][2]
     assert [tag, is_inspected, num_files] == ["global_step1", True, 1]
@@ -71,7 +90,10 @@ def test_one_process_reads_checkpoints_by_itself(tmp_path: Path) -> None:
 
 
 def test_a_process_whose_storage_takes_nothing_is_told_in_all(tmp_path: Path) -> None:
-    """At once, or where a thread saves as soon as it has been silent for a while; the next save works."""
+    """At once, or where a thread saves as soon as it has been silent for a while.
+
+    The next save works.
+    """
     path = str(tmp_path / "kept")
     outages = [["save_in_outage", path, background] for background in (False, True)]
     (_, at_once, after), (_, *others) = run_job(tmp_path, 2, 1, STAGES, [["train", 0, 1], *outages])
@@ -208,7 +230,11 @@ def test_processes_that_begin_otherwise_are_told(tmp_path: Path) -> None:
     codes = [process.wait(400) for process in job.processes]
     assert codes == [0, 0], job.logs()
     for index in range(2):
-        said = dict(re.findall(r"^TOLD ([\w ]+): (.*)$", (tmp_path / f"log{index}").read_text(), re.MULTILINE))
+        said = dict(
+            re.findall(
+                r"^TOLD ([\w ]+): (.*)$", (tmp_path / f"log{index}").read_text(), re.MULTILINE
+            )
+        )
         assert said.keys() == WANTED.keys()
         for name, wanted in WANTED.items():
             assert wanted in said[name], (index, name, said[name])

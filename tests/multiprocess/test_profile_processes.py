@@ -44,7 +44,9 @@ def test_what_process_0_measured_decides_for_all(tmp_path: Path) -> None:
         assert [process.wait(120) for process in job.processes] == [0, 0], job.logs()
     finally:
         job.kill()
-    cuts = [next(line for line in job.log(i).splitlines() if line.startswith("cut ")) for i in range(2)]
+    cuts = [
+        next(line for line in job.log(i).splitlines() if line.startswith("cut ")) for i in range(2)
+    ]
     assert cuts[0] == cuts[1]
     assert cuts[0].startswith("cut (0, 1, 4)")
 
@@ -73,6 +75,9 @@ def test_what_process_0_calibrated_decides_for_all(tmp_path: Path) -> None:
         assert [process.wait(120) for process in job.processes] == [0, 0], job.logs()
     finally:
         job.kill()
-    chosen = [next(line for line in job.log(i).splitlines() if line.startswith("chosen ")) for i in range(2)]
+    chosen = [
+        next(line for line in job.log(i).splitlines() if line.startswith("chosen "))
+        for i in range(2)
+    ]
     assert chosen[0] == chosen[1]
     assert "The simplest within 1%" in chosen[0]

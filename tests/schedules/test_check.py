@@ -92,7 +92,15 @@ def test_subclasses_of_instructions_mean_the_same(listed: Build) -> None:
 
 @pytest.mark.parametrize(
     "op",
-    [BackwardPass(0), BackwardInput(0), BackwardWeight(0), SendGrad(0), RecvGrad(0), ReduceGrads(), OptimizerStep()],
+    [
+        BackwardPass(0),
+        BackwardInput(0),
+        BackwardWeight(0),
+        SendGrad(0),
+        RecvGrad(0),
+        ReduceGrads(),
+        OptimizerStep(),
+    ],
 )
 def test_forward_only_schedules_hold_forwards_only(listed: Build, op: PipeInstruction) -> None:
     schedules = listed(InferenceSchedule, 3, 2)
@@ -143,17 +151,24 @@ def test_one_stage_needs_no_tied_reduction(listed: Build) -> None:
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 5])
-def test_chunked_and_split_schedules_are_sound(timed: dict[str, type[PipeSchedule]], num_stages: int) -> None:
+def test_chunked_and_split_schedules_are_sound(
+    timed: dict[str, type[PipeSchedule]], num_stages: int
+) -> None:
     for kind in timed.values():
         for num_microbatches in (1, 2, 4, 7):
             check_schedule(kind, num_microbatches, num_stages)
 
 
-def test_with_chunks_what_enters_a_buffer_names_its_chunk(timed: dict[str, type[PipeSchedule]]) -> None:
+def test_with_chunks_what_enters_a_buffer_names_its_chunk(
+    timed: dict[str, type[PipeSchedule]],
+) -> None:
     class Nameless(timed["FoldedSchedule"]):  # type: ignore[misc]
         def steps(self) -> Iterator[list[PipeInstruction]]:
             for commands in super().steps():
-                yield [type(op)(op.buffer_id) if isinstance(op, BufferOpInstruction) else op for op in commands]
+                yield [
+                    type(op)(op.buffer_id) if isinstance(op, BufferOpInstruction) else op
+                    for op in commands
+                ]
 
     match = r"LoadMicroBatch\(buffer_id=0\) must name a chunk in \[0, num_chunks=2\), but got chunk_id=None on stage=0"
     with pytest.raises(ScheduleError, match=match):
@@ -163,26 +178,29 @@ def test_with_chunks_what_enters_a_buffer_names_its_chunk(timed: dict[str, type[
 def test_chunks_hand_over_within_a_stage_in_time(timed: dict[str, type[PipeSchedule]]) -> None:
     class Late(timed["FoldedSchedule"]):  # type: ignore[misc]
         def forward_time(self, stage: int, chunk: int, microbatch: int) -> int:
-            return super().forward_time(stage, chunk, microbatch) + (2 if chunk == 0 and microbatch == 1 else 0)
+            return super().forward_time(stage, chunk, microbatch) + (
+                2 if chunk == 0 and microbatch == 1 else 0
+            )
 
     match = (
-        r"must come after the ForwardPass of the chunk before it, on this stage, but got micro_batch_id=1 without it "
-        r"on stage=0 at step=3\. Put the ForwardPass of the chunk before it, on this stage of this microbatch in front"
+        r"must come after the ForwardPass of the chunk before it, on this stage, but got "
+        r"micro_batch_id=1 without it on stage=0 at step=3\. Put the ForwardPass of the chunk "
+        r"before it, on this stage of this microbatch in front"
     )
     with pytest.raises(ScheduleError, match=match) as caught:
         check_schedule(Late, 2, 1)
     assert "[1F1+1B1]" in str(caught.value)
 
 
-def test_chunks_of_one_stage_do_not_send_to_each_other(timed: dict[str, type[PipeSchedule]]) -> None:
+def test_chunks_of_one_stage_do_not_send_to_each_other(
+    timed: dict[str, type[PipeSchedule]],
+) -> None:
     class Sending(timed["FoldedSchedule"]):  # type: ignore[misc]
         def steps(self) -> Iterator[list[PipeInstruction]]:
             for step, commands in enumerate(super().steps()):
                 yield [*([SendActivation(0)] if step == 1 else []), *commands]
 
-    match = (
-        r"SendActivation must have a partner on another stage, but got stage=0, step=1, micro_batch_id=0, chunk_id=0"
-    )
+    match = r"SendActivation must have a partner on another stage, but got stage=0, step=1, micro_batch_id=0, chunk_id=0"
     with pytest.raises(ScheduleError, match=match):
         check_schedule(Sending, 2, 1)
 
@@ -202,7 +220,9 @@ def test_large_grids_are_windowed_around_the_bad_cell(listed: Build) -> None:
 def test_buffers_are_counted(listed: Build, buffers: object) -> None:
     schedules = listed(OneFOneBSchedule, 2, 2)
     schedules[1].buffers = buffers
-    match = rf"must be a whole number of at least 1, but got num_pipe_buffers\(\)={buffers} on stage=1"
+    match = (
+        rf"must be a whole number of at least 1, but got num_pipe_buffers\(\)={buffers} on stage=1"
+    )
     with pytest.raises(ScheduleError, match=match):
         check_schedule(schedules)
 
