@@ -160,9 +160,8 @@ def min_cut(
     if not goals:
         return set()
     values = dict.fromkeys((*fixed, *goals, *(x for pair in uses for x in pair)))
-    node = {
-        value: 2 * i for i, value in enumerate(values)
-    }  # a value before it is held; `node + 1` is the held value
+    # A value before it is held; `node + 1` is the held value.
+    node = {value: 2 * i for i, value in enumerate(values)}
     source, sink = 2 * len(node), 2 * len(node) + 1
     finite = {
         value: int(prices[value]) for value in values if prices.get(value, _ENDLESS) < _ENDLESS

@@ -1,4 +1,4 @@
-"""Equations that cost less to run again than it costs to write their result to memory and to read it back.
+"""Equations that cost less to run again than writing their result to memory and reading it back.
 
 Residuals are written once and read once per microbatch, through memory. Products, reductions,
 random bits and whatever is not known are not run again; element-wise arithmetic and changes of form
@@ -32,10 +32,10 @@ def is_cheap(eqn: Any) -> bool:
 
 
 def is_kept_in_branches(primitive: Any, *inputs: Any, **params: Any) -> bool:
-    """The policy for a branch of a `cond`, where JAX keeps a value or computes it again, but cannot take a later one.
+    """The policy for a branch of a `cond`.
 
-    So comparisons, one byte each, are kept instead of the random bits that masks of dropout come
-    from.
+    There JAX keeps a value or computes it again, but cannot take a later one. So comparisons, one
+    byte each, are kept instead of the random bits that masks of dropout come from.
     """
     return (
         primitive.name in primitives.COMPARISONS

@@ -1,4 +1,6 @@
-"""A traced function arranged, before it is differentiated, so that JAX keeps little of it for the backward.
+"""A traced function arranged so that JAX keeps little of it for the backward.
+
+That is done before it is differentiated.
 
 A region is a call of `jax.checkpoint`. JAX differentiates it by its own policy, whatever surrounds
 it.

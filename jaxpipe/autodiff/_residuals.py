@@ -237,7 +237,10 @@ class Residuals:
 
 
 def _fewest_bytes(kinds: list[set[int]], cut: Callable[[Sequence[set[int]]], "_Cut"]) -> "_Cut":
-    """The cut that holds the fewest bytes, of those with all kinds of regions, without one after another, and none."""
+    """The cut that holds the fewest bytes.
+
+    It is one of those with all kinds of regions, without one after another, and with none.
+    """
     best = cut(kinds)
     while len(kinds) > 1:
         without = (
@@ -325,7 +328,7 @@ class _Cut:
         self.is_hosted = [var in hosted for var in self.variables]
 
     def pullback(self, params: Sequence[jax.Array], residuals: Sequence[Any]) -> Callable[..., Any]:
-        """The pullback that `jax.vjp` returned, from the parameters' leaves and the values of `variables`."""
+        """The pullback that `jax.vjp` returned, from parameters and the values of `variables`."""
         given = dict(zip(self.variables, residuals, strict=True))
         part = needed_for(self.program, self._leaves, given=given)
         # The parameters are the first inputs; the others are needed for nothing, as what depends on
@@ -341,7 +344,7 @@ class _Cut:
 
 
 class Encoding(NamedTuple):
-    """Form of a value as an array of numbers on the device, the only kind that rings and branches hold.
+    """Form of a value as numbers in a device array, the only kind that rings and branches hold.
 
     Attributes:
         key_impl: The generator that it is a key of; None for other values.

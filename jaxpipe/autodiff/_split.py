@@ -207,7 +207,10 @@ def _shared(program: Program, part: Slice, var: Any) -> str:
 
 
 def split_backward(residuals: Residuals, params: PyTree, layers: str) -> SplitBackward:
-    """Cut a backward in two, and say in the log which of these layers' could not be cut, or not all of it."""
+    """Cut a backward in two.
+
+    The log says where these layers' backward could not be cut, or not all of it.
+    """
     split = SplitBackward(residuals, params)
     if split.reason and split.immediate:
         log(

@@ -42,7 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m jaxpipe.checkpoint",
-        description="Look at checkpoints, check them, and write their parameters for other libraries.",
+        description="Look at checkpoints, check them, and write their parameters for other "
+        "libraries.",
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     inspect = commands.add_parser("inspect", help="what is in a checkpoint, by stage and layer")
@@ -54,9 +55,10 @@ def _parser() -> argparse.ArgumentParser:
     export = commands.add_parser(
         "export",
         help="write the parameters as safetensors",
-        epilog="With --format huggingface, --renames is the table of names: a list of jaxpipe.weights.Rename, or a "
-        "function that returns one, called with the path of --config if that is given. The models "
-        "of jaxpipe.models have jaxpipe.models:llama_names, gpt2_names and bert_names.",
+        epilog="With --format huggingface, --renames is the table of names: a list of "
+        "jaxpipe.weights.Rename, or a function that returns one, called with the path of --config "
+        "if that is given. The models of jaxpipe.models have jaxpipe.models:llama_names, "
+        "gpt2_names and bert_names.",
     )
     export.set_defaults(run=_export)
     for command in (inspect, verify, export):
@@ -76,13 +78,15 @@ def _parser() -> argparse.ArgumentParser:
         "--max-shard-bytes",
         metavar="SIZE",
         type=_size,
-        help="largest file, such as 5GB or 4GiB; more are written with an index, as Hugging Face libraries do",
+        help="largest file, such as 5GB or 4GiB; more are written with an index, as Hugging Face "
+        "libraries do",
     )
     export.add_argument(
         "--format",
         choices=("jaxpipe", "huggingface"),
         default="jaxpipe",
-        help="jaxpipe: one file of tensors named by our paths; huggingface: a folder that transformers opens",
+        help="jaxpipe: one file of tensors named by our paths; huggingface: a folder that "
+        "transformers opens",
     )
     theirs = export.add_argument_group("for --format huggingface")
     theirs.add_argument(

@@ -10,7 +10,7 @@ from jaxpipe.state import Leaf
 _SHOWN = 4
 
 Hashes = Mapping[str, Mapping[str, Sequence[str]]]
-"""Hashes of the copies of each block that a process holds, by the array's name and the block's number."""
+"""Hashes of the copies of each block that a process holds, by array name and block number."""
 
 
 def merge_hashes(

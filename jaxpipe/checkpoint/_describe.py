@@ -25,7 +25,8 @@ def describe_layers(pipeline: Pipeline, keys: Collection[str]) -> tuple[StoredLa
             name=named.name,
             kind=named.name.partition("_")[2],
             stage=sum(part <= named.index for part in parts[1:]),
-            signature=f"{format_struct(boundaries[named.index])} -> {format_struct(boundaries[named.index + 1])}",
+            signature=f"{format_struct(boundaries[named.index])} -> "
+            f"{format_struct(boundaries[named.index + 1])}",
             parameters=tuple(
                 key
                 for path in pipeline.trace.paths[named.index].paths.values()

@@ -42,7 +42,6 @@ _DATA = re.compile(r"data-[0-9]+-[0-9a-f]+")
 _STEP_TAG = re.compile(r"global_step([0-9]+)")
 _PARTIAL = ".partial"
 _MARK = ".jaxpipe"
-"""Answers of file systems that open no folders, or have nothing to sync, and of folders without permission to read."""
 
 
 @dataclass(frozen=True)
@@ -170,9 +169,8 @@ def committed_tags(save_dir: str | PathLike[str]) -> dict[str, Commit]:
 def sound_tags(save_dir: Path) -> tuple[dict[str, Commit], dict[str, CheckpointError]]:
     """Checkpoints of a directory, the oldest first, and errors of damaged commits; both by tag."""
     commits, damaged = _look_for_tags(save_dir)
-    if (
-        not commits
-    ):  # the only one may have been replaced between the listing and the reading, never twice
+    # The only one may have been replaced between the listing and the reading, never twice.
+    if not commits:
         commits, damaged = _look_for_tags(save_dir)
     return dict(sorted(commits.items(), key=lambda item: item[1].sequence)), damaged
 
@@ -310,7 +308,7 @@ def remove_leftovers(save_dir: Path) -> list[Path]:
 
 
 def make_data(folder: Path, sequence: int) -> Path:
-    """Make a folder for the data of a checkpoint, marked as such, with a name that no attempt before had."""
+    """Make a marked folder for a checkpoint's data, with a name that no attempt before had."""
     data = folder / f"data-{sequence}-{secrets.token_hex(4)}"
     folder.mkdir(parents=True, exist_ok=True)
     data.mkdir()

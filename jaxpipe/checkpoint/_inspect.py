@@ -79,7 +79,8 @@ def _facts(checkpoint: Checkpoint) -> list[str]:
         "checkpoint": str(checkpoint.path),
         "tag": checkpoint.tag + ("" if commit.is_latest else " (saved with save_latest=False)"),
         "saved": _moment(commit.saved_at),
-        "trained": f"{counted(index.global_steps, 'step')}, {counted(index.global_samples, 'sample')}"
+        "trained": f"{counted(index.global_steps, 'step')}, "
+        f"{counted(index.global_samples, 'sample')}"
         + (
             f", {counted(scalars['skipped_steps'], 'step')} skipped"
             if scalars["skipped_steps"]

@@ -68,7 +68,10 @@ def load_state(
         stored, wanted, lambda key: not key.startswith(_OPTIMIZER) and key not in absent
     )
     if not model.is_exact:
-        text = f"{checkpoint.path} must hold the layers of the model, but got {model.describe(stored, wanted)}. "
+        text = (
+            f"{checkpoint.path} must hold the layers of the model, but got "
+            f"{model.describe(stored, wanted)}. "
+        )
         if strict:
             raise CheckpointError(
                 f"{text}Build the model from the same layers, or load what fits with "
@@ -176,7 +179,7 @@ def load_params(path: str | Path, tag: str | None = None) -> PyTree:
 
 
 def load_collections(path: str | Path, tag: str | None = None) -> dict[str, PyTree]:
-    """Read what layers keep beside their parameters, as `PipelineModule.init_collections` returns it.
+    """Read what layers keep beside parameters, as `PipelineModule.init_collections` returns it.
 
     Args:
         path: As for `load_params`.
@@ -248,7 +251,10 @@ def _compare_optimizer(
             if all(map(is_schedule, differing))
             else "load_optimizer_states"
         )
-        text = f"{checkpoint.path} must hold the state of the optimizer in use, but got {found.describe(stored, wanted)}."
+        text = (
+            f"{checkpoint.path} must hold the state of the optimizer in use, but got "
+            f"{found.describe(stored, wanted)}."
+        )
         if strict:
             fits = (
                 "take what fits of it with load_module_strict=False, or " if found.fitting else ""

@@ -189,9 +189,8 @@ def _take(save_dir: Path, owner: _Owner) -> None:
                 folder.rmdir()
     finally:
         _remove(mine)  # after a success it has been renamed
-    with contextlib.suppress(
-        OSError
-    ):  # leftovers of killed processes; the lock is taken, removed or not
+    # Leftovers of killed processes; the lock is taken, removed or not.
+    with contextlib.suppress(OSError):
         for left in [
             path
             for path in save_dir.iterdir()
@@ -205,9 +204,8 @@ def _renamed(mine: Path, folder: Path, owner: _Owner) -> bool:
     try:
         mine.rename(folder)
     except OSError as error:
-        if (
-            folder / owner.name
-        ).exists():  # a network file system asked twice, and reports the second answer
+        # A network file system asked twice, and reports the second answer.
+        if (folder / owner.name).exists():
             return True
         if error.errno in _TAKEN:
             return False
@@ -256,9 +254,8 @@ def _is_gone(file: Path, own: _Owner, clock: Path) -> bool:
 
 def _changed(file: Path) -> float | None:
     try:
-        number = os.open(
-            file, os.O_RDONLY | os.O_NONBLOCK
-        )  # network file systems answer from memory otherwise
+        # Network file systems answer from memory otherwise.
+        number = os.open(file, os.O_RDONLY | os.O_NONBLOCK)
     except FileNotFoundError:
         return None
     try:
@@ -268,13 +265,13 @@ def _changed(file: Path) -> float | None:
 
 
 def _is_copy(file: Path) -> bool:
-    """True for a copy of a lock that this process holds, made with the directory that it lies in."""
+    """True for a copy of a lock that this process holds, made with the directory it lies in."""
     held = _HELD.get(file.name)
     return held is not None and not held.is_at(file)
 
 
 def _is_dead(other: _Owner, own: _Owner) -> bool:
-    """True if a process of this place is known to have ended, or this one to have given the lock back.
+    """True if a process of this place is known to have ended, or this one gave the lock back.
 
     A process's number may be another's now.
     """

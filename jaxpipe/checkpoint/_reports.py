@@ -24,7 +24,10 @@ _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 1.0
 
 @contextlib.contextmanager
 def still_writing(data: Path) -> Generator[None]:
-    """Say every few seconds that this process still writes, so that process 0 waits for it however long that takes."""
+    """Say every few seconds that this process still writes.
+
+    So process 0 waits for it, however long that takes.
+    """
     if jax.process_index() == 0:
         yield
         return
@@ -50,7 +53,7 @@ def still_writing(data: Path) -> Generator[None]:
 
 
 def report(data: Path, error: str | None = None, sha256: Mapping[str, Any] | None = None) -> None:
-    """Tell process 0 that this process's blocks are on disk, with their hashes, or why they are not."""
+    """Tell process 0 that this process's blocks are on disk, with their hashes, or why not."""
     path = _report_path(data, jax.process_index())
     # It is a message, not a part of the checkpoint: a report that is there but could not be synced
     # would count for process 0 and as a failure here.
@@ -101,7 +104,10 @@ def remove_reports(data: Path) -> None:
 
 
 class _Silence:
-    """How long a process has said nothing, without the time in which this process itself waited for the storage."""
+    """How long a process has said nothing.
+
+    The time in which this process itself waited for the storage does not count.
+    """
 
     def __init__(self) -> None:
         self._last, self._silent_s = "", 0.0

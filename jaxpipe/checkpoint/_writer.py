@@ -240,7 +240,10 @@ class CheckpointWriter:
         return tag
 
     def _finish_at_exit(self) -> None:
-        """Let the interpreter wait for saves in the background, however the program ends, and fail where one failed."""
+        """Let the interpreter wait for saves in the background, however the program ends.
+
+        Where one failed, it fails.
+        """
         if self._is_waited_for:
             return
         self._is_waited_for = True
@@ -268,12 +271,12 @@ class CheckpointWriter:
         try:
             finish()
             is_saved = True
-        except Exception as error:  # noqa: BLE001  # whatever it is: a save that is not told of counts as done
+        # Whatever it is: a save that is not told of counts as done.
+        except Exception as error:  # noqa: BLE001
             self._error = error
             if threading.current_thread() is not threading.main_thread():
-                logging.getLogger("jaxpipe").error(
-                    "%s", error
-                )  # not by `log`, which writes in process 0 alone
+                # Not by `log`, which writes in process 0 alone.
+                logging.getLogger("jaxpipe").error("%s", error)
         finally:
             if lock is not None:
                 lock.end_save(self, is_kept=is_saved)
@@ -281,7 +284,10 @@ class CheckpointWriter:
 
 
 class _FailingAtTheEnd:
-    """A stream that the interpreter cannot flush when it ends, which prints why and makes its exit status 120."""
+    """A stream that the interpreter cannot flush when it ends.
+
+    The interpreter then prints why, and its exit status is 120.
+    """
 
     def __init__(self, stream: Any, error: Exception) -> None:
         self._stream, self._error = stream, error
@@ -330,7 +336,8 @@ def _caught(action: Callable[[], object]) -> BaseException | None:
     """The exception that an action raises; None where it raises none."""
     try:
         action()
-    except BaseException as error:  # noqa: BLE001  # whatever the libraries below raise; the caller reports it
+    # Whatever the libraries below raise; the caller reports it.
+    except BaseException as error:  # noqa: BLE001
         return error
     return None
 

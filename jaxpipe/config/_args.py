@@ -59,8 +59,8 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
 
     # Only when the parser is used is it known whether the script has the option itself: argparse
     # refuses to add one twice, so one added here would be in the way of a script that adds its own
-    # later.
-    setattr(parser, "parse_known_args", parse_with_local_rank)  # noqa: B010  # a method, to type checkers
+    # later. To type checkers it is a method, hence `setattr`.
+    setattr(parser, "parse_known_args", parse_with_local_rank)  # noqa: B010
     return parser
 
 

@@ -7,7 +7,10 @@ from jaxpipe.errors import ConfigError
 from ._values import integer_of_at_least
 
 _SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-_EQUATION = "train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x data_parallel_size"
+_EQUATION = (
+    "train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x "
+    "data_parallel_size"
+)
 
 
 @dataclass(frozen=True)
@@ -52,8 +55,9 @@ def resolve_batch_sizes(
             equation cannot hold.
 
     Example:
-        >>> resolve_batch_sizes(64, 4, data_parallel_size=2)
-        BatchSizes(train_batch_size=64, train_micro_batch_size_per_gpu=4, gradient_accumulation_steps=8)
+        >>> sizes = resolve_batch_sizes(64, 4, data_parallel_size=2)
+        >>> sizes.gradient_accumulation_steps
+        8
     """
     batch, micro, steps = (
         train_batch_size,
@@ -102,4 +106,7 @@ def _repair(batch: int, micro: int | None, steps: int | None, factor: int) -> st
         size for size in (batch // factor * factor, (batch // factor + 1) * factor) if size
     ]
     nearest = " or ".join(map(str, multiples))
-    return f"Use a train_batch_size that is a multiple of {factor}: the nearest to {batch} is {nearest}."
+    return (
+        f"Use a train_batch_size that is a multiple of {factor}: the nearest to {batch} is "
+        f"{nearest}."
+    )

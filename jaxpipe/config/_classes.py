@@ -1,4 +1,4 @@
-"""The configuration as classes to be extended, in the form of DeepSpeed's first reference manual."""
+"""The configuration as classes to extend, in the form of DeepSpeed's first reference manual."""
 
 from collections.abc import Mapping
 from dataclasses import fields
@@ -25,7 +25,8 @@ class BatchConfig(Config):
         data_parallel_size: Number of replicas that `resolve` counts with; an engine counts its own.
 
     Example:
-        >>> BatchConfig(train_batch_size=64, train_micro_batch_size_per_gpu=4).resolve().gradient_accumulation_steps
+        >>> config = BatchConfig(train_batch_size=64, train_micro_batch_size_per_gpu=4)
+        >>> config.resolve().gradient_accumulation_steps
         16
     """
 
@@ -91,7 +92,9 @@ class TrainingConfig(Config):
         fp16: Computing in float16, and clipping.
 
     Example:
-        >>> config = TrainingConfig(batch={"train_batch_size": 64}, fp16={"enabled": True, "clip": 1.0})
+        >>> config = TrainingConfig(
+        ...     batch={"train_batch_size": 64}, fp16={"enabled": True, "clip": 1.0}
+        ... )
         >>> config.to_train_config().gradient_clipping
         1.0
     """
@@ -114,7 +117,10 @@ class TrainingConfig(Config):
         own = _keys_of(TrainConfig, {name: value for name, value in self.items() if name != "fp16"})
         with errors.catch():
             if clip is not None and own.get("gradient_clipping") is not None:
-                given = f"gradient_clipping={shown(own['gradient_clipping'])} and fp16.clip={shown(clip)}"
+                given = (
+                    f"gradient_clipping={shown(own['gradient_clipping'])} and "
+                    f"fp16.clip={shown(clip)}"
+                )
                 raise ConfigError(
                     f"gradient_clipping must be given once, but got {given}. Keep one of them.",
                     paths=["gradient_clipping", "fp16.clip"],

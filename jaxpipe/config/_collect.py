@@ -65,11 +65,11 @@ class Collector:
         return not self._errors
 
     def mark(self, path: str) -> None:
-        """Count a key as refused that is not named in any error, such as the one that a misspelt key stands for."""
+        """Count a key as refused that no error names, such as the one a misspelt key stands for."""
         self._paths.add(path)
 
     def refuses(self, *paths: str) -> bool:
-        """True if an error is about one of these keys, an object that holds it, or something inside it."""
+        """True if an error is about one of these keys, an object holding it, or something in it."""
         return any(_is_within(a, b) or _is_within(b, a) for a in paths for b in self._paths)
 
     def raise_all(self) -> None:

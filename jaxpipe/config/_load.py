@@ -190,7 +190,7 @@ def _parse(file: Path) -> _Object:
 
 
 def _as_strict_json(text: str) -> str:
-    """JSON with blanks in the place of comments and trailing commas, so that lines and columns stay."""
+    """JSON with blanks in place of comments and trailing commas, so that lines and columns stay."""
     # Nothing else of HJSON: where it finds no JSON it takes the rest of the line for a text without
     # quotes, so that a forgotten comma would turn `"lr": 1 "eps": 2` into something nobody has
     # written.

@@ -1,4 +1,4 @@
-"""The sections that say where the numbers of a run are written to, with DeepSpeed's names and defaults."""
+"""The sections that say where a run's numbers are written, with DeepSpeed's names and defaults."""
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal

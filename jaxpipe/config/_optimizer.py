@@ -67,7 +67,10 @@ class OptimizerSection(Section):
         yield from infinite_in(self.params, join(self.path, "params"))
         if "max_grad_norm" in self.params:
             norm = self.params["max_grad_norm"]
-            repair = f"Set gradient_clipping={shown(norm)} beside the optimizer: it clips by the norm over all stages"
+            repair = (
+                f"Set gradient_clipping={shown(norm)} beside the optimizer: it clips by the norm "
+                "over all stages"
+            )
             yield wrong_value(join(self.path, "params.max_grad_norm"), "left out", norm, repair)
 
 

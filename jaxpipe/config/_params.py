@@ -66,7 +66,10 @@ def read_params(value: object, path: str) -> Params:
     for key, inner in cast("Mapping[object, object]", value).items():
         with errors.catch():
             if not isinstance(key, str):
-                message = f"A key of {path} must be a string, but got key={shown(key)}. Write it in quotes."
+                message = (
+                    f"A key of {path} must be a string, but got key={shown(key)}. Write it in "
+                    "quotes."
+                )
                 raise ConfigError(message, paths=[f"{path}.{shown(key)}"])
             values[key] = _frozen(inner, f"{path}.{key}")
     errors.raise_all()

@@ -11,7 +11,9 @@ from ._collect import Collector
 
 
 class Config(Mapping[str, Any]):
-    """A struct whose fields are read as attributes and as items, and change only where `resolve` completes them.
+    """A struct whose fields are read as attributes and as items.
+
+    They change only where `resolve` completes them.
 
     `Config` itself takes any field. A subclass declares its fields as class attributes, whose
     values are the defaults, and takes no others; a field whose default is a `Config` may be given
@@ -149,7 +151,8 @@ class Config(Mapping[str, Any]):
         )
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self.items())})"
+        fields = ", ".join(f"{name}={value!r}" for name, value in self.items())
+        return f"{type(self).__name__}({fields})"
 
 
 def _defaults(cls: type[Config]) -> dict[str, Any]:

@@ -200,9 +200,8 @@ class _TreeStack:
         self._count += 1
 
     def tree(self) -> Any:
-        for column in (
-            self._columns
-        ):  # read-only, so that nothing copies them again on their way to the devices
+        # Read-only, so that nothing copies them again on their way to the devices.
+        for column in self._columns:
             column.flags.writeable = False
         return jax.tree.unflatten(jax.tree.structure(self._first), self._columns)
 

@@ -26,10 +26,8 @@ def check_devices() -> None:
     """
     try:
         jax.devices()
-    except (
-        RuntimeError,
-        AssertionError,
-    ) as error:  # the latter where no plugin for the platform is installed
+    # The latter where no plugin for the platform is installed.
+    except (RuntimeError, AssertionError) as error:
         first = (str(error).strip().splitlines() or ["no plugin for it"])[0]
         raise LaunchError(
             "JAX must find devices of the platforms that it is told to use, but got JAX_PLATFORMS="

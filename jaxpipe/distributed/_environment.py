@@ -157,7 +157,10 @@ def _number(name: str, text: str) -> int:
 
 
 def compiler_variables() -> dict[str, str]:
-    """Variables that change what a compiled program computes, without flags that say where a process writes."""
+    """Variables that change what a compiled program computes.
+
+    Flags that say where a process writes are left out.
+    """
     flags = os.environ.get("XLA_FLAGS", "").split()
     common = sorted(flag for flag in flags if not _OWN_FLAG.search(flag.partition("=")[0]))
     return {"XLA_FLAGS": " ".join(common), _TF32: os.environ.get(_TF32, "")}

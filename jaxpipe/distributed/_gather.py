@@ -52,7 +52,7 @@ def gather_texts(text: str) -> list[str]:
 
 @cache
 def _program() -> tuple[Mesh, Any, Any]:
-    """A mesh with one device of each process, this process's device, and a program that gathers its rows."""
+    """A mesh of one device per process, this process's device, and a program that gathers rows."""
     firsts: dict[int, Any] = {}
     for device in _devices():
         firsts.setdefault(device.process_index, device)

@@ -109,7 +109,8 @@ def _run_in_time(run: Callable[[], Any], timeout_s: float, name: str) -> Any:
     def note() -> None:
         try:
             found.append(run())
-        except Exception as error:  # noqa: BLE001  # whatever the backend raises; the caller reports it
+        # Whatever the backend raises; the caller reports it.
+        except Exception as error:  # noqa: BLE001
             found.append(error)
 
     thread = threading.Thread(target=note, daemon=True, name=name)
@@ -122,7 +123,10 @@ def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
 
 
-_REPAIR = "Check that these processes run, and the network between their nodes (NCCL_SOCKET_IFNAME and NCCL_DEBUG=INFO help)."
+_REPAIR = (
+    "Check that these processes run, and the network between their nodes (NCCL_SOCKET_IFNAME and "
+    "NCCL_DEBUG=INFO help)."
+)
 
 
 def _links(mesh: Mesh, at: int) -> str:
@@ -133,4 +137,7 @@ def _links(mesh: Mesh, at: int) -> str:
         np.roll(owners, -1, at)[owners == own].tolist()
     )
     named = ", ".join(str(process) for process in sorted(others - {own})) or "none other"
-    return f"the links of process {own} along the mesh axis {mesh.axis_names[at]!r}, to process {named},"
+    return (
+        f"the links of process {own} along the mesh axis {mesh.axis_names[at]!r}, to process "
+        f"{named},"
+    )

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 HEARTBEAT_FILE = "JAXPIPE_HEARTBEAT_FILE"
-"""The environment variable that names the file whose time of change says when the last step finished."""
+"""The environment variable for the file whose time of change says when the last step finished."""
 
 
 class Heartbeat:

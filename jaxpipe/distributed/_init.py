@@ -275,7 +275,10 @@ def _detection(job: Job) -> str | None:
 
 
 def _check_reachable(job: Job, timeout_s: int) -> None:
-    """End with a clear message where the coordinator does not answer, which JAX ends the process for."""
+    """End with a clear message where the coordinator does not answer.
+
+    JAX ends the process for that.
+    """
     host, port = read_address(str(job.coordinator_address))
     if job.process_id == 0:
         _check_free(job, host, port)

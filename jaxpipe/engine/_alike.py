@@ -96,7 +96,7 @@ def describe_state(pipeline: Pipeline) -> dict[str, str]:
 
 
 def describe_leaves(tree: PyTree) -> dict[str, str]:
-    """Shapes and checksums of the leaves of a tree that is in host memory or on the devices of this process."""
+    """Shapes and checksums of a tree's leaves, in host memory or on this process's devices."""
     return {
         jax.tree_util.keystr(path, simple=True, separator="/"): _leaf(leaf)
         for path, leaf in jax.tree.leaves_with_path(tree)

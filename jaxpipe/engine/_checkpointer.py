@@ -307,7 +307,7 @@ class _PreemptionWatch:
 
 
 def _what_fits(give: Callable[[], T], otherwise: T) -> T:
-    """What a function gives for the last checkpoint; where it fails, something else, and a warning."""
+    """What a function gives for the last checkpoint; if it fails, something else, and a warning."""
     try:
         return give()
     except Exception as error:  # noqa: BLE001  # of users' code too

@@ -252,7 +252,8 @@ class Engine(ABC):
                 breakdown.note("data")
             # Before signals are held: compiling takes long and must be interruptible.
             state = trainer.prepare("the training step", pipeline.step, batch)
-            with hold_signals():  # the step donates the old state's arrays, and until it is counted nobody has the new
+            # The step donates the old state's arrays, and until it is counted nobody has the new.
+            with hold_signals():
                 # Profilers tell steps apart by it.
                 with jax.profiler.StepTraceAnnotation(
                     "jaxpipe_train_step", step_num=trainer.global_steps
@@ -464,7 +465,9 @@ class Engine(ABC):
         self.training_dataloader = loader
 
     def set_batch_fn(self, fn: Callable[[Any], Entry] | None) -> None:
-        """Map every entry pulled from an iterator to `(inputs, labels)` or `(inputs, labels, side)`; None maps none.
+        """Map every entry pulled from an iterator.
+
+        The function returns `(inputs, labels)` or `(inputs, labels, side)`; None maps none.
 
         Raises:
             DataError: It is not callable.
@@ -546,7 +549,7 @@ class Engine(ABC):
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
     ) -> tuple[str | None, dict[str, Any]]:
-        """Go on from a checkpoint, written with any number of stages and replicas, with or without ZeRO.
+        """Go on from a checkpoint of any number of stages and replicas, with or without ZeRO.
 
         Args:
             load_dir: What was given to `save_checkpoint`.
@@ -629,10 +632,10 @@ class Engine(ABC):
 
     @one_thread
     def module_state_dict(self) -> PyTree:
-        """The present parameters as numpy arrays, in the form of `PipelineModule.init`, or in a plain model's own.
+        """The present parameters as numpy arrays.
 
-        Before the first batch they are `model_parameters` as they were given; where there are none,
-        shapes are needed.
+        Their form is that of `PipelineModule.init`, or a plain model's own. Before the first batch
+        they are `model_parameters` as they were given; where there are none, shapes are needed.
 
         Raises:
             PipelineError: No shapes are known yet, and no parameters.
@@ -659,7 +662,7 @@ class Engine(ABC):
 
     @one_thread
     def opt_state_tree(self) -> PyTree:
-        """The present state of the optimiser as optax has it for the whole model, with numpy arrays for leaves.
+        """The present state of the optimiser as optax has it for the whole model, in numpy arrays.
 
         The structure is that of `optimizer.init(params)` for the parameters that are trained, at
         any number of stages: optax's own functions read it, such as `optax.tree.get(state, "ema")`
@@ -765,9 +768,10 @@ class Engine(ABC):
 
     @one_thread
     def get_mom(self) -> list[float | tuple[float, float]]:
-        """The momentum of the next update, in a list as DeepSpeed's groups have it, as numbers as in `get_lr`.
+        """The momentum of the next update, in a list as DeepSpeed's groups have it.
 
-        `momentum`, or `(b1, b2)`, or `b1` alone where the state does not keep `b2`; for Muon both.
+        It is in numbers, as in `get_lr`: `momentum`, or `(b1, b2)`, or `b1` alone where the state
+        does not keep `b2`; for Muon both.
 
         Raises:
             PipelineError: The optimiser keeps none in its state, or there is no optimiser.
@@ -962,7 +966,7 @@ class Engine(ABC):
 
     @abstractmethod
     def _check_between_batches(self, call: str) -> None:
-        """Refuse a call while some microbatches of a batch have been trained and others are to come."""
+        """Refuse a call while some microbatches of a batch are trained and others are to come."""
 
     @abstractmethod
     def _begin_batch(self) -> None:
@@ -1052,9 +1056,8 @@ class Engine(ABC):
 
     def _when_loaded(self) -> None:
         trainer = self._trainer
-        trainer.watch = OverflowWatch(
-            trainer.scaler
-        )  # the old one holds flags of steps that are no more
+        # The old one holds flags of steps that are no more.
+        trainer.watch = OverflowWatch(trainer.scaler)
         trainer.model_parameters = None
         self._reports.forget()
         self._telemetry.forget()

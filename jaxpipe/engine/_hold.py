@@ -11,9 +11,8 @@ PRESSES = 3
 """Number of times the same signal must come to be let through at once."""
 
 _NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGALRM", "SIGUSR1", "SIGUSR2")
-_SIGNALS = tuple(
-    getattr(signal, name) for name in _NAMES if hasattr(signal, name)
-)  # not every system has all
+# Not every system has all.
+_SIGNALS = tuple(getattr(signal, name) for name in _NAMES if hasattr(signal, name))
 
 
 @contextlib.contextmanager

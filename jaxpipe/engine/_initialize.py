@@ -33,7 +33,7 @@ from ._unpipelined import UnpipelinedEngine, as_one_stage, further_inputs
 
 Optimizer = optax.GradientTransformation | Callable[..., optax.GradientTransformation]
 MEETING_TIMEOUT_S = 300.0
-"""Seconds that the first process waits for the last one to call `initialize`, as `init_distributed` does."""
+"""Seconds the first process waits for the last to call `initialize`, as `init_distributed` does."""
 HANDSHAKE_TIMEOUT_S = 120.0
 """Seconds that the first exchange along an axis of the mesh may take."""
 
@@ -139,9 +139,14 @@ def initialize(  # noqa: PLR0913  # DeepSpeed's arguments
         >>> import flax.linen as nn, jax, jax.numpy as jnp, optax
         >>> from jaxpipe.layers import LayerSpec
         >>> from jaxpipe.topology import PipeDataParallelTopology
-        >>> model = PipelineModule([LayerSpec(nn.Dense, 1)], topology=PipeDataParallelTopology(1, 1),
-        ...                        loss_fn=lambda y, t: jnp.mean((y - t) ** 2))
-        >>> engine, *_ = initialize(model=model, optimizer=optax.sgd(0.1), config={"train_batch_size": 4})
+        >>> model = PipelineModule(
+        ...     [LayerSpec(nn.Dense, 1)],
+        ...     topology=PipeDataParallelTopology(1, 1),
+        ...     loss_fn=lambda y, t: jnp.mean((y - t) ** 2),
+        ... )
+        >>> engine, *_ = initialize(
+        ...     model=model, optimizer=optax.sgd(0.1), config={"train_batch_size": 4}
+        ... )
         >>> batch = (jnp.ones((4, 3)), jnp.zeros((4, 1)))
         >>> loss = engine.train_batch(iter([batch]))
         >>> engine.global_steps

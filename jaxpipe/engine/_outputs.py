@@ -1,4 +1,4 @@
-"""From any number of samples to microbatches, and from the outputs of microbatches back to samples."""
+"""From any number of samples to microbatches, and from their outputs back to samples."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -33,7 +33,7 @@ _PRECISION = "jax_default_matmul_precision"
 
 @dataclass(frozen=True)
 class _Form:
-    """Properties that batches of all shapes share: the cut of the model and the form of its state."""
+    """Properties that batches of all shapes share: the model's cut and the form of its state."""
 
     boundaries: tuple[int, ...]
     cuts: Any
@@ -84,7 +84,10 @@ class ProgramCache:
         return len(self._programs)
 
     def for_batch(self, batch: Batch, num_microbatches: int, **options: Any) -> Pipeline:
-        """Pipeline that `get` returns for the microbatches of a batch, leaves `[num_microbatches, samples, ...]`."""
+        """Pipeline that `get` returns for the microbatches of a batch.
+
+        Leaves are `[num_microbatches, samples, ...]`.
+        """
         return self.get(_entry_of(batch), num_microbatches, **options)
 
     def get(
@@ -200,7 +203,7 @@ class ProgramCache:
 
     @property
     def _is_open(self) -> bool:
-        """True if the schedule, the cut or the split of the vocabulary is chosen by the costs of the model."""
+        """True if the model's costs choose the schedule, the cut or the split of the vocabulary."""
         section = self._config.pipeline
         is_profiled = profile_source(self.module.partition_method) is not None
         return self.module.num_stages > 1 and (

@@ -91,7 +91,7 @@ class Reports:
         return float(jax.device_get(scale.scale))
 
     def count_tokens(self, batch: Batch) -> None:
-        """Add the tokens of what is trained, where all inputs are integers of one shape `[samples, length]`."""
+        """Add the trained tokens if all inputs are integers of one shape `[samples, length]`."""
         leaves = jax.tree.leaves(batch.inputs)
         shapes = {leaf.shape for leaf in leaves}
         is_text = len(shapes) == 1 and all(

@@ -62,7 +62,10 @@ class MicrobatchSource:
         """How many batches in a row it gave."""
         self._has_warned = False
         self._pending: tuple[Any, bool] | None = None
-        """A state that waits for the iterator that training will read, and whether it is that of one that was set."""
+        """A state that waits for the iterator that training will read.
+
+        With it, whether it is the state of an iterator that was set.
+        """
         self._has_moved = False
         """Whether the iterator that is set was sent to another place since the last `snapshot`."""
         self._pulled = _Pulled(None)
@@ -164,7 +167,7 @@ class MicrobatchSource:
 
     @contextlib.contextmanager
     def transaction(self) -> Generator[None]:
-        """Take back what is pulled within the body if an interrupt ends it before `commit` is called.
+        """Take back what the body pulls if an interrupt ends it before `commit` is called.
 
         An iterator that knows its place goes back to where it stood; of any other the entries are
         kept for the next batch that is pulled from it. An ordinary error is not an interrupt: its

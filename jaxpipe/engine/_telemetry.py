@@ -87,7 +87,7 @@ class Telemetry:
 
     @contextlib.contextmanager
     def timed(self, what: str) -> Generator[None]:
-        """Log how long a call outside of steps takes, and show that it goes on where it takes long."""
+        """Log how long a call outside of steps takes, and show that it goes on if it takes long."""
         began = time.perf_counter()
         with self._trainer.compiler.waiting(what):
             yield

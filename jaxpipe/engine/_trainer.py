@@ -160,9 +160,8 @@ class Trainer:
         One that takes the state's buffers: while signals are held.
         """
         results = function(state, *args)
-        self.note_in_flight(
-            jax.tree.leaves(results)[-1]
-        )  # never part of the state, whose buffers are donated
+        # The last leaf is never part of the state, whose buffers are donated.
+        self.note_in_flight(jax.tree.leaves(results)[-1])
         return results
 
     def run(self, name: str, function: Callable[..., Any], *args: Any) -> Any:

@@ -54,15 +54,17 @@ R = TypeVar("R")
 
 
 def one_thread(method: Callable[Concatenate[Self, P], R]) -> Callable[Concatenate[Self, P], R]:
-    """A method that refuses to begin while another thread is in one like it, for what reads or replaces the state.
+    """A method that refuses to begin while another thread is in one like it.
 
-    Steps take the buffers of the state they are given: a second thread would see a state that is
-    gone, or start a program beside another that uses the same devices.
+    It is for what reads or replaces the state. Steps take the buffers of the state they are given:
+    a second thread would see a state that is gone, or start a program beside another that uses the
+    same devices.
     """
 
     @functools.wraps(method)
     def call(self: Self, *args: P.args, **kwargs: P.kwargs) -> Any:
-        turn = self._turn  # pyright: ignore[reportPrivateUsage]  # what it decorates are methods of the same class
+        # What it decorates are methods of the same class.
+        turn = self._turn  # pyright: ignore[reportPrivateUsage]
         turn.take(method.__name__)
         try:
             return method(self, *args, **kwargs)

@@ -51,7 +51,7 @@ def select(predicate: jax.Array, a: PyTree, b: PyTree) -> PyTree:
 
 
 def run_or_zeros(which: jax.Array, branches: Sequence[Callable[[], PyTree]]) -> PyTree:
-    """Run one of some functions, which return trees of one form, or give zeros where the index is -1."""
+    """Run one of some functions that return trees of one form, or give zeros for the index -1."""
     zeros = zeros_of(jax.eval_shape(branches[0]))
     return jax.lax.switch(which + 1, [lambda: zeros, *branches])
 

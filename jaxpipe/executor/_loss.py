@@ -71,7 +71,7 @@ class Objective:
 
 
 def loss_divisor(weight: jax.Array) -> jax.Array:
-    """The divisor of a sum of losses with this weight: where nothing weighs the loss is 0, not NaN."""
+    """Divisor of a sum of losses with this weight: where nothing weighs the loss is 0, not NaN."""
     return jnp.where(weight == 0, 1.0, weight)
 
 

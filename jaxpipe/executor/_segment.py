@@ -84,7 +84,7 @@ class Segment:
         return self._of_trained(self.struct)
 
     def _of_trained(self, tree: PyTree) -> PyTree:
-        """A tree in the form of the parameters as `run` takes them, with None for what is frozen."""
+        """A tree in the form of the parameters as `run` takes them, None for what is frozen."""
         leaves, treedef = jax.tree.flatten(tree)
         return jax.tree.unflatten(
             treedef, [None if i in self._frozen_leaves else x for i, x in enumerate(leaves)]
@@ -134,7 +134,10 @@ class Segment:
     def _reduced_in_turns(
         self,
     ) -> tuple[list[list[int]], Callable[[int, jax.Array], jax.Array] | None]:
-        """By layer the parameters, as indices among all leaves, whose gradients are divided again over `fsdp`."""
+        """By layer the parameters whose gradients are divided again over `fsdp`.
+
+        They are indices among all leaves.
+        """
         params = self._blueprint.params
         whole, divided = self._specs_in(params.gathered), self._specs_in(params.grad_layout)
         # Layers that are scanned have one backward, whose gradients are complete at its end. Those
@@ -161,7 +164,10 @@ class Segment:
         return [] if self.split is None else self.split.pending
 
     def serve(self, virtual_stage: int, layers: range) -> None:
-        """Let another virtual stage run this program for alike layers of its own, which profiles name too."""
+        """Let another virtual stage run this program for alike layers of its own.
+
+        Profiles name these too.
+        """
         self._serves[virtual_stage] = layers
 
     def take(self, storage: Storage) -> dict[str, jax.Array]:
@@ -173,7 +179,7 @@ class Segment:
         return self.gather(leaves) if not self._scan else leaves
 
     def gather(self, params: PyTree) -> PyTree:
-        """Parameters as `run` takes them, whole along `fsdp`, from the form that lasts through a step."""
+        """Parameters as `run` takes them, whole along `fsdp`, from the form kept through a step."""
         model = self._blueprint.params
         # Not where nothing is divided: the first layer would wait for the weights of the last.
         if self._specs_in(model.layout) == self._specs_in(model.gathered):
@@ -211,7 +217,7 @@ class Segment:
         return self._blueprint.collections.put(self.stage, self.layers, storage, new)
 
     def offset(self, at: VirtualStage) -> jax.Array:
-        """Distance of the layers' indices from those of a virtual stage that runs the same program."""
+        """Distance of the layers' indices from those of a virtual stage with the same program."""
         # Keys fold in a layer's index in the model, so that dropout is the same for any cut.
         return jnp.asarray(self._starts, jnp.int32)[at.index] - self.layers.start
 
@@ -315,7 +321,7 @@ class Segment:
         return Storage(layout.pack_buffers(self.stage, given, params.grad_dtypes), common)
 
     def _label(self, start: int, stop: int | None, step: int = 1) -> str:
-        """Name in profiles of the layers at these places, in all virtual stages that run this program."""
+        """Name in profiles of the layers at these places, in all virtual stages of this program."""
         layers = self._blueprint.module.layers
         each = [
             layers[i].name for of_stage in self._serves.values() for i in of_stage[start:stop:step]

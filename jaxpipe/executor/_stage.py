@@ -1,4 +1,4 @@
-"""The computing of a stage's chunks, assembled from prologue, trunk, epilogue and vocabulary-parallel layers."""
+"""The computing of a stage's chunks: prologue, trunk, epilogue and vocabulary-parallel layers."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -246,7 +246,7 @@ class Stage:
         )
 
     def pin_trunk_grads(self, grads: PyTree) -> PyTree:
-        """Summed gradients of one chunk's trunk, sharded over automatic axes as its parameters are."""
+        """Summed gradients of a chunk's trunk, sharded over automatic axes like its parameters."""
         return jax.tree.map(constrained, grads, self.trunk.specs)
 
     def pin_off_trunk(self, grads: Storage) -> Storage:

@@ -85,7 +85,10 @@ class DevicePrograms:
         return dataclasses.replace(state, collections=new), {**metrics, **more}
 
     def gradients(self, state: TrainState, batch: Batch) -> tuple[GradientMetrics, PyTree, PyTree]:
-        """Metrics, mean gradients laid out as the trained parameters are, and the collections after the batch."""
+        """Metrics, mean gradients, and the collections after the batch.
+
+        Gradients are laid out as the trained parameters are.
+        """
         partial, grads, collections = self._gradients(state, batch)
         # As `update` finds it: of scaled gradients, and then divided.
         norm = global_norm(self._tied, self._sharding, self._shard_kind(), grads)
@@ -95,7 +98,9 @@ class DevicePrograms:
     def partial_gradients(
         self, state: TrainState, batch: Batch, first: jax.Array | int, num_parts: jax.Array | int
     ) -> tuple[PartialMetrics, PyTree, PyTree]:
-        """The same without the norm for one of `num_parts` parts of a step, from microbatch `first` on.
+        """The same without the norm for one of `num_parts` parts of a step.
+
+        The part begins with microbatch `first`.
 
         Gradients are those of the part's mean loss over `num_parts`, which is its share of the mean
         of all parts.
@@ -130,7 +135,10 @@ class DevicePrograms:
         return self._means(terms), broadcast_sum(outputs, "stage")
 
     def _means(self, terms: tuple[jax.Array, jax.Array]) -> EvaluationMetrics:
-        """The loss of the batch and of each microbatch, 0 where nothing weighs, from this device's sums and weights."""
+        """The loss of the batch and of each microbatch, from this device's sums and weights.
+
+        It is 0 where nothing weighs.
+        """
         sums, weights = sum_over(terms, ("stage", "data"))
         loss, of_loss = self._objective.named(
             jnp.sum(sums, axis=0) / loss_divisor(jnp.sum(weights))
@@ -155,9 +163,8 @@ class DevicePrograms:
         )
 
     def _results(self, state: TrainState, batch: Batch, measure: Measure) -> PyTree:
-        one = LossCotangents(
-            jnp.float32(1), jnp.float32(1)
-        )  # not looked at: nothing is differentiated
+        # Not looked at: nothing is differentiated.
+        one = LossCotangents(jnp.float32(1), jnp.float32(1))
         return self._evaluate.run(self._device(state, self._batch(state, batch), one), measure)
 
     def _batch(self, state: TrainState, batch: Batch, first: jax.Array | int = 0) -> DeviceBatch:
@@ -286,7 +293,10 @@ class DevicePrograms:
         return dataclasses.replace(state, **changes), metrics
 
     def _without_frozen(self, stage: jax.Array, grads: Storage) -> Storage:
-        """Gradients with zeros for parameters of the trunk that this stage has frozen, and another trains."""
+        """Gradients with zeros for parameters of the trunk that this stage has frozen.
+
+        Another stage trains these.
+        """
         zeroed = {
             name: jnp.where(jnp.asarray(is_frozen)[stage], 0, grads.stacked[name])
             for name, is_frozen in self._stage.params.partly_frozen.items()

@@ -40,7 +40,7 @@ class GradientSums:
     def add_trunk(
         self, sums: tuple[PyTree, ...], plan: ActionPlan, chunk: jax.Array, grads: PyTree
     ) -> tuple[PyTree, ...]:
-        """Sums with an action's gradients of its chunk; leaves that are None are not its to give."""
+        """Sums with an action's gradients of its chunk; None leaves are not its to give."""
         if not jax.tree.leaves(grads):
             return sums
         after = list(sums)

@@ -110,7 +110,7 @@ class TickLoop:
         return run_action(action, device.stage, self.stage.placement, carry, row, values, nothing)
 
     def entering(self, device: Device, index: jax.Array, *, train: bool) -> PyTree:
-        """What vocabulary-parallel first layers make of a microbatch's inputs, on all stages at once."""
+        """What vocabulary-parallel first layers make of a microbatch, on all stages at once."""
         assert self.stage.vocab_input is not None
         key, side = device.batch.context(index)
         context = key if train else None, side

@@ -357,7 +357,10 @@ class TrainLoop(TickLoop):
         return self.stage.vocab_input.gradients(device.weights.storage, inputs, context, gradient)
 
     def _backward(self, device: Device, run: TickRun, plan: ActionPlan) -> Action:
-        """A backward, whole or of the input alone, of the gradients that arrived and that the loss gave."""
+        """A backward, whole or of the input alone.
+
+        It is that of the gradients that arrived and that the loss gave.
+        """
         stage, kinds = self.stage, plan.splits
 
         def compute(

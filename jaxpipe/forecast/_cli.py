@@ -31,9 +31,8 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m jaxpipe.forec
         0; 1 where nothing fits; 2 after wrong use, or where the job itself is wrong.
     """
     args = _parser(prog).parse_args(argv)
-    jax.config.update(
-        "jax_platforms", "cpu"
-    )  # planning needs no accelerator, and takes none from those who do
+    # Planning needs no accelerator, and takes none from those who do.
+    jax.config.update("jax_platforms", "cpu")
     try:
         to_json, to_html = _file("--json", args.json), _file("--html", args.html)
         given = _job(args.job)
@@ -67,9 +66,10 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=prog,
         description="Memory and time of a training job on GPUs that are not there. Needs none.",
-        epilog="JOB names a function without arguments that returns (model, config, example_batch), with an optimizer "
-        "as a fourth entry if the configuration names none; or a dictionary of the arguments of "
-        "jaxpipe.plan. An example of one replica's microbatch will do for any number of devices.",
+        epilog="JOB names a function without arguments that returns (model, config, "
+        "example_batch), with an optimizer as a fourth entry if the configuration names none; or "
+        "a dictionary of the arguments of jaxpipe.plan. An example of one replica's microbatch "
+        "will do for any number of devices.",
     )
     parser.add_argument(
         "job", metavar="JOB", help="module:function, such as train:job for job() in train.py"

@@ -19,8 +19,10 @@ _COLOURS = ("#5b8ff9", "#5d7092", "#f6bd16", "#5ad8a6", "#c2a5f0", "#e8684a")
 _MOST_BARS = 24
 _BAR, _LEFT, _WIDTH = 22, 330, 620
 _STYLE = """
-body { font: 14px/1.45 system-ui, sans-serif; color: #222; margin: 1.5em auto; max-width: 1120px; padding: 0 1em; }
-table { border-collapse: collapse; font-size: 13px; } th, td { padding: .2em .6em; text-align: right; }
+body { font: 14px/1.45 system-ui, sans-serif; color: #222; }
+body { margin: 1.5em auto; max-width: 1120px; padding: 0 1em; }
+table { border-collapse: collapse; font-size: 13px; }
+th, td { padding: .2em .6em; text-align: right; }
 th { border-bottom: 1px solid #999; } tr:nth-child(even) td { background: #f5f5f5; }
 .advice { background: #fff3d6; padding: .6em 1em; }
 """
@@ -55,7 +57,10 @@ def body_of(
     title: str,
     level: int = 1,
 ) -> str:
-    """The page without its frame, as notebooks show it, whose own headings are above those from `level` on."""
+    """The page without its frame, as notebooks show it.
+
+    Their own headings are above those from `level` on.
+    """
     shown, inner = plan.shown, f"h{level + 1}"
     parts = [f"<h{level}>Plan</h{level}>", f"<p>{html.escape(title)}</p>"]
     if plan.advice:
@@ -115,7 +120,8 @@ def _bars(plan: "StepPlan") -> str:
         lines.append(f'<text x="{x + 4:.1f}" y="{y + 14}">{one.memory.total / 1e9:.1f}</text>')
     edge = _LEFT + limit * scale
     lines.append(
-        f'<line x1="{edge:.1f}" x2="{edge:.1f}" y1="24" y2="{height}" stroke="#c00" stroke-dasharray="4 3"/>'
+        f'<line x1="{edge:.1f}" x2="{edge:.1f}" y1="24" y2="{height}" stroke="#c00" '
+        'stroke-dasharray="4 3"/>'
     )
     return "\n".join([*lines, "</svg>"])
 

@@ -454,7 +454,10 @@ def _advice(setup: _Setup, asked: _Asked, found: Sequence[Forecast]) -> str:
     if fitting:
         return f"{begin}. Use {fitting[0].label} ({fitting[0].memory.total / 1e9:.1f} GB)."
     least = min(large, key=lambda one: one.memory.total)
-    begin = f"Nothing fits {limit / 1e9:.0f} GB: {least.label} needs the least, {least.memory.total / 1e9:.1f} GB"
+    begin = (
+        f"Nothing fits {limit / 1e9:.0f} GB: {least.label} needs the least, "
+        f"{least.memory.total / 1e9:.1f} GB"
+    )
     tried: list[tuple[str, _Setup, _Asked]] = []
     if not any(one.recompute for one in found):
         again = dataclasses.replace(asked, recompute=(1,))
@@ -476,12 +479,21 @@ def _advice(setup: _Setup, asked: _Asked, found: Sequence[Forecast]) -> str:
     for words, changed, wanted in tried:
         smallest = min(changed.forecasts(wanted), key=lambda one: one.memory.total)
         if smallest.fits:
-            return f"{begin}. Set {words}: {smallest.label} then needs {smallest.memory.total / 1e9:.1f} GB."
+            return (
+                f"{begin}. Set {words}: {smallest.label} then needs "
+                f"{smallest.memory.total / 1e9:.1f} GB."
+            )
     without_rings = least.memory.weights + least.memory.masters + least.memory.gradient_sums
     factor = math.ceil(least.memory.total / limit)
-    more = f"Use about {factor * traced.module.num_stages} stages on {factor * traced.mesh.devices.size} devices"
+    more = (
+        f"Use about {factor * traced.module.num_stages} stages on "
+        f"{factor * traced.mesh.devices.size} devices"
+    )
     if without_rings <= limit and traced.microbatch_size > 1:
-        more = f"Use smaller microbatches (train_micro_batch_size_per_gpu below {traced.microbatch_size}), or {more[4:]}"
+        more = (
+            "Use smaller microbatches (train_micro_batch_size_per_gpu below "
+            f"{traced.microbatch_size}), or {more[4:]}"
+        )
     elif without_rings > limit:
         more += f": weights, masters, moments and sums alone take {without_rings / 1e9:.1f} GB"
     return f"{begin}. {more}."

@@ -93,7 +93,7 @@ class StepPlan:
         return json.dumps(dataclasses.asdict(self), indent=1)
 
     def to_html(self, path: str | PathLike[str]) -> None:
-        """Write one page that needs nothing else, with bars of memory and the schedule drawn to scale.
+        """Write one page that needs nothing else: bars of memory, the schedule drawn to scale.
 
         Args:
             path: The file.

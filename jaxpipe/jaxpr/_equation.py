@@ -77,7 +77,7 @@ def unknown_primitives(jaxpr: Jaxpr) -> set[str]:
 
 
 def _is_elementwise(eqn: Any) -> bool:
-    """True if an equation has operands and a result of one shape, and its primitive takes scalars as well."""
+    """True if operands and result have one shape, and the primitive takes scalars as well."""
     atoms = [*eqn.invars, *eqn.outvars]
     shapes = {getattr(x.aval, "shape", None) for x in atoms}
     if (
@@ -123,17 +123,20 @@ def branches_of(eqn: Any) -> tuple[ClosedJaxpr, ...]:
 
 
 def is_barrier(eqn: Any) -> bool:
-    """True if an equation hands on each of its operands by itself, and only forbids the compiler to look through."""
+    """True if an equation hands on each of its operands by itself.
+
+    It only forbids the compiler to look through.
+    """
     return eqn.primitive.name == BARRIER
 
 
 def is_call(eqn: Any) -> bool:
-    """True if an equation does no more than run its program, whatever that says of the derivative."""
+    """True if an equation only runs its program, whatever that says of the derivative."""
     return eqn.primitive.name in CALLS | REGIONS | CUSTOM_RULES
 
 
 def programs_inside(eqn: Any) -> list[ClosedJaxpr]:
-    """The programs that an equation calls, repeats or chooses from, in the order of its parameters."""
+    """The programs that an equation calls, repeats or chooses from, in its parameters' order."""
     # By type, not by name: each primitive has its own name for the parameter that holds its
     # program.
     return [program for value in eqn.params.values() for program in _programs(value)]
@@ -220,7 +223,10 @@ def is_causal(eqn: Any) -> bool:
 
 
 def is_named(primitive: Any, params: Any, names: Iterable[str]) -> bool:
-    """True if a policy of `jax.checkpoint` is asked about a value that `checkpoint_name` gave one of these names."""
+    """True if a policy of `jax.checkpoint` is asked about a value with one of these names.
+
+    `checkpoint_name` gives them.
+    """
     return primitive.name == NAMED and params["name"] in names
 
 
@@ -267,7 +273,7 @@ def bind_here(eqn: Any, values: Sequence[Any]) -> list[Any]:
 
 
 def refuses_sharding(error: Exception) -> bool:
-    """True if JAX's rules for explicit axes have none for an equation with operands that are sharded so."""
+    """True if JAX's rules for explicit axes have none for an equation with operands sharded so."""
     # The first two by name, as JAX does not export them. A ValueError says that a value of the
     # program lies on the mesh of automatic axes. What else is raised, such as for a parameter that
     # has another name, is no refusal.
@@ -311,7 +317,7 @@ def with_consts(closed: ClosedJaxpr, consts: Sequence[Any]) -> Any:
 
 
 def used_operands(jaxpr: Jaxpr) -> list[bool]:
-    """For each input of a program whether its outputs need it, seen inside calls, loops and branches too."""
+    """Whether a program's outputs need each input, seen inside calls, loops and branches too."""
     return list(dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[1])
 
 

@@ -58,7 +58,7 @@ from ._sharding import followed_specs, spec_axes
 from ._slice import evaluate, needed_for
 
 ATTENTION_SCOPE = "attention_kernel"
-"""Named scope of attention that is written in plain JAX and counts as the one kernel that it stands for."""
+"""Named scope of attention in plain JAX that counts as the one kernel that it stands for."""
 
 _FUSED = (
     ARITHMETIC | COMPARISONS | FORMS | RANDOM_KEYS | {SUM_OF_COTANGENTS, NAMED, DRAWN, ROUNDING}
@@ -134,7 +134,10 @@ def num_flops(kernels: Iterable[Kernel]) -> int:
 
 
 def live_program(function: Callable[..., Any], *args: PyTree) -> ClosedJaxpr:
-    """The program of a function of arguments of these shapes, without calls and without what no output needs."""
+    """The program of a function of arguments of these shapes.
+
+    Calls, and what no output needs, are not in it.
+    """
     program = flatten(jax.make_jaxpr(function)(*args))
     part = needed_for(program, program.outputs)
 
@@ -315,7 +318,7 @@ class _Counter:
                 yield Kernel("reduce", 0, self._bytes(eqn.outvars), axis=axis)
 
     def _contracted(self, eqn: Any) -> tuple[float, list[str]]:
-        """The share of a product's sums that a device makes, and the axes over which these are reduced."""
+        """The share of a product's sums that a device makes, and the axes to reduce them over."""
         left = eqn.invars[0]
         if eqn.primitive.name != DOT or isinstance(left, Constant):
             return 1.0, []

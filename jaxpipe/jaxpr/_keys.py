@@ -61,9 +61,8 @@ def _closed_key(jaxpr: Jaxpr, consts: Sequence[Any]) -> Hashable:
 
 def params_key(primitive: str, params: Mapping[str, Any]) -> Hashable:
     """A value that is equal for parameters of an equation that mean the same."""
-    if (
-        primitive in CUSTOM_RULES
-    ):  # the rest are the rules, which the trace of the gradient holds applied
+    # The rest are the rules, which the trace of the gradient holds applied.
+    if primitive in CUSTOM_RULES:
         return value_key(params["call_jaxpr"])
     return value_key(params)
 
@@ -79,9 +78,8 @@ def value_key(value: Any) -> Hashable:
     if isinstance(value, (tuple, list)):
         return type(value), tuple(value_key(item) for item in value)
     if isinstance(value, (bool, int, float, complex)):
-        return type(value), repr(
-            value
-        )  # told apart: 1 and True, 0.0 and -0.0; the same: nan and nan
+        # Told apart: 1 and True, 0.0 and -0.0; the same: nan and nan.
+        return type(value), repr(value)
     if isinstance(value, jax.Array) or (
         hasattr(value, "__array__") and not isinstance(value, type)
     ):

@@ -10,7 +10,9 @@ from ._keys import params_key, value_key
 def value_numbers(
     closed: ClosedJaxpr, inputs: Sequence[Hashable], table: dict[Hashable, int] | None = None
 ) -> list[int]:
-    """Number the results of a traced program, equal where they are computed alike from inputs that count as equal.
+    """Number the results of a traced program.
+
+    Numbers are equal where results are computed alike from inputs that count as equal.
 
     Calls and conditionals are followed inside; other inner programs, such as the body of a loop,
     are compared as a whole.

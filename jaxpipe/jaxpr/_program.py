@@ -202,9 +202,10 @@ def _moves_memory(eqn: Any) -> bool:
 
 
 def _keeps_all_bits(eqn: Any) -> bool:
-    """True if an equation rounds to the precision that its operand has anyway, as `jax.checkpoint` adds it.
+    """True if an equation rounds to the precision that its operand has anyway.
 
-    Numbers of 16 bits are left out: XLA carries them with more, and there the rounding counts.
+    `jax.checkpoint` adds such equations. Numbers of 16 bits are left out: XLA carries them with
+    more, and there the rounding counts.
     """
     if eqn.primitive.name != ROUNDING or eqn.outvars[0].aval.dtype.itemsize < 4:
         return False

@@ -21,10 +21,10 @@ REDUCED = "reduced"
 
 
 def reduced(values: PyTree) -> PyTree:
-    """Name values as results of a reduction over devices, such as the output of a layer's row-sharded product.
+    """Name values as results of a reduction over devices.
 
-    Recompute keeps what has this name and so does not reduce again; see `save_reduced`. Elsewhere
-    it changes nothing.
+    One such is the output of a layer's row-sharded product. Recompute keeps what has this name and
+    so does not reduce again; see `save_reduced`. Elsewhere it changes nothing.
 
     Args:
         values: A pytree of arrays.

@@ -1,4 +1,4 @@
-"""The shardings over automatic axes that a traced program asks for its results, and those that follow."""
+"""Shardings over automatic axes that a traced program asks for results, and those that follow."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -40,7 +40,7 @@ def output_specs(closed: ClosedJaxpr) -> list[P]:
 
 
 def constrained_axes(closed: ClosedJaxpr) -> set[str]:
-    """The mesh axes that a program's sharding constraints name, inside calls, loops and branches too."""
+    """Mesh axes that a program's sharding constraints name, in calls, loops and branches too."""
     specs = map(constraint_spec, all_equations(closed.jaxpr.eqns))
     return {axis for spec in specs for names in spec or () for axis in spec_axes(names)}
 
@@ -62,7 +62,7 @@ def _spec_of(jaxpr: Jaxpr, variable: Any) -> P:
 def propagated_specs(
     closed: ClosedJaxpr, specs: Sequence[P], mesh: AbstractMesh, manual: Sequence[str]
 ) -> list[P]:
-    """Follow shardings through a program, from operands to results, by JAX's own rules for explicit axes.
+    """Follow shardings from operands to results of a program, by JAX's rules for explicit axes.
 
     XLA's partitioner decides only when it compiles, and looks from results to operands, too: it may
     divide more. What the rules leave open, as a product over a sharded dim, is taken as not sharded

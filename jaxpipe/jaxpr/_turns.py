@@ -22,7 +22,7 @@ def turns_of(
     groups: Sequence[Sequence[Any]],
     hand_over: Callable[[Any, jax.Array], jax.Array],
 ) -> Turns:
-    """Hand over each group of results as soon as it is complete, and wait for it before the next but one.
+    """Hand over each group of results once it is complete, and wait for it before the next but one.
 
     XLA's scheduler (as of JAX 0.10) leaves collectives on results that nothing else reads for the
     end, one after another and under no computation, and holds the results of all until then. Here

@@ -11,7 +11,7 @@ NEWEST_TESTED = (0, 12)
 """Minor version of the newest JAX that the tests have passed on."""
 
 _UPGRADES = ("jax_remat3", "jax_custom_jvp3", "jax_custom_vjp3", "jax_scan3")
-"""Flags under which JAX traces recompute, custom derivatives and loops to equations that hide their programs."""
+"""Flags under which JAX hides the programs of recompute, custom derivatives and loops."""
 
 
 def check_jax() -> None:
@@ -47,9 +47,9 @@ def warn_of_unknown(names: Collection[str]) -> None:
     Python shows each warning once.
     """
     if names:
+        noun = "primitive" if len(names) == 1 else "primitives"
         warnings.warn(
-            "jaxpipe "
-            f"{'does not know the primitive' if len(names) == 1 else 'does not know the primitives'} "
+            f"jaxpipe does not know the {noun} "
             f"{', '.join(sorted(names))} of JAX {jax.__version__}. Numbers stay right: the results "
             "are held for the backward instead of computed again, and plans count no operations "
             "for them. Update jaxpipe if there is a newer release.",

@@ -161,11 +161,14 @@ class ClusterJob:
             if each == gpus
             else f"{each} process{'es' if each > 1 else ''} per node"
         )
-        return f"{nodes} node{'s' if nodes > 1 else ''} with {gpus} GPU{'s' if gpus > 1 else ''} each, {of_each}"
+        return (
+            f"{nodes} node{'s' if nodes > 1 else ''} with "
+            f"{gpus} GPU{'s' if gpus > 1 else ''} each, {of_each}"
+        )
 
     @property
     def options(self) -> str:
-        """Options with which `jaxpipe launch --write KIND` gives this job, on one line as bash takes it."""
+        """Options with which `jaxpipe launch --write KIND` gives this job, on one line for bash."""
         usual = {each.name: each.default for each in fields(self)}
         values = {
             "--num_nodes": self.num_nodes,

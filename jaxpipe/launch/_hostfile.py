@@ -63,7 +63,7 @@ def read_hostfile(path: Path) -> tuple[Node, ...]:
 
 
 def _read(path: Path) -> bytes:
-    """Read a file, or a pipe as `<(command)` gives it, without waiting for a pipe that nobody writes to."""
+    """Read a file, or a pipe of `<(command)`, without waiting for a pipe that nobody writes to."""
     data = b""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:

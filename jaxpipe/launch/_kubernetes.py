@@ -106,7 +106,7 @@ def _document(value: Any) -> str:
 
 
 def _literal(text: str) -> str:
-    """A word or value that Kubernetes gives as it is: it would put variables in place of `$(NAME)`."""
+    """A word or value that Kubernetes keeps as it is, without variables in place of `$(NAME)`."""
     return text.replace("$", "$$")
 
 

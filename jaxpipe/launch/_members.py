@@ -128,9 +128,8 @@ except OSError as error:
         likely others are the cause, then when it failed.
         """
         trouble_at = self.tail.trouble_at
-        if (
-            trouble_at is None or trouble_at < self._ended_at - _RECENT_S
-        ):  # it recovered from that error
+        # It recovered from an error longer ago.
+        if trouble_at is None or trouble_at < self._ended_at - _RECENT_S:
             trouble_at = math.inf
         if self.tail.was_ended_by_jax:
             return 2, trouble_at
@@ -168,9 +167,8 @@ except OSError as error:
                 self._process.wait(_REAP_S)
                 return
         self._signal(signal.SIGKILL)
-        with contextlib.suppress(
-            subprocess.TimeoutExpired
-        ):  # one that waits for a dead disk cannot be ended
+        # One that waits for a dead disk cannot be ended.
+        with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_REAP_S)
 
     def _send(self, data: bytes) -> None:

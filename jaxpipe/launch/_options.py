@@ -13,11 +13,14 @@ from ._remote import CONTROL_OPTION
 
 _MOST = 65536
 
-_USAGE = """jaxpipe launch --nproc N [options] SCRIPT [arguments]
-       jaxpipe launch --hostfile FILE [options] SCRIPT [arguments]
-       jaxpipe launch --write slurm|kubernetes|jobset --num_nodes N --num_gpus N [options] SCRIPT [arguments]
-
-`python -m jaxpipe.launch` is the same as `jaxpipe launch`."""
+_USAGE = (
+    "jaxpipe launch --nproc N [options] SCRIPT [arguments]\n"
+    "       jaxpipe launch --hostfile FILE [options] SCRIPT [arguments]\n"
+    "       jaxpipe launch --write slurm|kubernetes|jobset --num_nodes N --num_gpus N "
+    "[options] SCRIPT [arguments]\n"
+    "\n"
+    "`python -m jaxpipe.launch` is the same as `jaxpipe launch`."
+)
 
 # Which kinds of launch an option belongs to; those not named here belong to all.
 _BELONGS = {
@@ -88,7 +91,8 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=prog,
         usage=_USAGE,
-        description="Start the processes of a job, copy what they write, and end all when one fails.",
+        description="Start the processes of a job, copy what they write, and end all when one "
+        "fails.",
         allow_abbrev=False,
     )
     _add_program(parser)

@@ -44,9 +44,8 @@ class _Source:
         """The whole lines that are there after some more bytes, each behind the prefix."""
         text = self.pending + data
         out, begin = [], 0
-        for match in _END.finditer(
-            text, max(len(self.pending) - 1, 0)
-        ):  # earlier bytes were searched
+        # Earlier bytes were searched.
+        for match in _END.finditer(text, max(len(self.pending) - 1, 0)):
             line, begin = text[begin : match.start()], match.end()
             if line or match[0] != b"\r":
                 out.append(self.prefix + line + b"\n")
@@ -184,9 +183,8 @@ class Output:
         self._give_up_at = time.monotonic() + _CLOSING_S
         if self._thread is not None:
             self._thread.join(_STUCK_S)
-        if (
-            self._thread is not None and self._thread.is_alive()
-        ):  # a file of `log_dir` on a dead disk
+        # As with a file of `log_dir` on a dead disk.
+        if self._thread is not None and self._thread.is_alive():
             self.say(
                 f"Copying what the processes wrote took longer than {_STUCK_S:g} s; the rest is "
                 "lost."

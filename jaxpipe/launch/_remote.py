@@ -43,9 +43,8 @@ class RemoteJob:
         `coordinator` is `host:port`; `attempt` is the number of restarts so far. Raises LaunchError
         where the exported variables are too long.
         """
-        control = (
-            "signal" if self.launcher == "mpirun" else "stdin"
-        )  # mpirun gives its own to one node alone
+        # mpirun gives its own stdin to one node alone.
+        control = "signal" if self.launcher == "mpirun" else "stdin"
         names = (
             [f"node {node.name}" for node in self.layout.nodes]
             if self.launcher == "ssh"

@@ -94,8 +94,8 @@ def _checks(job: ClusterJob, tasks: int) -> list[str]:
     lines = [
         'if [ "${SLURM_JOB_NUM_NODES:-0}" -ne '
         + f'{job.num_nodes} ] || [ "${{SLURM_NTASKS:-0}}" -ne {expected} ]; then',
-        f'  echo "This file must be submitted with sbatch for {job.num_nodes} nodes and {expected} tasks, but got '
-        + '${SLURM_JOB_NUM_NODES:-no} nodes and ${SLURM_NTASKS:-no} tasks." >&2',
+        f'  echo "This file must be submitted with sbatch for {job.num_nodes} nodes and {expected} '
+        "tasks, but got " + '${SLURM_JOB_NUM_NODES:-no} nodes and ${SLURM_NTASKS:-no} tasks." >&2',
         "  exit 2",
         "fi",
     ]

@@ -60,9 +60,8 @@ class StopRequests:
                 "program."
             )
         for number in _SIGNALS:
-            if (
-                number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN
-            ):  # as under nohup
+            # SIGHUP stays ignored where it is, as under nohup.
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
                 self._before[number] = signal.signal(number, self._note)
         return self
 

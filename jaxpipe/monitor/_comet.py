@@ -14,9 +14,8 @@ class CometMonitor:
     """Logs into an experiment of Comet, each name once in `samples_log_interval` samples."""
 
     def __init__(self, section: CometSection) -> None:
-        comet: Any = importlib.import_module(
-            "comet_ml"
-        )  # an optional library, which types need not find
+        # An optional library, which types need not find.
+        comet: Any = importlib.import_module("comet_ml")
         self._experiment: Any = comet.start(
             api_key=section.api_key,
             workspace=section.workspace,

@@ -121,14 +121,16 @@ class _Worker:
     def _write(self, record: Record, monitors: Sequence[Monitor]) -> None:
         try:
             events = record()
-        except Exception:  # noqa: BLE001  # the step failed on the devices: who waits for its loss is told so
+        # The step failed on the devices: who waits for its loss is told so.
+        except Exception:  # noqa: BLE001
             return
         for monitor in monitors:
             if monitor not in self.monitors:
                 continue  # it failed meanwhile
             try:
                 monitor(events)
-            except Exception as error:  # noqa: BLE001  # whatever a library or a user's function raises
+            # Whatever a library or a user's function raises.
+            except Exception as error:  # noqa: BLE001
                 self.monitors.remove(monitor)
                 _warn(monitor, error)
 
