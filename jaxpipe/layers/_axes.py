@@ -78,7 +78,9 @@ def on_mesh(mesh: AbstractMesh, trace: Callable[[], T]) -> T:
 
 
 def call_on_one(axes: Sequence[str], function: Callable[..., PyTree], *args: PyTree) -> PyTree:
-    """Call layers on one device, where sharding constraints mean nothing and all samples are on one replica.
+    """Call layers on one device, without sharding constraints.
+
+    All samples are on one replica, and constraints mean nothing there.
 
     Args:
         axes: Automatic axes, one wide, that constraints may name. Where there are none, nothing is

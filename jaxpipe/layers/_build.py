@@ -157,9 +157,8 @@ def _adapt_spec(index: int, spec: LayerSpec) -> Layer:
     if isinstance(kind, type) and issubclass(kind, nnx.Module):
         return _checked(index, spec, lambda: NNXLayer(spec, forward_fn))
     if isinstance(kind, type) and is_equinox(kind):
-        from ._equinox import (
-            EquinoxLayer,
-        )  # an optional dependency, which is there where a class of it is
+        # An optional dependency, which is there where a class of it is.
+        from ._equinox import EquinoxLayer
 
         return _checked(index, spec, lambda: EquinoxLayer(spec, forward_fn))
     flags, module = {**TRAIN_FLAGS, **spec.train_flags}, _checked(index, spec, spec.build)

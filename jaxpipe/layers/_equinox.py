@@ -73,7 +73,7 @@ class EquinoxLayer(Layer):
         side: Mapping[str, PyTree],
         given: PyTree | None = None,
     ) -> tuple[PyTree, dict[str, Any], dict[str, Any]]:
-        """See `Layer.init`; a module makes all its parameters itself, whichever of them are given."""
+        """See `Layer.init`; a module makes all its parameters itself, whichever are given."""
         arrays = self._arrays_of(self._build(key))
         params = {path: leaf for path, leaf in arrays.items() if eqx.is_inexact_array(leaf)}
         others = {path: leaf for path, leaf in arrays.items() if path not in params}

@@ -1,4 +1,4 @@
-"""Low-rank adapters beside the kernels of existing layers, and the plain weights that they amount to."""
+"""Low-rank adapters beside the kernels of existing layers, and the plain weights they amount to."""
 
 import copy
 import difflib
@@ -105,7 +105,7 @@ def check_targets(layers: Iterable[NamedLayer], paths: Iterable[Path]) -> None:
 
 
 def merge_lora(params: PyTree, alpha: float, dtype: Any = None) -> dict[str, PyTree]:
-    """The plain parameters that a tree with adapters amounts to, such as `jaxpipe.checkpoint` exports.
+    """The plain parameters a tree with adapters amounts to, as `jaxpipe.checkpoint` exports them.
 
     Args:
         params: A model's tree, as `engine.module_state_dict()` returns it.

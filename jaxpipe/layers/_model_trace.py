@@ -81,7 +81,7 @@ class ModelTrace:
         return tuple(sum(math.prod(x.shape) for x in jax.tree.leaves(p)) for p in self.params)
 
     def num_own_params(self) -> tuple[int, ...]:
-        """The same without those that are split over the `stage` axis, of which every stage has as many."""
+        """The same without those split over the `stage` axis, of which every stage has as many."""
         layers = zip(map(flatten_dict, self.params), self.stage_dims, strict=True)
         return tuple(
             sum(math.prod(x.shape) for p, x in leaves.items() if p not in dims)
@@ -111,7 +111,10 @@ class ModelTrace:
         )
 
     def owners(self) -> dict[Path, tuple[int, Path]]:
-        """For each path in the model's tree the first layer that holds it, which makes it, and its path in there."""
+        """For each path in the model's tree the layer that makes it, and its path in that layer.
+
+        The layer that makes it is the first that holds it.
+        """
         found: dict[Path, tuple[int, Path]] = {}
         for index, paths in enumerate(self.paths):
             for local, at in paths.paths.items():
@@ -130,7 +133,7 @@ class ModelTrace:
         }
 
     def split_dims(self) -> dict[Path, int]:
-        """The dims of parameters that are split over the `stage` axis by path in the model's tree."""
+        """Dims of the parameters split over the `stage` axis, by path in the model's tree."""
         found: dict[Path, int] = {}
         for paths, dims in zip(self.paths, self.stage_dims, strict=True):
             found |= {paths.paths[local]: dim for local, dim in dims.items()}

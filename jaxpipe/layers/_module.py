@@ -98,7 +98,8 @@ class PipelineModule(SequentialModel, DeepSpeedNames):
     Example:
         >>> import flax.linen as nn, jax, jax.numpy as jnp
         >>> from jaxpipe.layers import LayerSpec
-        >>> model = PipelineModule([LayerSpec(nn.Dense, 8), jnp.tanh, LayerSpec(nn.Dense, 2)], num_stages=2)
+        >>> layers = [LayerSpec(nn.Dense, 8), jnp.tanh, LayerSpec(nn.Dense, 2)]
+        >>> model = PipelineModule(layers, num_stages=2)
         >>> params = model.init(jax.random.key(0), jnp.ones((4, 3)))
         >>> sorted(params["layers"])
         ['0_Dense', '2_Dense']

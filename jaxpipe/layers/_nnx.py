@@ -78,9 +78,8 @@ class NNXLayer(Layer):
         """By whether it is training: whether a call was seen to write no parameter."""
         self.arguments = CallArguments(self._call, 2, f"layer {self.class_name}", flags)
         try:
-            on_mesh(
-                one_device_mesh(()), lambda: self._structure
-            )  # where a class may ask for the axis of the replicas
+            # There a class may ask for the axis of the replicas.
+            on_mesh(one_device_mesh(()), lambda: self._structure)
         except NameError as error:
             raise (
                 axis_fault(f"layer {self.class_name}", error, ())
@@ -114,7 +113,7 @@ class NNXLayer(Layer):
         side: Mapping[str, PyTree],
         given: PyTree | None = None,
     ) -> tuple[PyTree, dict[str, Any], dict[str, Any]]:
-        """See `Layer.init`; a module makes all its parameters itself, whichever of them are given."""
+        """See `Layer.init`; a module makes all its parameters itself, whichever are given."""
         _, params, _, rest = nnx.split(self._build(key), *_KINDS)
         outputs, _, _ = self.apply(
             _to_tree(params),

@@ -49,7 +49,7 @@ class Layer(abc.ABC):
 
     @property
     def holds_streams(self) -> bool:
-        """True if it holds random streams of its own, for which it makes keys where it is given none."""
+        """True if it holds random streams of its own, and makes keys for those it is not given."""
         return False
 
     def takes_flag(self, name: str) -> bool:

@@ -100,7 +100,9 @@ class SequentialModel:
     def init_collections(
         self, key: jax.Array, inputs: PyTree, *, side: Mapping[str, PyTree] | None = None
     ) -> dict[str, PyTree]:
-        """Make what layers keep beside their parameters, such as batch statistics, as `init` makes those.
+        """Make what layers keep beside their parameters, such as batch statistics.
+
+        `init` makes the same.
 
         Returns:
             The collections of every layer that has any, by the layer's name.
@@ -237,7 +239,7 @@ class SequentialModel:
         inputs: PyTree,
         side: Mapping[str, PyTree] | None,
     ) -> None:
-        """Find by tracing what made a run fail, where it is a misfit of layers, parameters or collections."""
+        """Find what made a run fail, by tracing: layers, parameters or collections that misfit."""
         given, trace = flatten_dict(params), self.trace(inputs, side)
         missing = ["/".join(path) for path in flatten_dict(trace.tree()) if path not in given]
         if missing:
@@ -342,8 +344,9 @@ class SequentialModel:
         except Exception as error:
             if is_unbound_axis(error):
                 raise axis_fault("loss_fn", error, self.automatic_axes) from error
-            given = f"outputs {format_struct(struct_of(outputs))}, labels {format_struct(struct_of(labels))}"
-            failure = f"{type(error).__name__} while tracing loss_fn with {given}: {str(error).rstrip('.')}"
+            out, wanted = format_struct(struct_of(outputs)), format_struct(struct_of(labels))
+            given, fault = f"outputs {out}, labels {wanted}", str(error).rstrip(".")
+            failure = f"{type(error).__name__} while tracing loss_fn with {given}: {fault}"
             raise LayerError(
                 "loss_fn must take the model's outputs and the labels of a microbatch, but got "
                 f"{failure}. Let the data yield such labels as loss_fn expects, or change loss_fn."

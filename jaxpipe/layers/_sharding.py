@@ -19,7 +19,7 @@ from jaxpipe.topology import FSDP, MANUAL_AXES, automatic_axes
 Rules = tuple[tuple[str, str | tuple[str, ...] | None], ...]
 
 _PLACED = (*MANUAL_AXES, "pipe")
-"""Axes, by a mesh's names and a topology's, over which the pipeline itself places weights and samples."""
+"""Axes over which the pipeline places weights and samples, as meshes and topologies name them."""
 
 
 def checked_rules(rules: Any) -> Rules:
@@ -34,8 +34,8 @@ def checked_rules(rules: Any) -> Rules:
         if not isinstance(name, str) or not all(isinstance(axis, str) for axis in each):
             raise LayerError(
                 "sharding_rules must be a sequence of (logical name, mesh axis), an axis being a "
-                "name, a tuple of "
-                f'names or None, but got {rule!r}. Write for instance sharding_rules=(("mlp", "model"),).'
+                "name, a tuple of names or None, but got "
+                f'{rule!r}. Write for instance sharding_rules=(("mlp", "model"),).'
             )
         found.append((name, axes))
     return tuple(found)
@@ -43,7 +43,7 @@ def checked_rules(rules: Any) -> Rules:
 
 @contextlib.contextmanager
 def rules_in_force(rules: Rules) -> Generator[None]:
-    """Translate the logical names of Flax's constraints by the rules, on the mesh around this code."""
+    """Translate logical names of Flax's constraints by the rules, on the mesh around this code."""
     with nn.logical_axis_rules(rules_on(jax.sharding.get_abstract_mesh(), rules)):
         yield
 
@@ -156,9 +156,10 @@ def partition_specs(
 
 
 def paths_over_data(label: str, tree: PyTree, mesh: AbstractMesh, rules: Rules) -> list[str]:
-    """Variables whose metadata names the axis `data` itself, in words, where the mesh has automatic axes.
+    """Variables whose metadata names the axis `data` itself, in words.
 
-    Logical names that a rule maps to it are not meant: such rules serve activations too.
+    There are some only where the mesh has automatic axes. Logical names that a rule maps to it are
+    not meant: such rules serve activations too.
     """
     if not automatic_axes(mesh) or "data" in {name for name, _ in rules}:
         return []

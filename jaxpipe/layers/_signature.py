@@ -1,4 +1,4 @@
-"""When two layers are the same program: equal traces of call and gradient, never equal class names."""
+"""When two layers are the same program: equal traces of call and gradient, never class names."""
 
 from collections.abc import Hashable, Sequence
 from typing import Any

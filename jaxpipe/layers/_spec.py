@@ -51,7 +51,8 @@ class LayerSpec:
         >>> import flax.linen as nn
         >>> LayerSpec(nn.Dense, 4, use_bias=False)
         Dense(4, use_bias=False)
-        >>> LayerSpec(nn.MultiHeadDotProductAttention, 4, forward_fn=lambda block, x, mask: x + block(x, mask=mask))
+        >>> attention = nn.MultiHeadDotProductAttention
+        >>> LayerSpec(attention, 4, forward_fn=lambda block, x, mask: x + block(x, mask=mask))
         MultiHeadDotProductAttention(4, forward_fn=<lambda>)
     """
 

@@ -1,4 +1,7 @@
-"""An ordinary embedding and head, split over the stages as `VocabEmbed` and `VocabHead` are, and their loss."""
+"""An ordinary embedding, head and loss, split over the stages.
+
+They are split as `VocabEmbed` and `VocabHead` are.
+"""
 
 import copy
 import dataclasses
@@ -24,7 +27,7 @@ from ._vocab import STAGE, VocabEmbed, VocabHead
 
 
 class _SplitLayer(Layer):
-    """A layer whose variables are another's, split over the stages, and which computes as a layer of this room does.
+    """A layer with another's variables, split over the stages, that computes as one of this room.
 
     Args:
         layer: The user's layer: names, initial values and arguments are its own.

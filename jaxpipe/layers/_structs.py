@@ -43,7 +43,10 @@ def struct_of(tree: PyTree, name: str = "") -> PyTree:
 
 
 def as_arrays(tree: PyTree) -> PyTree:
-    """Leaves as JAX arrays that no longer promote as Python numbers do, as those that cross a stage boundary."""
+    """Leaves as JAX arrays, like those that cross a stage boundary.
+
+    They no longer promote as Python numbers do.
+    """
 
     def one(leaf: Any) -> jax.Array:
         array = jnp.asarray(leaf)

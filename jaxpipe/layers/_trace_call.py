@@ -65,7 +65,7 @@ class Call:
     seen: Seen
 
     def variables(self, given: PyTree) -> tuple[PyTree, PyTree, tuple[Mapping[Path, Any], ...]]:
-        """Shapes of parameters and collections, how each is sharded, and the dims of those split over stages."""
+        """Shapes and shardings of parameters and collections, and dims split over the stages."""
 
         def make(x: PyTree, s: PyTree, given: PyTree) -> tuple[PyTree, PyTree]:
             with rules_in_force(()):
@@ -112,7 +112,7 @@ class Call:
         return params, collections, (of_params, of_collections, dims)
 
     def results(self, params: PyTree, collections: PyTree) -> tuple[ClosedJaxpr, PyTree, PyTree]:
-        """The layer's call in training, and the shapes of what it hands over and of what it reports."""
+        """The layer's call in training, and the shapes of what it hands over and reports."""
         run = functools.partial(_train, self.named.layer)
         args = self._arguments(params, collections)
         program, (outputs, updated, aux) = self._naming_faults(
@@ -133,7 +133,7 @@ class Call:
         return program, _without_sharding(outputs), _without_sharding(aux)
 
     def _check_axes(self, program: ClosedJaxpr) -> None:
-        """Refuse what JAX takes without a word and XLA cannot compile, or compiles to something else."""
+        """Refuse what JAX takes without a word, but XLA cannot compile or compiles wrongly."""
         # JAX checks a constraint's axes against the mesh that it names, which may call all of its
         # axes automatic.
         manual = sorted(constrained_axes(program) & set(MANUAL_AXES))
@@ -154,7 +154,7 @@ class Call:
             )
 
     def check_evaluation(self, params: PyTree, collections: PyTree) -> None:
-        """Refuse a layer that cannot be evaluated, which would be found at the first evaluation only."""
+        """Refuse a layer that cannot be evaluated; else only the first evaluation would show it."""
         layer, fault = self.named.layer, "random numbers from its streams"
 
         def run(
@@ -283,7 +283,10 @@ def _check_leaves(named: NamedLayer, params: PyTree) -> None:
 
 
 def _without_sharding(tree: PyTree) -> PyTree:
-    """Shapes without what tracing on a mesh says of their sharding, which differs between inputs and results."""
+    """Shapes without the sharding that tracing on a mesh adds.
+
+    It differs between inputs and results.
+    """
     return jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if hasattr(x, "dtype") else x, tree
     )

@@ -60,8 +60,8 @@ def warn_of_data(paths: Sequence[str], warned: set[str]) -> None:
         warnings.warn(
             f"{paths[0]}{f' and {len(paths) - 1} further weights' if len(paths) > 1 else ''} must "
             "be whole on each replica, but got 'data' in the partition metadata, which a pipeline "
-            "does not heed. To share weights out "
-            'over replicas give the topology an axis fsdp and map the name to it, sharding_rules=(("data", "fsdp"),); '
+            "does not heed. To share weights out over replicas give the topology an axis fsdp and "
+            'map the name to it, sharding_rules=(("data", "fsdp"),); '
             'otherwise write sharding_rules=(("data", None),).',
             stacklevel=4,
         )

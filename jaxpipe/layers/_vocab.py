@@ -77,7 +77,7 @@ class VocabEmbed(nn.Module):
 
     @nn.compact
     def attend(self, x: jax.Array) -> jax.Array:
-        """Logits from the same table, for a head that is tied to the embedding through `forward_fn`.
+        """Logits from the same table, for a head tied to the embedding through `forward_fn`.
 
         Args:
             x: `[..., features]`.
