@@ -24,7 +24,7 @@ def cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
 ) -> tuple[jax.Array, jax.Array]:
-    """Cross entropy of a language model, summed over the positions that count, and how many these are.
+    """Cross entropy of a language model, summed over the positions that count, and their number.
 
     It can be a `loss_fn` as it is; the loss of a batch is then the mean over all positions that
     count, however they are spread over microbatches and replicas. A `loss_fn` that calls it lets
@@ -176,9 +176,9 @@ def _check(logits: Any, labels: Any, weights: Any, label_smoothing: Any, z_loss:
             ":-1] and labels[:, 1:]."
         )
     if weights is not None and getattr(weights, "shape", None) != shape:
+        found = list(getattr(weights, "shape", ())) if hasattr(weights, "shape") else shown(weights)
         raise LayerError(
-            f"weights must be an array of the shape of the labels, {list(shape)}, but got "
-            f"{list(getattr(weights, 'shape', ())) if hasattr(weights, 'shape') else shown(weights)}. "
+            f"weights must be an array of the shape of the labels, {list(shape)}, but got {found}. "
             "Broadcast them with jnp.broadcast_to."
         )
     if not 0 <= label_smoothing <= 1:

@@ -13,7 +13,7 @@ STAGE = "stage"
 
 
 class SplitLogits:
-    """Logits that are split over the stages, as a loss receives them when the model's head is split.
+    """Logits that are split over the stages, as a loss gets them when the model's head is split.
 
     Pass them to `cross_entropy` or `vocab_cross_entropy`. Leading dims may be indexed and reshaped,
     and the dtype changed. Everything else fails, because it would see one slice of the vocabulary

@@ -227,9 +227,8 @@ def bert(config: BertConfig, head: BertHead = "masked_lm") -> list[LayerSpec]:
     Example:
         >>> import jax, jax.numpy as jnp, jaxpipe
         >>> from jaxpipe.models import BertConfig, bert
-        >>> config = BertConfig(
-        ...     vocab_size=64, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32
-        ... )
+        >>> sizes = dict(vocab_size=64, hidden_size=16, intermediate_size=32)
+        >>> config = BertConfig(**sizes, num_hidden_layers=2, num_attention_heads=2)
         >>> model = jaxpipe.PipelineModule(bert(config, head=None), num_stages=1)
         >>> tokens = jnp.zeros((1, 5), int)
         >>> model.apply(model.init(jax.random.key(0), tokens), tokens).shape

@@ -12,7 +12,7 @@ from jaxpipe.weights import Source, read_config_json
 from ._rules import is_size
 
 Computed = Mapping[str, tuple[Any, ...]]
-"""Keys that change what a model computes, each with the values with which it computes what the layers here do."""
+"""Keys that change what a model computes, each with the values that the layers here compute."""
 
 _COMPUTED: Computed = {
     **dict.fromkeys(
@@ -277,7 +277,10 @@ def check_value(key: str, value: Any, *allowed: Any) -> None:
         value == each and isinstance(value, bool) == isinstance(each, bool) for each in allowed
     ):
         return
-    repair = "The layers here compute nothing else: use a model of your own, or weights that were made so"
+    repair = (
+        "The layers here compute nothing else: use a model of your own, or weights that were made "
+        "so"
+    )
     raise wrong(key, " or ".join(map(shown, allowed)) or "left out", value, repair)
 
 

@@ -77,7 +77,9 @@ class LlamaBlock(nn.Module):
         return constrained(x, *self._axes(x)) if config.shard_sequence else x
 
     def _added(self, y: jax.Array) -> jax.Array:
-        """Results of products by rows, summed over `model` and named, so that recomputing does not repeat the sum.
+        """Results of products by rows, summed over `model` and named.
+
+        Because of the name recomputing does not repeat the sum.
 
         Said to be whole first: with the shares of positions alone XLA would gather the gradient of
         the product twice.
@@ -205,7 +207,8 @@ def llama(config: LlamaConfig) -> list[LayerSpec]:
         >>> import jax, jax.numpy as jnp, jaxpipe
         >>> from jaxpipe.models import LlamaConfig, llama
         >>> sizes = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2)
-        >>> model = jaxpipe.PipelineModule(llama(LlamaConfig(**sizes, num_attention_heads=4)), num_stages=1)
+        >>> config = LlamaConfig(**sizes, num_attention_heads=4)
+        >>> model = jaxpipe.PipelineModule(llama(config), num_stages=1)
         >>> tokens = jnp.zeros((1, 5), int)
         >>> model.apply(model.init(jax.random.key(0), tokens), tokens).shape
         (1, 5, 64)
@@ -259,9 +262,8 @@ def llama_names(config: LlamaConfig | Source) -> tuple[Rename, ...]:
         ),
         *config.names,
         Rename("model.norm.weight", f"{last}/scale"),
-        Rename(
-            "model.layers.{i}.self_attn.rotary_emb.inv_freq", None
-        ),  # a constant that old files hold
+        # A constant that old files hold.
+        Rename("model.layers.{i}.self_attn.rotary_emb.inv_freq", None),
     )
 
 

@@ -1,4 +1,7 @@
-"""Sizes and switches of the Llama decoder, and how they are read from Hugging Face's `config.json`."""
+"""Sizes and switches of the Llama decoder, and how they are read from Hugging Face.
+
+There they are in `config.json`.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
@@ -282,7 +285,10 @@ class LlamaConfig:
         is_listed = kinds is None or (
             isinstance(kinds, tuple) and len(kinds) == self.num_hidden_layers
         )
-        rule = f"None or one of {FULL!r} and {SLIDING!r} for each of num_hidden_layers={self.num_hidden_layers}"
+        rule = (
+            f"None or one of {FULL!r} and {SLIDING!r} for each of "
+            f"num_hidden_layers={self.num_hidden_layers}"
+        )
         are_known = is_listed and all(kind in (FULL, SLIDING) for kind in kinds or ())
         yield "layer_types", are_known, rule, "Layers of other types are not known here."
         needs = SLIDING in (kinds or ())

@@ -147,7 +147,10 @@ def _check_kinds(keys: ConfigKeys, kind: str, num_layers: int) -> None:
         and all(each == kind for each in kinds)
     )
     if kinds is not None and not are_right:
-        repair = "The layers here compute nothing else with the other keys: correct these, or use a model of your own"
+        repair = (
+            "The layers here compute nothing else with the other keys: correct these, or use a "
+            "model of your own"
+        )
         raise wrong(
             "layer_types", f"{kind!r} for each of num_hidden_layers={num_layers}", kinds, repair
         )

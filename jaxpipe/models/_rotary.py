@@ -1,4 +1,4 @@
-"""Rotary position embedding, and how its angles are slowed for contexts longer than those trained on."""
+"""Rotary position embedding, and how its angles are slowed for contexts longer than in training."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -226,7 +226,10 @@ def rotary(
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Turn pairs of dims of `[B, T, N, D]`, the i-th of the first half with the i-th of the second."""
+    """Turn pairs of dims of `[B, T, N, D]`.
+
+    A pair is the i-th dim of the first half and the i-th of the second.
+    """
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate(
         [first * cos - second * sin, second * cos + first * sin], axis=-1

@@ -21,7 +21,10 @@ Implementation = Literal["auto", "blocked", "cudnn", "xla"]
 """How attention is computed."""
 
 _MASKS_SINCE = (0, 11, 1)
-"""The first JAX whose cuDNN kernel computes no gradient of a boolean mask, which costs as much as the scores."""
+"""The first JAX whose cuDNN kernel computes no gradient of a boolean mask.
+
+That gradient costs as much as the scores.
+"""
 
 Segments = jax.Array | tuple[jax.Array, jax.Array] | None
 
@@ -41,7 +44,9 @@ def attention(  # noqa: PLR0913  # what may hide a key, one argument each
     scale: float | None = None,
     implementation: Implementation = "auto",
 ) -> jax.Array:
-    """Attention of queries to keys, `softmax(scale * q @ k.T) @ v` per head, with nothing of shape `[T, S]` kept.
+    """Attention of queries to keys, with nothing of shape `[T, S]` kept.
+
+    Per head it is `softmax(scale * q @ k.T) @ v`.
 
     What hides keys adds up: a query sees those that all of `causal`, `mask`, `lengths`,
     `segment_ids` and `window` leave. A query that sees none gets zero (with `implementation="xla"`
@@ -247,7 +252,10 @@ def _boolean_mask(visibility: Visibility) -> jax.Array | None:
 
 
 def _sees_any(pattern: Pattern, mask: jax.Array, lengths: jax.Array | None) -> jax.Array:
-    """Whether a query sees a key at all, `[B or 1, T, N or 1, 1]`, of a mask `[B or 1, N or 1, T, S]`."""
+    """Whether a query sees a key at all, `[B or 1, T, N or 1, 1]`.
+
+    The mask is `[B or 1, N or 1, T, S]`.
+    """
     queries, keys = jnp.arange(mask.shape[2])[:, None], jnp.arange(mask.shape[3])[None]
     seen = jnp.ones((mask.shape[2], mask.shape[3]), bool)
     if pattern.causal:
@@ -265,7 +273,8 @@ def _xla(
 ) -> jax.Array:
     if pattern.dropout_rate:
         raise LayerError(
-            f'implementation="xla" must be without dropout, but got dropout_rate={pattern.dropout_rate}. '
+            'implementation="xla" must be without dropout, but got '
+            f"dropout_rate={pattern.dropout_rate}. "
             'Say implementation="blocked", or leave it out.'
         )
     bias, mask = (

@@ -167,7 +167,7 @@ class _Blocks:
         self._mask = None if visibility.mask is None else self._grouped(visibility.mask)
 
     def loop(self, step: Callable[..., Any], carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        """Run `step(carry, query block, key block)` for all pairs that the pattern does not hide as a whole."""
+        """Run `step(carry, query block, key block)` for all pairs not hidden as a whole."""
         pairs = np.asarray(self._pairs(), np.int32).reshape(-1, 2)
         return lax.scan(
             lambda carry, pair: (step(carry, pair[0], pair[1]), None), carry, jnp.asarray(pairs)

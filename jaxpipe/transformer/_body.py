@@ -1,4 +1,4 @@
-"""The computation of a transformer layer, and the one policy that says what of it is kept for the backward."""
+"""The computation of a transformer layer, and the one policy of what is kept for the backward."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -46,7 +46,7 @@ class KeepKernels(KeepNamed):
 
 @dataclass(frozen=True)
 class Body:
-    """The layer as a function of its weights, its input, what hides positions, and a key for dropout.
+    """The layer as a function of weights, input, what hides positions, and a key for dropout.
 
     Attributes:
         config: Sizes and switches.

@@ -102,7 +102,8 @@ class DeepSpeedTransformerConfig:
 
     Example:
         >>> import jaxpipe
-        >>> config = jaxpipe.DeepSpeedTransformerConfig(hidden_size=64, heads=4, num_hidden_layers=12)
+        >>> sizes = dict(hidden_size=64, heads=4, num_hidden_layers=12)
+        >>> config = jaxpipe.DeepSpeedTransformerConfig(**sizes)
         >>> config.intermediate_size
         256
 

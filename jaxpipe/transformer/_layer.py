@@ -41,9 +41,10 @@ class DeepSpeedTransformerLayer(nn.Module):
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxpipe
-        >>> config = jaxpipe.DeepSpeedTransformerConfig(hidden_size=8, heads=2, num_hidden_layers=2, causal=True)
-        >>> layers = [jaxpipe.LayerSpec(jaxpipe.DeepSpeedTransformerLayer, config) for _ in range(2)]
-        >>> model = jaxpipe.PipelineModule(layers, num_stages=1)
+        >>> sizes = dict(hidden_size=8, heads=2, num_hidden_layers=2)
+        >>> config = jaxpipe.DeepSpeedTransformerConfig(**sizes, causal=True)
+        >>> layer = jaxpipe.LayerSpec(jaxpipe.DeepSpeedTransformerLayer, config)
+        >>> model = jaxpipe.PipelineModule([layer, layer], num_stages=1)
         >>> x = jnp.ones((1, 3, 8))
         >>> model.apply(model.init(jax.random.key(0), x), x).shape
         (1, 3, 8)

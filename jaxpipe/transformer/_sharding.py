@@ -1,4 +1,4 @@
-"""The division of blocks inside a stage: weights over `model`, activations over `model` and `fsdp`."""
+"""Division of blocks inside a stage: weights over `model`, activations over `model` and `fsdp`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ MODEL = "model"
 
 @dataclass(frozen=True)
 class Divided:
-    """An initialiser of a weight that is divided over mesh axes, as `nn.with_partitioning` makes one.
+    """An initialiser of a weight divided over mesh axes, as `nn.with_partitioning` makes one.
 
     A pipeline refuses metadata with axes that its mesh lacks, so that these are left out where the
     mesh is known, which it is when the initialiser is called.
@@ -42,7 +42,7 @@ class Divided:
 
 
 def dividing(axis: str, size: int) -> str | None:
-    """The axis, where it is automatic around this code, longer than one, and divides a dim of this size."""
+    """The axis, if automatic around this code, longer than one, and dividing a dim of this size."""
     mesh = jax.sharding.get_abstract_mesh()
     return (
         axis
@@ -72,5 +72,8 @@ def constrained(x: jax.Array, *axes: str | None) -> jax.Array:
 
 
 def summed(x: jax.Array, *axes: str | None) -> jax.Array:
-    """A product with weights that are divided along the dim it sums over, divided as said and named as such."""
+    """A product with weights divided along the dim it sums over.
+
+    It is divided as said, and named as a sum.
+    """
     return reduced(constrained(x, *axes))

@@ -1,4 +1,4 @@
-"""Tables of names: which tensors of another library are which leaves of ours, in both directions."""
+"""Tables of names: which tensors of another library are which leaves of ours, both ways."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence

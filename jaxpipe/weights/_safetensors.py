@@ -415,7 +415,8 @@ def _files(path: Path) -> dict[Path, list[str]]:
             homes[name] = shard
     for name in sorted({*listed, *homes}):
         if listed.get(name) != homes.get(name):
-            text = f"{name!r} at {listed.get(name, 'no place')}, while it is in {homes.get(name, 'no shard')}"
+            there, here = listed.get(name, "no place"), homes.get(name, "no shard")
+            text = f"{name!r} at {there}, while it is in {here}"
             raise _disagreement(path, text)
     return found
 

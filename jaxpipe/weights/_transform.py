@@ -29,7 +29,7 @@ class Tensor(Protocol):
 
 
 class Transform(ABC):
-    """The change between tensors of theirs and leaves of ours; a subclass may do what is not here."""
+    """The change between tensors of theirs and leaves of ours; subclass it for what is not here."""
 
     def count(self, shapes: Sequence[Shape]) -> int:
         """Number of tensors of theirs that hold leaves of ours of these shapes."""
@@ -152,7 +152,7 @@ def conv1d(num_in: int = 1, num_out: int = 1) -> merge:
 
 @dataclass(frozen=True)
 class split(Transform):  # noqa: N801  # used as a function
-    """One tensor of theirs holds several leaves of ours, one after another, such as queries, keys and values.
+    """One tensor of theirs holds several leaves of ours in a row, such as queries, keys, values.
 
     Attributes:
         dim: The dim of theirs along which they lie; negative ones are counted from the last.
