@@ -1,4 +1,7 @@
-"""Readers that schedules and optimisers have beside those of the configuration, and errors for unknown names."""
+"""Readers for schedules and optimisers beside those of the configuration.
+
+Also the errors for unknown names.
+"""
 
 from collections.abc import Iterable, Sequence
 from typing import Any

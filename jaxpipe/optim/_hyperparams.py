@@ -65,8 +65,10 @@ def next_hyperparams(
     Example:
         >>> optimizer = optax.inject_hyperparams(optax.sgd)(learning_rate=lambda count: 0.5**count)
         >>> state = optimizer.update({"w": jnp.ones(2)}, optimizer.init({"w": jnp.ones(2)}))[1]
-        >>> read_hyperparams(state), next_hyperparams(state, {"learning_rate": lambda count: 0.5**count})
-        ({'learning_rate': 1.0}, {'learning_rate': 0.5})
+        >>> read_hyperparams(state)
+        {'learning_rate': 1.0}
+        >>> next_hyperparams(state, {"learning_rate": lambda count: 0.5**count})
+        {'learning_rate': 0.5}
     """
     values = read_hyperparams(opt_state)
     if values is None:
@@ -95,7 +97,8 @@ def set_hyperparams(opt_state: PyTree, **values: float) -> PyTree:
 
     Example:
         >>> optimizer = optax.inject_hyperparams(optax.sgd)(learning_rate=0.5)
-        >>> read_hyperparams(set_hyperparams(optimizer.init({"w": jnp.ones(2)}), learning_rate=0.25))
+        >>> state = optimizer.init({"w": jnp.ones(2)})
+        >>> read_hyperparams(set_hyperparams(state, learning_rate=0.25))
         {'learning_rate': 0.25}
     """
     states = list(_states(opt_state))

@@ -91,7 +91,9 @@ def make_optimizer(
 def hyperparam_schedules(
     name: str, params: Mapping[str, Any] | None, schedule: optax.Schedule | None
 ) -> dict[str, optax.Schedule]:
-    """Hyperparameters that follow a schedule in the optimiser that `make_optimizer` makes from the same arguments.
+    """Hyperparameters that follow a schedule in the optimiser that `make_optimizer` makes.
+
+    It takes the same arguments.
 
     Args:
         name: `optimizer.type`.
@@ -164,7 +166,9 @@ def with_schedule(
 def factory_schedules(
     factory: Callable[..., optax.GradientTransformation], schedule: optax.Schedule | None
 ) -> dict[str, optax.Schedule]:
-    """Hyperparameters that follow a schedule in the optimiser that `with_schedule` makes from the same arguments.
+    """Hyperparameters that follow a schedule in the optimiser that `with_schedule` makes.
+
+    It takes the same arguments.
 
     Args:
         factory: The constructor.

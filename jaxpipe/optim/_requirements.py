@@ -116,7 +116,9 @@ def check_separable(
 
 
 def is_uniform_over_stages(trace: OptimizerTrace, stages: Sequence[Mapping[Path, str]]) -> bool:
-    """True if an optimiser treats parameters of one name alike on all stages, with the paths they have in the model.
+    """True if an optimiser treats parameters of one name alike on all stages.
+
+    The parameters are taken with the paths they have in the model.
 
     Args:
         trace: The optimiser on all parameters.

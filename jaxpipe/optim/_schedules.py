@@ -50,7 +50,8 @@ def make_schedule(
             type or out of range.
 
     Example:
-        >>> schedule = make_schedule("WarmupLR", {"warmup_num_steps": 4, "warmup_type": "linear"}, base_lr=0.4)
+        >>> params = {"warmup_num_steps": 4, "warmup_type": "linear"}
+        >>> schedule = make_schedule("WarmupLR", params, base_lr=0.4)
         >>> [round(float(schedule(count)), 3) for count in range(6)]
         [0.0, 0.0, 0.1, 0.2, 0.3, 0.4]
     """

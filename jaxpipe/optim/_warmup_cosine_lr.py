@@ -16,7 +16,7 @@ from ._warmup import effective_steps, warmup_fraction, warmup_type_reader
 
 @dataclass(frozen=True)
 class WarmupCosineLR(LRSchedule):
-    """Rise to the optimiser's own rate, then fall to `cos_min_ratio` of it along half a cosine, and stay.
+    """Rise to the optimiser's rate, fall to `cos_min_ratio` of it along half a cosine, and stay.
 
     The parameters are ratios of `lr`. During a warm-up of `n` steps the ratio rises from
     `warmup_min_ratio` to 1 as in `WarmupLR`; at iteration `i` of `T` after it, it is `r + (1 - r) *
@@ -39,7 +39,8 @@ class WarmupCosineLR(LRSchedule):
         ConfigError: A parameter is of the wrong type or out of range.
 
     Example:
-        >>> schedule = WarmupCosineLR(6, warmup_num_steps=2, cos_min_ratio=0.0, warmup_type="linear", lr=1.0)
+        >>> warmup = dict(warmup_num_steps=2, warmup_type="linear")
+        >>> schedule = WarmupCosineLR(6, **warmup, cos_min_ratio=0.0, lr=1.0)
         >>> [round(float(schedule(count)), 3) for count in range(8)]
         [0.0, 0.0, 0.5, 0.854, 0.5, 0.146, 0.0, 0.0]
     """

@@ -15,7 +15,9 @@ from ._warmup import effective_steps, warmup_fraction, warmup_type_reader
 
 @dataclass(frozen=True)
 class WarmupDecayLR(LRSchedule):
-    """Rise as `WarmupLR` does, then fall in a line to `warmup_min_lr` at iteration `total_num_steps`, and stay.
+    """Rise as `WarmupLR` does, then fall in a line to `warmup_min_lr`, and stay.
+
+    The line ends at iteration `total_num_steps`.
 
     After a warm-up of `n` steps, at iteration `i` of `T`, the rate is
     `min + (max - min) * max(0, (T - i) / max(1, T - n))`.

@@ -100,7 +100,7 @@ def _tighten(limits: _Limits, name: str, candidates: Sequence[int]) -> _Limits:
 
 
 def _windows(limits: _Limits) -> list[int]:
-    """For every start of a part, the set of ends that keep to the limits, as the bits of an integer."""
+    """For every start of a part, the ends that keep to the limits, as the bits of an integer."""
     prefix, num_items = limits.prefix, len(limits.prefix) - 1
     windows: list[int] = []
     # Prefixes increase, so both bounds only move on: linear in the items.

@@ -13,8 +13,11 @@ from ._costs import Profile
 from ._stage_cut import cut_stages
 
 _OFF_TRUNK_BYTES = 8
-"""Bytes that every stage moves in a tick for each parameter outside the trunk, as many as the stage with the most has:
-two gradients of zeros in float32. They are added to the sums so far on the stages alone that give some."""
+"""Bytes that every stage moves in a tick for each parameter outside the trunk.
+
+They are two gradients of zeros in float32, for as many parameters as the stage with the most has.
+Only the stages that give some gradients add them to the sums so far.
+"""
 
 _NEAR = 1.03
 """Cuts whose ticks differ by less are told apart by their trunks.
@@ -94,7 +97,8 @@ def partition_best(profile: Profile, num_parts: int) -> list[int]:
 
     Example:
         >>> from jaxpipe.partition import LayerCost, Profile
-        >>> costs = [LayerCost(0.0, 0.0, num_params=8), *[LayerCost(1.0, 2.0, num_params=4)] * 4, LayerCost(1.0, 2.0)]
+        >>> first, block = LayerCost(0.0, 0.0, num_params=8), LayerCost(1.0, 2.0, num_params=4)
+        >>> costs = [first, *[block] * 4, LayerCost(1.0, 2.0)]
         >>> partition_best(Profile(tuple(costs), signatures=(0, 1, 1, 1, 1, 2)), 2)
         [0, 3, 6]
     """

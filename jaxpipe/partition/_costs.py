@@ -157,7 +157,7 @@ class Profile:
         return [forward_s + backward_s for forward_s, backward_s in self.times()]
 
     def needed_bytes(self, part: int, first: int) -> Iterator[int]:
-        """Bytes that a part needs if it holds the layers `[first, end)`, for each end from `first + 1` on.
+        """Bytes that a part needs for the layers `[first, end)`, for each end from `first + 1` on.
 
         Args:
             part: The part; that of its stage decides how many microbatches are in flight.
@@ -180,15 +180,16 @@ class Profile:
         return [_nth(self.needed_bytes(part, first), end - first) for part, (first, end) in cuts]
 
     def part_sizes(self, boundaries: Sequence[int]) -> list[tuple[int, int, int]]:
-        """For each part of a cut its parameters, residual bytes of each microbatch in flight, and bytes recomputed.
+        """For each part of a cut its parameters, residual bytes, and bytes recomputed.
 
-        Parameters that every stage holds are not among them.
+        Residual bytes are those of each microbatch in flight. Parameters that every stage holds
+        are left out.
         """
         cuts = zip(boundaries[:-1], boundaries[1:], strict=True)
         return [_nth(self._sizes(first), end - first) for first, end in cuts]
 
     def _sizes(self, first: int) -> Iterator[tuple[int, int, int]]:
-        """Entries of `part_sizes` for the layers `[first, end)`, for each end from `first + 1` on."""
+        """Entries of `part_sizes` for layers `[first, end)`, with each end from `first + 1` on."""
         num_params = residual_bytes = group = largest = 0
         for index in range(first, len(self.layers)):
             layer = self.layers[index]
@@ -206,7 +207,7 @@ class Profile:
             yield num_params, residual_bytes, largest
 
     def _begins_group(self, first: int, index: int) -> bool:
-        """True if a layer's inputs wait for the backward, in a part that begins with layer `first`."""
+        """True if a layer's inputs wait for the backward, in a part that begins with `first`."""
         if self.interval == 0 or (index - first) % self.interval == 0:
             return True
         return self.layers[index].is_marked or self.layers[index - 1].is_marked

@@ -43,12 +43,12 @@ class _Layers:
 
 
 def is_method(method: object, *names: str) -> bool:
-    """True if a partition method is one of these names, in any case of letters, and not boundaries."""
+    """True if a partition method is one of these names, in any case, and not boundaries."""
     return isinstance(method, str) and method.lower() in names
 
 
 def needs_shapes(method: str | Sequence[int]) -> bool:
-    """True if a partition method cannot do without the shapes of the model, but needs nothing measured."""
+    """True if a partition method needs the shapes of the model, but nothing measured."""
     return is_method(method, "best", "parameters", "trunk")
 
 
@@ -63,19 +63,22 @@ def partition_layers(
     signatures: Sequence[Hashable] | None = None,
     profile: Profile | None = None,
 ) -> tuple[int, ...]:
-    r"""Cut a list of layers into stages, or into the chunks of stages, by one of the methods of `PipelineModule`.
+    r"""Cut a list of layers into stages, or into their chunks, by a method of `PipelineModule`.
 
-    - `'best'`: the shortest tick, by times that are counted from the layers' operations and bytes, and by what layers
-      outside the trunk cost (`partition_best`).
+    - `'best'`: the shortest tick, by times that are counted from the layers' operations and bytes,
+      and by what layers outside the trunk cost (`partition_best`).
     - `'uniform'`: equal numbers of layers (`partition_uniform`).
-    - `'parameters'`: the lightest possible heaviest stage by number of parameters (`partition_balanced`).
-    - `'type:REGEX'`: the same with weight 1 for each layer whose class name the regular expression matches anywhere,
-      whatever the case of letters, and weight 0 for the others. All that follows the first colon is the expression,
-      taken as it is (DeepSpeed drops what follows a second colon, and turns `\S` into `\s`).
-    - `'profile'`: the fastest possible slowest part by measured times, within a limit on memory if there is one
-      (`partition_profile`); `'profile:flops'` takes times that are counted from operations and bytes.
-    - `'trunk'`: equally many of the repeated layer in each part, what stands before it in the first part and what
-      follows in the last; this suits the executor best.
+    - `'parameters'`: the lightest possible heaviest stage by number of parameters
+      (`partition_balanced`).
+    - `'type:REGEX'`: the same with weight 1 for each layer whose class name the regular expression
+      matches anywhere, whatever the case of letters, and weight 0 for the others. All that follows
+      the first colon is the expression, taken as it is (DeepSpeed drops what follows a second
+      colon, and turns `\S` into `\s`).
+    - `'profile'`: the fastest possible slowest part by measured times, within a limit on memory if
+      there is one (`partition_profile`); `'profile:flops'` takes times that are counted from
+      operations and bytes.
+    - `'trunk'`: equally many of the repeated layer in each part, what stands before it in the first
+      part and what follows in the last; this suits the executor best.
     - A sequence of `num_parts + 1` boundaries, such as `[0, 3, 6, 9]`.
 
     Names of methods may be written in any case of letters.
@@ -83,23 +86,26 @@ def partition_layers(
     Args:
         method: Name of the method, or boundaries.
         num_stages: Number of stages.
-        num_parts: Number of parts to cut into, at most the number of layers: `num_stages` times the schedule's
-            `num_chunks`. None: one part a stage, or as many of every stage as the boundaries given make.
+        num_parts: Number of parts to cut into, at most the number of layers: `num_stages` times the
+            schedule's `num_chunks`. None: one part a stage, or as many of every stage as the
+            boundaries given make.
         names: One name per layer, for messages.
         class_names: One class name per layer, for `'type:'`.
-        num_params: Number of parameters per layer that an optimiser updates; `'parameters'` needs it, else it only
-            makes messages fuller.
+        num_params: Number of parameters per layer that an optimiser updates; `'parameters'` needs
+            it, else it only makes messages fuller.
         signatures: Per layer a value that is equal for alike layers; `'trunk'` needs it.
         profile: Costs of the layers; `'profile'` and `'best'` need it, the latter with signatures.
 
     Returns:
-        The boundaries: `num_parts + 1` layer indices, first 0, last the number of layers, strictly increasing.
+        The boundaries: `num_parts + 1` layer indices, first 0, last the number of layers, strictly
+            increasing.
 
     Raises:
-        PartitionError: There are more parts than layers, `num_parts` is no multiple of `num_stages`, the method is
-            unknown or not available, the expression is not valid or matches nothing, the boundaries do not fit,
-            `'trunk'` finds no run that divides by the number of parts, no cut keeps to the profile's limit on memory,
-            or an argument that the method needs is missing or of the wrong length.
+        PartitionError: There are more parts than layers, `num_parts` is no multiple of
+            `num_stages`, the method is unknown or not available, the expression is not valid or
+            matches nothing, the boundaries do not fit, `'trunk'` finds no run that divides by the
+            number of parts, no cut keeps to the profile's limit on memory, or an argument that the
+            method needs is missing or of the wrong length.
     """
     num_stages = checked_count(num_stages, "num_stages")
     num_parts = _num_parts(method, num_stages, num_parts)

@@ -51,7 +51,7 @@ def profile_source(method: str | Sequence[int]) -> Literal["times", "counts"] | 
 
 
 def partition_profile(profile: Profile, num_stages: int, num_parts: int | None = None) -> list[int]:
-    """Cut so that the slowest part is as fast as possible, and no stage needs more memory than it may.
+    """Cut so that the slowest part is as fast as it can be, and no stage exceeds its memory.
 
     The result is the optimum of `partition_balanced` for the times, among all cuts that keep to the
     limit. Where stages hold several parts the limit couples parts that lie apart; if the search
@@ -73,7 +73,8 @@ def partition_profile(profile: Profile, num_stages: int, num_parts: int | None =
 
     Example:
         >>> from jaxpipe.partition import LayerCost, Profile
-        >>> costs = [LayerCost(1.0, 2.0), LayerCost(1.0, 2.0), LayerCost(3.0, 6.0), LayerCost(1.0, 2.0)]
+        >>> short, long = LayerCost(1.0, 2.0), LayerCost(3.0, 6.0)
+        >>> costs = [short, short, long, short]
         >>> partition_profile(Profile(tuple(costs)), 2)
         [0, 2, 4]
     """
@@ -150,7 +151,7 @@ def stage_bytes(profile: Profile, boundaries: Sequence[int], num_stages: int) ->
 
 
 def _ends_within(profile: Profile, caps: Sequence[int]) -> list[list[int]]:
-    """Per part and first layer the ends with which the part keeps to its cap, as the bits of an integer."""
+    """Per part and first layer the ends that keep the part to its cap, as bits of an integer."""
     firsts = range(len(profile.layers))
     return [
         [(1 << (_last_end(profile, part, first, cap) + 1)) - 1 for first in firsts]

@@ -80,7 +80,8 @@ def format_partition(
         end.
 
     Example:
-        >>> print(format_partition([0, 2, 4], ["Embed", "Block", "Block", "Head"], [50, 200, 200, 0]))
+        >>> names = ["Embed", "Block", "Block", "Head"]
+        >>> print(format_partition([0, 2, 4], names, [50, 200, 200, 0]))
         stage  layers  names         parameters  of largest
             0  [0, 2)  Embed, Block         250       100 %
             1  [2, 4)  Block, Head          200        80 %

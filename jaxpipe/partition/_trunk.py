@@ -61,7 +61,8 @@ def _repair(count: int, num_parts: int, each: str) -> str:
     parts = f"{fewer}" if more is None else f"{fewer} or {more}"
     layers = [multiple for multiple in (count // num_parts * num_parts,) if multiple]
     layers.append((count // num_parts + 1) * num_parts)
-    return f"Use {parts} {each}s{' in all' * (each == 'chunk')}, or repeat the layer {_or(layers)} times."
+    wanted = f"Use {parts} {each}s{' in all' * (each == 'chunk')}"
+    return f"{wanted}, or repeat the layer {_or(layers)} times."
 
 
 def _or(numbers: Sequence[int]) -> str:

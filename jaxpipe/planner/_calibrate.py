@@ -55,7 +55,7 @@ def limit_of(section: PipelineConfig, mesh: Mesh) -> float | None:
 # Kept for the process: each pipeline that is built here is weighed on the same numbers.
 @functools.cache
 def _calibrated(devices: tuple[Any, ...]) -> Hardware:
-    """Speeds of devices, as process 0 measures them: of a product, a copy, and a tick without work."""
+    """Speeds of devices as process 0 measures them: of a product, a copy, and an empty tick."""
     with jax.default_device(devices[0]):
         square = jnp.ones((_WIDTH, _WIDTH), jnp.float32)
         product_s = _seconds(jax.jit(jnp.dot), square, square)

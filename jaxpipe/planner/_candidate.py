@@ -113,7 +113,7 @@ class Candidate:
     def forecast(
         self, name: str, schedule: type[PipeSchedule], max_pending: int | None
     ) -> Forecast:
-        """Count one schedule; with `max_pending` it has at most so many pending weight gradients."""
+        """Count one schedule, with at most `max_pending` pending weight gradients, if given."""
         job = self._job
         steps = ShortSteps.of(schedule, job.num_microbatches, job.module.num_stages)
         plan = self._plan(schedule, steps.long)

@@ -55,7 +55,10 @@ def auto_schedules() -> tuple[str, ...]:
 
 
 def limits_pending(section: PipelineConfig) -> bool:
-    """True if the pending weight gradients of a named schedule are to be as many as a given limit on memory allows."""
+    """True if a given limit on memory decides how many weight gradients may be pending.
+
+    The schedule is a named one.
+    """
     kind = schedule_names().get(section.schedule) if isinstance(section.schedule, str) else None
     is_open = section.max_pending_weights == "auto" and section.memory_limit_gb != "auto"
     return is_open and kind is not None and kind.min_pending is not None

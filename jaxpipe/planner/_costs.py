@@ -262,7 +262,7 @@ class Counted:
         )
 
     def _shared_bytes(self) -> list[int]:
-        """How many bytes of each layer's residuals the layer before keeps anyway on the same stage."""
+        """Bytes of each layer's residuals that the layer before keeps anyway on the same stage."""
         # Recomputed groups keep their inputs, each another one.
         if self._module.activation_checkpoint_interval:
             return [0] * len(self._layers)

@@ -132,13 +132,15 @@ def _filled(struct: PyTree) -> PyTree:
 
 
 def runnable_devices(mesh: Mesh) -> list[Any]:
-    """This process's devices of a mesh on which programs can be run, and not only be compiled for them."""
+    """This process's devices of a mesh that can run programs, not only have them compiled."""
     own = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
     return [device for device in own if device in device.client.local_devices()]
 
 
 def agreed(value: Any, pick: Callable[[list[Any]], Any] = lambda found: found[0]) -> Any:
-    """A value on which all processes agree, picked from those of each, by default that of process 0; all call.
+    """A value on which all processes agree, picked from those of each; all call.
+
+    By default it is that of process 0.
 
     It is one that JSON can write: a float comes back with every digit.
     """

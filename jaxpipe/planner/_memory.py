@@ -137,7 +137,10 @@ def working_bytes(
 
 
 def ring_bytes(costs: Profile, layers: range) -> tuple[int, int]:
-    """Bytes of the residuals of one microbatch of some successive layers, and what a backward of them makes again."""
+    """Bytes of the residuals of one microbatch of some successive layers.
+
+    The second number is what a backward of them makes again.
+    """
     if not layers:
         return 0, 0
     profile = Profile(costs.layers[layers.start : layers.stop], interval=costs.interval)

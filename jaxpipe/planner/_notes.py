@@ -53,7 +53,8 @@ def _on_alternative(
     if other == list(parts):
         return f"{cut}, as {other_method!r} would"
     ratio = tick_of(profile, other).seconds / tick.seconds
-    return f"{cut}; {other_method!r} would at {other}, for a tick {ratio:.2f} times as long by operations and bytes"
+    choice = f"{cut}; {other_method!r} would at {other}"
+    return f"{choice}, for a tick {ratio:.2f} times as long by operations and bytes"
 
 
 def _on_loss(

@@ -151,7 +151,9 @@ def skips_idle(program: TickProgram, mesh: Mesh) -> bool:
 
 
 def _waits_amid_ticks(program: TickProgram) -> bool:
-    """True if stages that skip idle actions would wait for each other's forwards in an exchange amid a tick.
+    """True if stages that skip idle actions would wait for each other's forwards amid a tick.
+
+    They would wait in an exchange.
 
     XLA (JAX 0.10) lets one exchange travel at a time: where activations go both ways one of the two
     is waited for. A stage that has a backward alone would begin it when its neighbour's forward has
@@ -170,7 +172,7 @@ def _waits_amid_ticks(program: TickProgram) -> bool:
 
 
 def _has_cheap_branches(program: TickProgram, mesh: Mesh) -> bool:
-    """True if actions of several chunks are better branched on the chunk than given its weights as a copy.
+    """True if actions of several chunks had better branch on the chunk than copy its weights.
 
     The copies take 3 % of a tick of a 7B model on H200, a branch 0.1 %. But XLA (JAX 0.10) lets one
     exchange travel at a time, under one branch: those of schedules that send both ways need

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from jaxpipe.schedules import Idle, PipeSchedule, TickProgram, TickRun
 
 _BRANCHES_OF_ENDS = 3
-"""Conditionals of a tick around the first layers, their backward, and the last layers with the loss."""
+"""Conditionals of a tick around the first layers, their backward, and the last layers and loss."""
 
 
 _STEADY = 3

@@ -18,7 +18,7 @@ from ._stored import call_with_stored_inputs, model_axis_size
 
 
 def checkpoint(function: Callable[..., PyTree], *args: Any) -> PyTree:
-    """Call a function, keeping its inputs alone for the backward pass, which computes the rest again.
+    """Call a function and keep its inputs alone for the backward, which computes the rest again.
 
     It is `jax.checkpoint(function)(*args)` until `configure` asks for more: then the inputs are
     kept sharded over the `model` axis, or in host memory. These two have no forward-mode

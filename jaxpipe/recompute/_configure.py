@@ -169,7 +169,7 @@ def check_host_memory(platform: str, default: str, kinds: Collection[str]) -> No
 
 
 def _resolve(unit: Any, config: ConfigLike, explicit: Mapping[str, Any]) -> RecomputeSettings:
-    """The settings of a configuration and of arguments, with a warning where some have no effect."""
+    """The settings of a configuration and of arguments; warns where some have no effect."""
     section = load_config(config).activation_checkpointing
     values = {name: getattr(section, argument.key) for name, argument in _ARGUMENTS.items()}
     values |= {name: value for name, value in explicit.items() if value is not None}

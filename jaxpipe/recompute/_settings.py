@@ -76,7 +76,7 @@ def follow_settings() -> RecomputeSettings:
 
 
 def set_settings(settings: RecomputeSettings) -> None:
-    """Make settings hold from now on in this thread, or up to the end of the surrounding `use_settings`."""
+    """Make settings hold in this thread from now on, or to the end of the `use_settings` around."""
     _SCOPE.set(dataclasses.replace(_SCOPE.get(Scope()), settings=settings, is_followed=False))
 
 
@@ -120,7 +120,7 @@ def use_settings(settings: RecomputeSettings, mesh: Mesh | None = None) -> Gener
 
 
 def warn_unfollowed(settings: RecomputeSettings) -> None:
-    """Warn of settings of a configuration that a whole model was traced with and nothing in it followed.
+    """Warn of settings of a configuration that nothing in a whole traced model followed.
 
     Args:
         settings: The settings; those of `configure` may be meant for another model.
