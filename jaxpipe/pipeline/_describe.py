@@ -65,7 +65,10 @@ def describe_pipeline(pipeline: Pipeline, max_width: int = 120) -> str:
         reduced = "as many of gradients are reduced by every backward"
         if pipeline.config.pipeline.gather_weights == "step":
             more = format_bytes(pipeline.whole_sums_bytes)
-            reduced += f" (once a step over 'data' with zero_optimization.stage=1, whose sums take at least {more} more)"
+            reduced += (
+                " (once a step over 'data' with zero_optimization.stage=1, whose sums take at "
+                f"least {more} more)"
+            )
         lines.append(f"weights divided over fsdp={fsdp}: {gathered} are {when}; {reduced}")
     if pipeline.ends.layers:
         later = "; the loss runs a tick after its forward" if pipeline.program.delays_loss else ""

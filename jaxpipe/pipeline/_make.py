@@ -70,10 +70,12 @@ def make_pipeline(
     Example:
         >>> import flax.linen as nn, jax.numpy as jnp, optax
         >>> from jaxpipe.layers import LayerSpec
-        >>> model = PipelineModule([LayerSpec(nn.Dense, 1)], num_stages=1, loss_fn=lambda y, t: jnp.mean((y - t) ** 2))
+        >>> layers, loss_fn = [LayerSpec(nn.Dense, 1)], lambda y, t: jnp.mean((y - t) ** 2)
+        >>> model = PipelineModule(layers, num_stages=1, loss_fn=loss_fn)
         >>> mesh = mesh_for(model, jax.devices()[:1])
         >>> x, y = jnp.ones((4, 3)), jnp.zeros((4, 1))
-        >>> pipeline = make_pipeline(model, optax.sgd(0.1), {"train_micro_batch_size_per_gpu": 4}, mesh, (x, y))
+        >>> config = {"train_micro_batch_size_per_gpu": 4}
+        >>> pipeline = make_pipeline(model, optax.sgd(0.1), config, mesh, (x, y))
         >>> state, metrics = pipeline.step(pipeline.init(), (x[None], y[None], {}))
         >>> int(state.step)
         1

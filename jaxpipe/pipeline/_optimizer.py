@@ -1,4 +1,4 @@
-"""The optimiser and the learning-rate schedule of a run, from the call or from the configuration."""
+"""The optimiser and learning-rate schedule of a run, from the call or from the configuration."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -21,7 +21,10 @@ from jaxpipe.optim import (
     with_schedule,
 )
 
-_CONSTRUCTOR = "Pass the constructor, such as optimizer=optax.adamw or functools.partial(optax.sgd, momentum=0.9)"
+_CONSTRUCTOR = (
+    "Pass the constructor, such as optimizer=optax.adamw or functools.partial(optax.sgd, "
+    "momentum=0.9)"
+)
 
 
 @dataclass(frozen=True)
@@ -157,7 +160,7 @@ def _check_finished(config: TrainConfig, optimizer: Any, lr_scheduler: Any) -> N
 
 
 def _default_rate(factory: Any) -> float | None:
-    """The learning rate that a constructor has of its own, such as one bound by `functools.partial`."""
+    """A constructor's own learning rate, such as one bound by `functools.partial`."""
     try:
         parameter = inspect.signature(factory).parameters.get("learning_rate")
     except (TypeError, ValueError):

@@ -294,12 +294,12 @@ class Pipeline:
 
     @property
     def gathered_bytes(self) -> int:
-        """Bytes of the weights of a stage, in the dtype they compute in, that a device gathers over `fsdp`."""
+        """Bytes of a stage's weights that a device gathers over `fsdp`, in the compute dtype."""
         return self._bytes_beside(self._params.gathered, self._params.at_rest)
 
     @property
     def whole_sums_bytes(self) -> int:
-        """Bytes that a device would need more for sums of gradients if they were whole along `fsdp`."""
+        """Bytes a device would need more if sums of gradients were whole along `fsdp`."""
         divided = self._params.grad_layout
         return self._bytes_beside(divided.cast(lambda leaf: leaf, whole_along=FSDP), divided)
 
@@ -446,7 +446,7 @@ class Pipeline:
         return with_arrays(state, self._place("collections", _from_tree("collections", tree)))
 
     def params_tree(self, storage: Storage) -> PyTree:
-        """The model's parameter tree as numpy arrays, from `state.params` or from gradients in that form.
+        """The model's parameter tree as numpy arrays, from `state.params` or gradients like it.
 
         Of gradients it has what is trained alone.
         """
@@ -459,7 +459,7 @@ class Pipeline:
         )
 
     def opt_state_tree(self, opt_state: PyTree) -> PyTree:
-        """The optimiser's state for the whole model as the optimiser makes it, from `state.opt_state`.
+        """The optimiser's state for the whole model, as it makes it, from `state.opt_state`.
 
         What `optimizer.init` gives for the model's trained parameters, so that functions of optax
         read it.

@@ -25,7 +25,9 @@ def trace_model(
     num_microbatches: int,
     optimizer: optax.GradientTransformation,
 ) -> Traced:
-    """Check a model against its mesh, trace it with one microbatch, and decide whether its vocabulary is split.
+    """Check a model against its mesh, trace it with one microbatch, and decide on its vocabulary.
+
+    The decision is whether the vocabulary is split.
 
     `mesh` is as the user has it, `example` a microbatch of all replicas, arrays or shapes.
 
@@ -71,7 +73,10 @@ def _split_if_shorter(
     num_microbatches: int,
     optimizer: optax.GradientTransformation,
 ) -> Traced:
-    """The model, split over the stages if its layers and its loss can be, and if the step is then clearly shorter."""
+    """The model, split over the stages if that makes the step clearly shorter.
+
+    Its layers and its loss must allow it.
+    """
     labels = whole.microbatch.labels
     try:
         split = traced(split_vocabulary(whole.module))

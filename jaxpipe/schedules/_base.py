@@ -65,7 +65,10 @@ class PipeSchedule(ABC):
     """True if `"auto"` looks at it, once it has a name."""
 
     is_steady: ClassVar[bool] = True
-    """True if, beyond the first, each further group of S microbatches adds the same ticks and none holds more."""
+    """True if each further group of S microbatches adds the same ticks, and none holds more.
+
+    This is said of the groups beyond the first.
+    """
 
     def __init__(self, micro_batches: int, stages: int, stage_id: int) -> None:
         self.micro_batches = _size("micro_batches", micro_batches, "microbatches in a batch")

@@ -93,7 +93,10 @@ def checked_schedule(
     *,
     training: bool = True,
 ) -> CheckedSchedule:
-    """Prove that a schedule is sound, as `check_schedule`, and give it with the microbatch of every instruction."""
+    """Prove that a schedule is sound, as `check_schedule`.
+
+    The result tells the microbatch of every instruction too.
+    """
     schedules = stage_schedules(schedule, num_microbatches, num_stages)
     placement = placement_of(schedules)
     stages: list[StageActions] = []

@@ -1,4 +1,7 @@
-"""Putting the weight gradients of split backwards into a timetable, so that lockstep loses as little as it can."""
+"""Putting the weight gradients of split backwards into a timetable.
+
+Lockstep is to lose as little by it as it can.
+"""
 
 from collections.abc import Sequence
 
@@ -58,7 +61,7 @@ def fill_weights(
 
 
 def _reserve(has_room: Row, backwards: Row) -> list[int]:
-    """For each step how many a stage must keep pending after it, to have one wherever it has free time later."""
+    """For each step how many a stage must keep pending after it, to fill its free time later."""
     reserve = 0
     reserves: list[int] = []
     for room, runs in zip(reversed(has_room), reversed(backwards), strict=True):
@@ -70,7 +73,10 @@ def _reserve(has_room: Row, backwards: Row) -> list[int]:
 def _is_full(
     step: int, gets: list[bool], pending: list[list[int]], backwards: Sequence[Row], limit: int
 ) -> bool:
-    """True if a stage that gets no weight gradient in this step has no room for the input gradient of the next."""
+    """True if a stage has no room for the input gradient of the next step.
+
+    This is asked of stages that get no weight gradient in this step.
+    """
     following = step + 1
     return any(
         not runs and len(waiting) >= limit and following < len(row) and row[following]

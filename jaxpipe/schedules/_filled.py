@@ -1,4 +1,4 @@
-"""Timetables of forwards and input gradients, completed by weight gradients where these cost least."""
+"""Timetables of forwards and input gradients, with weight gradients added where they cost least."""
 
 import functools
 from abc import abstractmethod

@@ -6,7 +6,7 @@ from ._timetable import Action, TimetableSchedule
 
 
 class FoldedTimetable(TimetableSchedule):
-    """The model cut into `2S` parts, part `s` and part `2S - 1 - s` on stage s, values passing one part a step.
+    """The model in `2S` parts, `s` and `2S - 1 - s` on stage s; values pass one part a step.
 
     What enters the first part in step `2k` (a microbatch forwards) passes part p in step `2k + p`;
     what enters the last part in step `2k + 2S - 1` (a gradient backwards) passes part p in step `2k

@@ -52,7 +52,7 @@ def forward_schedule(schedule: type[PipeSchedule]) -> type[PipeSchedule]:
 def _forward_steps(
     schedule: type[PipeSchedule], num_microbatches: int, num_stages: int
 ) -> tuple[tuple[tuple[PipeInstruction, ...], ...], ...]:
-    """List what belongs to forwards, by step and stage, without the steps that are empty on all stages."""
+    """List what belongs to forwards, by step and stage, without steps empty on all stages."""
     listed = [listed_steps(one) for one in stage_schedules(schedule, num_microbatches, num_stages)]
     steps = zip(
         *(

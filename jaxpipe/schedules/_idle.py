@@ -100,7 +100,7 @@ def _planned(program: TickProgram, run: TickRun, policy: IdlePolicy) -> TickRun:
 
 
 def _of_all_stages(run: TickRun, microbatches: Table, *, is_harmless: bool = False) -> Idle | None:
-    """What all stages do, who take one branch, in ticks of a run without the microbatch of an action."""
+    """What all stages do in ticks of a run without an action's microbatch; they take one branch."""
     ticks = microbatches[0][run.start : run.stop]
     share = sum(microbatch >= 0 for microbatch in ticks) / len(ticks)
     if not share:

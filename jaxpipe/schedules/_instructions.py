@@ -135,7 +135,7 @@ class BackwardWeight(BufferOpInstruction):
 
 
 class SendActivation(BufferOpInstruction):
-    """Send a buffer's output, computed in an earlier step, to the stage that runs the following layers.
+    """Send a buffer's output, computed in an earlier step, to the stage of the following layers.
 
     Roughly:
         send(outputs[buffer_id])
@@ -155,7 +155,9 @@ class RecvActivation(BufferOpInstruction):
 
 
 class SendGrad(BufferOpInstruction):
-    """Send the gradient of a buffer's input, computed in an earlier step, to the stage the input came from.
+    """Send the gradient of a buffer's input to the stage the input came from.
+
+    It was computed in an earlier step.
 
     Roughly:
         send(input_grads[buffer_id])

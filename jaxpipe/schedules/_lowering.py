@@ -245,7 +245,7 @@ def _with_later_backwards(actions: StageActions) -> StageActions:
 def _with_model_ends(
     tables: Tables[Table], placement: Placement, *, delays_loss: bool
 ) -> Tables[Table]:
-    """Tell all stages which microbatch is at the model's input, at its loss, and back at its input."""
+    """Tell all stages which microbatch is at the model's input, its loss, and back at its input."""
 
     def of_part(actions: Actions[Table], part: int) -> Row:
         stage, chunk = placement.locations[part]

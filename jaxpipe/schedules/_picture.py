@@ -72,9 +72,8 @@ class Picture:
         for stage in range(self.num_stages):
             y = _TOP + stage * _ROW
             lines.append(f'<text x="8" y="{y + 17}" fill="#222">stage {stage}</text>')
-            lines.append(
-                f'<rect x="{_LEFT}" y="{y + 2}" width="{_WIDTH}" height="{_ROW - 4}" fill="#eeeeee"/>'
-            )
+            size = f'width="{_WIDTH}" height="{_ROW - 4}"'
+            lines.append(f'<rect x="{_LEFT}" y="{y + 2}" {size} fill="#eeeeee"/>')
         lines += [line for one in self.slices for line in self._slice(one, scale)]
         return "\n".join([*lines, "</svg>", ""])
 
@@ -115,11 +114,15 @@ class Picture:
     def _slice(self, one: Slice, scale: float) -> list[str]:
         x, width = _LEFT + one.start_s * scale, (one.end_s - one.start_s) * scale
         y, text = _TOP + one.stage * _ROW, str(one.microbatch)
-        about = f"{one.kind} of microbatch {one.microbatch} on stage {one.stage}, part {one.part}, tick {one.tick}"
+        about = (
+            f"{one.kind} of microbatch {one.microbatch} on stage {one.stage}, part {one.part}, "
+            f"tick {one.tick}"
+        )
         times = f"{one.start_s:g} to {one.end_s:g} s"
         lines = [
-            f'<rect x="{x:.2f}" y="{y + 2}" width="{width:.2f}" height="{_ROW - 4}" fill="{_COLOURS[one.kind]}" '
-            f'fill-opacity="{self._opacity(one):g}" stroke="#ffffff" stroke-width=".5"><title>{about}, {times}</title>'
+            f'<rect x="{x:.2f}" y="{y + 2}" width="{width:.2f}" height="{_ROW - 4}" '
+            f'fill="{_COLOURS[one.kind]}" fill-opacity="{self._opacity(one):g}" '
+            f'stroke="#ffffff" stroke-width=".5"><title>{about}, {times}</title>'
             "</rect>"
         ]
         if width > _LETTER * len(text) + 2:
@@ -226,5 +229,6 @@ def picture_of(program: TickProgram, slices: Sequence[Slice]) -> Picture:
         max((one.end_s for one in slices), default=0.0),
     )
     idle = f", {1 - work / (span * program.num_stages):.1%} idle" if span > 0 else ""
-    title = f"{program.name}: {program.num_microbatches} microbatches on {program.num_stages} stages{idle}"
+    sizes = f"{program.num_microbatches} microbatches on {program.num_stages} stages"
+    title = f"{program.name}: {sizes}{idle}"
     return Picture(title, tuple(slices), program.num_stages, program.num_chunks)

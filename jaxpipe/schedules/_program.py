@@ -32,7 +32,9 @@ class Actions(NamedTuple, Generic[T]):
 
 
 class Transfers(NamedTuple, Generic[T]):
-    """Way of one kind of value, activations or gradients, from the action that computes it to the one that takes it.
+    """Way of one kind of value from the action that computes it to the one that takes it.
+
+    The kinds are activations and gradients.
 
     Attributes:
         send: Slot of the send buffer that is sent in a tick's exchange.
@@ -138,7 +140,10 @@ _STRUCTURES: tuple[Callable[..., Any], ...] = (Tables, Transfers, Actions, Buffe
 
 
 def map_fields(function: Callable[..., Any], *structures: Any) -> Any:
-    """Call a function with the corresponding fields of structures of this module, and put the results in their form."""
+    """Call a function with corresponding fields of structures; the results have their form.
+
+    The structures are those of this module.
+    """
     make: Callable[..., Any] = type(structures[0])  # pyright: ignore[reportUnknownVariableType]
     if make in _STRUCTURES:
         return make(*(map_fields(function, *each) for each in zip(*structures, strict=True)))
@@ -332,7 +337,10 @@ class TickProgram:
 
     @property
     def fuses_loss(self) -> bool:
-        """True if every loss is followed by its backward in the same tick, so that its gradient need not wait."""
+        """True if every loss is followed by its backward in the same tick.
+
+        Its gradient need not wait then.
+        """
         last_stage, last_chunk = self.placement.locations[-1]
         losses, backward = self.tables.loss_microbatch[0], self.tables.backward
         ticks = zip(

@@ -4,7 +4,7 @@ from ._timetable import NOTHING, Action, TimetableSchedule
 
 
 class RingTimetable(TimetableSchedule):
-    """Forwards and backwards on combined ticks, the model cut into `V = vS` parts, part `cS + s` on stage s.
+    """Forwards and backwards on combined ticks, with part `cS + s` of `V = vS` parts on stage s.
 
     The microbatches go round the ring in `max(1, M // S)` groups, as equal as they can be, of S
     microbatches where S divides M, else of more, up to g. A stage has a turn for each chunk and

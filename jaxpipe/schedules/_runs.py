@@ -131,7 +131,10 @@ def _action(chunks: Sequence[Row], pending: Sequence[Row] = ()) -> ActionPlan:
 
 
 def _steady(kinds: Sequence[Sequence[Sequence[int]]], forward_chunk: Table) -> list[bool]:
-    """For each tick whether it lies in a long stretch in which every stage runs all kinds of actions that occur."""
+    """For each tick whether it lies in a long stretch without idle actions.
+
+    In such a stretch every stage runs all kinds of actions that occur.
+    """
     # With several chunks an action is branched on its chunk anyway, so that a run without idle
     # actions saves no branch.
     has_chunks = any(chunk > 0 for row in forward_chunk for chunk in row)

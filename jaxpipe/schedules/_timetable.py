@@ -41,7 +41,7 @@ class TimetableSchedule(PipeSchedule):
     """
 
     split_backward: ClassVar[bool] = False
-    """True if `backward_at` gives input gradients, completed by the weight gradients of `weight_at`."""
+    """True if `backward_at` gives input gradients alone, and `weight_at` the weight gradients."""
 
     @abstractmethod
     def num_steps(self) -> int:
@@ -125,7 +125,7 @@ class TimetableSchedule(PipeSchedule):
         return peak
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
-        """Yield the instructions of each step, as the times and the placement of the chunks require."""
+        """Yield the instructions of each step, from the times and the placement of the chunks."""
         num_steps = self.num_steps()
         buffers = _Buffers(self.num_pipe_buffers(), named=self.num_chunks > 1)
         ends = self._ends()

@@ -44,9 +44,10 @@ class ZeroBubbleSchedule(FilledTimetable, RingTimetable):
         return RingTimetable.num_steps(self)
 
     def promised_s(self, forward_s: float, backward_s: float, weight_s: float) -> float:
-        """`M(F + B) + ((S - 1)(F + I) - hW)/v`, with `h = min(S - 1, v(M - S) + 1)` hidden weight gradients.
+        """`M(F + B) + ((S - 1)(F + I) - hW)/v`, with `h` hidden weight gradients.
 
-        It needs `W <= min(F, I)` and enough pending weight gradients.
+        `h = min(S - 1, v(M - S) + 1)`. It needs `W <= min(F, I)` and enough pending weight
+        gradients.
         """
         chunks, micro_batches, stages = self.num_chunks, self.micro_batches, self.stages
         tick_s = forward_s + backward_s

@@ -47,7 +47,10 @@ class ZeroBubbleVSchedule(FilledTimetable, FoldedTimetable):
         return chunk, self._microbatches.get(turn, -1)
 
     def backward_at(self, step: int) -> Action:
-        """Part p, `s` or `2S - 1 - s`, and the microbatch whose gradient entered `2S - 1 - p` steps ago."""
+        """Part p, `s` or `2S - 1 - s`, and the microbatch that entered `2S - 1 - p` steps ago.
+
+        What entered then is its gradient.
+        """
         chunk, turn = self.upwards(step + 2 * self.stages - 1)
         return chunk, self._gradients.get(turn, -1)
 

@@ -113,9 +113,8 @@ def write_leaf(
             one = value[at]
             size, flat = span.stop - span.start, one.reshape(-1)
             for i, index in enumerate(span.rows):
-                piece = flat[
-                    i * size : (i + 1) * size
-                ]  # the last one may be short; what follows it is padding
+                # The last one may be short; what follows it is padding.
+                piece = flat[i * size : (i + 1) * size]
                 if (span.array, index) in rows:
                     rows[span.array, index][span.start : span.start + piece.size] = piece
 
@@ -202,7 +201,7 @@ class _Draft:
     given: list[tuple[int, Sequence[Span]]]
 
     def add(self, stage: int, spans: Sequence[Span]) -> None:
-        """Take in what a stage holds of the leaf: all of it, unless it is sliced over the stages."""
+        """Take in what a stage holds of the leaf: all of it, unless stages hold slices of it."""
         self.given.append((stage, spans))
 
     def finished(self) -> Leaf:

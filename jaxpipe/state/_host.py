@@ -145,7 +145,7 @@ class HostRows(dict[tuple[str, int], np.ndarray]):
         )
 
     def place(self) -> dict[str, jax.Array]:
-        """Put the rows onto their devices, one array after another; they are gone from here then."""
+        """Put the rows onto their devices, one array after another; here they are gone then."""
         return {name: _whole(like, self.to_devices(name)) for name, like in self._arrays.items()}
 
     def to_devices(self, name: str) -> list[jax.Array]:
@@ -244,7 +244,7 @@ def _whole(like: Any, shards: Sequence[jax.Array]) -> jax.Array:
 def _from_blocks(
     shape: tuple[int, ...], sharding: NamedSharding, blocks: list[np.ndarray]
 ) -> jax.Array:
-    """A global array of host values, from the block that each device of this process holds, in their order."""
+    """A global array of host values, from the blocks of this process's devices, in their order."""
     # Not `jax.make_array_from_callback`, whose transfers `jax.transfer_guard` refuses as implicit.
     placed = jax.device_put(blocks, list(sharding.addressable_devices_indices_map(shape)))
     return jax.make_array_from_single_device_arrays(shape, sharding, placed)

@@ -1,4 +1,4 @@
-"""Layout of the leaves of all stages in one pytree of global arrays, each with the stage as its first dim.
+"""Layout of the leaves of all stages in one pytree of global arrays, the stage as first dim.
 
 A leaf that every stage has alike is an array `[num_stages, ...]` of its own. What only some stages
 have lies in one buffer `[num_stages, size]` per dtype, padded to the stage that needs most:
@@ -205,7 +205,7 @@ class Layout:
         return name if name in self.stacked else self._slots[stage][name]
 
     def span(self, stage: int, name: str) -> tuple[str, int, int, bool]:
-        """Array that a leaf lies in, where in a row of it the leaf begins and ends, and if that is a flat buffer."""
+        """Array a leaf lies in, where in a row it begins and ends, and if that is a flat buffer."""
         if name in self.stacked:
             return f"stacked/{name}", 0, math.prod(as_words(self.stacked[name]).shape), False
         slot = self._slots[stage][name]
@@ -311,7 +311,9 @@ def as_words(struct: Any) -> Any:
 
 
 def constrained(leaf: jax.Array, spec: P) -> jax.Array:
-    """An array inside a program, sharded over automatic axes as a spec says, and whole along dims without an entry.
+    """An array inside a program, sharded over automatic axes as a spec says.
+
+    It is whole along dims without an entry.
 
     Not only where it is sharded: what is left to XLA may be sharded because its neighbours are, and
     bringing it back costs collectives, which among the branches of a conditional may even wait for

@@ -167,7 +167,10 @@ class ModelParams:
         self.stacked_off_trunk = tuple(
             n for n in self.grad_layout.stacked if n in others and n not in self.stages[0].trunk
         )
-        """Trained parameters of prologues and epilogue that every stage holds, such as those of a layer tied on all."""
+        """Trained parameters of prologues and epilogue that every stage holds.
+
+        Such are those of a layer that is tied on all stages.
+        """
         holders: dict[str, list[int]] = {}
         for s, stage in enumerate(self.stages):
             for name, path in stage.off_trunk.items():
@@ -251,7 +254,7 @@ class ModelCollections:
 
 
 def _frozen_names(stages: Sequence[StageLeaves], frozen: Collection[Path]) -> frozenset[str]:
-    """Names that no stage trains, and of the trunk no chunk either, since all chunks run one program."""
+    """Names that no stage trains, and of the trunk no chunk either: all chunks run one program."""
 
     def leaf_of(name: str, stage: StageLeaves) -> object:
         return split_path(name)[2:] if name in stage.trunk else name

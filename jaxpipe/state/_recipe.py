@@ -1,4 +1,4 @@
-"""The program that makes a layer's initial leaves, and whether it can run on the devices that keep them."""
+"""The program that makes a layer's initial leaves, and whether it can run where they are kept."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

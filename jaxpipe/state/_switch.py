@@ -1,4 +1,4 @@
-"""A conditional on the stage, or on what else a device is numbered by, with one branch per distinct program."""
+"""A conditional on the stage, or on another number of a device, with one branch per program."""
 
 import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -50,6 +50,6 @@ def switch_table(
 
 
 def traced_key(function: Callable[..., Any], *args: Any) -> Hashable:
-    """A value that is equal for functions that are the same program and return trees of the same structure."""
+    """A value that is equal for functions of the same program and the same structure of results."""
     closed, outputs = jax.make_jaxpr(function, return_shape=True)(*args)
     return program_key(closed), jax.tree.structure(outputs)

@@ -38,7 +38,10 @@ def broadcast_tied(
 def drop_copies(
     tied: Tied, sharding: ShardLayout, shard_kind: jax.Array, shard: Storage
 ) -> Storage:
-    """Put zeros for a tied parameter everywhere but on its owner, so that a sum over the stages counts it once."""
+    """Put zeros for a tied parameter everywhere but on its owner.
+
+    A sum over the stages counts it once then.
+    """
     layout, stages = sharding.shards, sharding.stages_of_shard_kinds
     stacked, tied = _by_storage(tied, layout)
     if stacked:
@@ -115,6 +118,6 @@ def _exchange(
 
 
 def _by_storage(tied: Tied, layout: Layout) -> tuple[Tied, Tied]:
-    """Leaves that are stacked on every stage, which need no conditional, and those in packed buffers."""
+    """Leaves stacked on every stage, which need no conditional, and those in packed buffers."""
     stacked = {name: stages for name, stages in tied.items() if name in layout.stacked}
     return stacked, {name: stages for name, stages in tied.items() if name not in stacked}

@@ -118,7 +118,10 @@ class Updater:
         return {name: layout.spec() for name, layout in self._layouts.items()}
 
     def constrain(self, state: PyTree) -> PyTree:
-        """One shard's optimiser state inside a program, sharded over automatic axes as it lies between steps."""
+        """One shard's optimiser state inside a program, sharded as it lies between steps.
+
+        The sharding is that over automatic axes.
+        """
         return {name: layout.constrain(state[name]) for name, layout in self._layouts.items()}
 
     def leaves(self, shard_kind: int) -> Iterator[tuple[str, Layout, str, str, Path | None]]:
@@ -133,7 +136,7 @@ class Updater:
                 yield group, self._layouts[group], name, label, path
 
     def whole_struct(self) -> PyTree:
-        """Shapes and dtypes of the optimiser's state for the whole model, as the optimiser makes it."""
+        """Shapes and dtypes of the whole model's optimiser state, as the optimiser makes it."""
         return state_struct(self._optimizer, unflatten_dict(self._params.trained))
 
     def init(self, shard_kind: jax.Array, shard: Storage) -> PyTree:
@@ -252,7 +255,10 @@ class _Group:
                 self.state_specs[name] = layout.specs[param]
 
     def labels(self, real: Paths) -> dict[str, tuple[str, Path | None]]:
-        """For each leaf of the state its path with the real paths of parameters, and the parameter it belongs to."""
+        """For each leaf of the state its path, and the parameter it belongs to.
+
+        The path has the real paths of parameters in it.
+        """
         known = {path: real[name] for name, path in self.paths.items()}
         found: dict[str, tuple[str, Path | None]] = {}
         for leaf, at in zip(self.state_leaves, self._state_paths, strict=True):

@@ -53,7 +53,7 @@ class ShardLayout(abc.ABC):
     is_uniform: bool
 
     def shard_kind(self, stage: Any, replica: Any) -> Any:
-        """Form of a device's shard, from its indices along the axes `stage` and `data`; traceable."""
+        """Form of a device's shard, by its indices along the axes `stage` and `data`; traceable."""
         return stage if self.is_uniform else stage * self.num_shards + replica
 
     def stage_of(self, shard_kind: int) -> int:
@@ -374,7 +374,10 @@ class ZeroSharding:
     def reduce_gradients(
         self, stage: jax.Array, shard_kind: jax.Array, storage: Storage
     ) -> Storage:
-        """The shard of the sum over all replicas of a stage's gradients, laid out as trained parameters are."""
+        """The shard of a stage's gradients, summed over all replicas.
+
+        It is laid out as trained parameters are.
+        """
         # Summed in the accumulation dtype, which may be wider than that of the master parameters,
         # and cast once.
         return _cast(

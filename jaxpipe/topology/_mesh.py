@@ -18,7 +18,10 @@ MANUAL_AXES = ("stage", "data")
 
 
 FSDP = "fsdp"
-"""The automatic axis over which samples are divided too, and weights at rest ("fully sharded data parallel")."""
+"""The automatic axis that divides samples too, and weights at rest.
+
+The name is short for "fully sharded data parallel".
+"""
 
 
 def automatic_axes(places: Mesh | AbstractMesh | ProcessTopology) -> tuple[str, ...]:
