@@ -48,4 +48,5 @@ def html_table(heads: Sequence[str], rows: Iterable[Sequence[str]], cell_style: 
         )
 
     lines = [*([line("th", heads)] if heads else []), *(line("td", row) for row in rows)]
-    return f'<div style="overflow-x: auto"><table style="margin: 0 0 0.5em 0">{"".join(lines)}</table></div>'
+    table = f'<table style="margin: 0 0 0.5em 0">{"".join(lines)}</table>'
+    return f'<div style="overflow-x: auto">{table}</div>'

@@ -1,4 +1,4 @@
-"""Every exception the library raises on purpose, under one base class, and what their messages need."""
+"""Every exception the library raises on purpose, under one base class, and helpers for messages."""
 
 from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
