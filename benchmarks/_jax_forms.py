@@ -306,7 +306,10 @@ class _Stage:
         return self._params
 
     def num_bytes(self, value: np.ndarray, num_waiting: int) -> int:
-        """Gradient sums, residuals of the microbatches in flight, and the larger program's temporaries."""
+        """Gradient sums, residuals in flight and the larger program's temporaries.
+
+        Residuals are those of the microbatches in flight.
+        """
         x = jax.device_put(value, self.device)
         out, vjp = self._forward(self._params, x)
         # Weights among the residuals are the parameters themselves.

@@ -17,7 +17,10 @@ from benchmarks._peer_member import MARK, Case
 
 
 class PeerError(Exception):
-    """A peer's process ended or said nothing for too long; the message is the end of what it wrote."""
+    """A peer's process ended or said nothing for too long.
+
+    The message is the end of what it wrote.
+    """
 
 
 class PeerGroup:
@@ -125,12 +128,17 @@ class PeerGroup:
 
 
 KEPT_MEMORY = {"ARENA_MAX": 1, "MMAP_MAX_": 0, "TRIM_THRESHOLD_": 2**40, "TOP_PAD_": 2**26}
-"""Settings of glibc with which freed memory stays with the process, as accelerators' allocators keep it; else every
-step faults in its pages again."""
+"""Settings of glibc with which freed memory stays with the process.
+
+Accelerators' allocators keep it so; else every step faults in its pages again.
+"""
 
 
 def _names_of_rank(rank: int, num_ranks: int, port: str) -> dict[str, str]:
-    """What torch, DeepSpeed and jaxpipe read, one processor thread for each process of torch, and the C library."""
+    """What torch, DeepSpeed, jaxpipe and the C library read.
+
+    Each process of torch has one processor thread.
+    """
     names = {"RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_RANK": rank, "LOCAL_SIZE": num_ranks}
     told = {
         "MASTER_ADDR": "127.0.0.1",

@@ -193,7 +193,10 @@ def _bounds(case: Case, stage: int, num_stages: int) -> tuple[int, int]:
 def _translated(
     names: dict[str, str], path: list[str], value: np.ndarray
 ) -> tuple[str, torch.Tensor]:
-    """A parameter's name and value in torch, from its path `layers/<index>_<class>/<part>/<leaf>` and value in Flax."""
+    """A parameter's name and value in torch, from its path and value in Flax.
+
+    The path is `layers/<index>_<class>/<part>/<leaf>`.
+    """
     part, leaf = names[path[2]], path[-1]
     if leaf == "kernel":
         value = np.ascontiguousarray(value.T)

@@ -1,4 +1,4 @@
-"""What does XLA make of transformer blocks that are split by annotation inside a stage, on 64 H200s?
+"""What does XLA make of transformer blocks split by annotation inside a stage, on 64 H200s?
 
 Compiled ahead of time, so no GPU is needed, only the CUDA plugin: 8 stages, one on each computer, x
 8 GPUs in `model`, blocks at the widths of a 70B model (D 8192, SwiGLU of 28672, 64 heads and 8 of
@@ -92,7 +92,7 @@ class Size:
 
 
 class Block(nn.Module):
-    """A pre-norm block of attention and SwiGLU, as it would be written for one device, with annotations."""
+    """A pre-norm block of attention and SwiGLU, as for one device, with annotations."""
 
     size: Size
     form: str
@@ -138,9 +138,8 @@ class Block(nn.Module):
     def _mix(self, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         """Causal attention with fewer heads of keys than of queries."""
         if self.attention != "einsum":
-            q, k, v = (
-                a.astype(jnp.bfloat16) for a in (q, k, v)
-            )  # where parameters are made, all is in float32
+            # Where parameters are made, all is in float32.
+            q, k, v = (a.astype(jnp.bfloat16) for a in (q, k, v))
             mix = functools.partial(
                 jax.nn.dot_product_attention, is_causal=True, implementation=self.attention
             )

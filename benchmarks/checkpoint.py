@@ -154,8 +154,11 @@ def main() -> None:
         blocked = sorted(one["blocked"] for one in each)
         middle = {name: statistics.median(one[name] for one in each) for name in each[0]}
         spread = f"{blocked[0]:.2f} to {blocked[-1]:.2f}"
+        memory = max(one["memory"] for one in each) / state_bytes
         print(
-            f"{kind:18}{middle['blocked']:9.2f}{middle['blocked'] / whole:7.3f}{spread:>16}{middle['whole']:11.2f}{max(one['memory'] for one in each) / state_bytes:8.2f}{middle['disk'] / state_bytes:7.3f}{middle['first step']:13.2f}"
+            f"{kind:18}{middle['blocked']:9.2f}{middle['blocked'] / whole:7.3f}{spread:>16}"
+            f"{middle['whole']:11.2f}{memory:8.2f}{middle['disk'] / state_bytes:7.3f}"
+            f"{middle['first step']:13.2f}"
         )
 
 

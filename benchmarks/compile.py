@@ -1,4 +1,6 @@
-"""How long does building, lowering and compiling a step take, against depth, stages, microbatches and schedule?
+"""How long does it take to build, lower and compile a step?
+
+Against depth, stages, microbatches and schedule.
 
 By the clock, medians of runs in turn; `ratio` is the total over that of the first row of its table.
 Expected: 96 equal blocks on 8 stages below 60 s, with the trunk scanned at most 1.3 times as long

@@ -73,7 +73,10 @@ class Size:
         return each * self.num_blocks * self.microbatch * self.time
 
     def step_flops(self, num_stages: int) -> float:
-        """Operations of a step of the whole model on each of `num_stages` devices, their share of the head included."""
+        """Operations of a step of the whole model on each of `num_stages` devices.
+
+        Their share of the head is included.
+        """
         head = 6 * self.dim * self.vocab * self.microbatch * self.time
         return (self.stage_flops + head / num_stages) * self.num_microbatches
 
@@ -135,7 +138,7 @@ def stage_costs(size: Size, repeats: int) -> tuple[float, float, float]:
 
 
 def branch_costs(size: Size, repeats: int) -> tuple[float, float]:
-    """Seconds of a tick (forward and backward) straight, and behind a branch that is always taken."""
+    """Seconds of a tick (forward and backward) straight, and behind a branch always taken."""
     run, params, x = stage_of(size)
 
     def loop(active: jax.Array, *, skips: bool) -> Any:
@@ -164,7 +167,7 @@ def branch_costs(size: Size, repeats: int) -> tuple[float, float]:
 
 
 def model_of(size: Size, num_stages: int) -> jaxpipe.PipelineModule:
-    """Embedding, the stage's blocks as often as there are stages, and head, computing in bfloat16."""
+    """Embedding, the stage's blocks once for each stage, and head, computing in bfloat16."""
     blocks = [jaxpipe.LayerSpec(FusedBlock, size.dim, size.attention)] * (
         size.num_blocks * num_stages
     )

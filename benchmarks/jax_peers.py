@@ -1,4 +1,6 @@
-"""Does jaxpipe take less time than the pipelines that JAX's ecosystem has, written as small as they can be?
+"""Does jaxpipe take less time than the pipelines that JAX's ecosystem has?
+
+These are written as small as they can be.
 
 The same GPT, float32, parameters, tokens, mean loss and SGD step on simulated devices of one
 process: jaxpipe's `1f1b` beside the forms of `benchmarks._jax_forms`, which names their origins,
@@ -98,7 +100,10 @@ def make_steps(
 def measure(
     steps: dict[tuple, forms.Step], repeats: int
 ) -> dict[tuple, list[tuple[float, float, float]]]:
-    """Loss, processor seconds and seconds of each step, taken in turn after one that is not measured."""
+    """Loss, processor seconds and seconds of each step.
+
+    Steps are taken in turn, after one that is not measured.
+    """
     found: dict[tuple, list[tuple[float, float, float]]] = {name: [] for name in steps}
     for _ in range(repeats + 1):
         for name, step in steps.items():

@@ -1,4 +1,6 @@
-"""How many bytes does a step need beside its state, against microbatches, stages, schedule and recompute?
+"""How many bytes does a step need beside its state?
+
+Against microbatches, stages, schedule and recompute.
 
 Temporary bytes per device as XLA plans them; inputs and state are not among them. `slots` are those
 of the ring that holds what waits between forward and backward, counted on each chunk, `formula`

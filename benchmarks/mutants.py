@@ -137,7 +137,10 @@ def _changed(node: ast.expr) -> Iterator[ast.expr]:
 
 
 def _swapped(node: ast.BinOp | ast.Compare | ast.BoolOp) -> Iterator[ast.expr]:
-    """The expression with another operator; texts, which are put together with the same ones, stay."""
+    """The expression with another operator.
+
+    Texts, which are put together with the same ones, stay.
+    """
     if (
         isinstance(node, ast.BinOp)
         and isinstance(node.right, ast.Constant)

@@ -119,7 +119,8 @@ def main() -> None:
         for count, results in found.items():
             results.append(run_job(count))
     print(
-        f"{'processes':>9}{'step s':>8}{'ratio':>7}{'spread':>16}{'cpu s':>7}{'agreement ms':>14}{'handover ms':>13}"
+        f"{'processes':>9}{'step s':>8}{'ratio':>7}{'spread':>16}{'cpu s':>7}"
+        f"{'agreement ms':>14}{'handover ms':>13}"
     )
     plain = [one["step"] for one in found[1]]
     for count, results in found.items():
@@ -127,7 +128,9 @@ def main() -> None:
         ratios = sorted(a["step"] / b for a, b in zip(results, plain, strict=True))
         spread = f"{ratios[0]:.2f} to {ratios[-1]:.2f}"
         print(
-            f"{count:9}{middle['step']:8.3f}{middle['step'] / statistics.median(plain):7.3f}{spread:>16}{middle['cpu']:7.2f}{1e3 * middle['agreement']:14.2f}{1e3 * middle['handover']:13.2f}"
+            f"{count:9}{middle['step']:8.3f}{middle['step'] / statistics.median(plain):7.3f}"
+            f"{spread:>16}{middle['cpu']:7.2f}{1e3 * middle['agreement']:14.2f}"
+            f"{1e3 * middle['handover']:13.2f}"
         )
 
 

@@ -52,7 +52,11 @@ def pipeline(num_stages: int, *, split: bool) -> jaxpipe.Pipeline:
 def measure(
     num_stages: int, repeats: int, *, split: bool
 ) -> tuple[float, float, float, float, float]:
-    """MiB of arguments, temporary MiB, GFLOP on the longest path, seconds of processor time, and the loss."""
+    """What a step takes.
+
+    MiB of arguments, temporary MiB, GFLOP on the longest path, seconds of processor time, and the
+    loss.
+    """
     built = pipeline(num_stages, split=split)
     compiled = built.step.lower(built.state_struct, built.batch_struct).compile()
     memory, counted = compiled.memory_analysis(), compiled.cost_analysis()

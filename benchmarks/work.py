@@ -1,4 +1,6 @@
-"""How much processor time does a pipelined step cost beside plain gradient accumulation, and where does it go?
+"""How much processor time does a pipelined step cost, and where does it go?
+
+It is compared with plain gradient accumulation.
 
 Both train the same GPT on the same batch; processor time of all threads, medians of runs in turn.
 Each ratio is to the plain step with the same recompute. Where every block is recomputed, next to
@@ -104,7 +106,10 @@ def pipelined_step(pipeline: jaxpipe.Pipeline) -> Callable[[], float]:
 
 
 def ring_bytes(pipeline: jaxpipe.Pipeline) -> int:
-    """Residual bytes of one microbatch on all stages, with those that wait from input to weight gradient."""
+    """Residual bytes of one microbatch on all stages.
+
+    With those that wait from input to weight gradient.
+    """
     parts = pipeline._stages
     waiting = jax.tree.leaves(
         (parts.residuals, parts.pending if pipeline.program.has_split_backward else ())

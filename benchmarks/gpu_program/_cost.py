@@ -158,7 +158,10 @@ _AROUND_LAYERS = (
 
 
 def _is_sum(line: Instruction) -> bool:
-    """Whether it adds a gradient to the sum over microbatches: float32, and outside of any layer."""
+    """Whether it adds a gradient to the sum over microbatches.
+
+    This is float32, and outside of any layer.
+    """
     inner = re.sub(_AROUND_LAYERS, "", line.scope)
     return inner == "add" and any(
         array.dtype == "f32" and sum(array.dims) > 1 for array in line.arrays

@@ -88,7 +88,10 @@ class Job:
 
     @property
     def flops(self) -> float:
-        """Operations of a step: 6 for each weight of a product and token, and 12 L T D for attention's square."""
+        """Operations of a step.
+
+        6 for each weight of a product and token, and 12 L T D for attention's square.
+        """
         each = 12 * self.dim**2
         if self.hidden:
             each = (

@@ -128,7 +128,10 @@ class Simulation:
             self._tick(loop.body, run, tick)
 
     def _steady(self, loops: dict[str, TickRun]) -> list[Cost]:
-        """Costs of a microbatch in the longest run with all kinds of action, by stage, cheapest first."""
+        """Costs of a microbatch in the longest run with all kinds of action.
+
+        By stage, cheapest first.
+        """
         program, saved = self._program, list(self._now)
         run = max(
             loops.values(),
@@ -194,7 +197,10 @@ class Simulation:
             self._advance([self._costs.kernel(computation, line)] * len(self._now))
 
     def _branched_actions(self, run: TickRun) -> list[str]:
-        """Kinds of action that a run has, in the order in which a tick runs them, but for those without a branch."""
+        """Kinds of action that a run has, but for those without a branch.
+
+        They come in the order in which a tick runs them.
+        """
         found = []
         for name in ("forward", "backward", "weight"):
             chunks = self._chunks(run, name)
@@ -208,7 +214,10 @@ class Simulation:
         return sorted({chunk for row in rows for chunk in row[run.start : run.stop]})
 
     def _loop_in_tick(self, line: Instruction, stage: int, tick: int) -> Cost:
-        """Cost of a loop in a tick: where it has no known length it goes round once, or not at all."""
+        """Cost of a loop in a tick.
+
+        Where it has no known length it goes round once, or not at all.
+        """
         cost, body = Cost(), Cost()
         rounds = line.trip_count or self._rounds(line, stage, tick)
         if rounds:
@@ -220,7 +229,10 @@ class Simulation:
         return cost
 
     def _rounds(self, line: Instruction, stage: int, tick: int) -> float:
-        """Rounds of a loop of one or none: what it writes is told by its scope and by its kernels."""
+        """Rounds of a loop of one or none.
+
+        What it writes is told by its scope and by its kernels.
+        """
         tables, body = self._program.tables, self._costs.straight(line.body, self._num_devices)
         action = next(
             (name for name in ("loss", "weight_gradient", "backward") if f"/{name}/" in line.scope),
@@ -307,13 +319,19 @@ class Simulation:
                 cost.merge(self._costs.kernel(name, line))
 
     def _is_shared(self, line: Instruction) -> bool:
-        """Whether its branches are the work of vocabulary-parallel layers, which all stages do at once."""
+        """Whether its branches are the work of vocabulary-parallel layers.
+
+        All stages do this work at once.
+        """
         return not self._is_action(line) and any(
             "Vocab" in self._module.scopes(name) for name in line.branches
         )
 
     def _is_end(self, stage: int, tick: int, action: str) -> bool:
-        """Whether a stage's forward is that of the last part of the model, or its other action that of the first."""
+        """Whether an action is that of an end of the model.
+
+        The forward is that of the last part of the model; the other action is that of the first.
+        """
         chunk, placement = (
             getattr(self._program.tables, action).chunk[stage][tick],
             self._program.placement,
@@ -351,7 +369,10 @@ class Simulation:
         return times.index((max if self._has_end(line, stage, tick) else min)(times))
 
     def _has_end(self, line: Instruction, stage: int, tick: int) -> bool:
-        """Whether a stage runs the model's first or last layers in a tick, which a conditional holds."""
+        """Whether a stage runs the model's first or last layers in a tick.
+
+        A conditional holds them.
+        """
         tables, virtual = self._program.tables, self._program.placement.virtual
         scopes = "\n".join(self._module.scopes(name) for name in line.branches)
         is_backward = "transpose(jvp(" in scopes
