@@ -129,9 +129,8 @@ def main() -> None:
     args = settings()
     if args.out.exists():
         raise SystemExit(f"--out={args.out} exists; name a folder that does not.")
-    jax.config.update(
-        "jax_num_cpu_devices", args.stages * args.replicas
-    )  # used where there is no accelerator
+    # Used where there is no accelerator.
+    jax.config.update("jax_num_cpu_devices", args.stages * args.replicas)
     text = args.text.read_text() if args.text else "\n\n".join(topics.topics.values())
     folder = args.model or args.out / "base"
     if args.model is None:

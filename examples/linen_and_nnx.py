@@ -26,7 +26,10 @@ NUM_STAGES, NUM_MICROBATCHES, MICROBATCH_SIZE = 2, 4, 16
 NUM_STEPS, VOCAB_SIZE, LENGTH, DIM = 60, 32, 12, 32
 
 Pair = tuple[jax.Array, jax.Array]
-"""Activations `[batch, LENGTH, DIM]` and the mask int32 `[batch, LENGTH]`, 1 where a number is hidden."""
+"""Activations `[batch, LENGTH, DIM]` and the mask int32 `[batch, LENGTH]`.
+
+The mask is 1 where a number is hidden.
+"""
 
 
 class Attention(nn.Module):

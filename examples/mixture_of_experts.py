@@ -1,4 +1,6 @@
-"""Train a character-level GPT with mixtures of experts, the experts of a layer on different devices of its stage.
+"""Train a character-level GPT with mixtures of experts.
+
+The experts of a layer are on different devices of its stage.
 
     python examples/mixture_of_experts.py
 
@@ -35,19 +37,10 @@ from jaxpipe.topology import ProcessTopology
 
 NUM_STAGES, NUM_REPLICAS, NUM_EXPERT = 2, 2, 2
 NUM_MICROBATCHES, MICROBATCH_SIZE, NUM_STEPS = 4, 8, 60
-VOCAB_SIZE, LENGTH, DIM, HEADS, BLOCKS = (
-    96,
-    32,
-    64,
-    4,
-    4,
-)  # characters from ' ' on; others become the last one
-EXPERTS, CHOICES, ROOM, BALANCE = (
-    4,
-    2,
-    1.25,
-    0.01,
-)  # room over what equally busy experts need; weight of the loss
+# The vocabulary is the characters from ' ' on; others become the last one.
+VOCAB_SIZE, LENGTH, DIM, HEADS, BLOCKS = 96, 32, 64, 4, 4
+# Room over what equally busy experts need; weight of the loss that balances them.
+EXPERTS, CHOICES, ROOM, BALANCE = 4, 2, 1.25, 0.01
 
 NORMAL = nn.initializers.normal(0.02)
 LECUN = nn.initializers.lecun_normal(batch_axis=0)  # one expert's kernel at a time
@@ -72,9 +65,8 @@ def route(gates: jax.Array, room: int) -> tuple[jax.Array, jax.Array]:
     best, chosen = jax.lax.top_k(gates, CHOICES)
     choices = jax.nn.one_hot(chosen, EXPERTS, dtype=jnp.int32)  # [batch, time, CHOICES, EXPERTS]
     batch, length, _, _ = choices.shape
-    queue = choices.swapaxes(1, 2).reshape(
-        batch, CHOICES * length, EXPERTS
-    )  # all first choices before all second ones
+    # All first choices before all second ones.
+    queue = choices.swapaxes(1, 2).reshape(batch, CHOICES * length, EXPERTS)
     turns = jnp.cumsum(queue, axis=1).reshape(batch, CHOICES, length, EXPERTS).swapaxes(1, 2)
     turn = jnp.sum(turns * choices, axis=-1) - 1  # [batch, time, CHOICES]
     weights = best / best.sum(-1, keepdims=True)
@@ -137,7 +129,10 @@ class Head(nn.Module):
 
 
 def entries() -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Random sequences of the English in the standard library's manual, and the same one character on."""
+    """Random sequences of English, and the same one character on.
+
+    The text is the standard library's manual.
+    """
     text = " ".join("\n".join(topics.topics.values()).split())
     ids = np.clip(
         np.frombuffer(text.encode("ascii", "replace"), np.uint8).astype(np.int32) - 32,

@@ -43,13 +43,8 @@ from jaxpipe.topology import PipeModelDataParallelTopology
 
 NUM_STAGES, NUM_MODEL, NUM_REPLICAS = 2, 2, 2
 NUM_MICROBATCHES, MICROBATCH_SIZE, NUM_STEPS = 4, 8, 60
-VOCAB_SIZE, LENGTH, DIM, HEADS, BLOCKS = (
-    96,
-    32,
-    64,
-    4,
-    4,
-)  # characters from ' ' on; others become the last one
+# The vocabulary is the characters from ' ' on; others become the last one.
+VOCAB_SIZE, LENGTH, DIM, HEADS, BLOCKS = 96, 32, 64, 4, 4
 
 NORMAL = nn.initializers.normal(0.02)
 BY_COLUMNS = nn.with_partitioning(nn.initializers.lecun_normal(), (None, "model"))
@@ -121,7 +116,10 @@ class Block(nn.Module):
 
 
 class Head(nn.Module):
-    """Final norm and projection to logits `[batch, time, VOCAB_SIZE]`, which no device ever holds as a whole."""
+    """Final norm and projection to logits `[batch, time, VOCAB_SIZE]`.
+
+    No device ever holds the logits as a whole.
+    """
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -131,7 +129,10 @@ class Head(nn.Module):
 
 
 def entries() -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Random sequences of the English in the standard library's manual, and the same one character on."""
+    """Random sequences of English, and the same one character on.
+
+    The text is the standard library's manual.
+    """
     text = " ".join("\n".join(topics.topics.values()).split())
     ids = np.clip(
         np.frombuffer(text.encode("ascii", "replace"), np.uint8).astype(np.int32) - 32,

@@ -158,7 +158,10 @@ class Vocabulary:
 
 
 def trigram_loss(train: np.ndarray, heldout: np.ndarray, vocab_size: int) -> float:
-    """Held-out nats per character of a trigram model with Kneser-Ney smoothing, interpolated down to uniform."""
+    """Held-out nats per character of a trigram model.
+
+    It has Kneser-Ney smoothing, interpolated down to uniform.
+    """
     counts = np.zeros((vocab_size,) * 3, np.float32)
     np.add.at(counts, (train[:-2], train[1:-1], train[2:]), 1)
     pairs = (counts > 0).sum(0).astype(np.float32)
@@ -316,7 +319,10 @@ def make_engine(settings: Settings, vocab_size: int) -> jaxpipe.PipelineEngine:
 def entries(
     ids: np.ndarray, starts: np.ndarray, settings: Settings
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Inputs and targets, one microbatch after the other, of the sequences that begin at `starts`."""
+    """Inputs and targets of the sequences that begin at `starts`.
+
+    One microbatch comes after the other.
+    """
     for part in np.split(starts, len(starts) // (settings.microbatch_size * settings.replicas)):
         sequences = ids[part[:, None] + np.arange(settings.context + 1)]
         yield sequences[:, :-1], sequences[:, 1:]
@@ -369,7 +375,9 @@ def sample(
     prompt: np.ndarray,
     settings: Settings,
 ) -> Any:
-    """Draw ids `[NUM_SAMPLES, SAMPLE_CHARS]` on one device, all sequences at once in one compiled loop.
+    """Draw ids `[NUM_SAMPLES, SAMPLE_CHARS]` on one device.
+
+    All sequences are drawn at once, in one compiled loop.
 
     The model sees a window of fixed size: the characters so far, filled up on the right (a causal
     model does not look there), later the last `context` of them.
@@ -391,9 +399,8 @@ def sample(
 
 def main(settings: Settings) -> int:
     """Run it all; the result is the exit status."""
-    num_devices = max(
-        8, settings.stages * settings.replicas
-    )  # more give simulated ones more threads
+    # More give simulated ones more threads.
+    num_devices = max(8, settings.stages * settings.replicas)
     jax.config.update("jax_num_cpu_devices", num_devices)  # real accelerators go before these
     phases = Phases()
     train_text, heldout_text = split_text(load_text(settings.text))
