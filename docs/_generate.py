@@ -124,7 +124,7 @@ def write_schedules(folder: Path, num_microbatches: int = 8, num_stages: int = 4
 def mark_code(
     app: object, what: str, name: str, obj: object, options: object, lines: list[str]
 ) -> None:
-    """Turn the code spans of a docstring into reStructuredText, where they are names into references.
+    """Turn a docstring's code spans into reStructuredText, names into references.
 
     Args:
         app: Not looked at, nor are the next four: these are the arguments of
@@ -153,7 +153,7 @@ def _code(span: re.Match[str]) -> str:
 def find_in_package(
     app: Sphinx, env: BuildEnvironment, node: pending_xref, text: Element
 ) -> Element | None:
-    """Find a name that its own room does not have where the package has it, as `PipelineModule.init`.
+    """Find a name in the package that its own room lacks, as `PipelineModule.init`.
 
     Args:
         app: The builder's application.
