@@ -13,7 +13,9 @@ Chosen = dict[str, Any]
 def covering(
     factors: Mapping[str, Sequence[Any]], is_valid: Callable[[Chosen], bool], strength: int = 2
 ) -> list[Chosen]:
-    """Choose few cases that cover all combinations of values of `strength` factors, the same ones each time.
+    """Choose few cases that cover all combinations of values of `strength` factors.
+
+    They are the same ones each time.
 
     Args:
         factors: Names and values.
@@ -54,7 +56,10 @@ def _complete(
     strength: int,
     uses: Mapping[Any, int],
 ) -> Chosen | None:
-    """Fill in the other factors, each with the value that closes most open combinations, of those the rarest so far."""
+    """Fill in the other factors.
+
+    Each gets the value that closes most open combinations, of those the rarest so far.
+    """
     names = list(factors)
 
     def gain(name: str, value: Any) -> int:

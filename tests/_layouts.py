@@ -129,7 +129,10 @@ def assert_same(actual: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) ->
 
 @functools.cache
 def saved(layout: Layout, root: Path) -> tuple[Path, dict[str, np.ndarray], list[float]]:
-    """A checkpoint after three steps, what it holds, and the losses of the next two steps without it."""
+    """A checkpoint after three steps, and what it holds.
+
+    Also the losses of the next two steps without it.
+    """
     engine = shared_engine(layout)
     if engine.global_steps != 3:
         engine = layout.engine()

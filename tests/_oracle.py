@@ -62,7 +62,8 @@ class Case:
     settings: dict[str, Any] = field(default_factory=dict, compare=False)
 
     def __str__(self) -> str:
-        flags = f"{'skip' if self.skip_idle else 'mask'}-{'scan' if self.scan_trunk else 'unroll'}-{self.interval}"
+        idle = "skip" if self.skip_idle else "mask"
+        flags = f"{idle}-{'scan' if self.scan_trunk else 'unroll'}-{self.interval}"
         sizes = f"{self.stages}x{self.data}x{self.microbatches}"
         return f"{self.model}-{sizes}-{self.schedule}-{self.cut}-{flags}"
 
@@ -199,7 +200,10 @@ def whole_reference(
     step: int = 0,
     compute_dtype: str | None = None,
 ) -> Reference:
-    """Loop over microbatches and replicas, each replica with its own collections, summed in float64."""
+    """Loop over microbatches and replicas, summed in float64.
+
+    Each replica has its own collections.
+    """
     model = sequential_model(name, compute_dtype)
     params = model.params if params is None else params
     places = [(m, r) for m in range(microbatches) for r in range(data)]

@@ -1,4 +1,4 @@
-"""A small model whose weights are sharded over the mesh axis `model`, and what it means on one device."""
+"""A small model with weights sharded over the mesh axis `model`, and its meaning on one device."""
 
 import functools
 from typing import Any

@@ -7,7 +7,10 @@ import jax
 import numpy as np
 
 GRADIENT = 1e-5
-"""Error of a leaf, over its largest value or `FLOOR` of the whole tree's largest, whichever is more."""
+"""Error of a leaf, over its largest value or over `FLOOR` of the whole tree's largest.
+
+The larger of the two counts.
+"""
 
 FLOOR = 1e-3
 """Leaves whose true value is zero are judged by this share of the tree's largest value."""

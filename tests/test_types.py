@@ -16,7 +16,10 @@ import jaxpipe
 def loss_fn(logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
     return jnp.sum(logits), jnp.sum(labels)
 
-layers = [jaxpipe.LayerSpec(jaxpipe.layers.VocabEmbed, 8, 4), jaxpipe.LayerSpec(jaxpipe.layers.VocabHead, 8)]
+layers = [
+    jaxpipe.LayerSpec(jaxpipe.layers.VocabEmbed, 8, 4),
+    jaxpipe.LayerSpec(jaxpipe.layers.VocabHead, 8),
+]
 model = jaxpipe.PipelineModule(layers, num_stages=2, loss_fn=loss_fn)
 
 def train(pipeline: jaxpipe.Pipeline, state: jaxpipe.TrainState) -> jaxpipe.TrainState:

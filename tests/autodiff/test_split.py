@@ -291,7 +291,10 @@ def test_scales_and_biases_do_not_wait(function: Function) -> None:
     ids=lambda x: getattr(x, "__name__", str(x)),
 )
 def test_a_block_waits_with_16_activations(function: Function, handed: int, from_kept: int) -> None:
-    """Inputs of its four products (1 + 1 + 1 + 4 activations) and gradients of their outputs (3 + 1 + 4 + 1)."""
+    """Inputs of its four products and gradients of their outputs.
+
+    Inputs are 1 + 1 + 1 + 4 activations, gradients 3 + 1 + 4 + 1.
+    """
     residuals, split = split_of(function)
     one = num_bytes(activations())
     small = 0.05 * (handed + from_kept)

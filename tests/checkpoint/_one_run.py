@@ -49,7 +49,10 @@ def entry(seed: int) -> tuple[np.ndarray, np.ndarray]:
 
 @dataclass
 class Run:
-    """An engine and its data, whose next batch follows from what the engine holds and the place in the data alone."""
+    """An engine and its data.
+
+    Its next batch follows from what the engine holds and the place in the data alone.
+    """
 
     engine: PipelineEngine
     data: RepeatingLoader[Any]

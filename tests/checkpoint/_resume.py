@@ -1,4 +1,7 @@
-"""Trains some layouts; run as `python _resume.py first|second ROOT`, each in a process of its own."""
+"""Trains some layouts.
+
+Run as `python _resume.py first|second ROOT`, each in a process of its own.
+"""
 
 import json
 import sys

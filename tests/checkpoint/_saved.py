@@ -1,4 +1,7 @@
-"""A run of two stages and two replicas with parameters of several dtypes, shared ones and collections, on disk."""
+"""A run of two stages and two replicas, on disk.
+
+It has parameters of several dtypes, shared ones and collections.
+"""
 
 import functools
 import hashlib

@@ -37,7 +37,10 @@ TAG = "global_step2"
 # closed loop.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
-REPAIR = r"[Ll]oad (another tag|one of them)|restore (it|the file)|Use one of these tags|newer one|Remove it"
+REPAIR = (
+    r"[Ll]oad (another tag|one of them)|restore (it|the file)|Use one of these tags|"
+    r"newer one|Remove it"
+)
 
 
 @dataclass
@@ -125,9 +128,8 @@ def must_be_refused(path: Path, damage: str) -> set[Path]:
     """
     folder = path / TAG
     largest = max(files_of(data_of(path) / "arrays"), key=lambda file: file.stat().st_size)
-    most = (
-        [] if damage in ("first", "inside", "last") else [largest]
-    )  # what one byte held may be used no longer
+    # What one byte held may be used no longer.
+    most = [] if damage in ("first", "inside", "last") else [largest]
     latest = [path / "latest"] if damage != "missing" else []
     return {folder / "commit.json", data_of(path) / "index.json", *latest, *most}
 
@@ -681,7 +683,10 @@ def test_a_place_in_data_of_another_kind(kept: Kept) -> None:
 
 
 def test_a_load_that_fails_leaves_the_next_iterator_alone(kept: Kept, then: Path) -> None:
-    """Where each batch is given its own iterator, a fresh one begins at its first entry, as without the load."""
+    """Where each batch has its own iterator, a fresh one begins at its first entry.
+
+    As without the load.
+    """
     engine = make_engine()
     first, second = (RepeatingLoader([entry(seed) for seed in range(6)]) for _ in range(2))
     engine.train_batch(first)

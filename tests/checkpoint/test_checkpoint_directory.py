@@ -92,7 +92,8 @@ def test_latest_that_lags_behind_does_not_count(run: Run, tmp_path: Path) -> Non
     (tmp_path / "latest").write_text("global_step1\n")
     with pytest.warns(
         UserWarning,
-        match="/latest names 'global_step1', but 'global_step2' was committed after .* load tag='global_step1'",
+        match="/latest names 'global_step1', but 'global_step2' was committed after .* load "
+        "tag='global_step1'",
     ):
         assert found(tmp_path) == ("global_step2", 2)
     (tmp_path / "latest").unlink()
@@ -371,7 +372,10 @@ def test_relative_paths(
 def test_a_directory_that_moves_while_relative(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A relative directory is that of the call, wherever the process goes while saving in the background."""
+    """A relative directory is that of the call.
+
+    Wherever the process goes while saving in the background.
+    """
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
     monkeypatch.chdir(tmp_path / "a")

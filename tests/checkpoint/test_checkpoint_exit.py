@@ -1,4 +1,7 @@
-"""A program that ends while it saves in the background ends the save first, and fails where that failed."""
+"""A program that ends while it saves in the background ends the save first.
+
+It fails where the save failed.
+"""
 
 import os
 import subprocess

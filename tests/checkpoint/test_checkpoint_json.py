@@ -258,7 +258,10 @@ def test_what_would_not_come_back_is_refused(value: Any, where: str, match: str)
 
 @pytest.mark.parametrize("key", [1, None, True, 2.5, ("a", 1), b"a"], ids=repr)
 def test_keys_must_be_strings(key: Any) -> None:
-    match = rf"^keys of x\['at'\] must be strings, .* but got key={re.escape(repr(key))}. Write {re.escape(repr(str(key)))}"
+    match = (
+        rf"^keys of x\['at'\] must be strings, .* but got key={re.escape(repr(key))}. Write "
+        rf"{re.escape(repr(str(key)))}"
+    )
     with pytest.raises(CheckpointError, match=match):
         check_json({"at": {"fine": 0, key: 1}}, "x")
 

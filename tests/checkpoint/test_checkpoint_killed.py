@@ -1,4 +1,7 @@
-"""A process that is killed at any moment of saving leaves whole checkpoints, and all that it had reported."""
+"""A process that is killed at any moment of saving leaves whole checkpoints.
+
+It leaves all that it had reported.
+"""
 
 import functools
 import os
@@ -115,7 +118,10 @@ def check_whole(path: Path, uninterrupted: Uninterrupted) -> None:
 
 
 def check_goes_on(path: Path, uninterrupted: Uninterrupted) -> None:
-    """The last that was committed is found, training goes on as if nothing had happened, and saving tidies up."""
+    """The last that was committed is found, and training goes on as if nothing had happened.
+
+    Saving tidies up.
+    """
     run, held = uninterrupted.run, held_in(path)
     newest, step = list(held.items())[-1]
     lags_behind = (path / "latest").read_text() != newest

@@ -71,7 +71,10 @@ def test_a_tag_that_is_a_link_is_not_written(run: Run, other: Path, tmp_path: Pa
     was, path = listing(other), tmp_path / "save"
     path.mkdir()
     (path / "global_step1").symlink_to("../other/global_step1")
-    match = f"tag must not be a link.* got tag='global_step1' in save_dir='{path}', a link to '../other/global_step1'. Rem"
+    match = (
+        f"tag must not be a link.* got tag='global_step1' in save_dir='{path}', a link to "
+        "'../other/global_step1'. Rem"
+    )
     with pytest.raises(CheckpointError, match=match):
         save(run, path, 1)
     assert listing(other) == was
@@ -79,7 +82,10 @@ def test_a_tag_that_is_a_link_is_not_written(run: Run, other: Path, tmp_path: Pa
 
 
 def test_data_behind_a_link_stay(run: Run, other: Path, tmp_path: Path) -> None:
-    """In a tag that is written anew, in one that is removed, in one without a commit, and behind several names."""
+    """In each kind of tag, and behind several names.
+
+    One that is written anew, one that is removed, and one without a commit.
+    """
     was, path = listing(other), tmp_path / "save"
     save(run, path, 1)
     save(run, path, 1, tag="best")

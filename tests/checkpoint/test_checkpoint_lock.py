@@ -221,7 +221,10 @@ def test_a_process_that_lives_is_named(
     file = held_by(
         tmp_path, age_s=1e6, pid=pid, start=_start_of(pid), since="1700000000", host="node-7"
     )
-    match = rf"one job at a time, but got save_dir='{tmp_path}', which is held by process {pid} on node-7 since 2023-11-14 "
+    match = (
+        rf"one job at a time, but got save_dir='{tmp_path}', which is held by process {pid} on "
+        r"node-7 since 2023-11-14 "
+    )
     with pytest.raises(
         CheckpointError,
         match=match + "22:13:20 UTC. Save again when that has ended, or give each job",

@@ -1,4 +1,7 @@
-"""A process that is asked to end finishes its step, saves it, and goes on from there in another process."""
+"""A process that is asked to end finishes its step and saves it.
+
+Training goes on from there in another process.
+"""
 
 import os
 import re

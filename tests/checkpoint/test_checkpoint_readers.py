@@ -193,6 +193,9 @@ def test_a_checkpoint_that_is_replaced_at_every_reading(
         return true(*args)
 
     monkeypatch.setattr(opening, "read_index", read_index)
-    match = f"got path='{tmp_path}', where they were replaced 3 times meanwhile; .* keep more with checkpoint.keep_last"
+    match = (
+        f"got path='{tmp_path}', where they were replaced 3 times meanwhile; .* keep more with "
+        "checkpoint.keep_last"
+    )
     with pytest.raises(CheckpointError, match=match):
         load_params(tmp_path)

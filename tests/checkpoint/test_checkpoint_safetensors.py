@@ -233,7 +233,10 @@ def test_exports_in_other_files_are_not_mixed(
 def test_the_file_must_be_called_safetensors(root: Path, tmp_path: Path, name: str) -> None:
     example = "model" if name == "" else name
     separator = "/" if name == "" else ""
-    match = rf"'\.safetensors', but got out='.*{re.escape(name)}'\. Write .*{separator}{re.escape(example)}\.safetensors'"
+    match = (
+        rf"'\.safetensors', but got out='.*{re.escape(name)}'\. Write "
+        rf".*{separator}{re.escape(example)}\.safetensors'"
+    )
     with pytest.raises(CheckpointError, match=match):
         export_safetensors(saved(root), tmp_path / name)
 
@@ -261,7 +264,10 @@ def test_dtypes_that_safetensors_has_not_are_named(root: Path, tmp_path: Path) -
 
     path = copied(root, tmp_path)
     change_index(path / "global_step1", as_complex)
-    named = r"'collections/3_Half/batch_stats/seen' of dtype=complex64\. Read it with load_params and convert it"
+    named = (
+        r"'collections/3_Half/batch_stats/seen' of dtype=complex64\. Read it with load_params and "
+        r"convert it"
+    )
     with pytest.raises(CheckpointError, match=named):
         export_safetensors(path, tmp_path / "m.safetensors")
 

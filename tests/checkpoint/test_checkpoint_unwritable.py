@@ -125,9 +125,8 @@ def test_a_disk_that_is_full_at_any_moment(run: Run, disk: Path) -> None:
         assert left_over(disk) == [], num_pages
         assert listing(disk / "one") == one, num_pages
         tags = list(committed_tags(disk))
-        assert tags in (["one"], ["one", "two"]), (
-            num_pages
-        )  # there may be room for all but `latest`
+        # There may be room for all but `latest`.
+        assert tags in (["one"], ["one", "two"]), num_pages
         for tag in tags:
             run.engine.load_checkpoint(disk, tag)
             assert_holds(run, before)

@@ -33,7 +33,10 @@ def test_a_flipped_bit_is_found_in_each_array_that_has_one(root: Path, tmp_path:
     path = copied(root, tmp_path)
     flip(path, arrays[KERNEL][1])
     flip(path, arrays[MOMENTS][0])
-    named = rf"got 2 damaged: {KERNEL} \(rows 1, 3\), {MOMENTS} \(rows 0, 2\)\. Load another tag, or restore the files"
+    named = (
+        rf"got 2 damaged: {KERNEL} \(rows 1, 3\), {MOMENTS} \(rows 0, 2\)\. Load another tag, or "
+        r"restore the files"
+    )
     with pytest.raises(CheckpointError, match=named):
         verify_checkpoint(path, "global_step1")
 
@@ -61,7 +64,10 @@ def test_files_that_cannot_be_read_name_the_arrays_in_them(
             file.unlink()
         else:
             file.write_bytes(file.read_bytes()[:100])
-    named = rf"damaged: .*{MOMENTS} \(unreadable\).*\. Reading failed with \w+: .*\w.*\. Load .* restore the files"
+    named = (
+        rf"damaged: .*{MOMENTS} \(unreadable\).*\. Reading failed with \w+: .*\w.*\. Load .* "
+        r"restore the files"
+    )
     with pytest.raises(CheckpointError, match=named):
         verify_checkpoint(path)
 

@@ -14,9 +14,8 @@ from _tolerances import ROUNDING, assert_loss
 
 OTHER = os.environ.get("JAXPIPE_OTHER_PYTHON")
 SCRIPT = Path(__file__).with_name("_with_a_jax.py")
-SOURCES = SCRIPT.parents[
-    2
-]  # not where jaxpipe is installed: the packages beside it are of one Python
+# Not where jaxpipe is installed: the packages beside it are of one Python.
+SOURCES = SCRIPT.parents[2]
 pytestmark = pytest.mark.skipif(
     not OTHER, reason="needs JAXPIPE_OTHER_PYTHON, a Python with another JAX"
 )

@@ -297,7 +297,10 @@ def test_another_process_does_not_write_into_what_one_is_writing(
     path, params = runs["tied"]
     config = config_of(tied=True)
     told = config.to_huggingface(64)
-    arguments = f"{str(path)!r}, {str(tmp_path / 'out')!r}, llama_names(LlamaConfig.from_huggingface({told!r}))"
+    arguments = (
+        f"{str(path)!r}, {str(tmp_path / 'out')!r}, "
+        f"llama_names(LlamaConfig.from_huggingface({told!r}))"
+    )
     code = f"""
 from pathlib import Path
 import time
@@ -353,7 +356,10 @@ def environment() -> dict[str, str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("num_values", [0, 1, 20])
 def test_killed_while_it_writes(num_values: int, runs: Runs, tmp_path: Path) -> None:
-    """What was there before stays whole, and nothing that is half written has a name that is looked for."""
+    """What was there before stays whole.
+
+    Nothing that is half written has a name that is looked for.
+    """
     path, params = runs["tied"]
     config = config_of(tied=True)
     save_huggingface(path, tmp_path, llama_names(config), config=config.to_huggingface(64))

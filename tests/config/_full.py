@@ -1,4 +1,7 @@
-"""One configuration with every key that is real, and one that also holds what is accepted without effect or off."""
+"""A configuration with every key that is real, and one with more.
+
+The other also holds what is accepted without effect or off.
+"""
 
 import copy
 from typing import Any
@@ -82,7 +85,10 @@ def at(config: dict[str, Any], path: str) -> Any:
 
 
 def _full() -> dict[str, Any]:
-    """All keys with the values above, and those that stand in no relation to others with one of their type."""
+    """All keys with the values above.
+
+    Those that stand in no relation to others have one of their type.
+    """
     full = copy.deepcopy(_GIVEN)
     for path, key in KEYS.items():
         if at(full, path) is None:

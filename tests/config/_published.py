@@ -1,4 +1,6 @@
-"""Settings of DeepSpeed that public projects have published, by the paths of their keys, with what is refused of them.
+"""Settings of DeepSpeed that public projects have published, and what is refused of them.
+
+They are given by the paths of their keys.
 
 Written as facts: which key has which value. Keys that a project gives to something other than
 DeepSpeed are left out.

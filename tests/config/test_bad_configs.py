@@ -89,9 +89,8 @@ WRONG_VALUES: dict[str, list[Any]] = {
     "flops_profiler.module_depth": [-2],
     "flops_profiler.top_modules": [-1],
     "comet.mode": ["new", ""],
-    **{
-        path: [{"enabled": True}] for path in OFF if not path.startswith("bf16.")
-    },  # FULL has bf16 off
+    # FULL has bf16 off.
+    **{path: [{"enabled": True}] for path in OFF if not path.startswith("bf16.")},
     **{path: [-1, "many"] for path, values in UNUSED.items() if type(values[0]) in (int, float)},
 }
 

@@ -258,7 +258,10 @@ def test_a_value_breaks_a_rule(path: str, value: object, rule: str, repair: str)
 
 @pytest.mark.parametrize(("path", "value", "reason", "repair"), SET, ids=_id)
 def test_a_key_must_not_be_set(path: str, value: object, reason: str, repair: str) -> None:
-    match = rf"^{path} must not be set: .*{reason}.*, but got {path}={re.escape(shown(value))}\. {repair}"
+    match = (
+        rf"^{path} must not be set: .*{reason}.*, but got {path}={re.escape(shown(value))}\. "
+        rf"{repair}"
+    )
     with pytest.raises(ConfigError, match=match):
         load_config(at(path, value))
 

@@ -62,11 +62,12 @@ _BY_HAND: dict[str, st.SearchStrategy[Any]] = {
     "activation_checkpointing.contiguous_memory_optimization": st.just(False),  # needs two others
     "optimizer": _named("Adam", "muon", "sgd"),
     "scheduler": _named("WarmupLR", "OneCycle"),
+    # Read as paths: "a/" is "a".
     **{
         path: st.text("ab_", min_size=1)
         for path in KEYS
         if path.endswith((".output_path", ".output_file"))
-    },  # read as paths: "a/" is "a"
+    },
     "checkpoint": _section(async_save=flags, keep_last=positive | st.none(), keep_every=st.none())
     | st.fixed_dictionaries(
         {"keep_last": positive, "keep_every": positive}, optional={"async_save": flags}

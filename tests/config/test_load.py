@@ -125,7 +125,8 @@ def test_invalid_json_names_the_line_and_the_column(tmp_path: Path) -> None:
     )
     with pytest.raises(
         ConfigError,
-        match=r"valid JSON, but got .* in .*config.json at line 3, column 30. Correct .* only comments",
+        match=r"valid JSON, but got .* in .*config.json at line 3, column 30. Correct .* only "
+        r"comments",
     ):
         load_config(file)
 
@@ -187,7 +188,10 @@ def test_numbers_that_python_will_not_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("value", [10**5000, 2**63], ids=["huge", "large"])
 def test_integers_of_python_that_no_size_can_be(value: int) -> None:
-    match = r"^train_batch_size must be an integer of at least 1 and below 2\*\*63, but got train_batch_size=.*Use for"
+    match = (
+        r"^train_batch_size must be an integer of at least 1 and below 2\*\*63, but got "
+        r"train_batch_size=.*Use for"
+    )
     with pytest.raises(ConfigError, match=match):
         load_config({"train_batch_size": value})
     with pytest.raises(
@@ -226,7 +230,8 @@ def test_json_that_is_not_an_object(tmp_path: Path, text: str) -> None:
             r"pipeline.stages=1 and 1\.",
         ),
         (
-            '{"steps_per_print": 1, "steps_per_print": 1, "pipeline": {"partition": [{"a": 1, "a": 2}]}}',
+            '{"steps_per_print": 1, "steps_per_print": 1, '
+            '"pipeline": {"partition": [{"a": 1, "a": 2}]}}',
             ["steps_per_print", "pipeline.partition[0].a", "pipeline.partition[0]"],
             r"pipeline.partition\[0\].a=1 and 2\.",
         ),
@@ -306,7 +311,10 @@ def test_comments_and_trailing_commas_mean_what_they_mean_in_hjson(tmp_path: Pat
     ],
 )
 def test_nothing_else_of_hjson_is_read(tmp_path: Path, text: str) -> None:
-    match = r"^config must be valid JSON, but got .* at line \d, column \d+. Correct the file there; .*trailing commas"
+    match = (
+        r"^config must be valid JSON, but got .* at line \d, column \d+. Correct the file there; "
+        r".*trailing commas"
+    )
     with pytest.raises(ConfigError, match=match):
         load_config(_write(tmp_path, text))
 

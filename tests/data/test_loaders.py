@@ -191,7 +191,10 @@ def test_samples_that_do_not_stack(shuffle: bool) -> None:
         if shuffle
         else r"\."
     )
-    match = r"sample\['ids'\] must have the same shape .*\([23],\) in sample 1 and shape=\([32],\) .*in collate_fn for inst"
+    match = (
+        r"sample\['ids'\] must have the same shape .*\([23],\) in sample 1 and shape=\([32],\) "
+        r".*in collate_fn for inst"
+    )
     with pytest.raises(DataError, match=match + "ance" + order):
         list(loader)
 
@@ -463,7 +466,10 @@ def test_repeating_what_has_no_place(loader: Any) -> None:
     repeating = RepeatingLoader(loader)
     next(repeating)
     assert repeating.get_state() is None
-    match = rf"of the same kind, but got state=\{{'position': 1\}} and loader=<{type(loader).__name__}>. Pass the loader"
+    match = (
+        r"of the same kind, but got state=\{'position': 1\} and "
+        rf"loader=<{type(loader).__name__}>. Pass the loader"
+    )
     with pytest.raises(DataError, match=match):
         repeating.set_state({"position": 1})
     assert next(repeating) == 2

@@ -11,9 +11,8 @@ from _stateful import Own, Sampled, Streamed
 from jaxpipe.checkpoint import decode_state, encode_state
 from jaxpipe.data import LoaderIterator, RepeatingLoader
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:'set_vital' is deprecated"
-)  # torchdata calls torch so
+# Torchdata calls torch so.
+pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 
 LENGTH = 5
 ITEMS = list(range(LENGTH))

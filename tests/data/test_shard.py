@@ -15,7 +15,10 @@ from jaxpipe.errors import TopologyError
 def _shard(
     axes: tuple[str, ...], processes: Any, monkeypatch: pytest.MonkeyPatch, own: int = 0
 ) -> Shard:
-    """The shard of a process of a mesh that has these axes and at each place a device of the given process."""
+    """The shard of a process of a mesh.
+
+    The mesh has these axes and at each place a device of the given process.
+    """
     devices = np.vectorize(lambda process: SimpleNamespace(process_index=process), otypes=[object])(
         processes
     )

@@ -75,13 +75,19 @@ def test_side_inputs_only_sometimes() -> None:
 
 
 def test_shapes_that_differ() -> None:
-    match = r"inputs\['ids'\] must have the same shape .* shape=\(2, 4\) in entry 2 and shape=\(2, 3\) in entry 0. Pad"
+    match = (
+        r"inputs\['ids'\] must have the same shape .* shape=\(2, 4\) in entry 2 and shape=\(2, 3\) "
+        r"in entry 0. Pad"
+    )
     with pytest.raises(DataError, match=match):
         stack_microbatches([_entry(0), _entry(1), _entry(2, length=4)])
 
 
 def test_dtypes_that_differ() -> None:
-    match = r"labels must have the same dtype .* dtype=float64 in entry 1 and dtype=int32 in entry 0. .*convert it"
+    match = (
+        r"labels must have the same dtype .* dtype=float64 in entry 1 and dtype=int32 in entry 0. "
+        r".*convert it"
+    )
     with pytest.raises(DataError, match=match):
         stack_microbatches([(1, np.int32(2)), (1, 2.0)])
 

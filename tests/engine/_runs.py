@@ -26,7 +26,10 @@ def by_kind(params: Any) -> Any:
 
 
 def tied_layers() -> list[Any]:
-    """Shared parameters on both stages, and running means of three layers, two of which share their parameters."""
+    """Shared parameters on both stages, and running means of three layers.
+
+    Two of these layers share their parameters.
+    """
 
     def shared() -> TiedLayerSpec:
         return TiedLayerSpec("reporting", Reporting)
@@ -129,7 +132,10 @@ class Moment:
 
 @dataclass(frozen=True)
 class Run:
-    """A run that was saved after one step, as `early`, and after three, as `late`, and then trained another."""
+    """A run that was saved after one step, as `early`, and after three, as `late`.
+
+    Then it trained another.
+    """
 
     kind: Kind
     engine: PipelineEngine

@@ -57,7 +57,10 @@ def test_parameters_are_checked_as_soon_as_shapes_are_known() -> None:
 
 def test_evaluating_without_a_loss_names_predict() -> None:
     engine = build(module(loss_fn=None))
-    match = r"got float32\[2, 1\]\. Without loss_fn it is the loss; for the output itself call predict\(inputs\)\. Return"
+    match = (
+        r"got float32\[2, 1\]\. Without loss_fn it is the loss; for the output itself call "
+        r"predict\(inputs\)\. Return"
+    )
     with pytest.raises(LayerError, match=match):
         engine.eval_batch(entries())
     assert engine.predict(entry()[0]).shape == (MICROBATCH, 1)

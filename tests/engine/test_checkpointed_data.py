@@ -137,7 +137,10 @@ def engine(explicit: PipelineEngine, start: Path) -> PipelineEngine:
 
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory: pytest.TempPathFactory) -> tuple[PipelineEngine, Path, list[float]]:
-    """An engine that reads its training data, its checkpoint after two batches, and the losses of the next."""
+    """An engine that reads its training data, and its checkpoint after two batches.
+
+    Also the losses of the next.
+    """
     engine, path = build(training_data=SAMPLES), tmp_path_factory.mktemp("stored")
     losses(engine, count=2)
     engine.save_checkpoint(path)
@@ -258,7 +261,10 @@ def test_evaluation_does_not_take_the_place(engine: PipelineEngine, tmp_path: Pa
 def test_an_iterator_without_a_place(engine: PipelineEngine, start: Path, tmp_path: Path) -> None:
     losses(engine, RepeatingLoader(ENTRIES))
     engine.save_checkpoint(tmp_path)
-    match = r"a list_iterator has no set_state or load_state_dict: training goes on with the data where it stands.*Give set"
+    match = (
+        r"a list_iterator has no set_state or load_state_dict: training goes on with the data "
+        r"where it stands.*Give set"
+    )
     engine.load_checkpoint(tmp_path)
     with pytest.warns(UserWarning, match=match):
         engine.train_batch(entries(3))
@@ -296,7 +302,10 @@ def test_a_place_that_cannot_be_saved(name: str, explicit: PipelineEngine, tmp_p
     iterator = give(engine)
     engine.save_checkpoint(tmp_path)  # before a batch there is nothing to lose
     losses(engine, iterator, 2)
-    why = f"holds no place in the data, because a {kind} has neither get_state and set_state nor state_dict and load_"
+    why = (
+        f"holds no place in the data, because a {kind} has neither get_state and set_state nor "
+        "state_dict and load_"
+    )
     with pytest.warns(
         UserWarning,
         match=rf"{why}.*where its iterator then begins\. .*StatefulDataLoader of torchdata",
@@ -453,7 +462,8 @@ def test_the_place_of_another_kind_of_iterator(
     held, counted, at = leaves(reading), scalars(reading), place(reading)
     with pytest.raises(
         DataError,
-        match=rf"the same kind, but got state={state} and loader=<BatchLoader>. Pass the loader that was",
+        match=rf"the same kind, but got state={state} and loader=<BatchLoader>. Pass the loader "
+        r"that was",
     ):
         reading.load_checkpoint(tmp_path)
     assert_same(leaves(reading), held)

@@ -117,7 +117,10 @@ def test_a_first_batch_that_does_not_fit() -> None:
 
 def test_iterators(shared: PipelineEngine) -> None:
     engine = build()
-    match = r"must come from an iterator, but got data_iter=None.*Pass an iterator, or call set_dataiterator"
+    match = (
+        r"must come from an iterator, but got data_iter=None.*Pass an iterator, or call "
+        r"set_dataiterator"
+    )
     with pytest.raises(PipelineError, match=match):
         engine.train_batch()
     endless = jaxpipe.RepeatingLoader(entries())

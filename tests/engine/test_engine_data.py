@@ -35,7 +35,10 @@ def test_data_that_end_within_a_batch(
     data = entries(count=2 * steps + 1)
     for _ in range(steps):
         engine.train_batch(data)
-    lost = rf"the data ended after 1 of 2 microbatches of step {start + steps + 1}, which are lost.*Give a multiple of 2"
+    lost = (
+        rf"the data ended after 1 of 2 microbatches of step {start + steps + 1}, which are "
+        r"lost.*Give a multiple of 2"
+    )
     with caplog.at_level(logging.WARNING, "jaxpipe"), pytest.raises(StopIteration, match=lost):
         engine.train_batch(data)
     assert [record.getMessage()[:39] for record in caplog.records] == [

@@ -39,7 +39,10 @@ def test_a_pipeline_traces_with_it() -> None:
     assert current_settings() == RecomputeSettings()
 
 
-IDLE = r"^No effect: activation_checkpointing.{}, because no layer is recomputed. Set pipeline.activation_checkpoint_int"
+IDLE = (
+    r"^No effect: activation_checkpointing.{}, because no layer is recomputed. Set "
+    r"pipeline.activation_checkpoint_int"
+)
 
 
 @pytest.mark.parametrize("key", ["profile", "partition_activations", "cpu_checkpointing"])

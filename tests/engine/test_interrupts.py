@@ -1,4 +1,7 @@
-"""Ctrl-C and other signals, at any moment: nothing that was trained is lost, and no microbatch is."""
+"""Ctrl-C and other signals, at any moment.
+
+Nothing that was trained is lost, and no microbatch is.
+"""
 
 import itertools
 import json

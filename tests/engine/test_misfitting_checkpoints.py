@@ -79,7 +79,8 @@ def test_layers_that_do_not_fit_are_named(widths: tuple[int, ...], match: str, a
     engine = build(dense(*widths, stages=1, partition_method="uniform"))
     with pytest.raises(
         CheckpointError,
-        match=rf"global_step3 must hold the layers of the model, but got {match}.*load_module_strict=F",
+        match=r"global_step3 must hold the layers of the model, but got "
+        rf"{match}.*load_module_strict=F",
     ):
         engine.load_checkpoint(adam.folder)
     assert engine.global_steps == engine.global_samples == 0
@@ -159,7 +160,10 @@ def test_given_parameters_stay_where_nothing_fits(adam: Run) -> None:
 
 def test_another_optimizer(adam: Run) -> None:
     engine = build(dense(3, 1), optimizer=optax.sgd(0.1, momentum=0.9))
-    match = r"state of the optimizer in use, but got missing: 0/trace/layers/0_Dense, .*unexpected: count, .*Use the same"
+    match = (
+        r"state of the optimizer in use, but got missing: 0/trace/layers/0_Dense, "
+        r".*unexpected: count, .*Use the same"
+    )
     with pytest.raises(
         CheckpointError, match=rf"{match}.*or begin its state anew with load_optimizer_states=False"
     ):
@@ -177,7 +181,8 @@ def test_training_less_than_before(adam: Run) -> None:
     engine = build(dense(3, 1, trainable="1_Dense"))
     with pytest.raises(
         CheckpointError,
-        match=r"unexpected: inner_state/0/mu/layers/0_Dense, .*what fits of it with load_module_strict=F",
+        match=r"unexpected: inner_state/0/mu/layers/0_Dense, .*what fits of it with "
+        r"load_module_strict=F",
     ):
         engine.load_checkpoint(adam.folder)
     with pytest.warns(

@@ -264,6 +264,9 @@ def test_a_missing_library_is_named_before_anything_compiles(
     section: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    match = rf"^{section}.enabled must be false unless the package \w+ is installed.*pip install 'jaxpipe\[{section}\]'"
+    match = (
+        rf"^{section}.enabled must be false unless the package \w+ is installed.*pip install "
+        rf"'jaxpipe\[{section}\]'"
+    )
     with pytest.raises(ConfigError, match=match):
         build(config={section: {"enabled": True}})

@@ -89,9 +89,8 @@ def test_names_change_neither_numbers_nor_the_program(monkeypatch: pytest.Monkey
     assert run() == named
 
 
-@pytest.mark.filterwarnings(
-    r"ignore:builtin type \w+ has no __module__:DeprecationWarning"
-)  # jaxlib's, on Python 3.12
+# Jaxlib's, on Python 3.12.
+@pytest.mark.filterwarnings(r"ignore:builtin type \w+ has no __module__:DeprecationWarning")
 def test_a_recorded_profile_names_every_layer(tmp_path: Path) -> None:
     engine = build(model(), example_batch=entry())
     engine.train_batch(entries())

@@ -140,7 +140,10 @@ def test_a_schedule_is_chosen_for_training_whatever_comes_first(
 def test_what_was_chosen_for_refused_shapes_is_forgotten_too(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As after a load that was refused: schedule and cut are chosen anew for the shapes that come."""
+    """As after a load that was refused.
+
+    Schedule and cut are chosen anew for the shapes that come.
+    """
     chosen = iter(["gpipe", "1f1b"])
 
     def choose(job: Any, asked: Any) -> Any:
@@ -183,7 +186,10 @@ class Cache(nn.Module):
 def test_shapes_that_would_change_the_rest_of_the_state() -> None:
     engine = build(module(jnp.sin, LayerSpec(Cache)), optimizer=None)
     engine.eval_batch(entries(0, 3))
-    match = r"inputs=float32\[2, 5, 4\] for which other layers are alike, or keep other.*float32\[2, 3, 4\]\. Pad or cut"
+    match = (
+        r"inputs=float32\[2, 5, 4\] for which other layers are alike, or keep other.*"
+        r"float32\[2, 3, 4\]\. Pad or cut"
+    )
     with pytest.raises(DataError, match=match):
         engine.eval_batch(entries(0, 5))
 

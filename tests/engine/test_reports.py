@@ -121,7 +121,10 @@ def test_rates_before_shapes_are_known(arguments: dict[str, Any], rates: Any, mo
         if wanted is not None:
             assert jax.tree.map(lambda x: round(x, 6), ask()) == wanted
             continue
-        match = rf"the {what} must lie in the optimizer's state for {ask.__name__}, but got one with.*Name the optim"
+        match = (
+            rf"the {what} must lie in the optimizer's state for {ask.__name__}, but got one "
+            r"with.*Name the optim"
+        )
         with pytest.raises(PipelineError, match=match):
             ask()
 

@@ -345,7 +345,10 @@ def _loss(engine: UnpipelinedEngine, entry: Any) -> float:
 
 
 def test_backward_takes_only_the_last_loss(shared: UnpipelinedEngine) -> None:
-    match = r"the very array that the last forward.*got loss=.*pass it as it is; scale or combine losses inside loss_fn"
+    match = (
+        r"the very array that the last forward.*got loss=.*pass it as it is; scale or combine "
+        r"losses inside loss_fn"
+    )
     with pytest.raises(PipelineError, match=match):
         shared.backward(jnp.float32(1.0))
     ((inputs, labels),) = entries(1, 2)
@@ -394,7 +397,10 @@ def test_training_needs_labels_and_an_optimizer(shared: UnpipelinedEngine) -> No
 
 
 def test_weights_beside_losses_of_layers() -> None:
-    match = r"\(sum, weight\) must be alone.*steps=2 and the layers' loss '0_Balanced/balance'.*Call train_batch"
+    match = (
+        r"\(sum, weight\) must be alone.*steps=2 and the layers' loss '0_Balanced/balance'.*Call "
+        r"train_batch"
+    )
     with pytest.raises(PipelineError, match=match):
         build(Balanced(), masked_square, count=2)(*entries(1)[0])
 
@@ -480,7 +486,10 @@ def test_more_inputs_than_labels(shared: UnpipelinedEngine) -> None:
 
 def test_parameters_that_are_not_the_models_are_refused_at_once() -> None:
     params = {"Dense_0": {"kernel": np.ones((4, 4), np.float32)}}
-    match = r"missing Dense_0/bias; missing Dense_1/.*Give variables\['params'\] of the model's own init"
+    match = (
+        r"missing Dense_0/bias; missing Dense_1/.*Give variables\['params'\] of the model's own "
+        r"init"
+    )
     with pytest.raises(LayerError, match=match) as caught:
         build(Net(), model_parameters=params, example_batch=entries(1)[0])
     assert "0_Net" not in str(caught.value)

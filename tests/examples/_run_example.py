@@ -12,7 +12,10 @@ _EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def run_example(name: str, *arguments: str, status: int = 0) -> str:
-    """What the example prints, or its error output where it is expected to end with another status."""
+    """What the example prints.
+
+    Its error output where it is expected to end with another status.
+    """
     paths = [str(Path(jaxpipe.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
     environment = {
         **os.environ,
@@ -28,7 +31,10 @@ def run_example(name: str, *arguments: str, status: int = 0) -> str:
 
 
 def check_sharded_run(printed: str, largest_share: float) -> None:
-    """Losses fell, the first device holds more than a fourth of the parameters but not much, and one device agrees."""
+    """Losses fell, and one device agrees.
+
+    The first device holds more than a fourth of the parameters but not much.
+    """
     losses = [float(loss) for loss in re.findall(r"^step \d+: loss (\S+)", printed, re.MULTILINE)]
     assert losses[-1] < 0.7 * losses[0]
     found = re.findall(r"parameters: (\S+) of the model, (\S+) on", printed)[0]

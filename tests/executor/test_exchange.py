@@ -40,7 +40,10 @@ def test_values_go_one_stage_on() -> None:
 
 
 def test_each_stage_takes_what_comes_from_the_stage_it_receives_from() -> None:
-    """Where values go both ways in one tick: stages 0 and 1 receive from below, 2 and 3 from above."""
+    """Where values go both ways in one tick.
+
+    Stages 0 and 1 receive from below, 2 and 3 from above.
+    """
     recv_from = jnp.asarray([1, 2, 1, 2])
     got = on_stages(
         lambda stage: exchange(value_of(stage), {1: DOWN, 3: UP}, stage, recv_from[stage], STAGES)

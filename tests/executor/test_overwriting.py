@@ -1,4 +1,7 @@
-"""Layers whose variables are replaced with their gradient, as the scales of Flax's FP8 products are."""
+"""Layers whose variables are replaced with their gradient.
+
+The scales of Flax's FP8 products are such.
+"""
 
 import flax.linen as nn
 import jax
@@ -26,7 +29,10 @@ def test_they_are_refused_by_name(stages: int) -> None:
     model = PipelineModule(
         [LayerSpec(nn.Dense, 8), LayerSpec(Quantized)], num_stages=stages, loss_fn=optax.l2_loss
     )
-    match = r"layer 1_Quantized must keep only.*got '_overwr.*Fp8.*amax_history' and 5 more, which.*train in bf"
+    match = (
+        r"layer 1_Quantized must keep only.*got '_overwr.*Fp8.*amax_history' and 5 more, "
+        r"which.*train in bf"
+    )
     with pytest.raises(LayerError, match=match):
         jaxpipe.initialize(
             model=model,

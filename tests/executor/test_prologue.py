@@ -79,7 +79,10 @@ def test_the_model_has_the_prologues_that_are_meant(numbers: Numbers, split: Num
 
 @pytest.mark.parametrize("v", range(4))
 def test_forward(numbers: Numbers, v: int) -> None:
-    """The first takes the model's inputs, others what has arrived; in training gains are tenfold."""
+    """The first takes the model's inputs, others what has arrived.
+
+    In training gains are tenfold.
+    """
     layers = PROLOGUES[v]
     result = forward(numbers, v)
     assert float(result.output[0]) == (ARRIVED if v else INPUT) * product(layers) * 10 ** len(

@@ -1,4 +1,7 @@
-"""Vocabulary-parallel ends by themselves, on two stages, beside the same layers whole on one device."""
+"""Vocabulary-parallel ends by themselves, on two stages.
+
+They are compared with the same layers whole on one device.
+"""
 
 from typing import Any
 

@@ -359,14 +359,21 @@ JOB = """
 import flax.linen as nn, jax, jax.numpy as jnp, optax, jaxpipe
 
 def job():
-    model = jaxpipe.PipelineModule([nn.Dense(32) for _ in range(4)], 2, loss_fn=lambda y, t: jnp.mean((y - t) ** 2))
+    layers = [nn.Dense(32) for _ in range(4)]
+    model = jaxpipe.PipelineModule(layers, 2, loss_fn=lambda y, t: jnp.mean((y - t) ** 2))
     x = jax.ShapeDtypeStruct((4, 32), jnp.float32)
     config = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 8}
     return model, config, (x, x), optax.adamw(1e-3)
 
 def keywords():
     model, config, example_batch, optimizer = job()
-    return dict(model=model, config=config, example_batch=example_batch, optimizer=optimizer, hardware="a100:2")
+    return dict(
+        model=model,
+        config=config,
+        example_batch=example_batch,
+        optimizer=optimizer,
+        hardware="a100:2",
+    )
 
 def other():
     return 3
@@ -391,7 +398,8 @@ def layers():
     def fails(x):
         raise ValueError("no such thing")
 
-    return jaxpipe.PipelineModule([nn.Dense(32), fails], 2, loss_fn=lambda y, t: jnp.mean(y)), *job()[1:]
+    model = jaxpipe.PipelineModule([nn.Dense(32), fails], 2, loss_fn=lambda y, t: jnp.mean(y))
+    return model, *job()[1:]
 
 nothing = None
 """

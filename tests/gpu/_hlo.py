@@ -176,7 +176,10 @@ class Program:
         return total
 
     def under(self, body: list[Instruction], kind: str = "collective-permute") -> dict[str, int]:
-        """For each exchange of a computation, or other collective, the number of products that run while it travels."""
+        """For each exchange of a computation, the number of products that run while it travels.
+
+        Or for each other collective.
+        """
         counts = {}
         for i, line in enumerate(body):
             if line.op == f"{kind}-start":

@@ -83,7 +83,10 @@ def kernels(program: Program) -> list[tuple[int, int]]:
 
 
 def most_scores(program: Program) -> int:
-    """The most arrays of a number a query and key that are in one array, such as one a sample and head."""
+    """The most arrays of a number a query and key that are in one array.
+
+    Such as one a sample and head.
+    """
     arrays = [
         dims for body in program.computations.values() for line in body for dims in line.all_dims
     ]

@@ -1,4 +1,7 @@
-"""The step's program on 8 and 64 H200s: what its loops send, copy and branch on, and what it holds."""
+"""The step's program on 8 and 64 H200s.
+
+What its loops send, copy and branch on, and what it holds.
+"""
 
 import functools
 import importlib.util
@@ -27,7 +30,10 @@ VOCAB, DIM, TIME, SAMPLES, STAGES, BLOCKS = 512, 256, 128, 8, 8, 16
 PIXELS = 65536
 WIDTH = 2048
 BREADTH, MANY = 8192, 16
-"""Width at which products take longer than sums between hosts, and samples of which an activation is summed alone."""
+"""Width at which products take longer than sums between hosts, and a number of samples.
+
+An activation of so many samples is summed alone.
+"""
 
 IS_NEW_XLA = jax.__version_info__ >= (0, 12)
 
@@ -182,7 +188,10 @@ def test_inside_a_host_a_loss_runs_in_its_own_tick() -> None:
 
 @pytest.mark.parametrize("schedule", ["interleaved", "zero-bubble"])
 def test_exchanges_travel_under_branches(schedule: str) -> None:
-    """Of chunks, and where backwards are split: one under the forward, one under what follows it."""
+    """Of chunks, and where backwards are split.
+
+    One is under the forward, one under what follows it.
+    """
     step = language_model(schedule=schedule)
     under = step.program.under(step.steady)
     assert len(under) == 2
@@ -190,7 +199,10 @@ def test_exchanges_travel_under_branches(schedule: str) -> None:
 
 
 def test_stages_with_a_backward_wait_for_no_forward() -> None:
-    """Where stages have one or the other in a tick, and send both ways, nothing is exchanged amid it."""
+    """Where stages have one or the other in a tick, nothing is exchanged amid it.
+
+    They send both ways.
+    """
     step = language_model(schedule="zero-bubble-v")
     for body in step.program.loops():
         starts = [i for i, line in enumerate(body) if line.op == "collective-permute-start"]

@@ -95,14 +95,16 @@ HEAD = """
 }
 %loss (a.2: f32[1]) -> f32[1] {
   %a.2 = f32[1]{0} parameter(0)
-  ROOT %head = f32[2]{0} custom-call(), custom_call_target="x", metadata={op_name="branch_1_fun/Head/dot_general"}
+  ROOT %head = f32[2]{0} custom-call(), custom_call_target="x",\
+ metadata={op_name="branch_1_fun/Head/dot_general"}
 }
 """
 TICK = """
 %body{i} (a.3: f32[1]) -> f32[1] {{
   %a.3 = f32[1]{{0}} parameter(0)
   %send = (f32[1]{{0}}, f32[1]{{0}}) collective-permute-start(%a.3), source_target_pairs={{{{0,1}}}}
-  %block = f32[5]{{0}} custom-call(), custom_call_target="x", metadata={{op_name="Block_0/dot_general"}}
+  %block = f32[5]{{0}} custom-call(), custom_call_target="x",\
+ metadata={{op_name="Block_0/dot_general"}}
   %ends = f32[1]{{0}} conditional(%a.3, %a.3, %a.3), branch_computations={{%no_loss, %loss}}
   ROOT %arrived = f32[1]{{0}} collective-permute-done(%send)
 }}
@@ -110,7 +112,10 @@ TICK = """
 
 
 def test_stages_take_their_own_branches_and_wait_for_each_other() -> None:
-    """A block of 20 bytes in every tick, 8 more for the loss of each of 4 microbatches, at a byte a second."""
+    """A block of 20 bytes in every tick, at a byte a second.
+
+    8 more bytes for the loss of each of 4 microbatches.
+    """
     program = lower_schedule("1f1b", 4, 2)
     text = [
         HEAD,
@@ -134,14 +139,19 @@ GATHER = """
 ENTRY %main (a: f32[2]) -> f32[1] {
   %a = f32[2]{0} parameter(0)
   %cast = f32[3]{0} custom-call(), custom_call_target="x"
-  %gather = (f32[1]{0}, f32[3]{0}, f32[2]{0}, f32[6]{0}) all-gather-start(%cast, %a), replica_groups={{0,1},{2,3}}
-  %block = f32[5]{0} custom-call(), custom_call_target="x", metadata={op_name="step/ticks_0_1/while/Block_0/dot"}
+  %gather = (f32[1]{0}, f32[3]{0}, f32[2]{0}, f32[6]{0}) all-gather-start(%cast, %a),\
+ replica_groups={{0,1},{2,3}}
+  %block = f32[5]{0} custom-call(), custom_call_target="x",\
+ metadata={op_name="step/ticks_0_1/while/Block_0/dot"}
   %weights = (f32[2]{0}, f32[6]{0}) all-gather-done(%gather)
 """
 
 
 def test_of_a_gather_outside_of_loops_what_the_first_tick_does_not_hide_counts() -> None:
-    """12 bytes are cast, and 16 gathered from another device while the first tick moves 20, at a byte a second."""
+    """12 bytes are cast, and 16 gathered from another device.
+
+    Meanwhile the first tick moves 20, at a byte a second.
+    """
     program = with_ends_apart(lower_schedule("1f1b", 4, 2))
     (steady,) = (run for run in program.runs if run.stop - run.start > 1)
     ticks = f'metadata={{op_name="step/ticks_{steady.start}_{steady.stop}/while"}}'

@@ -13,7 +13,10 @@ X = np.arange(1.0, 4.0, dtype=np.float32)
 
 
 def chain(x: jax.Array) -> list[jax.Array]:
-    """A result of each of three steps, the last of which also reads what the first one made, and the last value."""
+    """A result of each of three steps, and the last value.
+
+    The last step also reads what the first one made.
+    """
     a = jnp.sin(x)
     results = [2 * a]
     b = jnp.cos(a)

@@ -1,4 +1,7 @@
-"""What is said of a JAX that is newer than the tests, and of flags under which programs cannot be read."""
+"""What is said of a JAX that is newer than the tests.
+
+Also of flags under which programs cannot be read.
+"""
 
 import flax.linen as nn
 import jax

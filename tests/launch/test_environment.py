@@ -312,7 +312,10 @@ def test_a_platform_without_a_plugin(tmp_path: Path) -> None:
     command = [sys.executable, tmp_path / "program.py"]
     done = subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True, check=False)
     assert done.returncode == 1
-    wanted = "LaunchError: JAX must find devices of the platforms that it is told to use, but got JAX_PLATFORMS='cuda' and"
+    wanted = (
+        "LaunchError: JAX must find devices of the platforms that it is told to use, but got "
+        "JAX_PLATFORMS='cuda' and"
+    )
     last = done.stderr.splitlines()[-1]
     assert wanted in last
     assert (

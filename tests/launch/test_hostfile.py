@@ -18,7 +18,10 @@ def _file(folder: Path, text: str) -> Path:
 
 
 def test_reads_names_and_slots(tmp_path: Path) -> None:
-    text = "\ufeff# the cluster\n\nworker-0 slots=4\r\n  worker-1\tslots=4  # the new one\n10.0.0.7 slots=2"
+    text = (
+        "\ufeff# the cluster\n\nworker-0 slots=4\r\n  worker-1\tslots=4  # the new one\n"
+        "10.0.0.7 slots=2"
+    )
     nodes = read_hostfile(_file(tmp_path, text))
     assert [str(node) for node in nodes] == ["worker-0:0,1,2,3", "worker-1:0,1,2,3", "10.0.0.7:0,1"]
 

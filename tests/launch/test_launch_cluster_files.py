@@ -54,7 +54,10 @@ def _check_shell(folder: Path, text: str, *options: str) -> None:
 
 
 def _run_in_slurm(folder: Path, text: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run the file as Slurm would, with an srun that runs one task here and says what it was given."""
+    """Run the file as Slurm would.
+
+    Its srun runs one task here and says what it was given.
+    """
     (folder / "scontrol").write_text("#!/bin/sh\nprintf 'node7\\nnode8\\n'\n")
     (folder / "srun").write_text(
         '#!/bin/bash\nwhile [[ "$1" == --* ]]; do echo "option $1"; shift; done\n'
@@ -296,9 +299,10 @@ def _nasty_job(seed: int, letters: str) -> ClusterJob:
     )
 
 
-LETTERS = "ab01 \n\r\t'\"`$(){}[]<>|&;#!*?~\\/%@:,-=^_\x00\x01\x1b\x7f\x85\u2028\ufeff\u00e9\U0001f600\U000e0001".replace(
-    "\x00", ""
-)
+LETTERS = (
+    "ab01 \n\r\t'\"`$(){}[]<>|&;#!*?~\\/%@:,-=^_"
+    "\x00\x01\x1b\x7f\x85\u2028\ufeff\u00e9\U0001f600\U000e0001"
+).replace("\x00", "")
 BYTES = LETTERS + "\udcff\udc80"  # as Python has the bytes of arguments that are no text
 
 

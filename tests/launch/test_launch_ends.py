@@ -70,7 +70,10 @@ def test_the_first_failure_ends_all(
 # What follows from another's failure can be seen first, or together with it.
 RAISES = "raise ValueError('mine')"
 LOSES_IT = "raise RuntimeError('connection closed by peer')"
-IS_ENDED = "print('... because the JAX distributed service detected fatal errors', file=sys.stderr); os.abort()"
+IS_ENDED = (
+    "print('... because the JAX distributed service detected fatal errors', file=sys.stderr); "
+    "os.abort()"
+)
 
 
 @pytest.mark.parametrize("me", soak_after(1, [1, 0]))
@@ -117,7 +120,11 @@ time.sleep(0.4)
 def test_an_error_that_a_process_went_on_from_is_not_its_last(
     here: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    source = "note()\nsys.stderr.write('Traceback (most recent call last):\\n  old\\nOldError\\n' + 'later\\n' * 100)\n"
+    source = (
+        "note()\n"
+        "sys.stderr.write('Traceback (most recent call last):\\n  old\\nOldError\\n' "
+        "+ 'later\\n' * 100)\n"
+    )
     assert _run(here, 1, source + "sys.exit(4)\n") == 4
     assert capfd.readouterr().err.endswith(
         "The end of its standard error:\n" + "[launch]     later\n" * 5
@@ -151,7 +158,10 @@ def test_those_that_do_not_end_are_killed(here: Path) -> None:
 
 @pytest.mark.parametrize("code", [0, 5])
 def test_grandchildren_end_too(here: Path, code: int) -> None:
-    child = "import os, sys, time; open(sys.argv[1] + '/pid-' + str(os.getpid()), 'w').close(); time.sleep(300)"
+    child = (
+        "import os, sys, time; open(sys.argv[1] + '/pid-' + str(os.getpid()), 'w').close(); "
+        "time.sleep(300)"
+    )
     source = f"""
 subprocess.Popen([sys.executable, "-S", "-c", {child!r}, str(here)])
 while not list(here.glob("pid-*")):
@@ -180,7 +190,10 @@ for n in range(10000):
     )
     assert _run(here, 2, source, "--stall-timeout", 3, "--kill-grace", 1) == 124
     err = capfd.readouterr().err
-    line = r"\[launch\] process 1 \(pid \d+\) finished no step for \d+\.\d s, longer than --stall-timeout 3; its last was"
+    line = (
+        r"\[launch\] process 1 \(pid \d+\) finished no step for \d+\.\d s, longer than "
+        r"--stall-timeout 3; its last was"
+    )
     assert re.search(line + r" at \d\d:\d\d:\d\d\. It is stopped by a signal\.", err)
 
 
@@ -251,8 +264,8 @@ def test_a_signal_that_all_processes_get_is_no_failure(
     here: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     source = (
-        WAIT
-        + "if me == 0:\n    os.kill(os.getppid(), signal.SIGTERM)\n    sys.exit(143)\ntime.sleep(300)\n"
+        WAIT + "if me == 0:\n    os.kill(os.getppid(), signal.SIGTERM)\n    sys.exit(143)\n"
+        "time.sleep(300)\n"
     )
     assert _run(here, 2, source, "--max-restarts", 3) == 143
     err = capfd.readouterr().err

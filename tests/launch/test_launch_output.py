@@ -90,7 +90,10 @@ def test_streams_without_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_a_full_disk_under_the_logs(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """What the processes print still comes through, and the launcher says what the files lack, once."""
+    """What the processes print still comes through.
+
+    The launcher says what the files lack, once.
+    """
     logs = tmp_path / "logs"
     logs.mkdir()
     (logs / "process-1.log").symlink_to("/dev/full")
@@ -140,7 +143,10 @@ def test_no_output_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.slow
 def test_much_at_once(tmp_path: Path) -> None:
-    """100 MB of bytes that are no text, in lines of all lengths, through a pipe that is read slowly at first."""
+    """100 MB of bytes that are no text, in lines of all lengths.
+
+    They go through a pipe that is read slowly at first.
+    """
     source = "line = bytes(range(256)).replace(b'\\n', b'').replace(b'\\r', b'') * 39\n"
     program = script(
         tmp_path, source + "for n in range(10000): os.write(1, b'%d ' % n + line[n:] + b'\\n')\n"

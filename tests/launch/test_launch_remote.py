@@ -19,9 +19,10 @@ HOSTS = "worker-0 slots=4\nworker-1 slots=2\n"
 
 # Notes its process and waits for the others; then does what its node's number tells.
 PROGRAM = """
-me, count, here = int(os.environ["JAX_PROCESS_ID"]), int(os.environ["JAX_NUM_PROCESSES"]), Path(sys.argv[1])
-attempt = os.environ["JAXPIPE_RESTART"]
-print("node", os.environ["NODE"], "devices", os.environ.get("JAX_LOCAL_DEVICE_IDS"), "attempt", attempt)
+me, count = int(os.environ["JAX_PROCESS_ID"]), int(os.environ["JAX_NUM_PROCESSES"])
+here, attempt = Path(sys.argv[1]), os.environ["JAXPIPE_RESTART"]
+devices = os.environ.get("JAX_LOCAL_DEVICE_IDS")
+print("node", os.environ["NODE"], "devices", devices, "attempt", attempt)
 (here / f"pid-{os.getpid()}").touch()
 (here / f"ready-{attempt}-{me}").touch()
 while len(list(here.glob(f"ready-{attempt}-*"))) < count:
@@ -393,7 +394,10 @@ def test_what_is_exported_stands_on_no_command_line(
     stand_in = hosts.parent / "ssh"
     stand_in.write_text('#!/bin/sh\nprintf "%s\\n" "$@" >> lines\nshift; exec sh -c "$*"\n')
     stand_in.chmod(0o755)
-    source = "print(ascii(os.environ['SECRET']), os.environ['JAX_SHOWN'], open('/proc/%d/cmdline' % os.getppid()).read())"
+    source = (
+        "print(ascii(os.environ['SECRET']), os.environ['JAX_SHOWN'], open('/proc/%d/cmdline' % "
+        "os.getppid()).read())"
+    )
     options = (
         "-H",
         hosts,
@@ -438,7 +442,10 @@ def test_what_is_exported_is_too_long(hosts: Path, capfd: pytest.CaptureFixture[
         f"A={'x' * 70000}",
     )
     assert launch(*options, "train.py") == 2
-    wanted = "must be at most 60000 bytes together, but got 70010, of which A has most. Put them into a file"
+    wanted = (
+        "must be at most 60000 bytes together, but got 70010, of which A has most. Put them into a "
+        "file"
+    )
     assert wanted in capfd.readouterr().err
 
 
@@ -510,7 +517,10 @@ def test_a_node_that_cannot_be_reached(hosts: Path, capfd: pytest.CaptureFixture
 def test_being_a_node(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = "print(*(os.environ.get('JAX_' + n) for n in ('COORDINATOR_ADDRESS', 'COORDINATOR_BIND_ADDRESS',"
+    source = (
+        "print(*(os.environ.get('JAX_' + n) for n in ('COORDINATOR_ADDRESS', "
+        "'COORDINATOR_BIND_ADDRESS',"
+    )
     program = script(tmp_path, source + "'NUM_PROCESSES', 'PROCESS_ID', 'LOCAL_DEVICE_IDS')))\n")
     monkeypatch.setenv("RANK_HERE", "1")
     monkeypatch.setenv("NAME_HERE", "b")

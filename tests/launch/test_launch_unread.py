@@ -67,7 +67,10 @@ def test_nobody_reads_and_the_job_ends(here: Path, how: str) -> None:
 
 @pytest.mark.slow
 def test_a_reader_who_comes_late_gets_all(tmp_path: Path) -> None:
-    """Processes wait for their reader, and the launcher too when they have ended: nothing is lost."""
+    """Processes wait for their reader, and the launcher too when they have ended.
+
+    Nothing is lost.
+    """
     program = script(
         tmp_path, "for n in range(20000): print(n, 'x' * 200)\nPath(sys.argv[1]).touch()\n"
     )

@@ -222,7 +222,8 @@ def test_missing_parameters_are_named() -> None:
     del params["layers"]["1_Dense"]["bias"], params["tied"]
     with pytest.raises(
         LayerError,
-        match="got none for layers/1_Dense/bias, tied/k/scale, tied/k/bias|tied/k/bias, tied/k/scale",
+        match="got none for layers/1_Dense/bias, tied/k/scale, tied/k/bias|tied/k/bias, "
+        "tied/k/scale",
     ):
         model.apply(params, x)
     with pytest.raises(LayerError, match=r"got none for layers/0_Dense/.*Pass what init or"):

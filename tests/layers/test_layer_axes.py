@@ -297,7 +297,10 @@ def test_bare_collectives_over_an_automatic_axis() -> None:
 
 @pytest.mark.parametrize("topology", [TOPOLOGY, None])
 def test_collectives_over_an_axis_that_is_nowhere(topology: Any) -> None:
-    match = r"must use collectives over the axis 'data', .*, but got: .*unbound axis name: \w+. Name .* open jax"
+    match = (
+        r"must use collectives over the axis 'data', .*, but got: .*unbound axis name: \w+. Name "
+        r".* open jax"
+    )
     settings = {"num_stages": 1} if topology is None else {"topology": topology}
     model = PipelineModule([lambda x: jax.lax.psum(x, "other")], **settings)
     with pytest.raises(LayerError, match=match):

@@ -237,7 +237,8 @@ def test_what_only_training_may_do_is_refused_at_build(layer: Any, got: str) -> 
     model = PipelineModule([jnp.tanh, layer], num_stages=1)
     with pytest.raises(
         LayerError,
-        match=rf"(?s)layer 1_\w+ must neither draw random numbers nor change its collections in evaluation, but got "
+        match=r"(?s)layer 1_\w+ must neither draw random numbers nor change its collections in "
+        r"evaluation, but got "
         rf"{got}.*deterministic=not train",
     ):
         model.init(KEY, X)

@@ -105,7 +105,8 @@ def test_parts_that_need_shapes_are_asked_for_with_them(method: str) -> None:
     module = PipelineModule(_layers(), num_stages=2, partition_method=method)
     with pytest.raises(
         PartitionError,
-        match=rf"partition_method='{method}' needs the model's shapes.*Call partition\(trace.*engine.module",
+        match=rf"partition_method='{method}' needs the model's shapes.*Call "
+        r"partition\(trace.*engine.module",
     ):
         _ = module.parts
     assert module.partition(module.trace(X)) == (0, 2, 4)

@@ -1,4 +1,7 @@
-"""Layers without a dtype of their own whose loops and branches want one dtype, in a model that computes in another."""
+"""Layers without a dtype of their own whose loops and branches want one dtype.
+
+The model computes in another.
+"""
 
 from typing import Any
 

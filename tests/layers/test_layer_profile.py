@@ -13,8 +13,10 @@ X = np.ones((2, 4), np.float32)
 
 def _module(method: object, num_stages: int = 2) -> PipelineModule:
     return PipelineModule(
-        [LayerSpec(nn.Dense, 4) for _ in range(4)], num_stages, partition_method=method
-    )  # pyright: ignore[reportArgumentType]
+        [LayerSpec(nn.Dense, 4) for _ in range(4)],
+        num_stages,
+        partition_method=method,  # pyright: ignore[reportArgumentType]
+    )
 
 
 def test_stages_may_hold_several_parts() -> None:

@@ -117,7 +117,10 @@ def test_metadata_and_rules(
 
 def test_weights_that_name_the_axis_of_replicas() -> None:
     layers = [_dense("data", "model"), _dense(("data", "model"), None)]
-    match = r"'kernel' of layer 0_Dense and 1 further weights must be whole on each replica, but got 'data' .*rules=\("
+    match = (
+        r"'kernel' of layer 0_Dense and 1 further weights must be whole on each replica, but got "
+        r"'data' .*rules=\("
+    )
     with pytest.warns(UserWarning, match=match):
         PipelineModule(layers, topology=TOPOLOGY).trace(X, mesh=MESH)
     for place in ("expert", None):
@@ -278,7 +281,10 @@ def test_rules_stay_with_the_module() -> None:
     ],
 )
 def test_rules_of_another_form(rules: Any, shown: str) -> None:
-    match = rf"sharding_rules must be a sequence of \(logical name, mesh axis\), .* but got {shown}. Write for instance"
+    match = (
+        rf"sharding_rules must be a sequence of \(logical name, mesh axis\), .* but got {shown}. "
+        r"Write for instance"
+    )
     with pytest.raises(LayerError, match=match):
         PipelineModule([_dense()], topology=TOPOLOGY, sharding_rules=rules)
 
@@ -352,7 +358,10 @@ def test_a_dim_that_the_axis_does_not_divide(layer: Any, match: str) -> None:
 )
 def test_an_axis_at_two_dims(layer: Any, rules: Any, name: str, metadata: str) -> None:
     model = PipelineModule([layer], topology=TOPOLOGY, sharding_rules=rules)
-    match = rf"kernel' of layer 0_\w+ must .* along one dim, but got {name!r} at two in .* {metadata}. Leave {name!r}"
+    match = (
+        rf"kernel' of layer 0_\w+ must .* along one dim, but got {name!r} at two in .* {metadata}. "
+        rf"Leave {name!r}"
+    )
     with pytest.raises(LayerError, match=match):
         model.trace(X, mesh=MESH)
 
@@ -368,7 +377,10 @@ def test_more_names_than_dims() -> None:
 
 
 def test_a_rule_to_an_axis_that_the_mesh_lacks() -> None:
-    match = r"must map to axes of the mesh, but got \('mlp', \('model', 'tensor'\)\) for a mesh with the axes 'stage', "
+    match = (
+        r"must map to axes of the mesh, but got \('mlp', \('model', 'tensor'\)\) for a mesh with "
+        r"the axes 'stage', "
+    )
     rules = (("mlp", ("model", "tensor")),)
     model = PipelineModule([_logical("embed", "mlp")], topology=TOPOLOGY, sharding_rules=rules)
     with pytest.raises(

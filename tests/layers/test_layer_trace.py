@@ -82,9 +82,8 @@ def test_layers_of_equal_code_and_shapes_are_traced_once() -> None:
     specs = [LayerSpec(Counting, factor) for factor in (1, 1, 1.0, True, 2, 1)]
     trace = _trace(*specs, lambda x: x[:1], LayerSpec(Counting, 1))
     assert trace.firsts == (0, 0, 2, 3, 4, 0, 6, 7)
-    assert calls == [
-        c for c in (1, 1.0, True, 2, 1) for _ in range(3)
-    ]  # variables, training, evaluation
+    # Three calls each: variables, training, evaluation.
+    assert calls == [c for c in (1, 1.0, True, 2, 1) for _ in range(3)]
     assert [type(c) for c in calls[::3]] == [int, float, bool, int, int]
 
 
@@ -145,7 +144,8 @@ def test_keys_and_masks_travel_between_layers() -> None:
 def test_two_layers_that_do_not_fit_are_both_named() -> None:
     with pytest.raises(
         LayerError,
-        match=r"(?s)layer 1_lambda must accept the output of layer 0_Dense, but got inputs=float32\[2, 4\]"
+        match=r"(?s)layer 1_lambda must accept the output of layer 0_Dense, but got "
+        r"inputs=float32\[2, 4\]"
         r" and failed with TypeError: .*[^.]\. Make the two layers agree",
     ):
         _trace(nn.Dense(4), lambda x: x @ np.ones((3, 3), np.float32))
@@ -205,7 +205,10 @@ def test_a_side_input_that_no_layer_names_is_told_once() -> None:
         return x if padding is None else x * padding
 
     model = PipelineModule([masked, nn.Dense(2)], num_stages=1)
-    match = r"side input 'paddng' must be named by the call of a layer.*Did you mean 'padding'\? Otherwise leave it out"
+    match = (
+        r"side input 'paddng' must be named by the call of a layer.*Did you mean 'padding'\? "
+        r"Otherwise leave it out"
+    )
     with pytest.warns(UserWarning, match=match):
         model.trace(X, side={"paddng": X})
     model.trace(X, side={"padding": X})
@@ -224,7 +227,8 @@ def test_side_inputs_cannot_take_the_standard_names(name: str) -> None:
 def test_tied_parameters_must_have_one_shape() -> None:
     with pytest.raises(
         LayerError,
-        match=r"tied/k/bias must have one shape, but got float32\[3\] in layer 0_Dense and float32\[5\] in "
+        match=r"tied/k/bias must have one shape, but got float32\[3\] in layer 0_Dense and "
+        r"float32\[5\] in "
         r"layer 1_Dense. Build both with equal sizes, or tie fewer",
     ):
         _trace(TiedLayerSpec("k", nn.Dense, 3), TiedLayerSpec("k", nn.Dense, 5))

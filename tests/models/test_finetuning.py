@@ -1,4 +1,7 @@
-"""Adapters of a Llama trained on packed texts with masked targets, against each text alone on one device."""
+"""Adapters of a Llama trained on packed texts with masked targets.
+
+They are compared with each text alone on one device.
+"""
 
 from typing import Any
 

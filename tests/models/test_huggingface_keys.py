@@ -443,10 +443,8 @@ def test_norms_of_bert_may_have_the_names_of_tensorflow(head: Any) -> None:
     assert len(old.keys() - theirs.keys()) == 2 * (
         1 + 2 * config.num_hidden_layers + (head is not None)
     )
-    old |= {
-        "classifier.weight": np.ones((3, 8)),
-        "qa_outputs.bias": np.ones(2),
-    }  # of heads that are not here
+    # Of heads that are not here.
+    old |= {"classifier.weight": np.ones((3, 8)), "qa_outputs.bias": np.ones(2)}
     jax.tree.map(
         np.testing.assert_array_equal, rename(old, bert_names(config, head), params), params
     )

@@ -90,7 +90,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def make(family: str, **changes: Any) -> tuple[Any, LlamaConfig]:
-    """A model of theirs with random weights, norms and biases too, and what its config.json says to us."""
+    """A model of theirs with random weights, norms and biases too.
+
+    Also what its config.json says to us.
+    """
     sizes = {**SIZES, **changes}
     config = getattr(transformers, family + "Config")(**sizes, attn_implementation="eager")
     model = getattr(transformers, family + "ForCausalLM")(config).eval()
@@ -211,7 +214,10 @@ def test_packed_texts_whose_length_together_would_stretch_angles_are_refused() -
     for length, is_stretched in ((8, False), (9, True)):
         ids = np.ones((1, length), np.int32)
         module.trace(ids)
-        match = "'dynamic'.*segment_ids for 9 positions and original_max_position_embeddings=8. Pack fewer texts"
+        match = (
+            "'dynamic'.*segment_ids for 9 positions and original_max_position_embeddings=8. Pack "
+            "fewer texts"
+        )
         with pytest.raises(LayerError, match=match) if is_stretched else contextlib.nullcontext():
             module.trace(ids, {"segment_ids": ids})
 

@@ -189,7 +189,10 @@ class Actions:
         call(self.entries(0))
 
     def train_undecodable(self, kind: str) -> None:
-        """The data of process 1 fail with an error whose text cannot be encoded, or not even made."""
+        """The data of process 1 fail with an error.
+
+        Its text cannot be encoded, or not even made.
+        """
 
         class UnprintableError(ValueError):
             def __str__(self) -> str:

@@ -91,7 +91,10 @@ def ends(process: subprocess.Popen[str], running: list[int]) -> tuple[int, str]:
 
 
 def resume(folder: Path, reference: dict[int, str]) -> None:
-    """Going on to the end gives the same losses, to the last digit, and leaves whole checkpoints only."""
+    """Going on to the end gives the same losses, to the last digit.
+
+    It leaves whole checkpoints only.
+    """
     with launched(folder) as process:
         output, _ = process.communicate(timeout=120)
         assert process.returncode == 0, output

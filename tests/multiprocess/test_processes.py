@@ -197,7 +197,10 @@ def test_a_link_that_does_not_answer_is_named(tmp_path: Path) -> None:
     finally:
         job.kill()
     assert "all answered" in job.log(1)
-    wanted = "the links of process 0 along the mesh axis 'stage', to process 1, must answer, but got nothing for 3 s. Check"
+    wanted = (
+        "the links of process 0 along the mesh axis 'stage', to process 1, must answer, but got "
+        "nothing for 3 s. Check"
+    )
     assert wanted in job.log(0)
 
 
@@ -205,7 +208,8 @@ def test_a_coordinator_that_does_not_answer() -> None:
     port = free_port()
     with pytest.raises(
         LaunchError,
-        match=rf"must answer at 127.0.0.1:{port}, .*process 1 got .* for 1 s. Check that process 0 runs",
+        match=rf"must answer at 127.0.0.1:{port}, .*process 1 got .* for 1 s. Check that process "
+        r"0 runs",
     ):
         jaxpipe.init_distributed(
             coordinator_address=f"127.0.0.1:{port}",

@@ -1,4 +1,7 @@
-"""Two network namespaces as two hosts, joined by a cable, started by the launcher through a stand-in for ssh."""
+"""Two network namespaces as two hosts, joined by a cable.
+
+The launcher starts them through a stand-in for ssh.
+"""
 
 import os
 import shutil

@@ -100,7 +100,10 @@ def test_leafwise_optimisers_do_what_they_do_unpipelined(name: str) -> None:
 @pytest.mark.parametrize("name", COUPLING)
 def test_coupling_optimisers_are_refused_on_several_stages(name: str) -> None:
     case = Case(stages=2, optimizer=COUPLING[name])
-    match = r"num_stages > 1 or ZeRO.* one whose result mixes .* and .*clip_by_global_norm set gradient_clipping"
+    match = (
+        r"num_stages > 1 or ZeRO.* one whose result mixes .* and .*clip_by_global_norm set "
+        r"gradient_clipping"
+    )
     with pytest.raises(ConfigError, match=match):
         case.pipeline()
 

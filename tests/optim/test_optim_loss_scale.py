@@ -84,9 +84,8 @@ SECTIONS = [
         [1, 2, 3], [1, 2, 3], [False, True], [1.0, 3.0, 8.0]
     )
 ]
-MIXED = [
-    SECTIONS[7 * i % len(SECTIONS)] for i in range(len(SECTIONS))
-]  # the first ones with all values of each
+# The first ones have all values of each.
+MIXED = [SECTIONS[7 * i % len(SECTIONS)] for i in range(len(SECTIONS))]
 
 
 @pytest.mark.parametrize("section", soak_after(12, MIXED), ids=repr)

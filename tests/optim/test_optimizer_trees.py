@@ -95,7 +95,10 @@ NEEDED: dict[str, dict[str, Any]] = {
     "schedule_free": {"base_optimizer": optax.sgd(0.1)},
 }
 OPTAX = sorted({*optax_optimizers()} - {"optimistic_adam", "dpsgd"})
-RANK = r"must treat a parameter the same whatever other parameters are in the tree.* of all 8 parameters than in that "
+RANK = (
+    r"must treat a parameter the same whatever other parameters are in the tree.* of all 8 "
+    r"parameters than in that "
+)
 
 
 @pytest.mark.parametrize(
@@ -105,8 +108,8 @@ RANK = r"must treat a parameter the same whatever other parameters are in the tr
             rates(optax.sgd, by_rank),
             None,
             RANK
-            + r"of 4 of them, layers/0_Dense/bias to layers/1_Dense/kernel\. Let labels and masks look at a "
-            r"parameter's path",
+            + r"of 4 of them, layers/0_Dense/bias to layers/1_Dense/kernel\. Let labels and masks "
+            r"look at a parameter's path",
             id="rank-sgd",
         ),
         pytest.param(

@@ -1,4 +1,6 @@
-"""Layers whose backward is not linear in its cotangent, against `jax.grad` of the batch's loss on one device.
+"""Layers whose backward is not linear in its cotangent.
+
+They are compared with `jax.grad` of the batch's loss on one device.
 
 Anything linear hides by what the loss was multiplied before differentiation, if gradients are
 divided by it later.
@@ -87,7 +89,8 @@ class Case:
 
     def __str__(self) -> str:
         sizes = f"{self.stages}x{self.data}x{self.microbatches}"
-        return f"{self.layers}-{sizes}-{self.schedule}-{self.dtype or 'float32'}{'-checked' if self.checks else ''}"
+        checked = "-checked" if self.checks else ""
+        return f"{self.layers}-{sizes}-{self.schedule}-{self.dtype or 'float32'}{checked}"
 
     @property
     def scale(self) -> float:

@@ -1,4 +1,7 @@
-"""The first and the last tick as runs of their own, as programs of accelerators with replicas have them."""
+"""The first and the last tick as runs of their own.
+
+Programs of accelerators with replicas have them so.
+"""
 
 import dataclasses
 from typing import Any
@@ -93,7 +96,10 @@ CASES = [
 @pytest.mark.parametrize("policy", soak_after(1, ["computed_at_the_ends", "masked", "skipped"]))
 @pytest.mark.parametrize("case", slow_after(1, CASES, soak=True), ids=str)
 def test_loss_and_every_gradient(monkeypatch: pytest.MonkeyPatch, case: Case, policy: str) -> None:
-    """With idle actions computed everywhere, skipped everywhere, and skipped but in these two ticks."""
+    """With idle actions computed everywhere, or skipped everywhere.
+
+    Or skipped but in these two ticks.
+    """
     plan_of = _pipeline.make_plan
 
     def make_plan(*args: Any, **kwargs: Any) -> Plan:

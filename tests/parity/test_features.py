@@ -1,4 +1,7 @@
-"""Clipping, ZeRO-1, collections and reports against the sequential model with the same optimiser."""
+"""Clipping, ZeRO-1, collections and reports.
+
+Against the sequential model with the same optimiser.
+"""
 
 from typing import Any
 

@@ -1,4 +1,7 @@
-"""Blocks written for other trainers, which take positions, caches and masks and return pairs, through `forward_fn`."""
+"""Blocks written for other trainers, through `forward_fn`.
+
+They take positions, caches and masks and return pairs.
+"""
 
 from collections.abc import Callable
 from typing import Any

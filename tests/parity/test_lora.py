@@ -259,7 +259,10 @@ def test_each_pattern_must_find_a_kernel(layer: Any) -> None:
     model = PipelineModule(
         lora([nn.Dense(DIM), layer], 2, 1.0, ["1_.*kernel", "qery/kernel"]), num_stages=1
     )
-    match = r"must each find a kernel .* but got 'qery/kernel', which finds none of \d+\. The nearest are: layers/\d_"
+    match = (
+        r"must each find a kernel .* but got 'qery/kernel', which finds none of \d+\. The nearest "
+        r"are: layers/\d_"
+    )
     with pytest.raises(LayerError, match=match):
         model.trace(np.ones((2, LENGTH, DIM), np.float32))
 

@@ -1,4 +1,7 @@
-"""Weights sharded over the mesh axis `model` by their metadata, against the same model on one device."""
+"""Weights sharded over the mesh axis `model` by their metadata.
+
+Against the same model on one device.
+"""
 
 from typing import Any
 

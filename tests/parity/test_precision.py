@@ -93,7 +93,10 @@ def test_masters_and_accumulators_are_float32_and_what_travels_is_not() -> None:
 
 
 class TimedAttention(nn.Module):
-    """Needs a time step to its last digit and takes float32's lowest number; its stream is float32."""
+    """Needs a time step to its last digit and takes float32's lowest number.
+
+    Its stream is float32.
+    """
 
     @nn.compact
     def __call__(self, carried: tuple[jax.Array, jax.Array], bias: jax.Array) -> Any:

@@ -1,4 +1,7 @@
-"""Recompute by policy, by mark and with what is kept in host memory: the same gradients as without."""
+"""Recompute by policy, by mark and with what is kept in host memory.
+
+The gradients are the same as without.
+"""
 
 import functools
 from collections.abc import Callable

@@ -1,4 +1,7 @@
-"""An ordinary embedding, head and cross entropy that the setting `split_vocabulary` splits over the stages."""
+"""An ordinary embedding, head and cross entropy.
+
+The setting `split_vocabulary` splits them over the stages.
+"""
 
 from collections.abc import Callable
 from typing import Any

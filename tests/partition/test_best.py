@@ -7,10 +7,8 @@ from hypothesis import strategies as st
 
 from jaxpipe.partition import LayerCost, Profile, partition_balanced, partition_best, tick_of
 
-BLOCK, HEAD = (
-    2e8,
-    1.3e8,
-)  # parameters, of a 7B model with a vocabulary of 32k; a layer with parameters is a product
+# Parameters, of a 7B model with a vocabulary of 32k; a layer with parameters is a product.
+BLOCK, HEAD = 2e8, 1.3e8
 TOKENS = 4096
 
 

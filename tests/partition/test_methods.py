@@ -331,7 +331,10 @@ def test_boundaries_alone_may_say_how_many_chunks_there_are() -> None:
 
 @pytest.mark.parametrize("method", ["uniform", "parameters", "trunk", [0, 6]])
 def test_more_chunks_than_layers(method: str | Sequence[int]) -> None:
-    match = r"num_stages \* num_chunks must be at most the number of layers \(6\).*num_stages=4 and num_chunks=2. Use fewer"
+    match = (
+        r"num_stages \* num_chunks must be at most the number of layers \(6\).*num_stages=4 and "
+        r"num_chunks=2. Use fewer"
+    )
     with pytest.raises(PartitionError, match=match):
         _chunks(method, 4, 8)
 
@@ -349,6 +352,9 @@ def test_parts_are_chunks_of_stages() -> None:
 
 
 def test_a_trunk_that_does_not_divide_into_chunks() -> None:
-    match = r"on every chunk, but got num_stages=3 and num_chunks=2. Use 4 chunks in all, or repeat the layer 6 times"
+    match = (
+        r"on every chunk, but got num_stages=3 and num_chunks=2. Use 4 chunks in all, or repeat "
+        r"the layer 6 times"
+    )
     with pytest.raises(PartitionError, match=match):
         _chunks("trunk", 3, 6)

@@ -112,7 +112,10 @@ def test_a_limit_too_small_names_the_least_that_would_do() -> None:
 def test_parameters_that_do_not_fit_alone_are_told_apart() -> None:
     sizes = [10] * 8
     profile = _profile([1] * 8, sizes, in_flight=(7, 5, 3, 1), bytes_per_param=4, limit_bytes=79)
-    message = r"Raise the limit, or use more stages\. Parameters, .* alone need 80, so that neither recompute nor smaller"
+    message = (
+        r"Raise the limit, or use more stages\. Parameters, .* alone need 80, so that neither "
+        r"recompute nor smaller"
+    )
     with pytest.raises(PartitionError, match=message):
         partition_profile(profile, 4)
 

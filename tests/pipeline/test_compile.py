@@ -143,7 +143,10 @@ sys.path.insert(0, {tests!r})
 import jax
 jax.config.update("jax_num_cpu_devices", 8)
 from _oracle import Case
-for case in (Case(model="tied", stages=2, data=2), Case(model="attention", stages=2, schedule="zero-bubble")):
+for case in (
+    Case(model="tied", stages=2, data=2),
+    Case(model="attention", stages=2, schedule="zero-bubble"),
+):
     pipeline = case.pipeline()
     text = pipeline.step.lower(pipeline.state_struct, pipeline.batch_struct).as_text()
     print(hashlib.sha256(text.encode()).hexdigest())

@@ -275,9 +275,8 @@ def test_zero_divides_optimizer_state_and_masters_by_the_replicas(
     whole, divided = (zero_pipeline(stage, optimizer) for stage in (0, 1))
     for name in ("opt_state", "params"):
         before, after = (bytes_per_device(getattr(p.state_struct, name)) for p in (whole, divided))
-        share = (
-            1 / 8 if optimizer is ADAM else 1 / 4
-        )  # four kernels are dealt out to eight replicas, whole
+        # LAMB: four kernels are dealt out to eight replicas, whole.
+        share = 1 / 8 if optimizer is ADAM else 1 / 4
         assert after <= share * before * STATE_BYTES + 256
     held = [
         p.step.lower(p.state_struct, p.batch_struct)

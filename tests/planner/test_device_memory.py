@@ -72,7 +72,10 @@ LIMITED = {"train_batch_size": 1, "pipeline": {"memory_limit_gb": 80}}
 
 
 def test_a_limit_on_memory_that_nothing_keeps_to_is_refused() -> None:
-    message = r"memory_limit_gb=80\.0, pipeline\.schedule='1f1b' and partition_method='uniform'\. Remove it, or use one"
+    message = (
+        r"memory_limit_gb=80\.0, pipeline\.schedule='1f1b' and partition_method='uniform'\. Remove "
+        r"it, or use one"
+    )
     with pytest.raises(ConfigError, match=message):
         configure_model(MODEL, load_config(LIMITED))
 

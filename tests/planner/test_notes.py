@@ -22,7 +22,10 @@ from jaxpipe.schedules import resolve_schedule
 from jaxpipe.state import VocabLayers
 
 STAGES, ROWS, DIM, BLOCKS = 4, 452, 16, 12
-"""Embedding and head have as many parameters as 3.4 blocks each, so that by parameters the ends get one block."""
+"""Embedding and head have as many parameters as 3.4 blocks each.
+
+So by parameters the ends get one block.
+"""
 TOKENS = np.zeros((2, 8), np.int32)
 
 

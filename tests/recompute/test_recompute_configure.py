@@ -127,7 +127,10 @@ def test_the_warning_names_argument_key_and_substitute() -> None:
 
 
 def test_host_memory_of_cpus_is_their_own() -> None:
-    match = r"^No effect: checkpoint_in_cpu \(activation_checkpointing.cpu_checkpointing\): the devices are CPUs.*GPUs"
+    match = (
+        r"^No effect: checkpoint_in_cpu \(activation_checkpointing.cpu_checkpointing\): the "
+        r"devices are CPUs.*GPUs"
+    )
     with pytest.warns(ConfigWarning, match=match):
         checkpointing.settings_for(_section(cpu_checkpointing=True))
     with pytest.warns(ConfigWarning, match=match):
@@ -143,7 +146,10 @@ def test_activations_are_not_shared_without_an_axis_for_it(
     mesh = jax.make_mesh(
         shape, axes, axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[: shape[0] * shape[1]]
     )
-    match = r"^No effect: partition_activations \(activation_.*no axis 'model' .* use PipeModelDataParallelTopology"
+    match = (
+        r"^No effect: partition_activations \(activation_.*no axis 'model' .* use "
+        r"PipeModelDataParallelTopology"
+    )
     with pytest.warns(ConfigWarning, match=match):
         checkpointing.settings_for(_section(partition_activations=True), mesh)
 

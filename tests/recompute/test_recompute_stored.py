@@ -62,7 +62,10 @@ def _kept(pullback: Any, names: Sequence[str] = ()) -> list[tuple[int, ...]]:
 def _run(
     settings: RecomputeSettings, mesh: Mesh, x: jax.Array
 ) -> tuple[Any, list[tuple[int, ...]]]:
-    """Loss and gradients of two recomputed blocks, and the shapes of what one device keeps of activations."""
+    """Loss and gradients of two recomputed blocks.
+
+    Also the shapes of what one device keeps of activations.
+    """
     specs = {"up": PartitionSpec(None, "model"), "down": PartitionSpec("model", None)}
     weights = {
         name: jax.device_put(w, NamedSharding(mesh, specs[name])) for name, w in _weights().items()

@@ -100,7 +100,10 @@ class Machine:
     def take(
         self, transfers: Transfers[Table], rings: TransferBuffers[Ring], *, unbuffered: bool
     ) -> Any:
-        """The value that an action reads, or None; received ones carry the tick of their arrival."""
+        """The value that an action reads, or None.
+
+        Received ones carry the tick of their arrival.
+        """
         received, local = self.at(transfers.read), self.at(transfers.local_read)
         assert received < 0 or local < 0
         if received >= 0:

@@ -91,7 +91,10 @@ def edit(listings: list[list[Any]], kind: str, *what: Any) -> None:
 def refused(
     listed: Callable[..., list[ListedSchedule]],
 ) -> Callable[[tuple[Any, ...], str, str], None]:
-    """Spoils 1F1B (4 microbatches, 3 stages) and expects the error, with the marked cell in its grid."""
+    """Spoils 1F1B (4 microbatches, 3 stages) and expects the error.
+
+    Its grid has the marked cell.
+    """
 
     def check(spoil: tuple[Any, ...], match: str, cell: str) -> None:
         schedules = listed(OneFOneBSchedule, 4, 3)

@@ -106,7 +106,10 @@ def test_forward_only_schedules_hold_forwards_only(listed: Build, op: PipeInstru
     schedules = listed(InferenceSchedule, 3, 2)
     schedules[1].listing[2].append(op)
     name = re.escape(repr(op))
-    match = rf"{name} must stand in a training schedule only, but got training=False on stage=1 at step=2\. Take it out"
+    match = (
+        rf"{name} must stand in a training schedule only, but got training=False on stage=1 at "
+        r"step=2\. Take it out"
+    )
     with pytest.raises(ScheduleError, match=match) as caught:
         check_schedule(schedules, training=False)
     assert "[F1" in str(caught.value)
@@ -115,7 +118,10 @@ def test_forward_only_schedules_hold_forwards_only(listed: Build, op: PipeInstru
 def test_forward_only_schedules_finish(listed: Build) -> None:
     schedules = listed(InferenceSchedule, 3, 2)
     schedules[1].listing[3].clear()
-    match = r"Stage 1 must finish every microbatch, but got micro_batch_id=2, chunk_id=0 without ForwardPass\. Add it"
+    match = (
+        r"Stage 1 must finish every microbatch, but got micro_batch_id=2, chunk_id=0 without "
+        r"ForwardPass\. Add it"
+    )
     with pytest.raises(ScheduleError, match=match):
         check_schedule(schedules, training=False)
 
@@ -123,22 +129,34 @@ def test_forward_only_schedules_finish(listed: Build) -> None:
 def test_forward_only_buffers_are_not_overwritten(listed: Build) -> None:
     schedules = listed(InferenceSchedule, 3, 2)
     schedules[0].listing[1] = [LoadMicroBatch(0), SendActivation(0), ForwardPass(0)]
-    match = r"overwrite a live buffer, but got micro_batch_id=0 in it, which still needs SendActivation, on stage=0"
+    match = (
+        r"overwrite a live buffer, but got micro_batch_id=0 in it, which still needs "
+        r"SendActivation, on stage=0"
+    )
     with pytest.raises(ScheduleError, match=match):
         check_schedule(schedules, training=False)
 
 
 def test_an_inference_schedule_does_not_train() -> None:
-    match = r"micro_batch_id=0 in it, which still needs BackwardPass or BackwardInput, on stage=0 at step=2"
+    match = (
+        r"micro_batch_id=0 in it, which still needs BackwardPass or BackwardInput, on stage=0 at "
+        r"step=2"
+    )
     with pytest.raises(ScheduleError, match=match):
         check_schedule(InferenceSchedule, 3, 2)
-    match = r"Stage 0 must finish every microbatch, but got micro_batch_id=0, chunk_id=0 without BackwardPass or "
+    match = (
+        r"Stage 0 must finish every microbatch, but got micro_batch_id=0, chunk_id=0 without "
+        r"BackwardPass or "
+    )
     with pytest.raises(ScheduleError, match=match):
         check_schedule(InferenceSchedule, 2, 2)
 
 
 def test_gradient_accumulation_is_no_pipeline() -> None:
-    match = r"BackwardPass\(buffer_id=0\) must come after RecvGrad, but got micro_batch_id=0 without it on stage=0"
+    match = (
+        r"BackwardPass\(buffer_id=0\) must come after RecvGrad, but got micro_batch_id=0 without "
+        r"it on stage=0"
+    )
     with pytest.raises(ScheduleError, match=match):
         check_schedule(DataParallelSchedule, 3, 2)
     check_schedule(DataParallelSchedule, 3, 1)
@@ -170,7 +188,10 @@ def test_with_chunks_what_enters_a_buffer_names_its_chunk(
                     for op in commands
                 ]
 
-    match = r"LoadMicroBatch\(buffer_id=0\) must name a chunk in \[0, num_chunks=2\), but got chunk_id=None on stage=0"
+    match = (
+        r"LoadMicroBatch\(buffer_id=0\) must name a chunk in \[0, num_chunks=2\), but got "
+        r"chunk_id=None on stage=0"
+    )
     with pytest.raises(ScheduleError, match=match):
         check_schedule(Nameless, 2, 2)
 
@@ -200,7 +221,10 @@ def test_chunks_of_one_stage_do_not_send_to_each_other(
             for step, commands in enumerate(super().steps()):
                 yield [*([SendActivation(0)] if step == 1 else []), *commands]
 
-    match = r"SendActivation must have a partner on another stage, but got stage=0, step=1, micro_batch_id=0, chunk_id=0"
+    match = (
+        r"SendActivation must have a partner on another stage, but got stage=0, step=1, "
+        r"micro_batch_id=0, chunk_id=0"
+    )
     with pytest.raises(ScheduleError, match=match):
         check_schedule(Sending, 2, 1)
 
@@ -233,6 +257,9 @@ def test_endless_schedules_are_refused() -> None:
             while True:
                 yield []
 
-    match = r"steps\(\) must end, but got more than \d+ steps on stage=0 with micro_batches=2, stages=2\. Stop after"
+    match = (
+        r"steps\(\) must end, but got more than \d+ steps on stage=0 with micro_batches=2, "
+        r"stages=2\. Stop after"
+    )
     with pytest.raises(ScheduleError, match=match):
         check_schedule(Endless, 2, 2)

@@ -128,7 +128,10 @@ def test_impossible_times_are_refused(
     forward_s: float, backward_s: float, weight_s: float | None
 ) -> None:
     program = lower_schedule(OneFOneBSchedule, 2, 2)
-    match = rf"forward_s={forward_s}, backward_s={backward_s}, weight_s={weight_s}\. Pass seconds; backward_s"
+    match = (
+        rf"forward_s={forward_s}, backward_s={backward_s}, weight_s={weight_s}\. Pass seconds; "
+        r"backward_s"
+    )
     with pytest.raises(ScheduleError, match=match):
         makespan(program, forward_s, backward_s, weight_s=weight_s)
 

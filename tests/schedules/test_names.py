@@ -178,7 +178,10 @@ def test_unknown_names_are_refused(name: str, hint: str) -> None:
 
 @pytest.mark.parametrize("schedule", [OneFOneBSchedule(2, 2, 0), int, 3])
 def test_other_things_are_refused(schedule: type[PipeSchedule]) -> None:
-    match = rf"A schedule must be a name or a PipeSchedule subclass, but got schedule={re.escape(repr(schedule))}\. Pass"
+    match = (
+        r"A schedule must be a name or a PipeSchedule subclass, but got "
+        rf"schedule={re.escape(repr(schedule))}\. Pass"
+    )
     with pytest.raises(ScheduleError, match=match):
         resolve_schedule(schedule)
 

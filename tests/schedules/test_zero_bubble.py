@@ -196,7 +196,8 @@ stage 2  .   .   F0  I0  F1  I1W0  F2  I2  F3  I3  W1  W2  W3"""
         == """\
 step     0    1    2    3    4    5        6    7        8    9        10       11   12   13   14
 stage 0  0F0  .    0F1  3F0  3I0  3F1+3W0  0F2  0I0+0W0  3I1  3F2+3W1  3I2+3W2  0I1  0W1  0I2  0W2
-stage 1  .    1F0  2F0  1F1  2F1  2I0+2W0  1I0  1F2+1W0  2F2  2I1+2W1  1I1+1W1  2I2  1I2  2W2  1W2"""
+stage 1  .    1F0  2F0  1F1  2F1  2I0+2W0  1I0  1F2+1W0  2F2  2I1+2W1  1I1+1W1  2I2  1I2  2W2  1W2\
+"""
     )
 
 

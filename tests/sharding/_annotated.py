@@ -1,4 +1,6 @@
-"""Models whose layers say how they are sharded inside a stage, each beside the same layers that say nothing.
+"""Models whose layers say how they are sharded inside a stage.
+
+Each stands beside the same layers that say nothing.
 
 What is annotated must compute what is not, so the plain layers on one device are the oracle. Dims
 are told apart by their sizes: 24 is an MLP's width, 32 the vocabulary.
@@ -180,7 +182,10 @@ class LogicalHead(nn.Module):
 
 
 class SequenceBlock(nn.Module):
-    """Its residual stream is sharded along the sequence, and gathered for what is sharded by features."""
+    """Its residual stream is sharded along the sequence.
+
+    It is gathered for what is sharded by features.
+    """
 
     said: bool = True
 
@@ -192,7 +197,10 @@ class SequenceBlock(nn.Module):
 
 
 class FullyShardedBlock(nn.Module):
-    """Weights sharded at rest over the axis that divides the samples too, and over `model` where `inner` says so."""
+    """Weights sharded at rest over the axis that divides the samples too.
+
+    Also over `model` where `inner` says so.
+    """
 
     said: bool = True
     inner: bool = False
@@ -244,7 +252,10 @@ class Rematted(nn.Module):
 
 
 class ScannedBlock(nn.Module):
-    """Two MLPs in a `scan` over stacked weights, recomputed in the backward, as Flax's own models have their layers."""
+    """Two MLPs in a `scan` over stacked weights, recomputed in the backward.
+
+    Flax's own models have their layers so.
+    """
 
     said: bool = True
 
@@ -285,7 +296,9 @@ class StatsBlock(nn.Module):
 
 
 class Experts(nn.Module):
-    """Two of four experts for each token, with room for some of its tokens in each, and a loss that balances them.
+    """Two of four experts for each token, with room for some of its tokens in each.
+
+    A loss balances them.
 
     Experts lie on the axis `expert`, and the features inside each on `model` where `inner` says so.
     """

@@ -1,4 +1,7 @@
-"""Weights and samples divided over the axis `fsdp`, by metadata or by the default rule, against one device."""
+"""Weights and samples divided over the axis `fsdp`, against one device.
+
+By metadata or by the default rule.
+"""
 
 import functools
 from typing import Any
@@ -221,9 +224,8 @@ def test_bytes_at_rest_fall_by_the_axis(size: int) -> None:
         }
 
     found, wanted = num_bytes(pipeline), num_bytes(whole)
-    trunk = (
-        2 * 2 * DIM * HIDDEN * 4
-    )  # two blocks of two kernels on a stage; the ends are packed without the axis
+    # Two blocks of two kernels on a stage; the ends are packed without the axis.
+    trunk = 2 * 2 * DIM * HIDDEN * 4
     assert found["gradients"] == found["params"] > trunk // size
     assert found["moments"] == 2 * found["params"]
     assert wanted["params"] == trunk

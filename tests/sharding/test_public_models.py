@@ -1,4 +1,6 @@
-"""Blocks that others have written and annotated, unchanged, in a pipeline over stage x data x model.
+"""Blocks that others have written and annotated, unchanged.
+
+They are in a pipeline over stage x data x model.
 
 Their files are fetched from the package registry when the tests run, and none is part of this
 repository.

@@ -69,7 +69,10 @@ class Axes:
 
 @functools.cache
 def saved(axes: Axes, root: Path) -> tuple[Path, Any, list[float]]:
-    """A checkpoint after two steps, its parameters, and the losses of the next two steps without it."""
+    """A checkpoint after two steps, and its parameters.
+
+    Also the losses of the next two steps without it.
+    """
     engine = axes.engine()
     for step in range(2):
         engine.train_batch(axes.entries(step))

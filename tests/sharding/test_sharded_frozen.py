@@ -1,4 +1,7 @@
-"""Frozen parameters where stages are sharded inside, over `model` and `fsdp`, against one device."""
+"""Frozen parameters, against one device.
+
+Stages are sharded inside, over `model` and `fsdp`.
+"""
 
 import optax
 import pytest

@@ -1,4 +1,7 @@
-"""Loss and every gradient of annotated layers on stage x data x automatic axes, against plain layers on one device."""
+"""Loss and every gradient of annotated layers on stage x data x automatic axes.
+
+Against plain layers on one device.
+"""
 
 import pytest
 from _annotated import ANNOTATED, BLOCKS, Sharded

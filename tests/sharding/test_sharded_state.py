@@ -38,7 +38,10 @@ def shard_of(shape: tuple[int, ...], spec: Spec, axes: dict[str, int]) -> tuple[
 
 
 def check_shards(case: Sharded, tree: Any) -> None:
-    """Every array that has the form of an annotated leaf is sharded as the leaf says, and every form is there."""
+    """Every array that has the form of an annotated leaf is sharded as the leaf says.
+
+    Every form is there.
+    """
     wanted = {
         shape: shard_of(shape, spec, dict(case.axes))
         for shape, spec in annotated_leaves(case).values()

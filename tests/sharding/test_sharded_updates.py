@@ -1,4 +1,7 @@
-"""Parameters, losses and collections after one and three steps, against plain layers and the same optimiser."""
+"""Parameters, losses and collections after one and three steps.
+
+Against plain layers and the same optimiser.
+"""
 
 from typing import Any
 

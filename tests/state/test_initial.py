@@ -191,7 +191,10 @@ def test_alike_layers_are_compiled_once(compiled: list[str]) -> None:
 
 
 def test_stages_draw_side_by_side_one_layer_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It takes as long as the layers of one stage, and leaves of one layer at a time lie beside the state."""
+    """It takes as long as the layers of one stage.
+
+    Leaves of one layer at a time lie beside the state.
+    """
     events: list[str] = []
     run, wait = StageInit._run, jax.block_until_ready
 
@@ -300,7 +303,10 @@ def test_blocks_are_cut_off_side_by_side() -> None:
 def test_a_stage_with_more_layers_draws_alone_and_each_replica_keeps_its_shard(
     optimizer: optax.GradientTransformation,
 ) -> None:
-    """One of three alike layers is on the second stage, after another one; LAMB wants whole leaves."""
+    """One of three alike layers is on the second stage, after another one.
+
+    LAMB wants whole leaves.
+    """
     normal = nn.initializers.normal()
     one, two, three = (
         LayerSpec(nn.Dense, 4, kernel_init=normal, bias_init=normal) for _ in range(3)

@@ -36,9 +36,8 @@ def test_replicas_and_holders_of_tied_parameters_count_once(layout: ShardLayout)
 
     def device(storage: Storage) -> jax.Array:
         stage, replica = jax.lax.axis_index("stage"), jax.lax.axis_index("data")
-        shard = layout.reduce(
-            stage, storage
-        )  # replica 1 gives zeros, so this is what replica 0 has
+        # Replica 1 gives zeros, so this is what replica 0 has.
+        shard = layout.reduce(stage, storage)
         return global_norm(TIED, sharding, layout.shard_kind(stage, replica), shard)
 
     given = [
@@ -68,9 +67,8 @@ def test_half_precision_and_complex_gradients() -> None:
     (found,) = on_devices(
         make_mesh(1, 1), lambda shard: global_norm({}, sharding, jnp.int32(0), shard), given
     )
-    np.testing.assert_allclose(
-        found, np.sqrt(4 * 300.0**2 + 25), rtol=1e-6
-    )  # 300 squared overflows float16
+    # 300 squared overflows float16.
+    np.testing.assert_allclose(found, np.sqrt(4 * 300.0**2 + 25), rtol=1e-6)
 
 
 def test_clipping_scales_down_to_the_limit_and_never_up() -> None:

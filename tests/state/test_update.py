@@ -32,7 +32,10 @@ class Model(NamedTuple):
 
 @functools.cache
 def model() -> Model:
-    """On each of two stages two equal layers, before them a wide one and after them a narrow one."""
+    """On each of two stages two equal layers.
+
+    Before them is a wide one and after them a narrow one.
+    """
     layers = [nn.Dense(4), *[LayerSpec(nn.Dense, 4)] * 4, nn.Dense(2)]
     module = PipelineModule(layers, num_stages=2, loss_fn=lambda y, t: jnp.mean((y - t) ** 2))
     trace = module.trace(struct(1, 3))
@@ -153,9 +156,8 @@ def test_trunks_that_are_treated_alike_are_updated_without_a_conditional() -> No
             {path: "fast" if path[1] == "1_Dense" else "slow" for path in flatten_dict(tree)}
         )
 
-    assert (
-        count_conditionals(optax.adam(0.1)) == 1
-    )  # that of what the first and the last stage have alone
+    # That of what the first and the last stage have alone.
+    assert count_conditionals(optax.adam(0.1)) == 1
     apart = optax.multi_transform({"fast": optax.sgd(1.0), "slow": optax.sgd(0.1)}, groups)
     assert count_conditionals(apart) == 2
 

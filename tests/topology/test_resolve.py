@@ -105,7 +105,10 @@ def test_stages_and_topology_that_disagree() -> None:
 
 
 def test_model_size_and_topology_that_disagree() -> None:
-    match = r"\(pipe=4, data=2\), but got num_model=2. .*PipeModelDataParallelTopology\(num_pp=4, num_mp=2, num_dp=2\)"
+    match = (
+        r"\(pipe=4, data=2\), but got num_model=2. .*PipeModelDataParallelTopology\(num_pp=4, "
+        r"num_mp=2, num_dp=2\)"
+    )
     with pytest.raises(TopologyError, match=match):
         topology_for(None, PipeDataParallelTopology(4, 2), 16, num_model=2)
 

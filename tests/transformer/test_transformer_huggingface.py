@@ -21,7 +21,10 @@ B, T, H, N = 2, 9, 32, 4
 
 
 def bert_layer() -> Any:
-    """A layer with random weights, biases and norms too, and these in the order of DeepSpeed's tests."""
+    """A layer with random weights, biases and norms too.
+
+    They come in the order of DeepSpeed's tests.
+    """
     from transformers.models.bert.modeling_bert import BertLayer
 
     sizes = {"hidden_size": H, "num_attention_heads": N, "intermediate_size": 4 * H}

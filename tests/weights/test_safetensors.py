@@ -23,7 +23,10 @@ def write_header(path: Path, header: dict[str, Any], data: bytes) -> Path:
 
 
 def two_shards(folder: Path, **weight_map: str) -> Path:
-    """Shards `m-1` with the tensor `a` and `m-2` with `b`, and an index that may say something else."""
+    """Shards `m-1` with the tensor `a` and `m-2` with `b`.
+
+    The index may say something else.
+    """
     for shard, name in (("m-1", "a"), ("m-2", "b")):
         save_file({name: np.zeros(2, np.float32)}, folder / f"{shard}.safetensors")
     index = folder / "m.safetensors.index.json"
